@@ -23,7 +23,7 @@ from optimus.comm import Groups
 from optimus.config import RunConfig
 from optimus.model.architecture import ModelConfig
 from optimus.plan.measure.ranks import run_fresh
-from optimus.resolve.parameters import layouts_of, full_model
+from optimus.resolve.parameters import full_model, layouts_of
 from optimus.resolve.ranks import mesh_of
 from optimus.state.chunk import TrainedChunk
 from optimus.state.model_state import ModelState

@@ -105,9 +105,9 @@ class Lease:
     """A context that has the lease of the folder `run` for the run with this `token`, and excludes other runs.
 
     Entering raises `LeaseError` if another live run holds the lease. Detecting that a holder is dead may take a minute;
-    lines on stderr report the wait and the takeover. If `retained`, the lease stays after the context for the other processes
-    of the run; `retained` is initially true if `several` processes may hold the lease. If another run has taken the lease while
-    this process was stopped, this process does not renew it: writers call `check_lease` to notice.
+    lines on stderr report the wait and the takeover. If `retained`, the lease stays after the context for the other
+    processes of the run; `retained` is initially true if `several` processes may hold the lease. If another run has taken
+    the lease while this process was stopped, this process does not renew it: writers call `check_lease` to notice.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from optimus.checkpoint.factors import is_factor
-from optimus.checkpoint.slices import TensorSlice, slices, full_slices
+from optimus.checkpoint.slices import TensorSlice, full_slices, slices
 from optimus.comm import Group
 from optimus.errors import UserError
 from optimus.state.chunk import Chunk

@@ -82,7 +82,7 @@ def masks_in(
 
 
 def check_fits(where: Path, key: str, shape: tuple[int, ...], parameter_shape: tuple[int, ...] | None) -> None:
-    """Raises `UserError` if a mask's shape does not fit a parameter of shape `parameter_shape` (None if there is no parameter)."""
+    """Raises `UserError` if a mask's shape does not fit `parameter_shape` (None if there is no parameter)."""
     packed_shape = None if parameter_shape is None else (*parameter_shape[:-1], -(-parameter_shape[-1] // _BYTE))
     if parameter_shape is None or shape not in (parameter_shape, packed_shape):
         raise UserError(
@@ -92,7 +92,7 @@ def check_fits(where: Path, key: str, shape: tuple[int, ...], parameter_shape: t
 
 
 def booleans(mask: Tensor, parameter_shape: tuple[int, ...]) -> Tensor:
-    """Returns a stored `mask` of a parameter of shape `parameter_shape` as booleans, True for unpruned elements."""
+    """Returns a stored `mask` of a parameter of `parameter_shape` as booleans, True for unpruned elements."""
     return mask.bool() if tuple(mask.shape) == parameter_shape else unpacked_bits(mask, parameter_shape[-1])
 
 

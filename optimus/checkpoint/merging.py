@@ -13,10 +13,10 @@ import torch
 
 from optimus.checkpoint.factors import is_factor
 from optimus.checkpoint.folder import Description, find_checkpoint, list_checkpoints
-from optimus.checkpoint.masks import PREFIX, booleans, all_masks
+from optimus.checkpoint.masks import PREFIX, all_masks, booleans
 from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.saving import write_alone
-from optimus.checkpoint.slices import LONGEST, TensorSlice, tiles, full_slices
+from optimus.checkpoint.slices import LONGEST, TensorSlice, full_slices, tiles
 from optimus.checkpoint.store import check_same_model
 from optimus.disk import user_path
 from optimus.errors import UserError

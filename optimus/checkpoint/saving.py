@@ -25,7 +25,7 @@ from optimus.checkpoint.folder import METADATA, Description, write_description
 from optimus.checkpoint.format import StoredSlice, file_of, pack_metadata, write_slices
 from optimus.checkpoint.manifest import write_manifest
 from optimus.checkpoint.masks import DRAWN, PREFIX, mask_slices
-from optimus.checkpoint.slices import TensorSlice, part_slices, full_slices
+from optimus.checkpoint.slices import TensorSlice, full_slices, part_slices
 from optimus.checkpoint.slots import clear_leftovers, remove, retire, retire_frozen, retire_weights
 from optimus.checkpoint.staging import Staging
 from optimus.checkpoint.writers import written_here

@@ -239,7 +239,7 @@ def reduce(
 def exchange(
     rounds: Sequence[Round], outgoing: Sequence[Tensor], incoming: Sequence[Tensor], rank: int, link: Channel
 ) -> Exchange:
-    """Runs an all-to-all of equal blocks: sends `outgoing[i]` to rank i, and fills `incoming[i]` with the block from rank i."""
+    """Runs an all-to-all of equal blocks: sends `outgoing[i]` to rank i, fills `incoming[i]` with the block from rank i."""
     ranks = len(outgoing)
     incoming[rank].copy_(outgoing[rank])
     blocks: dict[int, Tensor] = {rank * ranks + peer: block for peer, block in enumerate(outgoing)}

@@ -123,7 +123,7 @@ class Groups:
         self.make(groups_of_mesh(mesh) if planned is None else planned)
 
     def make(self, planned: Iterable[PlannedGroups]) -> None:
-        """Creates the groups of `planned` that do not exist yet; all ranks pass the same divisions in the same order."""
+        """Creates the groups of `planned` that do not exist yet; all ranks pass the same groups in the same order."""
         for _, partition, apart, _ in planned:
             if apart:
                 alone = [next(self._numbers) for _ in range(apart)]
@@ -171,7 +171,9 @@ class Groups:
         Returns None if this rank is not the origin. All ranks must call this method.
         """
         spread = self.world.all_gather_object(self.watch.spread())
-        return self.watch.origin({collective for rank, collectives in enumerate(spread) if rank != self.rank for collective in collectives})
+        return self.watch.origin(
+            {collective for rank, collectives in enumerate(spread) if rank != self.rank for collective in collectives}
+        )
 
     def along(self, *axes: str) -> Group:
         """Returns the group of the ranks that differ from this one on `axes` only."""

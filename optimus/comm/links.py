@@ -23,5 +23,5 @@ class Links(NamedTuple):
     """Number of network adapters of a node, which its ranks share evenly; neighbouring ranks share one adapter."""
 
     def adapter(self, node_rank: int, per: int) -> int:
-        """Returns the index of the adapter that the node rank `node_rank` uses, on a node with `per` ranks."""
+        """Returns the index of the adapter that the rank `node_rank` of a node uses, on a node with `per` ranks."""
         return node_rank * self.adapters // per

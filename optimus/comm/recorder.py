@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from optimus.comm.device_waits import DeviceWaits, CollectiveCall
+from optimus.comm.device_waits import CollectiveCall, DeviceWaits
 
 
 class Recorder:

@@ -5,7 +5,9 @@ import threading
 import torch
 from torch import Tensor
 
-MAX_FREE_BYTES = 64 << 20  # limit of all free buffers in bytes, so that large or rarely used buffers take no memory from the step
+MAX_FREE_BYTES = (
+    64 << 20
+)  # limit of all free buffers in bytes, so that large or rarely used buffers take no memory from the step
 
 
 class Scratch:
@@ -26,7 +28,7 @@ class Scratch:
         return torch.empty(elements, dtype=dtype, device=device)
 
     def give_back(self, buffer: Tensor) -> None:
-        """Returns a lent buffer to the pool, and frees the least recently used buffers beyond `MAX_FREE_BYTES` bytes."""
+        """Returns a lent buffer to the pool, and frees the least recently used buffers beyond `MAX_FREE_BYTES`."""
         with self._lock:
             self._free.append(buffer)
             self._bytes += buffer.nbytes

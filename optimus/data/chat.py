@@ -73,7 +73,7 @@ class ChatTemplate(NamedTuple):
         return cls.of_files(files, eos_token, str(folder)) or cls(tokens=(("eos_token", eos_token),))
 
     @classmethod
-    def of_files(cls, files: Mapping[str, Any], eos_token: str, place: str) -> "ChatTemplate | None":
+    def of_files(cls, files: Mapping[str, Any], eos_token: str, where: str) -> "ChatTemplate | None":
         """Finds the template in `files`, a mapping from names to contents of a published tokenizer's files; None if they
         have no template. Raises `UserError` for an invalid template."""
         said = {name: value for file in _FILES[:2] for name, value in files.get(file, {}).items()}
@@ -85,14 +85,14 @@ class ChatTemplate(NamedTuple):
             by_name = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
             if "default" not in by_name:
                 names = ", ".join(map(str, by_name))
-                raise UserError(f"{place}: it has several chat templates ({names}), none of which is named default")
+                raise UserError(f"{where}: it has several chat templates ({names}), none of which is named default")
             source = by_name["default"]
         if source is None:
             return None
         if not isinstance(source, str):
-            raise UserError(f"{place}: its chat_template is a {type(source).__name__}: it must be a text")
+            raise UserError(f"{where}: its chat_template is a {type(source).__name__}: it must be a text")
         found = cls(source, tuple(sorted(tokens.items())))
-        found.check(place)
+        found.check(where)
         return found
 
     @classmethod
@@ -111,19 +111,19 @@ class ChatTemplate(NamedTuple):
         """SHA-256 of the template and its tokens."""
         return hashlib.sha256(json.dumps(self.written(), sort_keys=True).encode()).hexdigest()
 
-    def check(self, place: str) -> None:
+    def check(self, where: str) -> None:
         """Raises `UserError` unless the source is a valid Jinja template."""
         try:
             _compiled(self.source)
         except Exception as error:  # a template may raise anything
             raise UserError(
-                f"{place}: its chat_template is no Jinja template ({error}): mend it, or take it away"
+                f"{where}: its chat_template is no Jinja template ({error}): mend it, or take it away"
             ) from None
 
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
-        place: str,
+        where: str,
         *,
         answer: bool = False,
         tools: Any = None,
@@ -147,12 +147,12 @@ class ChatTemplate(NamedTuple):
             return text
         except Exception as error:  # a template may raise anything
             why = str(error) or type(error).__name__
-            raise UserError(f"{place}: the chat template cannot take this conversation: {why}") from error
+            raise UserError(f"{where}: the chat template cannot take this conversation: {why}") from error
 
     def conversation(
         self,
         messages: Sequence[Mapping[str, Any]],
-        place: str,
+        where: str,
         tools: Any = None,
         special: Sequence[str] = (),
         *,
@@ -163,77 +163,78 @@ class ChatTemplate(NamedTuple):
 
         Raises `UserError` like `render`, and if the assistant's spans cannot be determined.
         """
-        begin, end, quote = marks = _unused(json.dumps([messages, tools], ensure_ascii=False, default=str), place)
+        begin, end, quote = marks = _unused(json.dumps([messages, tools], ensure_ascii=False, default=str), where)
         for number, message in enumerate(messages, 1):
             if not parse_special and any(token in message["role"] for token in special):
-                raise UserError(f"{place}: the role of message {number} spells a special token: {message['role']!r}")
+                raise UserError(f"{where}: the role of message {number} spells a special token: {message['role']!r}")
         given, tools = (
             ([*messages], tools)
             if parse_special
             else (_quoted([*messages], special, quote), _quoted(tools, special, quote))
         )
         if _GENERATION.search(self.source):
-            found = self.render(given, place, tools=tools, marks=(begin, end))
-            whole, predicted, stays = _unmarked(found, marks, special, place)
+            found = self.render(given, where, tools=tools, marks=(begin, end))
+            text, predicted, stays = _unmarked(found, marks, special, where)
             if not predicted:
-                raise UserError(f"{place}: nothing in it is the assistant's, so nothing of it would be predicted")
+                raise UserError(f"{where}: nothing in it is the assistant's, so nothing of it would be predicted")
             said = [text for text in map(_said, messages) if text]
-            if said and not any(text in whole for text in said):
+            if said and not any(text in text for text in said):
                 raise UserError(
-                    f"{place}: the chat template leaves out what the messages say: it may need `content` as a list of parts"
+                    f"{where}: the chat template leaves out what the messages say: it may need `content` as a list of parts"
                 )
-            return Conversation(whole, predicted, stays)
-        found, spans, is_open = self.render(given, place, tools=tools), list[tuple[int, int]](), False
-        whole, _, stays = _unmarked(found, marks, special, place)
+            return Conversation(text, predicted, stays)
+        found, spans, is_open = self.render(given, where, tools=tools), list[tuple[int, int]](), False
+        text, _, stays = _unmarked(found, marks, special, where)
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
-                first, last, is_open = self._answer(given, number, found, place, tools, special, begin)
-                spans.append(tuple(len(_unmarked(found[:to], marks, special, place)[0]) for to in (first, last)))  # type: ignore[arg-type]
-        return Conversation(whole, tuple(spans), stays, is_open)
+                first, last, is_open = self._answer(given, number, found, where, tools, special, begin)
+                spans.append(tuple(len(_unmarked(found[:to], marks, special, where)[0]) for to in (first, last)))  # type: ignore[arg-type]
+        return Conversation(text, tuple(spans), stays, is_open)
 
     def _answer(
         self,
         messages: Sequence[Mapping[str, Any]],
         number: int,
-        whole: str,
-        place: str,
+        rendered: str,
+        where: str,
         tools: Any,
         special: Sequence[str],
         mark: str,
     ) -> tuple[int, int, bool]:
-        """Finds the span of `messages[number]`, a message of the assistant, in `unsharded`, the rendered conversation. The
-        flag is True if `unsharded` ends with the message, without a token or text that ends the turn.
+        """Finds the span of `messages[number]`, a message of the assistant, in `rendered`, the rendered conversation. The
+        flag is True if `rendered` ends with the message, without a token or text that ends the turn.
 
         The span begins after the prompt for the answer. The span ends where the message ends in the conversation that
         stops after the message. The rendered conversations that stop before and after the message must be prefixes of
-        `unsharded`, except for their endings.
+        `rendered`, except for their endings.
         """
         asked, message = messages[:number], messages[number]
-        answered = self.render(messages[: number + 1], place, tools=tools)
-        last, same = _reaches(whole, answered, special)
+        answered = self.render(messages[: number + 1], where, tools=tools)
+        last, same = _reaches(rendered, answered, special)
         content = last, last  # the span of an empty message, for example a tool call
         if said := _said(message):
-            kept = mark if isinstance(message["content"], str) else [{"type": "text", "text": mark}]
-            changed = [*messages[:number], {**message, "content": kept}, *messages[number + 1 :]]
-            before, _, behind = self.render(changed, place, tools=tools).partition(mark)
-            content = len(before), len(whole) - len(behind)
-            same &= whole.startswith(before) and whole.endswith(behind) and said in whole[slice(*content)]
+            marked = mark if isinstance(message["content"], str) else [{"type": "text", "text": mark}]
+            changed = [*messages[:number], {**message, "content": marked}, *messages[number + 1 :]]
+            before, _, behind = self.render(changed, where, tools=tools).partition(mark)
+            content = len(before), len(rendered) - len(behind)
+            same &= rendered.startswith(before) and rendered.endswith(behind) and said in rendered[slice(*content)]
         first = content[0]
         with suppress(UserError):  # some templates raise for a conversation without messages
             if asked:
-                same &= _reaches(whole, self.render(asked, place, tools=tools), special)[1]
-            first = min(first, _common(whole, self.render(asked, place, answer=True, tools=tools)))
+                same &= _reaches(rendered, self.render(asked, where, tools=tools), special)[1]
+            first = min(first, _common(rendered, self.render(asked, where, answer=True, tools=tools)))
         if not same or not first <= content[0] <= content[1] <= last:
-            later = " where the conversation goes on" if answered != whole else " than it says"
+            later = " where the conversation goes on" if answered != rendered else " than it says"
             raise UserError(
-                f"{place}: turn {number + 1}, the assistant's, is rendered otherwise{later}, so that it is not known which "
+                f"{where}: turn {number + 1}, the assistant's, is rendered otherwise{later}, so that it is not known which "
                 "tokens are its own: give a chat template with {% generation %} around what the assistant says "
-                f"({FILE} beside tokenizer.json)" + (", or let the conversation end there" if answered != whole else "")
+                f"({FILE} beside tokenizer.json)"
+                + (", or let the conversation end there" if answered != rendered else "")
             )
-        if not said or whole[content[1] : last].strip():
+        if not said or rendered[content[1] : last].strip():
             return first, last, False
-        ending = next((token for token in special if whole.startswith(token, last)), "")
-        return first, last + len(ending), not ending and not whole[last:].strip()
+        ending = next((token for token in special if rendered.startswith(token, last)), "")
+        return first, last + len(ending), not ending and not rendered[last:].strip()
 
 
 def _said(message: Mapping[str, Any]) -> str:
@@ -253,18 +254,18 @@ def _common(one: str, other: str) -> int:
     return low
 
 
-def _reaches(whole: str, beginning: str, special: Sequence[str]) -> tuple[int, bool]:
-    """Returns the length of the common prefix of `unsharded` and `beginning`, without a part of a special token at its end.
+def _reaches(rendered: str, beginning: str, special: Sequence[str]) -> tuple[int, bool]:
+    """Returns the length of the common prefix of `rendered` and `beginning`, without a part of a special token at its end.
     The flag is True if the rest of `beginning` consists of special tokens and white space."""
-    reached = _common(whole, beginning)
+    reached = _common(rendered, beginning)
     for token in special:  # the common prefix may end within two special tokens that begin alike
-        for text in (whole, beginning):
+        for text in (rendered, beginning):
             at = text.find(token, max(0, reached - len(token) + 1), reached + len(token) - 1)
             reached = at if 0 <= at < reached else reached
-    left = beginning[reached:]
+    rest = beginning[reached:]
     for token in special:
-        left = left.replace(token, "")
-    return reached, not left.strip()
+        rest = rest.replace(token, "")
+    return reached, not rest.strip()
 
 
 class Conversation(NamedTuple):
@@ -348,11 +349,11 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     return given if thought is None else {"thinking": thought, **given, "reasoning_content": thought}
 
 
-def _unused(text: str, place: str) -> tuple[str, str, str]:
+def _unused(text: str, where: str) -> tuple[str, str, str]:
     """Returns three characters of `_MARKS` that do not occur in the text."""
     free = [mark for mark in _MARKS if mark not in text]
     if len(free) < 3:
-        raise UserError(f"{place}: it holds characters that are none (U+FDD0 to U+FDEF): leave them out")
+        raise UserError(f"{where}: it holds characters that are none (U+FDD0 to U+FDEF): leave them out")
     return free[0], free[1], free[2]
 
 
@@ -367,7 +368,7 @@ def _quoted(value: Any, special: Sequence[str], quote: str) -> Any:
     return [_quoted(each, special, quote) for each in value] if isinstance(value, list) else value
 
 
-def _unmarked(text: str, marks: tuple[str, str, str], special: Sequence[str], place: str) -> tuple[str, Spans, Spans]:
+def _unmarked(text: str, marks: tuple[str, str, str], special: Sequence[str], where: str) -> tuple[str, Spans, Spans]:
     """Removes the marks from a text. Returns the text, the spans marked as generated, and the quoted spans. Raises
     `UserError` if the template has split a quoted token."""
     begin, end, quote = marks
@@ -381,7 +382,7 @@ def _unmarked(text: str, marks: tuple[str, str, str], special: Sequence[str], pl
         elif part.startswith(quote):
             number = int(part.strip(quote))
             if number >= len(special):
-                raise UserError(f"{place}: the chat template takes apart a text that spells a special token")
+                raise UserError(f"{where}: the chat template takes apart a text that spells a special token")
             token = special[number]
             quoted.append((len(made), len(made) + len(token)))
             made += token
@@ -401,25 +402,25 @@ class Answering(NamedTuple):
 
     prompt: Conversation
     stops: tuple[int, ...]  # ids of tokens that end the answer
-    ends: str  # text that begins the next turn and so ends the answer
+    end_text: str  # text that begins the next turn and so ends the answer
 
     @classmethod
     def to(cls, template: ChatTemplate, said: str, tokenizer: Any) -> "Answering":
         """Builds the prompt for an answer to the user's message `said`, with today's date. Raises `UserError` like
         `render`. `tokenizer` parses special tokens."""
-        place, special, today = "the prompt", special_texts(tokenizer), datetime.now()
-        begin, end, quote = _unused(said, place)
+        where, special, today = "the prompt", special_texts(tokenizer), datetime.now()
+        begin, end, quote = _unused(said, where)
         asked = {"role": "user", "content": said}
-        text = template.render([_quoted(asked, special, quote)], place, answer=True, day=today)
-        whole, _, quoted = _unmarked(text, (begin, end, quote), special, place)
-        answer, ends, stops = {"role": "assistant", "content": begin}, "", list[int]()
+        text = template.render([_quoted(asked, special, quote)], where, answer=True, day=today)
+        text, _, quoted = _unmarked(text, (begin, end, quote), special, where)
+        answer, end_text, stops = {"role": "assistant", "content": begin}, "", list[int]()
         for following in ([], [{"role": "user", "content": end}]):
             with suppress(UserError):  # a template may reject this conversation
-                shown = template.render([asked, answer, *following], place, day=today)
+                shown = template.render([asked, answer, *following], where, day=today)
                 behind = shown.rpartition(begin)[2].partition(end)[0] if begin in shown else ""
                 first = tokenizer.encode(behind, add_special_tokens=False).ids[:1] if behind.strip() else []
                 if first and tokenizer.id_to_token(first[0]) in special:
                     stops += first
                 elif following:
-                    ends = behind.rstrip()
-        return cls(Conversation(whole, None, quoted), tuple(dict.fromkeys(stops)), ends)
+                    end_text = behind.rstrip()
+        return cls(Conversation(text, None, quoted), tuple(dict.fromkeys(stops)), end_text)

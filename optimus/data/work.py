@@ -39,7 +39,7 @@ def encoder(
     tokens_of = _of_conversations(info) if isinstance(text_field, ChatField) else _of_texts(info, tokenizer)
 
     def encode(batch: DocumentBatch) -> Encoded:
-        pieces, ends = [Conversation(text) for text in batch.texts], batch.ends
+        pieces, ends = [Conversation(text) for text in batch.texts], batch.ends_document
         if batch.lines:
             pieces = list(parse_lines(batch, text_field))
             ends = [True] * len(pieces)

@@ -96,7 +96,9 @@ def context_of(path: Path) -> int:
 
     Raises `UserError` like `read_model`, and if config.json does not state the length.
     """
-    return read_model(path).learned_positions or integer_field(read_config(path), "max_position_embeddings", path / FILE)
+    return read_model(path).learned_positions or integer_field(
+        read_config(path), "max_position_embeddings", path / FILE
+    )
 
 
 def further_layers(path: Path) -> tuple[str, range]:

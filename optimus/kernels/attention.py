@@ -292,7 +292,9 @@ def blocks_of(new: int, seen: int, window: int | None) -> Iterator[AttentionBloc
         if first_full < start:
             yield AttentionBlock(slice(start - before, end - before), slice(first_full, start), "none")
         if start >= window and end - start > 1:
-            yield AttentionBlock(slice(start - before, end - 1 - before), slice(start - window + 1, first_full), "window")
+            yield AttentionBlock(
+                slice(start - before, end - 1 - before), slice(start - window + 1, first_full), "window"
+            )
 
 
 def _for_each_head(q: Tensor, *shared: Tensor) -> list[Tensor]:

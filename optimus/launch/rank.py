@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler, 
 from optimus import functions
 from optimus.checkpoint.lease import LeaseError
 from optimus.comm import CollectiveError
-from optimus.comm.device_waits import GRACE, Deadline, DeviceWaits, CollectiveCall, flight_record
+from optimus.comm.device_waits import GRACE, CollectiveCall, Deadline, DeviceWaits, flight_record
 from optimus.config import load_config
 from optimus.config.yaml_text import parse_yaml
 from optimus.cores import usable_cores

@@ -80,7 +80,7 @@ class Attention(nn.Module):
     def forward(self, x_TH: Tensor, positions: AttentionPositions, cache: LayerCache | None = None) -> Tensor:
         """Returns [T, H].
 
-        `x_TH` has the tokens of `update_on`, sequence by sequence. With a `cache`, these tokens follow the cached positions.
+        `x_TH` has the tokens of `positions`, sequence by sequence. With a `cache`, these tokens follow the cached positions.
         """
         q, k, v = (self.q(x_TH), *self.kv(x_TH).chunk(2, -1)) if self.grouped else self.qkv(x_TH).chunk(3, -1)
         if not self.norms_heads:

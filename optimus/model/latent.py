@@ -61,7 +61,7 @@ class LatentAttention(nn.Module):
     def forward(self, x_RH: Tensor, positions: AttentionPositions, cache: LayerCache | None = None) -> Tensor:
         """Returns [R, H].
 
-        `x_RH` has the tokens of `update_on`, sequence by sequence. With a `cache`, these tokens follow the cached positions.
+        `x_RH` has the tokens of `positions`, sequence by sequence. With a `cache`, these tokens follow the cached positions.
         """
         low, table = self.latent, positions.table
         length, query = len(table[0]), self.plain + low.rotary

@@ -109,7 +109,11 @@ class Blocks(nn.ModuleList):
         self._segments = [range(len(self))[start : start + size] for start in range(0, len(self), max(1, size))]
 
     def forward(
-        self, x_TH: Tensor, positions: AttentionPositions, cache: KVCache | None = None, stats: RouterStats | None = None
+        self,
+        x_TH: Tensor,
+        positions: AttentionPositions,
+        cache: KVCache | None = None,
+        stats: RouterStats | None = None,
     ) -> tuple[Tensor, RouterStats | None]:
         """Returns (residual stream [T, H], router statistics summed over the blocks and added to `stats`)."""
         if cache is not None:  # generation, which has no backward pass
@@ -119,7 +123,12 @@ class Blocks(nn.ModuleList):
         return x_TH, stats
 
     def _through(
-        self, segment: range, x_TH: Tensor, positions: AttentionPositions, cache: KVCache | None, stats: RouterStats | None
+        self,
+        segment: range,
+        x_TH: Tensor,
+        positions: AttentionPositions,
+        cache: KVCache | None,
+        stats: RouterStats | None,
     ) -> tuple[Tensor, RouterStats | None]:
         for i in segment:
             x_TH, own = self[i](x_TH, positions, cache.layers[i] if cache is not None else None)
@@ -313,7 +322,7 @@ class Transformer(nn.Module):
         return positions_S, self._attention_positions(position_T, 1, self.sequence.for_documents(documents))
 
     def full_positions(self, tokens_BS: Tensor, start: int = 0) -> tuple[Tensor, AttentionPositions]:
-        """Returns the same as `update_on`, but with all positions of the sequences on every device, counted from `start`."""
+        """Returns the result of `local_positions`, but with all positions on every device, counted from `start`."""
         positions_S = torch.arange(start, start + tokens_BS.shape[1], device=tokens_BS.device)
         return positions_S, self._attention_positions(positions_S, len(tokens_BS), SequenceSplit())
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from optimus.config import ModelConfig
 from optimus.mesh import Mesh
-from optimus.parallel.module_bytes import ModuleBytes, ModuleSetting, ModulePosition, block_bytes, end_bytes
+from optimus.parallel.module_bytes import ModuleBytes, ModulePosition, ModuleSetting, block_bytes, end_bytes
 from optimus.parallel.options import StageOptions
 from optimus.parallel.recompute import Recomputation
 
@@ -145,12 +145,12 @@ def _row_regions(row: Row, kinds: Collection[str], stream: int, saved_inputs: _S
 
 
 def _alone(module: ModuleBytes, saved_inputs: _Sources) -> _Region:
-    """Returns the region of a module without recomputation. It does not save its input if the input is in `persistent`."""
+    """Returns the region of a module without recomputation. It does not save its input if the input is in `saved_inputs`."""
     return _Region(module.saved - _shared(module, saved_inputs), 0, [(0, module.work, module.waiting)])
 
 
 def _shared(module: ModuleBytes, saved_inputs: _Sources) -> float:
-    """Returns the bytes of the module's input if `persistent` has the input already, and adds the input to `persistent`."""
+    """Returns the bytes of the module's input if `saved_inputs` has the input already, and adds the input there."""
     shared = module.given if module.source in saved_inputs else 0
     saved_inputs |= {module.source} if module.given else set()
     return shared

@@ -218,7 +218,11 @@ def _seen(
             if source == rank:
                 block = AttentionBlock(all_positions, all_positions, "causal")
             else:
-                block = AttentionBlock(all_positions, first, "none") if source < rank else AttentionBlock(second, all_positions, "none")
+                block = (
+                    AttentionBlock(all_positions, first, "none")
+                    if source < rank
+                    else AttentionBlock(second, all_positions, "none")
+                )
             return capped([block], cap)
         documents = Documents([ranks * length], 1)
     half //= documents.sequences

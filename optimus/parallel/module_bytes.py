@@ -103,7 +103,9 @@ class ModuleBytes(NamedTuple):
     saved: float  # bytes saved from the forward to the backward pass, including the input
     works: Sequence[float]  # transient bytes after each operation of the backward pass
     waiting: float = 0.0  # bytes after the backward pass, for deferred weight gradients
-    source: tuple[int, ...] = ()  # `ModulePosition` of the first module with the same input; the two save their input only once
+    source: tuple[
+        int, ...
+    ] = ()  # `ModulePosition` of the first module with the same input; the two save their input only once
 
     @property
     def work(self) -> float:
@@ -115,7 +117,7 @@ class ModuleBytes(NamedTuple):
 def block_bytes(
     setting: ModuleSetting, layer: int, sequences: int, *, experts: bool, again: bool = False
 ) -> dict[ModulePosition, ModuleBytes]:
-    """Returns the bytes by `ModulePosition` of the modules of block `layer`: its sparse layer, if any, or all others in order.
+    """Returns the bytes, by position, of the modules of block `layer`: its sparse layer, if any, or all others in order.
 
     `experts` selects the sparse layer. The block runs with `sequences` sequences. `again`: the backward pass recomputes each
     module, with cached results of collectives.
@@ -145,7 +147,9 @@ def end_bytes(setting: ModuleSetting, what: End, sequences: int) -> ModuleBytes:
     return _grown(partial(_end_bytes, setting, what), least, sequences)[0, 0]
 
 
-def _grown(measure: Callable[[int], dict[ModulePosition, ModuleBytes]], least: int, sequences: int) -> dict[ModulePosition, ModuleBytes]:
+def _grown(
+    measure: Callable[[int], dict[ModulePosition, ModuleBytes]], least: int, sequences: int
+) -> dict[ModulePosition, ModuleBytes]:
     """Returns `measure(sequences)`, with only the peak of the transient bytes.
 
     For more than 2 `least` sequences, extrapolates from the bytes of `least` and of 2 `least` sequences.
@@ -271,7 +275,9 @@ class _Measuring:
         for unit in units_of(block):
             unit.run_by(partial(self._run_unit, unit))
 
-    def measure(self, x_TH: Tensor, positions: AttentionPositions, *, splits: bool) -> dict[ModulePosition, ModuleBytes]:
+    def measure(
+        self, x_TH: Tensor, positions: AttentionPositions, *, splits: bool
+    ) -> dict[ModulePosition, ModuleBytes]:
         """Returns the bytes of the block's sparse layer (with `experts`), or of all its other modules."""
         shapes, leaf, gradient = self._shapes, x_TH.requires_grad_(), torch.empty_like(x_TH)
         start, before = shapes.alive, shapes.made
@@ -321,7 +327,7 @@ class _Measuring:
         history.append(self._shapes.alive)
 
     def _found(self, saved_sizes: dict[int, int], start: int, deferred: list[Any]) -> dict[ModulePosition, ModuleBytes]:
-        """Returns the bytes by module. `persistent` maps the storages that the forward pass saved to their sizes.
+        """Returns the bytes by module. `saved_sizes` maps the storages that the forward pass saved to their sizes.
 
         The transient bytes follow from the history of the backward pass, and the waiting bytes from the `deferred` weight
         gradients.
@@ -344,7 +350,9 @@ class _Measuring:
             waited += waiting
             if (run.kind == "moe") == self._experts:
                 saved = given[number] + made[number]
-                found[run.position] = ModuleBytes(run.kind, given[number], saved, works, waiting, source=first[run.source])
+                found[run.position] = ModuleBytes(
+                    run.kind, given[number], saved, works, waiting, source=first[run.source]
+                )
         return found
 
 

@@ -129,7 +129,7 @@ class Live(NamedTuple):
     """Microbatches between the two parts of a split backward pass, with saved data for the weight part."""
 
     def bytes(self, saved: Sequence[float], waiting: Sequence[float]) -> float:
-        """Returns the bytes of the saved data, given the bytes of one microbatch in each stage: `persistent` for saved
+        """Returns the bytes of the saved data, given the bytes of one microbatch in each stage: `saved` for saved
         activations, `waiting` for the data of the weight part."""
         return sum(map(mul, self.saved, saved)) + sum(map(mul, self.waiting, waiting))
 

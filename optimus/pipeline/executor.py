@@ -167,7 +167,9 @@ class ScheduledExecutor:
         for action in self._actions:
             if action.kind.computes:
                 for receive in next(posts):
-                    self._coming[receive] = self._links.start_receive(receive, self._work.receive_buffer(receive.microbatch))
+                    self._coming[receive] = self._links.start_receive(
+                        receive, self._work.receive_buffer(receive.microbatch)
+                    )
                 needed = self._schedule.receive_for(action)
                 self._computing.run(action, None if needed is None else self._coming.pop(needed).wait())
             elif action.kind.sends:

@@ -199,11 +199,15 @@ class PipelineStages(nn.Module):
         return [stats for stats in found if stats is not None]
 
     def _run_forward(
-        self, microbatches: Sequence[Batch], end: Callable[[Tensor, RouterStats | None], None], *, all_positions: bool = False
+        self,
+        microbatches: Sequence[Batch],
+        end: Callable[[Tensor, RouterStats | None], None],
+        *,
+        all_positions: bool = False,
     ) -> None:
         """Runs forward passes alone; `end` receives the output of the last stage's blocks.
 
-        With `unsharded`, every rank computes all positions.
+        With `all_positions`, every rank computes all positions.
         """
         work = _Forward(self, microbatches, end, all_positions=all_positions)
         self.execute(work, len(microbatches), False)
@@ -233,7 +237,9 @@ class _Forward:
         self._vocabulary: VocabularyPasses | None = None
         if staged.links is not None:
             given = staged.links, staged.model, microbatches, self._positions
-            self._vocabulary = VocabularyPasses(*given, lambda number: self.receive_buffer(number)[0], count, scale, trains)
+            self._vocabulary = VocabularyPasses(
+                *given, lambda number: self.receive_buffer(number)[0], count, scale, trains
+            )
 
     def _find(self, batch: Batch) -> tuple[Tensor, AttentionPositions]:
         """Returns the positions of the batch's sequences on this rank, as a tensor and in the form for the blocks."""

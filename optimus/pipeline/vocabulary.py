@@ -36,7 +36,7 @@ class VocabularyLinks(NamedTuple):
 
     @classmethod
     def along(cls, groups: Groups, placement: Schedule) -> "VocabularyLinks":
-        """Makes the groups; all ranks must call this method. `position` maps stages to ranks."""
+        """Makes the groups; all ranks must call this method. `placement` maps stages to ranks."""
         ends = placement.rank_of(0), placement.rank_of(placement.stages - 1)
         return cls(*ends, *groups.apart(4, "pp"), *groups.apart(1, "pp", "tp_out"))
 
@@ -57,8 +57,9 @@ class _Logits(NamedTuple):
 class VocabularyPasses:
     """The vocabulary passes of a rank in one step.
 
-    `positions_S` are the sequence positions on this rank. `receive_buffer` returns an uninitialised tensor with the shape of a stage's
-    output for a microbatch. The gradient of the loss is the gradient of the summed cross-entropy times `scale` / `count`.
+    `positions_S` are the sequence positions on this rank. `receive_buffer` returns an uninitialised tensor with the shape of
+    a stage's output for a microbatch. The gradient of the loss is the gradient of the summed cross-entropy times
+    `scale` / `count`.
     """
 
     def __init__(

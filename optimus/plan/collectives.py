@@ -79,9 +79,9 @@ def _neighbours(group: StridedGroup, ranks: int, nodes: int) -> frozenset[tuple[
 
 
 def reduce_scatter_seconds(size: int, nbytes: float, bandwidth: float) -> float:
-    """Returns the seconds of a reduce-scatter in which each of `size` ranks begins with `unsharded` bytes (equation 5.2).
+    """Returns the seconds of a reduce-scatter in which each of `size` ranks begins with `nbytes` bytes (equation 5.2).
 
-    An all-gather to `unsharded` bytes takes as long (equation 5.1), an all-reduce twice as long (equations 5.3 to 5.5).
+    An all-gather to `nbytes` bytes takes as long (equation 5.1), an all-reduce twice as long (equations 5.3 to 5.5).
     """
     return (size - 1) / size * nbytes / bandwidth
 
@@ -89,9 +89,9 @@ def reduce_scatter_seconds(size: int, nbytes: float, bandwidth: float) -> float:
 def collective_seconds(
     kind: CollectiveKind, nbytes: float, group: StridedGroup, machine: Machine, algorithm: Algorithm = "ring"
 ) -> float:
-    """Returns the seconds of a collective among the ranks of `position` while all other groups of the same form communicate.
+    """Returns the seconds of a collective among the ranks of `group` while all other groups of the same form communicate.
 
-    `unsharded` is the number of bytes that a rank has at the end (all-gather), at the beginning (reduce-scatter, all-to-all) or
+    `nbytes` is the number of bytes that a rank has at the end (all-gather), at the beginning (reduce-scatter, all-to-all) or
     at both (all-reduce).
 
     `algorithm` decides how a group on several nodes communicates:
@@ -297,7 +297,7 @@ def _all_to_all(nbytes: float, group: StridedGroup, machine: Machine) -> float:
 
 
 def transfer_seconds(sent: float, group: StridedGroup, machine: Machine) -> float:
-    """Returns the seconds of a message to the next rank of `position` (a pipeline's next stage) while all ranks send one. The
+    """Returns the seconds of a message to the next rank of `group` (a pipeline's next stage) while all ranks send one. The
     slowest message decides, within a node or between nodes."""
     pace = machine.node.pace("shift")
     bandwidth = machine.node.groups.get(f"{group.stride}x2", machine.node.bandwidth)

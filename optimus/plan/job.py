@@ -23,7 +23,7 @@ from optimus.plan.links import chained, in_order
 from optimus.plan.machine import Machine
 from optimus.plan.profile import Profile
 from optimus.resolve.facts import Facts
-from optimus.resolve.parameters import state_spec_of, full_model
+from optimus.resolve.parameters import full_model, state_spec_of
 from optimus.resolve.precision import precision
 from optimus.resolve.run import RunInputs
 from optimus.resolve.teachers import teacher_models

@@ -72,7 +72,7 @@ def memory_of(job: Job, sizes: ActivationSizes | None = None) -> Memory:
 
 
 def memory_of_ranks(job: Job, sizes: ActivationSizes | None = None) -> list[Memory]:
-    """Returns the memory of each rank of the pipeline. `persistent` computes the bytes of activations, by default of the run's
+    """Returns the memory of each rank of the pipeline. `sizes` computes the bytes of activations, by default of the run's
     modules."""
     ranks = ranks_of(job)
     states = state_of([rank.stages for rank in ranks], job)

@@ -151,10 +151,10 @@ class Fitting:
         sizes: Callable[[frozenset[str]], list[float]],
         in_time: Callable[[Iterable[Job]], list[Job]],
     ) -> tuple[frozenset[str], Sequence[Job]]:
-        """Returns (the cheapest recomputation that fits, the jobs of `update_on` that pass `in_time` with this recomputation).
+        """Returns (the cheapest recomputation that fits, the jobs among `jobs` that pass `in_time` with this recomputation).
         Returns no jobs if no recomputation fits.
 
-        Activations fit if they take at most `free_bytes` bytes on each rank. The call of `sizes` takes longest, so the function
+        Activations fit if they take at most `free_bytes` on each rank. The call of `sizes` takes longest, so the function
         makes this call last.
         """
         slow: list[frozenset[str]] = []

@@ -9,7 +9,7 @@ from optimus.config.phases import as_of_run
 from optimus.errors import UserError
 from optimus.measurements import Timing
 from optimus.plan.job import Job, machine_facts, profile_of
-from optimus.plan.memory import FRAGMENTS, OPTIMIZER, Memory, memory_of, device_capacity
+from optimus.plan.memory import FRAGMENTS, OPTIMIZER, Memory, device_capacity, memory_of
 from optimus.plan.offloading import Elsewhere, rates_of
 from optimus.resolve.facts import AMOUNTS, Facts
 from optimus.resolve.memory import MemoryAccount, memories

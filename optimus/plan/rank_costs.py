@@ -342,7 +342,9 @@ class RankCosts:
         once = self._exchange(group, size, experts) * shown
         share = self.profile.overlap_shared * self.machine.overlap
         computing = zip(*((half.forward.compute, half.backward.compute + half.weights.compute) for half in shared))
-        exposed = [sum(max(0.0, once - share * seconds) for seconds in halves) for halves in computing] or 2 * [2 * once]
+        exposed = [sum(max(0.0, once - share * seconds) for seconds in halves) for halves in computing] or 2 * [
+            2 * once
+        ]
         return Passes(*(Terms(expert=seconds) for seconds in exposed))
 
     def _exchange(self, group: StridedGroup, size: float, experts: int) -> float:

@@ -26,7 +26,7 @@ from optimus.plan.candidate_meshes import candidates
 from optimus.plan.job import Job
 from optimus.plan.links import even, exchanged
 from optimus.plan.machine import load_machine, machine_names
-from optimus.plan.memory import FRAGMENTS, buffers_of, memory_of, device_capacity, state_size, usable
+from optimus.plan.memory import FRAGMENTS, buffers_of, device_capacity, memory_of, state_size, usable
 from optimus.plan.memory_fit import Fitting, Timed, residencies
 from optimus.plan.offloading import host_capacity
 from optimus.plan.prediction import Plan, predict

@@ -420,5 +420,8 @@ def _sum(work: RankCosts, stages: Sequence[_Stage], passes: float, others: Mappi
         "host": host,
     }
     faster = min(1.0, passes / busy)  # less than 1 if ranks share cores: a rank is faster while other ranks are idle
-    terms = {name: seconds * faster for name, seconds in terms.items()} | {"pipeline": max(0.0, passes - busy), **others}
+    terms = {name: seconds * faster for name, seconds in terms.items()} | {
+        "pipeline": max(0.0, passes - busy),
+        **others,
+    }
     return StepTime(passes + sum(others.values()), terms)

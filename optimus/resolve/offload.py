@@ -29,7 +29,7 @@ _NO_LINK = Rates(math.inf, math.inf, math.inf, math.inf)  # all choices take the
 class _DeviceMemory(NamedTuple):
     """Device memory for chunks.
 
-    `free` bytes are available. `block` is the size of a parameter block in bytes, and `persistent[D]` that of the state of the
+    `free` bytes are available. `block` is the size of a parameter block in bytes, and `resident[D]` that of the state of the
     first D chunks. `cached` chunks share the blocks, of which the device needs at least `least`.
     """
 
@@ -167,7 +167,9 @@ def _why(machine: _Machine, shape: StepShape, found: OffloadChoice) -> str:
     )
 
 
-def _device_memory(run: ResolvedRun, rank: int, elsewhere: Sequence[ChunkPlan], here: Sequence[ChunkPlan]) -> _DeviceMemory:
+def _device_memory(
+    run: ResolvedRun, rank: int, elsewhere: Sequence[ChunkPlan], here: Sequence[ChunkPlan]
+) -> _DeviceMemory:
     """Computes the device memory that the rest of the account, gathered parameters excepted, leaves for chunks. `elsewhere`
     and `here` are the chunks with offloaded state and with resident state."""
     state = run.config.state

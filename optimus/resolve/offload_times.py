@@ -190,12 +190,14 @@ def choose(
 ) -> OffloadChoice | None:
     """Returns the fastest choice for which `free` bytes of the device suffice; None if none fits.
 
-    `block` is the size of a parameter block in bytes; `persistent[D]` is that of the state of the first D chunks. Times within the
-    measurements' `spread` of the fastest count as equal. Ties go to the most resident state, then the most blocks, then the
-    first of `update_on`.
+    `block` is the size of a parameter block in bytes; `resident[D]` is that of the state of the first D chunks. Times within
+    the measurements' `spread` of the fastest count as equal. Ties go to the most resident state, then the most blocks, then
+    the first of `update_on`.
     """
     counts = [*devices]
-    fitting = (OffloadChoice(c, d, on) for c in caches for d in counts if c * block + resident[d] <= free for on in update_on)
+    fitting = (
+        OffloadChoice(c, d, on) for c in caches for d in counts if c * block + resident[d] <= free for on in update_on
+    )
     seconds = {each: float(f"{step_seconds(shape, rates, each):.4g}") for each in fitting}
     least = min(seconds.values(), default=0.0)
     as_fast = [each for each, took in seconds.items() if took <= least * (1 + spread)]

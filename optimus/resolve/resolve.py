@@ -11,7 +11,7 @@ from optimus.resolve import length, microbatches, offload, ranks, stages
 from optimus.resolve.decision import Decided, Decision
 from optimus.resolve.dispatcher import dispatch
 from optimus.resolve.facts import Facts
-from optimus.resolve.parameters import check_blocks_of, layouts_of, state_spec_of, full_model
+from optimus.resolve.parameters import check_blocks_of, full_model, layouts_of, state_spec_of
 from optimus.resolve.precision import precision
 from optimus.resolve.recompute import recomputation
 from optimus.resolve.run import ResolvedRun, RunInputs

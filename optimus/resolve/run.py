@@ -159,8 +159,8 @@ class ResolvedRun:
     ) -> list[ChunkPlan]:
         """Returns the chunks of `rank`, placed on device, host or disk.
 
-        `resident_fraction` replaces the configured share of state on the device; `spec` replaces the initial specification
-        of the state, for example after pruning.
+        `resident_fraction` replaces the configured share of state on the device; `state_spec` replaces the initial
+        specification of the state, for example after pruning.
         """
         options = self.config.state
         if resident_fraction is not None:
@@ -213,6 +213,6 @@ class ResolvedRun:
     def activations(self, recomputation: Recomputation | None = None, **selection: Any) -> Activations:
         """Returns the activations of a microbatch. `recomputation` replaces the configured recomputation.
 
-        `position` selects blocks with arguments of `activation_bytes`; by default, the whole model.
+        `selection` selects blocks with arguments of `activation_bytes`; by default, the whole model.
         """
         return activation_bytes(self.config.model, recomputation or self.recomputation, **self.shapes, **selection)

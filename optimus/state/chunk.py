@@ -24,8 +24,8 @@ from optimus.state.placement import NOTHING_ON_DISK, ChunkContext, Placement, po
 from optimus.state.plan import ChunkPlan
 from optimus.state.reduction import GradientReduction
 from optimus.state.statuses import Status
-from optimus.state.update import Update
 from optimus.state.unsharded import UnshardedParameters
+from optimus.state.update import Update
 
 
 class Chunk(Placement):
@@ -197,7 +197,7 @@ class TrainedChunk(Chunk):
         self.part.copy.finish()
         self.part.transition("write")
         self.allocate(plan, masks)
-        self.gradients.allocate()
+        self.gradients.switch_buffers()
         with self.states(change=True) as states:
             for prefix, part in parts.items():
                 states[prefix][: len(part)] = part.to(states[prefix].device)

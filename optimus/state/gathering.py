@@ -213,7 +213,7 @@ class ParameterPrefetcher:
                 following.unsharded.start_gather()
 
     def _evict_for(self, chunk: Chunk, using: Sequence[Chunk], position: int = 0, nearest: bool = True) -> bool:
-        """Reshards the chunk with the furthest next use, counted from position `position`, if the cache is full; returns
+        """Reshards the chunk with the furthest next use, counted from `position`, if the cache is full; returns
         whether `chunk` now fits.
 
         Chunks that are in use, or are used again before `position`, stay. If the chunk with the furthest use must stay, this

@@ -28,7 +28,7 @@ class Matrices(NamedTuple):
 
     @classmethod
     def of(cls, start: int, shape: Sequence[int], global_shape: Sequence[int] | None = None) -> "Matrices":
-        """Returns the matrices of a parameter with local `shape`; the default of the global shape `global_shape` is `shape`. Raises
+        """Returns the matrices of a parameter with local `shape`; the default of `global_shape` is `shape`. Raises
         `ValueError` for a vector.
 
         The cost counts the matmuls A = X X^T, A A, and the matmul of a polynomial of A with X.

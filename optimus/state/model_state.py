@@ -24,7 +24,7 @@ from optimus.state.gathering import ParameterPrefetcher
 from optimus.state.masks import packed_bits
 from optimus.state.matrices import OverBlocks
 from optimus.state.placement import ChunkContext
-from optimus.state.plan import ChunkPlan, StateSpec, shard_partitions, place_chunks, sharding_of, unpruned_shares
+from optimus.state.plan import ChunkPlan, StateSpec, place_chunks, shard_partitions, sharding_of, unpruned_shares
 from optimus.state.reduction import GradientReduction
 from optimus.state.transfers import Transfers, transfers
 

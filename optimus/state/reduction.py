@@ -61,7 +61,7 @@ class GradientReduction:
     """The gradient reduction of `chunk`, with the chunk's parameters `unsharded`; see the docstring of the module.
 
     `gradient` (gradient type) covers the whole chunk. `reduced` is a view of the accumulated gradients: the shard that this
-    rank's optimizer updates. The update reads `waiting`: `reduced`, or a host tensor if the gradient `offloaded` the device.
+    rank's optimizer updates. The update reads `waiting`: `reduced`, or a host tensor if gradients are `offloaded`.
     """
 
     def __init__(self, chunk: Placement, unsharded: UnshardedParameters) -> None:

@@ -44,7 +44,7 @@ class Tiling:
     def matrices(self, start: int, shape: Sequence[int], global_shape: Sequence[int]) -> list[Matrices]:
         """Returns the matrices of a parameter that must stay whole; a flat tiling has none.
 
-        The parameter begins at element `start`, and has local `shape` and global shape `global_shape`.
+        The parameter begins at element `start`, and has the local `shape` and the `global_shape`.
         """
         return []
 

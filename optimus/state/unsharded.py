@@ -102,7 +102,9 @@ class UnshardedParameters(ManagedBuffer):
             if self.here:
                 chunk = self._chunk
                 # `data` hides the write from autograd, which would otherwise report a change of saved tensors.
-                chunk.elements.expand(chunk.parameter.data, chunk.plan.borders[-1], fresh=not chunk.plan.keeps_unsharded)
+                chunk.elements.expand(
+                    chunk.parameter.data, chunk.plan.borders[-1], fresh=not chunk.plan.keeps_unsharded
+                )
 
     def invalidate(self) -> None:
         """Marks this rank's whole parameters as out of date, because the shards have changed.

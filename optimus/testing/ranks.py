@@ -62,7 +62,7 @@ def run_ranks(
 
     `fn` is a function at the top level of any module, including a test module or a script. `args` and results must be
     picklable; tensors are copied. Each rank has one torch thread, and starts with torch's seed 0. Changes that a call
-    leaves in its process are visible only to calls of the same `pool`. Unless `persistent`, the call uses new processes, which
+    leaves in its process are visible only to calls of the same `pool`. Unless `reuse`, the call uses new processes, which
     end with the call.
 
     Raises:

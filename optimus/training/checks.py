@@ -184,8 +184,8 @@ def check_memory(run: ResolvedRun, device: torch.device, *, use_total: bool = Fa
 
     On an accelerator, checks the device memory of the fullest stage, and the host memory of all ranks of the fullest node,
     including copies for checkpoints. On a CPU, checks all of these bytes together. Ranks with the last stage also hold the
-    teacher, if any. With `unsharded`, counts the device's total memory as free, because querying the free memory would itself
-    allocate device memory.
+    teacher, if any. With `use_total`, counts the device's total memory as free, because querying the free memory would
+    itself allocate device memory.
     """
     config, mesh, shared = run.config, run.mesh, device.type == "cpu"
     found, together = at_rest(run, shared=shared), min(mesh.size, mesh.ranks_per_node or mesh.size)

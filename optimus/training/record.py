@@ -18,9 +18,9 @@ class StepTimes:
     total: float
     """Total seconds, including the wait for data."""
     data: float
-    """Seconds of `unsharded` spent waiting for data."""
+    """Seconds of `total` spent waiting for data."""
     waited: float
-    """Seconds of `unsharded` spent in collectives waiting for other ranks."""
+    """Seconds of `total` spent in collectives waiting for other ranks."""
     by_kind: dict[str, float]
     """The seconds of `waited`, by kind of collective."""
 

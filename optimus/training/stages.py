@@ -55,7 +55,12 @@ def stages_of(
         if not backward or parallel.executor == "scheduled":
             return ScheduledExecutor(plan, links, work).run()
         return MessageDrivenExecutor(
-            plan, links, cast(StageWork, work), caps=parallel.max_in_flight, team=team, device=work.receive_buffer(0)[0].device
+            plan,
+            links,
+            cast(StageWork, work),
+            caps=parallel.max_in_flight,
+            team=team,
+            device=work.receive_buffer(0)[0].device,
         ).run()
 
     share = mesh.tp_out if parallel.splits_sequence else 1, mesh.tp_in

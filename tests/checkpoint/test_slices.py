@@ -12,7 +12,7 @@ from helpers.rules import plan_chunks, state_spec
 from optimus.checkpoint.folder import Description
 from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.saving import write_alone
-from optimus.checkpoint.slices import TensorSlice, range_slices, slices, tiles, full_slices
+from optimus.checkpoint.slices import TensorSlice, full_slices, range_slices, slices, tiles
 from optimus.config import ModelConfig
 from optimus.config.tree import StateConfig
 from optimus.errors import UserError

@@ -14,7 +14,7 @@ from optimus.plan.chunks import chunk_groups, chunk_plans
 from optimus.plan.job import Job, job_of
 from optimus.plan.largest import largest
 from optimus.plan.machine import Machine, load_machine
-from optimus.plan.memory import memory_of, device_capacity
+from optimus.plan.memory import device_capacity, memory_of
 from optimus.plan.memory_fit import residencies
 from optimus.plan.offloading import choice_of, rates_of, shape_of
 from optimus.plan.prediction import Plan, predict

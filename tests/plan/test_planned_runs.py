@@ -18,7 +18,7 @@ from optimus.errors import UserError
 from optimus.model.count import count_parameters
 from optimus.plan.job import Job
 from optimus.plan.job_builder import as_configured, asked, configured
-from optimus.plan.memory import memory_of, device_capacity
+from optimus.plan.memory import device_capacity, memory_of
 from optimus.plan.prediction import Plan, dry_run
 from optimus.plan.proposal import config_of, facts_of, layout_of
 from optimus.plan.search import search

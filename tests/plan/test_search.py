@@ -16,7 +16,7 @@ from optimus.plan.job import Job, job_of
 from optimus.plan.job_builder import configured
 from optimus.plan.links import even
 from optimus.plan.machine import Communicator, Machine, load_machine
-from optimus.plan.memory import communicators_of, memory_of, device_capacity, usable
+from optimus.plan.memory import communicators_of, device_capacity, memory_of, usable
 from optimus.plan.memory_fit import Timed, placements, recomputations, sharded
 from optimus.plan.prediction import Plan, predict
 from optimus.plan.profile import Profile

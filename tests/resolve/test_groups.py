@@ -11,7 +11,7 @@ from optimus.config import load_config
 from optimus.pipeline.executor import links_of
 from optimus.pipeline.schedule import Kind, partner
 from optimus.resolve.groups import communicators, run_groups
-from optimus.resolve.parameters import layouts_of, full_model
+from optimus.resolve.parameters import full_model, layouts_of
 from optimus.resolve.ranks import mesh_of
 from optimus.resolve.stages import schedule_of
 from optimus.testing import run_ranks

@@ -66,7 +66,7 @@ class Cache:
         return next((i for i in range(behind + 1, len(self._uses)) if self._uses[i] == chunk), len(self._uses))
 
     def make_room(self, place: int, now: int, *, ahead: bool) -> bool:
-        """For what is used at `position`, at the use `now`: drop what is used last, ahead of use only if that is later."""
+        """For what is used at `place`, at the use `now`: drop what is used last, ahead of use only if that is later."""
         if len(self.held) < self._blocks:
             return True
         others = [each for each in self.held if each != self._uses[now]]

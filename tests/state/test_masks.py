@@ -14,7 +14,7 @@ from helpers.equality import Trained
 from helpers.masked import random_masks
 from helpers.whole import whole_state
 from optimus.config import load_config
-from optimus.resolve.parameters import layouts_of, full_model
+from optimus.resolve.parameters import full_model, layouts_of
 from optimus.state.masks import Mask, MaskForm, MaskPlan, packed_bits, unpacked_bits
 from optimus.state.model_state import ModelState
 from optimus.state.plan import ParameterSlot

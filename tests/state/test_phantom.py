@@ -20,7 +20,7 @@ from helpers.whole import whole_state
 from optimus.checkpoint.folder import Description, step_folder, weights_folder
 from optimus.checkpoint.saving import Saver, Target
 from optimus.config import load_config
-from optimus.resolve.parameters import layouts_of, full_model
+from optimus.resolve.parameters import full_model, layouts_of
 from optimus.state.pruning import LocalWeights, magnitudes, prune, weights_of
 from optimus.state.transfers import StreamTransfers
 from optimus.testing.steps import Steps, random_batch

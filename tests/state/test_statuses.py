@@ -77,7 +77,11 @@ PLANTED = [
     (UNSHARDED, 'self.wait()\n            self.transition("free")', 'self.transition("free")'),
     (UNSHARDED, "        self.part.finish_update()\n", ""),
     (UNSHARDED, "            self.finish()\n", ""),
-    (UNSHARDED, '            self.transition("free")\n            self._depth = plan', "            self._depth = plan"),
+    (
+        UNSHARDED,
+        '            self.transition("free")\n            self._depth = plan',
+        "            self._depth = plan",
+    ),
     (REDUCTION, "self.finish()  # the last step may not have been finished", "pass"),
     (REDUCTION, "        self.leave()\n        self._host.finish()", "        self._host.finish()"),
     (REDUCTION, "        self.leave()\n        self._host.finish()", "        self.leave()"),
@@ -122,7 +126,11 @@ PLANTED = [
         "            self.unsharded.wait()\n            self.part.copy.finish()",
         "            self.part.copy.finish()",
     ),
-    (CHUNK, "            self.unsharded.wait()\n            self.part.copy.finish()", "            self.unsharded.wait()"),
+    (
+        CHUNK,
+        "            self.unsharded.wait()\n            self.part.copy.finish()",
+        "            self.unsharded.wait()",
+    ),
     (
         CHUNK,
         '            self.part.finish_update()\n            self.part.transition("read")',

@@ -21,7 +21,7 @@ from optimus.checkpoint.saving import Saver, Target
 from optimus.checkpoint.store import load_state
 from optimus.comm import Handle
 from optimus.config import load_config
-from optimus.resolve.parameters import layouts_of, full_model
+from optimus.resolve.parameters import full_model, layouts_of
 from optimus.state import model_state
 from optimus.state.chunk import Chunk
 from optimus.state.pruning import magnitudes, prune, weights_of

@@ -34,7 +34,7 @@ from optimus.model.families import families
 from optimus.parallel.activations import activation_bytes
 from optimus.parallel.recompute import Recomputation
 from optimus.resolve.groups import communicators
-from optimus.resolve.parameters import layouts_of, full_model
+from optimus.resolve.parameters import full_model, layouts_of
 from optimus.resolve.ranks import mesh_of
 from optimus.resolve.shapes import activation_shapes
 from optimus.state.masks import packed_bits

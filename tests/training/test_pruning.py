@@ -25,7 +25,7 @@ from optimus.mesh import Layout, Mesh
 from optimus.model.init import initialize
 from optimus.model.parameters import Size, declare
 from optimus.observe.metrics import read_metrics
-from optimus.resolve.parameters import layouts_of, targets_of, full_model
+from optimus.resolve.parameters import full_model, layouts_of, targets_of
 from optimus.state.masks import unpacked_bits
 from optimus.state.model_state import ModelState
 from optimus.state.pruning import (

@@ -37,7 +37,7 @@ def grouped_product(kernel: Kernel, a_PL: Tensor, b_EXY: Tensor, routes: TokenIn
 
 
 def described(x: Tensor, block_shape: list[int], tma: bool) -> Any:
-    """Returns a contiguous `x` as a kernel argument: a descriptor with tiles of size `block_shape` if `tma`, else `x` itself."""
+    """Returns a contiguous `x` as a kernel argument: a descriptor with tiles of `block_shape` if `tma`, else `x` itself."""
     return TensorDescriptor.from_tensor(x, block_shape) if tma else x
 
 

@@ -1,7 +1,7 @@
 """Gemma 2: norms before and after each module, windows in every other layer, soft caps of scores and logits (Gemma 2,
 section 2)."""
 
-from optimus.model.families.common import BIASES, VOCABULARY, OPTIONAL, RMS, SIZES, attention, mlp, norms
+from optimus.model.families.common import BIASES, OPTIONAL, RMS, SIZES, VOCABULARY, attention, mlp, norms
 from optimus.model.families.family import Family
 
 FAMILY = Family(

@@ -7,12 +7,12 @@ from optimus.model.families.common import (
     BEFORE,
     BIASES,
     CONSTANTS,
-    VOCABULARY,
     MLP,
     OPTIONAL,
     RMS,
     ROUTER,
     SIZES,
+    VOCABULARY,
     attention,
 )
 from optimus.model.families.family import Family, Key, Same

@@ -1,6 +1,6 @@
 """Llama 2 and 3 (Llama 2, section 2.2; The Llama 3 Herd of Models, section 3.2)."""
 
-from optimus.model.families.common import BEFORE, BIASES, CONSTANTS, VOCABULARY, OPTIONAL, RMS, SIZES, attention, mlp
+from optimus.model.families.common import BEFORE, BIASES, CONSTANTS, OPTIONAL, RMS, SIZES, VOCABULARY, attention, mlp
 from optimus.model.families.family import Family
 
 FAMILY = Family(

@@ -1,6 +1,6 @@
 """Mistral: Llama, optionally with an attention window in all layers (Mistral 7B, section 2)."""
 
-from optimus.model.families.common import BEFORE, CONSTANTS, VOCABULARY, OPTIONAL, RMS, SIZES, attention, mlp
+from optimus.model.families.common import BEFORE, CONSTANTS, OPTIONAL, RMS, SIZES, VOCABULARY, attention, mlp
 from optimus.model.families.family import Family
 
 FAMILY = Family(

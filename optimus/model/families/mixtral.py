@@ -3,12 +3,12 @@
 from optimus.model.families.common import (
     BEFORE,
     CONSTANTS,
-    VOCABULARY,
     LAYER,
     OPTIONAL,
     RMS,
     ROUTER,
     SIZES,
+    VOCABULARY,
     attention,
     experts,
 )

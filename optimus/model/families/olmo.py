@@ -1,6 +1,6 @@
 """OLMo: dense, LayerNorm without weights, SwiGLU, no biases (OLMo, section 2)."""
 
-from optimus.model.families.common import CONSTANTS, VOCABULARY, OPTIONAL, SIZES, attention, mlp
+from optimus.model.families.common import CONSTANTS, OPTIONAL, SIZES, VOCABULARY, attention, mlp
 from optimus.model.families.family import Family
 
 FAMILY = Family(

@@ -1,6 +1,6 @@
 """OLMo 3: OLMo 2 with windows in three of four layers; rope_scaling does not apply to layers with a window."""
 
-from optimus.model.families.common import AFTER, BIASES, CONSTANTS, VOCABULARY, OPTIONAL, RMS, SIZES, attention, mlp
+from optimus.model.families.common import AFTER, BIASES, CONSTANTS, OPTIONAL, RMS, SIZES, VOCABULARY, attention, mlp
 from optimus.model.families.family import Family
 
 FAMILY = Family(

@@ -4,12 +4,12 @@ models)."""
 from optimus.model.families.common import (
     BEFORE,
     CONSTANTS,
-    VOCABULARY,
     EXPERTS,
     OPTIONAL,
     RMS,
     ROUTER,
     SIZES,
+    VOCABULARY,
     attention,
     experts,
 )

@@ -1,6 +1,6 @@
 """Qwen 2 and 2.5: Llama with biases of q, k and v (Qwen2 Technical Report, section 2.2)."""
 
-from optimus.model.families.common import BEFORE, CONSTANTS, VOCABULARY, OPTIONAL, QWEN, RMS, SIZES, attention, mlp
+from optimus.model.families.common import BEFORE, CONSTANTS, OPTIONAL, QWEN, RMS, SIZES, VOCABULARY, attention, mlp
 from optimus.model.families.family import Family
 
 FAMILY = Family(

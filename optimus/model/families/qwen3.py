@@ -1,6 +1,17 @@
 """Qwen 3, dense: norms of q and k per head, independent head size (Qwen3 Technical Report, section 2)."""
 
-from optimus.model.families.common import BEFORE, BIASES, CONSTANTS, VOCABULARY, OPTIONAL, QWEN, RMS, SIZES, attention, mlp
+from optimus.model.families.common import (
+    BEFORE,
+    BIASES,
+    CONSTANTS,
+    OPTIONAL,
+    QWEN,
+    RMS,
+    SIZES,
+    VOCABULARY,
+    attention,
+    mlp,
+)
 from optimus.model.families.family import Family
 
 FAMILY = Family(

@@ -1,7 +1,18 @@
 """Qwen 3 with experts (Qwen3 Technical Report, section 2)."""
 
 from optimus.model.families import common
-from optimus.model.families.common import BEFORE, BIASES, CONSTANTS, VOCABULARY, EXPERTS, OPTIONAL, QWEN, RMS, ROUTER, SIZES
+from optimus.model.families.common import (
+    BEFORE,
+    BIASES,
+    CONSTANTS,
+    EXPERTS,
+    OPTIONAL,
+    QWEN,
+    RMS,
+    ROUTER,
+    SIZES,
+    VOCABULARY,
+)
 from optimus.model.families.family import Family
 
 FAMILY = Family(

@@ -23,7 +23,7 @@ def gpipe(sizes: Sizes) -> Schedule:
 
 
 def forward_only(placement: Schedule, microbatches: int, *, vocabulary: bool = False) -> Schedule:
-    """Makes a schedule of forward passes alone, with the map from stages to ranks of `position`. A rank with several stages
+    """Makes a schedule of forward passes alone, with the map from stages to ranks of `placement`. A rank with several stages
     runs all microbatches through one stage before the next stage."""
     orders = [
         [Action(Kind.FORWARD, stage, number) for stage in placement.stages_of(rank) for number in range(microbatches)]

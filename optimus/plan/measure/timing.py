@@ -131,7 +131,7 @@ class Attended(NamedTuple):
 
 
 class Talked(NamedTuple):
-    """A collective in all groups of a form at once. `unsharded` is in bytes, as `collective_seconds` defines it."""
+    """A collective in all groups of a form at once. `nbytes` is as `collective_seconds` defines it."""
 
     kind: Talk
     nbytes: int
@@ -255,7 +255,7 @@ def group_forms(ranks: int) -> list[StridedGroup]:
 
 
 def groups_of(form: StridedGroup, ranks: int) -> list[range]:
-    """Returns the ranks of each group of the form `position`."""
+    """Returns the ranks of each group of `form`."""
     block = form.size * form.stride
     return [
         range(first + inner, first + block, form.stride)

@@ -11,7 +11,7 @@ from helpers.phantom import on_phantom
 from helpers.whole import whole_state
 from optimus.config import load_config
 from optimus.resolve.microbatches import with_microbatches
-from optimus.resolve.parameters import targets_of, full_model
+from optimus.resolve.parameters import full_model, targets_of
 from optimus.state.pruning import weights_of
 from optimus.testing.ranks import run_ranks
 from optimus.testing.steps import Steps

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from optimus.checkpoint.slices import part_slices, full_slices
+from optimus.checkpoint.slices import full_slices, part_slices
 from optimus.checkpoint.writers import written_here
 from optimus.state.model_state import ModelState
 

@@ -22,9 +22,9 @@ from optimus.plan.measure.timing import (
     Talk,
     Talked,
     disk_rates,
+    group_forms,
     groups_of,
     host_bandwidth,
-    group_forms,
 )
 from optimus.plan.profile import Profile
 
