@@ -103,9 +103,7 @@ class ModuleBytes(NamedTuple):
     saved: float  # bytes saved from the forward to the backward pass, including the input
     works: Sequence[float]  # transient bytes after each operation of the backward pass
     waiting: float = 0.0  # bytes after the backward pass, for deferred weight gradients
-    source: tuple[
-        int, ...
-    ] = ()  # `ModulePosition` of the first module with the same input; the two save their input only once
+    source: tuple[int, ...] = ()  # position of the first module with the same input; the two save their input only once
 
     @property
     def work(self) -> float:

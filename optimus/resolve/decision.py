@@ -8,8 +8,8 @@ class Decision(NamedTuple):
     """A decision on an open option: its key, the value and the reason.
 
     A resumed run reuses a `persistent` decision, because the decision is part of the run. Other decisions depend on the
-    machine, and each start makes them anew. `said` is False for a decision without an alternative, which messages to the user
-    omit.
+    machine, and each start makes them anew. `said` is False for a decision without an alternative, which messages to the
+    user omit.
     """
 
     key: str

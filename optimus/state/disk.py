@@ -190,9 +190,8 @@ class DiskStates:
         assert self._read is None, "read for an update that has not been"
         self._written.wait()
         self._elements, self._bytes = elements, 4 * elements * len(kinds)
-        if (
-            not self._capacity or self._bytes > self._capacity
-        ):  # a checkpoint may load state that is pruned less than planned
+        # A checkpoint may load state that is pruned less than planned.
+        if not self._capacity or self._bytes > self._capacity:
             self._offset, self._capacity = self._file.assign(self._bytes), self._bytes
 
     @contextmanager

@@ -309,7 +309,7 @@ class ChunkRow(NamedTuple):
         copies: int,
         planned: tuple[Buffer, ...],
     ) -> list[ChunkPlan]:
-        """Returns the chunks of this row, sharded in `steps`; `copies` ranks store the same shard, in buffers as `planned`."""
+        """Returns the chunks of this row, sharded in `steps`; `copies` ranks store the same shard, in `planned` buffers."""
         return [
             ChunkPlan(slots, self.axes, self.rule, ends, steps, copies, depths, planned)
             for slots, ends in zip(self.chunks, borders)
