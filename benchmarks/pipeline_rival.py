@@ -135,11 +135,11 @@ class _Module(nn.Module):
 
     def __init__(self, blocks: nn.Module, positions: AttentionPositions, embedding: nn.Module | None) -> None:
         super().__init__()
-        self.blocks, self.embedding, self._places = blocks, embedding, positions
+        self.blocks, self.embedding, self._positions = blocks, embedding, positions
 
     def forward(self, given: Tensor) -> Tensor:
         x_TH = given if self.embedding is None else self.embedding(given.flatten())
-        return self.blocks(x_TH, self._places)[0]
+        return self.blocks(x_TH, self._positions)[0]
 
 
 class _TorchStage(PipelineStage):

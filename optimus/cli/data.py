@@ -97,8 +97,8 @@ def _omissions(index: dict[str, Any]) -> str:
     from optimus.disk import printable
 
     reasons = ("too_short", "too_long", "duplicates")
-    left_out = ", ".join(f"{index[why]:,} {why.replace('_', ' ')}" for why in reasons if index.get(why))
-    said = f"\nleft out: documents {left_out}" if left_out else ""
+    omitted = ", ".join(f"{index[why]:,} {why.replace('_', ' ')}" for why in reasons if index.get(why))
+    said = f"\nleft out: documents {omitted}" if omitted else ""
     if bad := index.get("bad_files", []):
         said += f"\nskipped: {counted(len(bad), 'file')} that cannot be read"
         said += "".join(f"\n  {each['name']}: {printable(with_options(each['what']))}" for each in bad)

@@ -105,8 +105,8 @@ class Sources:
         """Returns the sources without the files `bad`, each a pair of the input's index and the file's printable
         name."""
         excluded = set(bad)
-        kept = tuple(source for source in self.files if (source.input, printable(source.name)) not in excluded)
-        return Sources(self.inputs, kept, self.skipped)
+        remaining = tuple(source for source in self.files if (source.input, printable(source.name)) not in excluded)
+        return Sources(self.inputs, remaining, self.skipped)
 
     def content_digest(self) -> str:
         """Digests the names and sizes of all files, independently of their folder and their times."""

@@ -21,7 +21,7 @@ class RankPartition:
             if table.size:
                 by_size.setdefault(table.shape[1], []).append(table.astype(np.int32, copy=False))
         merged = [those[0] if len(those) == 1 else np.concatenate(those) for _, those in sorted(by_size.items())]
-        self.tables = [whole[np.argsort(whole[:, 0])] for whole in merged]
+        self.tables = [joined[np.argsort(joined[:, 0])] for joined in merged]
         self._key = tuple((table.shape, table.tobytes()) for table in self.tables)
 
     @classmethod

@@ -265,10 +265,12 @@ def _rules(config: RunConfig, model: Transformer, factors: Factors) -> Rules:
     of a kind may lack a low-rank factor."""
     spec, alike = state_spec_of(config, model, RunInputs()), config.model.alike
     made, layers = examples(config.model, factors)
-    left = 1.0 if config.pruning is None else 1 - config.pruning.sparsity  # share of elements after the last pruning
+    remaining = (
+        1.0 if config.pruning is None else 1 - config.pruning.sparsity
+    )  # share of elements after the last pruning
 
     def rule(name: str) -> tuple[Rule | None, float]:
-        return spec.rules.get(name), left if name in spec.unpruned else 1.0
+        return spec.rules.get(name), remaining if name in spec.unpruned else 1.0
 
     def of(name: str) -> Counter[tuple[Rule | None, float]]:
         part, _, rest = name.partition(".")

@@ -82,8 +82,7 @@ def memory_of_ranks(job: Job, sizes: ActivationSizes | None = None) -> list[Memo
 
 def ranks_of(job: Job) -> list[Rank]:
     """Returns the ranks of the pipeline."""
-    live = live_of(job.config, job.microbatches)
-    return [Rank(stages, kept) for stages, kept in zip(stages_of_each(job), live)]
+    return [Rank(*both) for both in zip(stages_of_each(job), live_of(job.config, job.microbatches))]
 
 
 def stages_of_each(job: Job) -> list[tuple[PartCounts, ...]]:

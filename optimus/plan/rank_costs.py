@@ -140,8 +140,8 @@ class RankCosts:
             products = [(context, context, query), (context, value, context)]
             units = float(_aligned(8, query, value))  # batched matmuls need better alignment for matrix units
             forward = sum(machine.matmul_seconds(*each, self._plain, batch, units=units) for each in products)
-            kept = self._memory(_SCORES * heads * self.T * context * self.e, share=1.0).memory
-            times = forward + kept, 2 * forward + 1.3 * kept
+            memory = self._memory(_SCORES * heads * self.T * context * self.e, share=1.0).memory
+            times = forward + memory, 2 * forward + 1.3 * memory
             return Passes(*(self._speed(Terms(attention=time)) for time in times))
         passes = machine.attention_seconds(
             self.T, context, heads, sizes, self._plain, window=window, ranks=mesh.cp, speed=speed
@@ -342,10 +342,8 @@ class RankCosts:
         once = self._exchange(group, size, experts) * shown
         share = self.profile.overlap_shared * self.machine.overlap
         computing = zip(*((half.forward.compute, half.backward.compute + half.weights.compute) for half in shared))
-        exposed = [sum(max(0.0, once - share * seconds) for seconds in halves) for halves in computing] or 2 * [
-            2 * once
-        ]
-        return Passes(*(Terms(expert=seconds) for seconds in exposed))
+        exposed = [sum(max(0.0, once - share * seconds) for seconds in halves) for halves in computing]
+        return Passes(*(Terms(expert=seconds) for seconds in exposed or 2 * [2 * once]))
 
     def _exchange(self, group: StridedGroup, size: float, experts: int) -> float:
         """Returns the seconds to send `size` bytes of tokens to their experts, or back."""

@@ -171,9 +171,7 @@ def test_experts_have_chunks_of_their_own_where_their_replicas_differ() -> None:
     assert (dense.shard_steps, dense.replica_count) == ((ShardStep(8, 3),), 1)
     assert (experts.shard_steps, experts.replica_count) == ((ShardStep(4, 1),), 1)
     assert experts.slots[0].region == (slice(2, 4), slice(0, 32), slice(0, 8))
-    (together,) = plan_chunks(
-        LAYOUTS, Mesh(dp=8), 3, StateConfig(shard="optimizer"), state_spec()
-    )  # all are held by all
+    (together,) = plan_chunks(LAYOUTS, Mesh(dp=8), 3, StateConfig(shard="optimizer"), state_spec())  # all hold all
     assert [slot.name for slot in together.slots] == ["a", "experts", "b"]
 
 

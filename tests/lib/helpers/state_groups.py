@@ -32,12 +32,12 @@ def model_state(
     groups: Groups,
     options: StateConfig,
     *,
-    state_spec: StateSpec,
+    spec: StateSpec,
     **more: Any,
 ) -> ModelState:
     """That of a model which is one stage."""
-    divided = {0: divide_chunks(layouts, groups.mesh, groups.rank, options, state_spec)}
-    return ModelState(module, layouts, groups, options, divided, spec=state_spec, **more)
+    divided = {0: divide_chunks(layouts, groups.mesh, groups.rank, options, spec)}
+    return ModelState(module, layouts, groups, options, divided, spec=spec, **more)
 
 
 def gather_units(model: Transformer, gathering: ParameterPrefetcher, recompute: tuple[str, ...] = ()) -> None:
