@@ -154,8 +154,8 @@ class _Simulation:
         for rank in range(len(self._ranks)):
             self._go_on(rank)
         while self._events:
-            moment, _, _, comes, _, sender, target, size = heappop(self._events)
-            (self._come if comes else self._leave)(moment, sender, target, size)
+            moment, _, _, arrives, _, sender, target, size = heappop(self._events)
+            (self._come if arrives else self._leave)(moment, sender, target, size)
         stuck = [number for number, rank in enumerate(self._ranks) if rank.missing]
         if stuck:
             raise ValueError(f"ranks {stuck} wait for what nobody sends")
@@ -172,14 +172,14 @@ class _Simulation:
                 return
             rank.receive(self._links.overhead)
 
-    def _push_event(self, moment: float, comes: bool, sender: int, target: int, size: float) -> None:
+    def _push_event(self, moment: float, arrives: bool, sender: int, target: int, size: float) -> None:
         """Pushes an event. The heap orders simultaneous events by distance, then by the target's node rank, on all nodes."""
         nodes, per = self._shape
         event = (
             moment,
             (target - sender) % (nodes * per),
             target % per,
-            comes,
+            arrives,
             next(self._count),
             sender,
             target,

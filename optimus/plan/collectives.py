@@ -12,8 +12,8 @@ import math
 from functools import lru_cache
 from typing import Literal
 
-from optimus.comm import costs
 from optimus.comm.algorithms import OWN, CollectiveKind, Curve, pieces, used
+from optimus.comm.costs import seconds as simulated_seconds
 from optimus.comm.links import Link, Links
 from optimus.comm.schedules import Shape
 from optimus.errors import UserError
@@ -176,7 +176,7 @@ def _chosen_seconds(
 
 @lru_cache(maxsize=4096)
 def _by_events(name: str, kind: CollectiveKind, shape: Shape, size: float, links: Links) -> float:
-    return costs.seconds(name, kind, shape, size, links, pieces(name, shape, size))
+    return simulated_seconds(name, kind, shape, size, links, pieces(name, shape, size))
 
 
 def links_of(machine: Machine, groups: int, bandwidth: float) -> Links:

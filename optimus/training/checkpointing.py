@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from optimus.checkpoint import folder
-from optimus.checkpoint.folder import Description
+from optimus.checkpoint.folder import Description, step_folder, weights_folder
 from optimus.checkpoint.saving import Saver, Target
 from optimus.checkpoint.slots import frozen_folder_of
 from optimus.config.phases import longest, sequences_after
@@ -65,13 +64,13 @@ class Checkpointer:
         # Weights first: a run killed after a full checkpoint alone would resume after this step and never write its weights.
         if weights:
             every = (section.weights_every or 1) * section.weights_keep
-            path = folder.weights_folder(run.folder, step)
+            path = weights_folder(run.folder, step)
             targets.append(Target(path, describe(run, progress, origin, hooks), every=every))
         if full:
             self.saved = step
             targets += self._of_frozen(progress, origin, hooks)
             about = describe(run, progress, origin, hooks, full=True, frozen=self._frozen)
-            targets.append(Target(folder.step_folder(run.folder, step), about, keep=section.keep))
+            targets.append(Target(step_folder(run.folder, step), about, keep=section.keep))
         if targets:
             self.saver.save(*targets)
 

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from optimus.checkpoint import folder
-from optimus.checkpoint.folder import DamagedError, step_of
+from optimus.checkpoint.folder import DamagedError, differences, find_checkpoint, read_description, step_of
 from optimus.checkpoint.rollback import ResumePoint, resume_points
 from optimus.checkpoint.slots import set_newer_aside
 from optimus.checkpoint.store import load_state
@@ -86,7 +85,7 @@ def _go_on(run: Run, path: Path, step: int, *, full: bool) -> tuple[Start, int]:
         description.config.get("train", {}).get("freeze") == config.train.freeze
     )
     there, here = _numbers(with_new_names(description.config)), _numbers(run.resolved.record.model_dump(mode="json"))
-    changed = folder.differences(there, {key: value for key, value in here.items() if key in there})
+    changed = differences(there, {key: value for key, value in here.items() if key in there})
     start = Start(
         Progress(run.resolved.phases, description.step, progress["skipped"]),
         origin,
@@ -121,8 +120,8 @@ def _begin(run: Run, resume: bool) -> Start:
     config, world = run.config, run.groups.world
     notes = [f"nothing to resume in {run.folder}: starting at step 0"] if resume else []
     if (branch := config.lr_schedule.branch_from) is not None:
-        path = world.on_first(lambda: folder.find_checkpoint(branch))
-        step = world.on_first(lambda: folder.read_description(path).step)
+        path = world.on_first(lambda: find_checkpoint(branch))
+        step = world.on_first(lambda: read_description(path).step)
         start, readers = _go_on(run, path, step, full=True)
         start.notes[:0] = [*notes, f"branching from {path} (step {start.progress.step}){_readers(run, readers)}"]
     else:

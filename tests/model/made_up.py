@@ -1,6 +1,17 @@
 """Made-up: parts of several families that no published one has together."""
 
-from optimus.model.families.common import ATTENTION, BIASES, CONSTANTS, VOCABULARY, EXPERTS, OPTIONAL, RMS, SIZES, affine, mlp
+from optimus.model.families.common import (
+    ATTENTION,
+    BIASES,
+    CONSTANTS,
+    EXPERTS,
+    OPTIONAL,
+    RMS,
+    SIZES,
+    VOCABULARY,
+    affine,
+    mlp,
+)
 from optimus.model.families.common import attention as attention_keys
 from optimus.model.families.common import experts as expert_keys
 from optimus.model.families.family import Family, Key
