@@ -208,7 +208,7 @@ class Groups:
     def group_of(self, partition: RankPartition) -> Group:
         """Returns this rank's group of `partition`."""
         if partition not in self._made and len(partition) > 1 and partition.largest > 1:
-            raise _not_made(f"a division of the ranks into {partition.group(self.rank)} ...")
+            raise _not_made(f"a partition of the ranks into {partition.group(self.rank)} ...")
         # torch has created the group of all ranks, and a group of one rank needs no process group.
         return self._shared_group(partition)
 
@@ -252,7 +252,7 @@ class Groups:
 
         Unless `alone`, the group of all ranks is torch's default group (None). Only the members of a group create the group.
         torch names a group by its ranks and the number of groups that the process has created before. All members must agree
-        on the name, so every rank creates one group for each division, even if the rank is the only member. A division into
+        on the name, so every rank creates one group for each partition, even if the rank is the only member. A partition into
         single ranks needs no process groups (None).
         """
         if partition.largest == 1 or not (alone or len(own) < self.mesh.size):
@@ -267,5 +267,5 @@ class Groups:
 
 def _not_made(what: str) -> RuntimeError:
     return RuntimeError(
-        f"there is no group for {what}: groups are made at the beginning, so name it among the divisions"
+        f"there is no group for {what}: groups are made at the beginning, so name it among the planned groups"
     )

@@ -35,10 +35,10 @@ class Communicators(NamedTuple):
 
 
 def shared_groups(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout]) -> list[PlannedGroups]:
-    """Returns the divisions of the ranks into groups, except those that only messages or vocabulary parallelism need. Omits
-    repeated divisions and divisions into groups of one rank.
+    """Returns the partitions of the ranks into groups, except those that only messages or vocabulary parallelism need. Omits
+    repeated partitions and partitions into groups of one rank.
 
-    `layouts` are those of the parameters of all stages, so that all ranks find the same divisions in the same order.
+    `layouts` are those of the parameters of all stages, so that all ranks find the same partitions in the same order.
     """
     asked = [*_ALWAYS, *([("ep",), ("etp",)] if config.model.experts else [])]
     asked += [("ep", "etp")] if config.model.experts and config.moe.dispatch == "allgather" else []
@@ -59,7 +59,7 @@ def shared_groups(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout]) 
 
 
 def state_groups(mesh: Mesh, layouts: Mapping[str, Layout], options: StateConfig) -> list[PlannedGroups]:
-    """Returns the divisions that shard parameters of these layouts and their state, and the replica groups of shards."""
+    """Returns the partitions that shard parameters of these layouts and their state, and the replica groups of shards."""
     found = []
     for axes in dict.fromkeys(layout.partial_axes for layout in layouts.values()):
         *steps, copies = shard_partitions(mesh, axes, options)
@@ -70,7 +70,7 @@ def state_groups(mesh: Mesh, layouts: Mapping[str, Layout], options: StateConfig
 
 
 def run_groups(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout], *, tags: bool) -> list[PlannedGroups]:
-    """Returns all divisions of a run's ranks into process groups. `tags` is True if the backend distinguishes the messages
+    """Returns all partitions of a run's ranks into process groups. `tags` is True if the backend distinguishes the messages
     within a group by tags, like Gloo."""
     found, pipeline = shared_groups(config, mesh, layouts), mesh.groups(("pp",))
     if mesh.pp > 1 and not tags:

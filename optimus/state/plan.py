@@ -585,7 +585,7 @@ def shard_partitions(mesh: Mesh, replicas: Sequence[str], options: StateConfig) 
     """Returns one partition of all ranks per sharding step, and last the partition into replica groups of the same shard."""
     all_replicas = mesh.groups(replicas)
     first = all_replicas.group(0)
-    # All replica groups have the same structure, so the division of the first one applies to each.
+    # All replica groups have the same structure, so the partition of the first group applies to each.
     positions_PW = np.searchsorted(first, shard_groups(mesh, first, options))
     shards = all_replicas.cut(lambda ranks_GR: ranks_GR[:, positions_PW].reshape(-1, positions_PW.shape[1]))
     steps, _ = sharing_steps(shard_widths(options.shard, options.shard_ranks), shards.largest)
