@@ -252,8 +252,8 @@ class Groups:
 
         Unless `alone`, the group of all ranks is torch's default group (None). Only the members of a group create the group.
         torch names a group by its ranks and the number of groups that the process has created before. All members must agree
-        on the name, so every rank creates one group for each partition, even if the rank is the only member. A partition into
-        single ranks needs no process groups (None).
+        on the name, so every rank creates one group for each partition, even if the rank is the only member. A partition
+        into single ranks needs no process groups (None).
         """
         if partition.largest == 1 or not (alone or len(own) < self.mesh.size):
             return None

@@ -109,7 +109,7 @@ class ModelState:
             options=options,
             started=self._limit_reductions,
         )
-        # A cache, because the partition of thousands of ranks is slow.
+        # A cache, because partitioning thousands of ranks is slow.
         known: dict[tuple[tuple[str, ...], bool], list[Group]] = {}
         parameters = dict[str, nn.Parameter]()
 

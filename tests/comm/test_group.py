@@ -160,7 +160,7 @@ def test_a_shift_goes_to_the_next_rank(axis: str, size: int) -> None:
 def divided() -> tuple[bool, int]:
     groups, other = Groups(MESH), RankPartition.of([[0, 3], [1, 2]])
     same = groups.group_of(RankPartition.of([[0, 2], [1, 3]])) is groups.along("edp")
-    with pytest.raises(RuntimeError, match=r"no group for a division of the ranks into \[(0, 3|1, 2)\]"):
+    with pytest.raises(RuntimeError, match=r"no group for a partition of the ranks into \[(0, 3|1, 2)\]"):
         groups.group_of(other)
     groups.make([PlannedGroups("others", other)])
     return same, groups.group_of(other).ranks[-1]
