@@ -174,22 +174,22 @@ class ChatTemplate(NamedTuple):
         )
         if _GENERATION.search(self.source):
             found = self.render(given, where, tools=tools, marks=(begin, end))
-            text, predicted, stays = _unmarked(found, marks, special, where)
+            rendered, predicted, stays = _unmarked(found, marks, special, where)
             if not predicted:
                 raise UserError(f"{where}: nothing in it is the assistant's, so nothing of it would be predicted")
             said = [text for text in map(_said, messages) if text]
-            if said and not any(text in text for text in said):
+            if said and not any(text in rendered for text in said):
                 raise UserError(
                     f"{where}: the chat template leaves out what the messages say: it may need `content` as a list of parts"
                 )
-            return Conversation(text, predicted, stays)
+            return Conversation(rendered, predicted, stays)
         found, spans, is_open = self.render(given, where, tools=tools), list[tuple[int, int]](), False
-        text, _, stays = _unmarked(found, marks, special, where)
+        rendered, _, stays = _unmarked(found, marks, special, where)
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
                 first, last, is_open = self._answer(given, number, found, where, tools, special, begin)
                 spans.append(tuple(len(_unmarked(found[:to], marks, special, where)[0]) for to in (first, last)))  # type: ignore[arg-type]
-        return Conversation(text, tuple(spans), stays, is_open)
+        return Conversation(rendered, tuple(spans), stays, is_open)
 
     def _answer(
         self,
@@ -412,7 +412,7 @@ class Answering(NamedTuple):
         begin, end, quote = _unused(said, where)
         asked = {"role": "user", "content": said}
         text = template.render([_quoted(asked, special, quote)], where, answer=True, day=today)
-        text, _, quoted = _unmarked(text, (begin, end, quote), special, where)
+        rendered, _, quoted = _unmarked(text, (begin, end, quote), special, where)
         answer, end_text, stops = {"role": "assistant", "content": begin}, "", list[int]()
         for following in ([], [{"role": "user", "content": end}]):
             with suppress(UserError):  # a template may reject this conversation
@@ -423,4 +423,4 @@ class Answering(NamedTuple):
                     stops += first
                 elif following:
                     end_text = behind.rstrip()
-        return cls(Conversation(text, None, quoted), tuple(dict.fromkeys(stops)), end_text)
+        return cls(Conversation(rendered, None, quoted), tuple(dict.fromkeys(stops)), end_text)
