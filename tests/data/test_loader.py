@@ -16,7 +16,7 @@ from optimus.errors import UserError
 
 
 def loader_of(shards: Shards, global_batch: int, **settings: int) -> TokenLoader:
-    """Of one source from the start."""
+    """Returns a loader of one source from the start."""
     return TokenLoader([DataPhase.from_shards(shards, global_batch)], **settings)
 
 
