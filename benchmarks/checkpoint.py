@@ -42,7 +42,7 @@ from optimus.config import RunConfig
 from optimus.mesh import Mesh
 from optimus.model import Transformer
 from optimus.plan.measure.ranks import run_fresh
-from optimus.resolve.parameters import layouts_of, recipe_of
+from optimus.resolve.parameters import layouts_of, state_spec_of
 from optimus.resolve.ranks import mesh_of
 from optimus.resolve.run import RunInputs
 from optimus.state.model_state import ModelState
@@ -295,11 +295,11 @@ def _nodes() -> list[Row]:
 def _spread(config: RunConfig, mesh: Mesh, scattered: bool) -> Row:
     with torch.device("meta"):
         model = Transformer(config.model)
-    layouts, recipe = layouts_of(model, config), recipe_of(config, model, RunInputs())
+    layouts, state_spec = layouts_of(model, config), state_spec_of(config, model, RunInputs())
     nodes = dict.fromkeys(range(mesh.node(mesh.size - 1) + 1), 0)
     writing = set()
     for rank in range(mesh.size):
-        plans = place_chunks(divide_chunks(layouts, mesh, rank, config.state, recipe), config.state, recipe)
+        plans = place_chunks(divide_chunks(layouts, mesh, rank, config.state, state_spec), config.state, state_spec)
         for plan, writer in zip(plans, writers(plans, mesh, rank, config.state, scattered=scattered)):
             if writer == rank:
                 nodes[mesh.node(rank)] += saved_bytes(plan)

@@ -16,7 +16,7 @@ from typer import Option
 from benchmarks.collectives_ranks import Job, run_jobs
 from benchmarks.harness import Result, Row
 from optimus.comm.algorithms import MEGABYTE, OWN, CollectiveKind, Curve, Measured, choose, default, names, pieces
-from optimus.comm.costs import Step, bytes_leaving_node, seconds, simulate
+from optimus.comm.costs import Step, internode_bytes, seconds, simulate
 from optimus.comm.links import Link, Links
 from optimus.comm.schedules import Shape
 from optimus.disk import user_path
@@ -145,7 +145,7 @@ def _row(case: Case, job: Job, took: float) -> Row:
         "chosen": (job.algorithm, job.pieces) == (chosen, pieces(chosen, case.shape, case.size)),
         "milliseconds": 1e3 * took,
         "model": 1e3 * seconds(job.algorithm, job.kind, case.shape, case.size, case.links, job.pieces),
-        "leaves_node_MB": bytes_leaving_node(job.algorithm, job.kind, case.shape, case.size) / MEGABYTE,
+        "leaves_node_MB": internode_bytes(job.algorithm, job.kind, case.shape, case.size) / MEGABYTE,
     }
 
 

@@ -101,7 +101,7 @@ def _step(state: ModelState) -> tuple[float, float]:
     reduced = together()
     state.step(_LR, _GRADIENT_SCALE)
     for each in state.chunks:
-        each.whole.gather()
+        each.unsharded.gather()
     ended = together()
     return ended - reduced, ended - began
 

@@ -102,13 +102,13 @@ class _Plain:
 def torchs(staged: PipelineStages, config: RunConfig) -> Step:
     """Returns the step of torch's executor, with its schedule of the configured name."""
     model, last, microbatches = staged.model, len(staged.partition.blocks) - 1, _microbatches(config)
-    positions_S, places = model.places(Batch(torch.empty(1, config.train.sequence_length)))
+    positions_S, positions = model.local_positions(Batch(torch.empty(1, config.train.sequence_length)))
 
     def loss_of(x_TH: Tensor, tokens_BS: Tensor) -> Tensor:
         return model.losses_of(x_TH, None, Batch(tokens_BS), positions_S).cross_entropy / microbatches
 
     modules = {
-        stage: _Module(staged.stages[stage], places, model.embedding if stage == 0 else None)
+        stage: _Module(staged.stages[stage], positions, model.embedding if stage == 0 else None)
         for stage in staged.partition.local_stages
     }
     stages = [_TorchStage(module, stage, last + 1, model.step) for stage, module in modules.items()]
@@ -133,13 +133,13 @@ def _microbatches(config: RunConfig) -> int:
 class _Module(nn.Module):
     """A stage in torch's form, with one tensor in and one out. The first stage has an `embedding`."""
 
-    def __init__(self, blocks: nn.Module, places: AttentionPositions, embedding: nn.Module | None) -> None:
+    def __init__(self, blocks: nn.Module, positions: AttentionPositions, embedding: nn.Module | None) -> None:
         super().__init__()
-        self.blocks, self.embedding, self._places = blocks, embedding, places
+        self.blocks, self.embedding, self._positions = blocks, embedding, positions
 
     def forward(self, given: Tensor) -> Tensor:
         x_TH = given if self.embedding is None else self.embedding(given.flatten())
-        return self.blocks(x_TH, self._places)[0]
+        return self.blocks(x_TH, self._positions)[0]
 
 
 class _TorchStage(PipelineStage):

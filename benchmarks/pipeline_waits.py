@@ -61,7 +61,7 @@ class WaitingWork:
     def vocabulary(self, kind: Kind, microbatch: int) -> None:
         self._wait(kind, 0, microbatch)  # equally long on every rank
 
-    def room(self, microbatch: int) -> Message:
+    def receive_buffer(self, microbatch: int) -> Message:
         return ()
 
     def _wait(self, kind: Kind, stage: int, microbatch: int) -> None:

@@ -103,7 +103,7 @@ def _count(groups: Groups) -> dict[str, float]:
         return call
 
     watch, recorder = groups.watch, groups.recorder
-    for each, method in ((watch, "leaves"), (recorder, "begins")):
+    for each, method in ((watch, "record_sent"), (recorder, "begins")):
         setattr(each, method, timed(getattr(each, method), looks=each is watch))
     return counted
 

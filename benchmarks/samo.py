@@ -25,7 +25,7 @@ from optimus.comm import Groups
 from optimus.config import RunConfig
 from optimus.model.architecture import ModelConfig
 from optimus.plan.measure.ranks import run_fresh
-from optimus.resolve.parameters import layouts_of, whole_model
+from optimus.resolve.parameters import full_model, layouts_of
 from optimus.resolve.ranks import mesh_of
 from optimus.state.chunk import TrainedChunk
 from optimus.state.model_state import ModelState
@@ -85,8 +85,8 @@ def _measure(config: RunConfig, steps: int) -> list[Measured]:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     groups = Groups(mesh_of(config, ranks))
     states = [build(config, groups)[1] for _ in range(2)]
-    layouts = layouts_of(whole_model(config), config)
-    sizes = {name: math.prod(layouts[name].shape) for name in states[1].recipe.unpruned}
+    layouts = layouts_of(full_model(config), config)
+    sizes = {name: math.prod(layouts[name].shape) for name in states[1].spec.unpruned}
     for state in states:
         state.initialize(0, 0.02)
     states[1].prune(prune(weights_of(states[1]), 1 - _SPARSITY, sizes, random_scores(0)))
@@ -120,7 +120,7 @@ def _step(state: ModelState, chunks: Sequence[TrainedChunk]) -> tuple[float, flo
     state.step(1e-4, 0.5)
     updated = together()
     for each in state.chunks:
-        each.whole.gather()
+        each.unsharded.gather()
     ended = together()
     return reduced - began, updated - reduced, ended - updated
 
@@ -141,7 +141,7 @@ def _sent(state: ModelState, chunks: Sequence[TrainedChunk]) -> int:
             _fill_gradients(chunk)
             chunk.gradients.reduce()
             chunk.refresh_compute_copy()
-            chunk.whole.gather()
+            chunk.unsharded.gather()
     state.clear_gradients()
     return sum(traffic.sent_to.values())
 

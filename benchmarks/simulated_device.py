@@ -24,7 +24,7 @@ from optimus.config.tree import StateConfig
 from optimus.mesh import Layout, Mesh
 from optimus.model.parameters import Size, declare
 from optimus.optim.adamw import AdamW
-from optimus.resolve.groups import state_divisions
+from optimus.resolve.groups import state_groups
 from optimus.state.gathering import ParameterPrefetcher
 from optimus.state.model_state import ModelState
 from optimus.state.plan import StateSpec, divide_chunks
@@ -314,16 +314,16 @@ class Simulation:
             self.layers = nn.ModuleList(Layer(width, device, forward, backward) for _ in range(layers))
         layouts = {name: Layout(tuple(each.shape)) for name, each in self.layers.named_parameters()}
         groups = Groups(Mesh.from_sizes(ranks))
-        groups.make(state_divisions(groups.mesh, layouts, state))
+        groups.make(state_groups(groups.mesh, layouts, state))
         rule = AdamW(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
-        recipe = StateSpec(compute, dict.fromkeys(layouts, rule))
+        state_spec = StateSpec(compute, dict.fromkeys(layouts, rule))
         self.state = ModelState(
             self.layers,
             layouts,
             groups,
             state,
-            {0: divide_chunks(layouts, groups.mesh, groups.rank, state, recipe)},
-            recipe=recipe,
+            {0: divide_chunks(layouts, groups.mesh, groups.rank, state, state_spec)},
+            spec=state_spec,
             device=device.device,
             gathering=self.gathering,
             moves=device,

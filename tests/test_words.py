@@ -79,6 +79,50 @@ NAMES = {  # whole identifiers, and the ones to use
     "Whole": "MatrixGroup",
     "Division": "BlockTiming",
     "Work": "RankCosts",
+    "bytes_leaving_node": "internode_bytes",
+    "choosing": "router_config",
+    "comes": "receives, record_received",
+    "dividing": "group_of",
+    "division": "partition",
+    "divisions": "partitions, planned",
+    "divisions_of": "groups_of_mesh",
+    "ends_apart": "first_last_apart",
+    "host_room": "host_capacity",
+    "keeps_whole": "keeps_unsharded",
+    "kept": "saved, resident, retained, persistent",
+    "leaving": "outgoing, sending",
+    "left_out": "omitted",
+    "level_divisions": "level_groups",
+    "may_leave": "may_offload",
+    "meeting_place": "report_folder",
+    "Place": "CollectiveCall, ModulePosition",
+    "place": "position, local_rank, node_rank, placement, path, where",
+    "place_of_frozen": "frozen_folder_of",
+    "places": "positions, locations",
+    "recipe": "spec, state_spec",
+    "recipe_of": "state_spec_of",
+    "recipes_of": "state_specs_of",
+    "_Room": "_DeviceMemory",
+    "room": "receive_buffer, capacity, free_bytes",
+    "room_of": "device_capacity",
+    "rooms": "free_bytes",
+    "_Rows": "_PartChunks",
+    "_rows_of": "_chunks_of_part",
+    "run_divisions": "run_groups",
+    "share_left": "unpruned_share",
+    "shared_divisions": "shared_groups",
+    "state_divisions": "state_groups",
+    "state_room": "free_after_state",
+    "whole": "dense, unsharded, full, total, nbytes",
+    "whole_masks": "all_masks",
+    "whole_memory": "total_memory",
+    "whole_model": "full_model",
+    "whole_number": "integer_field",
+    "whole_rows": "gathered_rows",
+    "whole_slices": "full_slices",
+    "whole_weights": "integer_weights",
+    "WholeParameters": "UnshardedParameters",
+    "with_room": "rows_by_free",
     "as_they_are": "local_matrices",
     "exchange_rows": "all_to_all_rows",
     "collect_on_first": "gather_object",
@@ -245,6 +289,50 @@ def test_a_class_name_means_one_thing() -> None:
                 case ast.ClassDef(name=name) if not name.startswith("_"):
                     places[name].append(f"{path}:{node.lineno}")
     assert not (twice := {name: where for name, where in places.items() if len(where) > 1}), twice
+
+
+def module_packages() -> dict[str, set[str]]:
+    """The packages in which each name is that of a module or a package."""
+    packages = defaultdict(set)
+    for path, _ in files("optimus"):
+        *parents, name = Path(path).with_suffix("").parts
+        if name == "__init__":
+            *parents, name = parents
+        packages[name].add(".".join(parents))
+    return packages
+
+
+def bare_modules(path: str, tree: ast.Module, packages: dict[str, set[str]]) -> Iterator[Finding]:
+    """The modules of other packages that a file imports by a bare name, which modules of several packages have."""
+    own = ".".join(Path(path).parent.parts)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ImportFrom) or node.module in (None, own):
+            continue
+        for imported in node.names:
+            name = imported.asname or imported.name
+            if node.module in packages.get(imported.name, ()) and len(packages.get(name, ())) > 1:
+                yield Finding(f"{path}:{node.lineno}", f"{node.module}.{imported.name}", "names of its members")
+
+
+def test_modules_of_one_name_are_told_apart() -> None:
+    """Modules of several packages may share a name: only their own package imports them by the bare name."""
+    packages = module_packages()
+    found = [each for path, tree in files("optimus") for each in bare_modules(path, tree, packages)]
+    assert not found, report(found)
+
+
+@pytest.mark.parametrize(
+    ("line", "count"),
+    [
+        ("from optimus.checkpoint import folder", 1),
+        ("from optimus.checkpoint import folder as checkpoint_folder", 0),
+        ("from optimus.checkpoint.folder import step_of", 0),
+        ("from optimus.report import folder", 0),
+        ("from optimus.checkpoint import slots", 0),
+    ],
+)
+def test_bare_modules_are_found(line: str, count: int) -> None:
+    assert len([*bare_modules("optimus/report/page.py", ast.parse(line), module_packages())]) == count
 
 
 # ---- Sentences ----

@@ -107,9 +107,9 @@ def frozen_beside(path: Path, description: Description) -> Path | None:
     """
     if description.frozen is None:
         return None
-    for place in (path.absolute().parent, path.absolute().parent.parent):
-        if (place / description.frozen).is_dir():
-            return place / description.frozen
+    for parent in (path.absolute().parent, path.absolute().parent.parent):
+        if (parent / description.frozen).is_dir():
+            return parent / description.frozen
     raise damaged(path, f"the folder {description.frozen} with its frozen parameters is not beside it")
 
 

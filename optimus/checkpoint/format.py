@@ -128,16 +128,16 @@ def pack_metadata(stored: Iterable[StoredSlice]) -> bytes:
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 
     tensors: dict[str, Any] = {}
-    places: dict[dcp.MetadataIndex, _StorageInfo] = {}
+    storage: dict[dcp.MetadataIndex, _StorageInfo] = {}
     for key, slices in by_key(stored).items():
         chunks = [dcp.ChunkStorageMetadata(torch.Size(slice_.offsets), torch.Size(slice_.sizes)) for slice_ in slices]
         properties = dcp.TensorProperties(getattr(torch, slices[0].dtype))
         tensors[key] = dcp.TensorStorageMetadata(properties, torch.Size(slices[0].shape), chunks)
         for index, slice_ in enumerate(slices):
-            places[dcp.MetadataIndex(key, slice_.offsets, index)] = _StorageInfo(
+            storage[dcp.MetadataIndex(key, slice_.offsets, index)] = _StorageInfo(
                 slice_.file, slice_.start, slice_.length
             )
-    data = {"planner_data": {key: (key,) for key in tensors}, "storage_data": places}
+    data = {"planner_data": {key: (key,) for key in tensors}, "storage_data": storage}
     return pickle.dumps(dcp.Metadata(tensors, **data, storage_meta=dcp.StorageMeta(), version=CURRENT_DCP_VERSION))
 
 
@@ -149,16 +149,16 @@ def unpack_metadata(content: bytes) -> Iterator[StoredSlice]:
     metadata = _Unpickler(io.BytesIO(content)).load()
     if not isinstance(metadata, _Plain) or metadata.name != "Metadata":
         raise pickle.UnpicklingError(f"a {type(metadata).__name__} is not metadata")
-    indices = ((index.state, place.state) for index, place in metadata.state["storage_data"].items())
-    places = {(index["fqn"], tuple(index["offset"])): place for index, place in indices if "offset" in index}
+    indices = ((index.state, info.state) for index, info in metadata.state["storage_data"].items())
+    storage = {(index["fqn"], tuple(index["offset"])): info for index, info in indices if "offset" in index}
     for key, tensor in metadata.state["state_dict_metadata"].items():
         if tensor.name != "TensorStorageMetadata":
             raise pickle.UnpicklingError(f"{key} is not a tensor")
         dtype = str(tensor.state["properties"].state[0]).removeprefix("torch.")
         for chunk in tensor.state["chunks"]:
             offsets, sizes = tuple(chunk.state["offsets"]), tuple(chunk.state["sizes"])
-            place = places[key, offsets]
-            at = place["relative_path"], place["offset"], place["length"]
+            info = storage[key, offsets]
+            at = info["relative_path"], info["offset"], info["length"]
             yield StoredSlice(key, dtype, tuple(tensor.state["size"]), offsets, sizes, *at, 0)
 
 

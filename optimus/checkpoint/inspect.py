@@ -10,10 +10,10 @@ from torch import Tensor
 
 from optimus.checkpoint.folder import DESCRIPTION, all_folders, find_checkpoint, step_of
 from optimus.checkpoint.manifest import SLICES, read_checked_description, read_manifest
-from optimus.checkpoint.masks import whole_masks
+from optimus.checkpoint.masks import all_masks
 from optimus.checkpoint.reader import Reader, verify
 from optimus.checkpoint.rollback import resume_points
-from optimus.checkpoint.slices import whole_slices
+from optimus.checkpoint.slices import full_slices
 from optimus.checkpoint.store import write_model
 from optimus.disk import sync, user_path
 from optimus.errors import UserError, naming_disk_errors
@@ -36,8 +36,8 @@ def list_run(run: str | Path) -> list[dict[str, Any]]:
         raise UserError(f"{run} is not a run folder{inside}")
     rows = [_row(path) for path in all_folders(run)]
     points = [str(point.path) for point in resume_points(run)]
-    whole = [path for path in points if any(row["path"] == path and row["problem"] is None for row in rows)]
-    return [row | {"resumes": row["path"] in whole[:1]} for row in rows]
+    intact = [path for path in points if any(row["path"] == path and row["problem"] is None for row in rows)]
+    return [row | {"resumes": row["path"] in intact[:1]} for row in rows]
 
 
 def verify_all(path: str | Path) -> dict[str, list[str]]:
@@ -107,8 +107,8 @@ def convert(path: str | Path, output: str | Path, to: To = "weights", dtype: str
         if not isinstance(type_, torch.dtype):
             raise UserError(f"{path} has the unknown precision {about.precision!r}: give the `dtype` of the weights")
         model = Transformer(about.model).to(type_)
-        reader.fill(whole_slices(named_tensors(model)))
-        write_model(model, output, about.weights_only(str(type_).removeprefix("torch.")), whole_masks(reader))
+        reader.fill(full_slices(named_tensors(model)))
+        write_model(model, output, about.weights_only(str(type_).removeprefix("torch.")), all_masks(reader))
         count = len(list(model.parameters()))
     else:
         tensors = _tensors(reader, dtype)
@@ -139,7 +139,7 @@ def _tensors(reader: Reader, dtype: str | None) -> dict[str, Tensor]:
     for key, stored in reader.stored.items():
         type_ = dtype if dtype and key.startswith("model.") else stored[0].dtype
         tensors[key] = torch.empty(stored[0].shape, dtype=getattr(torch, type_))
-    reader.fill(whole_slices(tensors.items(), prefix=""), apart=True)
+    reader.fill(full_slices(tensors.items(), prefix=""), apart=True)
     return tensors
 
 

@@ -105,15 +105,15 @@ class Lease:
     """A context that has the lease of the folder `run` for the run with this `token`, and excludes other runs.
 
     Entering raises `LeaseError` if another live run holds the lease. Detecting that a holder is dead may take a minute;
-    lines on stderr report the wait and the takeover. If `kept`, the lease stays after the context for the other processes
-    of the run; `kept` is initially true if `several` processes may hold the lease. If another run has taken the lease while
-    this process was stopped, this process does not renew it: writers call `check_lease` to notice.
+    lines on stderr report the wait and the takeover. If `retained`, the lease stays after the context for the other
+    processes of the run; `retained` is initially true if `several` processes may hold the lease. If another run has taken
+    the lease while this process was stopped, this process does not renew it: writers call `check_lease` to notice.
     """
 
     def __init__(
         self, run: Path, token: str, *, several: bool = False, beat: float = BEAT, silence: float = SILENCE
     ) -> None:
-        self.run, self.token, self.kept = run, token, several
+        self.run, self.token, self.retained = run, token, several
         self._path, self._beat, self._silence = run / LEASE, beat, silence
         self._holder = Holder.this_process(token, several)
         self._dead = ""  # the text of a dead holder's lease
@@ -147,7 +147,7 @@ class Lease:
                 self._take()
             self._thread.start()
         except BaseException:  # for example a signal that ends the process
-            if not self.kept:
+            if not self.retained:
                 self._abandon()
             raise
         return self
@@ -155,7 +155,7 @@ class Lease:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
-        if not self.kept:
+        if not self.retained:
             self._abandon()
 
     def _take(self) -> None:

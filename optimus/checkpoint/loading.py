@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from optimus.checkpoint.factors import is_factor
-from optimus.checkpoint.slices import TensorSlice, slices, whole_slices
+from optimus.checkpoint.slices import TensorSlice, full_slices, slices
 from optimus.comm import Group
 from optimus.errors import UserError
 from optimus.state.chunk import Chunk
@@ -20,12 +20,12 @@ Send = Literal["broadcast", "allreduce", "none"]
 Read = Callable[[Iterable[TensorSlice]], None]
 
 
-def _check_pruned(chunk: Chunk, whole: Tensor, first: int) -> None:
-    """Raises `UserError` if pruned weights in `whole`, which starts at element `first` of the chunk, are not zero."""
+def _check_pruned(chunk: Chunk, dense: Tensor, first: int) -> None:
+    """Raises `UserError` if pruned weights in `dense`, which starts at element `first` of the chunk, are not zero."""
     assert chunk.plan.mask is not None
-    extent = chunk.plan.shard if len(whole) < chunk.plan.size else slice(0, chunk.plan.mask.unpruned)
-    left = chunk.elements.compressed(whole, extent, first)
-    if int(whole.count_nonzero()) != int(left.count_nonzero()):
+    extent = chunk.plan.shard if len(dense) < chunk.plan.size else slice(0, chunk.plan.mask.unpruned)
+    compressed = chunk.elements.compressed(dense, extent, first)
+    if int(dense.count_nonzero()) != int(compressed.count_nonzero()):
         raise UserError(
             f"weights of {chunk.plan.slots[0].name} ... are not zero where the checkpoint's masks prune them: the masks "
             "belong to other weights. Use a checkpoint as it was written"
@@ -45,11 +45,11 @@ class _Transfer(NamedTuple):
     def reads(self) -> bool:
         return self.group.rank == self.reader
 
-    def fill(self, whole: Tensor, read: Read, first: int = 0) -> None:
-        """Reads elements of the chunk into `whole`, which starts at element `first` of the chunk."""
-        read(slices(self.chunk.plan, self.kind, whole, first=first))
+    def fill(self, dense: Tensor, read: Read, first: int = 0) -> None:
+        """Reads elements of the chunk into `dense`, which starts at element `first` of the chunk."""
+        read(slices(self.chunk.plan, self.kind, dense, first=first))
         if self.pruned and self.kind == "model" and self.chunk.elements.prunes:
-            _check_pruned(self.chunk, whole, first)
+            _check_pruned(self.chunk, dense, first)
 
 
 def load_slices(
@@ -107,9 +107,9 @@ def _read_local(transfers: Sequence[_Transfer], read: Read) -> UserError | None:
         for each in transfers:
             with each.chunk.states(change=True) as parts:
                 part = parts[each.kind]
-                whole = each.chunk.dense_part(part)
-                each.fill(whole, read, each.chunk.dense_extent.start)
-                each.chunk.fill_part(part, whole)
+                dense = each.chunk.dense_part(part)
+                each.fill(dense, read, each.chunk.dense_extent.start)
+                each.chunk.fill_part(part, dense)
     except UserError as error:
         return error
     return None
@@ -125,28 +125,28 @@ def _read_and_send(transfers: Sequence[_Transfer], read: Read, send: Send) -> Us
     with ThreadPoolExecutor(1) as pool:
         waiting = deque(each for each in transfers if each.reads)
         ahead: deque[Future[UserError | None]] = deque()
-        wholes: deque[Tensor] = deque()
+        buffers: deque[Tensor] = deque()
 
         def read_next() -> None:
             if waiting:
                 each = waiting.popleft()
-                wholes.append(_whole(each))
-                ahead.append(pool.submit(_read_whole, each, wholes[-1], read))
+                buffers.append(_zeros_for(each))
+                ahead.append(pool.submit(_read_chunk, each, buffers[-1], read))
 
         read_next()
         for each in transfers:
             if each.reads:
                 failure = ahead.popleft().result() or failure
-                whole = wholes.popleft()
+                dense = buffers.popleft()
                 read_next()
             else:
-                whole = _whole(each)
+                dense = _zeros_for(each)
             if send == "broadcast":
-                each.group.broadcast(whole, each.reader)
+                each.group.broadcast(dense, each.reader)
             else:
-                each.group.all_reduce(whole.view(torch.int32))  # a sum of floats would lose the sign of zeros
+                each.group.all_reduce(dense.view(torch.int32))  # a sum of floats would lose the sign of zeros
             with each.chunk.states(change=True) as parts:
-                each.chunk.fill_part(parts[each.kind], whole)
+                each.chunk.fill_part(parts[each.kind], dense)
     return failure
 
 
@@ -155,7 +155,7 @@ def _read_buffers(state: ModelState, read: Read, send: Send) -> UserError | None
     failure = None
     if send == "none" or not state.buffers or state.team.rank == 0:
         try:
-            read(whole_slices(state.buffers.items()))
+            read(full_slices(state.buffers.items()))
         except UserError as error:
             failure = error
     for buffer in state.buffers.values() if send != "none" else ():
@@ -163,14 +163,14 @@ def _read_buffers(state: ModelState, read: Read, send: Send) -> UserError | None
     return failure
 
 
-def _whole(transfer: _Transfer) -> Tensor:
+def _zeros_for(transfer: _Transfer) -> Tensor:
     dtype = transfer.chunk.plan.model_dtype if transfer.kind == "model" else torch.float32
     return torch.zeros(transfer.chunk.plan.size, dtype=dtype, device=transfer.chunk.parameter.device)
 
 
-def _read_whole(transfer: _Transfer, whole: Tensor, read: Read) -> UserError | None:
+def _read_chunk(transfer: _Transfer, dense: Tensor, read: Read) -> UserError | None:
     try:
-        transfer.fill(whole, read)
+        transfer.fill(dense, read)
     except UserError as error:
         return error
     return None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from optimus.checkpoint.reader import Reader, WeightSource
-from optimus.checkpoint.slices import TensorSlice, whole_slices
+from optimus.checkpoint.slices import TensorSlice, full_slices
 from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
 from optimus.state.masks import packed_bits, unpacked_bits
@@ -44,8 +44,8 @@ def _slice(
 ) -> TensorSlice:
     if mask.shape[-1] != shape[-1] and layout.local_shape(mesh)[-1] % _BYTE:
         return TensorSlice(key, shape, offsets, mask.to(torch.uint8))
-    packed = (*shape[:-1], -(-shape[-1] // _BYTE))
-    return TensorSlice(key, packed, (*offsets[:-1], offsets[-1] // _BYTE), packed_bits(mask))
+    packed_shape = (*shape[:-1], -(-shape[-1] // _BYTE))
+    return TensorSlice(key, packed_shape, (*offsets[:-1], offsets[-1] // _BYTE), packed_bits(mask))
 
 
 def masks_in(
@@ -63,12 +63,12 @@ def masks_in(
         name = key.removeprefix(prefix)
         if name not in layouts and f"model.{name}" in shapes:
             continue  # the mask's parameter is on other ranks
-        whole = tuple(layouts[name].shape) if name in layouts else None
-        check_fits(source.path, key, shape, whole)
-        assert whole is not None
+        parameter_shape = tuple(layouts[name].shape) if name in layouts else None
+        check_fits(source.path, key, shape, parameter_shape)
+        assert parameter_shape is not None
         region = layouts[name].region(mesh, rank)
         columns = region[-1]
-        by_byte = slice(columns.start // _BYTE, -(-columns.stop // _BYTE)) if shape != whole else columns
+        by_byte = slice(columns.start // _BYTE, -(-columns.stop // _BYTE)) if shape != parameter_shape else columns
         parts = (*region[:-1], by_byte)
         sizes = [part.stop - part.start for part in parts]
         tensor = torch.zeros(sizes, dtype=torch.uint8)
@@ -81,19 +81,21 @@ def masks_in(
     return found
 
 
-def check_fits(where: Path, key: str, shape: tuple[int, ...], whole: tuple[int, ...] | None) -> None:
-    """Raises `UserError` if a mask's shape does not fit a parameter of shape `whole` (None if there is no parameter)."""
-    packed = None if whole is None else (*whole[:-1], -(-whole[-1] // _BYTE))
-    if whole is None or shape not in (whole, packed):
+def check_fits(where: Path, key: str, shape: tuple[int, ...], parameter_shape: tuple[int, ...] | None) -> None:
+    """Raises `UserError` if a mask's shape does not fit `parameter_shape` (None if there is no parameter)."""
+    packed_shape = None if parameter_shape is None else (*parameter_shape[:-1], -(-parameter_shape[-1] // _BYTE))
+    if parameter_shape is None or shape not in (parameter_shape, packed_shape):
         why = (
-            "belongs to no parameter of this model" if whole is None else f"does not fit its parameter of shape {whole}"
+            "belongs to no parameter of this model"
+            if parameter_shape is None
+            else f"does not fit its parameter of shape {parameter_shape}"
         )
         raise UserError(f"{where}: the mask {key} of shape {shape} {why}: use masks as they were written")
 
 
-def booleans(mask: Tensor, whole: tuple[int, ...]) -> Tensor:
-    """Returns a stored `mask` of a parameter of shape `whole` as booleans, True for unpruned elements."""
-    return mask.bool() if tuple(mask.shape) == whole else unpacked_bits(mask, whole[-1])
+def booleans(mask: Tensor, parameter_shape: tuple[int, ...]) -> Tensor:
+    """Returns a stored `mask` of a parameter of `parameter_shape` as booleans, True for unpruned elements."""
+    return mask.bool() if tuple(mask.shape) == parameter_shape else unpacked_bits(mask, parameter_shape[-1])
 
 
 def share_of(masks: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> float:
@@ -101,21 +103,21 @@ def share_of(masks: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]])
 
     `masks` are by key, and `shapes` are by parameter name.
     """
-    left = elements = 0
+    remaining = elements = 0
     for key, mask in masks.items():
         unpruned = booleans(mask, shapes[key.removeprefix(PREFIX)])
-        left, elements = left + int(unpruned.sum()), elements + unpruned.numel()
-    return left / elements if elements else 1.0
+        remaining, elements = remaining + int(unpruned.sum()), elements + unpruned.numel()
+    return remaining / elements if elements else 1.0
 
 
-def whole_masks(reader: Reader) -> dict[str, Tensor]:
+def all_masks(reader: Reader) -> dict[str, Tensor]:
     """Returns all masks of a checkpoint in their stored form, by key; empty if nothing is pruned."""
     masks = {
         key: torch.zeros(stored[0].shape, dtype=torch.uint8)
         for key, stored in reader.stored.items()
         if key.startswith(PREFIX)
     }
-    reader.fill(whole_slices(masks.items(), prefix=""))
+    reader.fill(full_slices(masks.items(), prefix=""))
     return masks
 
 
@@ -125,12 +127,12 @@ def follow_masks(state: ModelState, source: WeightSource) -> bool:
     Raises `UserError` on all ranks for masks that do not fit the parameters.
     """
     there = any(key.startswith(PREFIX) for key in source.shapes)
-    if not (there or any(share is not None for share in state.recipe.unpruned.values())):
+    if not (there or any(share is not None for share in state.spec.unpruned.values())):
         return False
     masks, failure = dict[str, Tensor](), None
     try:
         masks = _masks_of(state, source, PREFIX)
-        if others := masks.keys() - state.recipe.unpruned.keys():
+        if others := masks.keys() - state.spec.unpruned.keys():
             raise UserError(
                 f"{source.path} prunes {min(others)}, which the checkpoint that this run tried first does not prune: resume "
                 "from another checkpoint"

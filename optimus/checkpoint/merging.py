@@ -13,10 +13,10 @@ import torch
 
 from optimus.checkpoint.factors import is_factor
 from optimus.checkpoint.folder import Description, find_checkpoint, list_checkpoints
-from optimus.checkpoint.masks import PREFIX, booleans, whole_masks
+from optimus.checkpoint.masks import PREFIX, all_masks, booleans
 from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.saving import write_alone
-from optimus.checkpoint.slices import LONGEST, TensorSlice, tiles, whole_slices
+from optimus.checkpoint.slices import LONGEST, TensorSlice, full_slices, tiles
 from optimus.checkpoint.store import check_same_model
 from optimus.disk import user_path
 from optimus.errors import UserError
@@ -128,17 +128,17 @@ def _averaged(
                 reader.fill([TensorSlice(key, shape, offsets, tile)])
                 total.add_(tile, alpha=weight)
             yield TensorSlice(key, shape, offsets, total.float())
-    yield from whole_slices(masks.items(), prefix="")
+    yield from full_slices(masks.items(), prefix="")
 
 
 def _common_masks(readers: Sequence[Reader]) -> dict[str, torch.Tensor]:
     """Returns the masks if all checkpoints are pruned alike, regardless of the layouts that wrote them; else no masks."""
-    masks, *others = map(whole_masks, readers)
+    masks, *others = map(all_masks, readers)
     shapes = readers[0].shapes
 
     def same(key: str, mask: torch.Tensor) -> bool:
-        whole = shapes["model." + key.removeprefix(PREFIX)]
-        return torch.equal(booleans(mask, whole), booleans(masks[key], whole))
+        shape = shapes["model." + key.removeprefix(PREFIX)]
+        return torch.equal(booleans(mask, shape), booleans(masks[key], shape))
 
     alike = all(each.keys() == masks.keys() and all(map(same, each, each.values())) for each in others)
     return masks if alike else {}

@@ -133,12 +133,12 @@ class Reader:
     def _fill(self, there: list[StoredSlice], targets: list[TensorSlice]) -> None:
         filled = 0
         for stored in there:
-            met = [(target, *places) for target in targets if (places := _overlap(stored, target)) is not None]
+            met = [(target, *regions) for target in targets if (regions := _overlap(stored, target)) is not None]
             if not met:
                 continue
             tensor = self.read(stored)
-            for target, source, place in met:
-                target.tensor[place].copy_(tensor[source])
+            for target, source, target_region in met:
+                target.tensor[target_region].copy_(tensor[source])
                 filled += tensor[source].numel()
         if filled != sum(target.tensor.numel() for target in targets):
             raise damaged(self.path, f"{targets[0].key} is incomplete")
@@ -189,11 +189,11 @@ def _read_all_but_tensors(path: Path) -> tuple[Description, dict[str, list[Store
 
 def _overlap(stored: StoredSlice, target: TensorSlice) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
     """Returns the intersection as (region of `stored`, region of `target`); None if it is empty."""
-    source, place = [], []
+    source_region, target_region = [], []
     for a, length, b, target_length in zip(stored.offsets, stored.sizes, target.offsets, target.tensor.shape):
         start, end = max(a, b), min(a + length, b + target_length)
         if start >= end:
             return None
-        source.append(slice(start - a, end - a))
-        place.append(slice(start - b, end - b))
-    return tuple(source), tuple(place)
+        source_region.append(slice(start - a, end - a))
+        target_region.append(slice(start - b, end - b))
+    return tuple(source_region), tuple(target_region)

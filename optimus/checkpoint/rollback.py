@@ -76,12 +76,12 @@ def rollback(run: str | Path, step: int, *, held: bool = False) -> dict[str, Any
     newer = sorted(path for path in all_folders(run) if step_of(path) > step)
     with naming_disk_errors(run, "Mend the folder's permissions and run `optimus rollback` again"):
         write_json(marker_of(run), {"checkpoint": path.name, "step": step})
-        places = (path.with_name(f"abandoned-{number}") for number in count(1))
-        place = next(place for place in places if not place.exists())
+        folders = (path.with_name(f"abandoned-{number}") for number in count(1))
+        aside = next(aside for aside in folders if not aside.exists())
         if newer or (run / "metrics.jsonl").exists():
-            place.mkdir()
+            aside.mkdir()
         if (run / "metrics.jsonl").exists():
-            shutil.copyfile(run / "metrics.jsonl", place / "metrics.jsonl")
+            shutil.copyfile(run / "metrics.jsonl", aside / "metrics.jsonl")
         for each in newer:
-            each.rename(place / each.name)
-    return {"checkpoint": str(path), "step": step, "moved": [each.name for each in newer], "to": str(place)}
+            each.rename(aside / each.name)
+    return {"checkpoint": str(path), "step": step, "moved": [each.name for each in newer], "to": str(aside)}

@@ -25,7 +25,7 @@ from optimus.checkpoint.folder import METADATA, Description, write_description
 from optimus.checkpoint.format import StoredSlice, file_of, pack_metadata, write_slices
 from optimus.checkpoint.manifest import write_manifest
 from optimus.checkpoint.masks import DRAWN, PREFIX, mask_slices
-from optimus.checkpoint.slices import TensorSlice, part_slices, whole_slices
+from optimus.checkpoint.slices import TensorSlice, full_slices, part_slices
 from optimus.checkpoint.slots import clear_leftovers, remove, retire, retire_frozen, retire_weights
 from optimus.checkpoint.staging import Staging
 from optimus.checkpoint.writers import chunks_to_write
@@ -225,7 +225,7 @@ class Saver:
     def _write_file(self, target: Target, held: Callable[[Tensor], Tensor]) -> list[StoredSlice]:
         short = list[TensorSlice]()
         if not target.frozen:
-            short += [*whole_slices(self._short), *mask_slices(self._state, self._state.masks, PREFIX)]
+            short += [*full_slices(self._short), *mask_slices(self._state, self._state.masks, PREFIX)]
             short += mask_slices(self._state, self._drawn, DRAWN) if target.description.full else ()
         chunks = [chunk for chunk in self._chunks if target.prefixes(chunk)]
         if not short and not chunks:

@@ -42,12 +42,12 @@ def slices(
         for offsets, sizes in _capped(slot.shape, start - slot.start, end - slot.start, longest):
             length = math.prod(sizes)
             view = buffer[start - first : start - first + length].view(sizes)
-            place = tuple(part.start + offset for part, offset in zip(slot.region, offsets))
-            yield TensorSlice(f"{kind}.{slot.name}", slot.layout.shape, place, view)
+            position = tuple(part.start + offset for part, offset in zip(slot.region, offsets))
+            yield TensorSlice(f"{kind}.{slot.name}", slot.layout.shape, position, view)
             start += length
 
 
-def whole_slices(tensors: Iterable[tuple[str, Tensor]], prefix: str = "model.") -> Iterator[TensorSlice]:
+def full_slices(tensors: Iterable[tuple[str, Tensor]], prefix: str = "model.") -> Iterator[TensorSlice]:
     """Yields each tensor as one slice, whose key is `prefix` and the tensor's name."""
     for name, tensor in tensors:
         yield TensorSlice(prefix + name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)

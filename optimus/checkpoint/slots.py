@@ -45,7 +45,7 @@ def retire_weights(run: Path, every: int, new: Path) -> None:
             remove(path)
 
 
-def place_of_frozen(run: Path, name: str | None) -> tuple[str, bool]:
+def frozen_folder_of(run: Path, name: str | None) -> tuple[str, bool]:
     """Returns (folder name for the run's frozen parameters, True if complete): `name` if complete, else a new name."""
     if name is not None and (run / "checkpoints" / name / MANIFEST).is_file():
         return name, True
@@ -67,11 +67,11 @@ def retire_frozen(run: Path, name: str | None) -> None:
 
 def set_aside(path: Path) -> Path:
     """Renames a checkpoint that is damaged or in the way. The run then neither resumes from the checkpoint nor counts it."""
-    place, number = path.with_name(f"{path.name}.aside"), 1
-    while place.exists():
+    aside, number = path.with_name(f"{path.name}.aside"), 1
+    while aside.exists():
         number += 1
-        place = path.with_name(f"{path.name}.aside-{number}")
-    return path.rename(place)
+        aside = path.with_name(f"{path.name}.aside-{number}")
+    return path.rename(aside)
 
 
 def set_newer_aside(run: Path, step: int) -> list[Path]:

@@ -15,7 +15,7 @@ from optimus.checkpoint.loading import Send, load_slices
 from optimus.checkpoint.masks import follow_drawn, follow_masks, share_of
 from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.saving import write_alone
-from optimus.checkpoint.slices import whole_slices
+from optimus.checkpoint.slices import full_slices
 from optimus.config import ModelConfig
 from optimus.errors import UserError
 from optimus.model import Transformer
@@ -64,7 +64,7 @@ def write_model(
     """Writes the parameters of `model` unchanged, with a description and `masks`. Raises like `save_model`."""
     if folder.exists():
         raise UserError(f"{folder} exists already: choose another output folder or remove it")
-    slices = [*whole_slices(named_tensors(model)), *whole_slices((masks or {}).items(), prefix="")]
+    slices = [*full_slices(named_tensors(model)), *full_slices((masks or {}).items(), prefix="")]
     write_alone(folder, slices, description, "Make room or choose another output folder")
 
 
@@ -101,7 +101,7 @@ def load_state(
             check_same_run(reader.description, run, path)
             _check_factors(reader, state.rules)
         if full:
-            _check_kept(reader, state.rules)
+            _check_update_state(reader, state.rules)
         return reader
 
     reader = state.groups.world.on_first(open_it)
@@ -133,7 +133,7 @@ def load_model(
     reader = Reader.open(find_checkpoint(checkpoint))
     reader.check_size()
     model = Transformer(reader.description.model).float()
-    reader.fill(whole_slices(named_tensors(model)))
+    reader.fill(full_slices(named_tensors(model)))
     return model.to(device=device, dtype=dtype).eval().requires_grad_(False)
 
 
@@ -147,7 +147,7 @@ def _check_factors(reader: Reader, names: Iterable[str]) -> None:
         )
 
 
-def _check_kept(reader: Reader, rules: Mapping[str, Rule]) -> None:
+def _check_update_state(reader: Reader, rules: Mapping[str, Rule]) -> None:
     """Raises `UserError` if the checkpoint lacks state of the update `rules` (by parameter), as after a change of rules."""
     missing: dict[str, list[str]] = {}
     for name, rule in rules.items():

@@ -8,7 +8,7 @@ from optimus.mesh import Layout, Mesh
 from optimus.state.buffers import Residency
 from optimus.state.chunk import Chunk
 from optimus.state.model_state import ModelState
-from optimus.state.plan import ChunkPlan, divisions, sharding_of
+from optimus.state.plan import ChunkPlan, shard_partitions, sharding_of
 
 
 def chunks_to_write(state: ModelState, *, scattered: bool) -> list[Chunk]:
@@ -23,7 +23,7 @@ def holders(mesh: Mesh, layout: Layout, options: StateConfig) -> list[list[int]]
 
     Each group is in rank order. Ranks of pipeline stages without these parameters form groups in the same way.
     """
-    *_, copies = divisions(mesh, layout.partial_axes, options)
+    *_, copies = shard_partitions(mesh, layout.partial_axes, options)
     together = list(copies)
     of_rank = {rank: ranks for ranks in together for rank in ranks}
     alike = (
@@ -84,11 +84,11 @@ def _shared_writing(
         if axes not in known:
             alike = holders(mesh, layout, sharding_of(plan.rule, options))
             known[axes] = [ranks for ranks in alike if _on_stage(mesh, ranks, stage)]
-        for place, ranks in enumerate(known[axes]):
+        for index, ranks in enumerate(known[axes]):
             if not scattered:
                 writer = ranks[0]
             elif "embedding" in layout.replicated_axes:  # two stages hold it, and their other chunks differ
-                writer = ranks[place * len(ranks) // len(known[axes])]
+                writer = ranks[index * len(ranks) // len(known[axes])]
             else:
                 writer = min(ranks, key=lambda each: (of_node[mesh.node(each)], of_rank[each], each))
             of_node[mesh.node(writer)] += saved_bytes(plan)

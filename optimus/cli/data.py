@@ -78,7 +78,7 @@ def prepare(
         as_json,
         f"{output}: {index['tokens']:,} tokens of {counted(index['documents'], 'document')} in "
         f"{counted(index['instances'], 'sequence')} of {context}, {counted(len(index['shards']), 'shard')}; "
-        f"{rest}{_template(index)}{_left_alone(index)}",
+        f"{rest}{_template(index)}{_omissions(index)}",
     )
 
 
@@ -92,14 +92,14 @@ def _template(index: dict[str, Any]) -> str:
     return f"\nchat template: {ours if index['chat']['template'] == OURS else 'from the tokenizer'}"
 
 
-def _left_alone(index: dict[str, Any]) -> str:
+def _omissions(index: dict[str, Any]) -> str:
     """Returns lines about omitted documents and about skipped files, which are unreadable or have other endings."""
     from optimus.config.sizes import counted
     from optimus.disk import printable
 
     reasons = ("too_short", "too_long", "duplicates")
-    left_out = ", ".join(f"{index[why]:,} {why.replace('_', ' ')}" for why in reasons if index.get(why))
-    said = f"\nleft out: documents {left_out}" if left_out else ""
+    omitted = ", ".join(f"{index[why]:,} {why.replace('_', ' ')}" for why in reasons if index.get(why))
+    said = f"\nleft out: documents {omitted}" if omitted else ""
     if bad := index.get("bad_files", []):
         said += f"\nskipped: {counted(len(bad), 'file')} that cannot be read"
         said += "".join(f"\n  {each['name']}: {printable(with_options(each['what']))}" for each in bad)

@@ -45,15 +45,15 @@ def launch(
     overrides = [*(overrides or []), *(settings or []), *(["observe.verbose=true"] if verbose else [])]
 
     read_run(config, overrides)  # before importing torch, so that the command reports mistakes at once
-    from optimus.launch import nodes as run
+    from optimus.launch import nodes as launcher
 
     other = ("node", "name", "rendezvous") if scheduler is not None else ("output", "time", "directive")
     sources = {name: context.get_parameter_source(name) for name in other}
     if given := [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]:
         why = "leave it out with --scheduler: the batch script chooses it" if scheduler else "it needs --scheduler"
         raise UserError(f"--{given[0]}: {why}")
-    alive = run.parse_keep_alive(keep_alive)
-    job = run.NodeJob(config, overrides, nodes, spares, ranks_per_node, alive, wait, max_restarts)
+    alive = launcher.parse_keep_alive(keep_alive)
+    job = launcher.NodeJob(config, overrides, nodes, spares, ranks_per_node, alive, wait, max_restarts)
     program = []
     if inject is not None:
         from optimus.testing.faults import rank_program
@@ -62,21 +62,21 @@ def launch(
     if check:
         if scheduler is not None:
             raise UserError("--check: leave it out with --scheduler, which starts nothing either")
-        show_ready(config, run.check_launch(job, rendezvous, node), as_json, verbose=verbose)
+        show_ready(config, launcher.check_launch(job, rendezvous, node), as_json, verbose=verbose)
         return
     if scheduler is not None:
         if output is None:
             raise UserError("--scheduler needs --output PATH for the batch script")
-        submit = run.write_batch_script(
+        submit = launcher.write_batch_script(
             job, scheduler=scheduler, path=output, time=time, directives=directive or [], inject=inject
         )
         result = {"output": str(output), "submit": submit, "nodes": nodes, "spares": spares}
         show(result, as_json, f"{output}: {nodes} nodes and {spares} spares; submit it with: {submit}")
         return
-    outcome = run.launch(job, rendezvous, node, name=name, program=program)
+    outcome = launcher.launch(job, rendezvous, node, name=name, program=program)
     show({"outcome": "finished" if outcome is None else outcome.value}, as_json, "")
     if outcome is not None:
-        raise typer.Exit(run.exit_code(outcome))
+        raise typer.Exit(launcher.exit_code(outcome))
 
 
 @app.command()

@@ -38,7 +38,7 @@ def seconds(
     begins the piece's next round. For `OWN` the simulation uses the schedules of Gloo.
     """
     block = size / shape.ranks / pieces
-    each = [program(_rounds(algorithm, kind, place, shape), block, pieces) for place in range(shape.per)]
+    each = [program(_rounds(algorithm, kind, local_rank, shape), block, pieces) for local_rank in range(shape.per)]
     return max(simulate(each, shape, links or Links()), default=0.0)
 
 
@@ -57,13 +57,13 @@ def expected(kind: CollectiveKind, shape: Shape, size: float, measured: Measured
     )
 
 
-def bytes_leaving_node(algorithm: str, kind: CollectiveKind, shape: Shape, size: float) -> float:
+def internode_bytes(algorithm: str, kind: CollectiveKind, shape: Shape, size: float) -> float:
     """Returns the bytes that all ranks of a node together send to other nodes."""
     block = size / shape.ranks
     return sum(
         len(message.blocks) * block
-        for place in range(shape.per)
-        for each in _rounds(algorithm, kind, place, shape)
+        for local_rank in range(shape.per)
+        for each in _rounds(algorithm, kind, local_rank, shape)
         for message in each.sends
         if message.peer >= shape.per
     )
@@ -154,8 +154,8 @@ class _Simulation:
         for rank in range(len(self._ranks)):
             self._go_on(rank)
         while self._events:
-            moment, _, _, comes, _, sender, target, size = heappop(self._events)
-            (self._come if comes else self._leave)(moment, sender, target, size)
+            moment, _, _, arrives, _, sender, target, size = heappop(self._events)
+            (self._come if arrives else self._leave)(moment, sender, target, size)
         stuck = [number for number, rank in enumerate(self._ranks) if rank.missing]
         if stuck:
             raise ValueError(f"ranks {stuck} wait for messages that no rank sends")
@@ -172,14 +172,14 @@ class _Simulation:
                 return
             rank.receive(self._links.overhead)
 
-    def _push_event(self, moment: float, comes: bool, sender: int, target: int, size: float) -> None:
+    def _push_event(self, moment: float, arrives: bool, sender: int, target: int, size: float) -> None:
         """Pushes an event. The heap orders simultaneous events by distance, then by the target's local rank."""
         nodes, per = self._shape
         event = (
             moment,
             (target - sender) % (nodes * per),
             target % per,
-            comes,
+            arrives,
             next(self._count),
             sender,
             target,
@@ -211,7 +211,7 @@ class _Simulation:
 
         Adapters have queue numbers from 0; the links within a node have negative queue numbers.
         """
-        node, place = divmod(end, self._shape.per)
+        node, local_rank = divmod(end, self._shape.per)
         if sender // self._shape.per == target // self._shape.per:
             return self._links.inside, -1 - end
-        return self._links.between, node * self._links.adapters + self._links.adapter(place, self._shape.per)
+        return self._links.between, node * self._links.adapters + self._links.adapter(local_rank, self._shape.per)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-Place = tuple[str, str, int]
+CollectiveCall = tuple[str, str, int]
 """A collective: the group's name, the collective's name, and the collective's number in the group."""
 GRACE = 60.0  # seconds after our watchdog's timeout at which the backend's watchdog ends a rank
 
@@ -29,7 +29,7 @@ class StreamPoint(Protocol):
 
 
 class _Wait(NamedTuple):
-    place: Place
+    collective: CollectiveCall
     before: StreamPoint
     after: StreamPoint
 
@@ -51,15 +51,15 @@ class DeviceWaits:
         self._waits: list[_Wait] = []
         self._lock = threading.Lock()
 
-    def wait(self, place: Place, works: Sequence[Any]) -> None:
+    def wait(self, collective: CollectiveCall, works: Sequence[Any]) -> None:
         """Makes the current stream wait for each torch `Work` of `works`."""
         before = self._mark()
         for work in works:
             work.wait()
         with self._lock:
-            self._waits.append(_Wait(place, before, self._mark()))
+            self._waits.append(_Wait(collective, before, self._mark()))
 
-    def passed(self) -> list[tuple[Place, float]]:
+    def passed(self) -> list[tuple[CollectiveCall, float]]:
         """Returns the waits that have ended since the last call, each with the seconds that the device has waited."""
         over: list[_Wait] = []
         under_way: list[_Wait] = []
@@ -67,13 +67,13 @@ class DeviceWaits:
             for wait in self._waits:
                 (over if wait.after.query() else under_way).append(wait)
             self._waits = under_way
-        return [(wait.place, wait.before.elapsed_time(wait.after) / 1000) for wait in over]
+        return [(wait.collective, wait.before.elapsed_time(wait.after) / 1000) for wait in over]
 
-    def waiting(self) -> Place | None:
+    def waiting(self) -> CollectiveCall | None:
         """Returns the collective that the device waits for now; None while the device computes or is idle."""
         with self._lock:
             return next(
-                (wait.place for wait in self._waits if wait.before.query() and not wait.after.query()),
+                (wait.collective for wait in self._waits if wait.before.query() and not wait.after.query()),
                 None,
             )
 
@@ -94,7 +94,7 @@ class Deadline:
     The thread replaces the error that the device's backend never raises.
     """
 
-    def __init__(self, waits: DeviceWaits, seconds: float, ended: Callable[[Place], None]) -> None:
+    def __init__(self, waits: DeviceWaits, seconds: float, ended: Callable[[CollectiveCall], None]) -> None:
         self._waits, self._seconds, self._ended = waits, seconds, ended
         self._stopped = threading.Event()
         threading.Thread(target=self._watch, name="deadline", daemon=True).start()
@@ -104,11 +104,11 @@ class Deadline:
         self._stopped.set()
 
     def _watch(self) -> None:
-        place, since = None, time.monotonic()
+        collective, since = None, time.monotonic()
         while not self._stopped.wait(min(1.0, self._seconds / 10)):
             now = self._waits.waiting()
-            if now != place:
-                place, since = now, time.monotonic()
-            elif place is not None and time.monotonic() - since > self._seconds:
-                self._ended(place)
+            if now != collective:
+                collective, since = now, time.monotonic()
+            elif collective is not None and time.monotonic() - since > self._seconds:
+                self._ended(collective)
                 return

@@ -77,8 +77,8 @@ class Codec:
 
     def write(self, numbers: Sequence[Tensor], out: Tensor) -> None:
         """Fills the message `out` with the blocks `numbers`, one after the other."""
-        for each, place in zip(numbers, out.split([len(each) for each in numbers])):
-            place.copy_(each)
+        for each, target in zip(numbers, out.split([len(each) for each in numbers])):
+            target.copy_(each)
 
     def read(self, sent: Tensor) -> Tensor:
         """Returns the numbers of a received message, in any floating-point type."""
@@ -153,24 +153,24 @@ def gather(rounds: Sequence[Round], blocks: Blocks, link: Channel) -> Exchange:
     for each in rounds:
         works, landings, lent = [], [], []
         for message in _filled(each.receives, blocks):
-            places = [blocks[block] for block in message.blocks]
-            if (landing := _joined(places)) is None:
-                landing = _lend(link, places)
-                landings.append((landing, places))
+            targets = [blocks[block] for block in message.blocks]
+            if (landing := _joined(targets)) is None:
+                landing = _lend(link, targets)
+                landings.append((landing, targets))
                 lent.append(landing)
             works.append((message.peer, link.receive(landing, message.peer)))
         for message in _filled(each.sends, blocks):
-            leaving = [blocks[block] for block in message.blocks]
-            if (packed := _joined(leaving)) is None:
-                packed = _lend(link, leaving)
-                AS_THEY_ARE.write(leaving, packed)
-                lent.append(packed)
-            works.append((message.peer, link.send(packed, message.peer)))
+            outgoing = [blocks[block] for block in message.blocks]
+            if (message_buffer := _joined(outgoing)) is None:
+                message_buffer = _lend(link, outgoing)
+                AS_THEY_ARE.write(outgoing, message_buffer)
+                lent.append(message_buffer)
+            works.append((message.peer, link.send(message_buffer, message.peer)))
         yield
         link.wait(works)
-        for landing, places in landings:
-            for part, place in zip(landing.split([len(each) for each in places]), places):
-                place.copy_(part)
+        for landing, targets in landings:
+            for part, target in zip(landing.split([len(each) for each in targets]), targets):
+                target.copy_(part)
         for buffer in lent:
             link.scratch.give_back(buffer)
 
@@ -190,30 +190,30 @@ def reduce(
     is the number of ranks on a node; the codec `between` encodes partial sums that leave the node.
     """
     wide, sums = _wide(out.dtype), dict[int, Tensor]()
-    kept: list[Tensor] = []  # buffers of partial sums that later rounds send
+    partial_sums: list[Tensor] = []  # buffers of partial sums that later rounds send
 
-    def leaves(message: Message) -> bool:
+    def crosses_nodes(message: Message) -> bool:
         return per is not None and message.peer // per != rank // per
 
     for number, each in enumerate(rounds):
         works, landings, lent = [], [], []
         for message in _filled(each.receives, blocks):
-            codec = between if number and leaves(message) else AS_THEY_ARE
+            codec = between if number and crosses_nodes(message) else AS_THEY_ARE
             length = sum(len(blocks[block]) for block in message.blocks)
             landing = link.scratch.lend(*codec.form(length, wide if number else out.dtype), out.device)
             landings.append((message, codec, landing))
             lent.append(landing)
             works.append((message.peer, link.receive(landing, message.peer)))
         for message in _filled(each.sends, blocks):
-            leaving = [sums.get(block, blocks[block]) for block in message.blocks]
-            codec = between if number and leaves(message) else AS_THEY_ARE
-            elements, dtype = codec.form(sum(map(len, leaving)), wide if number else out.dtype)
-            as_is = codec is AS_THEY_ARE and all(part.dtype == dtype for part in leaving)
-            if (packed := _joined(leaving) if as_is else None) is None:
-                packed = link.scratch.lend(elements, dtype, out.device)
-                codec.write(leaving, packed)
-                lent.append(packed)
-            works.append((message.peer, link.send(packed, message.peer)))
+            outgoing = [sums.get(block, blocks[block]) for block in message.blocks]
+            codec = between if number and crosses_nodes(message) else AS_THEY_ARE
+            elements, dtype = codec.form(sum(map(len, outgoing)), wide if number else out.dtype)
+            as_is = codec is AS_THEY_ARE and all(part.dtype == dtype for part in outgoing)
+            if (message_buffer := _joined(outgoing) if as_is else None) is None:
+                message_buffer = link.scratch.lend(elements, dtype, out.device)
+                codec.write(outgoing, message_buffer)
+                lent.append(message_buffer)
+            works.append((message.peer, link.send(message_buffer, message.peer)))
         yield
         link.wait(works)
         if landings:
@@ -226,31 +226,31 @@ def reduce(
             total = out
             if each is not rounds[-1]:
                 total = link.scratch.lend(len(mine), wide, out.device)
-                kept.append(total)
+                partial_sums.append(total)
             came = {message.peer: codec.read(landing) for message, codec, landing in landings}
             add_up([came.get(peer, mine) for peer in sorted([*came, rank])], total)
             sums |= zip(summed, total.split([len(blocks[block]) for block in summed]))
         for buffer in lent:
             link.scratch.give_back(buffer)
-    for buffer in kept:
+    for buffer in partial_sums:
         link.scratch.give_back(buffer)
 
 
 def exchange(
-    rounds: Sequence[Round], leaving: Sequence[Tensor], coming: Sequence[Tensor], rank: int, link: Channel
+    rounds: Sequence[Round], outgoing: Sequence[Tensor], incoming: Sequence[Tensor], rank: int, link: Channel
 ) -> Exchange:
-    """Runs an all-to-all of equal blocks: sends `leaving[i]` to rank i, and fills `coming[i]` with the block from rank i."""
-    ranks = len(leaving)
-    coming[rank].copy_(leaving[rank])
-    blocks: dict[int, Tensor] = {rank * ranks + peer: block for peer, block in enumerate(leaving)}
-    blocks |= {peer * ranks + rank: block for peer, block in enumerate(coming)}
+    """Runs an all-to-all of equal blocks: sends `outgoing[i]` to rank i, fills `incoming[i]` with the block from rank i."""
+    ranks = len(outgoing)
+    incoming[rank].copy_(outgoing[rank])
+    blocks: dict[int, Tensor] = {rank * ranks + peer: block for peer, block in enumerate(outgoing)}
+    blocks |= {peer * ranks + rank: block for peer, block in enumerate(incoming)}
     # Blocks that this rank forwards between two other ranks, in the order of sending.
     passing = [block for each in rounds for _, sent in each.sends for block in sent if block not in blocks]
-    room = _lend(link, [leaving[0]] * len(passing)) if passing else None
-    blocks |= zip(passing, room.tensor_split(len(passing)) if room is not None else ())
+    forwarded = _lend(link, [outgoing[0]] * len(passing)) if passing else None
+    blocks |= zip(passing, forwarded.tensor_split(len(passing)) if forwarded is not None else ())
     yield from gather(rounds, blocks, link)
-    if room is not None:
-        link.scratch.give_back(room)
+    if forwarded is not None:
+        link.scratch.give_back(forwarded)
 
 
 def in_pieces(blocks: Sequence[Tensor], pieces: int) -> list[Sequence[Tensor]]:

@@ -187,8 +187,8 @@ def _to_rows(x: Tensor, group: Group) -> Tensor:
 
 
 def _to_columns(x: Tensor, group: Group) -> Tensor:
-    leaving = x.unflatten(1, (group.size, -1)).transpose(0, 1).flatten(0, 1)
-    return group.all_to_all(leaving)
+    columns = x.unflatten(1, (group.size, -1)).transpose(0, 1).flatten(0, 1)
+    return group.all_to_all(columns)
 
 
 def _gathered_uneven(rows: Sequence[int], x: Tensor, group: Group) -> Tensor:

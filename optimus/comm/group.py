@@ -208,8 +208,8 @@ class Group:
     def broadcast_async(self, tensor: Tensor, first: int) -> Handle:
         """Begins to replace `tensor` on every rank by the tensor of the group's rank `first`."""
         call = partial(dist.broadcast, tensor, src=self.ranks[first])
-        leaves = tensor if self.rank == first else None
-        return self._backend.begin("broadcast", tensor, call, leaves, comes=self.rank != first)
+        sent = tensor if self.rank == first else None
+        return self._backend.begin("broadcast", tensor, call, sent, receives=self.rank != first)
 
     def reduce(self, tensor: Tensor, target: int) -> None:
         """Replaces `tensor` on the rank `target` by the sum over the ranks; on other ranks `tensor` becomes undefined."""
@@ -218,7 +218,7 @@ class Group:
     def reduce_async(self, tensor: Tensor, target: int) -> Handle:
         """Begins to replace `tensor` on the rank `target` by the sum over the ranks; see `reduce`."""
         call = partial(dist.reduce, tensor, self.ranks[target])
-        return self._backend.begin("reduce", tensor, call, tensor, comes=self.rank == target)
+        return self._backend.begin("reduce", tensor, call, tensor, receives=self.rank == target)
 
     # ---- Messages ----
 
@@ -233,7 +233,7 @@ class Group:
         """
         call = partial(dist.isend, tensor, self.ranks[to], self.transport.process_group, self.transport.tag)
         at = self.observer.between(self.rank, to)
-        return self.observer.begin(what, tensor, lambda _: call(), tensor, comes=False, at=at)
+        return self.observer.begin(what, tensor, lambda _: call(), tensor, receives=False, at=at)
 
     def recv(self, tensor: Tensor, source: int, what: str = "receive") -> None:
         """Fills contiguous `tensor` with the next message from rank `source` of the group."""

@@ -27,12 +27,12 @@ class PlannedGroups(NamedTuple):
     """
 
     what: str
-    division: RankPartition
+    partition: RankPartition
     apart: int = 0
     messages: bool = False
 
 
-def divisions_of(mesh: Mesh) -> Iterator[PlannedGroups]:
+def groups_of_mesh(mesh: Mesh) -> Iterator[PlannedGroups]:
     """Yields the groups along every set of axes of either view, without duplicates.
 
     Also yields the groups of expert parallelism across nodes and within nodes.
@@ -42,10 +42,10 @@ def divisions_of(mesh: Mesh) -> Iterator[PlannedGroups]:
         axes = [axis for axis in view if mesh.axis_size(axis) > 1]
         sets = chain.from_iterable(combinations(axes, length) for length in range(1, len(axes) + 1))
         for each in [*sets, *([("embedding",)] if mesh.pp > 1 else [])]:
-            division = mesh.groups(each)
-            found.setdefault(division, PlannedGroups(" x ".join(each), division))
-    for level in level_divisions(mesh, "ep"):
-        found.setdefault(level.division, level)
+            partition = mesh.groups(each)
+            found.setdefault(partition, PlannedGroups(" x ".join(each), partition))
+    for level in level_groups(mesh, "ep"):
+        found.setdefault(level.partition, level)
     yield from found.values()
 
 
@@ -60,12 +60,12 @@ def shape_of(ranks: Sequence[int], mesh: Mesh) -> Shape | None:
     return shape if nodes == alike else None
 
 
-def levels_of(division: RankPartition, mesh: Mesh) -> tuple[RankPartition, RankPartition] | None:
-    """Divides every group of `division` into groups across nodes (ranks with equal local ranks) and groups within a node.
+def levels_of(partition: RankPartition, mesh: Mesh) -> tuple[RankPartition, RankPartition] | None:
+    """Divides every group of `partition` into groups across nodes (ranks with equal local ranks) and groups within a node.
 
     Returns None unless all groups have the same shape, with several nodes and several ranks on each node.
     """
-    table, *others = division.tables
+    table, *others = partition.tables
     shape = shape_of(table[0].tolist(), mesh)
     if others or shape is None or min(shape) == 1:
         return None
@@ -77,7 +77,7 @@ def levels_of(division: RankPartition, mesh: Mesh) -> tuple[RankPartition, RankP
     return across, RankPartition([ranks_GNP.reshape(-1, shape.per)])
 
 
-def level_divisions(mesh: Mesh, *axes: str) -> list[PlannedGroups]:
+def level_groups(mesh: Mesh, *axes: str) -> list[PlannedGroups]:
     """Returns the groups that `Groups.levels` needs along `axes`."""
     levels, what = levels_of(mesh.groups(axes), mesh), " x ".join(axes)
     return (
@@ -90,7 +90,7 @@ def level_divisions(mesh: Mesh, *axes: str) -> list[PlannedGroups]:
 class Groups:
     """The groups of this rank: one for each partition of the ranks, which all users of the partition share.
 
-    The constructor creates the groups of `divisions`, by default `divisions_of(mesh)`. A run creates exactly the groups that
+    The constructor creates the groups of `planned`, by default `groups_of_mesh(mesh)`. A run creates exactly the groups that
     it uses (`resolve/groups.py`). A rank creates only the groups that it belongs to. Code that creates other process groups
     must create equally many on every rank; see `_handle`. NCCL, RCCL and oneCCL connect a group in its first collective, so
     a group without collectives costs no memory.
@@ -103,7 +103,7 @@ class Groups:
         self,
         mesh: Mesh,
         timeout: float | None = None,
-        divisions: Iterable[PlannedGroups] | None = None,
+        planned: Iterable[PlannedGroups] | None = None,
         *,
         measured: Measured | None = None,
         partial_sums: Codec = AS_THEY_ARE,
@@ -120,16 +120,16 @@ class Groups:
         self._apart: dict[RankPartition, list[Group]] = {}
         self._numbers = count(1)  # numbers of groups that are not shared
         self._along: dict[frozenset[str], Group] = {}
-        self.make(divisions_of(mesh) if divisions is None else divisions)
+        self.make(groups_of_mesh(mesh) if planned is None else planned)
 
-    def make(self, divisions: Iterable[PlannedGroups]) -> None:
-        """Creates the groups of `divisions` that do not exist yet; all ranks pass the same divisions in the same order."""
-        for _, division, apart, _ in divisions:
+    def make(self, planned: Iterable[PlannedGroups]) -> None:
+        """Creates the groups of `planned` that do not exist yet; all ranks pass the same groups in the same order."""
+        for _, partition, apart, _ in planned:
             if apart:
                 alone = [next(self._numbers) for _ in range(apart)]
-                self._apart.setdefault(division, []).extend(self._make(division, number) for number in alone)
+                self._apart.setdefault(partition, []).extend(self._make(partition, number) for number in alone)
             else:
-                self._shared_group(division)
+                self._shared_group(partition)
 
     @property
     def notes(self) -> list[str]:
@@ -173,13 +173,15 @@ class Groups:
         Returns None if this rank is not the origin. All ranks must call this method.
         """
         spread = self.world.all_gather_object(self.watch.spread())
-        return self.watch.origin({place for rank, places in enumerate(spread) if rank != self.rank for place in places})
+        return self.watch.origin(
+            {collective for rank, collectives in enumerate(spread) if rank != self.rank for collective in collectives}
+        )
 
     def along(self, *axes: str) -> Group:
         """Returns the group of the ranks that differ from this one on `axes` only."""
         key = frozenset(axes)
         if key not in self._along:
-            self._along[key] = self.dividing(self.mesh.groups(axes))
+            self._along[key] = self.group_of(self.mesh.groups(axes))
         return self._along[key]
 
     def streams(self, number: int, *axes: str) -> list[Group]:
@@ -197,28 +199,28 @@ class Groups:
 
         Ranks may call the collectives of these groups in different orders.
         """
-        division = self.mesh.groups(axes)
-        made = self._apart.get(division, [])
-        if division.largest == 1:
-            return [self._make(division) for _ in range(number)]
+        partition = self.mesh.groups(axes)
+        made = self._apart.get(partition, [])
+        if partition.largest == 1:
+            return [self._make(partition) for _ in range(number)]
         if len(made) < number:
             raise _not_made(f"{number} unshared groups along {', '.join(axes)}")
         return [made.pop(0) for _ in range(number)]
 
-    def dividing(self, division: RankPartition) -> Group:
-        """Returns this rank's group of `division`."""
-        if division not in self._made and len(division) > 1 and division.largest > 1:
-            raise _not_made(f"the groups {division.group(self.rank)} ...")
+    def group_of(self, partition: RankPartition) -> Group:
+        """Returns this rank's group of `partition`."""
+        if partition not in self._made and len(partition) > 1 and partition.largest > 1:
+            raise _not_made(f"the groups {partition.group(self.rank)} ...")
         # torch has created the group of all ranks, and a group of one rank needs no process group.
-        return self._shared_group(division)
+        return self._shared_group(partition)
 
-    def _make(self, division: RankPartition, alone: int = 0) -> Group:
-        """Creates this rank's group of `division`; `alone` is the number of an unshared group, or 0 for a shared group."""
-        own = division.group(self.rank)
-        shape, levels = shape_of(own, self.mesh), None if alone else self._levels(division)
+    def _make(self, partition: RankPartition, alone: int = 0) -> Group:
+        """Creates this rank's group of `partition`; `alone` is the number of an unshared group, or 0 for a shared group."""
+        own = partition.group(self.rank)
+        shape, levels = shape_of(own, self.mesh), None if alone else self._levels(partition)
         if shape is None:
             self._uneven.append(own)
-        handle = self._handle(division, own, alone)
+        handle = self._handle(partition, own, alone)
         # Gloo moves only host memory.
         kind = HostStagedGroup if self.tags and torch.accelerator.is_available() else Group
         return kind(own, own.index(self.rank), Transport(handle, alone, shape, levels), self._shared)
@@ -226,14 +228,14 @@ class Groups:
     def levels(self, *axes: str) -> tuple[Group, Group] | None:
         """Returns the groups across and within nodes for the group along `axes`, or None if that group has no two levels."""
         levels = levels_of(self.mesh.groups(axes), self.mesh)
-        return None if levels is None else (self.dividing(levels[0]), self.dividing(levels[1]))
+        return None if levels is None else (self.group_of(levels[0]), self.group_of(levels[1]))
 
-    def _levels(self, division: RankPartition) -> tuple[Group, Group] | None:
+    def _levels(self, partition: RankPartition) -> tuple[Group, Group] | None:
         """Returns the groups across and within nodes if `measured` has collectives on two levels; always None over Gloo."""
         measured = self._shared.measured
         if self.tags or measured is None:
             return None
-        levels = levels_of(division, self.mesh)
+        levels = levels_of(partition, self.mesh)
         if levels is None:
             return None
         shape = Shape(*(level.largest for level in levels))
@@ -242,20 +244,20 @@ class Groups:
         across, within = map(self._shared_group, levels)
         return across, within
 
-    def _shared_group(self, division: RankPartition) -> Group:
-        if division not in self._made:
-            self._made[division] = self._make(division)
-        return self._made[division]
+    def _shared_group(self, partition: RankPartition) -> Group:
+        if partition not in self._made:
+            self._made[partition] = self._make(partition)
+        return self._made[partition]
 
-    def _handle(self, division: RankPartition, ranks: Sequence[int], alone: int) -> "dist.ProcessGroup | None":
+    def _handle(self, partition: RankPartition, ranks: Sequence[int], alone: int) -> "dist.ProcessGroup | None":
         """Creates a process group of `ranks`, or returns None.
 
         Unless `alone`, the group of all ranks is torch's default group (None). Only the members of a group create the group.
         torch names a group by its ranks and the number of groups that the process has created before. All members must agree
-        on the name, so every rank creates one group for each division, even if the rank is the only member. A division into
-        single ranks needs no process groups (None).
+        on the name, so every rank creates one group for each partition, even if the rank is the only member. A partition
+        into single ranks needs no process groups (None).
         """
-        if division.largest == 1 or not (alone or len(ranks) < self.mesh.size):
+        if partition.largest == 1 or not (alone or len(ranks) < self.mesh.size):
             return None
         # The last backend is the device's: only the group of all ranks moves host tensors.
         backend = dist.get_backend().split(":")[-1]
@@ -266,4 +268,6 @@ class Groups:
 
 
 def _not_made(what: str) -> RuntimeError:
-    return RuntimeError(f"the run has not created {what}: it creates all groups at the beginning, from its `divisions`")
+    return RuntimeError(
+        f"the run has not created {what}: it creates all groups at the beginning, from its planned groups"
+    )

@@ -27,7 +27,7 @@ class HostStagedGroup(Group):
     ) -> Handle:
         if self._stays(tensor):
             return super().reduce_scatter_async(tensor, out, lengths, beside)
-        host = _room(out)
+        host = _pinned_like(out)
         return _then(super().reduce_scatter_async(_copy(tensor), host, lengths, beside), out, host)
 
     def all_gather_async(
@@ -35,7 +35,7 @@ class HostStagedGroup(Group):
     ) -> Handle:
         if self._stays(tensor):
             return super().all_gather_async(tensor, part, lengths, beside)
-        host = _room(tensor)
+        host = _pinned_like(tensor)
         return _then(super().all_gather_async(host, _copy(part), lengths, beside), tensor, host)
 
     def all_to_all_async(
@@ -50,13 +50,13 @@ class HostStagedGroup(Group):
     def shift_async(self, tensor: Tensor, out: Tensor) -> Handle:
         if self._stays(tensor):
             return super().shift_async(tensor, out)
-        host = _room(out)
+        host = _pinned_like(out)
         return _then(super().shift_async(_copy(tensor), host), out, host)
 
     def broadcast_async(self, tensor: Tensor, first: int) -> Handle:
         if self._stays(tensor):
             return super().broadcast_async(tensor, first)
-        host = _copy(tensor) if self.rank == first else _room(tensor)
+        host = _copy(tensor) if self.rank == first else _pinned_like(tensor)
         return _then(super().broadcast_async(host, first), tensor, host)
 
     def reduce_async(self, tensor: Tensor, target: int) -> Handle:
@@ -71,7 +71,7 @@ class HostStagedGroup(Group):
     def recv_async(self, tensor: Tensor, source: int, what: str = "receive") -> Handle:
         if self._stays(tensor):
             return super().recv_async(tensor, source, what)
-        host = _room(tensor)
+        host = _pinned_like(tensor)
         return _then(super().recv_async(host, source, what), tensor, host)
 
     def _stays(self, tensor: Tensor) -> bool:
@@ -80,10 +80,10 @@ class HostStagedGroup(Group):
 
 def _copy(tensor: Tensor) -> Tensor:
     """Copies `tensor` to the host."""
-    return _room(tensor).copy_(tensor.detach())
+    return _pinned_like(tensor).copy_(tensor.detach())
 
 
-def _room(tensor: Tensor) -> Tensor:
+def _pinned_like(tensor: Tensor) -> Tensor:
     """Allocates contiguous pinned host memory with the shape and type of `tensor`."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 

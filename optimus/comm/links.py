@@ -22,6 +22,6 @@ class Links(NamedTuple):
     adapters: int = 1
     """Number of network adapters of a node, which its ranks share evenly; neighbouring ranks share one adapter."""
 
-    def adapter(self, place: int, per: int) -> int:
-        """Returns the index of the adapter that the local rank `place` uses, on a node with `per` ranks."""
-        return place * self.adapters // per
+    def adapter(self, local_rank: int, per: int) -> int:
+        """Returns the index of the adapter that `local_rank` uses, on a node with `per` ranks."""
+        return local_rank * self.adapters // per

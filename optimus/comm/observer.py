@@ -43,34 +43,34 @@ class Observer:
         what: str,
         tensor: Tensor,
         call: Begin,
-        leaves: Tensor | None = None,
+        sent: Tensor | None = None,
         *,
-        comes: bool = True,
+        receives: bool = True,
         at: str | None = None,
     ) -> Handle:
         """Begins a collective of `tensor` by `call` and returns its handle; in a group of one rank, calls nothing.
 
-        `leaves` is the tensor that this rank sends, and `comes` says whether the rank receives something. `at` is the name
+        `sent` is the tensor that this rank sends, and `receives` says whether the rank receives something. `at` is the name
         under which the recorder counts the collective, by default the group's name.
 
         The handle raises a `CollectiveError` that names the collective when the collective fails on another rank.
         """
         if len(self._ranks) == 1:
             return DONE
-        place = at or self.name
-        number = self.recorder.begins(place)
-        if self.watch is not None and leaves is not None:
-            self.watch.leaves(leaves, what, (place, number))
+        name = at or self.name
+        number = self.recorder.begins(name)
+        if self.watch is not None and sent is not None:
+            self.watch.record_sent(sent, what, (name, number))
         # `call` itself may wait, since Gloo's threads and ours take turns.
-        with self._waits(place, what, number, tensor):
+        with self._waits(name, what, number, tensor):
             started = call(number)
         works = started if isinstance(started, list) else [started]
 
         def wait() -> None:
-            with self._waits(place, what, number, tensor):
-                self.recorder.wait((place, what, number), works)
-            if self.watch is not None and comes:
-                self.watch.comes((place, number))
+            with self._waits(name, what, number, tensor):
+                self.recorder.wait((name, what, number), works)
+            if self.watch is not None and receives:
+                self.watch.record_received((name, number))
 
         return Handle(wait)
 
@@ -85,13 +85,13 @@ class Observer:
         return f"{self._ranks[source]} to {self._ranks[target]}{self._tag}"
 
     @contextmanager
-    def _waits(self, place: str, what: str, number: int, tensor: Tensor) -> Iterator[None]:
+    def _waits(self, name: str, what: str, number: int, tensor: Tensor) -> Iterator[None]:
         """Records a wait in a collective, and turns the failure of another rank into a `CollectiveError`.
 
         Errors of this rank's device pass unchanged.
         """
         try:
-            with region(lambda: what), self.recorder.waits(place, what, number):
+            with region(lambda: what), self.recorder.waits(name, what, number):
                 yield
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise

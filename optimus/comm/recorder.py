@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from optimus.comm.device_waits import DeviceWaits, Place
+from optimus.comm.device_waits import CollectiveCall, DeviceWaits
 
 
 class Recorder:
@@ -20,7 +20,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.begun: Counter[str] = Counter()
-        self.waiting: Place | None = None
+        self.waiting: CollectiveCall | None = None
         self.device: DeviceWaits | None = None  # set if the device waits instead of the host
         self._seconds = 0.0
         self._by_kind: defaultdict[str, float] = defaultdict(float)
@@ -58,10 +58,10 @@ class Recorder:
             self._add(group, what, time.perf_counter() - began)
             self.waiting = None
 
-    def wait(self, place: Place, works: Sequence[Any]) -> None:
+    def wait(self, collective: CollectiveCall, works: Sequence[Any]) -> None:
         """Waits for each torch `Work` of a collective. The caller must be inside `waits`."""
         if self.device is not None and not _beside():
-            self.device.wait(place, works)
+            self.device.wait(collective, works)
             return
         for work in works:
             work.wait()

@@ -103,10 +103,10 @@ def two_levels(across: RoundSchedule, within: RoundSchedule) -> Callable[[int, S
 
     def schedule(rank: int, shape: Shape) -> list[Round]:
         nodes, per = shape
-        node, place = divmod(rank, per)
+        node, local_rank = divmod(rank, per)
 
         def between(message: Message) -> Message:
-            return Message(message.peer * per + place, tuple(block * per + place for block in message.blocks))
+            return Message(message.peer * per + local_rank, tuple(block * per + local_rank for block in message.blocks))
 
         def inside(message: Message) -> Message:
             blocks = (other * per + block for block in message.blocks for other in range(nodes))
@@ -114,7 +114,7 @@ def two_levels(across: RoundSchedule, within: RoundSchedule) -> Callable[[int, S
 
         return [
             *(_mapped(each, between) for each in across(node, nodes)),
-            *(_mapped(each, inside) for each in within(place, per)),
+            *(_mapped(each, inside) for each in within(local_rank, per)),
         ]
 
     return schedule
@@ -143,7 +143,7 @@ def exchange_on_two_levels(rank: int, shape: Shape) -> list[Round]:
     rank sends nodes - 1 messages across nodes instead of (nodes - 1) * per; each message is `per` times as large.
     """
     nodes, per = shape
-    node, place = divmod(rank, per)
+    node, local_rank = divmod(rank, per)
 
     def inside(source: int, target: int) -> tuple[int, ...]:
         """Returns the blocks from rank `source` of the node to all ranks of local rank `target`."""
@@ -151,20 +151,20 @@ def exchange_on_two_levels(rank: int, shape: Shape) -> list[Round]:
 
     def between(source: int, target: int) -> tuple[int, ...]:
         """Returns the blocks from all ranks of node `source` to this local rank on node `target`."""
-        return tuple((source * per + other) * shape.ranks + target * per + place for other in range(per))
+        return tuple((source * per + other) * shape.ranks + target * per + local_rank for other in range(per))
 
     return [
         *(
             Round(
-                tuple(Message(node * per + peer, inside(place, peer)) for peer, _ in each.sends),
-                tuple(Message(node * per + peer, inside(peer, place)) for peer, _ in each.receives),
+                tuple(Message(node * per + peer, inside(local_rank, peer)) for peer, _ in each.sends),
+                tuple(Message(node * per + peer, inside(peer, local_rank)) for peer, _ in each.receives),
             )
-            for each in direct(place, per)
+            for each in direct(local_rank, per)
         ),
         *(
             Round(
-                tuple(Message(peer * per + place, between(node, peer)) for peer, _ in each.sends),
-                tuple(Message(peer * per + place, between(peer, node)) for peer, _ in each.receives),
+                tuple(Message(peer * per + local_rank, between(node, peer)) for peer, _ in each.sends),
+                tuple(Message(peer * per + local_rank, between(peer, node)) for peer, _ in each.receives),
             )
             for each in direct(node, nodes)
         ),

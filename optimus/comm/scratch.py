@@ -5,7 +5,7 @@ import threading
 import torch
 from torch import Tensor
 
-KEPT = 64 << 20  # limit of all free buffers in bytes, so that large or rarely used buffers take no memory from the step
+MAX_FREE_BYTES = 64 << 20  # limit of all free buffers: large or rarely used buffers take no memory from the step
 
 
 class Scratch:
@@ -19,16 +19,16 @@ class Scratch:
     def lend(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns a buffer of `elements` uninitialised elements."""
         with self._lock:
-            for place, buffer in enumerate(self._free):
+            for index, buffer in enumerate(self._free):
                 if len(buffer) == elements and buffer.dtype == dtype and buffer.device == device:
                     self._bytes -= buffer.nbytes
-                    return self._free.pop(place)
+                    return self._free.pop(index)
         return torch.empty(elements, dtype=dtype, device=device)
 
     def give_back(self, buffer: Tensor) -> None:
-        """Returns a lent buffer to the pool, and frees the least recently used buffers beyond `KEPT` bytes."""
+        """Returns a lent buffer to the pool, and frees the least recently used buffers beyond `MAX_FREE_BYTES`."""
         with self._lock:
             self._free.append(buffer)
             self._bytes += buffer.nbytes
-            while self._bytes > KEPT:
+            while self._bytes > MAX_FREE_BYTES:
                 self._bytes -= self._free.pop(0).nbytes

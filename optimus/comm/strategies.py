@@ -57,11 +57,11 @@ class Backend(NamedTuple):
     observer: Observer
 
     def begin(
-        self, what: str, tensor: Tensor, call: Callable[..., Any], leaves: Tensor | None, comes: bool = True
+        self, what: str, tensor: Tensor, call: Callable[..., Any], sent: Tensor | None, receives: bool = True
     ) -> Handle:
         """Begins a collective of torch.distributed on `tensor`; see `Observer.begin`."""
         start = partial(call, group=self.process_group, async_op=True)
-        return self.observer.begin(what, tensor, lambda _: start(), leaves, comes=comes)
+        return self.observer.begin(what, tensor, lambda _: start(), sent, receives=receives)
 
     def all_reduce(self, tensor: Tensor, beside: bool) -> Handle:
         return self.begin("all_reduce", tensor, partial(dist.all_reduce, tensor), tensor)
@@ -144,25 +144,25 @@ class TwoLevels(NamedTuple):
     def reduce_scatter(self, tensor: Tensor, parts: Sequence[Tensor], out: Tensor, even: bool, beside: bool) -> Handle:
         """Reduce-scatters within the node, then across nodes."""
         all_MNS = tensor.view(self.across.size, self.within.size, -1).transpose(0, 1).contiguous()
-        of_place_NS = all_MNS.new_empty(all_MNS.shape[1:])
-        inside = self.within.reduce_scatter_async(all_MNS.view(-1), of_place_NS.view(-1))
+        of_local_rank_NS = all_MNS.new_empty(all_MNS.shape[1:])
+        inside = self.within.reduce_scatter_async(all_MNS.view(-1), of_local_rank_NS.view(-1))
 
         def wait() -> None:
             inside.wait()
-            self.across.reduce_scatter(of_place_NS.view(-1), out.view(-1))
+            self.across.reduce_scatter(of_local_rank_NS.view(-1), out.view(-1))
 
         return Handle(wait)
 
     def all_gather(self, tensor: Tensor, parts: Sequence[Tensor], part: Tensor, even: bool, beside: bool) -> Handle:
         """All-gathers across nodes, then within the node, and puts the parts into rank order."""
         part_S = part.reshape(-1)
-        of_place_NS = part_S.new_empty(self.across.size, len(part_S))
-        between = self.across.all_gather_async(of_place_NS.view(-1), part_S)
+        of_local_rank_NS = part_S.new_empty(self.across.size, len(part_S))
+        between = self.across.all_gather_async(of_local_rank_NS.view(-1), part_S)
 
         def wait() -> None:
             between.wait()
-            all_MNS = of_place_NS.new_empty(self.within.size, *of_place_NS.shape)
-            self.within.all_gather(all_MNS.view(-1), of_place_NS.view(-1))
+            all_MNS = of_local_rank_NS.new_empty(self.within.size, *of_local_rank_NS.shape)
+            self.within.all_gather(all_MNS.view(-1), of_local_rank_NS.view(-1))
             tensor.view(self.across.size, self.within.size, -1).copy_(all_MNS.transpose(0, 1))
 
         return Handle(wait)
@@ -240,7 +240,7 @@ class Rounds(NamedTuple):
         def go(piece: Sequence[Tensor], link: Channel) -> Exchange:
             return exchange(steps, piece[:ranks], piece[ranks:], self.over.rank, link)
 
-        blocks = [each.view(-1) for whole in (rows, out) for each in whole.chunk(ranks)]
+        blocks = [each.view(-1) for tensor in (rows, out) for each in tensor.chunk(ranks)]
         return self._begin("all_to_all", rows, blocks, go, rows, beside and len(steps) > 1)
 
     def _rounds(self, kind: CollectiveKind) -> Sequence[Round]:
@@ -253,7 +253,7 @@ class Rounds(NamedTuple):
 
     def _begin(
         self, what: str, tensor: Tensor, blocks: Sequence[Tensor],
-        go: Callable[[Sequence[Tensor], Channel], Exchange], leaves: Tensor, beside: bool,
+        go: Callable[[Sequence[Tensor], Channel], Exchange], sent: Tensor, beside: bool,
     ) -> Handle:  # fmt: skip
         """Begins to exchange the blocks of `tensor`; `go` returns the exchange of one piece of all blocks."""
         over = self.over
@@ -266,7 +266,7 @@ class Rounds(NamedTuple):
             begin(under_way)
             return Handle(over.driver.begin(under_way).result if beside else partial(carry_out, under_way))
 
-        return over.observer.begin(what, tensor, call, leaves)
+        return over.observer.begin(what, tensor, call, sent)
 
 
 def _newest(new: str, old: str) -> Callable[..., Any]:

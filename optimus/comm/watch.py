@@ -20,7 +20,7 @@ CollectiveId = tuple[str, int]
 class _Note(NamedTuple):
     """A tensor that this rank has sent in a collective, or a collective whose result this rank has received."""
 
-    place: CollectiveId | None
+    collective: CollectiveId | None
     sum: Tensor | None  # sum of the sent tensor; None for received tensors
     what: str
 
@@ -46,20 +46,20 @@ class Watch:
         finally:
             self._on = False
 
-    def leaves(self, tensor: Tensor, what: str, place: CollectiveId | None = None) -> None:
+    def record_sent(self, tensor: Tensor, what: str, collective: CollectiveId | None = None) -> None:
         """Records the sum of `tensor`, which is about to be sent."""
         if self._on and tensor.is_floating_point():
             # The sum has the tensor's type: bf16 has the range of fp32, and another type would cost a copy of the tensor.
-            self._notes.append(_Note(place, tensor.detach().sum(), what))
+            self._notes.append(_Note(collective, tensor.detach().sum(), what))
 
-    def comes(self, place: CollectiveId) -> None:
+    def record_received(self, collective: CollectiveId) -> None:
         """Records that this rank has received the tensors of the other ranks."""
         if self._on:
-            self._notes.append(_Note(place, None, ""))
+            self._notes.append(_Note(collective, None, ""))
 
     def spread(self) -> list[CollectiveId]:
         """Returns the collectives in which this rank sent NaN or Inf."""
-        return [note.place for note in self._spoilt() if note.place is not None]
+        return [note.collective for note in self._spoilt() if note.collective is not None]
 
     def origin(self, spread: Collection[CollectiveId]) -> str | None:
         """Returns the name of the collective in which this rank first sent NaN or Inf.
@@ -71,15 +71,15 @@ class Watch:
         for note in self._notes:
             if id(note) in spoilt:
                 return note.what
-            if note.sum is None and note.place in spread:
+            if note.sum is None and note.collective in spread:
                 return None
         return None
 
     def _spoilt(self) -> list[_Note]:
         """Returns the records of sent tensors whose sums are not finite."""
-        left = [(note, note.sum) for note in self._notes if note.sum is not None]
-        if not left:
+        sent = [(note, note.sum) for note in self._notes if note.sum is not None]
+        if not sent:
             return []
-        device = left[0][1].device
-        finite = torch.isfinite(torch.stack([each.to(device, torch.float32) for _, each in left])).tolist()
-        return [note for (note, _), fine in zip(left, finite) if not fine]
+        device = sent[0][1].device
+        finite = torch.isfinite(torch.stack([each.to(device, torch.float32) for _, each in sent])).tolist()
+        return [note for (note, _), fine in zip(sent, finite) if not fine]

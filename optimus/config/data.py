@@ -11,8 +11,8 @@ from optimus.section import PathOrUrl, Section, reported_as_value
 
 
 def _count(value: Any) -> Any:
-    whole = isinstance(value, float) and value.is_integer()  # such as 2e9
-    return int(value) if whole else reported_as_value(parse_count, value)
+    is_integer = isinstance(value, float) and value.is_integer()  # such as 2e9
+    return int(value) if is_integer else reported_as_value(parse_count, value)
 
 
 Count = Annotated[int, Field(gt=0), BeforeValidator(_count)]  # number of tokens or steps, also written as 2e9 or 300B

@@ -16,9 +16,9 @@ def flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
 
 def differing(trees: Sequence[Mapping[str, Any]], missing: Any = "-") -> dict[str, list[Any]]:
     """Returns the keys whose values differ between the trees, each with its value in every tree."""
-    leaves = [dict(flat(tree)) for tree in trees]
-    keys = dict.fromkeys(key for each in leaves for key in each)
-    rows = {key: [each.get(key, missing) for each in leaves] for key in keys}
+    flattened = [dict(flat(tree)) for tree in trees]
+    keys = dict.fromkeys(key for each in flattened for key in each)
+    rows = {key: [each.get(key, missing) for each in flattened] for key in keys}
     return {key: values for key, values in rows.items() if any(value != values[0] for value in values[1:])}
 
 

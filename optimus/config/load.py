@@ -220,13 +220,13 @@ def _override(raw: dict[str, Any], text: str, read_model_folder: ModelFolderRead
     parts = key.split(".")
     if parts[0] == "model" and len(parts) > 1:
         raw = _opened(raw, read_model_folder)
-    whole = node = raw
+    root = node = raw
     for depth, part in enumerate(parts[:-1]):
         node = node.setdefault(part, {})
         if not isinstance(node, dict):
             raise UserError(f"override '{text}': {'.'.join(parts[: depth + 1])} is not a section")
     node[parts[-1]] = parsed
-    return whole
+    return root
 
 
 def _opened(raw: dict[str, Any], read_model_folder: ModelFolderReader | None) -> dict[str, Any]:

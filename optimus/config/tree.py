@@ -133,8 +133,8 @@ class StateConfig(Section):
 def shard_widths(shard: str, ranks: int | ShardRanks | None) -> tuple[int | None, ...]:
     """Returns the numbers of ranks over which parameters, gradients and optimizer state are sharded; None: all replicas."""
     widths = [width for _, width in ranks] if isinstance(ranks, ShardRanks) else [ranks] * 3
-    whole = {"none": 3, "optimizer": 2, "gradients": 1, "parameters": 0}[shard]
-    return *[1] * whole, *widths[whole:]
+    unsharded = {"none": 3, "optimizer": 2, "gradients": 1, "parameters": 0}[shard]
+    return *[1] * unsharded, *widths[unsharded:]
 
 
 def _check_nesting(shard: str, ranks: ShardRanks) -> None:
@@ -392,8 +392,8 @@ def _resolved(phase: PhaseConfig, number: int, run: "RunConfig") -> PhaseConfig:
         raise ValueError(
             f"{where}.global_batch {batch} is not a multiple of train.micro_batch {train.micro_batch}: change one of them"
         )
-    steps, left = (phase.steps, 0) if phase.tokens is None else divmod(phase.tokens, batch * length)
-    if left or not steps:
+    steps, remainder = (phase.steps, 0) if phase.tokens is None else divmod(phase.tokens, batch * length)
+    if remainder or not steps:
         raise ValueError(
             f"{where}.tokens {phase.tokens} is not a multiple of a step of {batch} x {length} tokens: give "
             f"{max(1, steps or 0) * batch * length}, or steps"
@@ -665,7 +665,7 @@ class RunConfig(Section):
         return _completed(raw) if isinstance(raw, dict) else raw
 
     @model_validator(mode="after")
-    def _whole(self) -> "RunConfig":
+    def _checked_together(self) -> "RunConfig":
         train = self.train
         if self.phases:
             self.phases = [_resolved(phase, number, self) for number, phase in enumerate(self.phases)]

@@ -73,7 +73,7 @@ class ChatTemplate(NamedTuple):
         return cls.from_files(files, eos_token, str(folder)) or cls(tokens=(("eos_token", eos_token),))
 
     @classmethod
-    def from_files(cls, files: Mapping[str, Any], eos_token: str, place: str) -> "ChatTemplate | None":
+    def from_files(cls, files: Mapping[str, Any], eos_token: str, where: str) -> "ChatTemplate | None":
         """Finds the template in `files`, a mapping from names to contents of a published tokenizer's files; None if they
         have no template. Raises `UserError` for an invalid template."""
         said = {name: value for file in _FILES[:2] for name, value in files.get(file, {}).items()}
@@ -86,15 +86,15 @@ class ChatTemplate(NamedTuple):
             if "default" not in by_name:
                 names = ", ".join(map(str, by_name))
                 raise UserError(
-                    f"{place}: none of its chat templates ({names}) is named default: name one of them default"
+                    f"{where}: none of its chat templates ({names}) is named default: name one of them default"
                 )
             source = by_name["default"]
         if source is None:
             return None
         if not isinstance(source, str):
-            raise UserError(f"{place}: its chat_template is a {type(source).__name__}: it must be a string")
+            raise UserError(f"{where}: its chat_template is a {type(source).__name__}: it must be a string")
         found = cls(source, tuple(sorted(tokens.items())))
-        found.check(place)
+        found.check(where)
         return found
 
     @classmethod
@@ -113,19 +113,19 @@ class ChatTemplate(NamedTuple):
         """SHA-256 of the template and its tokens."""
         return hashlib.sha256(json.dumps(self.written(), sort_keys=True).encode()).hexdigest()
 
-    def check(self, place: str) -> None:
+    def check(self, where: str) -> None:
         """Raises `UserError` unless the source is a valid Jinja template."""
         try:
             _compiled(self.source)
         except Exception as error:  # a template may raise anything
             raise UserError(
-                f"{place}: its chat_template is not a valid Jinja template ({error}): correct or remove it"
+                f"{where}: its chat_template is not a valid Jinja template ({error}): correct or remove it"
             ) from None
 
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
-        place: str,
+        where: str,
         *,
         answer: bool = False,
         tools: Any = None,
@@ -149,12 +149,12 @@ class ChatTemplate(NamedTuple):
             return text
         except Exception as error:  # a template may raise anything
             why = str(error) or type(error).__name__
-            raise UserError(f"{place}: the chat template cannot render this conversation: {why}") from error
+            raise UserError(f"{where}: the chat template cannot render this conversation: {why}") from error
 
     def conversation(
         self,
         messages: Sequence[Mapping[str, Any]],
-        place: str,
+        where: str,
         tools: Any = None,
         special: Sequence[str] = (),
         *,
@@ -165,11 +165,11 @@ class ChatTemplate(NamedTuple):
 
         Raises `UserError` like `render`, and if the assistant's spans cannot be determined.
         """
-        begin, end, quote = marks = _unused(json.dumps([messages, tools], ensure_ascii=False, default=str), place)
+        begin, end, quote = marks = _unused(json.dumps([messages, tools], ensure_ascii=False, default=str), where)
         for number, message in enumerate(messages, 1):
             if not parse_special and any(token in message["role"] for token in special):
                 raise UserError(
-                    f"{place}: the role of message {number} contains a special token: {message['role']!r}: rename it"
+                    f"{where}: the role of message {number} contains a special token: {message['role']!r}: rename it"
                 )
         given, tools = (
             ([*messages], tools)
@@ -177,72 +177,72 @@ class ChatTemplate(NamedTuple):
             else (_quoted([*messages], special, quote), _quoted(tools, special, quote))
         )
         if _GENERATION.search(self.source):
-            found = self.render(given, place, tools=tools, marks=(begin, end))
-            whole, predicted, stays = _unmarked(found, marks, special, place)
+            found = self.render(given, where, tools=tools, marks=(begin, end))
+            rendered, predicted, stays = _unmarked(found, marks, special, where)
             if not predicted:
                 raise UserError(
-                    f"{place}: the conversation has no text of the assistant, so the model would predict nothing of it"
+                    f"{where}: the conversation has no text of the assistant, so the model would predict nothing of it"
                 )
             said = [text for text in map(_said, messages) if text]
-            if said and not any(text in whole for text in said):
+            if said and not any(text in rendered for text in said):
                 raise UserError(
-                    f"{place}: the chat template drops the text of the messages: it may need `content` as a list of parts"
+                    f"{where}: the chat template drops the text of the messages: it may need `content` as a list of parts"
                 )
-            return Conversation(whole, predicted, stays)
-        found, spans, is_open = self.render(given, place, tools=tools), list[tuple[int, int]](), False
-        whole, _, stays = _unmarked(found, marks, special, place)
+            return Conversation(rendered, predicted, stays)
+        found, spans, is_open = self.render(given, where, tools=tools), list[tuple[int, int]](), False
+        rendered, _, stays = _unmarked(found, marks, special, where)
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
-                first, last, is_open = self._answer(given, number, found, place, tools, special, begin)
-                spans.append(tuple(len(_unmarked(found[:to], marks, special, place)[0]) for to in (first, last)))  # type: ignore[arg-type]
-        return Conversation(whole, tuple(spans), stays, is_open)
+                first, last, is_open = self._answer(given, number, found, where, tools, special, begin)
+                spans.append(tuple(len(_unmarked(found[:to], marks, special, where)[0]) for to in (first, last)))  # type: ignore[arg-type]
+        return Conversation(rendered, tuple(spans), stays, is_open)
 
     def _answer(
         self,
         messages: Sequence[Mapping[str, Any]],
         number: int,
-        whole: str,
-        place: str,
+        rendered: str,
+        where: str,
         tools: Any,
         special: Sequence[str],
         mark: str,
     ) -> tuple[int, int, bool]:
-        """Finds the span of `messages[number]`, a message of the assistant, in `whole`, the rendered conversation. The
-        flag is True if `whole` ends with the message, without a token or text that ends the turn.
+        """Finds the span of `messages[number]`, a message of the assistant, in `rendered`, the rendered conversation. The
+        flag is True if `rendered` ends with the message, without a token or text that ends the turn.
 
         The span begins after the prompt for the answer. The span ends where the message ends in the conversation that
         stops after the message. The rendered conversations that stop before and after the message must be prefixes of
-        `whole`, except for their endings.
+        `rendered`, except for their endings.
         """
         asked, message = messages[:number], messages[number]
-        answered = self.render(messages[: number + 1], place, tools=tools)
-        last, same = _reaches(whole, answered, special)
+        answered = self.render(messages[: number + 1], where, tools=tools)
+        last, same = _reaches(rendered, answered, special)
         content = last, last  # the span of an empty message, for example a tool call
         if said := _said(message):
-            kept = mark if isinstance(message["content"], str) else [{"type": "text", "text": mark}]
-            changed = [*messages[:number], {**message, "content": kept}, *messages[number + 1 :]]
-            before, _, behind = self.render(changed, place, tools=tools).partition(mark)
-            content = len(before), len(whole) - len(behind)
-            same &= whole.startswith(before) and whole.endswith(behind) and said in whole[slice(*content)]
+            marked = mark if isinstance(message["content"], str) else [{"type": "text", "text": mark}]
+            changed = [*messages[:number], {**message, "content": marked}, *messages[number + 1 :]]
+            before, _, behind = self.render(changed, where, tools=tools).partition(mark)
+            content = len(before), len(rendered) - len(behind)
+            same &= rendered.startswith(before) and rendered.endswith(behind) and said in rendered[slice(*content)]
         first = content[0]
         with suppress(UserError):  # some templates raise for a conversation without messages
             if asked:
-                same &= _reaches(whole, self.render(asked, place, tools=tools), special)[1]
-            first = min(first, _common(whole, self.render(asked, place, answer=True, tools=tools)))
+                same &= _reaches(rendered, self.render(asked, where, tools=tools), special)[1]
+            first = min(first, _common(rendered, self.render(asked, where, answer=True, tools=tools)))
         if not same or not first <= content[0] <= content[1] <= last:
             turn, ending = f"turn {number + 1} (assistant)", ""
             found = f"changes the text of {turn}"
-            if answered != whole:
+            if answered != rendered:
                 found = f"renders {turn} differently when the conversation continues"
                 ending = ", or end the conversation there"
             raise UserError(
-                f"{place}: the chat template {found}, so the tokens of this turn are not known: use a template with "
+                f"{where}: the chat template {found}, so the tokens of this turn are not known: use a template with "
                 f"{{% generation %}} around the assistant's text ({FILE} beside tokenizer.json){ending}"
             )
-        if not said or whole[content[1] : last].strip():
+        if not said or rendered[content[1] : last].strip():
             return first, last, False
-        ending = next((token for token in special if whole.startswith(token, last)), "")
-        return first, last + len(ending), not ending and not whole[last:].strip()
+        ending = next((token for token in special if rendered.startswith(token, last)), "")
+        return first, last + len(ending), not ending and not rendered[last:].strip()
 
 
 def _said(message: Mapping[str, Any]) -> str:
@@ -262,18 +262,18 @@ def _common(one: str, other: str) -> int:
     return low
 
 
-def _reaches(whole: str, beginning: str, special: Sequence[str]) -> tuple[int, bool]:
-    """Returns the length of the common prefix of `whole` and `beginning`, without a part of a special token at its end.
+def _reaches(rendered: str, beginning: str, special: Sequence[str]) -> tuple[int, bool]:
+    """Returns the length of the common prefix of `rendered` and `beginning`, without a part of a special token at its end.
     The flag is True if the rest of `beginning` consists of special tokens and white space."""
-    reached = _common(whole, beginning)
+    reached = _common(rendered, beginning)
     for token in special:  # the common prefix may end within two special tokens that begin alike
-        for text in (whole, beginning):
+        for text in (rendered, beginning):
             at = text.find(token, max(0, reached - len(token) + 1), reached + len(token) - 1)
             reached = at if 0 <= at < reached else reached
-    left = beginning[reached:]
+    rest = beginning[reached:]
     for token in special:
-        left = left.replace(token, "")
-    return reached, not left.strip()
+        rest = rest.replace(token, "")
+    return reached, not rest.strip()
 
 
 class Conversation(NamedTuple):
@@ -357,11 +357,11 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     return given if thought is None else {"thinking": thought, **given, "reasoning_content": thought}
 
 
-def _unused(text: str, place: str) -> tuple[str, str, str]:
+def _unused(text: str, where: str) -> tuple[str, str, str]:
     """Returns three characters of `_MARKS` that do not occur in the text."""
     free = [mark for mark in _MARKS if mark not in text]
     if len(free) < 3:
-        raise UserError(f"{place}: the text contains too many noncharacters (U+FDD0 to U+FDEF): remove them")
+        raise UserError(f"{where}: the text contains too many noncharacters (U+FDD0 to U+FDEF): remove them")
     return free[0], free[1], free[2]
 
 
@@ -376,7 +376,7 @@ def _quoted(value: Any, special: Sequence[str], quote: str) -> Any:
     return [_quoted(each, special, quote) for each in value] if isinstance(value, list) else value
 
 
-def _unmarked(text: str, marks: tuple[str, str, str], special: Sequence[str], place: str) -> tuple[str, Spans, Spans]:
+def _unmarked(text: str, marks: tuple[str, str, str], special: Sequence[str], where: str) -> tuple[str, Spans, Spans]:
     """Removes the marks from a text. Returns the text, the spans marked as generated, and the quoted spans. Raises
     `UserError` if the template has split a quoted token."""
     begin, end, quote = marks
@@ -391,7 +391,7 @@ def _unmarked(text: str, marks: tuple[str, str, str], special: Sequence[str], pl
             number = int(part.strip(quote))
             if number >= len(special):
                 raise UserError(
-                    f"{place}: the chat template splits a text that spells a special token: remove it from the text"
+                    f"{where}: the chat template splits a text that spells a special token: remove it from the text"
                 )
             token = special[number]
             quoted.append((len(made), len(made) + len(token)))
@@ -412,25 +412,25 @@ class Answering(NamedTuple):
 
     prompt: Conversation
     stops: tuple[int, ...]  # ids of tokens that end the answer
-    ends: str  # text that begins the next turn and so ends the answer
+    end_text: str  # text that begins the next turn and so ends the answer
 
     @classmethod
     def to(cls, template: ChatTemplate, said: str, tokenizer: Any) -> "Answering":
         """Builds the prompt for an answer to the user's message `said`, with today's date. Raises `UserError` like
         `render`. `tokenizer` parses special tokens."""
-        place, special, today = "the prompt", special_texts(tokenizer), datetime.now()
-        begin, end, quote = _unused(said, place)
+        where, special, today = "the prompt", special_texts(tokenizer), datetime.now()
+        begin, end, quote = _unused(said, where)
         asked = {"role": "user", "content": said}
-        text = template.render([_quoted(asked, special, quote)], place, answer=True, day=today)
-        whole, _, quoted = _unmarked(text, (begin, end, quote), special, place)
-        answer, ends, stops = {"role": "assistant", "content": begin}, "", list[int]()
+        text = template.render([_quoted(asked, special, quote)], where, answer=True, day=today)
+        rendered, _, quoted = _unmarked(text, (begin, end, quote), special, where)
+        answer, end_text, stops = {"role": "assistant", "content": begin}, "", list[int]()
         for following in ([], [{"role": "user", "content": end}]):
             with suppress(UserError):  # a template may reject this conversation
-                shown = template.render([asked, answer, *following], place, day=today)
+                shown = template.render([asked, answer, *following], where, day=today)
                 behind = shown.rpartition(begin)[2].partition(end)[0] if begin in shown else ""
                 first = tokenizer.encode(behind, add_special_tokens=False).ids[:1] if behind.strip() else []
                 if first and tokenizer.id_to_token(first[0]) in special:
                     stops += first
                 elif following:
-                    ends = behind.rstrip()
-        return cls(Conversation(whole, None, quoted), tuple(dict.fromkeys(stops)), ends)
+                    end_text = behind.rstrip()
+        return cls(Conversation(rendered, None, quoted), tuple(dict.fromkeys(stops)), end_text)

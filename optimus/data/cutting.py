@@ -53,14 +53,14 @@ def find_cut(text: str, encode: Callable[[str], list[int]]) -> int | None:
     """Finds the last position of `text`, `WINDOW` characters or more before its end, where a check confirms that a cut
     does not change the tokens."""
     for pattern in (BETWEEN_WORDS, BETWEEN_KINDS):
-        for cut in islice(_places(pattern, text), TRIES):
-            left, right = text[max(0, cut - WINDOW) : cut], text[cut : cut + WINDOW]
-            if encode(left + right) == encode(left) + encode(right):
+        for cut in islice(_matches(pattern, text), TRIES):
+            before, behind = text[max(0, cut - WINDOW) : cut], text[cut : cut + WINDOW]
+            if encode(before + behind) == encode(before) + encode(behind):
                 return cut
     return None
 
 
-def _places(pattern: re.Pattern[str], text: str) -> Iterator[int]:
+def _matches(pattern: re.Pattern[str], text: str) -> Iterator[int]:
     """Yields matching positions backwards, from `WINDOW` before the end of `text` back to at most `PIECE` characters
     earlier."""
     stop = len(text) - WINDOW

@@ -53,18 +53,18 @@ class Position(NamedTuple):
 
 @dataclass
 class DocumentBatch:
-    """A batch of either `lines` (whole JSON lines of the file `place`, from line `first_line` on) or `texts`.
+    """A batch of either `lines` (whole JSON lines of the file `path`, from line `first_line` on) or `texts`.
 
-    `ends[i]` is True if `texts[i]` ends its document. `after` is the position reached after the batch, or None inside a
-    document. `read` counts the bytes of all input files read so far, for progress.
+    `ends_document[i]` is True if `texts[i]` ends its document. `after` is the position reached after the batch, or None
+    inside a document. `read` counts the bytes of all input files read so far, for progress.
     """
 
     input: int
     lines: bytes = b""
-    place: str = ""
+    path: str = ""
     first_line: int = 0
     texts: list[str] = field(default_factory=list)
-    ends: list[bool] = field(default_factory=list)
+    ends_document: list[bool] = field(default_factory=list)
     after: Position | None = None
     read: int = 0
 
@@ -73,7 +73,7 @@ class _Piece(NamedTuple):
     """A document or a part of a document, which becomes an entry of a batch."""
 
     text: str
-    ends: bool
+    ends_document: bool
     after: Position | None
     read: int
 
@@ -106,7 +106,7 @@ def read_batches(
             held = held + len(part.text) if pending.texts else len(part.text)
             pending.input = source.input
             pending.texts.append(part.text)
-            pending.ends.append(part.ends)
+            pending.ends_document.append(part.ends_document)
             pending.after, pending.read = part.after, read_before + part.read
             if held >= BLOCK // 2:
                 yield pending
@@ -154,7 +154,7 @@ def read_texts(
     document.
     """
     for batch in read_batches(sources, Position(0), text_field, encode):
-        yield from zip(batch.texts, batch.ends)
+        yield from zip(batch.texts, batch.ends_document)
         if batch.lines:
             for document in parse_lines(batch, text_field):
                 yield document.text, True
@@ -195,9 +195,9 @@ def decode(source: Source, stream: BinaryIO, offset: int) -> Iterator[str]:
         try:
             text = decoder.decode(data, final=not data)
         except UnicodeDecodeError as error:
-            place = offset - held_back + error.start
+            byte = offset - held_back + error.start
             raise UserError(
-                f"{source.path}: not UTF-8 at byte {place} ({error.reason}). Convert it to UTF-8."
+                f"{source.path}: not UTF-8 at byte {byte} ({error.reason}). Convert it to UTF-8."
             ) from error
         offset += len(data)
         if text:
@@ -206,7 +206,7 @@ def decode(source: Source, stream: BinaryIO, offset: int) -> Iterator[str]:
             return
 
 
-def _checked_pieces(place: str, chunks: Iterator[str], encode: Encode) -> Iterator[tuple[str, bool]]:
+def _checked_pieces(where: str, chunks: Iterator[str], encode: Encode) -> Iterator[tuple[str, bool]]:
     """Yields the pieces of one document. An empty document is one empty piece."""
     piece = None
     try:
@@ -216,7 +216,7 @@ def _checked_pieces(place: str, chunks: Iterator[str], encode: Encode) -> Iterat
             yield "", True
     except UncuttableError as error:
         raise UserError(
-            f"{place}: a document has {PIECE_LIMIT} characters without a position where a cut would keep the tokens, "
+            f"{where}: a document has {PIECE_LIMIT} characters without a position where a cut would keep the tokens, "
             "and does not fit into memory in one piece. Split the document."
         ) from error
 
@@ -228,24 +228,24 @@ def _slices(text: str) -> Iterator[str]:
 def _read_lines(
     source: Source, start: Position, text_field: str | TextField, encode: Encode
 ) -> Iterator[DocumentBatch | _Piece]:
-    place = str(source.path)
+    path = str(source.path)
     offset, line = start.offset, start.line
     with open_bytes(source) as (stream, raw):
         files.skip(stream, offset)
-        for block in _line_blocks(place, stream, line):
+        for block in _line_blocks(path, stream, line):
             first_line, offset, line = line + 1, offset + len(block), line + block.count(b"\n")
             after = Position(start.file, offset, line)
             if len(block) <= 2 * BLOCK:
-                yield DocumentBatch(source.input, block, place, first_line, after=after, read=raw.tell())
+                yield DocumentBatch(source.input, block, path, first_line, after=after, read=raw.tell())
                 continue
-            document = parse_line(block, place, first_line, text_field) or Conversation("")
+            document = parse_line(block, path, first_line, text_field) or Conversation("")
             if document.predicted is not None:
-                raise UserError(f"{place}:{first_line}: a conversation of more than {2 * BLOCK >> 20} MB. Split it.")
-            for piece, last in _checked_pieces(f"{place}:{first_line}", _slices(document.text), encode):
+                raise UserError(f"{path}:{first_line}: a conversation of more than {2 * BLOCK >> 20} MB. Split it.")
+            for piece, last in _checked_pieces(f"{path}:{first_line}", _slices(document.text), encode):
                 yield _Piece(piece, last, after if last else None, raw.tell())
 
 
-def _line_blocks(place: str, stream: BinaryIO, line: int) -> Iterator[bytes]:
+def _line_blocks(path: str, stream: BinaryIO, line: int) -> Iterator[bytes]:
     """Yields blocks of whole lines of at most twice `BLOCK`. A longer line is a separate block."""
     carried: list[bytes] = []  # the beginning of a line whose end is in a later chunk
     size = 0
@@ -261,7 +261,7 @@ def _line_blocks(place: str, stream: BinaryIO, line: int) -> Iterator[bytes]:
         size += len(chunk) - newline
         if size > LONGEST_LINE:
             raise UserError(
-                f"{place}:{line + 1}: a JSON line of more than {LONGEST_LINE >> 20} MB. "
+                f"{path}:{line + 1}: a JSON line of more than {LONGEST_LINE >> 20} MB. "
                 "Split the document, or give it as a .txt file, which may have any size."
             )
     if size:
@@ -272,31 +272,31 @@ def parse_lines(batch: DocumentBatch, text_field: str | TextField) -> Iterator[C
     """Yields the documents in the JSON lines of a batch. Raises `BadFileError` with the line number."""
     # Only b"\n" ends a line: str.splitlines would also split at characters that a JSON text may contain.
     lines = enumerate(batch.lines.removesuffix(b"\n").split(b"\n"), start=batch.first_line)
-    with naming_bad_file(batch.place):
+    with naming_bad_file(batch.path):
         for number, line in lines:
-            document = parse_line(line, batch.place, number, text_field)
+            document = parse_line(line, batch.path, number, text_field)
             if document is not None:
                 yield document
 
 
-def parse_line(line: bytes, place: str, number: int, text_field: str | TextField) -> Conversation | None:
+def parse_line(line: bytes, path: str, number: int, text_field: str | TextField) -> Conversation | None:
     """Returns the document in one JSON line, or None for a blank line. Raises `UserError`, which names the file and the
     line."""
     try:
         decoded = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).decode()
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{place}:{number}: not UTF-8 at byte {error.start} of the line ({error.reason}). Convert it to UTF-8."
+            f"{path}:{number}: not UTF-8 at byte {error.start} of the line ({error.reason}). Convert it to UTF-8."
         ) from error
     if not decoded.strip():
         return None
     try:
         record = parse_json(decoded)
     except ValueError as error:
-        raise UserError(f"{place}:{number}: not valid JSON ({error}). Each line must be one JSON object.") from error
+        raise UserError(f"{path}:{number}: not valid JSON ({error}). Each line must be one JSON object.") from error
     if not isinstance(record, dict):
-        raise UserError(f"{place}:{number}: {kind_of(record)}, but each line must be an object with the text")
-    return field_of(text_field).conversation(record, f"{place}:{number}")
+        raise UserError(f"{path}:{number}: {kind_of(record)}, but each line must be an object with the text")
+    return field_of(text_field).conversation(record, f"{path}:{number}")
 
 
 def _read_parquet(source: Source, start: Position, text_field: str | TextField, encode: Encode) -> Iterator[_Piece]:
@@ -371,8 +371,8 @@ def _row_pieces(
     """Yields the texts of `rows`, which are pairs of a row's number and its record. The first row of the file has number
     1."""
     for number, record in rows:
-        place, after = f"{source.path}: row {number}", Position(start.file, number)
-        for piece, last in _checked_pieces(place, _slices(field.text(record, place)), encode):
+        where, after = f"{source.path}: row {number}", Position(start.file, number)
+        for piece, last in _checked_pieces(where, _slices(field.text(record, where)), encode):
             yield _Piece(piece, last, after if last else None, raw.tell())
 
 

@@ -36,26 +36,26 @@ class TextField:
         self.names: Sequence[str] = names or [said]
         self._is_template = bool(names)
 
-    def columns(self, known: Sequence[str], place: str, first: Callable[[], Mapping[str, Any]]) -> list[str]:
+    def columns(self, known: Sequence[str], where: str, first: Callable[[], Mapping[str, Any]]) -> list[str]:
         """Returns the names in `known` of the columns that this field needs. Raises `UserError` for a missing column;
         the message suggests another column from the `first` row."""
         found = dict.fromkeys(name if name in known else name.split(".")[0] for name in self.names)
         for name in found:
             if name not in known:
                 others = nearest(name, known) if known else "the file has no columns"
-                raise UserError(f"{place}: no column '{name}' ({others}). {_how_to_name(first(), name)}")
+                raise UserError(f"{where}: no column '{name}' ({others}). {_how_to_name(first(), name)}")
         return list(found)
 
-    def text(self, record: Mapping[str, Any], place: str) -> str:
-        """Returns the text of a record; messages name its `place`. Raises `UserError` for a field that is missing or is
+    def text(self, record: Mapping[str, Any], where: str) -> str:
+        """Returns the text of a record; messages begin with `where`. Raises `UserError` for a field that is missing or is
         not text."""
         if not self._is_template:
-            return _value(record, self.said, place)
-        return "".join(before + ("" if name is None else _value(record, name, place)) for before, name in self._parts)
+            return _value(record, self.said, where)
+        return "".join(before + ("" if name is None else _value(record, name, where)) for before, name in self._parts)
 
-    def conversation(self, record: Mapping[str, Any], place: str) -> Conversation:
-        """Returns the record's text with its predicted spans. The model predicts all of a plain text."""
-        return Conversation(self.text(record, place))
+    def conversation(self, record: Mapping[str, Any], where: str) -> Conversation:
+        """Returns the text of the record with its predicted spans. The model predicts all of a plain text."""
+        return Conversation(self.text(record, where))
 
 
 class ChatField(TextField):
@@ -71,41 +71,41 @@ class ChatField(TextField):
         super().__init__(said.removeprefix(CHAT))
         self.template, self._special, self._parse_special = template, special, parse_special
 
-    def columns(self, known: Sequence[str], place: str, first: Callable[[], Mapping[str, Any]]) -> list[str]:
+    def columns(self, known: Sequence[str], where: str, first: Callable[[], Mapping[str, Any]]) -> list[str]:
         """Raises `UserError`: tables cannot contain conversations."""
         raise UserError(
-            f"{place}: conversations (`text_field` {CHAT}...) are read from JSON lines only: convert the file"
+            f"{where}: conversations (`text_field` {CHAT}...) are read from JSON lines only: convert the file"
         )
 
-    def text(self, record: Mapping[str, Any], place: str) -> str:
+    def text(self, record: Mapping[str, Any], where: str) -> str:
         """Returns the whole conversation as text."""
-        return self.conversation(record, place).text
+        return self.conversation(record, where).text
 
-    def conversation(self, record: Mapping[str, Any], place: str) -> Conversation:
+    def conversation(self, record: Mapping[str, Any], where: str) -> Conversation:
         """Returns the rendered conversation with its predicted spans. Raises `UserError` for a field that is no
         conversation, for a conversation without an answer, and for a conversation that the template cannot render."""
-        messages = _found(record, self.said, place)
+        messages = _found(record, self.said, where)
         if not isinstance(messages, list):
             raise UserError(
-                f"{place}: field '{self.said}' is not a conversation: give a list of objects with `role` and `content`"
+                f"{where}: field '{self.said}' is not a conversation: give a list of objects with `role` and `content`"
             )
         for number, message in enumerate(messages, 1):
             if problem := _problem(message):
                 raise UserError(
-                    f"{place}: field '{self.said}' is not a conversation: message {number} {problem}: give a list of "
+                    f"{where}: field '{self.said}' is not a conversation: message {number} {problem}: give a list of "
                     "objects with `role` and `content`"
                 )
         roles = {message["role"]: None for message in messages}
         if "assistant" not in roles:
             raise UserError(
-                f"{place}: no message has the role 'assistant' (roles: {', '.join(roles) or 'none'}), so the model would "
+                f"{where}: no message has the role 'assistant' (roles: {', '.join(roles) or 'none'}), so the model would "
                 "predict nothing of the conversation"
             )
         tools = record.get("tools")
         if tools is not None and not (isinstance(tools, list) and all(isinstance(each, Mapping) for each in tools)):
-            raise UserError(f"{place}: field 'tools' is not a list of objects: remove it, or list the tools as objects")
-        found = self.template.conversation(messages, place, tools, self._special, parse_special=self._parse_special)
-        _checked(found.text, self.said, place)
+            raise UserError(f"{where}: field 'tools' is not a list of objects: remove it, or list the tools as objects")
+        found = self.template.conversation(messages, where, tools, self._special, parse_special=self._parse_special)
+        _checked(found.text, self.said, where)
         return found
 
 
@@ -132,20 +132,20 @@ def kind_of(value: Any) -> str:
     return "an object" if isinstance(value, Mapping) else kinds.get(type(value), f"a {type(value).__name__}")
 
 
-def _value(record: Mapping[str, Any], name: str, place: str) -> str:
-    found = _found(record, name, place)
+def _value(record: Mapping[str, Any], name: str, where: str) -> str:
+    found = _found(record, name, where)
     if not isinstance(found, str):
         raise UserError(
-            f"{place}: field '{name}' is {kind_of(found)}, not text. Correct it, or name another field with `text_field`."
+            f"{where}: field '{name}' is {kind_of(found)}, not text. Correct it, or name another field with `text_field`."
         )
-    return _checked(found, name, place)
+    return _checked(found, name, where)
 
 
-def _found(record: Mapping[str, Any], name: str, place: str) -> Any:
+def _found(record: Mapping[str, Any], name: str, where: str) -> Any:
     found: Any = record
     for part in [name] if name in record else name.split("."):
         if not isinstance(found, Mapping) or part not in found:
-            raise UserError(f"{place}: no field '{name}' ({_there(found, part)}). {_how_to_name(record, name)}")
+            raise UserError(f"{where}: no field '{name}' ({_there(found, part)}). {_how_to_name(record, name)}")
         found = found[part]
     return found
 
@@ -183,12 +183,12 @@ def _how_to_name(record: Mapping[str, Any], missing: str) -> str:
     return f"The longest text is in '{longest}': use `text_field={longest!r}`."
 
 
-def _checked(found: str, name: str, place: str) -> str:
+def _checked(found: str, name: str, where: str) -> str:
     if not found.isascii():
         try:
             found.encode()
         except UnicodeEncodeError as error:
-            raise UserError(f"{place}: field '{name}' is not valid Unicode ({error.reason}). Correct it.") from error
+            raise UserError(f"{where}: field '{name}' is not valid Unicode ({error.reason}). Correct it.") from error
     return found
 
 

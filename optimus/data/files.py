@@ -101,9 +101,9 @@ class Sources:
     def without(self, bad: Iterable[tuple[int, str]]) -> "Sources":
         """Returns the sources without the files `bad`, each a pair of the input's index and the file's printable
         name."""
-        left_out = set(bad)
-        kept = tuple(source for source in self.files if (source.input, printable(source.name)) not in left_out)
-        return Sources(self.inputs, kept, self.skipped)
+        excluded = set(bad)
+        remaining = tuple(source for source in self.files if (source.input, printable(source.name)) not in excluded)
+        return Sources(self.inputs, remaining, self.skipped)
 
     def content_digest(self) -> str:
         """Digests the names and sizes of all files, independently of their folder and their times."""
@@ -364,11 +364,11 @@ class _Recoded(io.RawIOBase):
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         while not self._ready and not self._ended:
             data = self._stream.read(READ)
-            place = self._read - len(self._decoder.getstate()[0])
+            offset = self._read - len(self._decoder.getstate()[0])
             try:
                 text = self._decoder.decode(data, final=not data)
             except UnicodeError as error:
-                at = f" at byte {place + error.start}" if isinstance(error, UnicodeDecodeError) else ""
+                at = f" at byte {offset + error.start}" if isinstance(error, UnicodeDecodeError) else ""
                 raise UserError(
                     f"{self._source.path}: neither UTF-8 nor {self._source.encoding}{at}. Convert it to UTF-8."
                 ) from error

@@ -24,7 +24,7 @@ LIMIT = 64 << 20  # bytes of text that the check reads from a file
 REMOTE_LIMIT = 1 << 20  # bytes of text of a remote file, which the check must download
 # bytes; if a file is bad and all large files have at most this size together, `prepare` checks the large files to their
 # ends
-WHOLE = 4 << 30
+FULL_CHECK_BYTES = 4 << 30
 LISTED = 1000  # most files that a message lists
 _HEAD = 4096  # bytes that identify the type of a file
 _KINDS = {
@@ -52,25 +52,25 @@ _NEEDED = re.compile(r"`encoding='([^`]*)'` reads it")
 _CONTROLS = bytes({*range(32), 127} - {*b"\t\n\v\f\r\b\x1b\x1a"})
 
 
-def looked_at(source: Source, whole: bool) -> int:
+def looked_at(source: Source, full: bool) -> int:
     """Returns how many bytes of a file the check reads at most."""
     limit = REMOTE_LIMIT if isinstance(source.path, RemoteFile) else LIMIT
-    return source.size if whole else min(source.size, limit)
+    return source.size if full else min(source.size, limit)
 
 
 class Look(NamedTuple):
     """The result of a check. `wrong` describes the fault, without the path at its beginning, or is None for a good file."""
 
     wrong: str | None
-    whole: bool  # True if the check is complete: the file is bad, or the check has read it to its end
+    complete: bool  # True if the check is complete: the file is bad, or the check has read it to its end
 
 
-def look(text_field: TextField, whole: bool, source: Source) -> Look:
-    """Checks a file; a large file only at its beginning unless `whole`. Raises `UserError` if a disk or a server fails."""
+def look(text_field: TextField, full: bool, source: Source) -> Look:
+    """Checks a file; a large file only at its beginning unless `full`. Raises `UserError` if a disk or a server fails."""
     try:
         with naming_bad_file(str(source.path)):
             wrong = _no_file(source) or _kind(source)
-            return Look(wrong, True) if wrong else Look(None, _read(source, text_field, whole))
+            return Look(wrong, True) if wrong else Look(None, _read(source, text_field, full))
     except BadFileError as error:
         return Look(with_encoding(source, error.what), True)
 
@@ -119,22 +119,22 @@ def _no_file(source: Source) -> str | None:
     return ": is a pipe, a socket or a device, not a file. Write its content to a file."
 
 
-def _read(source: Source, text_field: TextField, whole: bool) -> bool:
+def _read(source: Source, text_field: TextField, full: bool) -> bool:
     """Reads a file up to its limit. Returns True if it has reached the end of the file."""
-    left = float("inf") if whole else REMOTE_LIMIT if isinstance(source.path, RemoteFile) else LIMIT
+    remaining = float("inf") if full else REMOTE_LIMIT if isinstance(source.path, RemoteFile) else LIMIT
     if files.ends_in(source.path, files.HTML_SUFFIXES):  # any decodable text is a valid page
         with open_bytes(source) as (stream, _):
             for text in decode(source, stream, 0):
-                left -= len(text)
-                if left < 0:
+                remaining -= len(text)
+                if remaining < 0:
                     return False
         return True
     for batch in read_batches(Sources(("",), (source,)), Position(0), text_field, lambda text: []):
         if batch.lines:
             for _ in parse_lines(batch, text_field):
                 pass
-        left -= len(batch.lines) + sum(map(len, batch.texts))
-        if left < 0:
+        remaining -= len(batch.lines) + sum(map(len, batch.texts))
+        if remaining < 0:
             return False
     return True
 

@@ -26,7 +26,7 @@ from optimus.errors import UserError
 
 FILE = "journal.json"
 LOCK = ".lock"
-LEFT_OUT = ("too_short", "too_long", "duplicates")  # reasons to exclude a document, which are fields of `Counts`
+EXCLUSIONS = ("too_short", "too_long", "duplicates")  # reasons to exclude a document, which are fields of `Counts`
 
 
 @dataclass

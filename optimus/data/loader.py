@@ -84,7 +84,7 @@ class TokenLoader(Iterator[T], Generic[T]):
         self.step += 1
         return batch
 
-    def places(self, step: int) -> tuple[DataPhase, NDArray[np.int64]]:
+    def positions(self, step: int) -> tuple[DataPhase, NDArray[np.int64]]:
         """Returns the phase of a step, and this rank's positions [B] in the phase."""
         phase = next(phase for phase in reversed(self._phases) if phase.first <= step)
         size = phase.global_batch // self._ranks
@@ -95,9 +95,9 @@ class TokenLoader(Iterator[T], Generic[T]):
         return self._prepare(self._read(step))
 
     def _read(self, step: int) -> TokenBatch:
-        phase, places_B = self.places(step)
-        source_B, index_B = phase.mixture.locate(places_B)
-        tokens_BS = np.empty((len(places_B), phase.sequence_length), dtype=np.int64)
+        phase, position_B = self.positions(step)
+        source_B, index_B = phase.mixture.locate(position_B)
+        tokens_BS = np.empty((len(position_B), phase.sequence_length), dtype=np.int64)
         for number in np.unique(source_B).tolist():
             chosen, source = source_B == number, phase.sources[number]
             row_N, part_N = source.rows(index_B[chosen], self._seed)

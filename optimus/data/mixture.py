@@ -43,29 +43,29 @@ class Mixture:
             return max(ends)
 
         heavy = min(range(1, len(order) + 1), key=longest)
-        phase = total | 1  # odd, so that the division in `_Group.places` never has the remainder 0
+        phase = total | 1  # odd, so that the division in `_Group.positions_before` never has the remainder 0
         parts = (order[:heavy], phase), (order[heavy:], 2 * total - phase)
         self._groups = [_Group(self.weights, sources, phase) for sources, phase in parts if sources]
 
-    def counts(self, places: int) -> list[int]:
-        """Counts the sequences of each source at the first `places` positions."""
+    def counts(self, positions: int) -> list[int]:
+        """Counts the sequences of each source at the first `positions` positions."""
         found = [0] * len(self.weights)
         for group in self._groups:
-            for source, number in zip(group.sources, group.counts(places)):
+            for source, number in zip(group.sources, group.counts(positions)):
                 found[source] = number
         return found
 
-    def locate(self, places_N: IndexArray) -> tuple[IndexArray, IndexArray]:
+    def locate(self, position_N: IndexArray) -> tuple[IndexArray, IndexArray]:
         """Returns the source of each position [N], and the number of earlier positions of that source [N]."""
-        found_N2 = np.array([self._at(place) for place in places_N.tolist()], np.int64).reshape(-1, 2)
+        found_N2 = np.array([self._at(position) for position in position_N.tolist()], np.int64).reshape(-1, 2)
         return found_N2[:, 0], found_N2[:, 1]
 
-    def _at(self, place: int) -> tuple[int, int]:
+    def _at(self, position: int) -> tuple[int, int]:
         first, *others = self._groups
-        step = first.places(place)
-        if others and first.places(place + 1) == step:
-            return others[0].at(place, place - step)
-        return first.at(place, step)
+        step = first.positions_before(position)
+        if others and first.positions_before(position + 1) == step:
+            return others[0].at(position, position - step)
+        return first.at(position, step)
 
 
 class _Group:
@@ -98,29 +98,29 @@ class _Group:
         self._length = max(-(-self._total // min(self._weights)), _LEAST * self._total // self._weight)
         self._block = lru_cache(_BLOCKS)(self._found)
 
-    def places(self, number: int) -> int:
+    def positions_before(self, number: int) -> int:
         """Counts the positions of the group among the first `number` positions."""
         return (2 * number * self._weight + self._phase) // (2 * self._total)
 
-    def at(self, place: int, step: int) -> tuple[int, int]:
-        """Returns the source of position `place` of the group, and the number of earlier positions of this source.
+    def at(self, position: int, step: int) -> tuple[int, int]:
+        """Returns the source of position `position` of the group, and the number of earlier positions of this source.
         `step` is the number of earlier positions of the group."""
-        before, found = self._block(place // self._length)
+        before, found = self._block(position // self._length)
         return found[step - before]
 
-    def counts(self, places: int) -> list[int]:
-        """Counts the sequences of each of the group's sources at the first `places` positions."""
-        number = places // self._length
+    def counts(self, positions: int) -> list[int]:
+        """Counts the sequences of each of the group's sources at the first `positions` positions."""
+        number = positions // self._length
         counts = dict(zip(self.sources, self._border(number * self._length)))
         before, found = self._block(number)
-        for source, index in found[: self.places(places) - before]:
+        for source, index in found[: self.positions_before(positions) - before]:
             counts[source] = index + 1
         return list(counts.values())
 
     def _border(self, number: int) -> list[int]:
         """Computes `counts` at the border of a block."""
-        whole, rest = zip(*(divmod(number * weight, self._total) for weight in self._weights))
-        counts, sums, open_sources = list(whole), self._phase, list[tuple[float, int]]()
+        quotient, rest = zip(*(divmod(number * weight, self._total) for weight in self._weights))
+        counts, sums, open_sources = list(quotient), self._phase, list[tuple[float, int]]()
         # The source that has waited longest comes first.
         for i in sorted(range(len(rest)), key=lambda i: -rest[i] / self._weights[i]):
             heapq.heappush(open_sources, ((self._total - rest[i]) / self._weights[i], i))
@@ -142,18 +142,18 @@ class _Group:
             jobs += zip(borders, due, repeat(source), range(first, last))
         jobs.sort()
         waiting, found, taken = list[tuple[int, int, int]](), list[tuple[int, int]](), 0
-        steps = self.places(start)
+        steps = self.positions_before(start)
         for step in range(steps + 1, steps + 1 + len(jobs)):
             # The last position with fewer than `step` positions of the group before it.
-            place = (2 * total * step - self._phase - 1) // (2 * self._weight)
-            while taken < len(jobs) and jobs[taken][0] <= place:
+            position = (2 * total * step - self._phase - 1) // (2 * self._weight)
+            while taken < len(jobs) and jobs[taken][0] <= position:
                 heapq.heappush(waiting, jobs[taken][1:])
                 taken += 1
             found.append(heapq.heappop(waiting)[1:])
         return steps, found
 
 
-def whole_weights(weights: Sequence[float | Fraction]) -> list[int]:
+def integer_weights(weights: Sequence[float | Fraction]) -> list[int]:
     """Scales `weights` to whole numbers of the same ratio. A float counts as its decimal notation."""
     exact = [Fraction(str(weight)) if isinstance(weight, float) else Fraction(weight) for weight in weights]
     common = lcm(*(weight.denominator for weight in exact))

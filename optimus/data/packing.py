@@ -36,52 +36,52 @@ def pack(stream: Path, target: Path, *, context: int, eos_id: int, dtype: str, t
     `target` appears complete or not at all. The rows depend on the stream alone. Packing needs some 40 bytes of memory per
     document.
     """
-    start_D, length_D, cut = _pieces(_ends(stream, eos_id, dtype, tokens), context)
+    start_D, length_D, cut = _pieces(_document_ends(stream, eos_id, dtype, tokens), context)
     rows = best_fit(length_D, context)
     item, temporary = np.dtype(dtype).itemsize, target.with_name(f"{target.name}.tmp")
     with stream.open("rb", buffering=0) as source, temporary.open("wb", buffering=_SMALLEST) as packed:
         for row in rows:
             for piece in row:
                 packed.write(os.pread(source.fileno(), int(length_D[piece]) * item, int(start_D[piece]) * item))
-            room = context - int(length_D[row].sum())
-            packed.write(np.full(room, eos_id, dtype=dtype).tobytes())
+            padding = context - int(length_D[row].sum())
+            packed.write(np.full(padding, eos_id, dtype=dtype).tobytes())
         packed.flush()
         os.fsync(packed.fileno())
     temporary.replace(target)
     return Packed(len(rows), len(rows) * context - tokens, cut)
 
 
-def best_fit(length_D: NDArray[np.int64], room: int) -> list[list[int]]:
-    """Packs pieces by best-fit decreasing. Returns the pieces in each row of `room` tokens; pieces of equal length keep
+def best_fit(length_D: NDArray[np.int64], capacity: int) -> list[list[int]]:
+    """Packs pieces by best-fit decreasing. Returns the pieces in each row of `capacity` tokens; pieces of equal length keep
     their order."""
     order = np.argsort(-length_D, kind="stable")
     rows: list[list[int]] = []
-    with_room: list[list[int]] = [[] for _ in range(room + 1)]  # rows by their remaining room
+    rows_by_free: list[list[int]] = [[] for _ in range(capacity + 1)]  # rows by their remaining room
     ends = np.flatnonzero(np.diff(length_D[order], append=-1)) + 1
     for start, end in zip([0, *ends.tolist()], ends.tolist()):
         length, pending = int(length_D[order[start]]), order[start:end].tolist()
         pending.reverse()
-        for left in range(length, room):
-            while pending and with_room[left]:
-                _fill(rows, with_room, with_room[left].pop(), left, length, pending)
+        for free in range(length, capacity):
+            while pending and rows_by_free[free]:
+                _fill(rows, rows_by_free, rows_by_free[free].pop(), free, length, pending)
         while pending:
             rows.append([])
-            _fill(rows, with_room, len(rows) - 1, room, length, pending)
+            _fill(rows, rows_by_free, len(rows) - 1, capacity, length, pending)
     return rows
 
 
 def _fill(
-    rows: list[list[int]], with_room: list[list[int]], row: int, left: int, length: int, pending: list[int]
+    rows: list[list[int]], rows_by_free: list[list[int]], row: int, free: int, length: int, pending: list[int]
 ) -> None:
     """Fills a row with `pending` pieces of `length` while they fit. After each piece the row has less room, so it is
     also the best fit for the next piece."""
-    while pending and left >= length:
+    while pending and free >= length:
         rows[row].append(pending.pop())
-        left -= length
-    with_room[left].append(row)
+        free -= length
+    rows_by_free[free].append(row)
 
 
-def _ends(stream: Path, eos_id: int, dtype: str, tokens: int) -> NDArray[np.int64]:
+def _document_ends(stream: Path, eos_id: int, dtype: str, tokens: int) -> NDArray[np.int64]:
     """Finds the position after each document. The last document ends at the end of the stream."""
     found: list[NDArray[np.int64]] = []
     with stream.open("rb") as file:

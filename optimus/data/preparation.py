@@ -37,8 +37,8 @@ from optimus.data.documents import DocumentBatch, Encode, Position, read_batches
 from optimus.data.fields import CHAT, ChatField, TextField, field_of
 from optimus.data.files import BadFile, BadFileError
 from optimus.data.helpers import Helpers
-from optimus.data.inspection import WHOLE, listing, look, looked_at, with_encoding
-from optimus.data.journal import LEFT_OUT, Counts, Journal, Mark
+from optimus.data.inspection import FULL_CHECK_BYTES, listing, look, looked_at, with_encoding
+from optimus.data.journal import EXCLUSIONS, Counts, Journal, Mark
 from optimus.data.packing import pack as pack_documents
 from optimus.data.selection import Dedup, Document, Selection, Signatures
 from optimus.data.tokenizer import TokenizerInfo
@@ -102,9 +102,9 @@ class _Run:
         total = len(self.sources.files) + len(self.bad)
         if bad and (not self.skip_bad or len(bad) == len(self.sources.files)):
             raise UserError(listing(bad, total, partly))
-        left_out = [BadFile.from_source(*each) for each in bad]
-        self.bad += left_out
-        self.sources = self.sources.without((each.input, each.name) for each in left_out)
+        excluded = [BadFile.from_source(*each) for each in bad]
+        self.bad += excluded
+        self.sources = self.sources.without((each.input, each.name) for each in excluded)
 
 
 def prepare(
@@ -250,8 +250,8 @@ def _finished_before(run: _Run, settings: dict[str, Any]) -> dict[str, Any]:
 def _differences(run: _Run, index: dict[str, Any], settings: dict[str, Any]) -> str:
     """Describes how this run differs from the settings of an index. If `skip_bad` is set, the comparison ignores the bad
     files of the index."""
-    left_out = [(bad["input"], bad["name"]) for bad in index.get("bad_files", ()) if run.skip_bad]
-    inputs = run.sources.without(left_out).content_digest()
+    excluded = [(bad["input"], bad["name"]) for bad in index.get("bad_files", ()) if run.skip_bad]
+    inputs = run.sources.without(excluded).content_digest()
     return journal.differences(index["settings"], settings | {"inputs": inputs})
 
 
@@ -263,9 +263,9 @@ def _disk_errors(run: _Run) -> Iterator[None]:
         raise
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            place = error.filename or run.partial
+            path = error.filename or run.partial
             raise UserError(
-                f"cannot write {place}: {error.strerror or error}. Choose another `output`, or make it writable."
+                f"cannot write {path}: {error.strerror or error}. Choose another `output`, or make it writable."
             ) from error
         raise UserError(
             f"disk full while writing {run.partial}. The progress is saved: free some space and run the same command "
@@ -303,7 +303,7 @@ def _without_bad_file(run: _Run, state: Journal, error: BadFileError) -> Journal
     number = next(k for k, source in enumerate(run.sources.files) if str(source.path) == error.path)
     bad = [(run.sources.files[number], with_encoding(run.sources.files[number], error.what))]
     if not run.skip_bad:
-        bad += _look(run, run.sources.files[number + 1 :], whole=True)[0]
+        bad += _look(run, run.sources.files[number + 1 :], full=True)[0]
     run.leave_out(bad)
     settings = state.settings | {"inputs": run.sources.content_digest()}
     if run.train_tokenizer is not None:  # the new tokenizer depends on this file too
@@ -318,9 +318,9 @@ def _look_at_all(run: _Run) -> None:
     """Checks all files and leaves out the bad ones. Raises `UserError`, which lists the bad files, unless `skip_bad` is
     set."""
     # A new tokenizer must depend on good files alone, so this check must find all bad files before the training.
-    bad, partly = _look(run, run.sources.files, whole=run.train_tokenizer is not None)
-    if bad and not run.skip_bad and sum(source.size for source in partly) <= WHOLE:
-        bad += _look(run, partly, whole=True)[0]
+    bad, partly = _look(run, run.sources.files, full=run.train_tokenizer is not None)
+    if bad and not run.skip_bad and sum(source.size for source in partly) <= FULL_CHECK_BYTES:
+        bad += _look(run, partly, full=True)[0]
         order = {source.path: number for number, source in enumerate(run.sources.files)}
         bad.sort(key=lambda each: order[each[0].path])
         partly = []
@@ -328,21 +328,21 @@ def _look_at_all(run: _Run) -> None:
 
 
 def _look(
-    run: _Run, sources: Sequence[files.Source], whole: bool
+    run: _Run, sources: Sequence[files.Source], full: bool
 ) -> tuple[list[tuple[files.Source, str]], list[files.Source]]:
     """Checks these files. Returns the bad ones, each with its fault, and the good ones of which it has read only the
     beginning."""
-    bytes_of = {source.path: looked_at(source, whole) for source in sources}
+    bytes_of = {source.path: looked_at(source, full) for source in sources}
     total, done = sum(bytes_of.values()), 0
     bad, partly = list[tuple[files.Source, str]](), list[files.Source]()
-    with Helpers(run.workers, partial, look, run.fields, whole) as helpers:
-        here = ((each, look(run.fields, whole, each)) for each in sources)
+    with Helpers(run.workers, partial, look, run.fields, full) as helpers:
+        here = ((each, look(run.fields, full, each)) for each in sources)
         for source, found in here if total <= LOOKED_AT_HERE else _in_order(helpers, iter(sources)):
             done += bytes_of[source.path]
             run.progress("check files", done, total)
             if found.wrong is not None:
                 bad.append((source, found.wrong))
-            elif not found.whole:
+            elif not found.complete:
                 partly.append(source)
     return bad, partly
 
@@ -430,18 +430,18 @@ def _train_tokenizer(run: _Run, path: Path) -> None:
 
 def _training_sample(run: _Run) -> Iterator[str]:
     """Yields documents to train a tokenizer on: the same share of every file, from its beginning."""
-    whole = sum(source.text_bytes_estimate for source in run.sources.files)
-    share = min(1.0, TRAINING_SAMPLE / max(1.0, whole))
-    total, done = int(whole * share), 0
+    total_bytes = sum(source.text_bytes_estimate for source in run.sources.files)
+    share = min(1.0, TRAINING_SAMPLE / max(1.0, total_bytes))
+    total, done = int(total_bytes * share), 0
     for source in run.sources.files:
-        left = int(source.text_bytes_estimate * share)
+        remaining = int(source.text_bytes_estimate * share)
         one = files.Sources(run.sources.inputs, (source,))
         for text, _ in read_texts(one, run.text_field):
-            yield text[: max(0, left)]
-            left -= len(text)
+            yield text[: max(0, remaining)]
+            remaining -= len(text)
             done += len(text)
             run.progress("train tokenizer", min(done, total), total)
-            if left <= 0 and share < 1:
+            if remaining <= 0 and share < 1:
                 break
     run.progress("train tokenizer", total, total)  # the total is an estimate, and a character may have several bytes
 
@@ -521,7 +521,7 @@ class _StreamWriter:
             self._stream.write(tokens[start:stop])
             self._document.add(piece, self._run.selection.dedup)
             start = stop
-            if piece.ends:
+            if piece.ends_document:
                 self._end_document(self._counts[batch.input])
         if batch.after is None:
             return
@@ -685,7 +685,7 @@ def _index(run: _Run, state: Journal, instances: int, info: TokenizerInfo) -> di
         **state.packed,
         "documents": sum(c.documents for c in counts),
         "empty_documents": sum(c.empty_documents for c in counts),
-        **{name: sum(getattr(c, name) for c in counts) for name in LEFT_OUT},
+        **{name: sum(getattr(c, name) for c in counts) for name in EXCLUSIONS},
         "text_bytes": sum(c.text_bytes for c in counts),
         "skipped_files": sum(run.sources.skipped.values()),
         "skipped_by_ending": run.sources.skipped,

@@ -8,7 +8,7 @@ from typing import Any
 from optimus.disk import user_path
 from optimus.errors import UserError, naming_disk_errors
 
-_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+_EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 _HELD_OUT = 20  # one of this many files is for validation
 
 
@@ -26,7 +26,7 @@ def sample_text(output: str | Path) -> dict[str, Any]:
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise UserError(f"{output} already exists: choose another folder, or remove it")
     library = Path(sysconfig.get_paths()["stdlib"])
-    found = [path for path in sorted(library.rglob("*.py")) if not _LEFT_OUT & set(path.relative_to(library).parts)]
+    found = [path for path in sorted(library.rglob("*.py")) if not _EXCLUDED & set(path.relative_to(library).parts)]
     sources = [path for path in found if _is_text(path)]
     sizes = {"train": list[int](), "held-out": list[int]()}
     with naming_disk_errors(output, "Choose another folder"):

@@ -81,7 +81,7 @@ class DocumentPiece(NamedTuple):
     tokens: int
     characters: int
     text_bytes: int
-    ends: bool
+    ends_document: bool
     signature: bytes
     alone: bool = False
 
@@ -105,7 +105,7 @@ class Document:
             # document.
             text = self.unsigned + (text.lstrip() if self.unsigned[-1:] in ("", " ") else text)
             signature, self.unsigned = _fold(before, text)
-            if piece.ends:
+            if piece.ends_document:
                 signature, self.unsigned = _digest(signature + self.unsigned.rstrip().encode()), ""
         elif dedup == "minhash" and before:
             signature = np.minimum(np.frombuffer(before, "<u4"), np.frombuffer(signature, "<u4")).tobytes()
@@ -164,19 +164,19 @@ def _digest(data: bytes) -> bytes:
 class Signatures:
     """The signatures of the selected documents, in memory and in the file `FILE` of `folder`.
 
-    An interrupted run continues with the first `kept` signatures. An exact signature takes 110 bytes of memory, a
+    An interrupted run continues with the first `saved` signatures. An exact signature takes 110 bytes of memory, a
     MinHash signature 4 KB.
     """
 
-    def __init__(self, folder: Path, dedup: Dedup, kept: int) -> None:
+    def __init__(self, folder: Path, dedup: Dedup, saved: int) -> None:
         self._size = _BYTES[dedup]
         self._find = _Near() if dedup == "minhash" else _Same()
         path = folder / FILE
         path.touch()
-        if path.stat().st_size < kept * self._size:
+        if path.stat().st_size < saved * self._size:
             raise UserError(f"{path} is shorter than its journal says. Delete {folder}.")
         self._file = path.open("r+b")
-        for _ in range(kept if self._size else 0):
+        for _ in range(saved if self._size else 0):
             self._find.is_new(self._file.read(self._size))
         self._file.truncate()
 

@@ -17,7 +17,7 @@ LONGEST_CELL = 64 << 20  # most characters of a cell
 _DELIMITERS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
 
 
-def records(stream: BinaryIO, place: str, field: TextField, delimiter: str) -> Iterator[dict[str, str]]:
+def records(stream: BinaryIO, where: str, field: TextField, delimiter: str) -> Iterator[dict[str, str]]:
     """Yields the cells of the columns that `field` needs, by name, row by row. Raises `UserError`, which names the file
     and the line."""
     csv.field_size_limit(max(csv.field_size_limit(), LONGEST_CELL))  # a global limit of the module, 128 KB by default
@@ -35,25 +35,25 @@ def records(stream: BinaryIO, place: str, field: TextField, delimiter: str) -> I
         ):
             cure = {",": "Rename it to .csv", "\t": "Rename it to .tsv"}.get(other, "Save it with commas")
             raise UserError(
-                f"{place}:1: {_DELIMITERS[other]} separate its columns, not {_DELIMITERS[delimiter]}. {cure}."
+                f"{where}:1: {_DELIMITERS[other]} separate its columns, not {_DELIMITERS[delimiter]}. {cure}."
             )
-        columns = field.columns(header, place, lambda: dict(zip(header, first))) if header else []
+        columns = field.columns(header, where, lambda: dict(zip(header, first))) if header else []
         for row in chain([first], rows):
             if not row:  # a blank line
                 continue
             if len(row) != len(header):
                 raise UserError(
-                    f"{place}:{rows.line_num}: a row of {len(row)} cells, but the first has {len(header)}. Quote cells that "
+                    f"{where}:{rows.line_num}: a row of {len(row)} cells, but the first has {len(header)}. Quote cells that "
                     "contain the delimiter or a line break."
                 )
             yield {name: row[header.index(name)] for name in columns}
     except csv.Error as error:
         raise UserError(
-            f"{place}:{rows.line_num}: not readable as a table ({error}). Check for an unclosed quote."
+            f"{where}:{rows.line_num}: not readable as a table ({error}). Check for an unclosed quote."
         ) from error
     except UnicodeDecodeError as error:
         line = rows.line_num + error.object[: error.start].count(b"\n") + 1  # `rows` has read all whole lines before
-        raise UserError(f"{place}:{line}: not UTF-8 ({error.reason}). Convert it to UTF-8.") from error
+        raise UserError(f"{where}:{line}: not UTF-8 ({error.reason}). Convert it to UTF-8.") from error
 
 
 def _lines(text: io.TextIOWrapper) -> Iterator[str]:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from optimus.config import RunConfig
 from optimus.config.data import DataConfig, SourceConfig
 from optimus.config.phases import Phase, phase_at, phases_of
-from optimus.data.mixture import Mixture, whole_weights
+from optimus.data.mixture import Mixture, integer_weights
 from optimus.data.permutation import Permutation
 from optimus.data.shards import Shards
 from optimus.errors import UserError
@@ -222,10 +222,10 @@ class TrainingData:
         number = phase_at(self._described, steps).number
         begun = [self._digests(phase) for phase in self.phases[: number + 1]]
         one = len(begun) == 1 and len(begun[0]["sources"]) == 1
-        whole = hashlib.sha256(json.dumps(begun, sort_keys=True).encode()).hexdigest()
+        digest = hashlib.sha256(json.dumps(begun, sort_keys=True).encode()).hexdigest()
         data = self.phases[number]
         return {
-            "data": begun[0]["sources"][0] if one else whole,
+            "data": begun[0]["sources"][0] if one else digest,
             "context": data.sequence_length,
             "global_batch": data.global_batch,
             "seed": seed,
@@ -251,7 +251,7 @@ def _with_replay(weights: Sequence[int], share: Fraction, read: Sequence[int]) -
     """Scales `weights` to the share 1 - `share`. The replayed sources get `share`, in proportion to the tokens `read` from
     each."""
     own = [weight * (1 - share) / sum(weights) for weight in weights]
-    return whole_weights([*own, *(share * tokens / sum(read) for tokens in read)])
+    return integer_weights([*own, *(share * tokens / sum(read) for tokens in read)])
 
 
 def _weights(phase: Phase, sources: Sequence[SourceConfig], shards: Sequence[Shards]) -> list[int]:
@@ -259,32 +259,32 @@ def _weights(phase: Phase, sources: Sequence[SourceConfig], shards: Sequence[Sha
     Otherwise the numbers are in the ratio of the phase's positions that the sources get."""
     shares = [source.share for source in sources]
     if all(share is not None for share in shares):
-        return whole_weights([share or 0.0 for share in shares])
-    length, places = (
+        return integer_weights([share or 0.0 for share in shares])
+    length, positions = (
         phase.config.train.sequence_length,
         round(phase.steps * phase.config.train.global_batch * (1 - phase.replay)),
     )
     asked = [
-        0 if share is not None else _places(source, each, length)
+        0 if share is not None else _sequences_of(source, each, length)
         for source, each, share in zip(sources, shards, shares)
     ]
-    left, batch = places - sum(asked), phase.config.train.global_batch
+    remaining, batch = positions - sum(asked), phase.config.train.global_batch
     fixed = all(share is None for share in shares)
-    if (fixed and abs(left) >= batch) or (not fixed and left < 0):
+    if (fixed and abs(remaining) >= batch) or (not fixed and remaining < 0):
         needed = sum(asked) * length
         raise UserError(
             f"{_where(phase)}tokens and epochs of the sources add up to {needed:,} tokens, but the phase reads "
-            f"{places * length:,}: set its length to {max(1, sum(asked) // batch)} steps"
-            + ("" if left < 0 else ", or give a source a weight, so that it fills the rest")
+            f"{positions * length:,}: set its length to {max(1, sum(asked) // batch)} steps"
+            + ("" if remaining < 0 else ", or give a source a weight, so that it fills the rest")
         )
     if fixed:
         return asked
-    given = whole_weights([share or 0.0 for share in shares])
+    given = integer_weights([share or 0.0 for share in shares])
     total = sum(given) or 1
-    return whole_weights([number + Fraction(left * weight, total) for number, weight in zip(asked, given)])
+    return integer_weights([number + Fraction(remaining * weight, total) for number, weight in zip(asked, given)])
 
 
-def _places(source: SourceConfig, shards: Shards, length: int) -> int:
+def _sequences_of(source: SourceConfig, shards: Shards, length: int) -> int:
     tokens = (
         source.tokens if source.tokens is not None else round((source.epochs or 0) * shards.instances * shards.context)
     )

@@ -39,14 +39,19 @@ def encoder(
     tokens_of = _conversation_encoder(info) if isinstance(text_field, ChatField) else _text_encoder(info, tokenizer)
 
     def encode(batch: DocumentBatch) -> Encoded:
-        pieces, ends = [Conversation(text) for text in batch.texts], batch.ends
+        pieces, ends_document = [Conversation(text) for text in batch.texts], batch.ends_document
         if batch.lines:
             pieces = list(parse_lines(batch, text_field))
-            ends = [True] * len(pieces)
+            ends_document = [True] * len(pieces)
         tokens: list[int] = []
         found: list[DocumentPiece] = []
-        whole = [bool(batch.lines), *ends]  # True if the batch shows that a document ends before the piece
-        for (text, *_), ids, begins, end in zip(pieces, tokens_of(pieces, ends), whole, ends):
+        begins_document = [
+            bool(batch.lines),
+            *ends_document,
+        ]  # True if the batch shows that a document ends before the piece
+        for (text, *_), ids, begins, end in zip(
+            pieces, tokens_of(pieces, ends_document), begins_document, ends_document
+        ):
             tokens += ids
             alone = begins and end
             found.append(DocumentPiece(len(ids), len(text), len(text.encode()), end, sign(text, alone), alone))
@@ -59,9 +64,9 @@ _TokensOf = Callable[[Sequence[Conversation], Sequence[bool]], Iterator[list[int
 
 
 def _text_encoder(info: TokenizerInfo, tokenizer: Any) -> _TokensOf:
-    def tokens_of(pieces: Sequence[Conversation], ends: Sequence[bool]) -> Iterator[list[int]]:
+    def tokens_of(pieces: Sequence[Conversation], ends_document: Sequence[bool]) -> Iterator[list[int]]:
         found = tokenizer.encode_batch_fast([piece.text for piece in pieces], add_special_tokens=False)
-        for piece, encoding, end in zip(pieces, found, ends):
+        for piece, encoding, end in zip(pieces, found, ends_document):
             yield [*encoding.ids, info.eos_id] if end and piece.text else encoding.ids
 
     return tokens_of
@@ -72,7 +77,7 @@ def _conversation_encoder(info: TokenizerInfo) -> _TokensOf:
     answer of the assistant."""
     as_tokens, as_text = (tokenizers.load(info.path, parse_special=special) for special in (True, False))
 
-    def tokens_of(pieces: Sequence[Conversation], ends: Sequence[bool]) -> Iterator[list[int]]:
+    def tokens_of(pieces: Sequence[Conversation], ends_document: Sequence[bool]) -> Iterator[list[int]]:
         for piece in pieces:
             ids, predicted = piece.encoded(as_tokens, as_text)
             if ids and ids[-1] != info.eos_id:

@@ -80,7 +80,7 @@ def answer(
         generate_tokens(model, prompt_ids, stops=(*asked.stops, *([] if eos_id is None else [eos_id])), **how)
     )
     text = decode(as_tokens, prompt_ids, new_ids)
-    return text.partition(asked.ends)[0] if asked.ends else text
+    return text.partition(asked.end_text)[0] if asked.end_text else text
 
 
 def generate_tokens(
@@ -178,9 +178,9 @@ def decode(tokenizer: Any, prompt_ids: Sequence[int], new_ids: Sequence[int]) ->
     """
     last = [*prompt_ids[-1:]]
     before = tokenizer.decode(last, skip_special_tokens=False)
-    whole = tokenizer.decode([*last, *new_ids], skip_special_tokens=False)
-    if whole.startswith(before):
-        return str(whole[len(before) :])
+    text = tokenizer.decode([*last, *new_ids], skip_special_tokens=False)
+    if text.startswith(before):
+        return str(text[len(before) :])
     return str(tokenizer.decode(list(new_ids), skip_special_tokens=False))  # `new_ids` end a character of the prompt
 
 

@@ -110,14 +110,14 @@ def read_parts(
     cutter = _Cutter(eos_id, context)
     seen_bytes, tokens, given = 0, 0, 0
     held: list[Window] = []
-    for text, ends in _first_bytes(read_texts(resolve([text_path]), text_field, encode), max_bytes):
+    for text, ends_document in _first_bytes(read_texts(resolve([text_path]), text_field, encode), max_bytes):
         piece = encode(text)
         if max_tokens is not None and tokens + len(piece) > max_tokens:
             piece = piece[: max_tokens - tokens]
             text = tokenizer.decode(piece, skip_special_tokens=False)
         seen_bytes += len(text.encode())
         tokens += len(piece)
-        held += cutter.cut(piece, ends)
+        held += cutter.cut(piece, ends_document)
         if tokens == max_tokens:
             break
         if tokens - given >= _TOKENS_AT_ONCE:
@@ -162,26 +162,26 @@ class _Cutter:
         self._eos, self._context = eos_id, context
         self._before, self._pending = eos_id, list[int]()
 
-    def cut(self, tokens: list[int], ends: bool) -> Iterator[Window]:
-        """Yields the windows that these tokens complete. `ends` is True if the document ends with them."""
+    def cut(self, tokens: list[int], ends_document: bool) -> Iterator[Window]:
+        """Yields the windows that these tokens complete. `ends_document` is True if the document ends with them."""
         pending = self._pending + tokens
-        whole = len(pending) if ends else len(pending) // self._context * self._context
-        for start in range(0, whole, self._context):
-            part = pending[start : min(start + self._context, whole)]
+        end = len(pending) if ends_document else len(pending) // self._context * self._context
+        for start in range(0, end, self._context):
+            part = pending[start : min(start + self._context, end)]
             yield Window([self._before], part)
             self._before = part[-1]
-        self._pending = pending[whole:]
-        if ends:
+        self._pending = pending[end:]
+        if ends_document:
             self._before = self._eos
 
 
 def _first_bytes(pieces: Iterator[tuple[str, bool]], limit: int | None) -> Iterator[tuple[str, bool]]:
     """Yields the pieces up to `limit` bytes of UTF-8. Cuts the last piece between two characters."""
-    left = math.inf if limit is None else limit
-    for text, ends in pieces:
+    remaining = math.inf if limit is None else limit
+    for text, ends_document in pieces:
         data = text.encode()
-        if len(data) > left:
-            yield data[: int(left)].decode(errors="ignore"), True
+        if len(data) > remaining:
+            yield data[: int(remaining)].decode(errors="ignore"), True
             return
-        left -= len(data)
-        yield text, ends
+        remaining -= len(data)
+        yield text, ends_document

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from optimus.hub.config_json import context_of, no_export, read_model_folder
     from optimus.hub.drop_in import FastSparseMoEBlock, register_experts
     from optimus.hub.exporting import export_checkpoint, export_model
-    from optimus.hub.importing import FolderReader, import_folder, left_out, load_weights
+    from optimus.hub.importing import FolderReader, import_folder, load_weights, omitted_layers
     from optimus.hub.published import read_published
 
 __all__ = [
@@ -23,9 +23,9 @@ __all__ = [
     "export_checkpoint",
     "export_model",
     "import_folder",
-    "left_out",
     "load_weights",
     "no_export",
+    "omitted_layers",
     "read_model_folder",
     "read_published",
     "register_experts",
@@ -42,7 +42,7 @@ __getattr__, __dir__ = lazy_exports(
         "export_checkpoint": _EXPORTING,
         "export_model": _EXPORTING,
         "import_folder": _IMPORTING,
-        "left_out": _IMPORTING,
+        "omitted_layers": _IMPORTING,
         "load_weights": _IMPORTING,
         "no_export": _CONFIG,
         "read_model_folder": _CONFIG,

@@ -81,7 +81,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return raw
 
 
-def whole_number(raw: dict[str, Any], field: str, file: Path) -> int:
+def integer_field(raw: dict[str, Any], field: str, file: Path) -> int:
     """Returns `raw[field]`. Raises `UserError` unless the field is a whole number in the range of sizes and counts."""
     value = raw.get(field)
     if type(value) is not int:
@@ -96,7 +96,9 @@ def context_of(path: Path) -> int:
 
     Raises `UserError` like `read_model`, and if config.json does not state the length.
     """
-    return read_model(path).learned_positions or whole_number(read_config(path), "max_position_embeddings", path / FILE)
+    return read_model(path).learned_positions or integer_field(
+        read_config(path), "max_position_embeddings", path / FILE
+    )
 
 
 def further_layers(path: Path) -> tuple[str, range]:
@@ -113,8 +115,8 @@ def further_layers(path: Path) -> tuple[str, range]:
 def further_fields(raw: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of config.json that do not affect the computation and are also valid for derived models."""
     family = families()[raw["model_type"]]
-    kept = {*_OF_ANY, *family.without_effect} - {*_OF_THE_FILE, *_known(family)}
-    return {name: value for name, value in raw.items() if name in kept}
+    derived = {*_OF_ANY, *family.without_effect} - {*_OF_THE_FILE, *_known(family)}
+    return {name: value for name, value in raw.items() if name in derived}
 
 
 def no_export(model: ModelConfig) -> str | None:
@@ -194,7 +196,7 @@ def _all_full(kinds: Any, layers: int) -> bool:
 
 def _further_count(family: Family, raw: dict[str, Any], file: Path) -> int:
     name = family.further.field if family.further else None
-    return 0 if name is None or raw.get(name) is None else whole_number(raw, name, file)
+    return 0 if name is None or raw.get(name) is None else integer_field(raw, name, file)
 
 
 def _refuse_unknown(family: Family, raw: dict[str, Any], file: Path) -> None:
@@ -226,7 +228,7 @@ def _value(ours: str, raw: dict[str, Any], theirs: Field, file: Path, *, optiona
     name = _name(theirs)
     field, value = ModelConfig.model_fields[ours], raw.get(name)
     if isinstance(theirs, Multiple) and value is None:
-        return theirs.times * whole_number(raw, theirs.base_field, file)
+        return theirs.times * integer_field(raw, theirs.base_field, file)
     types = get_args(field.annotation) or (field.annotation,)
     unsaid = name not in raw or (value is None and field.default_factory is not None)
     if optional and (unsaid or _is_null(ours, raw, theirs)):
@@ -240,7 +242,7 @@ def _value(ours: str, raw: dict[str, Any], theirs: Field, file: Path, *, optiona
         if value not in (True, False, None):
             raise UserError(f"{file}: {name} is {value!r}: it must be true or false")
         return bool(value)
-    return _number(raw, name, file) if float in types else whole_number(raw, name, file)
+    return _number(raw, name, file) if float in types else integer_field(raw, name, file)
 
 
 def _is_null(ours: str, raw: dict[str, Any], theirs: Field) -> bool:
@@ -298,8 +300,8 @@ def _rope(raw: dict[str, Any], file: Path, layers: str = "full_attention", base:
     or for each kind of layers. Version 4 stores them among the other fields, and its scaling does not apply to layers with
     a window.
     """
-    whole, scaling = (_object(raw, name, file) for name in ("rope_parameters", "rope_scaling"))
-    of = _object(whole, layers, file) if layers in whole else whole
+    parameters, scaling = (_object(raw, name, file) for name in ("rope_parameters", "rope_scaling"))
+    of = _object(parameters, layers, file) if layers in parameters else parameters
     if layers != "full_attention":
         scaling = {}
     before = {name: raw[name] for name in ("rope_theta",) if name in raw} | scaling
@@ -354,12 +356,12 @@ def _window_rope_theta(raw: dict[str, Any], file: Path) -> float | None:
 def _window(raw: dict[str, Any], file: Path) -> int | None:
     if "sliding_window" not in raw:
         raise UserError(f"{file}: sliding_window is missing: it must be a whole number, or null for none")
-    return None if raw["sliding_window"] is None else whole_number(raw, "sliding_window", file)
+    return None if raw["sliding_window"] is None else integer_field(raw, "sliding_window", file)
 
 
 def _full_attention_every(raw: dict[str, Any], file: Path) -> int | None:
     kinds, named = raw.get("layer_types"), "sliding_window_pattern"
-    every = whole_number(raw, named, file) if raw.get(named) is not None else None
+    every = integer_field(raw, named, file) if raw.get(named) is not None else None
     if every is not None and every < 1:
         raise UserError(f"{file}: {named} is {every}: it must be at least 1")
     if kinds is None:
@@ -377,7 +379,7 @@ def _full_attention_every(raw: dict[str, Any], file: Path) -> int | None:
 
 def _dense_layers(raw: dict[str, Any], file: Path) -> int:
     if "first_k_dense_replace" in raw:
-        return whole_number(raw, "first_k_dense_replace", file)
+        return integer_field(raw, "first_k_dense_replace", file)
     layers = raw.get("mlp_only_layers") or []
     if not isinstance(layers, list) or layers != list(range(len(layers))):
         raise UserError(f"{file}: mlp_only_layers is {layers}: only the first layers may be dense here")
@@ -390,7 +392,7 @@ def _which_are_dense(name: str, model: ModelConfig) -> dict[str, Any]:
 
 def _latent(raw: dict[str, Any], file: Path) -> dict[str, Any]:
     given = {ours: theirs for ours, theirs in _LATENT.items() if ours != "queries" or raw.get(theirs) is not None}
-    return {ours: whole_number(raw, theirs, file) for ours, theirs in given.items()}
+    return {ours: integer_field(raw, theirs, file) for ours, theirs in given.items()}
 
 
 _LATENT = {"queries": "q_lora_rank", "keys": "kv_lora_rank", "rotary": "qk_rope_head_dim", "value": "v_head_dim"}

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from optimus.checkpoint.folder import find_checkpoint, read_description
-from optimus.checkpoint.masks import whole_masks
+from optimus.checkpoint.masks import all_masks
 from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.store import load_model
 from optimus.config.sizes import size_text
@@ -60,7 +60,7 @@ def export_checkpoint(
         tokenizer=about.tokenizer,
         eos_id=about.eos_id,
         dtype=_DTYPES[dtype],
-        masks=whole_masks(reader),
+        masks=all_masks(reader),
         said=about.published,
         chat=about.chat,
     )

@@ -78,7 +78,7 @@ def import_folder(hf_dir: str | Path, output: str | Path, *, plugins: Sequence[s
         "dtype": str(model.embedding.weight.dtype).removeprefix("torch."),
         "eos_id": eos_id,
         "tokenizer": tokenizer is not None,
-        "left_out": left_out(path),
+        "left_out": omitted_layers(path),
     }
 
 
@@ -148,7 +148,7 @@ def load_weights(model: Transformer, path: Path) -> None:
     _fill(model, FolderTensors(path), path)
 
 
-def left_out(path: Path) -> str | None:
+def omitted_layers(path: Path) -> str | None:
     """Describes the multi-token prediction layers of the folder `path`, which the model omits; None without any."""
     tensors = _further_tensors(path, FolderTensors(path))
     if not tensors:
@@ -187,8 +187,8 @@ def _targets(model: Transformer, tensors: FolderTensors) -> dict[str, Published]
     family = model.config.family
     targets: dict[str, Published] = {}
     for name, tensor in named_tensors(model):
-        whole = fused(family, name, tensor)
-        pairs = [whole] if whole and whole.name in tensors.where else published(family, name, tensor)
+        joined = fused(family, name, tensor)
+        pairs = [joined] if joined and joined.name in tensors.where else published(family, name, tensor)
         targets.update((_stored(each.name, family, tensors), each) for each in pairs)
     return targets
 

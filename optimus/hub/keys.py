@@ -30,12 +30,12 @@ def published(family: str, name: str, parameter: Tensor) -> Iterator[Published]:
     for e, expert in enumerate(parameter) if per_expert else [(0, parameter)]:
         stacked = expert if len(key.names) > 1 else expert[None]
         for pattern, view in zip(key.names, stacked, strict=True):
-            whole = view.flatten(0, 1) if key.joined else view
-            whole = whole.mT if key.transposed else whole
-            shape = tuple(whole.shape)
+            tensor = view.flatten(0, 1) if key.joined else view
+            tensor = tensor.mT if key.transposed else tensor
+            shape = tuple(tensor.shape)
             if key.interleaved:
-                whole, shape = whole.movedim(1, -1), (shape[0], *shape[2:-1], 2 * shape[-1])
-            yield Published(pattern.format(i=layer, e=e), whole, shape)
+                tensor, shape = tensor.movedim(1, -1), (shape[0], *shape[2:-1], 2 * shape[-1])
+            yield Published(pattern.format(i=layer, e=e), tensor, shape)
 
 
 def fused(family: str, name: str, parameter: Tensor) -> Published | None:

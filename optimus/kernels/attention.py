@@ -288,11 +288,13 @@ def blocks_of(new: int, seen: int, window: int | None) -> Iterator[AttentionBloc
     starts = [before, *range((before // window + 1) * window, seen, window)]
     for start, end in zip(starts, [*starts[1:], seen], strict=True):
         yield AttentionBlock(slice(start - before, end - before), slice(start, end), "causal")
-        whole = max(0, end - window)
-        if whole < start:
-            yield AttentionBlock(slice(start - before, end - before), slice(whole, start), "none")
+        first_full = max(0, end - window)
+        if first_full < start:
+            yield AttentionBlock(slice(start - before, end - before), slice(first_full, start), "none")
         if start >= window and end - start > 1:
-            yield AttentionBlock(slice(start - before, end - 1 - before), slice(start - window + 1, whole), "window")
+            yield AttentionBlock(
+                slice(start - before, end - 1 - before), slice(start - window + 1, first_full), "window"
+            )
 
 
 def _for_each_head(q: Tensor, *shared: Tensor) -> list[Tensor]:

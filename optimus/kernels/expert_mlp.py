@@ -71,16 +71,16 @@ def make_routes(indices_TK: Tensor, experts: int, dtype: torch.dtype, local_choi
     padded_E = (rows_E + PADDING - 1).div(PADDING, rounding_mode="floor") * PADDING
     first_E = rows_E.cumsum(0) - rows_E
     shift_E = (padded_E - rows_E).cumsum(0) - (padded_E - rows_E)
-    place = torch.arange(len(order), device=choices.device) + shift_E[expert]
+    row = torch.arange(len(order), device=choices.device) + shift_E[expert]
     choice_P = order[first_E.repeat_interleave(padded_E)]
-    choice_P[place] = order
+    choice_P[row] = order
     spare = len(choice_P)
     if skipped:
         choice_P = torch.cat([choice_P, choice_P.new_zeros(1)])
     real_P = torch.zeros(len(choice_P), dtype=dtype, device=choices.device)
-    real_P[place] = 1
+    real_P[row] = 1
     position = order.new_full((len(choices),), spare)
-    position[order] = place
+    position[order] = row
     ends = padded_E.cumsum(0).tolist()
     starts = [0, *ends[:-1]]
     slices = [(e, slice(start, end)) for e, (start, end) in enumerate(zip(starts, ends)) if end > start]

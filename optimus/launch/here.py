@@ -116,5 +116,5 @@ def check_run(config: RunConfig, data: TrainingData, mesh: Mesh, resume: bool) -
         checks.check_validation(run.config, data)
         check_teacher(run, data)
         checks.check_output(run.config, resume, data)
-    checks.check_memory(run, device, whole=not rank_here)
+    checks.check_memory(run, device, use_total=not rank_here)
     return run

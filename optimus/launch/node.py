@@ -180,15 +180,15 @@ class _Member:
             raise UserError(f"{why}: {cure}")
         self._say(f"{why}, because the run has finished; {cure}")
 
-    def _joined(self, number: int, place: int, nodes: int, store: Store) -> None:
+    def _joined(self, number: int, node_rank: int, nodes: int, store: Store) -> None:
         """Reports this node's ranks in a new world; the first node also logs dead nodes and the restart."""
         self._waiting.over()
-        first, each = place * self._launch.ranks_per_node, self._launch.ranks_per_node
+        first, each = node_rank * self._launch.ranks_per_node, self._launch.ranks_per_node
         ranks = f"rank {first}" if each == 1 else f"ranks {first} to {first + each - 1}"
-        self._say(f"joins as node {place} of {nodes}: starts {ranks} of {each * nodes}")
+        self._say(f"joins as node {node_rank} of {nodes}: starts {ranks} of {each * nodes}")
         self._round = number
-        store.set(f"member/{place}", json.dumps([self._launch.node, self._rendezvous.member]))
-        if place > 0:
+        store.set(f"member/{node_rank}", json.dumps([self._launch.node, self._rendezvous.member]))
+        if node_rank > 0:
             return
         clear(self._launch.run)
         here = [_said(store.get(f"member/{rank}"), "member") for rank in range(nodes)]
@@ -338,9 +338,9 @@ def _holding(launch: Launch, store: Store) -> Iterator[str]:
             yield token
         finally:
             try:
-                lease.kept = store.add(f"{launch.name}/holders", -1) > 0
+                lease.retained = store.add(f"{launch.name}/holders", -1) > 0
             except DistError:  # other nodes may still hold the lease
-                lease.kept = True
+                lease.retained = True
 
 
 def _check_clocks(launch: Launch, store: Store) -> None:

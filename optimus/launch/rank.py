@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler, 
 from optimus import functions
 from optimus.checkpoint.lease import LeaseError
 from optimus.comm import CollectiveError
-from optimus.comm.device_waits import GRACE, Deadline, DeviceWaits, Place, flight_record
+from optimus.comm.device_waits import GRACE, CollectiveCall, Deadline, DeviceWaits, flight_record
 from optimus.config import load_config
 from optimus.config.yaml_text import parse_yaml
 from optimus.cores import usable_cores
@@ -88,7 +88,7 @@ def run_rank(
                 trainer.state.finish()
             if ending.signal:  # wait for all ranks: a launcher ends the others once one has exited with an error code
                 trainer.groups.world.any(False)
-        if node is not None and trainer.groups.rank == 0 and (trainer.ends or ending.signal):
+        if node is not None and trainer.groups.rank == 0 and (trainer.is_done or ending.signal):
             if not ending.signal:
                 EventLog(trainer.folder).write("finished", node=node, step=trainer.progress.step)
             conclude(trainer.config, began, summary_of(trainer.config, ending.signal))
@@ -154,8 +154,8 @@ def _deadline(trainer: Trainer) -> Iterator[None]:
     waits, seconds = trainer.groups.recorder.device or DeviceWaits(), trainer.config.resilience.timeout
     trainer.groups.recorder.device = waits
 
-    def end(place: Place) -> None:
-        group, what, _ = place
+    def end(collective: CollectiveCall) -> None:
+        group, what, _ = collective
         waited = f"the device has waited for {seconds:g} s (resilience.timeout)"
         text = f"step {trainer.progress.step + 1}: {what} over ranks {group} failed on rank {trainer.groups.rank}: {waited}"
         with suppress(OSError):

@@ -37,7 +37,7 @@ from optimus.launch.store import serve
 from optimus.resilience.exits import SAVING, Exit, told_torch_elastic
 from optimus.resilience.policy import Do
 
-_LEAVING = 60  # seconds in which a node must announce its leave; a busy machine may stall for some seconds
+_LEAVE_SECONDS = 60  # seconds in which a node must announce its leave; a busy machine may stall for some seconds
 _LAST_WORDS = 2  # seconds that ranks have to exit by themselves
 
 
@@ -150,15 +150,15 @@ class Rendezvous(dynamic.DynamicRendezvousHandler):
 
     def _tell(self, state: dynamic._RendezvousState) -> None:
         """Reports what this node waits for, until this node belongs to a complete world."""
-        here, places = len(state.participants), self._settings.max_nodes
+        here, most = len(state.participants), self._settings.max_nodes
         if state.closed or (state.complete and self._this_node in state.participants):
             return
         if not state.complete:
-            self._waiting(f"nodes: {here} of {places} have joined")
-        elif here >= places:
-            self._waiting(f"a free position, as a spare: all {places} are taken")
+            self._waiting(f"nodes: {here} of {most} have joined")
+        elif here >= most:
+            self._waiting(f"a free position, as a spare: all {most} are taken")
         else:
-            self._waiting(f"{here} of {places} nodes to stop their ranks, so that all nodes restart together")
+            self._waiting(f"{here} of {most} nodes to stop their ranks, so that all nodes restart together")
 
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
         return serve(master_port, master_addr)
@@ -187,7 +187,7 @@ class Rendezvous(dynamic.DynamicRendezvousHandler):
     def leave(self) -> None:
         """Removes this node from the rendezvous without closing the rendezvous."""
         self._stop_heartbeats()
-        self._op_executor.run(dynamic._RendezvousExitOp(), time.monotonic() + _LEAVING)
+        self._op_executor.run(dynamic._RendezvousExitOp(), time.monotonic() + _LEAVE_SECONDS)
 
 
 class Agent(LocalElasticAgent):

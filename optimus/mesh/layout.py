@@ -27,16 +27,16 @@ class Layout:
         """Returns the slices of the global tensor that `rank` stores. Raises `UserError` when a dim is not divisible."""
         slices = [slice(0, size) for size in self.shape]
         for dim, axis in self.sharded_dims:
-            parts, whole = mesh.axis_size(axis), slices[dim]
-            size, left = divmod(whole.stop - whole.start, parts)
-            if left and dim not in self.uneven:
+            parts, extent = mesh.axis_size(axis), slices[dim]
+            size, remainder = divmod(extent.stop - extent.start, parts)
+            if remainder and dim not in self.uneven:
                 raise UserError(
                     f"dim {dim} of a parameter of shape {list(self.shape)} cannot be split over {axis} {parts}: "
-                    f"{whole.stop - whole.start} is not a multiple of {parts}"
+                    f"{extent.stop - extent.start} is not a multiple of {parts}"
                 )
             index = mesh.coordinate(rank, axis)
-            start = whole.start + index * size + min(index, left)
-            slices[dim] = slice(start, start + size + (index < left))
+            start = extent.start + index * size + min(index, remainder)
+            slices[dim] = slice(start, start + size + (index < remainder))
         return tuple(slices)
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:

@@ -166,7 +166,7 @@ class Mesh:
         view, single = _view(axes), _single(axes)
         block, sizes = self.block, [self.axis_size(axis) for axis in view]
         ranks = np.arange(self.size, dtype=np.int32).reshape(-1, self.pp, block).swapaxes(0, 1).reshape(sizes)
-        along = [place for place, axis in enumerate(view) if axis in single or (axis == "pp" and "embedding" in single)]
+        along = [dim for dim, axis in enumerate(view) if axis in single or (axis == "pp" and "embedding" in single)]
 
         def table(ranks: Table) -> Table:
             rows = np.moveaxis(ranks, along, range(-len(along), 0))

@@ -20,8 +20,8 @@ class RankPartition:
         for table in tables:
             if table.size:
                 by_size.setdefault(table.shape[1], []).append(table.astype(np.int32, copy=False))
-        wholes = [those[0] if len(those) == 1 else np.concatenate(those) for _, those in sorted(by_size.items())]
-        self.tables = [whole[np.argsort(whole[:, 0])] for whole in wholes]
+        merged = [those[0] if len(those) == 1 else np.concatenate(those) for _, those in sorted(by_size.items())]
+        self.tables = [joined[np.argsort(joined[:, 0])] for joined in merged]
         self._key = tuple((table.shape, table.tobytes()) for table in self.tables)
 
     @classmethod
@@ -52,8 +52,8 @@ class RankPartition:
     def group(self, rank: int) -> list[int]:
         """Returns the ranks of the group that contains `rank`."""
         for table in self.tables:
-            if len(places := np.flatnonzero(table == rank)):
-                found: list[int] = table[places[0] // table.shape[1]].tolist()
+            if len(positions := np.flatnonzero(table == rank)):
+                found: list[int] = table[positions[0] // table.shape[1]].tolist()
                 return found
         raise ValueError(f"rank {rank} is in none of the groups")
 

@@ -77,15 +77,15 @@ class Attention(nn.Module):
         normed = {"none": (None, None), "whole": (columns, shared), "head": (head, head)}[config.qk_norm]
         self.q_norm, self.k_norm = (None if size is None else norm_of(config, size) for size in normed)
 
-    def forward(self, x_TH: Tensor, places: AttentionPositions, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x_TH: Tensor, positions: AttentionPositions, cache: LayerCache | None = None) -> Tensor:
         """Returns [T, H].
 
-        `x_TH` has the tokens of `places`, sequence by sequence. With a `cache`, these tokens follow the cached positions.
+        `x_TH` has the tokens of `positions`, sequence by sequence. With a `cache`, these tokens follow the cached positions.
         """
         q, k, v = (self.q(x_TH), *self.kv(x_TH).chunk(2, -1)) if self.grouped else self.qkv(x_TH).chunk(3, -1)
         if not self.norms_heads:
             q, k = self._normed(q, k)
-        table = places.table if self.window is None else places.window_table
+        table = positions.table if self.window is None else positions.window_table
         q, k, v = (t.view(-1, len(table[0]), t.shape[-1] // self.head_size, self.head_size) for t in (q, k, v))
         if self.norms_heads:
             q, k = self._normed(q, k)
@@ -93,7 +93,7 @@ class Attention(nn.Module):
             q, k = rotary(q, table), rotary(k, table)
         scoring = Scoring(self.window, self.cap, self.sink)
         if cache is None:
-            y_BSND = places.sequence.attend(q, k, v, scoring)
+            y_BSND = positions.sequence.attend(q, k, v, scoring)
         else:
             y_BSND = causal_attention(q, *cache.append(k, v), scoring)
         return self.out(y_BSND.flatten(2).flatten(0, 1))

@@ -58,25 +58,25 @@ class LatentAttention(nn.Module):
         scale = 1.0 if scaling is None else mscale(scaling.factor, scaling.mscale_all_dim or 0.0) ** 2
         self._scale = scale * math.sqrt(self._widest / query)  # attention divides by sqrt(`_widest`)
 
-    def forward(self, x_RH: Tensor, places: AttentionPositions, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x_RH: Tensor, positions: AttentionPositions, cache: LayerCache | None = None) -> Tensor:
         """Returns [R, H].
 
-        `x_RH` has the tokens of `places`, sequence by sequence. With a `cache`, these tokens follow the cached positions.
+        `x_RH` has the tokens of `positions`, sequence by sequence. With a `cache`, these tokens follow the cached positions.
         """
-        low, table = self.latent, places.table
-        positions, query = len(table[0]), self.plain + low.rotary
+        low, table = self.latent, positions.table
+        length, query = len(table[0]), self.plain + low.rotary
         q_TX = self.q(x_RH) if low.queries is None else self.q_up(self.q_norm(self.q_down(x_RH)))
         c_RX, k_RD = self.kv_down(x_RH).split([low.keys, low.rotary], -1)
         c_RX = self.kv_norm(c_RX)
-        turned_BS1D = _turned(self.all_rows(k_RD).view(-1, positions, 1, low.rotary), table)
-        q, q_turning = q_TX.view(-1, positions, q_TX.shape[-1] // query, query).split([self.plain, low.rotary], -1)
+        turned_BS1D = _turned(self.all_rows(k_RD).view(-1, length, 1, low.rotary), table)
+        q, q_turning = q_TX.view(-1, length, q_TX.shape[-1] // query, query).split([self.plain, low.rotary], -1)
         q = self._widened(torch.cat([q, _turned(q_turning, table)], -1))
         if self._scale != 1:
             q = q * self._scale
         if cache is None:
-            y_BSND = places.sequence.attend(q, *self._keys_and_values(c_RX, turned_BS1D))
+            y_BSND = positions.sequence.attend(q, *self._keys_and_values(c_RX, turned_BS1D))
         else:
-            c_BP1X, turned_BP1D = cache.append(c_RX.view(-1, positions, 1, low.keys), turned_BS1D)
+            c_BP1X, turned_BP1D = cache.append(c_RX.view(-1, length, 1, low.keys), turned_BS1D)
             y_BSND = causal_attention(q, *self._keys_and_values(c_BP1X.flatten(0, 2), turned_BP1D))
         return self.out(y_BSND[..., : low.value].flatten(2).flatten(0, 1))
 

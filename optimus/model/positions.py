@@ -43,11 +43,11 @@ def tables(config: ModelConfig, positions_S: Tensor) -> tuple[Table, Table]:
 
     The tables include the factor that follows from `query_scale`; queries and keys use the same tables.
     """
-    whole, windows = _tables(config, positions_S)
+    full, windows = _tables(config, positions_S)
     if config.query_scale is None or config.query_scale == config.head_size:
-        return whole, windows
+        return full, windows
     scale = (config.head_size / config.query_scale) ** 0.25
-    return (whole[0] * scale, whole[1] * scale), (windows[0] * scale, windows[1] * scale)
+    return (full[0] * scale, full[1] * scale), (windows[0] * scale, windows[1] * scale)
 
 
 def _tables(config: ModelConfig, positions_S: Tensor) -> tuple[Table, Table]:
@@ -58,10 +58,10 @@ def _tables(config: ModelConfig, positions_S: Tensor) -> tuple[Table, Table]:
         cos_SD, sin_SD = rotary_table(positions_S, config.rotary_size, theta, scaled)
         return cos_SD * _attention_factor(scaling), sin_SD * _attention_factor(scaling)
 
-    whole = config.rope_theta, config.rope_scaling
+    full = config.rope_theta, config.rope_scaling
     windows = config.window_rope_theta, config.rope_scaling if config.scale_windows else None
-    first = table(*whole)
-    return first, first if config.window is None or windows == whole else table(*windows)
+    first = table(*full)
+    return first, first if config.window is None or windows == full else table(*windows)
 
 
 def _scaled(frequencies_D: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
@@ -84,8 +84,8 @@ def _scaled(frequencies_D: Tensor, theta: float, scaling: RopeScaling) -> Tensor
         if scaling.truncate:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, size - 1)
-        place_D = torch.arange(len(frequencies_D), dtype=torch.float32, device=frequencies_D.device)
-        fast_D = 1 - (place_D - first) / max(last - first, 1e-3)
+        index_D = torch.arange(len(frequencies_D), dtype=torch.float32, device=frequencies_D.device)
+        fast_D = 1 - (index_D - first) / max(last - first, 1e-3)
     return torch.lerp(slow_D, frequencies_D, fast_D.clamp(0, 1))
 
 

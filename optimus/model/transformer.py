@@ -88,11 +88,11 @@ class Block(nn.Module):
         self.feed_forward = Unit(kind, getattr(self, kind), self.mlp_norm, self.mlp_out_norm)
 
     def forward(
-        self, x_TH: Tensor, places: AttentionPositions, cache: LayerCache | None = None
+        self, x_TH: Tensor, positions: AttentionPositions, cache: LayerCache | None = None
     ) -> tuple[Tensor, RouterStats | None]:
         """Returns (residual stream [T, H], router statistics)."""
-        x_TH = x_TH + self.attend(x_TH, places, cache)
-        y_TH, stats = self.feed_forward(x_TH, places.position_T)
+        x_TH = x_TH + self.attend(x_TH, positions, cache)
+        y_TH, stats = self.feed_forward(x_TH, positions.position_T)
         return x_TH + y_TH, stats
 
 
@@ -109,20 +109,29 @@ class Blocks(nn.ModuleList):
         self._segments = [range(len(self))[start : start + size] for start in range(0, len(self), max(1, size))]
 
     def forward(
-        self, x_TH: Tensor, places: AttentionPositions, cache: KVCache | None = None, stats: RouterStats | None = None
+        self,
+        x_TH: Tensor,
+        positions: AttentionPositions,
+        cache: KVCache | None = None,
+        stats: RouterStats | None = None,
     ) -> tuple[Tensor, RouterStats | None]:
         """Returns (residual stream [T, H], router statistics summed over the blocks and added to `stats`)."""
         if cache is not None:  # generation, which has no backward pass
-            return self._through(range(len(self)), x_TH, places, cache, stats)
+            return self._through(range(len(self)), x_TH, positions, cache, stats)
         for segment in self._segments:
-            x_TH, stats = self._run(self._through, segment, x_TH, places, None, stats)
+            x_TH, stats = self._run(self._through, segment, x_TH, positions, None, stats)
         return x_TH, stats
 
     def _through(
-        self, segment: range, x_TH: Tensor, places: AttentionPositions, cache: KVCache | None, stats: RouterStats | None
+        self,
+        segment: range,
+        x_TH: Tensor,
+        positions: AttentionPositions,
+        cache: KVCache | None,
+        stats: RouterStats | None,
     ) -> tuple[Tensor, RouterStats | None]:
         for i in segment:
-            x_TH, own = self[i](x_TH, places, cache.layers[i] if cache is not None else None)
+            x_TH, own = self[i](x_TH, positions, cache.layers[i] if cache is not None else None)
             if own is not None:
                 stats = own if stats is None else stats + own
         return x_TH, stats
@@ -235,22 +244,22 @@ class Transformer(nn.Module):
         self.check_length(start + length)
         # A causal model does not see the padding.
         tokens_BS = F.pad(tokens_BS, (0, -length % self.head.vocabulary.multiple))
-        _, places = self.full_positions(tokens_BS, start)
-        x_TH, _ = self.blocks(self.embedded(tokens_BS.flatten(), places), places, cache)
+        _, positions = self.full_positions(tokens_BS, start)
+        x_TH, _ = self.blocks(self.embedded(tokens_BS.flatten(), positions), positions, cache)
         x_TH = self.normalise(x_TH)
         if cache is not None:
             cache.keep(start + length)
         return self.head.vocabulary.join(x_TH).unflatten(0, (len(tokens_BS), -1))[:, :length]
 
-    def embedded(self, tokens_T: Tensor, places: AttentionPositions) -> Tensor:
+    def embedded(self, tokens_T: Tensor, positions: AttentionPositions) -> Tensor:
         """Returns the residual stream [T, H] that enters the first block for these tokens."""
-        return self.placed(self.embed(tokens_T), places)
+        return self.placed(self.embed(tokens_T), positions)
 
-    def placed(self, x_TH: Tensor, places: AttentionPositions) -> Tensor:
+    def placed(self, x_TH: Tensor, positions: AttentionPositions) -> Tensor:
         """Turns the embedding's output into the first block's input: scales and adds learned positions as configured."""
         if self.config.embedding_scale:  # with the factor rounded to the dtype, like the published models
             x_TH = x_TH * torch.tensor(math.sqrt(self.config.hidden), dtype=x_TH.dtype).item()
-        return x_TH if self.add_positions is None else x_TH + self.add_positions(places.position_T)
+        return x_TH if self.add_positions is None else x_TH + self.add_positions(positions.position_T)
 
     def check_length(self, length: int) -> None:
         """Raises `UserError` if the model does not support sequences of `length` tokens."""
@@ -274,8 +283,8 @@ class Transformer(nn.Module):
         the sequences is the mean over the predicted tokens, or 0 if no token is predicted.
         """
         batch = Batch.wrap(inputs)
-        positions_S, places = self.places(batch)
-        x_TH, stats = self.blocks(self.embedded(batch.tokens_BS[:, positions_S].flatten(), places), places)
+        positions_S, positions = self.local_positions(batch)
+        x_TH, stats = self.blocks(self.embedded(batch.tokens_BS[:, positions_S].flatten(), positions), positions)
         return self.losses_of(x_TH, stats, batch, positions_S, count)
 
     def losses_of(
@@ -296,28 +305,28 @@ class Transformer(nn.Module):
 
     def outputs(self, batch: Batch) -> Tensor:
         """Returns the output of the final norm [B, S, H], with attention within each document. Needs an unsharded model."""
-        _, places = self.places(batch)
-        x_TH, _ = self.blocks(self.embedded(batch.tokens_BS.flatten(), places), places)
+        _, positions = self.local_positions(batch)
+        x_TH, _ = self.blocks(self.embedded(batch.tokens_BS.flatten(), positions), positions)
         return cast(Tensor, self.normalise(x_TH).unflatten(0, batch.tokens_BS.shape))
 
     def targets(self, batch: Batch, positions_S: Tensor) -> Tensor:
         """Returns the target tokens [T] at `positions_S` of all sequences; -1 where no token is predicted."""
         return batch.target_BS[:, positions_S].flatten()
 
-    def places(self, batch: Batch) -> tuple[Tensor, AttentionPositions]:
+    def local_positions(self, batch: Batch) -> tuple[Tensor, AttentionPositions]:
         """Returns (this device's positions [S] in every sequence, the `AttentionPositions` of the batch's tokens)."""
         tokens_BS, documents = batch.tokens_BS, batch.documents()
         self.check_length(tokens_BS.shape[1] if documents is None else documents.longest)
         positions_S = self.sequence.positions(tokens_BS.shape[1], tokens_BS.device)
         if documents is None:
-            return positions_S, self._places(positions_S, len(tokens_BS), self.sequence)
+            return positions_S, self._attention_positions(positions_S, len(tokens_BS), self.sequence)
         position_T = moved(documents.positions().view_as(tokens_BS), tokens_BS.device)[:, positions_S].flatten()
-        return positions_S, self._places(position_T, 1, self.sequence.for_documents(documents))
+        return positions_S, self._attention_positions(position_T, 1, self.sequence.for_documents(documents))
 
     def full_positions(self, tokens_BS: Tensor, start: int = 0) -> tuple[Tensor, AttentionPositions]:
-        """Returns the same as `places`, but with all positions of the sequences on every device, counted from `start`."""
+        """Returns the result of `local_positions`, but with all positions on every device, counted from `start`."""
         positions_S = torch.arange(start, start + tokens_BS.shape[1], device=tokens_BS.device)
-        return positions_S, self._places(positions_S, len(tokens_BS), SequenceSplit())
+        return positions_S, self._attention_positions(positions_S, len(tokens_BS), SequenceSplit())
 
-    def _places(self, positions_S: Tensor, sequences: int, sequence: SequenceSplit) -> AttentionPositions:
+    def _attention_positions(self, positions_S: Tensor, sequences: int, sequence: SequenceSplit) -> AttentionPositions:
         return AttentionPositions(*tables(self.config, positions_S), sequence, positions_S.repeat(sequences))

@@ -49,11 +49,11 @@ def examine(folder: str | Path = ".") -> list[Finding]:
     Example:
         [finding for finding in api.doctor("runs") if finding.status != "ok"]
     """
-    place = user_path(folder).absolute()
-    while not place.is_dir():
-        place = place.parent
+    parent = user_path(folder).absolute()
+    while not parent.is_dir():
+        parent = parent.parent
     checks: list[Callable[[], Iterator[Finding]]] = [
-        _versions, _devices, _memory, _interconnect, lambda: _file_system(place), lambda: _clock(place), _limits,
+        _versions, _devices, _memory, _interconnect, lambda: _file_system(parent), lambda: _clock(parent), _limits,
     ]  # fmt: skip
     return [finding for check in checks for finding in check()]
 

@@ -163,7 +163,7 @@ def free_memory(device: Any) -> int:
     return int(module.mem_get_info(device)[0])
 
 
-def whole_memory(device: Any) -> int:
+def total_memory(device: Any) -> int:
     """Returns the total bytes of an accelerator, without allocating on it."""
     import torch
 

@@ -40,7 +40,7 @@ class ProgressBar:
         if done == total or (silent > _LINE_SECONDS if self._every is None else done % self._every == 0):
             self._last_line = time.monotonic()
             share = f"{done:,}/{total:,}" if total else f"{done:,}"
-            self.print(f"{stage}: {share} {note}".rstrip() + self._left(stage, done, total))
+            self.print(f"{stage}: {share} {note}".rstrip() + self._time_left(stage, done, total))
 
     def _bar_of(self, stage: str, total: int | None) -> Any:
         """Returns the bar of a stage and closes the bar of another stage. With one bar at a time, the output of a signal
@@ -53,7 +53,7 @@ class ProgressBar:
             self._bar.start()
         return self._bar
 
-    def _left(self, stage: str, done: int, total: int | None) -> str:
+    def _time_left(self, stage: str, done: int, total: int | None) -> str:
         """Formats the remaining time; empty if only seconds remain."""
         began, before = self._began[stage]
         if total is None or done == before:

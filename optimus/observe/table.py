@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-_WHOLE = 12  # cells of at most this many characters, such as "46.1 %", stay on one line
+_NO_WRAP = 12  # cells of at most this many characters, such as "46.1 %", stay on one line
 _NO_LIMIT = 100_000  # most characters of a line in a file
 
 
@@ -26,7 +26,7 @@ def print_table(rows: Sequence[dict[str, Any]], title: str, width: int | None = 
     from rich.text import Text
 
     console = Console(width=None if sys.stdout.isatty() else _NO_LIMIT)
-    room = min(console.width, width or _NO_LIMIT)
+    max_width = min(console.width, width or _NO_LIMIT)
     keys = list(dict.fromkeys(key for row in rows for key in row))
     columns = [
         _Column(key.replace("_", " "), isinstance(rows[0].get(key), str), tuple(_cell(row.get(key)) for row in rows))
@@ -38,13 +38,13 @@ def print_table(rows: Sequence[dict[str, Any]], title: str, width: int | None = 
         console.print(Text(line, style=style), soft_wrap=True)
 
     write(title, "italic")
-    table = _natural(columns, room, compact=width is not None) or _natural(columns, room, compact=True)
+    table = _natural(columns, max_width, compact=width is not None) or _natural(columns, max_width, compact=True)
     if table is None and len(rows) > 1:
         same = [column for column in columns[1:] if len(set(column.cells)) == 1]
         columns = [column for column in columns if column not in same]
         if same:
             write("in all rows: " + "; ".join(f"{column.head} {column.cells[0]}" for column in same))
-    table = table or _wrapped(columns, room)
+    table = table or _wrapped(columns, max_width)
     if table is not None:
         console.print(table)
         return
@@ -55,17 +55,17 @@ def print_table(rows: Sequence[dict[str, Any]], title: str, width: int | None = 
             write(f"  {head:<{margin}}  {cell}")
 
 
-def _natural(columns: list[_Column], room: int, *, compact: bool) -> Any:
-    """Returns the table with every cell on one line, or None if the table is wider than `room` characters."""
+def _natural(columns: list[_Column], max_width: int, *, compact: bool) -> Any:
+    """Returns the table with every cell on one line, or None if the table is wider than `max_width` characters."""
     table = _table(columns, _widths(columns), compact=compact)
-    return table if _measured(table) <= room else None
+    return table if _measured(table) <= max_width else None
 
 
-def _wrapped(columns: list[_Column], room: int) -> Any:
+def _wrapped(columns: list[_Column], max_width: int) -> Any:
     """Returns the compact table with its text wrapped between words, the widest columns first, or None if the table is
-    still wider than `room` characters."""
+    still wider than `max_width` characters."""
     widths = _widths(columns)
-    excess = _measured(_table(columns, widths, compact=True)) - room
+    excess = _measured(_table(columns, widths, compact=True)) - max_width
     spare = [width - _least(column) for width, column in zip(widths, columns)]
     if excess > sum(spare):
         return None
@@ -108,7 +108,7 @@ def _least(column: _Column) -> int:
 
     parts = column.head.split()
     for cell in column.cells:
-        parts += cell.split() if column.is_text and cell_len(cell) > _WHOLE else [cell]
+        parts += cell.split() if column.is_text and cell_len(cell) > _NO_WRAP else [cell]
     return max(map(cell_len, parts), default=0)
 
 

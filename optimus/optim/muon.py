@@ -33,7 +33,7 @@ class Muon(UpdateRule):
         The compute dtype is bf16 on devices where bf16 is fast. Without `copy`, matmuls run in fp32, so that every layout
         gives the same numbers.
         """
-        weight, gradient, (momentum,), copy, whole = tile
+        weight, gradient, (momentum,), copy, matrix_function = tile
         scale = 0.0
 
         def direction(x_NRC: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class Muon(UpdateRule):
 
         momentum.lerp_(gradient, 1 - self.momentum)
         nesterov = gradient.lerp(momentum, self.momentum).to((weight if copy is None else copy).dtype)
-        update = whole(direction, nesterov)
+        update = matrix_function(direction, nesterov)
         weight.mul_(1 - self.rate(now) * self.weight_decay).sub_(update, alpha=self.rate(now) * scale)
 
 

@@ -31,14 +31,14 @@ class Reptile(UpdateRule):
         """The tiling of the inner rule."""
         return self.inner.tiling
 
-    def begin(self, weight: Tensor, kept: Sequence[Tensor]) -> None:
+    def begin(self, weight: Tensor, moments: Sequence[Tensor]) -> None:
         """Initialises the buffers of the inner rule, and stores `weight` as the first starting point."""
-        self.inner.begin(weight, kept[:-1])
-        kept[-1].copy_(weight)
+        self.inner.begin(weight, moments[:-1])
+        moments[-1].copy_(weight)
 
     def apply(self, now: OptimizerStep, tile: Tile) -> None:
         """See `UpdateRule.apply`."""
-        *kept, start = tile.moments
-        self.inner.apply(now, tile._replace(moments=kept))
+        *moments, start = tile.moments
+        self.inner.apply(now, tile._replace(moments=moments))
         if now.step % self.every == 0:
             tile.weight.copy_(start.lerp_(tile.weight, self.share))

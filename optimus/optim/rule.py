@@ -53,12 +53,12 @@ class Rule:
     averages: ClassVar[bool] = False  # True: the model's weights are averages, and training computes with other weights
     counters: ClassVar[tuple[str, ...]] = ()  # names, in checkpoints, of run-wide numbers that the rule needs
 
-    def begin(self, weight: Tensor, kept: Sequence[Tensor]) -> None:
-        """Initialises the buffers `kept` before the first update of `weight`."""
-        for each in kept:
+    def begin(self, weight: Tensor, moments: Sequence[Tensor]) -> None:
+        """Initialises the buffers `moments` before the first update of `weight`."""
+        for each in moments:
             each.zero_()
 
-    def computed(self, weight: Tensor, kept: Sequence[Tensor], out: Tensor) -> None:
+    def computed(self, weight: Tensor, moments: Sequence[Tensor], out: Tensor) -> None:
         """Fills `out` with the weights that training computes with."""
         out.copy_(weight)
 

@@ -28,9 +28,9 @@ class ScheduleFree(UpdateRule):
     beta2: float
     eps: float
 
-    def begin(self, weight: Tensor, kept: Sequence[Tensor]) -> None:
+    def begin(self, weight: Tensor, moments: Sequence[Tensor]) -> None:
         """Sets z to the weights and v to zero."""
-        z, v = kept
+        z, v = moments
         z.copy_(weight)
         v.zero_()
 
@@ -44,9 +44,9 @@ class ScheduleFree(UpdateRule):
         z.addcdiv_(gradient, torch.sqrt(v, out=temporary).add_(self.eps), value=-lr)
         weight.lerp_(z, self._average_weight(now))
 
-    def computed(self, weight: Tensor, kept: Sequence[Tensor], out: Tensor) -> None:
+    def computed(self, weight: Tensor, moments: Sequence[Tensor], out: Tensor) -> None:
         """Fills `out` with y, at which training computes gradients."""
-        out.copy_(kept[0].lerp(weight, self.beta1))
+        out.copy_(moments[0].lerp(weight, self.beta1))
 
     def count(self, counters: Mapping[str, float], step: int, lr: float) -> dict[str, float]:
         """Returns the sum of the average's weights over all steps up to `step`.

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from optimus.config import ModelConfig
 from optimus.mesh import Mesh
-from optimus.parallel.module_bytes import ModuleBytes, ModuleSetting, Place, block_bytes, end_bytes
+from optimus.parallel.module_bytes import ModuleBytes, ModulePosition, ModuleSetting, block_bytes, end_bytes
 from optimus.parallel.options import StageOptions
 from optimus.parallel.recompute import Recomputation
 
@@ -80,14 +80,14 @@ def activation_bytes(
     numbers = [alike[layer] for layer in (range(config.layers) if layers is None else layers)]
     groups = list(_groups(numbers, chosen))
     blocks = {group: _blocks(setting, micro_batch, *group) for group in set(groups)}
-    parts = [_part([_alone(end_bytes(setting, "embedding" if first else "places", micro_batch), set())])]
+    parts = [_part([_alone(end_bytes(setting, "embedding" if first else "positions", micro_batch), set())])]
     parts += [blocks[group] for group in groups]
     parts += [_part([_alone(end_bytes(setting, "head", micro_batch), set())])] if last else []
-    kept = peak = left = sum(part.saved for part in parts)
+    saved = peak = live = sum(part.saved for part in parts)
     for part in reversed(parts):
-        peak = max(peak, left + part.above)
-        left += part.waiting - part.saved
-    return Activations(round(kept), round(peak), round(left))
+        peak = max(peak, live + part.above)
+        live += part.waiting - part.saved
+    return Activations(round(saved), round(peak), round(live))
 
 
 def _groups(numbers: Sequence[int], chosen: Recomputation) -> Iterator[tuple[tuple[int, ...], tuple[str, ...]]]:
@@ -99,8 +99,8 @@ def _groups(numbers: Sequence[int], chosen: Recomputation) -> Iterator[tuple[tup
         for start in range(0, len(numbers), chosen.every):
             yield tuple(numbers[start : start + chosen.every]), ("block",)
         return
-    for place, number in enumerate(numbers, 1):
-        yield (number,), tuple(chosen.kinds) if place % chosen.every == 0 else ()
+    for position, number in enumerate(numbers, 1):
+        yield (number,), tuple(chosen.kinds) if position % chosen.every == 0 else ()
 
 
 @lru_cache(maxsize=4096)
@@ -109,60 +109,60 @@ def _blocks(setting: ModuleSetting, sequences: int, numbers: tuple[int, ...], ki
     cached = kinds if setting.options.keep_collectives and setting.mesh.size > 1 else ()
     rows = list[Row]()
     for at, number in enumerate(numbers):
-        block, again = dict[Place, ModuleBytes](), dict[Place, ModuleBytes]()
+        block, again = dict[ModulePosition, ModuleBytes](), dict[ModulePosition, ModuleBytes]()
         for experts, others in ((False, {"moe"}), (True, {"norm", "attention", "mlp"})):
             block |= block_bytes(setting, number, sequences, experts=experts)
             if set(cached) - others:
                 again |= block_bytes(setting, number, sequences, experts=experts, again=True)
         for _, row in groupby(sorted(block.items()), lambda at: at[0][0]):
-            rows.append([(each._replace(source=(at, *each.source)), again.get(place)) for place, each in row])
-    stream, kept = setting.stream(sequences).nbytes, _Sources()
+            rows.append([(each._replace(source=(at, *each.source)), again.get(position)) for position, each in row])
+    stream, saved_inputs = setting.stream(sequences).nbytes, _Sources()
     if "block" in kinds:
-        return _part([_run_again([each for row in rows for each in row], stream, kept)])
-    return _part([region for row in rows for region in _row_regions(row, kinds, stream, kept)])
+        return _part([_run_again([each for row in rows for each in row], stream, saved_inputs)])
+    return _part([region for row in rows for region in _row_regions(row, kinds, stream, saved_inputs)])
 
 
 def _part(regions: Sequence[_Region]) -> _Part:
     """Combines the bytes of consecutive regions by a walk through them in backward order."""
-    left = kept = sum(region.saved for region in regions)
+    live = saved = sum(region.saved for region in regions)
     above = -inf
     for region in reversed(regions):
-        left += sum(again for again, _, _ in region.modules) - region.cached
+        live += sum(again for again, _, _ in region.modules) - region.cached
         for again, work, waiting in reversed(region.modules):
-            above = max(above, left + work - kept)
-            left += waiting - again
-        left -= region.saved - region.cached
-    return _Part(kept, above, left)
+            above = max(above, live + work - saved)
+            live += waiting - again
+        live -= region.saved - region.cached
+    return _Part(saved, above, live)
 
 
-def _row_regions(row: Row, kinds: Collection[str], stream: int, kept: _Sources) -> Iterator[_Region]:
+def _row_regions(row: Row, kinds: Collection[str], stream: int, saved_inputs: _Sources) -> Iterator[_Region]:
     """Yields the regions of consecutive modules. Neighbouring modules of the given `kinds` are one recomputed region."""
     for again, group in groupby(row, lambda each: each[0].kind in kinds):
         if again:
-            yield _run_again(list(group), stream, kept)
+            yield _run_again(list(group), stream, saved_inputs)
         else:
-            yield from (_alone(module, kept) for module, _ in group)
+            yield from (_alone(module, saved_inputs) for module, _ in group)
 
 
-def _alone(module: ModuleBytes, kept: _Sources) -> _Region:
-    """Returns the region of a module without recomputation. The module does not save an input that is in `kept`."""
-    return _Region(module.saved - _shared(module, kept), 0, [(0, module.work, module.waiting)])
+def _alone(module: ModuleBytes, saved_inputs: _Sources) -> _Region:
+    """Returns the region of a module without recomputation. The module does not save an input that is in `saved_inputs`."""
+    return _Region(module.saved - _shared(module, saved_inputs), 0, [(0, module.work, module.waiting)])
 
 
-def _shared(module: ModuleBytes, kept: _Sources) -> float:
-    """Returns the bytes of the module's input if `kept` has the input already, and adds the input to `kept`."""
-    shared = module.saved_input if module.source in kept else 0
-    kept |= {module.source} if module.saved_input else set()
+def _shared(module: ModuleBytes, saved_inputs: _Sources) -> float:
+    """Returns the bytes of the module's input if `saved_inputs` has the input already, and adds the input there."""
+    shared = module.saved_input if module.source in saved_inputs else 0
+    saved_inputs |= {module.source} if module.saved_input else set()
     return shared
 
 
-def _run_again(modules: Row, stream: int, kept: _Sources) -> _Region:
+def _run_again(modules: Row, stream: int, saved_inputs: _Sources) -> _Region:
     """Returns the region of modules recomputed together, which save the first input and cached results of collectives."""
     results = [0 if cached is None else cached.saved - stream for _, cached in modules]
     first, (last, cached) = modules[0][0], modules[-1]
-    saved = (0 if first.source in kept else stream) + sum(results)
-    kept.add(first.source)
-    there = set(kept)
+    saved = (0 if first.source in saved_inputs else stream) + sum(results)
+    saved_inputs.add(first.source)
+    there = set(saved_inputs)
     shared = [_shared(module, there) for module, _ in modules]
     made = [module.saved - each for (module, _), each in zip(modules, shared)]
     if cached is not None:  # recomputation stops as soon as everything that the last module saves exists

@@ -81,7 +81,7 @@ class UlyssesSequence(SequenceSplit):
 
     def __init__(self, group: Group, documents: Documents | None = None) -> None:
         self.parts = group.size
-        self._group, self._documents, self._whole = group, documents, SequenceSplit(documents)
+        self._group, self._documents, self._unsharded = group, documents, SequenceSplit(documents)
 
     def positions(self, length: int, device: torch.device) -> Tensor:
         """Returns the positions of this rank's piece; see `SequenceSplit.positions`.
@@ -98,11 +98,11 @@ class UlyssesSequence(SequenceSplit):
             scoring = scoring._replace(sink_N=scoring.sink_N.chunk(self.parts)[self._group.rank])
         if self._documents is None:
             q, k, v = self._to_heads(q_BSND, k_BSMD, v_BSMD)
-            return self._to_sequence(self._whole.attend(q, k, v, scoring))
+            return self._to_sequence(self._unsharded.attend(q, k, v, scoring))
         sequences = self._documents.sequences
         apart = (t[0].unflatten(0, (sequences, -1)) for t in (q_BSND, k_BSMD, v_BSMD))
         q, k, v = (t.flatten(0, 1)[None] for t in self._to_heads(*apart))
-        y_BLND = self._whole.attend(q, k, v, scoring)[0].unflatten(0, (sequences, -1))
+        y_BLND = self._unsharded.attend(q, k, v, scoring)[0].unflatten(0, (sequences, -1))
         return self._to_sequence(y_BLND).flatten(0, 1)[None]
 
     def for_documents(self, documents: Documents) -> Self:
@@ -214,11 +214,15 @@ def _seen(
     half = length // 2
     if documents is None:
         if window is None:
-            first, second, whole = slice(half), slice(half, length), slice(length)
+            first, second, all_positions = slice(half), slice(half, length), slice(length)
             if source == rank:
-                block = AttentionBlock(whole, whole, "causal")
+                block = AttentionBlock(all_positions, all_positions, "causal")
             else:
-                block = AttentionBlock(whole, first, "none") if source < rank else AttentionBlock(second, whole, "none")
+                block = (
+                    AttentionBlock(all_positions, first, "none")
+                    if source < rank
+                    else AttentionBlock(second, all_positions, "none")
+                )
             return capped([block], cap)
         documents = Documents([ranks * length], 1)
     half //= documents.sequences

@@ -72,9 +72,9 @@ def _layout(declared: Declaration, shape: tuple[int, ...], differs: tuple[str, .
     splits = tuple((dim, RULES[of]) for dim, of in enumerate(declared.dims) if of in RULES)
     if "experts" in declared.dims:
         return Layout(shape, splits, partial_axes=("edp",))
-    whole = [axis for axis in _TENSOR if axis not in (axis for _, axis in splits)]
+    unsharded = [axis for axis in _TENSOR if axis not in (axis for _, axis in splits)]
     differs = (*differs, *(RULES[of] for of in declared.factor_of if of in RULES))
-    summed = tuple(axis for axis in whole if axis in differs)
-    same = tuple(axis for axis in whole if axis not in differs)
+    summed = tuple(axis for axis in unsharded if axis in differs)
+    same = tuple(axis for axis in unsharded if axis not in differs)
     uneven = tuple(dim for dim, of in enumerate(declared.dims) if of == "vocab")  # dims whose shards may differ in size
     return Layout(shape, splits, ("dp", "cp", *summed), same, uneven)

@@ -37,8 +37,8 @@ from optimus.step_context import StepContext
 
 _ROWS = 8 * PADDING  # number of an expert's rows from which on padding is negligible
 
-End = Literal["embedding", "places", "head"]
-Place = tuple[int, int]  # a module's position in a block: the index of its unit, and its index within the unit
+End = Literal["embedding", "positions", "head"]
+ModulePosition = tuple[int, int]  # a module's position in a block: the index of its unit, and its index within the unit
 _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
@@ -103,7 +103,7 @@ class ModuleBytes(NamedTuple):
     saved: float  # bytes saved from the forward to the backward pass, including the input
     works: Sequence[float]  # transient bytes after each operation of the backward pass
     waiting: float = 0.0  # bytes after the backward pass, for deferred weight gradients
-    source: tuple[int, ...] = ()  # `Place` of the first module with the same input; the two save their input only once
+    source: tuple[int, ...] = ()  # position of the first module with the same input; the two save their input only once
 
     @property
     def work(self) -> float:
@@ -114,8 +114,8 @@ class ModuleBytes(NamedTuple):
 @lru_cache(maxsize=16384)
 def block_bytes(
     setting: ModuleSetting, layer: int, sequences: int, *, experts: bool, again: bool = False
-) -> dict[Place, ModuleBytes]:
-    """Returns the bytes by `Place` of the modules of block `layer`: its sparse layer, if any, or all others in order.
+) -> dict[ModulePosition, ModuleBytes]:
+    """Returns the bytes, by position, of the modules of block `layer`: its sparse layer, if any, or all others in order.
 
     `experts` selects the sparse layer. The block runs with `sequences` sequences. `again`: the backward pass recomputes each
     module, with cached results of collectives.
@@ -136,7 +136,7 @@ def block_bytes(
 def end_bytes(setting: ModuleSetting, what: End, sequences: int) -> ModuleBytes:
     """Returns the bytes of the parts of a model outside the blocks.
 
-    `what` is "embedding" (embedding and positions), "places" (positions only) or "head" (final norm and output layer).
+    `what` is "embedding" (embedding and positions), "positions" (positions only) or "head" (final norm and output layer).
     """
     setting, rows = setting.without_experts, 1
     if what == "head":  # enough rows for the output layer to have several blocks of rows
@@ -145,13 +145,15 @@ def end_bytes(setting: ModuleSetting, what: End, sequences: int) -> ModuleBytes:
     return _grown(partial(_end_bytes, setting, what), least, sequences)[0, 0]
 
 
-def _grown(measure: Callable[[int], dict[Place, ModuleBytes]], least: int, sequences: int) -> dict[Place, ModuleBytes]:
+def _grown(
+    measure: Callable[[int], dict[ModulePosition, ModuleBytes]], least: int, sequences: int
+) -> dict[ModulePosition, ModuleBytes]:
     """Returns `measure(sequences)`, with only the peak of the transient bytes.
 
     For more than 2 `least` sequences, extrapolates from the bytes of `least` and of 2 `least` sequences.
     """
     if sequences <= 2 * least:
-        return {place: module._replace(works=[module.work]) for place, module in measure(sequences).items()}
+        return {position: module._replace(works=[module.work]) for position, module in measure(sequences).items()}
     one, two, times = measure(least), measure(2 * least), sequences / least - 1
 
     def grow(few: float, more: float) -> float:
@@ -166,35 +168,35 @@ def _grown(measure: Callable[[int], dict[Place, ModuleBytes]], least: int, seque
         )
         return few._replace(saved_input=given, saved=saved, works=[work], waiting=waiting)
 
-    return {place: grow_module(one[place], two[place]) for place in one}
+    return {position: grow_module(one[position], two[position]) for position in one}
 
 
 @lru_cache(maxsize=1024)
 def _block_bytes(
     setting: ModuleSetting, layer: int, experts: bool, again: bool, sequences: int
-) -> dict[Place, ModuleBytes]:
+) -> dict[ModulePosition, ModuleBytes]:
     """Measures the sparse layer of block `layer` if `experts`, else all its other modules."""
     stage = _stage(setting)
     config, ranks = stage.model.config, setting.mesh.ep
     # The overloaded experts: all experts of this rank, or one expert if this rank has all.
     busy = config.experts_of(layer) // ranks if ranks > 1 else 1
     with stage.shapes(setting.load, busy, sequences) as shapes:
-        _, places = stage.model.places(_batch(setting, sequences))
+        _, positions = stage.model.local_positions(_batch(setting, sequences))
         measuring = _Measuring(stage.blocks[layer], shapes, step=stage.step, experts=experts, again=again)
-        return measuring.measure(setting.stream(sequences), places, splits=setting.splits)
+        return measuring.measure(setting.stream(sequences), positions, splits=setting.splits)
 
 
 @lru_cache(maxsize=1024)
-def _end_bytes(setting: ModuleSetting, what: End, sequences: int) -> dict[Place, ModuleBytes]:
+def _end_bytes(setting: ModuleSetting, what: End, sequences: int) -> dict[ModulePosition, ModuleBytes]:
     stage = _stage(setting)
     model, batch = stage.model, _batch(setting, sequences)
     with stage.shapes() as shapes:
         x_TH = setting.stream(sequences).requires_grad_()
         start = shapes.alive
-        positions_S, places = model.places(batch)
+        positions_S, positions = model.local_positions(batch)
         made = x_TH
         if what == "embedding":
-            made = model.embedded(batch.tokens_BS[:, positions_S].flatten(), places)
+            made = model.embedded(batch.tokens_BS[:, positions_S].flatten(), positions)
         elif what == "head":
             start = shapes.alive
             shapes.history.clear()
@@ -202,15 +204,15 @@ def _end_bytes(setting: ModuleSetting, what: End, sequences: int) -> dict[Place,
             losses = model.losses_of(x_TH * 1, None, batch, positions_S, 1.0, None, soft)
             made = losses.cross_entropy if losses.divergence is None else losses.cross_entropy + losses.divergence
             del soft, losses
-        kept = shapes.alive - start - (made.nbytes if made is not x_TH else 0)
+        saved = shapes.alive - start - (made.nbytes if made is not x_TH else 0)
         if what != "head":  # the output layer's forward pass counts too: it comes when everything else is saved already
             shapes.history.clear()
         deferred = _backward(stage.step, [made], [torch.empty_like(made)], splits=setting.splits)
-        there, work = shapes.alive, [each - start - kept for each in shapes.history]
+        there, work = shapes.alive, [each - start - saved for each in shapes.history]
         deferred.clear()
         waiting = there - shapes.alive
     model.zero_grad()
-    return {(0, 0): ModuleBytes(what, 0, kept, work, waiting)}
+    return {(0, 0): ModuleBytes(what, 0, saved, work, waiting)}
 
 
 def _batch(setting: ModuleSetting, sequences: int) -> Batch:
@@ -252,7 +254,7 @@ _stage = lru_cache(maxsize=32)(_Stage)
 class _Run(NamedTuple):
     """The forward pass of one module of a block."""
 
-    place: Place
+    position: ModulePosition
     kind: str
     source: int  # the number of the storage of the module's input
     made: int  # number of storages that exist or existed when the module returned
@@ -273,31 +275,33 @@ class _Measuring:
         for unit in units_of(block):
             unit.run_by(partial(self._run_unit, unit))
 
-    def measure(self, x_TH: Tensor, places: AttentionPositions, *, splits: bool) -> dict[Place, ModuleBytes]:
+    def measure(
+        self, x_TH: Tensor, positions: AttentionPositions, *, splits: bool
+    ) -> dict[ModulePosition, ModuleBytes]:
         """Returns the bytes of the block's sparse layer (with `experts`), or of all its other modules."""
         shapes, leaf, gradient = self._shapes, x_TH.requires_grad_(), torch.empty_like(x_TH)
         start, before = shapes.alive, shapes.made
         # `* 1` stands for the blocks before and after: it saves nothing, and autograd frees gradients as between blocks.
-        x_TH, stats = self._block(leaf * 1, places)
+        x_TH, stats = self._block(leaf * 1, positions)
         sums = () if stats is None else (stats.probabilities_E, stats.z)
-        ends = [x_TH * 1, *(each for each in sums if each.requires_grad)]
-        last = shapes.number(ends[0])
+        outputs = [x_TH * 1, *(each for each in sums if each.requires_grad)]
+        last = shapes.number(outputs[0])
         del x_TH, stats, sums
-        kept = {number: size for number, size in shapes.sizes.items() if before < number != last}
+        saved_sizes = {number: size for number, size in shapes.sizes.items() if before < number != last}
         shapes.history.clear()
-        deferred = _backward(self._step, ends, [gradient, *map(torch.empty_like, ends[1:])], splits=splits)
+        deferred = _backward(self._step, outputs, [gradient, *map(torch.empty_like, outputs[1:])], splits=splits)
         self._block.zero_grad()
-        return self._found(kept, start + ends[0].nbytes, deferred)
+        return self._found(saved_sizes, start + outputs[0].nbytes, deferred)
 
     def _run_unit(self, unit: Unit, x: Tensor, *args: Any) -> Any:
-        row = self._runs[-1].place[0] + 1 if self._runs else 0
+        row = self._runs[-1].position[0] + 1 if self._runs else 0
         calls = [
             (partial(self._run, (row, at), kind, module), module is unit.module)
             for at, (kind, module) in enumerate(unit.steps)
         ]
         return in_turn(calls, x, *args)
 
-    def _run(self, place: Place, kind: str, module: nn.Module, x: Tensor, *args: Any) -> Any:
+    def _run(self, position: ModulePosition, kind: str, module: nn.Module, x: Tensor, *args: Any) -> Any:
         """Runs a measured module. Replaces any other by an operation that has the same output shapes and saves nothing."""
         if self._again:  # a separate tensor, so that the input is not another module's cached result of a collective
             x = x * 1
@@ -309,7 +313,7 @@ class _Measuring:
             result = (x * 1, _BESIDE[kind](module)) if kind in _BESIDE else x * 1
         y: Tensor = result[0] if isinstance(result, tuple) else result
         y.register_hook(partial(self._begin, len(self._runs)))
-        self._runs.append(_Run(place, kind, self._shapes.number(x), self._shapes.made))
+        self._runs.append(_Run(position, kind, self._shapes.number(x), self._shapes.made))
         return result
 
     def _begin(self, number: int, _: Tensor) -> None:
@@ -319,22 +323,22 @@ class _Measuring:
         self._begun.append((number, len(history) if self._begun else 0, len(self._step.deferred or ())))
         history.append(self._shapes.alive)
 
-    def _found(self, kept: dict[int, int], start: int, deferred: list[Any]) -> dict[Place, ModuleBytes]:
-        """Returns the bytes by module. `kept` maps the storages that the forward pass saved to their sizes.
+    def _found(self, saved_sizes: dict[int, int], start: int, deferred: list[Any]) -> dict[ModulePosition, ModuleBytes]:
+        """Returns the bytes by module. `saved_sizes` maps the storages that the forward pass saved to their sizes.
 
         The transient bytes follow from the history of the backward pass, and the waiting bytes from the `deferred` weight
         gradients.
         """
         runs, history = self._runs, self._shapes.history
-        first = {run.source: run.place for run in reversed(runs)}
-        given = [kept.get(run.source, 0) for run in runs]
+        first = {run.source: run.position for run in reversed(runs)}
+        given = [saved_sizes.get(run.source, 0) for run in runs]
         made = [
-            sum(size for number, size in kept.items() if low < number <= high and number not in first)
+            sum(size for number, size in saved_sizes.items() if low < number <= high and number not in first)
             for low, high in pairwise([0, *(run.made for run in runs[:-1]), inf])
         ]
-        own = [new + (old if first[run.source] == run.place else 0) for run, new, old in zip(runs, made, given)]
+        own = [new + (old if first[run.source] == run.position else 0) for run, new, old in zip(runs, made, given)]
         below = [start + there for there in accumulate(own)]
-        found, waited, last = dict[Place, ModuleBytes](), 0, (0, len(history), len(deferred))
+        found, waited, last = dict[ModulePosition, ModuleBytes](), 0, (0, len(history), len(deferred))
         for (number, at, done), (_, end, later) in pairwise([*self._begun, last]):
             run, there = runs[number], self._shapes.alive
             works = [alive - below[number] - waited for alive in history[at:end]]
@@ -343,14 +347,16 @@ class _Measuring:
             waited += waiting
             if (run.kind == "moe") == self._experts:
                 saved = given[number] + made[number]
-                found[run.place] = ModuleBytes(run.kind, given[number], saved, works, waiting, source=first[run.source])
+                found[run.position] = ModuleBytes(
+                    run.kind, given[number], saved, works, waiting, source=first[run.source]
+                )
         return found
 
 
-def _backward(step: StepContext, ends: list[Tensor], gradients: list[Tensor], *, splits: bool) -> list[Any]:
+def _backward(step: StepContext, outputs: list[Tensor], gradients: list[Tensor], *, splits: bool) -> list[Any]:
     """Runs the backward pass. With `splits`, defers the weight gradients and returns the deferred computations."""
     with step.deferring() if splits else nullcontext([]) as deferred:
-        torch.autograd.backward(ends, gradients)
+        torch.autograd.backward(outputs, gradients)
     return deferred
 
 

@@ -59,8 +59,8 @@ class Recompute:
         self._chosen, self._step, self._unit = chosen, step, unit
         self._contexts = self._caching if keep_collectives else noop_context_fn
 
-    def arrange(self, rows: Iterable[Blocks], ends: Iterable[Unit]) -> None:
-        """Sets itself as the runner of the units of the blocks in `rows`, and of the units in `ends`."""
+    def arrange(self, rows: Iterable[Blocks], others: Iterable[Unit]) -> None:
+        """Sets itself as the runner of the units of the blocks in `rows`, and of the units in `others`."""
         kinds, every = self._chosen
         for row in rows:
             if "block" in kinds:
@@ -68,7 +68,7 @@ class Recompute:
             for number, block in enumerate(row, 1):
                 for unit in units_of(block):
                     self.arrange_unit(unit, kinds if number % every == 0 else ())
-        for unit in ends:
+        for unit in others:
             self.arrange_unit(unit)
 
     def arrange_unit(self, unit: Unit, kinds: Collection[str] = ()) -> None:

@@ -23,11 +23,11 @@ _META, _CPU = torch.device("meta"), torch.device("cpu")
 class ShapeGroups(Groups):
     """The groups of the first rank of `mesh`, without process groups."""
 
-    def make(self, divisions: Iterable[PlannedGroups]) -> None:
+    def make(self, planned: Iterable[PlannedGroups]) -> None:
         """Does nothing: there are no process groups to create."""
 
-    def dividing(self, division: RankPartition) -> Group:
-        return ShapeGroup(division.group(0), 0, shared=self._shared)
+    def group_of(self, partition: RankPartition) -> Group:
+        return ShapeGroup(partition.group(0), 0, shared=self._shared)
 
 
 class ShapeGroup(Group):

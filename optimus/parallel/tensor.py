@@ -62,7 +62,7 @@ class SplitProduct(Product):
     def __call__(self, x: Tensor, weight: nn.Parameter, buffer: GradientBuffer | None) -> Tensor:
         return _SplitProduct.apply(x, weight.flatten(0, -2), self, buffer)
 
-    def whole_rows(self, x_TL: Tensor) -> Tensor:
+    def gathered_rows(self, x_TL: Tensor) -> Tensor:
         """Returns all rows of the input, all-gathered if they are sharded."""
         return all_gather(x_TL, self.outputs) if self.gathers else x_TL
 
@@ -85,8 +85,8 @@ class _SplitProduct(torch.autograd.Function):
         ctx.how, ctx.buffer = how, buffer
         multiply = how.inner.forward
         if how.inputs.size > 1:  # with the sum cached, the matmul is not recomputed
-            return cached(lambda: how.add_up(multiply(how.whole_rows(x_TL), w_NL)), how.inputs)
-        return multiply(cached(lambda: how.whole_rows(x_TL), how.outputs) if how.gathers else x_TL, w_NL)
+            return cached(lambda: how.add_up(multiply(how.gathered_rows(x_TL), w_NL)), how.inputs)
+        return multiply(cached(lambda: how.gathered_rows(x_TL), how.outputs) if how.gathers else x_TL, w_NL)
 
     @staticmethod
     @once_differentiable

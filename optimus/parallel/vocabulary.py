@@ -67,12 +67,12 @@ class SplitVocabulary(Vocabulary):
 
     def join(self, x_TH: Tensor) -> Tensor:
         rows_TH = all_gather(x_TH, self.parts) if self.sequence else x_TH
-        return _whole_columns(rows_TH, self.columns, [rows_TH.shape[1]] * self.columns.size)
+        return _gather_columns(rows_TH, self.columns, [rows_TH.shape[1]] * self.columns.size)
 
     def logits(self, x: Tensor, weight: nn.Parameter) -> Tensor:
         own = x.flatten(0, -2).chunk(self.columns.size, -1)[self.columns.rank]
-        whole_TV = _whole_columns(all_reduce(F.linear(own, weight), self.columns), self.everyone, self.sizes)
-        return whole_TV.view(*x.shape[:-1], -1)
+        logits_TV = _gather_columns(all_reduce(F.linear(own, weight), self.columns), self.everyone, self.sizes)
+        return logits_TV.view(*x.shape[:-1], -1)
 
     def part_logits(self, x_TH: Tensor, weight: nn.Parameter) -> Tensor:
         rows_TH = all_gather_rows(x_TH, self.parts) if self.sequence else copy_to_group(x_TH, self.parts)
@@ -99,7 +99,7 @@ def tokens_along(groups: Groups, vocab: int, *axes: str) -> list[slice]:
     return [layout.region(groups.mesh, rank)[0] for rank in groups.along(*axes).ranks]
 
 
-def _whole_columns(x_TC: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
+def _gather_columns(x_TC: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
     """All-gathers columns to [T, sum of `sizes`]; rank i contributes `sizes[i]` columns."""
     if group.size == 1:
         return x_TC

@@ -100,8 +100,8 @@ def _draw_panel(name: str, timeline: Timeline, panel: "Axes", unit: str) -> None
             edgecolor="#404040",
             linewidth=0.3,
         )
-        room = timeline.makespan * 0.009  # the width of two digits, in the unit of time
-        numbers = [str(event.microbatch) if event.end - event.start >= room else "" for event in events]
+        label_width = timeline.makespan * 0.009  # the width of two digits, in the unit of time
+        numbers = [str(event.microbatch) if event.end - event.start >= label_width else "" for event in events]
         panel.bar_label(bars, numbers, label_type="center", fontsize=7)
     peak = max(timeline.peak_activations, default=0)
     panel.set_title(

@@ -123,15 +123,15 @@ def _few(name: str, ranks: int, microbatches: int) -> int:
 class Live(NamedTuple):
     """The numbers of microbatches with saved data, one number for each stage of a rank, in ascending order of stages."""
 
-    kept: tuple[int, ...]
+    saved: tuple[int, ...]
     """Microbatches with saved activations, from the forward pass to the backward pass."""
     waiting: tuple[int, ...]
     """Microbatches between the two parts of a split backward pass, with saved data for the weight part."""
 
-    def bytes(self, kept: Sequence[float], waiting: Sequence[float]) -> float:
-        """Returns the bytes of the saved data, given the bytes of one microbatch in each stage: `kept` for saved
+    def bytes(self, saved: Sequence[float], waiting: Sequence[float]) -> float:
+        """Returns the bytes of the saved data, given the bytes of one microbatch in each stage: `saved` for saved
         activations, `waiting` for the data of the weight part."""
-        return sum(map(mul, self.kept, kept)) + sum(map(mul, self.waiting, waiting))
+        return sum(map(mul, self.saved, saved)) + sum(map(mul, self.waiting, waiting))
 
 
 @lru_cache(maxsize=4096)
@@ -162,18 +162,18 @@ def live_microbatches(
 
 
 def _most(actions: Iterable[Action], stages: Sequence[int]) -> tuple[Live, ...]:
-    kept, waiting, seen = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0), set[Live]()
+    saved, waiting, seen = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0), set[Live]()
     for action in actions:
         if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
-            seen.add(Live(tuple(kept.values()), tuple(waiting.values())))
-        if action.kind in _KEPT:
-            kept[action.stage] += _KEPT[action.kind]
+            seen.add(Live(tuple(saved.values()), tuple(waiting.values())))
+        if action.kind in _SAVED:
+            saved[action.stage] += _SAVED[action.kind]
         if action.kind in _WAITING:
             waiting[action.stage] += _WAITING[action.kind]
     return largest(seen)
 
 
-_KEPT = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_INPUT: -1}
+_SAVED = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_INPUT: -1}
 _WAITING = {Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHTS: -1}
 
 
@@ -184,7 +184,7 @@ def largest(seen: Iterable[Live]) -> tuple[Live, ...]:
         one
         for one in several
         if not any(
-            other != one and all(map(int.__ge__, (*other.kept, *other.waiting), (*one.kept, *one.waiting)))
+            other != one and all(map(int.__ge__, (*other.saved, *other.waiting), (*one.saved, *one.waiting)))
             for other in several
         )
     )
@@ -193,5 +193,5 @@ def largest(seen: Iterable[Live]) -> tuple[Live, ...]:
 @lru_cache(maxsize=1024)
 def stages_of_ranks(name: str, ranks: int, stages_per_rank: int) -> tuple[tuple[int, ...], ...]:
     """Returns the stages of each rank of the pipeline, in ascending order."""
-    place = schedules()[name].place(ranks, stages_per_rank)
-    return tuple(tuple(place.stages_of(rank)) for rank in range(ranks))
+    placement = schedules()[name].without_actions(ranks, stages_per_rank)
+    return tuple(tuple(placement.stages_of(rank)) for rank in range(ranks))

@@ -31,7 +31,7 @@ class ForwardWork(Protocol):
     def vocabulary(self, kind: Kind, microbatch: int) -> None:
         """Runs one pass with this rank's shard of the vocabulary."""
 
-    def room(self, microbatch: int) -> Message:
+    def receive_buffer(self, microbatch: int) -> Message:
         """Returns uninitialised tensors into which a receive of this microbatch writes."""
 
 
@@ -67,7 +67,7 @@ class StageLinks:
         assert len(streams) == 2 * schedule.stages
         self.rank = streams[0].rank
         self._schedule, self._streams = schedule, streams
-        self._leaving: deque[tuple[Message, list[Handle]]] = deque()
+        self._sending: deque[tuple[Message, list[Handle]]] = deque()
 
     def send(self, send: Action, message: Message) -> None:
         """Begins to send `message`, and references the tensors until they have arrived.
@@ -76,19 +76,19 @@ class StageLinks:
         """
         stream, peer = self._stream(partner(send)), self._schedule.peer(send)
         where = f"{send} to rank {stream.ranks[peer]}"
-        self._leaving.append((message, [stream.send_async(tensor, peer, where) for tensor in message]))
+        self._sending.append((message, [stream.send_async(tensor, peer, where) for tensor in message]))
         self.finish(but=2 * self._schedule.stages)
 
-    def start_receive(self, receive: Action, room: Message) -> Result[Message]:
-        """Begins to receive into the tensors `room`; the result's `wait` returns them."""
+    def start_receive(self, receive: Action, receive_buffer: Message) -> Result[Message]:
+        """Begins to receive into the tensors `receive_buffer`; the result's `wait` returns them."""
         stream, peer = self._stream(receive), self._schedule.peer(receive)
         where = f"{receive} from rank {stream.ranks[peer]}"
-        handles = [stream.recv_async(tensor, peer, where) for tensor in room]
+        handles = [stream.recv_async(tensor, peer, where) for tensor in receive_buffer]
 
         def wait() -> Message:
             for handle in handles:
                 handle.wait()
-            return room
+            return receive_buffer
 
         return Result(wait)
 
@@ -98,8 +98,8 @@ class StageLinks:
 
     def finish(self, but: int = 0) -> None:
         """Waits until all sent messages have arrived, except the last `but` messages."""
-        while len(self._leaving) > but:
-            for handle in self._leaving.popleft()[1]:
+        while len(self._sending) > but:
+            for handle in self._sending.popleft()[1]:
                 handle.wait()
 
     def _stream(self, receive: Action) -> Group:
@@ -167,7 +167,9 @@ class ScheduledExecutor:
         for action in self._actions:
             if action.kind.computes:
                 for receive in next(posts):
-                    self._coming[receive] = self._links.start_receive(receive, self._work.room(receive.microbatch))
+                    self._coming[receive] = self._links.start_receive(
+                        receive, self._work.receive_buffer(receive.microbatch)
+                    )
                 needed = self._schedule.receive_for(action)
                 self._computing.run(action, None if needed is None else self._coming.pop(needed).wait())
             elif action.kind.sends:

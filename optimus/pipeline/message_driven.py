@@ -112,7 +112,7 @@ class MessageDrivenExecutor:
                 receive = self._schedule.receive_for(action)
                 assert receive is not None
                 try:
-                    message = self._links.start_receive(receive, self._work.room(microbatch)).wait()
+                    message = self._links.start_receive(receive, self._work.receive_buffer(microbatch)).wait()
                     settle()
                 except (UserError, RuntimeError) as error:
                     self._queue.put((action, error))

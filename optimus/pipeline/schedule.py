@@ -124,8 +124,8 @@ class Schedule:
 
     def rank_of(self, stage: int) -> int:
         """Returns the rank of a stage."""
-        turn, place = divmod(stage, self.ranks)
-        return self.ranks - 1 - place if self.placement == "v" and turn % 2 else place
+        turn, group_rank = divmod(stage, self.ranks)
+        return self.ranks - 1 - group_rank if self.placement == "v" and turn % 2 else group_rank
 
     def stages_of(self, rank: int) -> list[int]:
         """Returns the stages of a rank, in ascending order."""

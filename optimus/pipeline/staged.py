@@ -170,10 +170,10 @@ class PipelineStages(nn.Module):
         hidden_NH = torch.empty(len(at_N), self.config.hidden, dtype=self.dtype, device=at_N.device)
 
         def end(x_TH: Tensor, _stats: RouterStats | None) -> None:
-            whole_TH = model.head.vocabulary.join(model.normalise(x_TH))
-            hidden_NH.copy_(whole_TH.unflatten(0, padded_BS.shape)[:, :length].flatten(0, 1)[at_N])
+            normed_TH = model.head.vocabulary.join(model.normalise(x_TH))
+            hidden_NH.copy_(normed_TH.unflatten(0, padded_BS.shape)[:, :length].flatten(0, 1)[at_N])
 
-        self._run_forward([Batch(padded_BS)], end, whole=True)
+        self._run_forward([Batch(padded_BS)], end, all_positions=True)
         if self.links is not None:
             self.pipeline.broadcast(hidden_NH, self.last)
             return find(hidden_NH)
@@ -203,13 +203,17 @@ class PipelineStages(nn.Module):
         return [stats for stats in found if stats is not None]
 
     def _run_forward(
-        self, microbatches: Sequence[Batch], end: Callable[[Tensor, RouterStats | None], None], *, whole: bool = False
+        self,
+        microbatches: Sequence[Batch],
+        end: Callable[[Tensor, RouterStats | None], None],
+        *,
+        all_positions: bool = False,
     ) -> None:
         """Runs forward passes alone; `end` receives the output of the last stage's blocks.
 
-        With `whole`, every rank computes all positions.
+        With `all_positions`, every rank computes all positions.
         """
-        work = _Forward(self, microbatches, end, whole=whole)
+        work = _Forward(self, microbatches, end, all_positions=all_positions)
         self.execute(work, len(microbatches), False)
         work.finish()
 
@@ -223,7 +227,7 @@ class _Forward:
         microbatches: Sequence[Batch],
         end: Callable[[Tensor, RouterStats | None], None] | None = None,
         *,
-        whole: bool = False,
+        all_positions: bool = False,
         trains: bool = False,
         count: float = 1.0,
         scale: float = 0.0,
@@ -231,18 +235,20 @@ class _Forward:
         self._staged, self._microbatches, self._end = staged, microbatches, end
         self._last_stage, self._trains = len(staged.partition.blocks) - 1, trains
         self._choices = sum(staged.config.expert_counts)  # length of the vectors in the router statistics
-        self._whole = whole
+        self._all_positions = all_positions
         # Positions by number of sequences. For a microbatch with documents, `_run` finds the positions each time.
         self._lying = {len(each.tokens_BS): self._find(each) for each in microbatches}
         self._vocabulary: VocabularyPasses | None = None
         if staged.links is not None:
             given = staged.links, staged.model, microbatches, self._positions
-            self._vocabulary = VocabularyPasses(*given, lambda number: self.room(number)[0], count, scale, trains)
+            self._vocabulary = VocabularyPasses(
+                *given, lambda number: self.receive_buffer(number)[0], count, scale, trains
+            )
 
     def _find(self, batch: Batch) -> tuple[Tensor, AttentionPositions]:
         """Returns the positions of the batch's sequences on this rank, as a tensor and in the form for the blocks."""
         model = self._staged.model
-        return model.full_positions(batch.tokens_BS) if self._whole else model.places(batch)
+        return model.full_positions(batch.tokens_BS) if self._all_positions else model.local_positions(batch)
 
     @property
     def _positions(self) -> Tensor:
@@ -257,22 +263,22 @@ class _Forward:
     def _run(self, stage: int, microbatch: int, received: Message | None) -> Message | None:
         batch, stats = self._microbatches[microbatch], None
         tokens_BS = batch.tokens_BS
-        positions_S, places = self._lying[len(tokens_BS)] if batch.document_BS is None else self._find(batch)
+        positions_S, positions = self._lying[len(tokens_BS)] if batch.document_BS is None else self._find(batch)
         if received is None:
             x_TH = self._staged.model.embed(tokens_BS[:, positions_S].flatten())
         else:
             x_TH = received[0]
             layers = self._staged.config.sparse_layers(before=self._staged.partition.blocks[stage].start)
-            stats = _unpacked(received[1], tokens_BS.numel() * layers) if len(received) > 1 else None
+            stats = _stats_from(received[1], tokens_BS.numel() * layers) if len(received) > 1 else None
         if stage == 0:
-            x_TH = self._staged.model.placed(x_TH, places)
-        x_TH, stats = self._staged.stages[stage](x_TH, places, None, stats)
+            x_TH = self._staged.model.placed(x_TH, positions)
+        x_TH, stats = self._staged.stages[stage](x_TH, positions, None, stats)
         if stage == self._last_stage:
             return self._finish_stages(microbatch, x_TH, stats)
         if stats is None and self._choices:  # all blocks so far are dense
             wide = compute_dtype(x_TH.dtype)
             return x_TH, x_TH.new_zeros(2 * self._choices + 1, dtype=wide, requires_grad=True)
-        return (x_TH,) if stats is None else (x_TH, _packed(stats))
+        return (x_TH,) if stats is None else (x_TH, _stats_vector(stats))
 
     def _finish_stages(self, microbatch: int, x_TH: Tensor, stats: RouterStats | None) -> Message | None:
         """Processes the output of the last stage's blocks; returns the tensors at which the backward pass begins, or None
@@ -290,7 +296,7 @@ class _Forward:
         if self._vocabulary is not None:
             self._vocabulary.finish()
 
-    def room(self, microbatch: int) -> Message:
+    def receive_buffer(self, microbatch: int) -> Message:
         tokens_BS, config = self._microbatches[microbatch].tokens_BS, self._staged.model.config
         rows, columns = self._staged.share
         shape = len(tokens_BS) * len(self._positions) // rows, config.hidden // columns
@@ -307,10 +313,10 @@ class _Training(_Forward):
     ) -> None:
         super().__init__(staged, microbatches, trains=True, count=objective.count, scale=objective.scale)
         self._objective, self._gradients = objective, gradients
-        self._kept: dict[tuple[int, int], tuple[Message | None, Message]] = {}
+        self._saved: dict[tuple[int, int], tuple[Message | None, Message]] = {}
         self._deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
         # Number of remaining backward passes, by stage.
-        self._left = dict.fromkeys(staged.partition.local_stages, len(microbatches))
+        self._remaining = dict.fromkeys(staged.partition.local_stages, len(microbatches))
         # Output statistics of the last stage by microbatch, until its backward pass.
         self._router: dict[int, RouterStats | None] = {}
         self.reported: list[Tensor] = []
@@ -320,7 +326,7 @@ class _Training(_Forward):
         received = None if received is None else tuple(tensor.requires_grad_(needed) for tensor in received)
         made = super()._run(stage, microbatch, received)
         assert made is not None
-        self._kept[stage, microbatch] = received, made
+        self._saved[stage, microbatch] = received, made
         return None if stage == self._last_stage else tuple(tensor.detach() for tensor in made)
 
     def _finish_stages(self, microbatch: int, x_TH: Tensor, stats: RouterStats | None) -> Message:
@@ -343,7 +349,7 @@ class _Training(_Forward):
         return (minimised,)
 
     def backward(self, stage: int, microbatch: int, received: Message | None, defer: bool) -> Message | None:
-        given, made = self._kept.pop((stage, microbatch))
+        given, made = self._saved.pop((stage, microbatch))
         grads: Sequence[Tensor | None] = received or (None,)
         if stage == self._last_stage and self._vocabulary is not None:  # backward from the output and the router losses
             target_T, rows_T, x_grad_TH = self._vocabulary.output_gradient(microbatch)
@@ -358,7 +364,7 @@ class _Training(_Forward):
                 _backward(made, grads)
             self._deferred[stage, microbatch] = deferred
         else:
-            if self._left[stage] == 1:
+            if self._remaining[stage] == 1:
                 self._gradients.reduce_on_arrival(stage)
             with self._gradients.backward(stage, microbatch):
                 _backward(made, grads)
@@ -384,17 +390,17 @@ class _Training(_Forward):
 
     def _count(self, stage: int) -> None:
         """Counts a complete backward pass of the stage; starts the reduction after the last one."""
-        self._left[stage] -= 1
-        if not self._left[stage]:
+        self._remaining[stage] -= 1
+        if not self._remaining[stage]:
             self._gradients.start_reduction(stage)
 
 
-def _packed(stats: RouterStats) -> Tensor:
+def _stats_vector(stats: RouterStats) -> Tensor:
     return torch.cat([stats.counts_E, stats.probabilities_E, stats.z[None]])
 
 
-def _unpacked(packed: Tensor, tokens: int) -> RouterStats:
-    counts_E, probabilities_E, z_1 = packed.split([len(packed) // 2] * 2 + [1])
+def _stats_from(vector: Tensor, tokens: int) -> RouterStats:
+    counts_E, probabilities_E, z_1 = vector.split([len(vector) // 2] * 2 + [1])
     return RouterStats(counts_E.detach(), probabilities_E, z_1[0], tokens)
 
 

@@ -35,9 +35,9 @@ class VocabularyLinks(NamedTuple):
     normalisers: Group  # for softmax normalisers: all ranks that together have the whole vocabulary
 
     @classmethod
-    def along(cls, groups: Groups, place: Schedule) -> "VocabularyLinks":
-        """Makes the groups; all ranks must call this method. `place` maps stages to ranks."""
-        ends = place.rank_of(0), place.rank_of(place.stages - 1)
+    def along(cls, groups: Groups, placement: Schedule) -> "VocabularyLinks":
+        """Makes the groups; all ranks must call this method. `placement` maps stages to ranks."""
+        ends = placement.rank_of(0), placement.rank_of(placement.stages - 1)
         return cls(*ends, *groups.apart(4, "pp"), *groups.apart(1, "pp", "tp_out"))
 
     def connect(self, device: torch.device) -> None:
@@ -57,8 +57,9 @@ class _Logits(NamedTuple):
 class VocabularyPasses:
     """The vocabulary passes of a rank in one step.
 
-    `positions_S` are the sequence positions on this rank. `room` returns an uninitialised tensor with the shape of a stage's
-    output for a microbatch. The gradient of the loss is the gradient of the summed cross-entropy times `scale` / `count`.
+    `positions_S` are the sequence positions on this rank. `receive_buffer` returns an uninitialised tensor with the shape of
+    a stage's output for a microbatch. The gradient of the loss is the gradient of the summed cross-entropy times
+    `scale` / `count`.
     """
 
     def __init__(
@@ -67,13 +68,13 @@ class VocabularyPasses:
         model: Transformer,
         microbatches: Sequence[Batch],
         positions_S: Tensor,
-        room: Callable[[int], Tensor],
+        receive_buffer: Callable[[int], Tensor],
         count: float,
         scale: float,
         trains: bool,
     ) -> None:
         self._links, self._model, self._microbatches = links, model, microbatches
-        self._room, self._count, self._scale, self._trains = room, count, scale, trains
+        self._receive_buffer, self._count, self._scale, self._trains = receive_buffer, count, scale, trains
         self._rank = links.outputs.rank
         self._positions_S = positions_S
         self._embedding_edges: dict[int, GradientEdge] = {}
@@ -193,7 +194,7 @@ class VocabularyPasses:
         microbatch's tensor from `local_tensors`."""
         if self._rank == source:
             return local_tensors.pop(microbatch)
-        tensor = self._room(microbatch)
+        tensor = self._receive_buffer(microbatch)
         where = f"receive of the {what} of microbatch {microbatch} from rank {group.ranks[source]}"
         group.recv(tensor, source, where)
         return tensor

@@ -51,7 +51,7 @@ class Candidate(NamedTuple):
     """A division of a block, with a pipeline and a number of replicas. A step takes at least `bound` seconds."""
 
     bound: float
-    division: BlockTiming
+    timing: BlockTiming
     pp: int
     dp: int
     microbatches: int
@@ -61,37 +61,37 @@ class Candidate(NamedTuple):
     @property
     def job(self) -> Job:
         """The candidate's job, without sharding of the state and without recomputation."""
-        mesh = replace(self.division.mesh, pp=self.pp, dp=self.dp)
+        mesh = replace(self.timing.mesh, pp=self.pp, dp=self.dp)
         order = {"schedule": self.schedule, "stages_per_rank": self.stages_per_rank}
-        return self.division.work.job.changed(mesh, parallel=order)
+        return self.timing.work.job.changed(mesh, parallel=order)
 
 
 def candidates(job: Job) -> Iterator[Candidate]:
     """Yields all candidate layouts of the job's ranks."""
-    divisions = list(_divisions(job))
+    timings = list(_timings(job))
     for pp in (n for n in divisors(job.mesh.size) if n <= job.model.layers):
         ranks, orders = job.mesh.size // pp, list(_orders(job, pp))
-        for division in divisions:
-            mesh = division.mesh
-            data, left = divmod(ranks, mesh.tp * mesh.cp)
-            if left or not data or ranks % (mesh.ep * mesh.etp):
+        for timing in timings:
+            mesh = timing.mesh
+            data, remainder = divmod(ranks, mesh.tp * mesh.cp)
+            if remainder or not data or ranks % (mesh.ep * mesh.etp):
                 continue
-            together = data * division.micro_batch
+            together = data * timing.micro_batch
             if job.common_batch % together:
                 continue
             microbatches = job.train.global_batch // together
             for order in orders:
                 if not order.row.in_rounds or job.common_batch // together % pp == 0:
-                    bound = order.bound(division, microbatches)
-                    yield Candidate(bound, division, pp, data, microbatches, order.row.name, order.stages_per_rank)
+                    bound = order.bound(timing, microbatches)
+                    yield Candidate(bound, timing, pp, data, microbatches, order.row.name, order.stages_per_rank)
 
 
-def _divisions(job: Job) -> Iterator[BlockTiming]:
+def _timings(job: Job) -> Iterator[BlockTiming]:
     """Yields a timing for each division of a block that the model and the node allow."""
     model, ranks = job.model, job.mesh.size
     node, known = min(ranks, job.machine.ranks_per_node), dict[Any, Any]()
-    whole = bool(job.teachers)  # distillation compares whole logits, which tensor parallelism would divide
-    within = [1] if whole else [size for size in divisors(node) if ranks % size == 0]
+    undivided = bool(job.teachers)  # distillation compares whole logits, which tensor parallelism would divide
+    within = [1] if undivided else [size for size in divisors(node) if ranks % size == 0]
     for out in (n for n in within if not model.kv_heads % n and n <= model.vocab and _columns(model, n)):
         for inner in (n for n in within if not node % (out * n) and not model.hidden % n):
             for cp in divisors(ranks):
@@ -152,14 +152,14 @@ class _Order(NamedTuple):
     ranks: Sequence[_RankBlocks]
     lent: bool
 
-    def bound(self, division: BlockTiming, microbatches: int) -> float:
+    def bound(self, timing: BlockTiming, microbatches: int) -> float:
         """Returns a lower bound of the step's seconds: the slowest rank's microbatches, and the bubble before them
         (`least_seconds`)."""
-        block, ends = division.block, (division.embedding, division.head)
+        block, ends = timing.block, (timing.embedding, timing.head)
         if self.lent:
             blocks = sum(rank.blocks for rank in self.ranks)
             return microbatches * (blocks * block + sum(ends)) / self.pp
-        idle = self.row.idle(division.forward, block)
+        idle = self.row.idle(timing.forward, block)
         return max(
             microbatches * (blocks * block + first * ends[0] + last * ends[1]) + before * idle
             for blocks, first, last, before in self.ranks

@@ -148,16 +148,16 @@ class MatrixGroup(NamedTuple):
     blocks: int
 
 
-class _Rows:
+class _PartChunks:
     """The parameters of a rank, end to end in chunks. The class caches the borders of shards by the number of ranks."""
 
-    def __init__(self, names: Sequence[str], recipe: StateSpec, rows: Sequence[ChunkRow], mesh: Mesh) -> None:
-        self.names, self.recipe, self.rows, self._mesh = names, recipe, rows, mesh
+    def __init__(self, names: Sequence[str], spec: StateSpec, rows: Sequence[ChunkRow], mesh: Mesh) -> None:
+        self.names, self.spec, self.rows, self._mesh = names, spec, rows, mesh
         self._borders: dict[tuple[int, int], Sequence[Sequence[int]]] = {}
 
     def unpruned(self, share: float | None) -> StateSpec:
-        """Returns the recipe after pruning has left this share of every prunable parameter; None: before pruning."""
-        return self.recipe._replace(unpruned=dict.fromkeys(self.recipe.unpruned, share))
+        """Returns the specification after pruning has left this share of every prunable parameter; None: before pruning."""
+        return self.spec._replace(unpruned=dict.fromkeys(self.spec.unpruned, share))
 
     def borders(self, row: int, parts: int) -> Sequence[Sequence[int]]:
         """Returns the borders of the shards of each chunk of a row, when `parts` ranks shard the row."""
@@ -182,7 +182,7 @@ class _Rows:
 
 
 @lru_cache(maxsize=4096)
-def _rows(
+def _lay_out(
     kinds: Kinds,
     counts: PartCounts,
     mesh: Mesh,
@@ -190,14 +190,14 @@ def _rows(
     chunk: int | None,
     compute: torch.dtype,
     mask_form: MaskForm,
-) -> _Rows:
+) -> _PartChunks:
     """Lays the parameters of a rank end to end in chunks. `alike` has a number for each entry of `kinds.axes`; entries that
     span the same ranks have equal numbers."""
     named = dict(kinds.names(counts))
     unpruned = {name: None for name, kind in named.items() if kind.unpruned < 1}
-    recipe = StateSpec(compute, {name: kind.rule for name, kind in named.items()}, unpruned, mask_form)
+    spec = StateSpec(compute, {name: kind.rule for name, kind in named.items()}, unpruned, mask_form)
     layouts = {name: kind.layout for name, kind in named.items()}
-    return _Rows(list(named), recipe, end_to_end(layouts, mesh, 0, dict(zip(kinds.axes, alike)), chunk, recipe), mesh)
+    return _PartChunks(list(named), spec, end_to_end(layouts, mesh, 0, dict(zip(kinds.axes, alike)), chunk, spec), mesh)
 
 
 @lru_cache(maxsize=1024)
@@ -206,11 +206,11 @@ def _alike(kinds: Kinds, mesh: Mesh) -> tuple[int, ...]:
     return tuple(found.setdefault(_replicas(axes, mesh), len(found)) for axes in kinds.axes)
 
 
-def _rows_of(job: Job, counts: PartCounts) -> _Rows:
+def _chunks_of_part(job: Job, counts: PartCounts) -> _PartChunks:
     kinds, least = kinds_of(job), _least(job.mesh, job.mesh.pp if job.parallel.vocabulary else 2)
     compute, pruning = DTYPES[job.train.precision], job.config.pruning
     form = pruning.indices if pruning is not None else "int32"
-    return _rows(kinds, counts, least, _alike(kinds, job.mesh), job.state.chunk, compute, form)
+    return _lay_out(kinds, counts, least, _alike(kinds, job.mesh), job.state.chunk, compute, form)
 
 
 @lru_cache(maxsize=1024)
@@ -289,16 +289,16 @@ def chunk_groups(job: Job, stages: Sequence[PartCounts]) -> list[ChunkGroup]:
     """Returns the chunks of a rank with these stages, grouped by replicas and update rule, without offloading. In a run with
     pruning, the chunks are those after the last pruning."""
     state = job.state if job.state.offload == "none" else job.state.model_copy(update={"offload": "none"})
-    left = 1 - job.config.pruning.sparsity if job.config.pruning is not None else None
+    unpruned = 1 - job.config.pruning.sparsity if job.config.pruning is not None else None
     found: dict[tuple[object, ...], ChunkGroup] = {}
     for counts in held_in(job, stages):
-        rows = _rows_of(job, counts)
-        for row, matrices, (plans, replicas, steps) in zip(rows.rows, rows.matrices, _shared(job, rows, state)):
-            kept = place_chunks(plans, state, rows.unpruned(left))
-            key = row.rule, kept[0].mask is None, replicas, steps
+        part = _chunks_of_part(job, counts)
+        for row, matrices, (plans, replicas, steps) in zip(part.rows, part.matrices, _shared(job, part, state)):
+            placed = place_chunks(plans, state, part.unpruned(unpruned))
+            key = row.rule, placed[0].mask is None, replicas, steps
             before = found.get(key)
             found[key] = ChunkGroup(
-                [*(before.plans if before else ()), *kept],
+                [*(before.plans if before else ()), *placed],
                 [*(before.matrices if before else ()), *matrices],
                 replicas,
                 steps,
@@ -309,26 +309,26 @@ def chunk_groups(job: Job, stages: Sequence[PartCounts]) -> list[ChunkGroup]:
 def chunk_plans(job: Job, counts: PartCounts, unpruned: float | None = None) -> list[ChunkPlan]:
     """Returns the chunks of a stage with these parts of the model, with the job's offloading. `unpruned` is the share that
     is left of prunable parameters; None: before pruning."""
-    rows = _rows_of(job, counts)
-    plans = [plan for shared, *_ in _shared(job, rows, job.state) for plan in shared]
+    part = _chunks_of_part(job, counts)
+    plans = [plan for shared, *_ in _shared(job, part, job.state) for plan in shared]
     if job.state.offload != "none":  # a run may leave the state of the first chunks on the device
-        plans = in_order(plans, rows.names)
-    return place_chunks(plans, job.state, rows.unpruned(unpruned))
+        plans = in_order(plans, part.names)
+    return place_chunks(plans, job.state, part.unpruned(unpruned))
 
 
 def _shared(
-    job: Job, rows: _Rows, options: StateConfig
+    job: Job, part: _PartChunks, options: StateConfig
 ) -> Iterator[tuple[list[ChunkPlan], StridedGroup, tuple[StridedGroup, ...]]]:
     """Yields (chunks, placement of their replicas, groups that shard the chunks in each step) for each row."""
-    for number, row in enumerate(rows.rows):
+    for number, row in enumerate(part.rows):
         sharding = sharding_of(row.rule, options)
         widths = shard_widths(sharding.shard, sharding.shard_ranks)
-        replicas, steps, depths = _places(row.axes, job.mesh, options.shard_over == "data", widths)
+        replicas, steps, depths = _sharding(row.axes, job.mesh, options.shard_over == "data", widths)
         shards = math.prod(step.size for step in steps)
         copies = job.mesh.axis_size(*row.same) * replicas.size // shards
-        kept = chunk_buffers(depths, row.rule, options, rows.recipe)
+        planned = chunk_buffers(depths, row.rule, options, part.spec)
         shard_steps = tuple(ShardStep(step.size, 0) for step in steps)
-        yield row.sharded(rows.borders(number, shards), shard_steps, depths, copies, kept), replicas, steps
+        yield row.sharded(part.borders(number, shards), shard_steps, depths, copies, planned), replicas, steps
 
 
 def _replicas(axes: tuple[str, ...], mesh: Mesh) -> StridedGroup:
@@ -338,7 +338,7 @@ def _replicas(axes: tuple[str, ...], mesh: Mesh) -> StridedGroup:
 
 
 @lru_cache(maxsize=8192)
-def _places(
+def _sharding(
     axes: tuple[str, ...], mesh: Mesh, over_data: bool, widths: tuple[int | None, ...]
 ) -> tuple[StridedGroup, tuple[StridedGroup, ...], ShardDepths]:
     """Returns the placement of the ranks along `axes`, the groups that shard the state in each step

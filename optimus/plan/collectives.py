@@ -12,8 +12,8 @@ import math
 from functools import lru_cache
 from typing import Literal
 
-from optimus.comm import costs
 from optimus.comm.algorithms import OWN, CollectiveKind, Curve, pieces, used
+from optimus.comm.costs import seconds as simulated_seconds
 from optimus.comm.links import Link, Links
 from optimus.comm.schedules import Shape
 from optimus.errors import UserError
@@ -28,47 +28,47 @@ Algorithm = Literal["ring", "hierarchical", "best", "library", "pccl", "chosen"]
 # ---- Bandwidth of links ----
 
 
-def ring_bandwidth(place: StridedGroup, machine: Machine) -> float:
+def ring_bandwidth(group: StridedGroup, machine: Machine) -> float:
     """Returns the bandwidth of each link of a group's ring while all groups of the same form communicate: case 1 on a node,
     equation 5.7 across nodes."""
-    if place.nodes(machine.ranks_per_node) == 1:
-        return machine.node.groups.get(f"{place.stride}x{place.size}", machine.node.bandwidth)
-    rings = place.groups_on_a_node(machine.ranks_per_node)
+    if group.nodes(machine.ranks_per_node) == 1:
+        return machine.node.groups.get(f"{group.stride}x{group.size}", machine.node.bandwidth)
+    rings = group.groups_on_a_node(machine.ranks_per_node)
     used = min(1.0, rings / machine.network.rings)
-    return min(machine.node.bandwidth, used * node_bandwidth(place, machine) / rings)
+    return min(machine.node.bandwidth, used * node_bandwidth(group, machine) / rings)
 
 
-def node_bandwidth(place: StridedGroup, machine: Machine) -> float:
+def node_bandwidth(group: StridedGroup, machine: Machine) -> float:
     """Returns the bandwidth of a node to the other nodes of a group. The bandwidth is lower if the group spans distant
     nodes."""
     network = machine.network
     if network.links is not None:
-        return thinnest(place, machine)
-    spread = place.span // machine.ranks_per_node
+        return thinnest(group, machine)
+    spread = group.span // machine.ranks_per_node
     if network.group_nodes is None or spread <= network.group_nodes:
         return network.bandwidth
-    near = network.group_nodes / spread if place.stride < machine.ranks_per_node else 0.0
+    near = network.group_nodes / spread if group.stride < machine.ranks_per_node else 0.0
     # Traffic that leaves the group of nodes has the tapered bandwidth, the rest the full one.
     return network.bandwidth / (near + (1 - near) / network.taper)
 
 
-def thinnest(place: StridedGroup, machine: Machine) -> float:
+def thinnest(group: StridedGroup, machine: Machine) -> float:
     """Returns the lowest bandwidth of the links that rings of this form use, on a machine with a bandwidth for each pair of
     nodes. The nodes are in the order of the ranks."""
     links = machine.network.links or []
-    return min((links[a][b] for a, b in _neighbours(place, machine.ranks_per_node, len(links))), default=math.inf)
+    return min((links[a][b] for a, b in _neighbours(group, machine.ranks_per_node, len(links))), default=math.inf)
 
 
 @lru_cache(maxsize=1024)
-def _neighbours(place: StridedGroup, ranks: int, nodes: int) -> frozenset[tuple[int, int]]:
+def _neighbours(group: StridedGroup, ranks: int, nodes: int) -> frozenset[tuple[int, int]]:
     """Returns the pairs of nodes that follow each other on a ring of any group of this form, with `ranks` ranks on each of
     `nodes` nodes."""
-    near = place.near or place.size
-    one = [i % near * place.stride + i // near * place.far for i in range(place.size)]
-    blocks = range(0, place.far, near * place.stride) if place.near else range(1)
-    beside = [block + inner for block in blocks for inner in range(place.stride)]
+    near = group.near or group.size
+    one = [i % near * group.stride + i // near * group.far for i in range(group.size)]
+    blocks = range(0, group.far, near * group.stride) if group.near else range(1)
+    beside = [block + inner for block in blocks for inner in range(group.stride)]
     found = set()
-    for first in range(0, nodes * ranks - place.span + 1, place.span):
+    for first in range(0, nodes * ranks - group.span + 1, group.span):
         for begin in beside:
             on = [(first + begin + rank) // ranks for rank in one]
             found |= {(a, b) for a, b in zip(on, [*on[1:], on[0]]) if a != b}
@@ -78,20 +78,20 @@ def _neighbours(place: StridedGroup, ranks: int, nodes: int) -> frozenset[tuple[
 # ---- Seconds of a collective ----
 
 
-def reduce_scatter_seconds(size: int, whole: float, bandwidth: float) -> float:
-    """Returns the seconds of a reduce-scatter in which each of `size` ranks begins with `whole` bytes (equation 5.2).
+def reduce_scatter_seconds(size: int, nbytes: float, bandwidth: float) -> float:
+    """Returns the seconds of a reduce-scatter in which each of `size` ranks begins with `nbytes` bytes (equation 5.2).
 
-    An all-gather to `whole` bytes takes as long (equation 5.1), an all-reduce twice as long (equations 5.3 to 5.5).
+    An all-gather to `nbytes` bytes takes as long (equation 5.1), an all-reduce twice as long (equations 5.3 to 5.5).
     """
-    return (size - 1) / size * whole / bandwidth
+    return (size - 1) / size * nbytes / bandwidth
 
 
 def collective_seconds(
-    kind: CollectiveKind, whole: float, place: StridedGroup, machine: Machine, algorithm: Algorithm = "ring"
+    kind: CollectiveKind, nbytes: float, group: StridedGroup, machine: Machine, algorithm: Algorithm = "ring"
 ) -> float:
-    """Returns the seconds of a collective among the ranks of `place` while all other groups of the same form communicate.
+    """Returns the seconds of a collective among the ranks of `group` while all other groups of the same form communicate.
 
-    `whole` is the number of bytes that a rank has at the end (all-gather), at the beginning (reduce-scatter, all-to-all) or
+    `nbytes` is the number of bytes that a rank has at the end (all-gather), at the beginning (reduce-scatter, all-to-all) or
     at both (all-reduce).
 
     `algorithm` decides how a group on several nodes communicates:
@@ -104,35 +104,35 @@ def collective_seconds(
 
     Raises `UserError` when the machine lacks the figures that the algorithm needs.
     """
-    if place.size == 1 or whole == 0:
+    if group.size == 1 or nbytes == 0:
         return 0.0
-    name = algorithm_named(kind, whole, place, machine, algorithm)
-    if algorithm == "chosen" and (known := _chosen_seconds(name, kind, whole, place, machine)) is not None:
+    name = algorithm_named(kind, nbytes, group, machine, algorithm)
+    if algorithm == "chosen" and (known := _chosen_seconds(name, kind, nbytes, group, machine)) is not None:
         return known
     if name in _BETWEEN_NODES:
-        return _BETWEEN_NODES[name](kind, whole, place, machine)
+        return _BETWEEN_NODES[name](kind, nbytes, group, machine)
     if kind == "all_to_all":
-        return _paced(kind, _all_to_all(whole, place, machine), place, machine)
-    once = reduce_scatter_seconds(place.size, whole, ring_bandwidth(place, machine))
-    return _paced(kind, 2 * once if kind == "all_reduce" else once, place, machine)
+        return _paced(kind, _all_to_all(nbytes, group, machine), group, machine)
+    once = reduce_scatter_seconds(group.size, nbytes, ring_bandwidth(group, machine))
+    return _paced(kind, 2 * once if kind == "all_reduce" else once, group, machine)
 
 
 def algorithm_named(
-    kind: CollectiveKind, whole: float, place: StridedGroup, machine: Machine, algorithm: Algorithm
+    kind: CollectiveKind, nbytes: float, group: StridedGroup, machine: Machine, algorithm: Algorithm
 ) -> str:
     """Returns the algorithm that `collective_seconds` assumes: a name of `comm.algorithms` or, for a group on several nodes,
     ring, hierarchical, library or pccl."""
     if algorithm == "chosen":
-        shape = shape_of(place, machine) if _chooses(machine) else None
-        return used(kind, shape, whole, machine.collectives, by_messages=machine.host.shared) if shape else OWN
-    here = place.on_a_node(machine.ranks_per_node)
-    if here == place.size or kind == "all_to_all" or (kind == "all_reduce" and algorithm in ("library", "pccl")):
+        shape = shape_of(group, machine) if _chooses(machine) else None
+        return used(kind, shape, nbytes, machine.collectives, by_messages=machine.host.shared) if shape else OWN
+    here = group.on_a_node(machine.ranks_per_node)
+    if here == group.size or kind == "all_to_all" or (kind == "all_reduce" and algorithm in ("library", "pccl")):
         return OWN
-    if algorithm in ("hierarchical", "best") and (here == 1 or place.size % here):
+    if algorithm in ("hierarchical", "best") and (here == 1 or group.size % here):
         return "ring"
     if algorithm == "best":
         pair: tuple[Algorithm, Algorithm] = ("ring", "hierarchical")
-        return min(pair, key=lambda each: collective_seconds(kind, whole, place, machine, each))
+        return min(pair, key=lambda each: collective_seconds(kind, nbytes, group, machine, each))
     return algorithm
 
 
@@ -148,35 +148,35 @@ def _chooses(machine: Machine) -> bool:
     return machine.host.shared or machine.collectives is not None
 
 
-def shape_of(place: StridedGroup, machine: Machine) -> Shape | None:
+def shape_of(group: StridedGroup, machine: Machine) -> Shape | None:
     """Returns the shape of a group on its nodes, or None if the group's ranks are spread unevenly over the nodes."""
-    shape = Shape(place.nodes(machine.ranks_per_node), place.on_a_node(machine.ranks_per_node))
-    return shape if shape.ranks == place.size else None
+    shape = Shape(group.nodes(machine.ranks_per_node), group.on_a_node(machine.ranks_per_node))
+    return shape if shape.ranks == group.size else None
 
 
 def _chosen_seconds(
-    name: str, kind: CollectiveKind, whole: float, place: StridedGroup, machine: Machine
+    name: str, kind: CollectiveKind, nbytes: float, group: StridedGroup, machine: Machine
 ) -> float | None:
     """Returns the seconds of algorithm `name`: measured or, for Gloo between nodes, simulated. Returns None for any other
     algorithm without a measurement."""
-    shape = shape_of(place, machine) if _chooses(machine) else None
+    shape = shape_of(group, machine) if _chooses(machine) else None
     if shape is None:
         return None
     curves = machine.collectives.curves(kind, shape) if machine.collectives else {}
     if name in curves:
-        return curves[name].at(whole)
+        return curves[name].at(nbytes)
     if not machine.host.shared or shape.nodes == 1:
         return None
-    links = links_of(machine, place.groups_on_a_node(machine.ranks_per_node), node_bandwidth(place, machine))
+    links = links_of(machine, group.groups_on_a_node(machine.ranks_per_node), node_bandwidth(group, machine))
     # A search needs many sizes: interpolation between two powers of two saves simulations.
-    low = 2.0 ** math.floor(math.log2(max(whole, 1.0)))
-    sizes = [low] if whole == low else [low, 2 * low]
-    return Curve(sizes=sizes, seconds=[_by_events(name, kind, shape, size, links) for size in sizes]).at(whole)
+    low = 2.0 ** math.floor(math.log2(max(nbytes, 1.0)))
+    sizes = [low] if nbytes == low else [low, 2 * low]
+    return Curve(sizes=sizes, seconds=[_by_events(name, kind, shape, size, links) for size in sizes]).at(nbytes)
 
 
 @lru_cache(maxsize=4096)
 def _by_events(name: str, kind: CollectiveKind, shape: Shape, size: float, links: Links) -> float:
-    return costs.seconds(name, kind, shape, size, links, pieces(name, shape, size))
+    return simulated_seconds(name, kind, shape, size, links, pieces(name, shape, size))
 
 
 def links_of(machine: Machine, groups: int, bandwidth: float) -> Links:
@@ -191,22 +191,22 @@ def links_of(machine: Machine, groups: int, bandwidth: float) -> Links:
 # ---- Algorithms between nodes ----
 
 
-def hierarchical_seconds(kind: CollectiveKind, whole: float, place: StridedGroup, machine: Machine) -> float:
+def hierarchical_seconds(kind: CollectiveKind, nbytes: float, group: StridedGroup, machine: Machine) -> float:
     """Returns the seconds of a collective in two levels (the dissertation's chapter on PCCL).
 
     All ranks of a node at once exchange one part each with other nodes; on the node, the ranks exchange all parts. An
     all-reduce is a reduce-scatter on the node, an all-reduce of the parts between nodes and an all-gather on the node.
     """
-    here = place.on_a_node(machine.ranks_per_node)
-    inside, across = place.inner(here), place.outer(here)
+    here = group.on_a_node(machine.ranks_per_node)
+    inside, across = group.inner(here), group.outer(here)
     if kind == "all_reduce":
-        on_node = sum(collective_seconds(each, whole, inside, machine) for each in ("reduce_scatter", "all_gather"))
+        on_node = sum(collective_seconds(each, nbytes, inside, machine) for each in ("reduce_scatter", "all_gather"))
     else:
-        on_node = collective_seconds(kind, whole, inside, machine)
-    return on_node + collective_seconds(kind, whole / here, across, machine)
+        on_node = collective_seconds(kind, nbytes, inside, machine)
+    return on_node + collective_seconds(kind, nbytes / here, across, machine)
 
 
-def library_seconds(kind: CollectiveKind, whole: float, place: StridedGroup, machine: Machine) -> float:
+def library_seconds(kind: CollectiveKind, nbytes: float, group: StridedGroup, machine: Machine) -> float:
     """Returns the seconds of an all-gather or reduce-scatter by the ring of the vendor's library, over all ranks on several
     nodes.
 
@@ -219,35 +219,35 @@ def library_seconds(kind: CollectiveKind, whole: float, place: StridedGroup, mac
             f"profile.collectives=library: machine {machine.name} has no network.library, the measured speed of the "
             "vendor's collectives between nodes: add it to the machine's file or choose other collectives"
         )
-    block, rings = whole / place.size, place.groups_on_a_node(machine.ranks_per_node)
+    block, rings = nbytes / group.size, group.groups_on_a_node(machine.ranks_per_node)
     steps = (
         math.hypot(each.step, block * rings / each.bandwidth)
-        for each in library.on(place.nodes(machine.ranks_per_node))
+        for each in library.on(group.nodes(machine.ranks_per_node))
     )
-    return (place.size - 1) * min(steps)
+    return (group.size - 1) * min(steps)
 
 
-def pccl_seconds(kind: CollectiveKind, whole: float, place: StridedGroup, machine: Machine) -> float:
+def pccl_seconds(kind: CollectiveKind, nbytes: float, group: StridedGroup, machine: Machine) -> float:
     """Returns the seconds of an all-gather or reduce-scatter by PCCL (dissertation on AxoNN, section 6.2).
 
     An all-gather is recursive doubling between nodes, then a ring on the node, and a copy that puts all blocks in order. A
     reduce-scatter runs these steps in reverse. Raises `UserError` when the machine lacks the time of a round
     (`network.doubling`).
     """
-    doubling, here = machine.network.doubling, place.on_a_node(machine.ranks_per_node)
+    doubling, here = machine.network.doubling, group.on_a_node(machine.ranks_per_node)
     if doubling is None:
         raise UserError(
             f"profile.collectives=pccl: machine {machine.name} has no network.doubling, the measured time of rounds between "
             "nodes: add it to the machine's file or choose other collectives"
         )
-    nodes, across = place.nodes(machine.ranks_per_node), place.outer(here)
-    sent = (nodes - 1) / nodes * whole / here
+    nodes, across = group.nodes(machine.ranks_per_node), group.outer(here)
+    sent = (nodes - 1) / nodes * nbytes / here
     between = (
         math.ceil(math.log2(nodes)) * doubling.step
         + sent * across.groups_on_a_node(machine.ranks_per_node) / doubling.bandwidth
     )
-    ordered = machine.memory_seconds(2 * whole) if here > 1 else 0.0
-    return between + collective_seconds(kind, whole, place.inner(here), machine) + ordered
+    ordered = machine.memory_seconds(2 * nbytes) if here > 1 else 0.0
+    return between + collective_seconds(kind, nbytes, group.inner(here), machine) + ordered
 
 
 _BETWEEN_NODES = {"hierarchical": hierarchical_seconds, "library": library_seconds, "pccl": pccl_seconds}
@@ -256,25 +256,25 @@ _BETWEEN_NODES = {"hierarchical": hierarchical_seconds, "library": library_secon
 # ---- Small messages ----
 
 
-def _paced(kind: CollectiveKind, moving: float, place: StridedGroup, machine: Machine) -> float:
+def _paced(kind: CollectiveKind, moving: float, group: StridedGroup, machine: Machine) -> float:
     """Combines transfer time and latency into more than their sum, because links do not reach their bandwidth within a short
     time.
 
     The exponent is the best fit of measured all-reduces (nccl-tests on 8 A100, 8 H200, 8 and 32 B200, 256 KiB to 16 GiB).
     The mean error is 7 %; with the plain sum, it would be 12 %.
     """
-    moving, latency = moving / machine.node.pace(kind).share, _latency(kind, place, machine)
+    moving, latency = moving / machine.node.pace(kind).share, _latency(kind, group, machine)
     return float((moving**_BLEND + latency**_BLEND) ** (1 / _BLEND))
 
 
-def _latency(kind: CollectiveKind, place: StridedGroup, machine: Machine) -> float:
+def _latency(kind: CollectiveKind, group: StridedGroup, machine: Machine) -> float:
     """Returns the latency of all steps: the steps on a node, then the steps of a ring over the nodes.
 
     An all-reduce may use a tree instead of a ring, and takes the steps twice. An all-to-all sends to all nodes at once.
     """
     here, nodes, pace = (
-        place.on_a_node(machine.ranks_per_node),
-        place.nodes(machine.ranks_per_node),
+        group.on_a_node(machine.ranks_per_node),
+        group.nodes(machine.ranks_per_node),
         machine.node.pace(kind),
     )
     across = {"all_reduce": _steps(nodes), "all_to_all": min(1.0, nodes - 1)}.get(kind, nodes - 1)
@@ -287,24 +287,24 @@ def _steps(ranks: int) -> float:
     return min(ranks - 1, 2 * math.log2(ranks) + 1)
 
 
-def _all_to_all(whole: float, place: StridedGroup, machine: Machine) -> float:
+def _all_to_all(nbytes: float, group: StridedGroup, machine: Machine) -> float:
     """Returns the seconds of an all-to-all. All ranks of a node send at once; the node's adapters carry the data to other
     nodes."""
-    here = place.on_a_node(machine.ranks_per_node)
-    inside = whole * (here - 1) / place.size / machine.node.bandwidth
-    across = whole * (place.size - here) / place.size * machine.ranks_per_node / node_bandwidth(place, machine)
+    here = group.on_a_node(machine.ranks_per_node)
+    inside = nbytes * (here - 1) / group.size / machine.node.bandwidth
+    across = nbytes * (group.size - here) / group.size * machine.ranks_per_node / node_bandwidth(group, machine)
     return max(inside, across)
 
 
-def transfer_seconds(sent: float, place: StridedGroup, machine: Machine) -> float:
-    """Returns the seconds of a message to the next rank of `place` (a pipeline's next stage) while all ranks send one. The
+def transfer_seconds(sent: float, group: StridedGroup, machine: Machine) -> float:
+    """Returns the seconds of a message to the next rank of `group` (a pipeline's next stage) while all ranks send one. The
     slowest message decides, within a node or between nodes."""
     pace = machine.node.pace("shift")
-    bandwidth = machine.node.groups.get(f"{place.stride}x2", machine.node.bandwidth)
+    bandwidth = machine.node.groups.get(f"{group.stride}x2", machine.node.bandwidth)
     inside = sent / bandwidth / pace.share + pace.start + pace.step
-    if place.nodes(machine.ranks_per_node) == 1:
+    if group.nodes(machine.ranks_per_node) == 1:
         return inside
-    bandwidth = machine.network.bandwidth if machine.network.links is None else thinnest(place, machine)
-    leaving = min(machine.ranks_per_node, place.stride)
-    across = sent * leaving / bandwidth + machine.network.latency
-    return max(inside, across) if place.on_a_node(machine.ranks_per_node) > 1 else across
+    bandwidth = machine.network.bandwidth if machine.network.links is None else thinnest(group, machine)
+    senders = min(machine.ranks_per_node, group.stride)
+    across = sent * senders / bandwidth + machine.network.latency
+    return max(inside, across) if group.on_a_node(machine.ranks_per_node) > 1 else across

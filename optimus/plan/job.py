@@ -23,7 +23,7 @@ from optimus.plan.links import chained, in_order
 from optimus.plan.machine import Machine
 from optimus.plan.profile import Profile
 from optimus.resolve.facts import Facts
-from optimus.resolve.parameters import recipe_of, whole_model
+from optimus.resolve.parameters import full_model, state_spec_of
 from optimus.resolve.precision import precision
 from optimus.resolve.run import RunInputs
 from optimus.resolve.teachers import teacher_models
@@ -131,7 +131,7 @@ class Job:
         return self.mesh.pp * self.parallel.stages_per_rank
 
     @property
-    def ends_apart(self) -> bool:
+    def first_last_apart(self) -> bool:
         """True if the first and the last stage are on different ranks of a pipeline."""
         return self.mesh.pp > 1 and schedules()[self.parallel.schedule].placement == "loop"
 
@@ -230,7 +230,7 @@ def job_of(
     fill nodes, or when a teacher is missing."""
     run = config.decided(precision(config, machine_facts(machine, mesh.size).bfloat16, {}).values)
     config = longest(phases_of(run)) if run.phases else run
-    model, rank = whole_model(config), config.train.lora_rank
+    model, rank = full_model(config), config.train.lora_rank
     names = [name for name, _ in declarations(model) if name.endswith(_FACTOR)] if rank else []
     factors = tuple((name.removesuffix(_FACTOR), rank or 0) for name in names)
     rules = _rules(config, model, factors)
@@ -261,12 +261,14 @@ def profile_of(config: RunConfig) -> Profile:
 def _rules(config: RunConfig, model: Transformer, factors: Factors) -> Rules:
     """Returns the update rules of a run's parameters, with the share of each kind's blocks that have each rule. Some blocks
     of a kind may lack a low-rank factor."""
-    recipe, alike = recipe_of(config, model, RunInputs()), config.model.alike
+    spec, alike = state_spec_of(config, model, RunInputs()), config.model.alike
     made, layers = examples(config.model, factors)
-    left = 1.0 if config.pruning is None else 1 - config.pruning.sparsity  # share of elements after the last pruning
+    remaining = (
+        1.0 if config.pruning is None else 1 - config.pruning.sparsity
+    )  # share of elements after the last pruning
 
     def rule(name: str) -> tuple[Rule | None, float]:
-        return recipe.rules.get(name), left if name in recipe.unpruned else 1.0
+        return spec.rules.get(name), remaining if name in spec.unpruned else 1.0
 
     def rules_of(name: str) -> Counter[tuple[Rule | None, float]]:
         part, _, rest = name.partition(".")

@@ -40,10 +40,10 @@ def chained(machine: Machine, count: int) -> list[int]:
     assert links is not None
 
     def chain(first: int) -> list[int]:
-        order, left = [first], set(range(len(links))) - {first}
+        order, remaining = [first], set(range(len(links))) - {first}
         while len(order) < count:
-            order.append(max(left, key=lambda node: (sum(links[node][other] for other in order[-4:]), -node)))
-            left.remove(order[-1])
+            order.append(max(remaining, key=lambda node: (sum(links[node][other] for other in order[-4:]), -node)))
+            remaining.remove(order[-1])
         return order
 
     def worth(order: Sequence[int]) -> float:

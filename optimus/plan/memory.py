@@ -66,24 +66,23 @@ class Rank(NamedTuple):
     live: Sequence[Live]
 
 
-def memory_of(job: Job, kept: ActivationSizes | None = None) -> Memory:
+def memory_of(job: Job, sizes: ActivationSizes | None = None) -> Memory:
     """Returns the memory of the pipeline rank with the most bytes on its device."""
-    return max(memory_of_ranks(job, kept), key=lambda memory: memory.total)
+    return max(memory_of_ranks(job, sizes), key=lambda memory: memory.total)
 
 
-def memory_of_ranks(job: Job, kept: ActivationSizes | None = None) -> list[Memory]:
-    """Returns the memory of each rank of the pipeline. `kept` computes the bytes of activations, by default of the run's
+def memory_of_ranks(job: Job, sizes: ActivationSizes | None = None) -> list[Memory]:
+    """Returns the memory of each rank of the pipeline. `sizes` computes the bytes of activations, by default of the run's
     modules."""
     ranks = ranks_of(job)
     states = state_of([rank.stages for rank in ranks], job)
-    activations = activations_of(ranks, kept or run_activations(job))
+    activations = activations_of(ranks, sizes or run_activations(job))
     return [Memory(rank, state | parts, there) for rank, ((state, there), parts) in enumerate(zip(states, activations))]
 
 
 def ranks_of(job: Job) -> list[Rank]:
     """Returns the ranks of the pipeline."""
-    live = live_of(job.config, job.microbatches)
-    return [Rank(stages, kept) for stages, kept in zip(part_counts_of_ranks(job), live)]
+    return [Rank(*both) for both in zip(part_counts_of_ranks(job), live_of(job.config, job.microbatches))]
 
 
 def part_counts_of_ranks(job: Job) -> list[tuple[PartCounts, ...]]:
@@ -115,11 +114,11 @@ def state_size(job: Job) -> float:
     return max(sum(parts.values()) for parts, _ in state_of([rank.stages for rank in ranks_of(job)], job))
 
 
-def activations_of(ranks: Sequence[Rank], kept: ActivationSizes) -> list[dict[str, float]]:
+def activations_of(ranks: Sequence[Rank], sizes: ActivationSizes) -> list[dict[str, float]]:
     """Returns the bytes of activations on each rank, and the transient bytes of a backward pass."""
     parts = []
     for rank in ranks:
-        saved, waiting, working = zip(*map(kept, rank.stages))
+        saved, waiting, working = zip(*map(sizes, rank.stages))
         most = max(live.bytes(saved, waiting) for live in rank.live)
         parts.append({"activations": most, "working": max(working)})
     return parts
@@ -132,7 +131,7 @@ def _state(job: Job, stages: Sequence[PartCounts], plans: Sequence[ChunkPlan]) -
     The bytes include copies for checkpoints, and whole parameters and gradients in use.
     """
     config, profile, saving = job.config, job.profile, job.config.checkpoint
-    places: Sequence[Residency] = ("device",) if job.state.offload == "none" else ("device", "host", "disk")
+    locations: Sequence[Residency] = ("device",) if job.state.offload == "none" else ("device", "host", "disk")
     if opens_cache(job.state):
         config = job.changed(state={"cache": cache_blocks(job, len(plans))}).config
     copied = teacher = 0.0
@@ -141,7 +140,7 @@ def _state(job: Job, stages: Sequence[PartCounts], plans: Sequence[ChunkPlan]) -
         copied = device_share(job) * written(held, profile.state_bytes, scattered=saving.scattered)
     if any(counts.last for counts in stages):
         teacher = job.itemsize * sum(count_parameters(model).total for model in job.teachers)
-    device, *elsewhere = (fullest_shards(plans, at) for at in places)
+    device, *elsewhere = (fullest_shards(plans, at) for at in locations)
     # Gradients and optimizer state of another library have other sizes.
     scale, more = profile.gradient / DTYPES[job.state.gradient_dtype].itemsize, 0.0
     if profile.state is not None:
@@ -154,7 +153,7 @@ def _state(job: Job, stages: Sequence[PartCounts], plans: Sequence[ChunkPlan]) -
         "gathered": parameters_in_use(config, plans) + scale * gradients_in_use(config, plans, job.microbatches),
         "copies": copied,
         **({"teacher": teacher} if teacher else {}),
-    }, Elsewhere(*(float(sum(kept.values())) for kept in elsewhere))
+    }, Elsewhere(*(float(sum(kinds.values())) for kinds in elsewhere))
 
 
 def run_activations(job: Job) -> ActivationSizes:
@@ -180,7 +179,7 @@ def usable(machine: Machine) -> float:
     return machine.memory * (1 - FRAGMENTS)
 
 
-def room_of(job: Job) -> float:
+def device_capacity(job: Job) -> float:
     """Returns the bytes of a rank's memory that communicators' buffers and fragmentation leave for state and activations."""
     return usable(job.machine) - buffers_of(job)
 

@@ -25,7 +25,7 @@ from optimus.plan.memory import (
     state_of,
     usable,
 )
-from optimus.plan.offloading import host_room
+from optimus.plan.offloading import host_capacity
 from optimus.plan.step import least_time, step_time
 from optimus.resolve.stages import splits_backward
 from optimus.state.buffers import RESIDENCES
@@ -50,7 +50,7 @@ class _Way(NamedTuple):
 
     shard: Shard
     width: int | ShardRanks | None
-    room: Sequence[float]
+    free_bytes: Sequence[float]
 
 
 class Fitting:
@@ -61,7 +61,7 @@ class Fitting:
         self._nodes = job.nodes
         self._ranks: dict[tuple[int | str, ...], list[Rank]] = {}
         self._ways: dict[tuple[object, ...], list[_Way]] = {}
-        self._kept: dict[tuple[BlockTiming, bool, frozenset[str]], ActivationSizes] = {}
+        self._sizes: dict[tuple[BlockTiming, bool, frozenset[str]], ActivationSizes] = {}
         self._buffers: dict[tuple[object, ...], float] = {}
         self._sets = recomputations(job.model)
         profile = job.profile
@@ -70,12 +70,12 @@ class Fitting:
     def least(self, candidate: Candidate) -> float:
         """Returns a lower bound of the seconds of a step without recomputation. The bound covers every sharding whose state
         leaves memory for activations."""
-        job, work = candidate.job, candidate.division.work
+        job, work = candidate.job, candidate.timing.work
         ways = self._ways_of(job)
         enough = {width for shard, width, _ in ways if shard == "optimizer"}
         ways = [way for way in ways if way.width not in enough or not self._is_slower(way.shard, way.width)]
-        places = (placed for shard, width, _ in ways for placed in placements(held(job, shard, width)))
-        return min((least_time(placed, work) for placed in places), default=math.inf)
+        jobs = (placed for shard, width, _ in ways for placed in placements(held(job, shard, width)))
+        return min((least_time(placed, work) for placed in jobs), default=math.inf)
 
     def fastest(self, candidate: Candidate, limit: float) -> Timed | None:
         """Returns the fastest sharding, placement of stages and recomputation with which `candidate` fits, or None if no
@@ -83,28 +83,28 @@ class Fitting:
         best = None
         job = replace(candidate.job, machine=self._machine, nodes=self._nodes)
         # The cached costs of the division are valid only if all links between nodes are equal.
-        work = candidate.division.work if self._machine.network.links is None else None
+        work = candidate.timing.work if self._machine.network.links is None else None
         sizes = cache(partial(self._activation_sizes, candidate, job))
         too_slow = set[int | ShardRanks | None]()  # widths over which sharding the optimizer's state alone is too slow
         enough: dict[int | ShardRanks | None, frozenset[str]] = {}  # recomputation that lower levels need, by width
 
-        def in_time(places: Iterable[Job]) -> list[Job]:
-            return [placed for placed in places if least_time(placed, work) < limit]
+        def in_time(jobs: Iterable[Job]) -> list[Job]:
+            return [placed for placed in jobs if least_time(placed, work) < limit]
 
-        for shard, width, room in self._ways_of(job):
+        for shard, width, free_bytes in self._ways_of(job):
             slower = self._is_slower(shard, width)
             if slower and width in too_slow:
                 continue
-            places: Sequence[Job] = in_time(placements(held(job, shard, width)))
-            if not places:
+            jobs: Sequence[Job] = in_time(placements(held(job, shard, width)))
+            if not jobs:
                 too_slow |= {width} if shard == "optimizer" else set()
                 continue
-            buffers = self._buffers_of(places[0])
-            recompute, places = self._least(places, [free - buffers for free in room], sizes, in_time)
-            if not places or (slower and enough.get(width) == recompute):
+            buffers = self._buffers_of(jobs[0])
+            recompute, jobs = self._least(jobs, [free - buffers for free in free_bytes], sizes, in_time)
+            if not jobs or (slower and enough.get(width) == recompute):
                 continue
             enough[width] = recompute
-            for placed in places:
+            for placed in jobs:
                 seconds = step_time(placed, work).seconds
                 if seconds < limit:
                     best, limit = Timed(seconds, placed), seconds
@@ -117,11 +117,11 @@ class Fitting:
 
     def _ways_of(self, job: Job) -> list[_Way]:
         """Returns the ways to shard the job's state that leave memory for activations on every rank."""
-        key = job.mesh, job.parallel.stages_per_rank, job.ends_apart, job.microbatches > 1
+        key = job.mesh, job.parallel.stages_per_rank, job.first_last_apart, job.microbatches > 1
         if key not in self._ways:
             ranks = [*dict.fromkeys(part_counts_of_ranks(job))]
-            ways = (_Way(*way, state_room(ranks, held(job, *way))) for way in sharded(job))
-            self._ways[key] = [way for way in ways if min(way.room) > 0]
+            ways = (_Way(*way, free_after_state(ranks, held(job, *way))) for way in sharded(job))
+            self._ways[key] = [way for way in ways if min(way.free_bytes) > 0]
         return self._ways[key]
 
     def _buffers_of(self, job: Job) -> float:
@@ -146,42 +146,42 @@ class Fitting:
 
     def _least(
         self,
-        places: Sequence[Job],
-        room: Sequence[float],
+        jobs: Sequence[Job],
+        free_bytes: Sequence[float],
         sizes: Callable[[frozenset[str]], list[float]],
         in_time: Callable[[Iterable[Job]], list[Job]],
     ) -> tuple[frozenset[str], Sequence[Job]]:
-        """Returns (the cheapest recomputation that fits, the jobs of `places` that pass `in_time` with this recomputation).
+        """Returns (the cheapest recomputation that fits, the jobs among `jobs` that pass `in_time` with this recomputation).
         Returns no jobs if no recomputation fits.
 
-        Activations fit if they take at most `room` bytes on each rank. The call of `sizes` takes longest, so the function
+        Activations fit if they take at most `free_bytes` on each rank. The call of `sizes` takes longest, so the function
         makes this call last.
         """
         slow: list[frozenset[str]] = []
         for recompute in self._sets:
             if any(less <= recompute or "block" in recompute for less in slow):
                 continue
-            fast = in_time(recomputed(placed, recompute) for placed in places) if recompute else [*places]
+            fast = in_time(recomputed(placed, recompute) for placed in jobs) if recompute else [*jobs]
             if not fast:
                 slow.append(recompute)
-            elif all(size <= free for size, free in zip(sizes(recompute), room)):
+            elif all(size <= free for size, free in zip(sizes(recompute), free_bytes)):
                 return recompute, fast
         return frozenset(), []
 
     def _activation_sizes(self, candidate: Candidate, job: Job, recompute: frozenset[str]) -> list[float]:
         """Returns the bytes of activations on each rank of `_ranks_of`."""
-        key = candidate.division, splits_backward(job.config), recompute
-        if key not in self._kept:
-            self._kept[key] = run_activations(job.changed(recompute=[*recompute]))
-        return [sum(parts.values()) for parts in activations_of(self._ranks_of(job), self._kept[key])]
+        key = candidate.timing, splits_backward(job.config), recompute
+        if key not in self._sizes:
+            self._sizes[key] = run_activations(job.changed(recompute=[*recompute]))
+        return [sum(parts.values()) for parts in activations_of(self._ranks_of(job), self._sizes[key])]
 
 
-def state_room(ranks: Sequence[tuple[PartCounts, ...]], job: Job) -> list[float]:
+def free_after_state(ranks: Sequence[tuple[PartCounts, ...]], job: Job) -> list[float]:
     """Returns the bytes that the job's state leaves on the device of each of `ranks`; -inf where the host's memory is too
     small for the state."""
-    room, beside = usable(job.machine), host_room(job)
+    capacity, beside = usable(job.machine), host_capacity(job)
     return [
-        room - sum(parts.values()) if elsewhere.host <= beside else -math.inf
+        capacity - sum(parts.values()) if elsewhere.host <= beside else -math.inf
         for parts, elsewhere in state_of(ranks, job)
     ]
 
@@ -204,8 +204,8 @@ def _accumulations(job: Job) -> Iterator[Job]:
     """Yields the job and, if gradients are offloaded and a step may have several microbatches, the job that accumulates
     gradients on the host."""
     yield job
-    leaves = RESIDENCES[job.state.offload][1] != "device"
-    if leaves and job.state.accumulate_on == "auto" and job.train.global_batch > job.mesh.size:
+    offloads = RESIDENCES[job.state.offload][1] != "device"
+    if offloads and job.state.accumulate_on == "auto" and job.train.global_batch > job.mesh.size:
         yield job.changed(state={"accumulate_on": "host"})
 
 

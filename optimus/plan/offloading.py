@@ -61,17 +61,17 @@ def shape_of(job: Job, held: Sequence[ChunkGroup], forward: float, backward: flo
     """Returns the shape of a step on a rank with the chunks `held`. `forward` and `backward` are the seconds of a
     microbatch's passes."""
     plans, sizes = [plan for each in held for plan in each.plans], (int(job.itemsize), int(job.profile.gradient))
-    whole = job.state.shard != "parameters"
-    return step_shape(plans, job.state, job.microbatches, forward, backward, sizes, whole=whole)
+    unsharded = job.state.shard != "parameters"
+    return step_shape(plans, job.state, job.microbatches, forward, backward, sizes, unsharded=unsharded)
 
 
 def choice_of(job: Job, shape: StepShape, rates: Rates) -> OffloadChoice:
     """Returns the configured offload choice. With `state.update_on: auto`, the update is on the faster of device and
     host."""
     asked = job.state.update_on
-    places: Sequence[UpdatePlace] = ("device", "host") if asked == "auto" else (asked,)
+    options: Sequence[UpdatePlace] = ("device", "host") if asked == "auto" else (asked,)
     cache, device = cache_blocks(job, shape.chunks), round(device_share(job) * shape.chunks)
-    return min((OffloadChoice(cache, device, on) for on in places), key=lambda each: step_seconds(shape, rates, each))
+    return min((OffloadChoice(cache, device, on) for on in options), key=lambda each: step_seconds(shape, rates, each))
 
 
 def offload_seconds(job: Job, held: Sequence[ChunkGroup], forward: float, backward: float) -> OffloadSeconds:
@@ -102,6 +102,6 @@ class Elsewhere(NamedTuple):
     disk: float = 0.0
 
 
-def host_room(job: Job) -> float:
+def host_capacity(job: Job) -> float:
     """Returns the bytes that a rank's state may take on the host: 90 % of the rank's part of the memory."""
     return 0.9 * job.machine.host.memory / ranks_of_node(job)

@@ -10,7 +10,7 @@ from optimus.disk import user_path
 from optimus.errors import naming_disk_errors
 from optimus.mesh import Mesh
 from optimus.model.count import count_parameters
-from optimus.plan.memory import room_of
+from optimus.plan.memory import device_capacity
 from optimus.plan.prediction import Plan
 from optimus.plan.report import as_json, rows_of
 from optimus.plan.scaling import ScalingPoint
@@ -35,7 +35,7 @@ def page_data(plans: Sequence[Plan], points: Sequence[ScalingPoint]) -> dict[str
         "title": f"Plans of {job.model.family} with {parameters} parameters on {job.machine.name}",
         "written": time.strftime("%Y-%m-%d %H:%M:%S"),
         "tokens": job.tokens,
-        "room": room_of(job),
+        "room": device_capacity(job),
         "memory": job.machine.memory,
         "rows": rows_of(plans, wide=True),
         "plans": [

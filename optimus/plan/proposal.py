@@ -9,7 +9,7 @@ from optimus.config.phases import as_of_run
 from optimus.errors import UserError
 from optimus.measurements import Timing
 from optimus.plan.job import Job, machine_facts, profile_of
-from optimus.plan.memory import FRAGMENTS, OPTIMIZER, Memory, memory_of, room_of
+from optimus.plan.memory import FRAGMENTS, OPTIMIZER, Memory, device_capacity, memory_of
 from optimus.plan.offloading import Elsewhere, rates_of
 from optimus.resolve.facts import AMOUNTS, Facts
 from optimus.resolve.memory import MemoryAccount, memories
@@ -69,7 +69,7 @@ def facts_of(job: Job) -> Facts:
     """Returns the facts that the job's run finds on its machine."""
     machine, facts = job.machine, machine_facts(job.machine, job.mesh.size)
     facts = replace(
-        facts, device_bytes=int(room_of(job) / (1 - FRAGMENTS))
+        facts, device_bytes=int(device_capacity(job) / (1 - FRAGMENTS))
     )  # a run fills only the usable share of these bytes
     if job.state.offload == "none" or machine.host.bandwidth is None:
         return facts
@@ -109,4 +109,4 @@ def _memory(rank: int, found: MemoryAccount, shared: bool) -> Memory:
     kinds = found.kinds(shared=shared)
     parts = {"gathered": 0.0, "copies": 0.0, "optimizer": float(sum(kinds.pop(kind) for kind in OPTIMIZER))}
     parts |= {kind: float(size) for kind, size in kinds.items()}
-    return Memory(rank, parts, Elsewhere(*(float(sum(kept.values())) for kept in (found.host, found.disk))))
+    return Memory(rank, parts, Elsewhere(*(float(sum(sizes.values())) for sizes in (found.host, found.disk))))

@@ -103,12 +103,12 @@ class RankCosts:
             self._held = self._shared.setdefault(here, {})
         return _found(self._held, key, find)
 
-    def collective(self, kind: CollectiveKind, whole: float, place: StridedGroup) -> float:
+    def collective(self, kind: CollectiveKind, nbytes: float, group: StridedGroup) -> float:
         """Returns the seconds of a collective with the profile's algorithm, and records the collective's size in
         `collectives`."""
         asked = self.collectives
-        asked[place, kind] = max(whole, asked.get((place, kind), 0.0))
-        return collective_seconds(kind, whole, place, self.machine, self.profile.collectives)
+        asked[group, kind] = max(nbytes, asked.get((group, kind), 0.0))
+        return collective_seconds(kind, nbytes, group, self.machine, self.profile.collectives)
 
     def orthogonalise(self, number: int, rows: int, columns: int) -> float:
         """Returns the seconds to make `number` matrices orthogonal at once (`optim.muon.orthogonalise`)."""
@@ -140,8 +140,8 @@ class RankCosts:
             products = [(context, context, query), (context, value, context)]
             units = float(_aligned(8, query, value))  # batched matmuls need better alignment for matrix units
             forward = sum(machine.matmul_seconds(*each, self._plain, batch, units=units) for each in products)
-            kept = self._memory(_SCORES * heads * self.T * context * self.e, share=1.0).memory
-            times = forward + kept, 2 * forward + 1.3 * kept
+            memory = self._memory(_SCORES * heads * self.T * context * self.e, share=1.0).memory
+            times = forward + memory, 2 * forward + 1.3 * memory
             return Passes(*(self._speed(Terms(attention=time)) for time in times))
         passes = machine.attention_seconds(
             self.T, context, heads, sizes, self._plain, window=window, ranks=mesh.cp, speed=speed
@@ -299,8 +299,8 @@ class RankCosts:
     def _speed(self, terms: Terms) -> Terms:
         return Terms(*(time / self.profile.speed for time in terms))
 
-    def _tensor(self, kind: CollectiveKind, whole: float, axis: str = "tp_out") -> Terms:
-        seconds = self.collective(kind, whole, self.job.group(axis))
+    def _tensor(self, kind: CollectiveKind, nbytes: float, axis: str = "tp_out") -> Terms:
+        seconds = self.collective(kind, nbytes, self.job.group(axis))
         return Terms(tensor=seconds * (1 - self.profile.overlap_tensor * self.machine.overlap))
 
     def _ring(self, forward: float, backward: float) -> tuple[float, float]:
@@ -309,13 +309,13 @@ class RankCosts:
         model, job, mesh = self.model, self.job, self.job.mesh
         if mesh.cp == 1:
             return 0.0, 0.0
-        place, each = job.group("cp"), self.T * (model.query_size + model.value_size) * self.e
+        group, each = job.group("cp"), self.T * (model.query_size + model.value_size) * self.e
         shared = model.kv_heads / mesh.tp_out * each
         if job.parallel.context_method == "ulysses":
             own = model.heads / mesh.tp_out * each + shared
-            once = self.collective("all_to_all", own, place)
+            once = self.collective("all_to_all", own, group)
             return once, once
-        once = (mesh.cp - 1) * transfer_seconds(shared, place, self.machine)
+        once = (mesh.cp - 1) * transfer_seconds(shared, group, self.machine)
         beside = self.machine.overlap
         return max(0.0, once - beside * forward), max(0.0, 2 * once - beside * backward)
 
@@ -330,40 +330,40 @@ class RankCosts:
         """Returns the exposed seconds of dispatching `tokens` tokens to their experts and combining the results. The two
         halves of the shared expert overlap the two collectives."""
         hidden, mesh = self.model.hidden, self.job.mesh
-        place = StridedGroup(mesh.ep * mesh.etp, 1)
-        if place.size == 1:
+        group = StridedGroup(mesh.ep * mesh.etp, 1)
+        if group.size == 1:
             return Passes(Terms(), Terms())
         shown = 1 - self.profile.overlap_expert * self.machine.overlap
         if self.dispatcher == "allgather":
-            whole = tokens * place.size * hidden * self.e
-            both = [self.collective(kind, whole, place) for kind in ("all_gather", "reduce_scatter")]
+            nbytes = tokens * group.size * hidden * self.e
+            both = [self.collective(kind, nbytes, group) for kind in ("all_gather", "reduce_scatter")]
             return Passes(*2 * [Terms(expert=sum(both) * shown)])
         size = tokens * mesh.etp * self._load * hidden * self.e
-        once = self._exchange(place, size, experts) * shown
+        once = self._exchange(group, size, experts) * shown
         share = self.profile.overlap_shared * self.machine.overlap
         computing = zip(*((half.forward.compute, half.backward.compute + half.weights.compute) for half in shared))
-        left = [sum(max(0.0, once - share * seconds) for seconds in halves) for halves in computing] or 2 * [2 * once]
-        return Passes(*(Terms(expert=seconds) for seconds in left))
+        exposed = [sum(max(0.0, once - share * seconds) for seconds in halves) for halves in computing]
+        return Passes(*(Terms(expert=seconds) for seconds in exposed or 2 * [2 * once]))
 
-    def _exchange(self, place: StridedGroup, size: float, experts: int) -> float:
+    def _exchange(self, group: StridedGroup, size: float, experts: int) -> float:
         """Returns the seconds to send `size` bytes of tokens to their experts, or back."""
-        ranks, nodes = self.job.mesh.ep, place.nodes(self.machine.ranks_per_node)
+        ranks, nodes = self.job.mesh.ep, group.nodes(self.machine.ranks_per_node)
         if self.profile.copies == "expert":
-            return self.collective("all_to_all", size * self._chosen, place)
+            return self.collective("all_to_all", size * self._chosen, group)
         each = size * copies(experts, ranks, self._chosen)
         if self.profile.copies == "rank" or nodes == 1:
-            return self.collective("all_to_all", each, place)
-        here = place.on_a_node(self.machine.ranks_per_node)
-        if self.profile.copies == "levels" and (here == 1 or place.size % here):
-            return self.collective("all_to_all", each, place)
+            return self.collective("all_to_all", each, group)
+        here = group.on_a_node(self.machine.ranks_per_node)
+        if self.profile.copies == "levels" and (here == 1 or group.size % here):
+            return self.collective("all_to_all", each, group)
         # A token goes once to each node, and from there to the ranks with its experts.
         inside = self.collective("all_to_all", each, StridedGroup(here))
         if self.profile.copies == "levels":
             return inside + self.collective(
-                "all_to_all", size * copies(experts, nodes, self._chosen), place.outer(here)
+                "all_to_all", size * copies(experts, nodes, self._chosen), group.outer(here)
             )
         return max(  # both levels overlap
-            inside, self.collective("all_to_all", size * copies(experts, nodes, self._chosen), place)
+            inside, self.collective("all_to_all", size * copies(experts, nodes, self._chosen), group)
         )
 
 

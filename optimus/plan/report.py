@@ -17,7 +17,7 @@ from optimus.model.count import count_parameters
 from optimus.plan.collectives import algorithm_named
 from optimus.plan.job import Job
 from optimus.plan.largest import MOST_LAYERS
-from optimus.plan.memory import buffers_of, communicators_of, room_of
+from optimus.plan.memory import buffers_of, communicators_of, device_capacity
 from optimus.plan.offloading import device_share, ranks_of_node, sends_gradients
 from optimus.plan.prediction import Plan
 from optimus.plan.proposal import config_of, layout_of
@@ -204,10 +204,10 @@ def _below_table(plan: Plan) -> list[str]:
             f"{rounded(run.device_hours)} device hours."
         )
     _, buffers = communicators_of(job)
-    left, beside = machine.memory - plan.memory.total - buffers, f" and {size_text(buffers)} of communicators' buffers"
+    free, beside = machine.memory - plan.memory.total - buffers, f" and {size_text(buffers)} of communicators' buffers"
     fits, said = verdict(plan.memory.total, job)
     lines.append(
-        f"Plan 1 leaves {size_text(left)} of the {size_text(machine.memory)} of a rank free, besides state and activations"
+        f"Plan 1 leaves {size_text(free)} of the {size_text(machine.memory)} of a rank free, besides state and activations"
         f"{beside if buffers else ''}."
         if fits
         else f"Plan 1 does not fit: its fullest rank takes {said.removesuffix(': does not fit')}."
@@ -247,12 +247,12 @@ def explained(plan: Plan) -> str:
     for name, value in _largest_first(plan.step.terms):
         if value > 0:
             lines.append(f"  {name:<22}{value:>10.3f} s {100 * value / plan.step.seconds:>6.1f} %")
-    room = job.machine.memory
+    capacity = job.machine.memory
     where = f"pipeline rank {plan.memory.rank}" if job.mesh.pp > 1 else "every rank"
-    lines.append(f"{where} takes {size_text(plan.memory.total, 4)} of {size_text(room)}:")
+    lines.append(f"{where} takes {size_text(plan.memory.total, 4)} of {size_text(capacity)}:")
     for name, value in _largest_first(plan.memory.parts):
         if value > 0:
-            lines.append(f"  {name:<22}{size_text(value, 4):>13}{100 * value / room:>6.1f} %")
+            lines.append(f"  {name:<22}{size_text(value, 4):>13}{100 * value / capacity:>6.1f} %")
     lines += _elsewhere(plan)
     connected, buffers = communicators_of(job)
     number = sum(each.number for each in connected)
@@ -293,23 +293,23 @@ def _collectives(job: Job) -> Iterator[str]:
     work, machine = RankCosts(job), job.placed
     step_time(job, work)
     used: dict[StridedGroup, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for (place, kind), whole in sorted(work.collectives.items()):
-        if place.size > 1 and whole > 0:
-            name = algorithm_named(kind, whole, place, machine, job.profile.collectives)
-            used[place][name].append(f"{kind.replace('_', '-')} ({whole / 1e6:,.1f} MB)")
-    for place, names in used.items():
-        apart = f", {place.stride} apart" if place.stride > 1 else ""
-        nodes = place.nodes(machine.ranks_per_node)
-        where = f"{place.size:,} ranks on {nodes:,} node{'s' if nodes > 1 else ''}{apart}"
+    for (group, kind), nbytes in sorted(work.collectives.items()):
+        if group.size > 1 and nbytes > 0:
+            name = algorithm_named(kind, nbytes, group, machine, job.profile.collectives)
+            used[group][name].append(f"{kind.replace('_', '-')} ({nbytes / 1e6:,.1f} MB)")
+    for group, names in used.items():
+        apart = f", {group.stride} apart" if group.stride > 1 else ""
+        nodes = group.nodes(machine.ranks_per_node)
+        where = f"{group.size:,} ranks on {nodes:,} node{'s' if nodes > 1 else ''}{apart}"
         each = (f"{', '.join(kinds)}: {_ALGORITHMS.get(name, name)}" for name, kinds in names.items())
         yield f"  {where:<34}{'; '.join(each)}"
 
 
 def verdict(size: float, job: Job) -> tuple[bool, str]:
     """Returns (whether `size` bytes fit on a rank of the job's machine, a text that says so with the sizes)."""
-    room, memory = room_of(job), job.machine.memory
-    fits = size <= room
+    capacity, memory = device_capacity(job), job.machine.memory
+    fits = size <= capacity
     buffers = buffers_of(job)
     beside = f"communicators' buffers take {size_text(buffers)}, and fragmentation" if buffers else "fragmentation"
-    left = "" if fits or size > memory else f" ({size_text(room)} are usable: {beside} wastes the rest)"
-    return fits, f"{size_text(size)} on {size_text(memory)}{left}: {'fits' if fits else 'does not fit'}"
+    usable_text = "" if fits or size > memory else f" ({size_text(capacity)} are usable: {beside} wastes the rest)"
+    return fits, f"{size_text(size)} on {size_text(memory)}{usable_text}: {'fits' if fits else 'does not fit'}"

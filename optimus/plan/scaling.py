@@ -34,8 +34,8 @@ def scale(job: Job, ranks: Sequence[int], layout_plan: Plan | None = None) -> li
     mesh, sequences = first.mesh, first.train.micro_batch * first.microbatches * first.mesh.dp
     points: list[ScalingPoint] = []
     for number in sorted(ranks):
-        times, left = divmod(number, mesh.size)
-        if left or not times:
+        times, remainder = divmod(number, mesh.size)
+        if remainder or not times:
             raise UserError(
                 f"--scale: {number} ranks are not a multiple of the layout's {mesh.size} ranks: use "
                 f"{max(1, times) * mesh.size}"

@@ -26,9 +26,9 @@ from optimus.plan.candidate_meshes import candidates
 from optimus.plan.job import Job
 from optimus.plan.links import even, exchanged
 from optimus.plan.machine import load_machine, machine_names
-from optimus.plan.memory import FRAGMENTS, buffers_of, memory_of, room_of, state_size, usable
+from optimus.plan.memory import FRAGMENTS, buffers_of, device_capacity, memory_of, state_size, usable
 from optimus.plan.memory_fit import Fitting, Timed, residencies
-from optimus.plan.offloading import host_room
+from optimus.plan.offloading import host_capacity
 from optimus.plan.prediction import Plan, predict
 from optimus.plan.step import step_time
 
@@ -60,7 +60,7 @@ def search_residency(job: Job, best: int) -> list[Plan]:
     least = machine = job.machine
     for _ in range(_TRIES):
         found = [predict(replace(each.job, machine=machine)) for each in _search(replace(job, machine=least), best)]
-        over = max((plan.memory.total - room_of(plan.job) for plan in found), default=0.0)
+        over = max((plan.memory.total - device_capacity(plan.job) for plan in found), default=0.0)
         if over <= 0:
             break
         least = least.model_copy(update={"memory": least.memory - over / (1 - FRAGMENTS)})
@@ -69,7 +69,7 @@ def search_residency(job: Job, best: int) -> list[Plan]:
 
 def _fits(plan: Plan) -> bool:
     job, memory = plan.job, plan.memory
-    return memory.total <= room_of(job) and memory.elsewhere.host <= host_room(job)
+    return memory.total <= device_capacity(job) and memory.elsewhere.host <= host_capacity(job)
 
 
 def _search(job: Job, best: int) -> list[Timed]:
@@ -93,7 +93,7 @@ def _search(job: Job, best: int) -> list[Timed]:
         bound, number, refined = heappop(queue)
         if bound >= limit:
             break
-        candidate, mesh = ways[number], ways[number].division.mesh
+        candidate, mesh = ways[number], ways[number].timing.mesh
         if not refined:
             heappush(queue, (fitting.least(candidate), number, True))
             continue
@@ -123,20 +123,20 @@ def _rearranged(timed: Timed) -> Timed:
 
 def fits(job: Job) -> bool:
     """True if any of the job's layouts with the least memory (`_tightest`) fits."""
-    room, beside = usable(job.machine), host_room(job)
-    tight = ((each, memory_of(each)) for size, each in _tightest(job) if size <= room)
-    return any(memory.total <= room_of(each) and memory.elsewhere.host <= beside for each, memory in tight)
+    capacity, beside = usable(job.machine), host_capacity(job)
+    tight = ((each, memory_of(each)) for size, each in _tightest(job) if size <= capacity)
+    return any(memory.total <= device_capacity(each) and memory.elsewhere.host <= beside for each, memory in tight)
 
 
 def _tightest(job: Job) -> list[tuple[float, Job]]:
     """Returns (bytes of the state on the fullest rank, job) for the layout of each division that takes least memory,
     smallest first."""
     ways = list(candidates(job))
-    smallest = min((candidate.division.micro_batch for candidate in ways), default=0)
+    smallest = min((candidate.timing.micro_batch for candidate in ways), default=0)
     found = [
         candidate.job.changed(state={"shard": "parameters"}, recompute=["block"])
         for candidate in ways  # no schedule saves fewer activations than the default one
-        if candidate.division.micro_batch == smallest and candidate.schedule == DEFAULT
+        if candidate.timing.micro_batch == smallest and candidate.schedule == DEFAULT
     ]
     return sorted(((state_size(each), each) for each in found), key=lambda sized: sized[0])
 
@@ -149,8 +149,8 @@ def _too_large(job: Job) -> UserError:
         if size >= least:  # the state alone takes more than a whole layout
             break
         least = min(least, memory_of(each).total + buffers_of(each))
-    rooms = sorted({(load_machine(name).memory, name) for name in machine_names()})
-    enough = [f"{name} ({size_text(size)})" for size, name in rooms if least <= size * (1 - FRAGMENTS)]
+    memories = sorted({(load_machine(name).memory, name) for name in machine_names()})
+    enough = [f"{name} ({size_text(size)})" for size, name in memories if least <= size * (1 - FRAGMENTS)]
     cure = (
         f"the smallest known machine with this memory is {enough[0]}" if enough else "no known machine has this memory"
     )

@@ -82,7 +82,7 @@ def step_time(job: Job, work: RankCosts | None = None) -> StepTime:
     order = job.parallel.schedule, mesh.pp, job.microbatches, passes.times
     link = 0.0 if mesh.pp == 1 else transfer_seconds(work.R * work.H * work.e, job.group("pp"), work.machine)
     seconds = _lent(work, passes.times, pipeline_seconds(*order, link, blocking=job.profile.blocking))
-    return _sum(work, passes.stages, seconds, _ends(work, passes, seconds))
+    return _sum(work, passes.stages, seconds, _other_terms(work, passes, seconds))
 
 
 def least_time(job: Job, work: RankCosts | None = None) -> float:
@@ -91,7 +91,7 @@ def least_time(job: Job, work: RankCosts | None = None) -> float:
     work = work.with_job(job) if work else RankCosts(job)
     passes = _passes(work)
     least = _lent(work, passes.times, passes.least)
-    return least + sum(_ends(work, passes, least).values())
+    return least + sum(_other_terms(work, passes, least).values())
 
 
 def _passes(work: RankCosts) -> _Passes:
@@ -155,7 +155,7 @@ def _lent(work: RankCosts, times: Sequence[StageTimes], seconds: float) -> float
     return max(sum(each.seconds for each in times) * job.microbatches / job.mesh.pp, seconds / machine.alone)
 
 
-def _ends(work: RankCosts, passes: _Passes, seconds: float) -> dict[str, float]:
+def _other_terms(work: RankCosts, passes: _Passes, seconds: float) -> dict[str, float]:
     """Returns the seconds that a step takes besides its passes, by term: exposed communication, optimizer, data and
     checkpoints."""
     job, stages = work.job, passes.held
@@ -167,13 +167,13 @@ def _ends(work: RankCosts, passes: _Passes, seconds: float) -> dict[str, float]:
             sum(times) for times in zip(*((t.forward, t.backward + t.weights) for t in passes.stage_times))
         )
         beside = offload_seconds(job, held, forward, backward)
-    ends = {
+    others = {
         "data_parallel": _reduction(work, moved, passes.stage_times),
         "optimizer": beside.update,
         "fetching": beside.fetching,
         "data": job.tokens / job.mesh.dp * _TOKEN / work.machine.host.link,
     }
-    return ends | {"checkpoint": _saving(work, moved.written, seconds + sum(ends.values()))}
+    return others | {"checkpoint": _saving(work, moved.written, seconds + sum(others.values()))}
 
 
 @lru_cache(maxsize=1024)
@@ -298,7 +298,7 @@ def _moving(
 ) -> float:
     """Returns the seconds of consecutive collectives on elements of `size` bytes, each collective in `parts` equal
     parts."""
-    return sum(parts * work.collective(kind, elements * size / parts, place) for elements, place in moved)
+    return sum(parts * work.collective(kind, elements * size / parts, group) for elements, group in moved)
 
 
 def _beside(moving: float, computing: float) -> float:
@@ -362,11 +362,11 @@ def _update(work: RankCosts, held: Sequence[ChunkGroup]) -> float:
     """Returns the seconds of the gradient norm and the update, which are memory-bound, and of the matmuls of rules such as
     Muon."""
     profile = work.profile
-    kept = defaultdict[float, float](float)  # elements, by the bytes of their state
+    elements_by_bytes = defaultdict[float, float](float)  # elements, by the bytes of their state
     for each in held:
-        kept[profile.state_bytes(each.rule)] += each.updated
-    own = sum(kept.values())
-    moved = sum(profile.update * elements * size for size, elements in kept.items())
+        elements_by_bytes[profile.state_bytes(each.rule)] += each.updated
+    own = sum(elements_by_bytes.values())
+    moved = sum(profile.update * elements * size for size, elements in elements_by_bytes.items())
     ways = profile.host_traffic * own / work.machine.host.link
     products = sum(_orthogonalising(work, each) for each in held if each.matrices)
     return ways + products + work.machine.memory_seconds(moved + own * profile.gradient, kernels=10)
@@ -378,8 +378,8 @@ def _orthogonalising(work: RankCosts, held: ChunkGroup) -> float:
     ranks, each = held.shards(held.depths.optimizer), list[tuple[float, float]]()
     here = -(-round(sum(number for number, *_ in held.matrices)) // ranks)
     for number, together, rows, columns, axes, blocks in held.matrices:
-        room = int(work.job.state.tile * blocks / (rows * columns))
-        at_once = max(1, min(here, max(room, blocks)) if blocks > 1 else min(together, here, room))
+        in_tile = int(work.job.state.tile * blocks / (rows * columns))
+        at_once = max(1, min(here, max(in_tile, blocks)) if blocks > 1 else min(together, here, in_tile))
         seconds = work.orthogonalise(-(-at_once // blocks), rows, columns)
         if blocks > 1:
             sent = at_once * rows * columns / blocks * work.e
@@ -403,7 +403,7 @@ def _saving(work: RankCosts, files: Iterable[tuple[int, float]], step: float) ->
     return seconds
 
 
-def _sum(work: RankCosts, stages: Sequence[_Stage], passes: float, ends: Mapping[str, float]) -> StepTime:
+def _sum(work: RankCosts, stages: Sequence[_Stage], passes: float, others: Mapping[str, float]) -> StepTime:
     m = work.job.microbatches
     every = add(_scaled(terms, m) for each in stages for terms in (each.forward, each.backward, each.weights))
     again = add(_scaled(each.again, m) for each in stages)
@@ -422,5 +422,8 @@ def _sum(work: RankCosts, stages: Sequence[_Stage], passes: float, ends: Mapping
         "host": host,
     }
     faster = min(1.0, passes / busy)  # less than 1 if ranks share cores: a rank is faster while other ranks are idle
-    terms = {name: seconds * faster for name, seconds in terms.items()} | {"pipeline": max(0.0, passes - busy), **ends}
-    return StepTime(passes + sum(ends.values()), terms)
+    terms = {name: seconds * faster for name, seconds in terms.items()} | {
+        "pipeline": max(0.0, passes - busy),
+        **others,
+    }
+    return StepTime(passes + sum(others.values()), terms)

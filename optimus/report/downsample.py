@@ -18,10 +18,10 @@ def downsample(values: Sequence[float | None], most: int) -> list[int]:
     finite = np.isfinite(array)
     low, high = np.where(finite, array, np.inf), np.where(finite, array, -np.inf)
     edges = np.linspace(0, len(values), max(1, most // 5) + 1).astype(int).tolist()
-    kept: list[int] = []
+    selected: list[int] = []
     for start, end in itertools.pairwise(edges):
         chosen = {start, end - 1, start + int(low[start:end].argmin()), start + int(high[start:end].argmax())}
         if not finite[start:end].all():
             chosen.add(start + int(finite[start:end].argmin()))
-        kept += sorted(chosen)
-    return kept
+        selected += sorted(chosen)
+    return selected

@@ -26,7 +26,7 @@ _TOGETHER = 1000  # lines that `_values` parses at once
 _EXPERT_STEPS = 400  # most steps whose expert loads `read_folder` reads
 _SAMPLE_STEPS = 50  # most validations whose generated text `read_folder` reads
 _DIGITS = 16  # integers with fewer digits are exact in the page's JavaScript
-_KEPT = "\n\r\t"  # control characters that may remain in a text of several lines
+_ALLOWED = "\n\r\t"  # control characters that may remain in a text of several lines
 _RANKS = 1 << 20  # most ranks of a timeline that the page draws
 _ENDINGS = ("failure", "error", "stopped", "recovered", "finished")  # events that tell how a run ended
 
@@ -228,10 +228,10 @@ def _parsed(text: bytes) -> Any:
 
 def _with_printable_text(tree: Any) -> Any:
     if isinstance(tree, dict):
-        return {printable(key, _KEPT): _with_printable_text(value) for key, value in tree.items()}
+        return {printable(key, _ALLOWED): _with_printable_text(value) for key, value in tree.items()}
     if isinstance(tree, list):
         return list(map(_with_printable_text, tree))
-    return printable(tree, _KEPT) if isinstance(tree, str) else tree
+    return printable(tree, _ALLOWED) if isinstance(tree, str) else tree
 
 
 def _config(path: Path, skipped: dict[str, int]) -> dict[str, Any]:

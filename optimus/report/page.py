@@ -218,20 +218,20 @@ def curve(folder: RunFolder, key: str) -> dict[str, list[Any]]:
     if 2 * values.count(None) > len(values):
         there = [index for index, value in enumerate(values) if value is not None]  # type: ignore[assignment]
         values = [values[index] for index in there]
-    kept = downsample(values, _POINTS)
-    steps = [folder.records[there[index]]["step"] for index in kept]
-    return {"step": steps, "value": [plain(values[index]) for index in kept]}
+    selected = downsample(values, _POINTS)
+    steps = [folder.records[there[index]]["step"] for index in selected]
+    return {"step": steps, "value": [plain(values[index]) for index in selected]}
 
 
 def _clock(folder: RunFolder) -> dict[str, list[Any]]:
     """Returns, at evenly spaced steps, the tokens read so far and the total seconds of steps and checkpoints so far."""
     records, columns = folder.records, [folder.column(key) for key in ("step_seconds", "checkpoint_seconds")]
     sums = list(accumulate((step or 0.0) + (checkpoint or 0.0) for step, checkpoint in zip(*columns)))
-    kept = sorted({round(i * (len(records) - 1) / _STACKED) for i in range(_STACKED + 1)} if records else ())
+    selected = sorted({round(i * (len(records) - 1) / _STACKED) for i in range(_STACKED + 1)} if records else ())
     return {
-        "step": [records[index]["step"] for index in kept],
-        "tokens": [plain(folder.column("tokens")[index]) for index in kept],
-        "seconds": [plain(sums[index]) for index in kept],
+        "step": [records[index]["step"] for index in selected],
+        "tokens": [plain(folder.column("tokens")[index]) for index in selected],
+        "seconds": [plain(sums[index]) for index in selected],
     }
 
 

@@ -136,8 +136,8 @@ def _slowest(folder: RunFolder) -> tuple[str, float] | None:
         for name in folder.metrics
         if name.startswith("time/")
     }
-    whole = sum(sums.values())
-    if not math.isfinite(whole) or whole <= 0:
+    total = sum(sums.values())
+    if not math.isfinite(total) or total <= 0:
         return None
     name = max(sums, key=lambda name: sums[name])
-    return name.replace("_", " "), sums[name] / whole
+    return name.replace("_", " "), sums[name] / total

@@ -53,8 +53,8 @@ class EventLog:
             # A dying node may have left a partial line, which must not corrupt this event.
             end = file.seek(0, os.SEEK_END)
             file.seek(max(0, end - 1))
-            whole = file.read(1) in (b"", b"\n")
-            file.write((("" if whole else "\n") + json.dumps(event) + "\n").encode())
+            ends_with_newline = file.read(1) in (b"", b"\n")
+            file.write((("" if ends_with_newline else "\n") + json.dumps(event) + "\n").encode())
             os.fsync(file.fileno())
 
     def read(self) -> list[dict[str, Any]]:

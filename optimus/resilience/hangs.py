@@ -17,7 +17,7 @@ _GATHERING = 5.0  # seconds that all ranks have to report their states
 _FOLDER = ".hang"
 
 
-def meeting_place(run: Path, incarnation: str) -> Path:
+def report_folder(run: Path, incarnation: str) -> Path:
     """Returns the folder where the ranks of a hung run report their states.
 
     `incarnation` is unique, so that no rank reads the reports of an earlier attempt.

@@ -7,20 +7,21 @@ from typing import Any, NamedTuple
 class Decision(NamedTuple):
     """A decision on an open option: its key, the value and the reason.
 
-    A resumed run reuses a decision with `kept`, because it is part of the run. Other decisions depend on the machine, and
-    each start makes them anew. `said` is False for a decision without an alternative, which messages to the user omit.
+    A resumed run reuses a `persistent` decision, because the decision is part of the run. Other decisions depend on the
+    machine, and each start makes them anew. `said` is False for a decision without an alternative, which messages to the
+    user omit.
     """
 
     key: str
     value: Any
     why: str
-    kept: bool = False
+    persistent: bool = False
     said: bool = True
 
     @property
     def written(self) -> dict[str, Any]:
         """The decision in the form in which a run folder stores it."""
-        return {"key": self.key, "value": self.value, "why": self.why, "kept": self.kept}
+        return {"key": self.key, "value": self.value, "why": self.why, "kept": self.persistent}
 
     def __str__(self) -> str:
         return f"{self.key}: {self.value} ({self.why})"
@@ -34,14 +35,14 @@ class Decided(NamedTuple):
 
     values: Mapping[str, Any] = {}
     why: str = ""
-    kept: bool = False
+    persistent: bool = False
     said: bool = True
 
     @property
     def decisions(self) -> list[Decision]:
         """A decision for each value that is not None."""
         return [
-            Decision(key, value, self.why, self.kept, self.said)
+            Decision(key, value, self.why, self.persistent, self.said)
             for key, value in self.values.items()
             if value is not None
         ]

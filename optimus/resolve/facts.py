@@ -19,7 +19,7 @@ from optimus.config.sizes import size_text
 from optimus.config.tree import StateConfig
 from optimus.measurements import Measurements, Timing, Timings, in_turn
 from optimus.mesh import Mesh
-from optimus.observe.machine import Bfloat16, bfloat16_of, device_name, free_memory, measurements_of, whole_memory
+from optimus.observe.machine import Bfloat16, bfloat16_of, device_name, free_memory, measurements_of, total_memory
 from optimus.optim.adamw import AdamW
 from optimus.optim.rule import OptimizerStep, Tile
 from optimus.resolve.precision import precision
@@ -115,7 +115,7 @@ def _memory_to_count_on(
     changes do not affect decisions.
     """
     if world is None:
-        free = (free_memory if touches or device.type == "cpu" else whole_memory)(device)
+        free = (free_memory if touches or device.type == "cpu" else total_memory)(device)
         counted = known.free_memory(str(device), free)
     else:
         free = min(world.all_gather_object(free_memory(device)))

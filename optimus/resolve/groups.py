@@ -5,13 +5,13 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from optimus.comm import PlannedGroups
-from optimus.comm.groups import level_divisions
+from optimus.comm.groups import level_groups
 from optimus.config import RunConfig
 from optimus.config.tree import StateConfig
 from optimus.mesh import Layout, Mesh, RankPartition
 from optimus.resolve.rules import tilings
 from optimus.resolve.stages import placement_of
-from optimus.state.plan import divisions
+from optimus.state.plan import shard_partitions
 
 # Groups that every run uses: all ranks, the ranks of a stage, the ranks with different tokens, and single axes.
 _ALWAYS = (
@@ -34,11 +34,11 @@ class Communicators(NamedTuple):
     number: int
 
 
-def shared_divisions(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout]) -> list[PlannedGroups]:
-    """Returns the divisions of the ranks into groups, except those that only messages or vocabulary parallelism need. Omits
-    repeated divisions and divisions into groups of one rank.
+def shared_groups(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout]) -> list[PlannedGroups]:
+    """Returns the partitions of the ranks into groups, except those that only messages or vocabulary parallelism need. Omits
+    repeated partitions and partitions into groups of one rank.
 
-    `layouts` are those of the parameters of all stages, so that all ranks find the same divisions in the same order.
+    `layouts` are those of the parameters of all stages, so that all ranks find the same partitions in the same order.
     """
     asked = [*_ALWAYS, *([("ep",), ("etp",)] if config.model.experts else [])]
     asked += [("ep", "etp")] if config.model.experts and config.moe.dispatch == "allgather" else []
@@ -50,29 +50,29 @@ def shared_divisions(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout
     named = {_named(mesh, axes): axes for axes in reversed(asked)}  # axes with the same name have the same groups
     found = [PlannedGroups(name, mesh.groups(named[name])) for name in dict.fromkeys(_named(mesh, a) for a in asked)]
     if config.model.experts and config.moe.dispatch == "alltoall":
-        found += level_divisions(mesh, "ep")
-    found += state_divisions(mesh, layouts, config.state)
+        found += level_groups(mesh, "ep")
+    found += state_groups(mesh, layouts, config.state)
     unlike: dict[RankPartition, PlannedGroups] = {}
     for each in found:
-        unlike.setdefault(each.division, each)
-    return [each for each in unlike.values() if each.division.largest > 1]
+        unlike.setdefault(each.partition, each)
+    return [each for each in unlike.values() if each.partition.largest > 1]
 
 
-def state_divisions(mesh: Mesh, layouts: Mapping[str, Layout], options: StateConfig) -> list[PlannedGroups]:
-    """Returns the divisions that shard parameters of these layouts and their state, and the replica groups of shards."""
+def state_groups(mesh: Mesh, layouts: Mapping[str, Layout], options: StateConfig) -> list[PlannedGroups]:
+    """Returns the partitions that shard parameters of these layouts and their state, and the replica groups of shards."""
     found = []
     for axes in dict.fromkeys(layout.partial_axes for layout in layouts.values()):
-        *steps, copies = divisions(mesh, axes, options)
+        *steps, copies = shard_partitions(mesh, axes, options)
         name = _named(mesh, axes)
         found += [PlannedGroups(f"shards {number} of {name}", step) for number, step in enumerate(steps, start=1)]
         found.append(PlannedGroups(f"replicas of shards of {name}", copies))
     return found
 
 
-def run_divisions(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout], *, tags: bool) -> list[PlannedGroups]:
-    """Returns all divisions of a run's ranks into process groups. `tags` is True if the backend distinguishes the messages
+def run_groups(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout], *, tags: bool) -> list[PlannedGroups]:
+    """Returns all partitions of a run's ranks into process groups. `tags` is True if the backend distinguishes the messages
     within a group by tags, like Gloo."""
-    found, pipeline = shared_divisions(config, mesh, layouts), mesh.groups(("pp",))
+    found, pipeline = shared_groups(config, mesh, layouts), mesh.groups(("pp",))
     if mesh.pp > 1 and not tags:
         found.append(PlannedGroups("messages of pp", pipeline, 2 * config.parallel.stages, messages=True))
     if config.parallel.vocabulary:
@@ -93,9 +93,9 @@ def communicators(
     rank needs only those between its stages and their neighbours.
     """
     found: list[list[Communicators]] = [[] for _ in ranks]
-    for what, division, apart, messages in run_divisions(config, mesh, layouts, tags=False):
+    for what, partition, apart, messages in run_groups(config, mesh, layouts, tags=False):
         for rank, theirs in zip(ranks, found):
-            size = division.size_of(rank)
+            size = partition.size_of(rank)
             if messages:
                 theirs.append(Communicators(what, 2, 2 * _neighbours(config, mesh.coordinate(rank, "pp"))))
             elif size > 1:
@@ -105,8 +105,8 @@ def communicators(
 
 def _neighbours(config: RunConfig, pipeline_rank: int) -> int:
     """Counts the boundaries between a stage on this rank and a stage on another rank."""
-    place = placement_of(config)
-    ranks = [place.rank_of(stage) for stage in range(place.stages)]
+    placement = placement_of(config)
+    ranks = [placement.rank_of(stage) for stage in range(placement.stages)]
     return sum(pipeline_rank in border and len(set(border)) > 1 for border in pairwise(ranks))
 
 

@@ -17,7 +17,7 @@ from optimus.config.yaml_text import parse_yaml
 from optimus.errors import UserError
 from optimus.resolve.decision import Decided
 
-KEPT = (
+PERSISTENT = (
     "lr_schedule.warmup_steps",
     "train.precision",
     "train.micro_batch",
@@ -39,7 +39,7 @@ def length(config: RunConfig, sequences: int | None) -> Decided:
     if train.stop_at is not None and train.stop_at > steps:
         raise UserError(f"train.stop_at {train.stop_at} is beyond the {steps} steps of the run: lower it")
     return (
-        Decided({"train.steps": steps, "train.tokens": None, "train.epochs": None}, why, kept=True)
+        Decided({"train.steps": steps, "train.tokens": None, "train.epochs": None}, why, persistent=True)
         if why
         else Decided()
     )
@@ -80,8 +80,8 @@ def warmup(config: RunConfig, previous: Mapping[str, Any]) -> Decided:
         if each.lr_schedule.warmup_steps is None
     }
     if (key := "lr_schedule.warmup_steps") in values and key in previous:
-        return Decided(values | {key: previous[key]}, "as at the start of the run", kept=True)
-    return Decided(values, "a twentieth of the run, at most 2,500 steps", kept=True)
+        return Decided(values | {key: previous[key]}, "as at the start of the run", persistent=True)
+    return Decided(values, "a twentieth of the run, at most 2,500 steps", persistent=True)
 
 
 def cooldown(config: RunConfig) -> Decided:
@@ -112,7 +112,7 @@ def previous_decisions(run: Path) -> dict[str, Any]:
         found = dict(flat(with_new_names(parse_yaml(path.read_text(encoding="utf-8"), str(path)))))
     except (OSError, UnicodeDecodeError, UserError, LookupError, TypeError, AttributeError):
         return {}  # if there is a checkpoint, its check reports the damage of the folder
-    kept = {key: found[key] for key in KEPT if found.get(key) is not None}
-    for key, value in kept.items():
+    persistent = {key: found[key] for key in PERSISTENT if found.get(key) is not None}
+    for key, value in persistent.items():
         check_value(key, value, str(path))
-    return kept
+    return persistent

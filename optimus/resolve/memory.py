@@ -27,7 +27,7 @@ from optimus.state.plan import ChunkPlan, StateSpec, bytes_by_kind, shard_sizes
 Table = npt.NDArray[np.int64]  # shape [shards, kinds]
 
 _BESIDE = "host", "disk"  # locations of state other than the device
-_LEAVING = 3  # unsharded gradients of chunks with offloaded state: the backward pass fills one, two are in flight
+_IN_FLIGHT = 3  # unsharded gradients of chunks with offloaded state: the backward pass fills one, two are in flight
 
 
 class MemoryAccount(NamedTuple):
@@ -85,7 +85,7 @@ def memory(run: ResolvedRun, rank: int, load: float = 1.0, *, fullest: bool = Fa
 
     The experts on the rank get `load` times the mean number of tokens.
     """
-    plans = (run.chunk_plans(rank, recipe=recipe) for recipe in recipes_of(run))
+    plans = (run.chunk_plans(rank, state_spec=spec) for spec in state_specs_of(run))
     accounts = [account(run, rank, each, load, fullest=fullest) for each in plans]
     host, disk = (
         max((getattr(each, at) for each in accounts), key=lambda kinds: sum(kinds.values())) for at in _BESIDE
@@ -96,7 +96,7 @@ def memory(run: ResolvedRun, rank: int, load: float = 1.0, *, fullest: bool = Fa
 def memories(run: ResolvedRun, load: float = 1.0) -> list[MemoryAccount]:
     """Returns, for each pipeline rank, `memory` of the fullest rank of its stages. Pipeline ranks whose parameters have the
     same layouts, rules and pruning share one plan."""
-    rules, unpruned = run.recipe.rules, run.recipe.unpruned
+    rules, unpruned = run.state_spec.rules, run.state_spec.unpruned
     known, found = dict[object, MemoryAccount](), list[MemoryAccount]()
     for rank in run.stage_ranks:
         partition = run.partition(rank)
@@ -138,9 +138,9 @@ def account(
     )
 
 
-def recipes_of(run: ResolvedRun) -> list[StateSpec]:
+def state_specs_of(run: ResolvedRun) -> list[StateSpec]:
     """Returns the specifications of the run's state: the initial one, and one after each pruning."""
-    pruning, first = run.config.pruning, run.recipe
+    pruning, first = run.config.pruning, run.state_spec
     if pruning is None:
         return [first]
     targets = targets_of(run.config, run.model)
@@ -151,15 +151,15 @@ def recipes_of(run: ResolvedRun) -> list[StateSpec]:
 
 def live(run: ResolvedRun, rank: int, load: float = 1.0, recomputation: Recomputation | None = None) -> LiveBytes:
     """Returns the activation bytes of `rank`. `recomputation` replaces the configured recomputation."""
-    partition, place = run.partition(rank), run.mesh.coordinate(rank, "pp")
+    partition, pipeline_rank = run.partition(rank), run.mesh.coordinate(rank, "pp")
     last = len(partition.blocks) - 1
     stages = [
         run.activations(recomputation, layers=partition.blocks[stage], first=stage == 0, last=stage == last, load=load)
         for stage in partition.local_stages
     ]
     saved, waiting = [stage.saved for stage in stages], [stage.waiting for stage in stages]
-    kept = max(most.bytes(saved, waiting) for most in live_of(run.config, run.microbatches)[place])
-    return LiveBytes(round(kept), max(stage.peak - stage.saved for stage in stages))
+    saved_bytes = max(most.bytes(saved, waiting) for most in live_of(run.config, run.microbatches)[pipeline_rank])
+    return LiveBytes(round(saved_bytes), max(stage.peak - stage.saved for stage in stages))
 
 
 def parameters_in_use(config: RunConfig, plans: Sequence[ChunkPlan]) -> int:
@@ -191,7 +191,7 @@ def gradients_in_use(config: RunConfig, plans: Sequence[ChunkPlan], microbatches
                     staying += sum(elements)
                 else:
                     passing += elements
-    several = _LEAVING if state.offload in ("all", "disk") else 1
+    several = _IN_FLIGHT if state.offload in ("all", "disk") else 1
     return (staying + sum(sorted(passing, reverse=True)[:several])) * DTYPES[state.gradient_dtype].itemsize
 
 
@@ -214,12 +214,12 @@ class AtRest(NamedTuple):
 
 def at_rest(run: ResolvedRun, *, shared: bool) -> AtRest:
     """Returns the maximum over the run's prunings. With `shared`, devices use the memory of the host, like CPUs."""
-    return AtRest(*map(max, zip(*(_at_rest(run, recipe, shared=shared) for recipe in recipes_of(run)))))
+    return AtRest(*map(max, zip(*(_at_rest(run, spec, shared=shared) for spec in state_specs_of(run)))))
 
 
-def _at_rest(run: ResolvedRun, recipe: StateSpec, *, shared: bool) -> AtRest:
+def _at_rest(run: ResolvedRun, spec: StateSpec, *, shared: bool) -> AtRest:
     config, mesh = run.config, run.mesh
-    stages = {rank: run.chunk_plans(rank, recipe=recipe) for rank in run.stage_ranks}
+    stages = {rank: run.chunk_plans(rank, state_spec=spec) for rank in run.stage_ranks}
     copied = Counter[int]()  # bytes that each rank copies for checkpoints; one rank writes each shard
     for rank, plans in stages.items() if config.checkpoint.asynchronous else ():
         copied += bytes_copied(plans, mesh, rank, config.state, scattered=config.checkpoint.scattered)

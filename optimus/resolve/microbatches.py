@@ -38,7 +38,7 @@ def micro_batch(config: RunConfig, mesh: Mesh, previous: Mapping[str, Any]) -> D
         few = [size for size in options if idle[size] <= _IDLE]
         size = max(few) if few else min(options, key=lambda size: (idle[size], -size))
         why = f"chosen by the pipeline bubble, which is {idle[size]:.0%} of the computing time"
-    return Decided({"train.micro_batch": size, "parallel.microbatches": None}, why, kept=True)
+    return Decided({"train.micro_batch": size, "parallel.microbatches": None}, why, persistent=True)
 
 
 def with_microbatches(config: RunConfig, ranks: int) -> RunConfig:

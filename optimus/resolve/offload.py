@@ -26,19 +26,19 @@ BLOCKS = 3  # least parameter blocks besides prefetched ones: for a chunk in use
 _NO_LINK = Rates(math.inf, math.inf, math.inf, math.inf)  # all choices take the same time
 
 
-class _Room(NamedTuple):
+class _DeviceMemory(NamedTuple):
     """Device memory for chunks.
 
-    `free` bytes are available. `block` is the size of a parameter block in bytes, and `kept[D]` that of the state of the
+    `free` bytes are available. `block` is the size of a parameter block in bytes, and `resident[D]` that of the state of the
     first D chunks. `cached` chunks share the blocks, of which the device needs at least `least`.
     """
 
     free: int
     block: int
-    kept: Sequence[int]
+    resident: Sequence[int]
     cached: int
     least: int
-    whole: bool  # True if chunks with resident state need no block
+    unsharded: bool  # True if chunks with resident state need no block
 
 
 class _Machine(NamedTuple):
@@ -49,7 +49,7 @@ class _Machine(NamedTuple):
     spread: float = 0.0
 
 
-def places(run: ResolvedRun) -> Decided:
+def placement(run: ResolvedRun) -> Decided:
     """Decides the folder of state on a disk. With all state on the device, decides `update_on` and `accumulate_on` as
     `device` if they are open."""
     state = run.config.state
@@ -77,18 +77,18 @@ def accumulation(run: ResolvedRun) -> Decided:
     if run.facts.device == "cpu":
         return Decided({"state.accumulate_on": "device"}, "on a CPU, device and host have the same memory")
     there = run.with_values({"state.accumulate_on": "device"})
-    if all(_has_room(there, rank) for rank in there.stage_ranks):
+    if all(_fits(there, rank) for rank in there.stage_ranks):
         return Decided({"state.accumulate_on": "device"}, "the device has room for the gradients")
     return Decided({"state.accumulate_on": "host"}, "the device has no room for the gradients of several microbatches")
 
 
-def _has_room(run: ResolvedRun, rank: int) -> bool:
+def _fits(run: ResolvedRun, rank: int) -> bool:
     state = run.config.state
     elsewhere, here = run.chunk_plans(rank, 0.0), run.chunk_plans(rank, 1.0)
-    room = _room(run, rank, elsewhere, here)
-    blocks = state.cache if isinstance(state.cache, int) else room.least
+    memory = _device_memory(run, rank, elsewhere, here)
+    blocks = state.cache if isinstance(state.cache, int) else memory.least
     chunks = 0 if state.resident_fraction == "auto" else round(state.resident_fraction * len(here))
-    return blocks * room.block + room.kept[chunks] <= room.free
+    return blocks * memory.block + memory.resident[chunks] <= memory.free
 
 
 def residency(run: ResolvedRun) -> Decided:
@@ -129,8 +129,8 @@ def _choose_for_rank(run: ResolvedRun, rank: int, machine: _Machine) -> tuple[fl
     """Returns (share of resident state, the choice, the shape of the step, number of chunks that share the cache)."""
     state = run.config.state
     elsewhere, here = run.chunk_plans(rank, 0.0), run.chunk_plans(rank, 1.0)
-    room = _room(run, rank, elsewhere, here)
-    shape = _shape(run, here, room, machine.compute)
+    memory = _device_memory(run, rank, elsewhere, here)
+    shape = _shape(run, here, memory, machine.compute)
     both: tuple[UpdatePlace, ...] = ("device", "host") if run.facts.device != "cpu" else ("host",)
     if state.offload == "none":
         devices = [len(here)]
@@ -138,20 +138,20 @@ def _choose_for_rank(run: ResolvedRun, rank: int, machine: _Machine) -> tuple[fl
         devices = [*range(len(here) + 1)]
     else:
         devices = [round(state.resident_fraction * len(here))]
-    least = int(state.cache) if isinstance(state.cache, int) else room.least if opens_cache(state) else 0
+    least = int(state.cache) if isinstance(state.cache, int) else memory.least if opens_cache(state) else 0
     found = choose(
         shape,
         machine.rates,
-        room.free,
-        room.block,
-        room.kept,
-        caches=range(room.least, room.cached + 1) if opens_cache(state) else [least],
+        memory.free,
+        memory.block,
+        memory.resident,
+        caches=range(memory.least, memory.cached + 1) if opens_cache(state) else [least],
         devices=devices,
-        places=both if state.update_on == "auto" else (state.update_on,),
+        update_on=both if state.update_on == "auto" else (state.update_on,),
         spread=machine.spread,
     ) or OffloadChoice(least, devices[0], both[-1])
     share = sum(plan.size for plan in here[: found.device]) / max(1, sum(plan.size for plan in here))
-    return share, found, shape, room.cached
+    return share, found, shape, memory.cached
 
 
 def _why(machine: _Machine, shape: StepShape, found: OffloadChoice) -> str:
@@ -167,7 +167,9 @@ def _why(machine: _Machine, shape: StepShape, found: OffloadChoice) -> str:
     )
 
 
-def _room(run: ResolvedRun, rank: int, elsewhere: Sequence[ChunkPlan], resident: Sequence[ChunkPlan]) -> _Room:
+def _device_memory(
+    run: ResolvedRun, rank: int, elsewhere: Sequence[ChunkPlan], resident: Sequence[ChunkPlan]
+) -> _DeviceMemory:
     """Computes the device memory that the rest of the account, gathered parameters excepted, leaves for chunks. `elsewhere`
     and `resident` are the chunks with offloaded state and with resident state."""
     state = run.config.state
@@ -175,16 +177,18 @@ def _room(run: ResolvedRun, rank: int, elsewhere: Sequence[ChunkPlan], resident:
     block = max((plan.block for plan in cached), default=0)
     found = account(run, rank, elsewhere)
     free = int(run.facts.device_bytes * _SHARE) - (found.taken(run.facts) - found.parameters_in_use)
-    places: Sequence[Residency] = ("device", "host") if run.facts.device == "cpu" else ("device",)
-    kept = [0]
+    locations: Sequence[Residency] = ("device", "host") if run.facts.device == "cpu" else ("device",)
+    resident_bytes = [0]
     for one, other in zip(resident, elsewhere):
-        more = (sum(one.bytes_by_kind(at).values()) - sum(other.bytes_by_kind(at).values()) for at in places)
-        kept.append(kept[-1] + sum(more))
+        more = (sum(one.bytes_by_kind(at).values()) - sum(other.bytes_by_kind(at).values()) for at in locations)
+        resident_bytes.append(resident_bytes[-1] + sum(more))
     least = min(len(cached), BLOCKS + state.prefetch)
-    return _Room(free, block, kept, len(cached), least, all(plan.keeps_whole for plan in resident))
+    return _DeviceMemory(
+        free, block, resident_bytes, len(cached), least, all(plan.keeps_unsharded for plan in resident)
+    )
 
 
-def _shape(run: ResolvedRun, plans: Sequence[ChunkPlan], room: _Room, compute: float) -> StepShape:
+def _shape(run: ResolvedRun, plans: Sequence[ChunkPlan], memory: _DeviceMemory, compute: float) -> StepShape:
     """Describes a step on a rank that has the chunks `plans` and computes `compute` FLOP/s."""
     mesh, train, state = run.mesh, run.widest.train, run.config.state
     tokens = train.micro_batch * train.sequence_length / mesh.cp
@@ -192,7 +196,7 @@ def _shape(run: ResolvedRun, plans: Sequence[ChunkPlan], room: _Room, compute: f
     recomputed = run.config.recompute not in ([], ["auto"])
     sizes = DTYPES[train.precision].itemsize, DTYPES[state.gradient_dtype].itemsize
     backward = (2 + recomputed) * forward
-    return step_shape(plans, state, run.microbatches, forward, backward, sizes, whole=room.whole)
+    return step_shape(plans, state, run.microbatches, forward, backward, sizes, unsharded=memory.unsharded)
 
 
 def step_shape(
@@ -203,7 +207,7 @@ def step_shape(
     backward: float,
     sizes: tuple[int, int],
     *,
-    whole: bool,
+    unsharded: bool,
 ) -> StepShape:
     """Describes a step on a rank with the chunks `plans`; `forward` and `backward` are the seconds of these passes for a
     microbatch.
@@ -221,6 +225,6 @@ def step_shape(
         state.offload,
         *sizes,
         state.prefetch,
-        whole,
+        unsharded,
         state.accumulate_on == "host",
     )

@@ -53,7 +53,7 @@ class StepShape(NamedTuple):
     itemsize: int = 2  # bytes per parameter
     gradient: int = 2
     prefetch: int = 1
-    whole: bool = True  # True if chunks with resident state are unsharded on the device and need no block
+    unsharded: bool = True  # True if chunks with resident state are unsharded on the device and need no block
     sends: bool = False  # True if the gradients of each microbatch go to the host, which accumulates them
 
 
@@ -144,8 +144,8 @@ def first_pass_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice) ->
     update = update_seconds(shape, rates, on)
     arriving = 0.0
     if RESIDENCES[shape.offload][1] == "host":  # the last gradients are still on their way to the host
-        leaving = part * shape.gradient / rates.down
-        arriving = max(0.0 if choice.device else leaving, away * leaving - shape.chunks * shape.backward)
+        offload = part * shape.gradient / rates.down
+        arriving = max(0.0 if choice.device else offload, away * offload - shape.chunks * shape.backward)
     each = max(update, part * link.up / rates.up + fetch, (fetch + gather) / ahead if ahead else fetch + gather + f)
     disk = part * _MASTER_AND_MOMENTS / rates.read if RESIDENCES[shape.offload][2] == "disk" else 0.0
     work = rates.host_update if on == "host" else rates.device_update
@@ -170,7 +170,7 @@ def _fetching(shape: StepShape, rates: Rates, choice: OffloadChoice) -> tuple[fl
     if RESIDENCES[shape.offload][0] == "device":
         return 0.0, 0.0, 0, shape.prefetch
     away = shape.chunks - choice.device
-    used = away if shape.whole else shape.chunks
+    used = away if shape.unsharded else shape.chunks
     size, n = shape.itemsize * shape.elements, shape.shards
     fetch = size / n / rates.up * away / max(1, used)
     return fetch, size * (n - 1) / n / rates.gather, max(0, used - choice.cache), min(shape.prefetch, choice.cache - 1)
@@ -181,22 +181,24 @@ def choose(
     rates: Rates,
     free: float,
     block: float,
-    kept: Sequence[float],
+    resident: Sequence[float],
     *,
     caches: Iterable[int],
     devices: Iterable[int],
-    places: Sequence[UpdatePlace] = ("device", "host"),
+    update_on: Sequence[UpdatePlace] = ("device", "host"),
     spread: float = 0.0,
 ) -> OffloadChoice | None:
     """Returns the fastest choice for which `free` bytes of the device suffice; None if none fits.
 
-    `block` is the size of a parameter block in bytes; `kept[D]` is that of the state of the first D chunks. Times within the
-    measurements' `spread` of the fastest count as equal. Ties go to the most resident state, then the most blocks, then the
-    first of `places`.
+    `block` is the size of a parameter block in bytes; `resident[D]` is that of the state of the first D chunks. Times within
+    the measurements' `spread` of the fastest count as equal. Ties go to the most resident state, then the most blocks, then
+    the first of `update_on`.
     """
     counts = [*devices]
-    fitting = (OffloadChoice(c, d, on) for c in caches for d in counts if c * block + kept[d] <= free for on in places)
+    fitting = (
+        OffloadChoice(c, d, on) for c in caches for d in counts if c * block + resident[d] <= free for on in update_on
+    )
     seconds = {each: float(f"{step_seconds(shape, rates, each):.4g}") for each in fitting}
     least = min(seconds.values(), default=0.0)
     as_fast = [each for each, took in seconds.items() if took <= least * (1 + spread)]
-    return max(as_fast, key=lambda each: (each.device, each.cache, -places.index(each.update_on)), default=None)
+    return max(as_fast, key=lambda each: (each.device, each.cache, -update_on.index(each.update_on)), default=None)

@@ -31,13 +31,13 @@ def layout_options(config: RunConfig) -> dict[str, bool]:
     }
 
 
-def whole_model(config: RunConfig) -> Transformer:
+def full_model(config: RunConfig) -> Transformer:
     """Builds the model with all its stages on the meta device, so that its parameters take no memory."""
     with torch.device("meta"):
         return with_factors(Transformer(config.model, config.moe.force_balanced), config.train)
 
 
-def recipe_of(config: RunConfig, model: Transformer, inputs: RunInputs) -> StateSpec:
+def state_spec_of(config: RunConfig, model: Transformer, inputs: RunInputs) -> StateSpec:
     """Returns the specification of the state of the unsharded `model` at the start of the run.
 
     Raises `UserError` for pruned parameters whose update rule needs whole matrices.

@@ -20,6 +20,6 @@ def precision(config: RunConfig, bfloat16: tuple[bool, str], previous: Mapping[s
         return Decided()
     before = previous.get("train.precision")
     if before in DTYPES:
-        return Decided({"train.precision": before}, "as the run chose at its start", kept=True)
+        return Decided({"train.precision": before}, "as the run chose at its start", persistent=True)
     native, why = bfloat16
-    return Decided({"train.precision": "bfloat16" if native else "float32"}, why, kept=True)
+    return Decided({"train.precision": "bfloat16" if native else "float32"}, why, persistent=True)

@@ -23,32 +23,32 @@ def recomputation(run: ResolvedRun) -> Decided:
     if config.recompute != ["auto"]:
         return Decided()
     given = config.recompute_budget
-    budget, sizes = _left(run) if given is None else (given, lambda chosen: run.activations(chosen, load=BUSY))
+    budget, sizes = _free_bytes(run) if given is None else (given, lambda chosen: run.activations(chosen, load=BUSY))
     chosen, found = choose_recomputation(config.model, budget, run.widest.train.sequence_length, sizes)
     said = f"saves {size_text(found.saved)} of activations, with a peak of {size_text(found.peak)}"
     values = {"recompute": [*chosen.kinds], "recompute_every": chosen.every, "recompute_budget": None}
     return Decided(values, f"{chosen} {said}; {size_text(budget)} are available")
 
 
-def _left(run: ResolvedRun) -> tuple[int, Callable[[Recomputation], Activations]]:
+def _free_bytes(run: ResolvedRun) -> tuple[int, Callable[[Recomputation], Activations]]:
     """Returns (least free bytes of all ranks, a function that returns the activations of the rank with the largest adjusted
     peak).
 
     The adjusted peak of a rank is its peak minus the bytes that it has free beyond the least, so that one budget applies to
     all ranks.
     """
-    rooms = dict[int, int]()
+    free_bytes = dict[int, int]()
     for rank in run.stage_ranks:
         found = memory(run, rank)
         beside = found.taken(run.facts) - found.activations - found.working
-        rooms[rank] = max(0, int((run.facts.device_bytes - beside) * _SHARE))
-    least = min(rooms.values())
+        free_bytes[rank] = max(0, int((run.facts.device_bytes - beside) * _SHARE))
+    least = min(free_bytes.values())
 
     def sizes(chosen: Recomputation) -> Activations:
-        kept = []
-        for rank, room in rooms.items():
+        adjusted = []
+        for rank, free in free_bytes.items():
             activations, working = live(run, rank, BUSY, chosen)
-            kept.append(Activations(activations, activations + working + least - room))
-        return max(kept, key=lambda each: each.peak)
+            adjusted.append(Activations(activations, activations + working + least - free))
+        return max(adjusted, key=lambda each: each.peak)
 
     return least, sizes

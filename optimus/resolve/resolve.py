@@ -11,7 +11,7 @@ from optimus.resolve import length, microbatches, offload, ranks, stages
 from optimus.resolve.decision import Decided, Decision
 from optimus.resolve.dispatcher import dispatch
 from optimus.resolve.facts import Facts
-from optimus.resolve.parameters import check_blocks_of, layouts_of, recipe_of, whole_model
+from optimus.resolve.parameters import check_blocks_of, full_model, layouts_of, state_spec_of
 from optimus.resolve.precision import precision
 from optimus.resolve.recompute import recomputation
 from optimus.resolve.run import ResolvedRun, RunInputs
@@ -29,7 +29,7 @@ def resolve(config: RunConfig, facts: Facts, inputs: RunInputs) -> ResolvedRun:
     def take(choice: Decided) -> RunConfig:
         nonlocal record
         decisions.extend(choice.decisions)
-        record = record.decided(choice.values) if choice.kept else record
+        record = record.decided(choice.values) if choice.persistent else record
         return config.decided(choice.values)
 
     config = take(length.length(config, inputs.sequences))
@@ -38,17 +38,17 @@ def resolve(config: RunConfig, facts: Facts, inputs: RunInputs) -> ResolvedRun:
     config = take(ranks.device(config, facts.device))
     config = take(ranks.axes(config, ranks.mesh_of(config, facts.ranks, facts.ranks_per_node)))
     mesh = ranks.mesh_of(config, facts.ranks, facts.ranks_per_node)
-    config = take(stages.division(config))
+    config = take(stages.pipeline_options(config))
     config = take(microbatches.micro_batch(config, mesh, inputs.previous))
     config = take(precision(config, facts.bfloat16, inputs.previous))
     config = take(dispatch(longest(phases_of(config)), mesh, facts.collectives))
     check(config, mesh)
-    model = whole_model(config)
-    layouts, recipe = layouts_of(model, config), recipe_of(config, model, inputs)
+    model = full_model(config)
+    layouts, state_spec = layouts_of(model, config), state_spec_of(config, model, inputs)
     check_shard_ranks(layouts, mesh, config.state)
     check_blocks_of(config, model, layouts, mesh)
-    run = ResolvedRun(config, mesh, facts, inputs, model, layouts, recipe, record)
-    for decide in (offload.places, offload.accumulation, offload.residency, recomputation):
+    run = ResolvedRun(config, mesh, facts, inputs, model, layouts, state_spec, record)
+    for decide in (offload.placement, offload.accumulation, offload.residency, recomputation):
         config = take(decide(run))
         run = replace(run, config=config)
     take(run.chunks)

@@ -17,7 +17,7 @@ from optimus.parallel.recompute import Recomputation
 from optimus.pipeline.staged import StagePartition
 from optimus.resolve.decision import Decided, Decision
 from optimus.resolve.facts import Facts
-from optimus.resolve.groups import run_divisions
+from optimus.resolve.groups import run_groups
 from optimus.resolve.precision import DTYPES
 from optimus.resolve.shapes import activation_shapes, stage_options
 from optimus.resolve.stages import partition_of
@@ -51,11 +51,11 @@ class RankPlan:
     partition: StagePartition
     layouts: Mapping[str, Layout]
     """The layouts of the parameters of this rank's stages."""
-    recipe: StateSpec
+    state_spec: StateSpec
     divided: Mapping[int, Sequence[ChunkPlan]]
     """The chunks of each of this rank's stages."""
     options: StageOptions
-    divisions: Sequence[PlannedGroups]
+    groups: Sequence[PlannedGroups]
     """The process groups that all ranks create."""
 
 
@@ -70,7 +70,7 @@ class ResolvedRun:
     inputs: RunInputs
     model: Transformer = field(compare=False, repr=False)  # all stages, on the meta device
     layouts: Mapping[str, Layout]  # layouts of all parameters
-    recipe: StateSpec
+    state_spec: StateSpec
     record: RunConfig
     """The configuration saved in the run folder: the user's configuration with the decisions that are part of the run."""
     decisions: tuple[Decision, ...] = ()
@@ -119,17 +119,17 @@ class ResolvedRun:
     def on_rank(self, rank: int, *, tags: bool) -> RankPlan:
         """Returns the plan of the model and state on `rank`. `tags` is True if the backend distinguishes the messages within
         a group by tags, like Gloo."""
-        trained = [name for name in self.layouts if self.recipe.rules[name].trains]
+        trained = [name for name in self.layouts if self.state_spec.rules[name].trains]
         partition = self.partition(rank)
         return RankPlan(
             self.widest,
             self.model,
             partition._replace(trained_from=partition.first_of(trained)),
             {name: self.layouts[name] for name in self.held(rank)},
-            self.recipe,
+            self.state_spec,
             self.divided(rank),
             self.options,
-            run_divisions(self.config, self.mesh, self.layouts, tags=tags),
+            run_groups(self.config, self.mesh, self.layouts, tags=tags),
         )
 
     # ---- State ----
@@ -150,23 +150,23 @@ class ResolvedRun:
             stages = self.held(rank)
             here = {name: self.layouts[name] for name in stages}
             self._divided[rank] = divide_stages(
-                here, self.mesh, rank, self.config.state, stages.__getitem__, self.recipe
+                here, self.mesh, rank, self.config.state, stages.__getitem__, self.state_spec
             )
         return self._divided[rank]
 
     def chunk_plans(
-        self, rank: int, resident_fraction: float | None = None, recipe: StateSpec | None = None
+        self, rank: int, resident_fraction: float | None = None, state_spec: StateSpec | None = None
     ) -> list[ChunkPlan]:
         """Returns the chunks of `rank`, placed on device, host or disk.
 
-        `resident_fraction` replaces the configured share of state on the device; `recipe` replaces the initial specification
-        of the state, for example after pruning.
+        `resident_fraction` replaces the configured share of state on the device; `state_spec` replaces the initial
+        specification of the state, for example after pruning.
         """
         options = self.config.state
         if resident_fraction is not None:
             options = options.model_copy(update={"resident_fraction": resident_fraction})
         stages = self.divided(rank).values()
-        return [plan for plans in stages for plan in place_chunks(plans, options, recipe or self.recipe)]
+        return [plan for plans in stages for plan in place_chunks(plans, options, state_spec or self.state_spec)]
 
     @property
     def chunks(self) -> Decided:
@@ -210,9 +210,9 @@ class ResolvedRun:
         """The arguments of `activation_bytes` besides the model and the recomputation."""
         return activation_shapes(self.widest, self.mesh, self.inputs.teachers)
 
-    def activations(self, recomputation: Recomputation | None = None, **place: Any) -> Activations:
+    def activations(self, recomputation: Recomputation | None = None, **selection: Any) -> Activations:
         """Returns the activations of a microbatch. `recomputation` replaces the configured recomputation.
 
-        `place` selects blocks with arguments of `activation_bytes`; by default, the whole model.
+        `selection` selects blocks with arguments of `activation_bytes`; by default, the whole model.
         """
-        return activation_bytes(self.config.model, recomputation or self.recomputation, **self.shapes, **place)
+        return activation_bytes(self.config.model, recomputation or self.recomputation, **self.shapes, **selection)

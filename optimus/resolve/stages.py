@@ -21,15 +21,15 @@ def partition_of(config: RunConfig, mesh: Mesh, rank: int) -> StagePartition:
     Raises `UserError` when there are too few blocks.
     """
     parallel, model = config.parallel, config.model
-    ends = parallel.layers_per_stage and list(accumulate(parallel.layers_per_stage, initial=0))
-    if ends:
-        blocks = [range(start, end) for start, end in pairwise(ends)]
+    borders = parallel.layers_per_stage and list(accumulate(parallel.layers_per_stage, initial=0))
+    if borders:
+        blocks = [range(start, end) for start, end in pairwise(borders)]
     else:
         blocks = blocks_of_stages(model, parallel.stages, divided=parallel.vocabulary)
     return StagePartition(blocks, placement_of(config).stages_of(mesh.coordinate(rank, "pp")), parallel.vocabulary)
 
 
-def division(config: RunConfig) -> Decided:
+def pipeline_options(config: RunConfig) -> Decided:
     """Decides the layers per stage and the microbatches in flight of a pipeline, and sequence parallelism in a
     tensor-parallel group."""
     parallel, values = config.parallel, dict[str, object]()
@@ -69,7 +69,7 @@ def _weights(model: ModelConfig, *, divided: bool) -> tuple[Weights, Weights]:
 def placement_of(config: RunConfig) -> Schedule:
     """Returns a schedule without actions that places the stages on the ranks of the pipeline."""
     parallel = config.parallel
-    return schedules()[parallel.schedule].place(parallel.pipeline, parallel.stages_per_rank)
+    return schedules()[parallel.schedule].without_actions(parallel.pipeline, parallel.stages_per_rank)
 
 
 def schedule_of(config: RunConfig, microbatches: int, *, transfers: bool = True) -> Schedule:
@@ -94,9 +94,9 @@ def live_of(config: RunConfig, microbatches: int) -> Sequence[Sequence[Live]]:
     """
     parallel, pp = config.parallel, config.parallel.pipeline
     if parallel.executor == "message-driven":
-        caps, place = find_caps(parallel.max_in_flight, parallel.stages), placement_of(config)
-        kept = [tuple(min(microbatches, caps[stage]) for stage in place.stages_of(rank)) for rank in range(pp)]
-        return [[Live(each, (0,) * len(each))] for each in kept]
+        caps, placement = find_caps(parallel.max_in_flight, parallel.stages), placement_of(config)
+        saved = [tuple(min(microbatches, caps[stage]) for stage in placement.stages_of(rank)) for rank in range(pp)]
+        return [[Live(each, (0,) * len(each))] for each in saved]
     sizes = pp, microbatches, parallel.stages_per_rank, parallel.vocabulary, parallel.warmup_factor
     return live_microbatches(parallel.schedule, *sizes)
 
@@ -109,6 +109,6 @@ def splits_backward(config: RunConfig) -> bool:
 
 def tied_embeddings(config: RunConfig) -> bool:
     """Returns True if two ranks of the pipeline hold the tied embedding, one of them as the output layer."""
-    place = placement_of(config)
+    placement = placement_of(config)
     alone = config.model.tie_embeddings and not config.parallel.vocabulary
-    return alone and place.rank_of(0) != place.rank_of(place.stages - 1)
+    return alone and placement.rank_of(0) != placement.rank_of(placement.stages - 1)

@@ -34,7 +34,7 @@ Residency = Literal["device", "host", "disk"]
 # during each use; until another chunk needs the memory.
 Lifetime = Literal["always", "step", "use", "cache"]
 # The contents of a pruned chunk's buffer: all elements, the unpruned elements, or the mask of the unpruned elements.
-Extent = Literal["whole", "compressed", "mask"]
+Extent = Literal["dense", "compressed", "mask"]
 
 KINDS = ("parameters", "gradients", "master", "moments", "mask")  # kinds of buffers in memory reports
 
@@ -118,16 +118,16 @@ def buffers(
     the beginning. Therefore the size of the record is known before the first step.
     """
     home, waiting, optimizer = RESIDENCES[offload]
-    kept_whole = not depths.parameters and home == "device"
-    rows = [Buffer("parameters", compute, 0, lifetime="always" if kept_whole else lifetime, extent="whole")]
-    rows += [] if kept_whole else [Buffer("parameters.shard", compute, depths.parameters, home)]
+    keeps_unsharded = not depths.parameters and home == "device"
+    rows = [Buffer("parameters", compute, 0, lifetime="always" if keeps_unsharded else lifetime, extent="dense")]
+    rows += [] if keeps_unsharded else [Buffer("parameters.shard", compute, depths.parameters, home)]
     if not rule.trains:
         return tuple(rows)
     rows += [Buffer("mask", torch.int32, 0, align=1, extent="mask")] if pruned else []
     apart = compute != torch.float32 or rule.averages or pruned or (prunable and optimizer == "disk")
     lasting: Lifetime = "always" if waiting == "device" else "step"
     added = not sends and (pruned or depths.gradients > 0)  # each microbatch adds its gradients to the shard
-    rows += [Buffer("gradients", gradient, 0, lifetime="use" if added or sends else lasting, extent="whole")]
+    rows += [Buffer("gradients", gradient, 0, lifetime="use" if added or sends else lasting, extent="dense")]
     rows += [Buffer("gradients.shard", gradient, depths.gradients, lifetime=lasting)] if added else []
     if waiting != "device" and (sends or not (apart and gradient == compute)):
         rows += [Buffer("gradients.host", gradient, depths.optimizer, waiting)]

@@ -4,9 +4,9 @@ The parameters of the `nn.Module` are views of the chunk's compute buffer. There
 process a few long tensors, for any model. All parameters of a chunk have the same replicas and the same update rule. The
 replicas shard the chunk in steps (`plan.py`): each rank stores a shard of each buffer (`buffers.py`).
 
-Read `placement.py` (memory of the buffers), `whole.py` (all-gathered parameters), `reduction.py` (gradients) and
+Read `placement.py` (memory of the buffers), `unsharded.py` (all-gathered parameters), `reduction.py` (gradients) and
 `update.py`. `statuses.py` defines the permitted operations and their order. A chunk of frozen parameters uses only
-`placement.py` and `whole.py`.
+`placement.py` and `unsharded.py`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,8 +24,8 @@ from optimus.state.placement import NOTHING_ON_DISK, ChunkContext, Placement, po
 from optimus.state.plan import ChunkPlan
 from optimus.state.reduction import GradientReduction
 from optimus.state.statuses import Status
+from optimus.state.unsharded import UnshardedParameters
 from optimus.state.update import Update
-from optimus.state.whole import WholeParameters
 
 
 class Chunk(Placement):
@@ -37,7 +37,7 @@ class Chunk(Placement):
 
     def __init__(self, plan: ChunkPlan, context: ChunkContext, masks: Mapping[str, Tensor] | None = None) -> None:
         super().__init__(plan, context, masks)
-        self.whole = WholeParameters(self)
+        self.unsharded = UnshardedParameters(self)
         self.parameters: list[nn.Parameter] = []  # parameters of the `nn.Module`
         self.gradient_buffers: Mapping[nn.Parameter, GradientBuffer] = {}  # empty for frozen parameters
 
@@ -55,7 +55,7 @@ class Chunk(Placement):
         if after is not None:
             after.wait()
         elif change:
-            self.whole.wait()
+            self.unsharded.wait()
             self.part.copy.finish()
             self.part.transition("write")
         else:
@@ -92,7 +92,7 @@ class Chunk(Placement):
         for name, view in self.views(self.parameter).items():
             self.parameters.append(nn.Parameter(view, requires_grad=self.plan.rule.trains))
             yield name, self.parameters[-1]
-        self.whole.reshard()
+        self.unsharded.reshard()
 
     def initialize(self, initial: Mapping[str, Initial], seed: int, std: float) -> None:
         """Fills this rank's shard of each parameter in `initial` (by name) with initial weights of the given kind.
@@ -118,18 +118,18 @@ class Chunk(Placement):
     def begin(self) -> None:
         """Initializes the update rule's state for the first update."""
         with self.states(change=True) as states:
-            weights, *kept = states.values()
-            self.plan.rule.begin(weights, kept)
+            weights, *moments = states.values()
+            self.plan.rule.begin(weights, moments)
 
     def refresh_compute_copy(self) -> None:
         """Recomputes the compute weights after the master weights have changed, and invalidates the gathered parameters."""
-        self.whole.wait()
+        self.unsharded.wait()
         self.part.transition("compute")
         if self.plan.has_master:
             with self.states() as states:
-                weights, *kept = states.values()
-                self.plan.rule.computed(weights, kept, self.compute_shard)
-        self.whole.invalidate()
+                weights, *moments = states.values()
+                self.plan.rule.computed(weights, moments, self.compute_shard)
+        self.unsharded.invalidate()
 
     def use_eval_weights(self) -> None:
         """Switches to the averaged weights for an evaluation, if the update rule averages weights;
@@ -138,23 +138,23 @@ class Chunk(Placement):
         A running checkpoint never reads the compute weights of a rule that averages weights.
         """
         if self.plan.rule.averages:
-            self.whole.wait()
+            self.unsharded.wait()
             with self.states() as states:
                 self.compute_shard.copy_(states["model"])
-            self.whole.invalidate()
+            self.unsharded.invalidate()
 
     def gathered_state(self, prefix: str) -> Tensor:
         """All-gathers the whole chunk's state with the checkpoint prefix `prefix`, in fp32 on the device. All ranks of the
         chunk's groups must call this method."""
-        self.whole.wait()
-        whole = torch.zeros(self.plan.size, dtype=torch.float32, device=self.parameter.device)
+        self.unsharded.wait()
+        gathered = torch.zeros(self.plan.size, dtype=torch.float32, device=self.parameter.device)
         with self.states() as states:
-            whole[self.plan.shard] = states[prefix].to(whole.device)
+            gathered[self.plan.shard] = states[prefix].to(gathered.device)
         for depth in reversed(range(self.plan.depths.optimizer)):
-            outer, inner = whole[self.plan.extent(depth)], whole[self.plan.extent(depth + 1)]
+            outer, inner = gathered[self.plan.extent(depth)], gathered[self.plan.extent(depth + 1)]
             self.groups[depth].all_gather(outer, inner, self.plan.lengths(depth))
-        self.elements.expand(whole, self.plan.borders[-1], fresh=False)
-        return whole
+        self.elements.expand(gathered, self.plan.borders[-1], fresh=False)
+        return gathered
 
 
 class TrainedChunk(Chunk):
@@ -163,9 +163,9 @@ class TrainedChunk(Chunk):
     def __init__(self, plan: ChunkPlan, context: ChunkContext, masks: Mapping[str, Tensor] | None = None) -> None:
         super().__init__(plan, context, masks)
         assert isinstance(plan.rule, UpdateRule)
-        self.gradients = GradientReduction(self, self.whole)
+        self.gradients = GradientReduction(self, self.unsharded)
         self.gradient_buffers = self.gradients.buffers
-        self.update = Update(self, self.whole, self.gradients, plan.rule)
+        self.update = Update(self, self.unsharded, self.gradients, plan.rule)
 
     def make_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields (name, parameter) for every slot; the parameters and their gradients are views of the buffers."""
@@ -189,20 +189,20 @@ class TrainedChunk(Chunk):
         caller fills the state.
         """
         self.gradients.clear()
-        self.whole.wait()
+        self.unsharded.wait()
         with self.states() as states:
             prefixes = [] if empty else [*states]
         unpruned = positions(plan, masks)[plan.shard].to(self.parameter.device)
         parts = {prefix: self.gathered_state(prefix)[unpruned] for prefix in prefixes}
         self.part.copy.finish()
         self.part.transition("write")
-        self.place(plan, masks)
-        self.gradients.place()
+        self.allocate(plan, masks)
+        self.gradients.switch_buffers()
         with self.states(change=True) as states:
             for prefix, part in parts.items():
                 states[prefix][: len(part)] = part.to(states[prefix].device)
                 states[prefix][len(part) :].zero_()
-        if plan.keeps_whole:
+        if plan.keeps_unsharded:
             self.parameter.zero_()
         if not empty:
             self.refresh_compute_copy()

@@ -52,7 +52,7 @@ class StateFile:
         except OSError as error:
             raise self._failed(error) from None
 
-    def place(self, size: int) -> int:
+    def assign(self, size: int) -> int:
         """Assigns file space to a record of `size` bytes and returns the record's offset.
 
         `reserve` allocates the space; after `reserve`, this method allocates it at once.
@@ -110,12 +110,12 @@ class StateFile:
     ) -> Handle:
         view = memoryview(record.numpy())  # type: ignore[arg-type]
         starts = range(0, len(view), _PIECE)
-        left, lock = [len(starts)], threading.Lock()
+        remaining, lock = [len(starts)], threading.Lock()
 
         def count(_: Future[None]) -> None:
             with lock:
-                left[0] -= 1
-                last = not left[0]
+                remaining[0] -= 1
+                last = not remaining[0]
             if last:
                 then()
 
@@ -179,7 +179,7 @@ class DiskStates:
 
     def __init__(self, file: StateFile, kinds: Sequence[str], elements: int) -> None:
         self._file, self._kinds = file, kinds
-        self._room = 0  # bytes of the record in the file
+        self._capacity = 0  # bytes of the record in the file
         self._read: tuple[Tensor, Handle] | None = None  # the state that has been read ahead of its update
         self._written = DONE
         self.resize(kinds, elements)
@@ -190,8 +190,9 @@ class DiskStates:
         assert self._read is None, "the state has been read for an update that has not run"
         self._written.wait()
         self._elements, self._bytes = elements, 4 * elements * len(kinds)
-        if not self._room or self._bytes > self._room:  # a checkpoint may load state that is pruned less than planned
-            self._offset, self._room = self._file.place(self._bytes), self._bytes
+        # A checkpoint may load state that is pruned less than planned.
+        if not self._capacity or self._bytes > self._capacity:
+            self._offset, self._capacity = self._file.assign(self._bytes), self._bytes
 
     @contextmanager
     def loaded(self, change: bool) -> Iterator[Mapping[str, Tensor]]:

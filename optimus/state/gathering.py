@@ -41,38 +41,38 @@ class UseTrace:
     def __init__(self) -> None:
         self._now: list[Chunk] = []
         self._expected: list[Chunk] = []
-        self._places: dict[Chunk, list[int]] = {}  # positions of the expected uses, by chunk
+        self._positions: dict[Chunk, list[int]] = {}  # positions of the expected uses, by chunk
         self._counts = Counter[Chunk]()  # number of uses in this pass, by chunk
-        self._place = 0  # position of the first expected use that has not happened
+        self._next = 0  # position of the first expected use that has not happened
 
     def begin(self) -> None:
         """Begins a pass."""
         if self._now:
             self._expected, self._now = self._now, []
-            self._places = {}
-            for place, chunk in enumerate(self._expected):
-                self._places.setdefault(chunk, []).append(place)
+            self._positions = {}
+            for position, chunk in enumerate(self._expected):
+                self._positions.setdefault(chunk, []).append(position)
         self._counts.clear()
-        self._place = 0
+        self._next = 0
 
     def use(self, chunk: Chunk) -> None:
         """Records a use of `chunk`."""
         self._now.append(chunk)
         self._counts[chunk] += 1
-        while self._place < len(self._expected) and self.next_use(self._expected[self._place]) > self._place:
-            self._place += 1
+        while self._next < len(self._expected) and self.next_use(self._expected[self._next]) > self._next:
+            self._next += 1
 
-    def next_use(self, chunk: Chunk, place: int = 0) -> float:
-        """Returns the position of the chunk's next expected use, at `place` or later; infinity if there is none."""
-        places = self._places.get(chunk, ())
-        count = bisect_left(places, place, min(self._counts[chunk], len(places)))
-        return places[count] if count < len(places) else math.inf
+    def next_use(self, chunk: Chunk, position: int = 0) -> float:
+        """Returns the position of the chunk's next expected use, at `position` or later; infinity if there is none."""
+        positions = self._positions.get(chunk, ())
+        count = bisect_left(positions, position, min(self._counts[chunk], len(positions)))
+        return positions[count] if count < len(positions) else math.inf
 
     def following(self) -> Iterator[tuple[int, Chunk]]:
         """Yields the position and chunk of each remaining expected use, the next one first."""
-        for place in range(self._place, len(self._expected)):
-            if self.next_use(self._expected[place]) <= place:
-                yield place, self._expected[place]
+        for position in range(self._next, len(self._expected)):
+            if self.next_use(self._expected[position]) <= position:
+                yield position, self._expected[position]
 
     @property
     def order(self) -> dict[Chunk, int]:
@@ -113,7 +113,7 @@ class ParameterPrefetcher:
             self._names |= {each: slot.name for slot, each in zip(chunk.plan.slots, chunk.parameters)}
             if chunk.plan.shard_steps or chunk.plan.offloaded or chunk.elements.prunes:
                 self._chunks |= dict.fromkeys(chunk.parameters, chunk)
-        self._traced = {chunk: None for chunk in chunks if not chunk.plan.keeps_whole or chunk.plan.offloaded}
+        self._traced = {chunk: None for chunk in chunks if not chunk.plan.keeps_unsharded or chunk.plan.offloaded}
         self._resharding = [chunk for chunk in chunks if chunk.plan.lifetime == "use"]
         self._frozen = [chunk for chunk in chunks if not chunk.plan.rule.trains and chunk.plan.lifetime != "cache"]
 
@@ -141,7 +141,7 @@ class ParameterPrefetcher:
         """Ends the backward passes of a step: reshards frozen chunks."""
         self._in_backward = ()
         for chunk in self._frozen:
-            chunk.whole.reshard()
+            chunk.unsharded.reshard()
 
     def unit(self, modules: Sequence[nn.Module], function: Callable[..., Any], x: Tensor, *args: Any) -> Any:
         """Gathers the parameters of `modules`, runs `function(x, *args)`, which runs the modules, and gathers the parameters
@@ -156,8 +156,8 @@ class ParameterPrefetcher:
         """Returns a name for profilers: the module's path in the model, if the name of a parameter gives it, and the
         module's class."""
         of = ((self._names[each], own) for own, each in module.named_parameters() if each in self._names)
-        place = next((name.removesuffix(own).rstrip(".") for name, own in of), "")
-        return f"{place} ({type(module).__name__})" if place else type(module).__name__
+        path = next((name.removesuffix(own).rstrip(".") for name, own in of), "")
+        return f"{path} ({type(module).__name__})" if path else type(module).__name__
 
     def _unit(self, modules: Sequence[nn.Module], function: Callable[..., Any], x: Tensor, *args: Any) -> Any:
         if not self._chunks:
@@ -169,8 +169,8 @@ class ParameterPrefetcher:
         # During recomputation no chunk is resharded, because the backward pass needs other chunks too.
         if chunks and torch._C._current_graph_task_id() == -1:
             for other in self._resharding:
-                if other.whole.is_present and other not in chunks:
-                    other.whole.reshard()
+                if other.unsharded.is_present and other not in chunks:
+                    other.unsharded.reshard()
         self._use(chunks)
         made = function(x, *args)
         first = made if isinstance(made, Tensor) else made[0]
@@ -182,15 +182,15 @@ class ParameterPrefetcher:
     def _before_backward(self, chunks: Sequence[Chunk], gradient: Tensor) -> None:
         for other in self._in_backward:
             if other not in chunks and other in self._frozen and other in self._resharding:
-                other.whole.reshard()
+                other.unsharded.reshard()
         self._in_backward = chunks
         self._use(chunks)
 
     def _use(self, chunks: Sequence[Chunk]) -> None:
         """Gathers `chunks`, and begins to gather the chunks with the nearest uses."""
         for chunk in chunks:
-            self._make_room(chunk, chunks)
-            chunk.whole.gather()
+            self._evict_for(chunk, chunks)
+            chunk.unsharded.gather()
             if chunk in self._traced:
                 self._uses += 1
                 self._last_use[chunk] = self._uses
@@ -201,37 +201,37 @@ class ParameterPrefetcher:
     def _gather_ahead(self, trace: UseTrace, chunks: Sequence[Chunk]) -> None:
         """Begins to gather the chunks with the nearest uses, as far as the cache allows."""
         ahead, seen = 0, {*chunks}
-        for place, following in trace.following():
+        for position, following in trace.following():
             if ahead == self._ahead or len(seen) == len(self._traced):
                 return
             if following not in seen:
                 nearest = len(seen) == len(chunks)
                 seen.add(following)
-                ahead += not following.whole.is_present
-                if not self._make_room(following, chunks, place, nearest):
+                ahead += not following.unsharded.is_present
+                if not self._evict_for(following, chunks, position, nearest):
                     return
-                following.whole.start_gather()
+                following.unsharded.start_gather()
 
-    def _make_room(self, chunk: Chunk, using: Sequence[Chunk], place: int = 0, nearest: bool = True) -> bool:
-        """Reshards the chunk with the furthest next use, counted from position `place`, if the cache is full; returns
+    def _evict_for(self, chunk: Chunk, using: Sequence[Chunk], position: int = 0, nearest: bool = True) -> bool:
+        """Reshards the chunk with the furthest next use, counted from `position`, if the cache is full; returns
         True if `chunk` now fits.
 
-        Chunks that are in use, or are used again before `place`, stay. If the chunk with the furthest use must stay, this
+        Chunks that are in use, or are used again before `position`, stay. If the chunk with the furthest use must stay, this
         method returns False, because an eviction would cost one more gather. For the `nearest` chunk it evicts another chunk
         instead, because the gather would otherwise be exposed. Raises `UserError` where too many chunks are in use.
         """
-        if self._cache is None or chunk.plan.keeps_whole or chunk.whole.has_memory:
+        if self._cache is None or chunk.plan.keeps_unsharded or chunk.unsharded.has_memory:
             return True
-        held = [each for each in self._traced if each.whole.has_memory and not each.plan.keeps_whole]
+        held = [each for each in self._traced if each.unsharded.has_memory and not each.plan.keeps_unsharded]
         if len(held) < self._cache:
             return True
-        next_use = self._trace.next_use if self._trace is not None else lambda each, place=0: math.inf
+        next_use = self._trace.next_use if self._trace is not None else lambda each, position=0: math.inf
 
         def order(candidate: Chunk) -> tuple[float, int]:
-            return next_use(candidate, place), -self._last_use.get(candidate, 0)
+            return next_use(candidate, position), -self._last_use.get(candidate, 0)
 
-        free = [each for each in held if each not in using and next_use(each) >= place]
-        if not free and not place:
+        free = [each for each in held if each not in using and next_use(each) >= position]
+        if not free and not position:
             raise UserError(
                 f"state.cache {self._cache}: a module uses parameters of {len(using)} chunks at a time: raise it to "
                 f"{len(using)}"
@@ -239,5 +239,5 @@ class ParameterPrefetcher:
         dropped = max(free if nearest else held, key=order, default=None)
         if dropped is None or dropped not in free:
             return False
-        dropped.whole.reshard()
+        dropped.unsharded.reshard()
         return True

@@ -157,14 +157,14 @@ class Mask(AllElements):
 
     def compressed(self, dense: Tensor, part: slice, first: int = 0) -> Tensor:
         found = dense.new_zeros(part.stop - part.start)
-        places = self.positions(part.start, part.stop).to(dense.device) - first
-        torch.index_select(dense, 0, places, out=found[: len(places)])
+        positions = self.positions(part.start, part.stop).to(dense.device) - first
+        torch.index_select(dense, 0, positions, out=found[: len(positions)])
         return found
 
     def expanded(self, compressed: Tensor, start: int, part: slice) -> Tensor:
         found = compressed.new_zeros(part.stop - part.start)
-        places = self.positions(start, start + len(compressed)).long().to(compressed.device) - part.start
-        return found.index_copy_(0, places, compressed[: len(places)])
+        positions = self.positions(start, start + len(compressed)).long().to(compressed.device) - part.start
+        return found.index_copy_(0, positions, compressed[: len(positions)])
 
     def _in_one_launch(self, dense: Tensor) -> bool:
         return self.plan.form == "bits" and backend.use_triton(dense)

@@ -27,8 +27,8 @@ class Matrices(NamedTuple):
     cost: int  # multiplications of one orthogonalization step per matrix; for a block, the block's fraction of them
 
     @classmethod
-    def from_shape(cls, start: int, shape: Sequence[int], whole: Sequence[int] | None = None) -> "Matrices":
-        """Returns the matrices of a parameter with local `shape`; the default of the global shape `whole` is `shape`. Raises
+    def from_shape(cls, start: int, shape: Sequence[int], global_shape: Sequence[int] | None = None) -> "Matrices":
+        """Returns the matrices of a parameter with local `shape`; the default of `global_shape` is `shape`. Raises
         `ValueError` for a vector.
 
         The cost counts the matmuls A = X X^T, A A, and the matmul of a polynomial of A with X.
@@ -36,7 +36,7 @@ class Matrices(NamedTuple):
         if len(shape) < 2:
             raise ValueError(f"a parameter of shape {list(shape)} is not a matrix")
         *batch, rows, columns = shape
-        short, long = sorted((whole or shape)[-2:])
+        short, long = sorted((global_shape or shape)[-2:])
         return cls(start, math.prod(batch), rows, columns, short * (2 * long + short) * rows * columns // long)
 
     @property
@@ -100,11 +100,11 @@ class OverBlocks:
     def __init__(self, groups: Groups, layout: Layout) -> None:
         axes = split_axes(layout, groups.mesh)
         self._group = groups.along(*axes)
-        places = [tuple(part.start for part in layout.region(groups.mesh, rank)[-2:]) for rank in self._group.ranks]
+        offsets = [tuple(part.start for part in layout.region(groups.mesh, rank)[-2:]) for rank in self._group.ranks]
         # The ranks in row-major order of their blocks.
-        self._order = sorted(range(self._group.size), key=places.__getitem__)
-        self._place = sorted(range(self._group.size), key=self._order.__getitem__)
-        self._down = len({row for row, _ in places})
+        self._order = sorted(range(self._group.size), key=offsets.__getitem__)
+        self._inverse_order = sorted(range(self._group.size), key=self._order.__getitem__)
+        self._down = len({row for row, _ in offsets})
         self.ranks = self._group.size
 
     @property
@@ -121,9 +121,9 @@ class OverBlocks:
         share = [(number + i) // ranks for i in range(ranks)]
         own = share[self._group.rank]
         blocks = self._group.all_to_all(x_Nrc, share, [own] * ranks).view(ranks, own, r, c)[self._order]
-        whole_NRC = (
+        full_NRC = (
             blocks.view(self._down, across, own, r, c).permute(2, 0, 3, 1, 4).reshape(own, self._down * r, across * c)
         )
-        made = function(whole_NRC).view(own, self._down, r, across, c)
-        blocks = made.permute(1, 3, 0, 2, 4).reshape(ranks, own, r, c)[self._place]
+        made = function(full_NRC).view(own, self._down, r, across, c)
+        blocks = made.permute(1, 3, 0, 2, 4).reshape(ranks, own, r, c)[self._inverse_order]
         return self._group.all_to_all(blocks.flatten(0, 1), [own] * ranks, share)

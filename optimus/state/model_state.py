@@ -24,7 +24,7 @@ from optimus.state.gathering import ParameterPrefetcher
 from optimus.state.masks import packed_bits
 from optimus.state.matrices import OverBlocks
 from optimus.state.placement import ChunkContext
-from optimus.state.plan import ChunkPlan, StateSpec, divisions, place_chunks, sharding_of, unpruned_shares
+from optimus.state.plan import ChunkPlan, StateSpec, place_chunks, shard_partitions, sharding_of, unpruned_shares
 from optimus.state.reduction import GradientReduction
 from optimus.state.transfers import Transfers, transfers
 
@@ -65,23 +65,23 @@ class ModelState:
         options: StateConfig,
         divided: Mapping[int, Sequence[ChunkPlan]],
         *,
-        recipe: StateSpec,
+        spec: StateSpec,
         masks: Mapping[str, Tensor] | None = None,
         device: torch.device,
         gathering: ParameterPrefetcher | None = None,
         moves: Transfers | None = None,
     ) -> None:
         _check_trainable((name, each.requires_grad) for name, each in module.named_parameters())
-        self.groups, self.options, self.rules = groups, options, recipe.rules
+        self.groups, self.options, self.rules = groups, options, spec.rules
         self._module, self.tile, self._layouts = module, options.tile, layouts
-        self.recipe, self._frozen_masks = self._pruned_by(masks or {}, recipe)
+        self.spec, self._frozen_masks = self._pruned_by(masks or {}, spec)
         self.steps = 0  # optimizer steps applied
         self.drawn: Mapping[str, Tensor] | None = None  # candidate masks for the next pruning
         self.pruned = PruningProgress()
-        self._unlike = set(recipe.rules.values())  # the distinct rules of all stages
+        self._unlike = set(spec.rules.values())  # the distinct rules of all stages
         self.counters = {name: 0.0 for rule in self._unlike for name in rule.counters}
         self._reducing = dict[GradientReduction, None]()  # the reductions in the order in which they last started
-        self._leaving: deque[GradientReduction] = deque()
+        self._offloading: deque[GradientReduction] = deque()
         self._divided = divided
         self._chunks_by_stage = self._make_chunks(masks or {}, moves or transfers(device))
         self.chunks = [chunk for chunks in self._chunks_by_stage.values() for chunk in chunks]
@@ -109,15 +109,15 @@ class ModelState:
             options=options,
             started=self._limit_reductions,
         )
-        # A cache, because the division of thousands of ranks is slow.
+        # A cache, because partitioning thousands of ranks is slow.
         known: dict[tuple[tuple[str, ...], bool], list[Group]] = {}
         parameters = dict[str, nn.Parameter]()
 
         def make(plan: ChunkPlan) -> Chunk:
             key = plan.partial_axes, plan.rule.trains
             if key not in known:
-                found = divisions(groups.mesh, plan.partial_axes, sharding_of(plan.rule, options))
-                known[key] = [groups.dividing(each) for each in (found if plan.rule.trains else found[:-1])]
+                found = shard_partitions(groups.mesh, plan.partial_axes, sharding_of(plan.rule, options))
+                known[key] = [groups.group_of(each) for each in (found if plan.rule.trains else found[:-1])]
             if not plan.rule.trains:
                 return Chunk(plan, replace(common, groups=known[key]))
             *sharing, copies = known[key]
@@ -138,7 +138,7 @@ class ModelState:
 
     def _plans(self) -> dict[int, list[ChunkPlan]]:
         """Returns the chunks of each stage with their final buffers; pruned chunks have only their unpruned elements."""
-        return {stage: place_chunks(plans, self.options, self.recipe) for stage, plans in self._divided.items()}
+        return {stage: place_chunks(plans, self.options, self.spec) for stage, plans in self._divided.items()}
 
     def _hold(self) -> None:
         """Registers the chunks with the prefetcher, which gathers the chunks that modules use."""
@@ -152,27 +152,27 @@ class ModelState:
             slot.name: packed_bits(chunk.elements.unpruned(slot.start, slot.end))
             for chunk in self.trained
             for slot in chunk.plan.slots
-            if chunk.elements.prunes and self.recipe.unpruned[slot.name] is not None
+            if chunk.elements.prunes and self.spec.unpruned[slot.name] is not None
         }
 
-    def _pruned_by(self, masks: Mapping[str, Tensor], recipe: StateSpec) -> tuple[StateSpec, dict[str, Tensor]]:
-        """Returns `recipe` with the unpruned fractions of `masks`, and the masks of frozen parameters.
+    def _pruned_by(self, masks: Mapping[str, Tensor], spec: StateSpec) -> tuple[StateSpec, dict[str, Tensor]]:
+        """Returns `spec` with the unpruned fractions of `masks`, and the masks of frozen parameters.
 
         Frozen parameters have no buffers to compress: only checkpoints need their masks.
         """
         shares = unpruned_shares(masks, self._layouts, self.groups.mesh, self.groups.rank)
         frozen = {name: bits for name, bits in masks.items() if not self.rules[name].trains}
-        return recipe._replace(unpruned=dict.fromkeys(recipe.unpruned) | shares), frozen
+        return spec._replace(unpruned=dict.fromkeys(spec.unpruned) | shares), frozen
 
     def prune(self, masks: Mapping[str, Tensor], *, empty: bool = False) -> None:
-        """Prunes parameters by `masks`: by name, packed bits for this rank's slices of parameters that the recipe can prune.
+        """Prunes parameters by `masks`: by name, packed bits for this rank's slices of the prunable parameters.
 
         All ranks must call this method between steps. The state of unpruned elements stays, and a parameter without a new
         mask keeps its earlier mask. With `empty`, the method drops earlier masks and all state, because the caller will load
         values.
         """
-        masks = ({} if empty else self.masks) | {name: masks[name] for name in self.recipe.unpruned if name in masks}
-        self.recipe, self._frozen_masks = self._pruned_by(masks, self.recipe)
+        masks = ({} if empty else self.masks) | {name: masks[name] for name in self.spec.unpruned if name in masks}
+        self.spec, self._frozen_masks = self._pruned_by(masks, self.spec)
         for stage, plans in self._plans().items():
             for chunk, plan in zip(self._chunks_by_stage[stage], plans, strict=True):
                 if isinstance(chunk, TrainedChunk) and (plan.mask is not None or chunk.elements.prunes):
@@ -221,7 +221,7 @@ class ModelState:
     def clear_gradients(self) -> None:
         """Sets all gradients to zero; their reductions may be running."""
         self._reducing.clear()
-        self._leaving.clear()
+        self._offloading.clear()
         for chunk in self.trained:
             chunk.gradients.clear()
             chunk.skip()  # the last step may not have been finished
@@ -258,11 +258,11 @@ class ModelState:
             gradients.reduce()
             if "embedding" in chunk.plan.slots[0].layout.replicated_axes:
                 self.groups.along("embedding").unwatched.all_reduce(gradients.reduced)
-            if gradients.may_leave:
-                self._let_leave(gradients)
+            if gradients.may_offload:
+                self._begin_offload(gradients)
             square += gradients.square_sum(self.tile) / (chunk.plan.replica_count if self._parted else 1)
-        while self._leaving:
-            self._leaving.popleft().leave()
+        while self._offloading:
+            self._offloading.popleft().finish_offload()
         if self._parted:
             self.groups.world.unwatched.all_reduce(square)
         return float(square.sqrt().float())
@@ -280,7 +280,7 @@ class ModelState:
         chunks = self._gathering.used_order(self.trained)  # the next step uses the chunks in the same order
         chunks.sort(key=lambda chunk: chunk.update.is_collective, reverse=True)  # before the worker gets any update
         for chunk in chunks:
-            chunk.whole.wait()
+            chunk.unsharded.wait()
         for chunk, following in zip_longest(chunks, chunks[1:]):
             chunk.update.step(now, self.tile, None if following is None else following.disk)
 
@@ -313,16 +313,16 @@ class ModelState:
         """Finishes all running operations, and all-gathers the parameters that are always whole on the device; must precede
         the end of the process group."""
         for chunk in self.chunks:
-            if chunk.plan.keeps_whole:
-                chunk.whole.gather()
-            chunk.whole.wait()
+            if chunk.plan.keeps_unsharded:
+                chunk.unsharded.gather()
+            chunk.unsharded.wait()
 
     def _limit_reductions(self, begun: GradientReduction) -> None:
         """Limits the running reductions after `begun` has started: at most `_REDUCING` may use their whole buffers, or none
         without `overlap`."""
         if not self.options.overlap:
             begun.finish()
-        elif begun.chunk.plan.adds_gradients or (begun.leaves and not begun.alone):
+        elif begun.chunk.plan.adds_gradients or (begun.offloaded and not begun.alone):
             self._reducing.pop(begun, None)  # the finished reduction of an earlier microbatch
             self._reducing[begun] = None
             if len(self._reducing) <= _REDUCING:
@@ -330,10 +330,10 @@ class ModelState:
             begun = next(iter(self._reducing))
             del self._reducing[begun]
             begun.free_gradient()
-        if begun.may_leave and "embedding" not in begun.chunk.plan.slots[0].layout.replicated_axes:
-            self._let_leave(begun)
+        if begun.may_offload and "embedding" not in begun.chunk.plan.slots[0].layout.replicated_axes:
+            self._begin_offload(begun)
 
-    def _let_leave(self, gradients: GradientReduction) -> None:
+    def _begin_offload(self, gradients: GradientReduction) -> None:
         """Starts the copy of a chunk's gradients to the host; if more than `_REDUCING` copies are running, waits for the
         oldest one and frees its device memory.
 
@@ -341,9 +341,9 @@ class ModelState:
         """
         self._reducing.pop(gradients, None)
         gradients.offload_gradient(self.tile)
-        self._leaving.append(gradients)
-        if len(self._leaving) > _REDUCING:
-            self._leaving.popleft().leave()
+        self._offloading.append(gradients)
+        if len(self._offloading) > _REDUCING:
+            self._offloading.popleft().finish_offload()
 
 
 def _trained(chunks: Iterable[Chunk]) -> list[TrainedChunk]:

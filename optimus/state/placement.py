@@ -64,9 +64,9 @@ class Placement:
         self.groups = [group.unwatched for group in context.groups]
         self.context, self.transfers, self.part = context, context.transfers, OwnPart()
         self.disk: DiskStates | None = None
-        self._whole = self._make(plan, "whole")
-        self.parameter = self._whole["parameters"]
-        self.place(plan, masks or {})
+        self._dense = self._make(plan, "dense")
+        self.parameter = self._dense["parameters"]
+        self.allocate(plan, masks or {})
 
     def _make(self, plan: ChunkPlan, *extents: str) -> dict[str, Tensor]:
         """Allocates the buffers with one of these extents that are not on a disk; returns them by kind."""
@@ -76,10 +76,10 @@ class Placement:
             if each.extent in extents and each.residency != "disk"
         }
 
-    def place(self, plan: ChunkPlan, masks: Mapping[str, Tensor]) -> None:
-        """Allocates all buffers of `plan` except buffers of the extent "whole", which stay."""
+    def allocate(self, plan: ChunkPlan, masks: Mapping[str, Tensor]) -> None:
+        """Allocates all buffers of `plan` except buffers of the extent "dense", which stay."""
         self.plan = plan
-        self._made = self._whole | self._make(plan, "compressed", "mask")
+        self._made = self._dense | self._make(plan, "compressed", "mask")
         self.elements = AllElements()
         if plan.mask is not None:
             tile = self.context.options.tile if self.parameter.device.type == "cpu" else None
@@ -129,9 +129,9 @@ class Placement:
         """The type of the weights in a checkpoint of weights alone."""
         return torch.float32 if self.plan.rule.averages else self.compute_shard.dtype
 
-    def views(self, whole: Tensor) -> dict[str, Tensor]:
+    def views(self, buffer: Tensor) -> dict[str, Tensor]:
         """Returns, by name, each parameter's view of a buffer of the whole chunk's size."""
-        return {slot.name: whole[slot.start : slot.end].view(slot.shape) for slot in self.plan.slots}
+        return {slot.name: buffer[slot.start : slot.end].view(slot.shape) for slot in self.plan.slots}
 
     # ---- Dense forms of compressed buffers ----
 
@@ -161,6 +161,6 @@ def positions(plan: ChunkPlan, masks: Mapping[str, Tensor]) -> Tensor:
     found = []
     for slot in plan.slots:
         bits, size = masks.get(slot.name), slot.shape.numel()
-        left = torch.arange(size) if bits is None else unpacked_bits(bits, size).nonzero().flatten()
-        found.append(left + slot.start)
+        local = torch.arange(size) if bits is None else unpacked_bits(bits, size).nonzero().flatten()
+        found.append(local + slot.start)
     return torch.cat(found)

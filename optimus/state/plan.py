@@ -60,10 +60,10 @@ class ParameterSlot:
         if not self.layout.sharded_dims:
             return local
         positions, stride = torch.zeros_like(local), 1
-        for part, whole in zip(reversed(self.region), reversed(self.layout.shape)):
+        for part, global_size in zip(reversed(self.region), reversed(self.layout.shape)):
             size = part.stop - part.start
             positions += (local % size + part.start) * stride
-            local, stride = local // size, stride * whole
+            local, stride = local // size, stride * global_size
         return positions
 
 
@@ -138,7 +138,7 @@ class ChunkPlan:
     def elements(self, buffer: Buffer) -> int:
         """Returns the number of elements of a buffer of this chunk."""
         if self.mask is not None and buffer.extent != "compressed":
-            return self.mask.size if buffer.extent == "whole" else self.mask.elements
+            return self.mask.size if buffer.extent == "dense" else self.mask.elements
         if buffer.depth == 0:
             return self.borders[-1]
         extent = self.extent(buffer.depth)
@@ -160,7 +160,7 @@ class ChunkPlan:
         return self.buffers[0].lifetime
 
     @property
-    def keeps_whole(self) -> bool:
+    def keeps_unsharded(self) -> bool:
         """True if the device always has memory for the whole parameters."""
         return self.stays("parameters")
 
@@ -248,7 +248,7 @@ def unpruned_shares(
 
 
 def divide_chunks(
-    layouts: Mapping[str, Layout], mesh: Mesh, rank: int, options: StateConfig, recipe: StateSpec
+    layouts: Mapping[str, Layout], mesh: Mesh, rank: int, options: StateConfig, spec: StateSpec
 ) -> list[ChunkPlan]:
     """Returns the plans of the chunks of `rank` without pruning and offloading.
 
@@ -258,17 +258,17 @@ def divide_chunks(
     """
     replicas = {axes: tuple(mesh.group(rank, axes)) for axes in {layout.partial_axes for layout in layouts.values()}}
     plans = list[ChunkPlan]()
-    for row in end_to_end(layouts, mesh, rank, replicas, options.chunk, recipe):
+    for row in end_to_end(layouts, mesh, rank, replicas, options.chunk, spec):
         ranks, sharding = replicas[row.axes], sharding_of(row.rule, options)
         own = next(part for part in shard_groups(mesh, ranks, sharding) if rank in part)
         steps, depths = sharing_steps(shard_widths(sharding.shard, sharding.shard_ranks), len(own))
-        shard_steps, place = [], own.index(rank)
+        shard_steps, group_rank = [], own.index(rank)
         for step in steps:
-            shard_steps.append(ShardStep(step, place % step))
-            place //= step
+            shard_steps.append(ShardStep(step, group_rank % step))
+            group_rank //= step
         copies = mesh.axis_size(*row.same) * len(ranks) // len(own)
-        kept = chunk_buffers(depths, row.rule, options, recipe)
-        plans += row.sharded(row.borders(math.prod(steps)), tuple(shard_steps), depths, copies, kept)
+        planned = chunk_buffers(depths, row.rule, options, spec)
+        plans += row.sharded(row.borders(math.prod(steps)), tuple(shard_steps), depths, copies, planned)
     return in_order(plans, layouts)
 
 
@@ -307,11 +307,11 @@ class ChunkRow(NamedTuple):
         steps: tuple[ShardStep, ...],
         depths: ShardDepths,
         copies: int,
-        kept: tuple[Buffer, ...],
+        planned: tuple[Buffer, ...],
     ) -> list[ChunkPlan]:
-        """Returns the chunks of this row, sharded in `steps`; `copies` ranks store the same shard, in the buffers `kept`."""
+        """Returns the chunks of this row, sharded in `steps`; `copies` ranks store the same shard, in `planned` buffers."""
         return [
-            ChunkPlan(slots, self.axes, self.rule, ends, steps, copies, depths, kept)
+            ChunkPlan(slots, self.axes, self.rule, ends, steps, copies, depths, planned)
             for slots, ends in zip(self.chunks, borders)
         ]
 
@@ -322,7 +322,7 @@ def end_to_end(
     rank: int,
     replicas: Mapping[tuple[str, ...], Hashable],
     chunk: int | None,
-    recipe: StateSpec,
+    spec: StateSpec,
 ) -> list[ChunkRow]:
     """Groups the parameters of `rank` by replicas, rule and whether they are prunable, and lays each group out in chunks.
 
@@ -331,34 +331,34 @@ def end_to_end(
     """
     unlike = set(layouts.values())
     regions = {layout: layout.region(mesh, rank) for layout in unlike}
-    room = {layout: math.prod(layout.local_shape(mesh)) for layout in unlike}
+    sizes = {layout: math.prod(layout.local_shape(mesh)) for layout in unlike}
     groups: dict[tuple[Hashable, tuple[str, ...], Rule, bool], list[str]] = {}
     for name, layout in layouts.items():
         same = tuple(axis for axis in layout.replicated_axes if mesh.axis_size(axis) > 1)
-        rule = recipe.rules[name]
-        prunable = rule.trains and name in recipe.unpruned
+        rule = spec.rules[name]
+        prunable = rule.trains and name in spec.unpruned
         groups.setdefault((replicas[layout.partial_axes], same, rule, prunable), []).append(name)
-    limit = chunk_limit([[room[layouts[name]] for name in names] for names in groups.values()], chunk)
+    limit = chunk_limit([[sizes[layouts[name]] for name in names] for names in groups.values()], chunk)
     rows = list[ChunkRow]()
     for (_, same, rule, _), names in groups.items():
-        align = max(each.align for each in buffers(ShardDepths(0, 0, 0), recipe.compute, recipe.compute, rule))
+        align = max(each.align for each in buffers(ShardDepths(0, 0, 0), spec.compute, spec.compute, rule))
         own = [layouts[name] for name in names]
         chunks = [
             tuple(ParameterSlot(names[i], own[i], regions[own[i]], start, end) for i, start, end in placed)
-            for placed in lay_out([room[layout] for layout in own], limit, align)
+            for placed in lay_out([sizes[layout] for layout in own], limit, align)
         ]
         rows.append(ChunkRow(layouts[names[0]].partial_axes, same, rule, chunks, align))
     return rows
 
 
-def place_chunks(plans: Sequence[ChunkPlan], options: StateConfig, recipe: StateSpec) -> list[ChunkPlan]:
+def place_chunks(plans: Sequence[ChunkPlan], options: StateConfig, spec: StateSpec) -> list[ChunkPlan]:
     """Returns the chunks of `divide_chunks` with the buffers that offloading and pruning need.
 
     The first chunks, up to the fraction `resident_fraction` of all elements, stay on the device. All later chunks are
     offloaded as configured. The forward pass uses the first chunks while the updates of the others still run. Pruned chunks
     store only their unpruned elements.
     """
-    if options.offload == "none" and not recipe.unpruned:
+    if options.offload == "none" and not spec.unpruned:
         return [*plans]
     # With `auto`, a later decision moves the chunks that fit to the device.
     fraction = 0.0 if options.resident_fraction == "auto" else options.resident_fraction
@@ -373,11 +373,11 @@ def place_chunks(plans: Sequence[ChunkPlan], options: StateConfig, recipe: State
         sends = elsewhere and options.accumulate_on == "host" and "embedding" not in first.layout.replicated_axes
         depths = placed(plan.depths, where, sends)
         # Only masks that exist compress a chunk; parameters that are not pruned yet have all their elements.
-        pruned = plan.rule.trains and any(recipe.unpruned.get(slot.name) is not None for slot in plan.slots)
-        prunable = elsewhere and first.name in recipe.unpruned
-        kept = chunk_buffers(depths, plan.rule, options, recipe, pruned, where, prunable, sends)
-        plan = replace(plan, buffers=kept, depths=depths)
-        found.append(_compressed(plan, recipe) if pruned else plan)
+        pruned = plan.rule.trains and any(spec.unpruned.get(slot.name) is not None for slot in plan.slots)
+        prunable = elsewhere and first.name in spec.unpruned
+        planned = chunk_buffers(depths, plan.rule, options, spec, pruned, where, prunable, sends)
+        plan = replace(plan, buffers=planned, depths=depths)
+        found.append(_compressed(plan, spec) if pruned else plan)
     return found
 
 
@@ -385,20 +385,19 @@ def chunk_buffers(
     depths: ShardDepths,
     rule: Rule,
     options: StateConfig,
-    recipe: StateSpec,
+    spec: StateSpec,
     pruned: bool = False,
     offload: str = "none",
     prunable: bool = False,
     sends: bool = False,
 ) -> tuple[Buffer, ...]:
     """Returns the buffers of a chunk for `depths` and `offload`; see `buffers.buffers`."""
-    whole = lifetime(options)
     return buffers(
         depths,
-        recipe.compute,
+        spec.compute,
         getattr(torch, options.gradient_dtype),
         rule,
-        lifetime=whole,
+        lifetime=lifetime(options),
         offload=offload,
         pruned=pruned,
         prunable=prunable,
@@ -406,11 +405,11 @@ def chunk_buffers(
     )
 
 
-def _compressed(plan: ChunkPlan, recipe: StateSpec) -> ChunkPlan:
+def _compressed(plan: ChunkPlan, spec: StateSpec) -> ChunkPlan:
     """Returns the plan with shards of equal length over its unpruned elements."""
-    unpruned = sum(recipe.unpruned_of(slot) for slot in plan.slots)
+    unpruned = sum(spec.unpruned_of(slot) for slot in plan.slots)
     borders = plan.tiling.borders([], aligned(unpruned, plan.align), [0] * plan.shard_count, plan.align)
-    return replace(plan, borders=borders, mask=MaskPlan(plan.size, unpruned, recipe.mask_form))
+    return replace(plan, borders=borders, mask=MaskPlan(plan.size, unpruned, spec.mask_form))
 
 
 def placed(depths: ShardDepths, offload: str, sends: bool = False) -> ShardDepths:
@@ -436,7 +435,7 @@ def divide_stages(
     rank: int,
     options: StateConfig,
     stage_of: Callable[[str], int],
-    recipe: StateSpec,
+    spec: StateSpec,
 ) -> dict[int, list[ChunkPlan]]:
     """Returns the divided chunks of each pipeline stage on `rank`. `stage_of` maps a parameter's name to its stage; no chunk
     belongs to two stages.
@@ -446,7 +445,7 @@ def divide_stages(
     stages: dict[int, dict[str, Layout]] = {}
     for name, layout in layouts.items():
         stages.setdefault(stage_of(name), {})[name] = layout
-    return {stage: divide_chunks(those, mesh, rank, options, recipe) for stage, those in sorted(stages.items())}
+    return {stage: divide_chunks(those, mesh, rank, options, spec) for stage, those in sorted(stages.items())}
 
 
 def lay_out(sizes: Sequence[int], limit: int, align: int = ALIGN) -> list[list[tuple[int, int, int]]]:
@@ -515,11 +514,11 @@ def wasted(sizes: Sequence[int], limits_L: Sizes) -> Sizes:
     # The initial state is a full chunk.
     waste_L, length_L, padding_L = np.zeros_like(limits_L), limits_L.copy(), np.zeros_like(limits_L)
     for size in reversed(sizes):
-        room = aligned(size)
-        begins_L = length_L + room - padding_L > limits_L
+        padded = aligned(size)
+        begins_L = length_L + padded - padding_L > limits_L
         waste_L += begins_L * np.maximum(0, limits_L - (length_L - padding_L))
-        length_L = np.where(begins_L, room, length_L + room)
-        padding_L = np.where(begins_L, room - size, padding_L)
+        length_L = np.where(begins_L, padded, length_L + padded)
+        padding_L = np.where(begins_L, padded - size, padding_L)
     return waste_L + np.maximum(0, limits_L - (length_L - padding_L))
 
 
@@ -582,20 +581,20 @@ def check_shard_ranks(layouts: Mapping[str, Layout], mesh: Mesh, options: StateC
         )
 
 
-def divisions(mesh: Mesh, replicas: Sequence[str], options: StateConfig) -> list[RankPartition]:
+def shard_partitions(mesh: Mesh, replicas: Sequence[str], options: StateConfig) -> list[RankPartition]:
     """Returns one partition of all ranks per sharding step, and last the partition into replica groups of the same shard."""
     all_replicas = mesh.groups(replicas)
     first = all_replicas.group(0)
-    # All replica groups have the same structure, so the division of the first one applies to each.
-    places_PW = np.searchsorted(first, shard_groups(mesh, first, options))
-    shards = all_replicas.cut(lambda ranks_GR: ranks_GR[:, places_PW].reshape(-1, places_PW.shape[1]))
+    # All replica groups have the same structure, so the partition of the first group applies to each.
+    positions_PW = np.searchsorted(first, shard_groups(mesh, first, options))
+    shards = all_replicas.cut(lambda ranks_GR: ranks_GR[:, positions_PW].reshape(-1, positions_PW.shape[1]))
     steps, _ = sharing_steps(shard_widths(options.shard, options.shard_ranks), shards.largest)
 
     def shared(step: int, inner: int) -> RankPartition:
         return shards.cut(lambda ranks_GW: ranks_GW.reshape(-1, step, inner).swapaxes(1, 2).reshape(-1, step))
 
     inner = accumulate(steps, operator.mul, initial=1)
-    copies_WP = np.sort(places_PW.T)  # ascending ranks in each group
+    copies_WP = np.sort(positions_PW.T)  # ascending ranks in each group
     copies = all_replicas.cut(lambda ranks_GR: ranks_GR[:, copies_WP].reshape(-1, copies_WP.shape[1]))
     return [*map(shared, steps, inner), copies]
 

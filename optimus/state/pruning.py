@@ -65,7 +65,7 @@ def check_blocks(layouts: Mapping[str, Layout], mesh: Mesh) -> None:
         parts = layout.local_shape(mesh)[-2:]
         if len(layout.shape) < 2:
             raise UserError(f"pruning.scope block 16x16: {name} is not a matrix: leave it out of pruning.targets")
-        if any(part != whole and part % _BLOCK for part, whole in zip(parts, layout.shape[-2:])):
+        if any(part != size and part % _BLOCK for part, size in zip(parts, layout.shape[-2:])):
             raise UserError(
                 f"pruning.scope block 16x16: each rank has {' x '.join(map(str, parts))} elements of {name}, so that some "
                 "blocks span two ranks: choose another parallel.tensor, or scope global"
@@ -167,8 +167,8 @@ def prune(
 
     for names in [{name} for name in sizes] if per_tensor else [{*sizes}]:
         size = sum(sizes[name] for name in names)
-        kept = min(size, max(1, round(unpruned * size)))
-        threshold = kth_largest(weights.world, partial(scores, names), kept, weights.device) if size else 0
+        count = min(size, max(1, round(unpruned * size)))
+        threshold = kth_largest(weights.world, partial(scores, names), count, weights.device) if size else 0
         weights.world.agree(failure)
         for slot, values, _ in weights.parts(names):
             bits = packed_bits((scored(slot, values).flatten().view(torch.int32) >= threshold).cpu())
@@ -193,8 +193,8 @@ def kth_largest(world: Group, parts: Callable[[], Iterator[tuple[Tensor, bool]]]
         return found.flip(0).cumsum(0)
 
     def first(totals: Tensor, wanted: float) -> tuple[int, float]:
-        place = int((totals >= wanted).nonzero()[0])
-        return _HALF - 1 - place, float(totals[place - 1]) if place else 0.0
+        index = int((totals >= wanted).nonzero()[0])
+        return _HALF - 1 - index, float(totals[index - 1]) if index else 0.0
 
     upper, above = first(counts(lambda bits: bits >> 16), k)
     lower, _ = first(counts(lambda bits: bits[bits >> 16 == upper] & (_HALF - 1)), k - above)
@@ -213,11 +213,11 @@ def distance(before: Mapping[str, Tensor], now: Mapping[str, Tensor], state: Mod
     return new / _total(state, {name: bits_of(bits) for name, bits in now.items()})
 
 
-def share_left(state: ModelState, sizes: Mapping[str, int]) -> float:
+def unpruned_share(state: ModelState, sizes: Mapping[str, int]) -> float:
     """Returns the unpruned fraction of the parameters in `sizes`, their numbers of elements in the whole model. All ranks
     must call this function."""
     slots = [slot for chunk in state.trained for slot in chunk.plan.slots if slot.name in sizes]
-    return _total(state, {slot.name: state.recipe.unpruned_of(slot) for slot in slots}) / sum(sizes.values())
+    return _total(state, {slot.name: state.spec.unpruned_of(slot) for slot in slots}) / sum(sizes.values())
 
 
 def _total(state: ModelState, counts: Mapping[str, int]) -> float:

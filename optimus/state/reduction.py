@@ -26,7 +26,7 @@ from optimus.kernels.square_sum import square_sum
 from optimus.state.buffers import aligned
 from optimus.state.placement import Placement
 from optimus.state.statuses import ManagedBuffer, Status
-from optimus.state.whole import WholeParameters
+from optimus.state.unsharded import UnshardedParameters
 from optimus.step_context import StepContext
 
 
@@ -58,14 +58,14 @@ class ChunkGradient(GradientBuffer):
 
 
 class GradientReduction:
-    """The gradient reduction of `chunk`, with the chunk's parameters `whole`; see the docstring of the module.
+    """The gradient reduction of `chunk`, with the chunk's parameters `unsharded`; see the docstring of the module.
 
     `gradient` (gradient type) covers the whole chunk. `reduced` is a view of the accumulated gradients: the shard that this
-    rank's optimizer updates. The update reads `waiting`: `reduced`, or a host tensor if the gradient `leaves` the device.
+    rank's optimizer updates. The update reads `waiting`: `reduced`, or a host tensor if gradients are `offloaded`.
     """
 
-    def __init__(self, chunk: Placement, whole: WholeParameters) -> None:
-        self.chunk, self._whole = chunk, whole
+    def __init__(self, chunk: Placement, unsharded: UnshardedParameters) -> None:
+        self.chunk, self._unsharded = chunk, unsharded
         self._context, self._transfers = chunk.context, chunk.transfers
         self._watch = chunk.context.copies.watch
         # This group has no watch: the watch covers only the inputs of reductions.
@@ -79,21 +79,21 @@ class GradientReduction:
         self._square: Tensor  # sum of squares of the gradients that leave for the host
         self.gradient = chunk.buffer("gradients", chunk.parameter)
         self._gradients = ManagedBuffer("gradients", self.gradient, chunk.transfers.resize, stays=True)
-        self.place()
+        self.switch_buffers()
 
-    def place(self) -> None:
+    def switch_buffers(self) -> None:
         """Switches to the buffers of the chunk's current plan."""
         chunk, plan, resize = self.chunk, self.chunk.plan, self._transfers.resize
         self._gradients.transition("open")  # a ManagedBuffer starts from a tensor that has memory
         self._gradients = ManagedBuffer("gradients", self.gradient, resize, stays=plan.stays("gradients"))
-        self._kept = chunk.buffer("gradients.shard", self.gradient)  # the accumulated gradients
+        self._accumulated_gradients = chunk.buffer("gradients.shard", self.gradient)  # the accumulated gradients
         self._accumulated = self._gradients
         if plan.adds_gradients:
             stays = plan.stays("gradients.shard")
-            self._accumulated = ManagedBuffer("gradients", self._kept, resize, stays=stays)
-        self.reduced = self._kept[plan.within(plan.depths.gradients, plan.depths.optimizer)]
-        self.leaves = not plan.stays("gradients.shard" if plan.adds_gradients else "gradients")
-        self.waiting = chunk.buffer("gradients.host", chunk.compute_shard) if self.leaves else self.reduced
+            self._accumulated = ManagedBuffer("gradients", self._accumulated_gradients, resize, stays=stays)
+        self.reduced = self._accumulated_gradients[plan.within(plan.depths.gradients, plan.depths.optimizer)]
+        self.offloaded = not plan.stays("gradients.shard" if plan.adds_gradients else "gradients")
+        self.waiting = chunk.buffer("gradients.host", chunk.compute_shard) if self.offloaded else self.reduced
 
     def take(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Sets the gradient of a parameter to this view of the buffer, and registers the hooks that count its arrival."""
@@ -113,7 +113,7 @@ class GradientReduction:
         parameters.
         """
         self.finish()  # the last step may not have been finished
-        self.leave()
+        self.finish_offload()
         self._host.finish()
         self._found.clear()
         self._added.clear()
@@ -132,7 +132,7 @@ class GradientReduction:
         self.sum.transition("clear")
         self._gradients.transition("free")
         self._accumulated.transition("free")
-        if not self.leaves:
+        if not self.offloaded:
             self._accumulated.transition("open")
 
     # ---- Arrival of gradients ----
@@ -144,9 +144,9 @@ class GradientReduction:
         if plan.adds_gradients:
             self.free_gradient()
         elif plan.sends_gradients and self._begun:  # an earlier microbatch has begun the reduction
-            if self.may_leave:
+            if self.may_offload:
                 self.offload_gradient(0)
-            self.leave()
+            self.finish_offload()
             self.sum.transition("again")
         self._gradients.transition("open")
 
@@ -181,7 +181,7 @@ class GradientReduction:
     def _reshard_unneeded(self) -> None:
         """Reshards the parameters after a backward pass, unless another running pass still needs them."""
         if self.chunk.plan.lifetime == "use" and not self._found:
-            self._whole.reshard()
+            self._unsharded.reshard()
 
     # ---- Reduction ----
 
@@ -205,7 +205,7 @@ class GradientReduction:
             self._start()
         self.finish()
         if self.sum.status == "last":
-            self._reduce_kept()
+            self._reduce_accumulated()
             self.finish()
 
     @property
@@ -236,7 +236,7 @@ class GradientReduction:
             self._gradients.transition("open")
         gradient = self.chunk.elements.compress(self.gradient, plan.borders[-1])
         if self._watch is not None:
-            self._watch.leaves(
+            self._watch.record_sent(
                 gradient, f"reduction of the gradients of {plan.slots[0].name} and the rest of its chunk"
             )
         self._gradients.transition("reduce")
@@ -245,27 +245,27 @@ class GradientReduction:
         if plan.adds_gradients and not plan.depths.gradients:
             self._turn.add(partial(self._add, gradient))
         if plan.sends_gradients or self.sum.status == "last":
-            self._reduce_kept()
+            self._reduce_accumulated()
         self._context.started(self)
 
-    def _reduce_kept(self) -> None:
+    def _reduce_accumulated(self) -> None:
         """Reduce-scatters the accumulated gradients to the optimizer's shard, and all-reduces that shard over its
         replicas."""
         plan = self.chunk.plan
         self.sum.transition("send" if plan.sends_gradients else "reduce", self._turn)
-        kept = plan.depths.gradients
+        accumulated_depth = plan.depths.gradients
         if plan.adds_gradients:
             self._accumulated.transition("open")
-        for depth in range(kept, plan.depths.optimizer):
-            self._turn.add(partial(self._reduce_scatter_async, self._kept, kept, depth))
+        for depth in range(accumulated_depth, plan.depths.optimizer):
+            self._turn.add(partial(self._reduce_scatter_async, self._accumulated_gradients, accumulated_depth, depth))
         self._turn.add(self._all_reduce_async)
 
     def _reduce_scatter_async(self, buffer: Tensor, outer: int, depth: int) -> Handle:
         """Begins to reduce-scatter the extent of `depth` over the group of that step; `buffer` holds the extent of depth
         `outer`."""
         plan = self.chunk.plan
-        whole, part = buffer[plan.within(outer, depth)], buffer[plan.within(outer, depth + 1)]
-        handle = self.chunk.groups[depth].reduce_scatter_async(whole, part, plan.lengths(depth))
+        extent, part = buffer[plan.within(outer, depth)], buffer[plan.within(outer, depth + 1)]
+        handle = self.chunk.groups[depth].reduce_scatter_async(extent, part, plan.lengths(depth))
 
         def wait() -> None:
             handle.wait()
@@ -278,7 +278,7 @@ class GradientReduction:
         """Adds `part`, this rank's shard of a microbatch's gradients, to the accumulated gradients, and frees the whole
         buffer."""
         self._accumulated.transition("open")
-        self._kept.add_(part)
+        self._accumulated_gradients.add_(part)
         self._gradients.transition("free")
         return DONE
 
@@ -297,10 +297,10 @@ class GradientReduction:
     # ---- Transfer to the host ----
 
     @property
-    def may_leave(self) -> bool:
+    def may_offload(self) -> bool:
         """True if the gradients in reduction go to the host: the gradients of the step, or of one microbatch if each
         microbatch sends its gradients."""
-        return self.leaves and self.sum.status in ("summing", "summed")
+        return self.offloaded and self.sum.status in ("summing", "summed")
 
     def offload_gradient(self, tile: int) -> None:
         """Begins to copy the reduced gradients to the host; later copies of the same step add to the host's gradients."""
@@ -310,7 +310,7 @@ class GradientReduction:
             if not self.chunk.plan.sends_gradients:
                 self._square = self._square_sum(self.reduced, tile)
             if self.waiting is self.chunk.compute_shard:
-                self._whole.wait()  # a prefetch of the parameters may still read their host memory
+                self._unsharded.wait()  # a prefetch of the parameters may still read their host memory
                 if part.copy.status == "weights":
                     part.copy.finish()
                 part.transition("lend")
@@ -322,7 +322,7 @@ class GradientReduction:
             self._host.transition("add", added)
         self.sum.transition("leave", copied)
 
-    def leave(self) -> None:
+    def finish_offload(self) -> None:
         """Waits for a running copy of the gradients to the host, and frees the gradients on the device."""
         if self.sum.status == "leaving":
             self.sum.transition("arrive")
@@ -331,7 +331,7 @@ class GradientReduction:
     def square_sum(self, tile: int) -> Tensor:
         """Returns the sum of squares of the reduced gradients of this rank's shard, a scalar."""
         self.sum.transition("measure")
-        if not self.leaves:
+        if not self.offloaded:
             return self._square_sum(self.reduced, tile)
         if self.chunk.plan.sends_gradients:
             self._host.finish()
@@ -348,7 +348,7 @@ class GradientReduction:
     def use(self) -> None:
         """Marks the beginning of an update, which reads `waiting`."""
         self.sum.transition("update")
-        if self.leaves:
+        if self.offloaded:
             self._host.finish()
             self._host.transition("read")
 

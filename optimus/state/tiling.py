@@ -41,10 +41,10 @@ class Tiling:
         matrix together. A flat tiling has no such axes."""
         return ()
 
-    def matrices(self, start: int, shape: Sequence[int], whole: Sequence[int]) -> list[Matrices]:
+    def matrices(self, start: int, shape: Sequence[int], global_shape: Sequence[int]) -> list[Matrices]:
         """Returns the matrices of a parameter that must stay whole; a flat tiling has none.
 
-        The parameter begins at element `start`, and has local `shape` and global shape `whole`.
+        The parameter begins at element `start`, and has the local `shape` and the `global_shape`.
         """
         return []
 
@@ -81,9 +81,9 @@ class OfMatrices(Tiling):
         """See `Tiling.split_axes`."""
         return split_axes(layout, mesh)
 
-    def matrices(self, start: int, shape: Sequence[int], whole: Sequence[int]) -> list[Matrices]:
+    def matrices(self, start: int, shape: Sequence[int], global_shape: Sequence[int]) -> list[Matrices]:
         """See `Tiling.matrices`. Raises `ValueError` for a vector."""
-        return [Matrices.from_shape(start, shape, whole)]
+        return [Matrices.from_shape(start, shape, global_shape)]
 
     def borders(self, contents: Sequence[Matrices], size: int, loads: list[int], align: int) -> Sequence[int]:
         """See `Tiling.borders`."""
@@ -103,14 +103,14 @@ class OfMatrices(Tiling):
             numbers = found.within(part.start, part.stop)
             first = found.start - part.start
             if (over := blocks.get(slot.name)) is not None:
-                *_, places = split.setdefault((over.how, found.rows, found.columns), (over, found, []))
-                places += [first + number * found.size for number in numbers]
+                *_, starts = split.setdefault((over.how, found.rows, found.columns), (over, found, []))
+                starts += [first + number * found.size for number in numbers]
                 continue
             for some in _batches(numbers, max(1, size // found.size)):
                 here = slice(first + some[0] * found.size, first + (some[-1] + 1) * found.size)
                 yield local_matrices, [buffer[here].view(-1, found.rows, found.columns) for buffer in buffers]
-        for over, each, places in split.values():
-            for those in _batches(places, max(over.ranks, size // each.size)):  # at least one matrix for each rank
+        for over, each, starts in split.values():
+            for those in _batches(starts, max(over.ranks, size // each.size)):  # at least one matrix for each rank
                 views = [[buffer[at : at + each.size].view(each.rows, -1) for at in those] for buffer in buffers]
                 copies = [torch.stack(view) for view in views]
                 yield over, copies

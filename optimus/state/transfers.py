@@ -61,12 +61,12 @@ class Transfers:
         Returns a handle that waits for the copy, and a handle that makes the host wait for the sum.
         """
         copied = torch.empty(source.shape, dtype=source.dtype)
-        copies, left = self.down(copied, source), [copied]
+        copies, pending = self.down(copied, source), [copied]
 
         def add() -> None:
             copies.wait()
-            if left:
-                target.add_(left.pop())
+            if pending:
+                target.add_(pending.pop())
 
         return Handle(add), Handle(add)
 

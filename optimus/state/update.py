@@ -18,16 +18,16 @@ from optimus.state.disk import DiskStates
 from optimus.state.placement import NOTHING_ON_DISK, Placement
 from optimus.state.reduction import GradientReduction
 from optimus.state.statuses import Status
-from optimus.state.whole import WholeParameters
+from optimus.state.unsharded import UnshardedParameters
 
 
 class Update:
     """The update of `chunk` by `rule` with the reduced `gradients`; see the docstring of the module."""
 
     def __init__(
-        self, chunk: Placement, whole: WholeParameters, gradients: GradientReduction, rule: UpdateRule
+        self, chunk: Placement, unsharded: UnshardedParameters, gradients: GradientReduction, rule: UpdateRule
     ) -> None:
-        self._chunk, self._whole, self._gradients, self._rule = chunk, whole, gradients, rule
+        self._chunk, self._unsharded, self._gradients, self._rule = chunk, unsharded, gradients, rule
         self._transfers = chunk.transfers
         # True if the update contains collectives: all ranks then run such updates in the same order, without the worker.
         self.is_collective = bool(chunk.context.blocks)
@@ -37,10 +37,10 @@ class Update:
         """Runs one optimizer update and recomputes the compute weights; meanwhile reads `following`, the next chunk's state
         on the disk.
 
-        Where state is not on the device, a worker runs the update, and `WholeParameters.wait` waits for the worker.
+        Where state is not on the device, a worker runs the update, and `UnshardedParameters.wait` waits for the worker.
         """
         chunk, part = self._chunk, self._chunk.part
-        self._whole.wait()
+        self._unsharded.wait()
         self._gradients.use()
         update = partial(self._run, now, tile, following, part.copy)
         part.copy = Status("copy")  # a new status, for copies of the updated shard
@@ -51,7 +51,7 @@ class Update:
             with self._transfers.in_order():
                 update()
             part.transition("arrive")
-        self._whole.invalidate()
+        self._unsharded.invalidate()
 
     def _run(self, now: OptimizerStep, tile: int, following: DiskStates | None, copy: Status) -> None:
         copy.finish()
@@ -72,17 +72,17 @@ class Update:
         if chunk.parameter.device.type != "cpu" and not plan.offloaded:
             # On an accelerator, launches per tile cost more than the memory for a whole chunk, which activations have freed.
             tile = max(tile, plan.updated)
-        copied, master, kept = plan.has_master, states["model"], [(kind, states[kind]) for kind in plan.rule.kinds]
+        copied, master, moments = plan.has_master, states["model"], [(kind, states[kind]) for kind in plan.rule.kinds]
         home, gradients = plan.residency("parameters.shard"), self._gradients
         rows = [
             (master, plan.residency("master") if copied else home),
-            (gradients.waiting, "host" if gradients.leaves else "device"),
+            (gradients.waiting, "host" if gradients.offloaded else "device"),
         ]
         rows += [(chunk.compute_shard, home)] if copied else []
-        rows += [(moment, plan.residency(kind)) for kind, moment in kept]
+        rows += [(moment, plan.residency(kind)) for kind, moment in moments]
         apart = [(residency == "device") != (on == "device") for _, residency in rows]
         buffers = [buffer for buffer, _ in rows]
-        for number, (whole, parts) in enumerate(plan.tiling.tiles(plan, blocks, buffers, tile)):
+        for number, (matrix_function, parts) in enumerate(plan.tiling.tiles(plan, blocks, buffers, tile)):
             with transfers.tile(number):
                 here = [
                     transfers.staged(i, part, on, filled=i != 2 or not copied) if apart[i] else part
@@ -90,7 +90,7 @@ class Update:
                 ]
                 weight, gradient, *rest = here
                 copy = rest.pop(0) if copied else None
-                self._rule.update(now, Tile(weight, gradient, rest, copy, whole))
+                self._rule.update(now, Tile(weight, gradient, rest, copy, matrix_function))
                 for i, part in enumerate(parts):
                     if apart[i] and i != 1:
                         transfers.put_back(part, here[i])

@@ -56,13 +56,13 @@ class RankError(Exception):
 
 
 def run_ranks(
-    fn: Callable[..., T], n: int, *args: Any, timeout: float = 240.0, pool: str = "", kept: bool = True
+    fn: Callable[..., T], n: int, *args: Any, timeout: float = 240.0, pool: str = "", reuse: bool = True
 ) -> list[T]:
     """Runs `fn(*args)` on each of `n` ranks of one Gloo process group, and returns the results by rank.
 
     `fn` is a function at the top level of any module, including a test module or a script. `args` and results must be
     picklable; tensors are copied. Each rank has one torch thread, and starts with torch's seed 0. Changes that a call
-    leaves in its process are visible only to calls of the same `pool`. Unless `kept`, the call uses new processes, which
+    leaves in its process are visible only to calls of the same `pool`. Unless `reuse`, the call uses new processes, which
     end with the call.
 
     Raises:
@@ -71,7 +71,7 @@ def run_ranks(
     if n < 1:
         raise ValueError(f"run_ranks needs at least one rank, not {n}")
     work = functions.dumps((fn, args), f"the function {getattr(fn, '__name__', fn)} with its arguments")
-    with turn(), _pool(pool).lend(n, kept) as (workers, store):
+    with turn(), _pool(pool).lend(n, reuse) as (workers, store):
         deadline = time.monotonic() + timeout
         calls = [_Call(rank, n, store, timeout, os.getcwd(), sys.path, dict(os.environ), work) for rank in range(n)]
         results = _exchange(workers, calls, deadline, timeout)
@@ -197,14 +197,14 @@ class _Pool:
         atexit.register(self.close)
 
     @contextlib.contextmanager
-    def lend(self, n: int, kept: bool = True) -> Iterator[tuple[list[_Worker], str]]:
+    def lend(self, n: int, reuse: bool = True) -> Iterator[tuple[list[_Worker], str]]:
         """Lends `n` workers, and a file for their rendezvous.
 
         After an exception, the pool kills the workers instead of reusing them.
         """
         store = Path(self.folder.name) / f"call{next(self.calls)}"
         self.idle = [worker for worker in self.idle if worker.process.is_alive()]
-        taken = n if kept else 0
+        taken = n if reuse else 0
         workers, self.idle = self.idle[:taken], self.idle[taken:]
         try:
             workers += [self._start() for _ in range(n - len(workers))]
@@ -214,7 +214,7 @@ class _Pool:
             raise
         finally:
             store.unlink(missing_ok=True)
-        if kept:
+        if reuse:
             self.idle = workers + self.idle
         else:
             _kill(workers)

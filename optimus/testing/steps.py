@@ -31,7 +31,7 @@ class Steps:
     ) -> None:
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.device, given = torch.device(device), load_config(config)
-        self.groups = Groups(mesh_of(given, ranks, per_node), divisions=[])
+        self.groups = Groups(mesh_of(given, ranks, per_node), planned=[])
         self.resolved = resolve_run(given, self.device, self.groups)
         self.config = self.resolved.config
         self.model, self.state = build_model(

@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 
 from optimus.kernels.devices import Chip
-from optimus.kernels.triton import tuning
+from optimus.kernels.triton import tuning as kernel_tuning
 from optimus.kernels.triton.tuning import Kernel, Tiles
 
 
@@ -17,10 +17,10 @@ def trial(kernel: Kernel, tiles: Tiles) -> Iterator[None]:
 
     Callers use this context to time a candidate, or to split a small matmul into many tiles.
     """
-    usual = tuning.preferred
+    usual = kernel_tuning.preferred
 
     def preferred(requested: Kernel, dtype: torch.dtype, chip: Chip) -> Tiles:
         return tiles if requested == kernel else usual(requested, dtype, chip)
 
-    with mock.patch.object(tuning, "preferred", preferred):
+    with mock.patch.object(kernel_tuning, "preferred", preferred):
         yield

@@ -34,10 +34,10 @@ def expert_load(run: Run, choices: Mapping[Any, Tensor]) -> dict[int, list[float
         ]
     )
     run.groups.world.all_reduce(counts)
-    whole = counts.split(list(layers.values()))
+    by_layer = counts.split(list(layers.values()))
     return {
         layer: [round(load, 3) for load in (counts_E / counts_E.mean().clamp(min=1e-9)).tolist()]
-        for layer, counts_E in zip(layers, whole)
+        for layer, counts_E in zip(layers, by_layer)
     }
 
 
@@ -55,7 +55,7 @@ def seconds_by_kind(times: StepTimes, saving: float) -> dict[str, float]:
     """
     exposed = {f"time/exposed_{kind.replace(' ', '_')}": seconds for kind, seconds in times.by_kind.items()}
     return {
-        "time/computation": max(0.0, times.whole - times.data - times.waited),
+        "time/computation": max(0.0, times.total - times.data - times.waited),
         **exposed,
         "time/data": times.data,
         "time/checkpoint": saving,

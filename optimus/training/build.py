@@ -115,17 +115,17 @@ def build_model(
     `masks_of` gets the groups, the layouts and the unsharded model on the meta device; it returns the masks of this rank's
     shards of pruned parameters as packed bits. All ranks must call this function.
     """
-    groups.make(plan.divisions)  # creates the groups of all stages, on all ranks in the same order
+    groups.make(plan.groups)  # creates the groups of all stages, on all ranks in the same order
     masks, gathering = masks_of(groups, plan.layouts, plan.model), ParameterPrefetcher()
     model = deepcopy(plan.model)
-    staged = stages_of(model, plan.partition, plan.config, groups, plan.recipe.compute, device)
+    staged = stages_of(model, plan.partition, plan.config, groups, plan.state_spec.compute, device)
     state = ModelState(
         model,
         plan.layouts,
         groups,
         plan.config.state,
         plan.divided,
-        recipe=plan.recipe,
+        spec=plan.state_spec,
         masks=masks,
         device=device,
         gathering=gathering,
@@ -151,7 +151,7 @@ def _notes(resolved: ResolvedRun, groups: Groups, data: TrainingData) -> list[st
 def _frozen_line(resolved: ResolvedRun) -> str | None:
     """Returns a line with the number of frozen parameters, or None if no parameter is frozen."""
     sizes = {name: math.prod(layout.shape) for name, layout in resolved.layouts.items()}
-    frozen = sum(size for name, size in sizes.items() if not resolved.recipe.rules[name].trains)
+    frozen = sum(size for name, size in sizes.items() if not resolved.state_spec.rules[name].trains)
     if not frozen:
         return None
     return f"train.freeze: {count_text(frozen)} of {count_text(sum(sizes.values()))} parameters are not trained"

@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from optimus.checkpoint import folder
-from optimus.checkpoint.folder import Description
+from optimus.checkpoint.folder import Description, step_folder, weights_folder
 from optimus.checkpoint.saving import Saver, Target
-from optimus.checkpoint.slots import place_of_frozen
+from optimus.checkpoint.slots import frozen_folder_of
 from optimus.config.phases import longest, sequences_after
 from optimus.plugins import load_plugins
 from optimus.training.progress import Progress
@@ -66,13 +65,13 @@ class Checkpointer:
         # Weights first: a run killed after a full checkpoint alone would resume after this step and never write its weights.
         if weights:
             every = (section.weights_every or 1) * section.weights_keep
-            place = folder.weights_folder(run.folder, step)
-            targets.append(Target(place, describe(run, progress, origin, hooks), every=every))
+            path = weights_folder(run.folder, step)
+            targets.append(Target(path, describe(run, progress, origin, hooks), every=every))
         if full:
             self.saved = step
             targets += self._frozen_targets(progress, origin, hooks)
             about = describe(run, progress, origin, hooks, full=True, frozen=self._frozen)
-            targets.append(Target(folder.step_folder(run.folder, step), about, keep=section.keep))
+            targets.append(Target(step_folder(run.folder, step), about, keep=section.keep))
         if targets:
             self.saver.save(*targets)
 
@@ -83,9 +82,9 @@ class Checkpointer:
         if not run.config.train.freeze:
             return []
         self.saver.finish()
-        self._frozen, complete = run.groups.world.on_first(lambda: place_of_frozen(run.folder, self._frozen))
-        place = run.folder / "checkpoints" / self._frozen
-        return [] if complete else [Target(place, describe(run, progress, origin, hooks), frozen=True)]
+        self._frozen, complete = run.groups.world.on_first(lambda: frozen_folder_of(run.folder, self._frozen))
+        path = run.folder / "checkpoints" / self._frozen
+        return [] if complete else [Target(path, describe(run, progress, origin, hooks), frozen=True)]
 
 
 def describe(

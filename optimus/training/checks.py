@@ -30,7 +30,7 @@ from optimus.errors import UserError
 from optimus.evaluation.text import check_text, read_rows
 from optimus.hub import read_model_folder
 from optimus.model.count import count_parameters
-from optimus.observe.machine import free_memory, whole_memory
+from optimus.observe.machine import free_memory, total_memory
 from optimus.observe.sinks import check_sinks
 from optimus.observe.terminal import say_at_once
 from optimus.resolve.memory import at_rest
@@ -189,35 +189,35 @@ def check_prunings(config: RunConfig, description: Description, path: Path) -> N
         raise UserError(
             f"pruning.at {late[-1]}: the run continues from {path}, which is at step {step} and not pruned: give later steps"
         )
-    ends = description.prunings > 0 if pruning.method == "early-bird" else pruning.at[-1] <= step
+    done = description.prunings > 0 if pruning.method == "early-bird" else pruning.at[-1] <= step
     back, folder = pruning.rewind, Path(config.train.output)
-    if back and back <= step and not ends and not (weights_folder(folder, back) / MANIFEST).is_file():
+    if back and back <= step and not done and not (weights_folder(folder, back) / MANIFEST).is_file():
         raise UserError(
             f"pruning.rewind {back}: the run continues from {path} at step {step}, but {folder} has no weights of step "
             f"{back}: give a later step whose weights are saved (checkpoint.weights_every), or 0"
         )
 
 
-def check_memory(run: ResolvedRun, device: torch.device, *, whole: bool = False) -> None:
+def check_memory(run: ResolvedRun, device: torch.device, *, use_total: bool = False) -> None:
     """Raises `UserError` when parameters, gradients and optimizer state alone do not fit into the free memory.
 
     On an accelerator, checks the device memory of the fullest stage, and the host memory of all ranks of the fullest node,
     including copies for checkpoints. On a CPU, checks all of these bytes together. Ranks with the last stage also hold the
-    teacher, if any. With `whole`, counts the device's total memory as free, because querying the free memory would itself
-    allocate device memory.
+    teacher, if any. With `use_total`, counts the device's total memory as free, because querying the free memory would
+    itself allocate device memory.
     """
     config, mesh, shared = run.config, run.mesh, device.type == "cpu"
     found, together = at_rest(run, shared=shared), min(mesh.size, mesh.ranks_per_node or mesh.size)
     if shared:
         beside = found.teacher * max(1, together // mesh.pp)
-        _check_room(config, found.node, found.copies, device, together, teacher=beside, whole=whole)
+        _check_fits(config, found.node, found.copies, device, together, teacher=beside, use_total=use_total)
         return
-    _check_room(config, found.device, 0, device, 1, elsewhere=mesh.size > 1, teacher=found.teacher, whole=whole)
+    _check_fits(config, found.device, 0, device, 1, elsewhere=mesh.size > 1, teacher=found.teacher, use_total=use_total)
     if found.node + found.copies > 0:
-        _check_room(config, found.node, found.copies, torch.device("cpu"), together)
+        _check_fits(config, found.node, found.copies, torch.device("cpu"), together)
 
 
-def _check_room(
+def _check_fits(
     config: RunConfig,
     state: float,
     copies: float,
@@ -226,10 +226,10 @@ def _check_room(
     *,
     elsewhere: bool = False,
     teacher: int = 0,
-    whole: bool = False,
+    use_total: bool = False,
 ) -> None:
     total, needed = count_parameters(config.model).total, state + copies + teacher
-    free = whole_memory(device) if whole and device.type != "cpu" else free_memory(device)
+    free = total_memory(device) if use_total and device.type != "cpu" else free_memory(device)
     if needed <= free:
         return
     beside = config.state.offload != "none" and device.type == "cpu"
@@ -291,19 +291,19 @@ def dry_run(run: Run) -> str:
 
 def _saved_bytes(run: Run, tokens_BS: torch.Tensor) -> int:
     """Returns the bytes that the forward pass on `tokens_BS` saves for the backward pass, without the parameters."""
-    kept: dict[int, int] = {}
+    saved: dict[int, int] = {}
     state = {chunk.parameter.untyped_storage()._cdata for chunk in run.state.chunks}
 
     def count(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in state:
-            kept[storage._cdata] = storage.nbytes()
+            saved[storage._cdata] = storage.nbytes()
         return tensor
 
     run.state.clear_gradients()
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
         accumulate_gradients(run.model, run.state, tokens_BS, run.config)
-    return sum(kept.values())
+    return sum(saved.values())
 
 
 def _too_large(needed: int, free: int, one: int, run: Run) -> str:

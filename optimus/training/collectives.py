@@ -15,7 +15,7 @@ from optimus.errors import UserError
 from optimus.mesh import Mesh
 from optimus.section import Section
 
-KEPT = "collectives.yaml"
+FILE = "collectives.yaml"
 
 
 class _MachineFile(Section):
@@ -34,9 +34,9 @@ def measured_collectives(config: RunConfig, mesh: Mesh, resume: bool) -> tuple[M
     A resumed run uses the measurements of its first start. Raises `UserError` when the file is missing or has no
     measurements.
     """
-    kept, per_node = Path(config.train.output) / KEPT, mesh.ranks_per_node or mesh.size
-    if resume and kept.exists():
-        return read_section(kept, Measured), []
+    saved, per_node = Path(config.train.output) / FILE, mesh.ranks_per_node or mesh.size
+    if resume and saved.exists():
+        return read_section(saved, Measured), []
     if config.collectives.machine is None:
         return None, []
     path = user_path(config.collectives.machine)
@@ -58,7 +58,7 @@ def keep(measured: Measured | None, folder: Path) -> None:
     """Writes the run's measurements into its folder."""
     if measured is not None:
         text = yaml.safe_dump(measured.model_dump(exclude_defaults=True), sort_keys=False)
-        (folder / KEPT).write_text(text, encoding="utf-8")
+        (folder / FILE).write_text(text, encoding="utf-8")
 
 
 def partial_sums(config: RunConfig) -> Codec:

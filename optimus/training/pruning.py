@@ -14,7 +14,7 @@ from optimus.state.pruning import (
     magnitudes,
     prune,
     random_scores,
-    share_left,
+    unpruned_share,
 )
 from optimus.training.beginning import begin
 from optimus.training.run import Run
@@ -41,7 +41,7 @@ def after_pruning(run: Run, step: int, began_with: str | None) -> list[str]:
     """
     state, pruning = run.state, run.config.pruning
     assert pruning is not None
-    state.pruned.unpruned, state.pruned.events = share_left(state, run.targets), state.pruned.events + 1
+    state.pruned.unpruned, state.pruned.events = unpruned_share(state, run.targets), state.pruned.events + 1
     said = [f"step {step}: pruned: {state.pruned.unpruned:.2%} of the elements of the targets remain"]
     if pruning.rewind is None:
         return said

@@ -15,12 +15,12 @@ from optimus.training.step import StepResult
 class StepTimes:
     """The seconds of a step on this rank."""
 
-    whole: float
+    total: float
     """Total seconds, including the wait for data."""
     data: float
-    """Seconds of `whole` spent waiting for data."""
+    """Seconds of `total` spent waiting for data."""
     waited: float
-    """Seconds of `whole` spent in collectives waiting for other ranks."""
+    """Seconds of `total` spent in collectives waiting for other ranks."""
     by_kind: dict[str, float]
     """The seconds of `waited`, by kind of collective."""
 
@@ -96,5 +96,5 @@ class StepClock:
         """Returns the seconds since construction."""
         recorder, before = self._recorder, self._by_kind
         since = {kind: seconds - before.get(kind, 0.0) for kind, seconds in recorder.by_kind.items()}
-        whole, waited = time.perf_counter() - self._began, recorder.seconds - self._waited
-        return StepTimes(whole, self._data, waited, {kind: seconds for kind, seconds in since.items() if seconds})
+        total, waited = time.perf_counter() - self._began, recorder.seconds - self._waited
+        return StepTimes(total, self._data, waited, {kind: seconds for kind, seconds in since.items() if seconds})

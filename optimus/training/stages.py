@@ -34,11 +34,11 @@ def stages_of(
     parallel, mesh = config.parallel, groups.mesh
     streams = groups.streams(2 * parallel.stages, "pp")
     team = groups.along("dp", "cp", "tp")
-    place, scheduled = placement_of(config), partial(schedule_of, config)
-    last = place.rank_of(place.stages - 1)
-    exchange = VocabularyLinks.along(groups, place) if parallel.vocabulary else None
+    placement, scheduled = placement_of(config), partial(schedule_of, config)
+    last = placement.rank_of(placement.stages - 1)
+    exchange = VocabularyLinks.along(groups, placement) if parallel.vocabulary else None
     if not groups.tags:
-        for stream, ranks in links_of(place):
+        for stream, ranks in links_of(placement):
             streams[stream].connect([ranks], device)
         if exchange is not None:
             exchange.connect(device)
@@ -47,7 +47,7 @@ def stages_of(
     def planned(microbatches: int, backward: bool) -> Schedule:
         if backward:
             return scheduled(microbatches)
-        return forward_only(place, microbatches, vocabulary=parallel.vocabulary)
+        return forward_only(placement, microbatches, vocabulary=parallel.vocabulary)
 
     def execute(work: ForwardWork, microbatches: int, backward: bool) -> list[Executed]:
         plan = planned(microbatches, backward)
@@ -55,7 +55,12 @@ def stages_of(
         if not backward or parallel.executor == "scheduled":
             return ScheduledExecutor(plan, links, work).run()
         return MessageDrivenExecutor(
-            plan, links, cast(StageWork, work), caps=parallel.max_in_flight, team=team, device=work.room(0)[0].device
+            plan,
+            links,
+            cast(StageWork, work),
+            caps=parallel.max_in_flight,
+            team=team,
+            device=work.receive_buffer(0)[0].device,
         ).run()
 
     share = mesh.tp_out if parallel.splits_sequence else 1, mesh.tp_in

@@ -5,14 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from optimus.checkpoint import folder
-from optimus.checkpoint.folder import DamagedError, step_of
+from optimus.checkpoint.folder import DamagedError, differences, find_checkpoint, read_description, step_of
 from optimus.checkpoint.rollback import ResumePoint, resume_points
 from optimus.checkpoint.slots import set_newer_aside
 from optimus.checkpoint.store import load_state
 from optimus.config.renamed import with_new_names
 from optimus.errors import naming_disk_errors
-from optimus.hub import left_out
+from optimus.hub import omitted_layers
 from optimus.plugins import changed_plugins
 from optimus.training.beginning import begin, is_model_folder
 from optimus.training.checkpointing import Origin, Start, restore_random
@@ -74,14 +73,14 @@ def _go_on(run: Run, path: Path, step: int, *, full: bool) -> tuple[Start, int]:
         full=full,
         send=config.checkpoint.broadcast,
     )
-    kept = description.progress
-    state.steps = kept["updates"] if full else 0
-    state.counters = {name: kept.get(name, 0.0) if full else 0.0 for name in state.counters}
+    progress = description.progress
+    state.steps = progress["updates"] if full else 0
+    state.counters = {name: progress.get(name, 0.0) if full else 0.0 for name in state.counters}
     state.pruned.unpruned, state.pruned.events = description.unpruned, description.prunings
-    state.pruned.distances = kept.get("mask_distances", []) if full else []
+    state.pruned.distances = progress.get("mask_distances", []) if full else []
     restore_random(description, run.device)
     origin = Origin(
-        kept.get("began_with", config.checkpoint.load_path),
+        progress.get("began_with", config.checkpoint.load_path),
         description.context,
         description.published,
         description.chat,
@@ -90,11 +89,11 @@ def _go_on(run: Run, path: Path, step: int, *, full: bool) -> tuple[Start, int]:
         description.config.get("train", {}).get("freeze") == config.train.freeze
     )
     there, here = _numbers(with_new_names(description.config)), _numbers(run.resolved.record.model_dump(mode="json"))
-    changed = folder.differences(there, {key: value for key, value in here.items() if key in there})
+    changed = differences(there, {key: value for key, value in here.items() if key in there})
     start = Start(
-        Progress(run.resolved.phases, description.step, kept["skipped"]),
+        Progress(run.resolved.phases, description.step, progress["skipped"]),
         origin,
-        kept.get("hooks", {}) if full else {},
+        progress.get("hooks", {}) if full else {},
         description.frozen if same else None,
         [
             *([f"continuing with another configuration: {changed}"] if changed else []),
@@ -128,8 +127,8 @@ def _begin(run: Run, resume: bool) -> Start:
     config, world = run.config, run.groups.world
     notes = [f"nothing to resume in {run.folder}: starting at step 0"] if resume else []
     if (branch := config.lr_schedule.branch_from) is not None:
-        path = world.on_first(lambda: folder.find_checkpoint(branch))
-        step = world.on_first(lambda: folder.read_description(path).step)
+        path = world.on_first(lambda: find_checkpoint(branch))
+        step = world.on_first(lambda: read_description(path).step)
         start, readers = _go_on(run, path, step, full=True)
         start.notes[:0] = [*notes, f"branching from {path} (step {start.progress.step}){_readers(run, readers)}"]
     else:
@@ -139,7 +138,7 @@ def _begin(run: Run, resume: bool) -> Start:
         if initial is not None:
             notes.append(f"starting from the weights of {initial}{_readers(run, readers)}")
             if is_model_folder(initial):
-                notes += filter(None, [world.on_first(lambda: left_out(Path(initial)))])
+                notes += filter(None, [world.on_first(lambda: omitted_layers(Path(initial)))])
         start = Start(Progress(run.resolved.phases), origin, notes=notes)
     if start.progress.step == 0 and config.pruning is not None and config.pruning.comes_first:
         start.notes.extend(after_pruning(run, 0, start.origin.began_with))

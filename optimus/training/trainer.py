@@ -149,7 +149,7 @@ class Trainer:
         return self.run.state
 
     @property
-    def ends(self) -> bool:
+    def is_done(self) -> bool:
         """True if the last completed step is also the last step of the run."""
         return self.progress.step >= self.run.last_step or (self.ending is not None and self.ending.error is None)
 

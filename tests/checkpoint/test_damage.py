@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import optimus
-from helpers.rules import recipe
+from helpers.rules import state_spec
 from helpers.state_groups import model_state
 from helpers.trained import trainer_of
 from optimus.checkpoint.folder import DamagedError, Description, step_folder
@@ -54,7 +54,7 @@ def made(ranks: int = 1) -> ModelState:
         parameter_layouts(module),
         Groups(Mesh.from_sizes(ranks)),
         StateConfig(shard="optimizer"),
-        recipe=recipe(torch.bfloat16),
+        spec=state_spec(torch.bfloat16),
         device=torch.device("cpu"),
     )
 

@@ -166,7 +166,7 @@ def test_it_stays_for_others_of_the_run(tmp_path: Path) -> None:
         pass
     assert holder_of(tmp_path).token == "ours"
     with Lease(tmp_path, "ours", several=True) as lease:
-        lease.kept = False  # the last process of the run
+        lease.retained = False  # the last process of the run
     assert not tmp_path.exists()
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import optimus
-from helpers.rules import recipe
+from helpers.rules import state_spec
 from helpers.state_groups import model_state
 from helpers.whole import whole_state
 from optimus.checkpoint import saving
@@ -48,7 +48,7 @@ def made(ranks: int = 1, **options: Any) -> tuple[Transformer, ModelState]:
         parameter_layouts(module),
         Groups(Mesh.from_sizes(ranks)),
         StateConfig(**{"chunk": 300, **options}),
-        recipe=recipe(torch.bfloat16),
+        spec=state_spec(torch.bfloat16),
         device=torch.device("cpu"),
     )
     generator = torch.Generator().manual_seed(1)

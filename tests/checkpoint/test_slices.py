@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.rules import plan_chunks, recipe
+from helpers.rules import plan_chunks, state_spec
 from optimus.checkpoint.folder import Description
 from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.saving import write_alone
-from optimus.checkpoint.slices import TensorSlice, range_slices, slices, tiles, whole_slices
+from optimus.checkpoint.slices import TensorSlice, full_slices, range_slices, slices, tiles
 from optimus.config import ModelConfig
 from optimus.config.tree import StateConfig
 from optimus.errors import UserError
@@ -112,7 +112,7 @@ def test_parts_tile_every_tensor(mesh: Mesh, options: dict[str, object]) -> None
     counted = {name: torch.zeros(layout.shape, dtype=torch.int) for name, layout in LAYOUTS.items()}
     kept = {name: torch.zeros(layout.shape, dtype=torch.int) for name, layout in LAYOUTS.items()}
     for rank in range(mesh.size):
-        for plan in plan_chunks(LAYOUTS, mesh, rank, state, recipe()):
+        for plan in plan_chunks(LAYOUTS, mesh, rank, state, state_spec()):
             for slice_ in slices(plan, "model", filled(plan)[plan.shard], first=plan.shard.start):
                 put(slice_, counted)
             whole = {name: torch.zeros(layout.shape, dtype=torch.int) for name, layout in LAYOUTS.items()}
@@ -122,7 +122,7 @@ def test_parts_tile_every_tensor(mesh: Mesh, options: dict[str, object]) -> None
                 assert (whole[slot.name][slot.region] == 1).all()
                 kept[slot.name][slot.region] += 1
             assert sum(int(each.sum()) for each in whole.values()) == sum(slot.end - slot.start for slot in plan.slots)
-    plans = {slot.name: plan for plan in plan_chunks(LAYOUTS, mesh, 0, state, recipe()) for slot in plan.slots}
+    plans = {slot.name: plan for plan in plan_chunks(LAYOUTS, mesh, 0, state, state_spec()) for slot in plan.slots}
     for name, times in counted.items():
         assert (times * plans[name].shard_count == kept[name]).all(), name
         assert (times > 0).all(), name
@@ -133,7 +133,7 @@ def test_slices_are_capped(longest: int) -> None:
     mesh = Mesh(dp=2, tp=2, ep=2)
     state = StateConfig(shard="optimizer")
     for rank in range(mesh.size):
-        for plan in plan_chunks(LAYOUTS, mesh, rank, state, recipe()):
+        for plan in plan_chunks(LAYOUTS, mesh, rank, state, state_spec()):
             part = filled(plan)[plan.shard]
             found = [*slices(plan, "model", part, longest, first=plan.shard.start)]
             assert all(0 < slice_.tensor.numel() <= longest for slice_ in found)
@@ -143,7 +143,7 @@ def test_slices_are_capped(longest: int) -> None:
 
 def test_short_rows_are_not_cut() -> None:
     """Capped slices end at whole rows if a row fits, so most slices are contiguous blocks."""
-    (plan,) = plan_chunks({"w": Layout((10, 6))}, Mesh(), 0, StateConfig(), recipe())
+    (plan,) = plan_chunks({"w": Layout((10, 6))}, Mesh(), 0, StateConfig(), state_spec())
     found = [*slices(plan, "m", torch.zeros(plan.size), 20)]
     assert [(slice_.offsets, tuple(slice_.tensor.shape)) for slice_ in found] == [
         ((0, 0), (3, 6)),
@@ -155,7 +155,7 @@ def test_short_rows_are_not_cut() -> None:
 
 def test_slices_are_views() -> None:
     """Writing into a slice changes the buffer."""
-    (plan,) = plan_chunks({"a": Layout((3,)), "b": Layout((2, 2))}, Mesh(), 0, StateConfig(), recipe())
+    (plan,) = plan_chunks({"a": Layout((3,)), "b": Layout((2, 2))}, Mesh(), 0, StateConfig(), state_spec())
     buffer = torch.zeros(plan.size)
     for number, slice_ in enumerate(slices(plan, "adamw.m", buffer), start=1):
         assert slice_.key == f"adamw.m.{'ab'[number - 1]}"
@@ -166,13 +166,13 @@ def test_slices_are_views() -> None:
 def test_tensors_without_elements(tmp_path: Path) -> None:
     """A tensor without elements has no slice; loading finds it whether or not it was written."""
     assert [*tiles((0, 4))] == [*tiles((3, 0))] == []
-    (plan,) = plan_chunks({"a": Layout((3,)), "b": Layout((0, 2))}, Mesh(), 0, StateConfig(), recipe())
+    (plan,) = plan_chunks({"a": Layout((3,)), "b": Layout((0, 2))}, Mesh(), 0, StateConfig(), state_spec())
     assert [slice_.key for slice_ in slices(plan, "model", torch.zeros(plan.size))] == ["model.a"]
     model = ModelConfig(family="olmo", hidden=16, layers=1, heads=2, intermediate=16, vocab=32)
     written = [("a", torch.ones(3)), ("b", torch.ones(0, 2))]
-    write_alone(tmp_path / "c", whole_slices(written), Description(model, 8, 0, full=False), "")
+    write_alone(tmp_path / "c", full_slices(written), Description(model, 8, 0, full=False), "")
     found = {"a": torch.zeros(3), "b": torch.zeros(0, 2), "c": torch.zeros(3, 0)}
-    Reader.open(tmp_path / "c").fill(whole_slices(found.items()))
+    Reader.open(tmp_path / "c").fill(full_slices(found.items()))
     assert torch.equal(found["a"], torch.ones(3))
     with pytest.raises(UserError, match=r"lacks model\.d"):
-        Reader.open(tmp_path / "c").fill(whole_slices([("d", torch.zeros(1))]))
+        Reader.open(tmp_path / "c").fill(full_slices([("d", torch.zeros(1))]))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import optimus
-from helpers.rules import recipe
+from helpers.rules import state_spec
 from helpers.state_groups import model_state
 from helpers.whole import whole_state
 from optimus.checkpoint.folder import Description, find_checkpoint, step_folder
@@ -46,7 +46,7 @@ def made_of(module: Transformer, layouts: dict[str, Layout], precision: torch.dt
         layouts,
         Groups(Mesh()),
         StateConfig(),
-        recipe=recipe(precision),
+        spec=state_spec(precision),
         device=torch.device("cpu"),
     )
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.rules import plan_chunks, recipe
+from helpers.rules import plan_chunks, state_spec
 from helpers.state_groups import model_state
 from optimus.checkpoint.folder import Description
 from optimus.checkpoint.saving import Saver, Target
@@ -115,7 +115,7 @@ def test_each_part_has_one_writer(model: str, mesh: Mesh, options: dict[str, Any
     kept: dict[Element, set[int]] = defaultdict(set)
     named: dict[bool, dict[Element, set[int]]] = {True: defaultdict(set), False: defaultdict(set)}
     for rank in range(mesh.size):
-        plans = plan_chunks(on_stage(layouts, mesh, rank), mesh, rank, state, recipe())
+        plans = plan_chunks(on_stage(layouts, mesh, rank), mesh, rank, state, state_spec())
         for scattered, found in named.items():
             for plan, writer in zip(plans, writers(plans, mesh, rank, state, scattered=scattered), strict=True):
                 for part in parts(plan):
@@ -146,7 +146,7 @@ def written_by(model: str, mesh: Mesh, shard: str, scattered: bool, shard_ranks:
     layouts, state = layouts_of(model, sequence=True), StateConfig(shard=shard, shard_ranks=shard_ranks, chunk=1 << 26)
     found = []
     for rank in range(mesh.size):
-        plans = plan_chunks(layouts, mesh, rank, state, recipe())
+        plans = plan_chunks(layouts, mesh, rank, state, state_spec())
         own = [
             plan
             for plan, writer in zip(plans, writers(plans, mesh, rank, state, scattered=scattered))
@@ -207,7 +207,7 @@ def save(folder: Path, scattered: bool) -> None:
         parameter_layouts(model),
         Groups(NODES),
         StateConfig(chunk=500),
-        recipe=recipe(),
+        spec=state_spec(),
         device=torch.device("cpu"),
     )
     state.initialize(0, 0.02)

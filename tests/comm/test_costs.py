@@ -6,7 +6,7 @@ import math
 import pytest
 
 from optimus.comm.algorithms import KINDS, MEGABYTE, OWN, names, rounds
-from optimus.comm.costs import Step, bytes_leaving_node, program, seconds, simulate
+from optimus.comm.costs import Step, internode_bytes, program, seconds, simulate
 from optimus.comm.links import Link, Links
 from optimus.comm.schedules import Shape
 
@@ -83,8 +83,8 @@ def test_bytes_that_leave_a_node() -> None:
     for shape in (Shape(4, 4), Shape(8, 2), Shape(3, 5)):
         per, block, size = shape.per, 1000.0, 1000.0 * shape.ranks
         for name in names("all_gather", shape):
-            found = bytes_leaving_node(name, "all_gather", shape, size)
-            both = bytes_leaving_node(name, "all_reduce", shape, size)
+            found = internode_bytes(name, "all_gather", shape, size)
+            both = internode_bytes(name, "all_reduce", shape, size)
             if "+" in name:
                 assert found == (shape.ranks - per) * block
             if name == "direct":
@@ -93,7 +93,7 @@ def test_bytes_that_leave_a_node() -> None:
                 assert found == (shape.ranks - 1) * block
             assert both == 2 * found
         for name in names("all_to_all", shape):
-            assert bytes_leaving_node(name, "all_to_all", shape, size) == per * (shape.ranks - per) * block
+            assert internode_bytes(name, "all_to_all", shape, size) == per * (shape.ranks - per) * block
 
 
 def test_levels_overlap_in_pieces() -> None:

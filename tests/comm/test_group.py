@@ -159,18 +159,18 @@ def test_a_shift_goes_to_the_next_rank(axis: str, size: int) -> None:
 
 def divided() -> tuple[bool, int]:
     groups, other = Groups(MESH), RankPartition.from_groups([[0, 3], [1, 2]])
-    same = groups.dividing(RankPartition.from_groups([[0, 2], [1, 3]])) is groups.along("edp")
+    same = groups.group_of(RankPartition.from_groups([[0, 2], [1, 3]])) is groups.along("edp")
     with pytest.raises(RuntimeError, match=r"has not created the groups \[(0, 3|1, 2)\]"):
-        groups.dividing(other)
+        groups.group_of(other)
     groups.make([PlannedGroups("others", other)])
-    return same, groups.dividing(other).ranks[-1]
+    return same, groups.group_of(other).ranks[-1]
 
 
 def test_groups_of_the_same_ranks_are_shared() -> None:
     assert run_ranks(divided, 4) == [(True, 3), (True, 2), (True, 2), (True, 3)]
 
 
-DIVISIONS = [  # of 8 ranks; in how many groups with others a rank is, differs
+PARTITIONS = [  # of 8 ranks; in how many groups with others a rank is, differs
     RankPartition.from_groups([[0, 3, 6], [1], [2], [4, 7], [5]]),
     RankPartition.from_groups([[0], [1], [2], [3], [4], [5], [6], [7]]),
     RankPartition.from_groups([[0, 1], [2], [3], [4], [5], [6], [7]]),
@@ -190,11 +190,13 @@ def unlike_groups() -> tuple[list[list[int]], list[tuple[list[int], float]]]:
     with mock.patch.object(dist, "new_group", noted):
         mesh = Mesh(pp=4, dp=2)
         along = {axis: mesh.groups((axis,)) for axis in ("embedding", "dp", "pp")}
-        shared = [PlannedGroups("", parts) for parts in [DIVISIONS[0], along["embedding"], *DIVISIONS[1:], along["dp"]]]
+        shared = [
+            PlannedGroups("", parts) for parts in [PARTITIONS[0], along["embedding"], *PARTITIONS[1:], along["dp"]]
+        ]
         groups = Groups(
-            mesh, divisions=[*shared, *(PlannedGroups("", along[axis], apart=2) for axis in ("pp", "embedding"))]
+            mesh, planned=[*shared, *(PlannedGroups("", along[axis], apart=2) for axis in ("pp", "embedding"))]
         )
-        asked = [groups.dividing(DIVISIONS[0]), groups.along("embedding"), *map(groups.dividing, DIVISIONS[1:])]
+        asked = [groups.group_of(PARTITIONS[0]), groups.along("embedding"), *map(groups.group_of, PARTITIONS[1:])]
         asked += [groups.along("dp"), *groups.apart(2, "pp"), *groups.apart(2, "embedding"), groups.world]
     sums = []
     for group in asked:

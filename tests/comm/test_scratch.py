@@ -2,7 +2,7 @@
 
 import torch
 
-from optimus.comm.scratch import KEPT, Scratch
+from optimus.comm.scratch import MAX_FREE_BYTES, Scratch
 
 CPU = torch.device("cpu")
 
@@ -21,12 +21,12 @@ def test_a_buffer_is_lent_again() -> None:
 
 def test_what_is_kept_is_bounded() -> None:
     """The least recently used buffer is freed first; a buffer above the limit is never kept."""
-    scratch, size = Scratch(), KEPT // 4
+    scratch, size = Scratch(), MAX_FREE_BYTES // 4
     lent = [scratch.lend(size, torch.uint8, CPU) for _ in range(5)]
     kept = [buffer.data_ptr() for buffer in lent[1:]]
     for buffer in lent:
         scratch.give_back(buffer)
     assert sorted(scratch.lend(size, torch.uint8, CPU).data_ptr() for _ in range(4)) == sorted(kept)
-    large = scratch.lend(KEPT + 1, torch.uint8, CPU)
+    large = scratch.lend(MAX_FREE_BYTES + 1, torch.uint8, CPU)
     scratch.give_back(large)
-    assert scratch.lend(KEPT + 1, torch.uint8, CPU) is not large
+    assert scratch.lend(MAX_FREE_BYTES + 1, torch.uint8, CPU) is not large

@@ -36,9 +36,9 @@ def watched(*noted: float | tuple[str, int]) -> Watch:
     with watch.on():
         for each in noted:
             if isinstance(each, tuple):
-                watch.comes(each)
+                watch.record_received(each)
             else:
-                watch.leaves(torch.tensor([1.0, each]), f"collective {number}", ("group", number))
+                watch.record_sent(torch.tensor([1.0, each]), f"collective {number}", ("group", number))
                 number += 1
     return watch
 
@@ -64,13 +64,13 @@ def test_what_others_are_told() -> None:
 
 def test_it_looks_only_when_on_and_forgets() -> None:
     watch = watched(math.nan)
-    watch.leaves(torch.tensor([math.nan]), "later")
+    watch.record_sent(torch.tensor([math.nan]), "later")
     assert watch.origin(set()) == "collective 0"
     watch.begin()
-    watch.leaves(torch.tensor([math.nan]), "later")
+    watch.record_sent(torch.tensor([math.nan]), "later")
     assert watch.origin(set()) is None
     with watch.on():
-        watch.leaves(torch.tensor([1, 2]), "integers, which are always finite")
+        watch.record_sent(torch.tensor([1, 2]), "integers, which are always finite")
     assert watch.origin(set()) is None
 
 

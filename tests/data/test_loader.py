@@ -16,14 +16,14 @@ from optimus.errors import UserError
 
 
 def loader_of(shards: Shards, global_batch: int, **settings: int) -> TokenLoader:
-    """Of one source from the start."""
+    """Returns a loader of one source from the start."""
     return TokenLoader([DataPhase.from_shards(shards, global_batch)], **settings)
 
 
 def rows(loader: TokenLoader, step: int) -> np.ndarray:
     """Returns the rows of the loader's only source that a step reads."""
-    phase, places = loader.places(step)
-    found, parts = phase.sources[0].rows(phase.mixture.locate(places)[1], loader._seed)
+    phase, positions = loader.positions(step)
+    found, parts = phase.sources[0].rows(phase.mixture.locate(positions)[1], loader._seed)
     assert not parts.any()
     return found
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from optimus.data import mixture as module
-from optimus.data.mixture import Mixture, whole_weights
+from optimus.data.mixture import Mixture, integer_weights
 
 MIXTURES = [[1], [1, 1], [7, 2, 1], [35, 30, 20, 10, 5], [1000, 1], [1] * 50, [0, 3, 0, 4], [5, 8, 13, 21, 34, 55]]
 
 
-def fractions(mixture: Mixture, places: int) -> np.ndarray:
-    return places * np.array(mixture.weights) / sum(mixture.weights)
+def fractions(mixture: Mixture, positions: int) -> np.ndarray:
+    return positions * np.array(mixture.weights) / sum(mixture.weights)
 
 
 @pytest.mark.parametrize("weights", MIXTURES, ids=str)
@@ -38,10 +38,10 @@ def test_no_source_is_off_by_one_for_any_weights() -> None:
         if number % 4 == 0:
             weights = [int(10 * generator.uniform(1.02, 2.5) ** power) for power in range(min(size, 18))]
         mixture = Mixture(weights)
-        for places in generator.integers(0, 10**9, 5).tolist():
-            counts = mixture.counts(places)
-            assert sum(counts) == places
-            assert np.abs(counts - fractions(mixture, places)).max() < 1 + 1e-6
+        for positions in generator.integers(0, 10**9, 5).tolist():
+            counts = mixture.counts(positions)
+            assert sum(counts) == positions
+            assert np.abs(counts - fractions(mixture, positions)).max() < 1 + 1e-6
 
 
 def test_any_place_of_a_thousand_million_is_found_alone() -> None:
@@ -57,8 +57,8 @@ def test_any_place_of_a_thousand_million_is_found_alone() -> None:
 
 
 def test_weights_are_taken_as_they_are_written() -> None:
-    assert whole_weights([0.1, 0.7, 0.2]) == [1, 7, 2]
-    assert Mixture(whole_weights([3, 0.5])).weights == [6, 1]
+    assert integer_weights([0.1, 0.7, 0.2]) == [1, 7, 2]
+    assert Mixture(integer_weights([3, 0.5])).weights == [6, 1]
     large = Mixture([10**12, 3 * 10**12, 1])
     assert 0 < sum(large.weights) < 1 << 30
     assert large.weights[1] / large.weights[0] == pytest.approx(3)
@@ -83,18 +83,18 @@ HARD = [
 ]
 
 
-def assert_off_by_less_than_one(weights: list[int], start: int, places: int) -> None:
+def assert_off_by_less_than_one(weights: list[int], start: int, positions: int) -> None:
     """Asserts in integer arithmetic that counts are off by less than one, and that each source's sequences come once
     and in order."""
     order, total = Mixture(weights), sum(weights)
     counts = order.counts(start)
     assert sum(counts) == start
-    source_N, index_N = order.locate(np.arange(start, start + places))
+    source_N, index_N = order.locate(np.arange(start, start + positions))
     for place, (source, index) in enumerate(zip(source_N.tolist(), index_N.tolist()), start + 1):
         assert index == counts[source]
         counts[source] += 1
         assert all(abs(count * total - place * weight) < total for count, weight in zip(counts, weights))
-    assert order.counts(start + places) == counts
+    assert order.counts(start + positions) == counts
 
 
 @pytest.mark.parametrize("weights", [*HARD, *MIXTURES], ids=str)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.rules import plan_chunks, recipe
+from helpers.rules import plan_chunks, state_spec
 from optimus.comm import Group, Groups
 from optimus.config.tree import StateConfig
 from optimus.kernels.expert_mlp import expert_mlp
@@ -164,7 +164,7 @@ def test_models_do_not_defer_for_each_other() -> None:
 def test_a_chunk_waits_for_the_gradients_that_are_deferred(later: bool, microbatches: int) -> None:
     """A chunk does not count a weight as arrived when autograd calls its hooks before the deferred gradient is added."""
     layouts = {"norm": Layout((4,)), "w": Layout((5, 4))}
-    (plan,) = plan_chunks(layouts, Mesh(), 0, StateConfig(), recipe())
+    (plan,) = plan_chunks(layouts, Mesh(), 0, StateConfig(), state_spec())
     one, reduced = Group([0], 0), []
     step = StepContext()
     chunk = TrainedChunk(plan, ChunkContext([], one, transfers(torch.device("cpu")), step, started=reduced.append))
@@ -200,7 +200,7 @@ class Sharded:
 
     def __init__(self) -> None:
         layouts = {"first": Layout((4, 4)), "norm": Layout((4,)), "second": Layout((5, 4))}
-        (plan,) = plan_chunks(layouts, Mesh(dp=2), 0, StateConfig(shard="parameters"), recipe())
+        (plan,) = plan_chunks(layouts, Mesh(dp=2), 0, StateConfig(shard="parameters"), state_spec())
         one, self.step = Group([0], 0), StepContext()
         self.chunk = TrainedChunk(plan, ChunkContext([one], one, transfers(torch.device("cpu")), self.step))
         self.parameters = dict(self.chunk.make_parameters())
@@ -210,7 +210,7 @@ class Sharded:
 
     def backward(self, microbatch: int, *names: str) -> list[Callable[[], None]]:
         """Runs the immediate part of a backward pass to these parameters; returns the deferred part."""
-        full, (first, norm, second) = self.chunk.whole, self.parameters.values()
+        full, (first, norm, second) = self.chunk.unsharded, self.parameters.values()
         buffers = self.chunk.gradient_buffers
         if full.status == "absent":
             full.transition("gather")
@@ -218,7 +218,7 @@ class Sharded:
         x = normal(1, 3, 4).requires_grad_()
         if "first" in names:
             x = linear(x, first, buffers[first])
-            x.register_hook(lambda gradient: self.here.append(self.chunk.whole.is_present))
+            x.register_hook(lambda gradient: self.here.append(self.chunk.unsharded.is_present))
         x = rms_norm(x, norm, 1e-5) if "norm" in names else x
         x = linear(x, second, buffers[second]) if "second" in names else x
         with self.step.in_backward(0, microbatch), self.step.deferring() as deferred:
@@ -241,7 +241,7 @@ def test_backward_passes_are_counted_apart() -> None:
     passes = []
     for microbatch in range(3):
         passes.append(sharded.backward(microbatch, "first", "norm", "second"))
-        assert not sharded.chunk.whole.is_present
+        assert not sharded.chunk.unsharded.is_present
     assert (sharded.here, sharded.reduced) == ([True] * 3, [])
     for microbatch, deferred in enumerate(passes):
         sharded.add(microbatch, deferred)
@@ -253,7 +253,7 @@ def test_a_pass_without_all_gradients_does_not_end_another(lacking: str) -> None
     sharded = Sharded()
     names = ["first", "norm", "second"]
     sharded.add(0, sharded.backward(0, *(name for name in names if name != lacking)))
-    assert not sharded.chunk.whole.is_present
+    assert not sharded.chunk.unsharded.is_present
     sharded.here.clear()
     sharded.add(1, sharded.backward(1, *names))
     assert (sharded.here, sharded.reduced) == ([True], ["all"])

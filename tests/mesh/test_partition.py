@@ -10,16 +10,16 @@ from optimus.mesh import Mesh, RankPartition
 def test_groups_in_any_order_are_the_same_division() -> None:
     groups = [[0, 3, 6], [1], [2], [4, 7], [5]]
     shuffled = random.Random(0).sample(groups, len(groups))
-    division = RankPartition.from_groups(groups)
-    assert division == RankPartition.from_groups(shuffled)
-    assert hash(division) == hash(RankPartition.from_groups(shuffled))
-    assert division != RankPartition.from_groups([[0, 6, 3], [1], [2], [4, 7], [5]])  # ranks of a group have places
-    assert list(division) == [[1], [2], [5], [4, 7], [0, 3, 6]]
-    assert (len(division), division.largest) == (5, 3)
-    assert [division.group(rank) for rank in (6, 2, 4)] == [[0, 3, 6], [2], [4, 7]]
-    assert [division.size_of(rank) for rank in (6, 2, 4)] == [3, 1, 2]
+    partition = RankPartition.from_groups(groups)
+    assert partition == RankPartition.from_groups(shuffled)
+    assert hash(partition) == hash(RankPartition.from_groups(shuffled))
+    assert partition != RankPartition.from_groups([[0, 6, 3], [1], [2], [4, 7], [5]])  # ranks of a group have positions
+    assert list(partition) == [[1], [2], [5], [4, 7], [0, 3, 6]]
+    assert (len(partition), partition.largest) == (5, 3)
+    assert [partition.group(rank) for rank in (6, 2, 4)] == [[0, 3, 6], [2], [4, 7]]
+    assert [partition.size_of(rank) for rank in (6, 2, 4)] == [3, 1, 2]
     with pytest.raises(ValueError, match="rank 8 is in none"):
-        division.group(8)
+        partition.group(8)
 
 
 def test_groups_are_cut_together() -> None:

@@ -1,6 +1,17 @@
 """A made-up family with parts of several published families."""
 
-from optimus.model.families.common import ATTENTION, BIASES, CONSTANTS, ENDS, EXPERTS, OPTIONAL, RMS, SIZES, affine, mlp
+from optimus.model.families.common import (
+    ATTENTION,
+    BIASES,
+    CONSTANTS,
+    EXPERTS,
+    OPTIONAL,
+    RMS,
+    SIZES,
+    VOCABULARY,
+    affine,
+    mlp,
+)
 from optimus.model.families.common import attention as attention_keys
 from optimus.model.families.common import experts as expert_keys
 from optimus.model.families.family import Family, Key
@@ -26,7 +37,7 @@ FAMILY = Family(
     | {"window": "sliding_window", "shared_experts": "shared", "dense_layers": "first_k_dense_replace"},
     optional=OPTIONAL | RMS | BIASES | {"full_attention_every": "layer_types", "logit_cap": "final_logit_softcapping"},
     constants=CONSTANTS,
-    keys=ENDS
+    keys=VOCABULARY
     | affine("final_norm", "model.norm")
     | affine("blocks.{i}.attention_norm", _LAYER + "norm1")
     | affine("blocks.{i}.attention_out_norm", _LAYER + "norm2")

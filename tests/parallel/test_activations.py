@@ -146,9 +146,9 @@ def test_what_waits_for_the_gradients_of_weights_is_measured(
 class Parallel(Block):
     """x + attention(norm(x)) + feed_forward(norm(x))."""
 
-    def forward(self, x_TH: Tensor, places: AttentionPositions, cache: LayerCache | None = None) -> Any:
-        y_TH, stats = self.feed_forward(x_TH, places.position_T)
-        return x_TH + self.attend(x_TH, places, cache) + y_TH, stats
+    def forward(self, x_TH: Tensor, positions: AttentionPositions, cache: LayerCache | None = None) -> Any:
+        y_TH, stats = self.feed_forward(x_TH, positions.position_T)
+        return x_TH + self.attend(x_TH, positions, cache) + y_TH, stats
 
 
 class SharedNorm(Block):
@@ -159,10 +159,10 @@ class SharedNorm(Block):
         self.normalise = Unit("norm", self.mlp_norm)
         self.attend, self.feed_forward = Unit("attention", self.attention), Unit("mlp", self.mlp)
 
-    def forward(self, x_TH: Tensor, places: AttentionPositions, cache: LayerCache | None = None) -> Any:
+    def forward(self, x_TH: Tensor, positions: AttentionPositions, cache: LayerCache | None = None) -> Any:
         n_TH = self.normalise(x_TH)
-        y_TH, stats = self.feed_forward(n_TH, places.position_T)
-        return x_TH + self.attend(n_TH, places, cache) + y_TH, stats
+        y_TH, stats = self.feed_forward(n_TH, positions.position_T)
+        return x_TH + self.attend(n_TH, positions, cache) + y_TH, stats
 
 
 @pytest.mark.parametrize("splits", [False, True], ids=["whole", "split"])

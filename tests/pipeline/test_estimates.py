@@ -35,7 +35,7 @@ def test_what_ranks_keep_is_what_the_schedule_keeps(name: str, per_rank: int, ra
                 most = max(most, sum(began) - sum(whole))
             if action.kind in done:
                 done[action.kind][action.stage] += 1
-        assert max(sum(one.kept) + sum(one.waiting) for one in found) == most
+        assert max(sum(one.saved) + sum(one.waiting) for one in found) == most
         assert set(found) <= seen
         for one in seen:
             assert any(all(map(ge, sum(other, ()), sum(one, ()))) for other in found)

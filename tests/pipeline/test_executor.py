@@ -69,7 +69,7 @@ class Numbers:
     def vocabulary(self, kind: Kind, microbatch: int) -> None:
         raise AssertionError("no schedule here splits the vocabulary")
 
-    def room(self, microbatch: int) -> Message:
+    def receive_buffer(self, microbatch: int) -> Message:
         return torch.empty(5), torch.empty(2, dtype=torch.int64)
 
     def compute(self, kind: Kind, stage: int, microbatch: int) -> Message | None:

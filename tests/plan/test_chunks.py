@@ -9,7 +9,7 @@ from optimus.plan.chunks import chunk_groups, chunk_plans, held_in
 from optimus.plan.job_builder import as_configured, asked, configured
 from optimus.plan.memory import ranks_of
 from optimus.plan.proposal import run_of
-from optimus.resolve.memory import recipes_of
+from optimus.resolve.memory import state_specs_of
 from optimus.state.plan import ChunkPlan
 
 MODELS = {
@@ -72,9 +72,9 @@ def test_chunks_of_a_representative_rank_are_those_of_the_run(model: str, layout
     run = run_of(job)
     shares = job.config.pruning.shares() if job.config.pruning is not None else [None]
     for rank, ours in zip(run.stage_ranks, ranks_of(job)):
-        for unpruned, recipe in zip(shares, recipes_of(run), strict=True):
+        for unpruned, state_spec in zip(shares, state_specs_of(run), strict=True):
             own = [told(plan) for counts in held_in(job, ours.stages) for plan in chunk_plans(job, counts, unpruned)]
-            assert sorted(own, key=str) == sorted(map(told, run.chunk_plans(rank, recipe=recipe)), key=str)
-        last = run.chunk_plans(rank, recipe=recipes_of(run)[-1])
+            assert sorted(own, key=str) == sorted(map(told, run.chunk_plans(rank, state_spec=state_spec)), key=str)
+        last = run.chunk_plans(rank, state_spec=state_specs_of(run)[-1])
         held = [plan for group in chunk_groups(job, ours.stages) for plan in group.plans]
         assert sum(plan.updated for plan in held) == sum(plan.updated for plan in last)

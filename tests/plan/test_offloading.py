@@ -14,7 +14,7 @@ from optimus.plan.chunks import chunk_groups, chunk_plans
 from optimus.plan.job import Job, job_of
 from optimus.plan.largest import largest
 from optimus.plan.machine import Machine, load_machine
-from optimus.plan.memory import memory_of, room_of
+from optimus.plan.memory import device_capacity, memory_of
 from optimus.plan.memory_fit import residencies
 from optimus.plan.offloading import choice_of, rates_of, shape_of
 from optimus.plan.prediction import Plan, predict
@@ -88,13 +88,13 @@ def test_the_search_goes_to_the_host_where_the_device_has_no_room() -> None:
     (plan,) = search(job(SMALL, machine(4.5e9)), best=1)
     state = StateConfig(**layout_of(plan.job)["state"])
     assert state.offload == "optimizer"
-    assert plan.memory.total <= room_of(plan.job)
+    assert plan.memory.total <= device_capacity(plan.job)
     assert f"state.offload {state.offload}: the state of" in explained(plan)
     assert as_json(plan)["host_bytes"] == plan.memory.elsewhere.host > 0
     share = state.resident_fraction
     assert isinstance(share, float)
     more = plan.job.changed(state={"resident_fraction": share + 1 / 16})
-    assert memory_of(more).total > room_of(plan.job)
+    assert memory_of(more).total > device_capacity(plan.job)
     (tight,) = search(job(SMALL, machine(2.5e9, host=2e9)), best=1)
     assert tight.job.state.offload == "disk"
 
@@ -159,7 +159,7 @@ def most_tokens(model: ModelConfig, kind: Machine, ranks: int, **state: Any) -> 
     found = None
     for micro_batch in range(4, 68, 4):
         asked = job(model, kind, ranks, micro_batch, **state)
-        if memory_of(asked).total > room_of(asked):
+        if memory_of(asked).total > device_capacity(asked):
             break
         found = predict(asked)
     assert found is not None

@@ -18,7 +18,7 @@ from optimus.errors import UserError
 from optimus.model.count import count_parameters
 from optimus.plan.job import Job
 from optimus.plan.job_builder import as_configured, asked, configured
-from optimus.plan.memory import memory_of, room_of
+from optimus.plan.memory import device_capacity, memory_of
 from optimus.plan.prediction import Plan, dry_run
 from optimus.plan.proposal import config_of, facts_of, layout_of
 from optimus.plan.search import search
@@ -157,7 +157,7 @@ def test_a_plan_is_the_run_that_it_resolves_to(monkeypatch: pytest.MonkeyPatch, 
             assert run.config.recompute == job.config.recompute
             accounts, shared = memories(run, job.imbalance), job.machine.host.shared
             totals = [account.total + shared * account.copies for account in accounts]
-            assert plan.memory.total == max(totals) <= room_of(job)
+            assert plan.memory.total == max(totals) <= device_capacity(job)
             here = memory(run, rank := run.stage_ranks[plan.memory.rank], job.imbalance)
             alone = dry_run(job, rank)
             assert sum(alone.values()) == here.total + shared * here.copies

@@ -6,7 +6,7 @@ import pytest
 
 from optimus.plan.job import Job
 from optimus.plan.job_builder import as_configured, asked, configured
-from optimus.plan.memory import room_of
+from optimus.plan.memory import device_capacity
 from optimus.plan.prediction import Plan, dry_run, predict
 from optimus.plan.search import search
 
@@ -53,7 +53,7 @@ def test_smaller_pipelines(ranks: int) -> None:
     found = []
     for overrides, measured in zip(([], PRUNED), TABLE[ranks]):
         plans = (on_summit("13B", ranks, 1920, stages, *overrides) for stages in (1, 2, 4, 5, 8, 10, 20, 40))
-        plan = next(each for each in plans if each.memory.total <= room_of(each.job))
+        plan = next(each for each in plans if each.memory.total <= device_capacity(each.job))
         share = 100 * operations / plan.step.seconds / ranks / 125e12
         assert share == pytest.approx(measured, rel=0.1)
         found.append((plan.job.mesh.pp, share))

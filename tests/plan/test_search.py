@@ -16,7 +16,7 @@ from optimus.plan.job import Job, job_of
 from optimus.plan.job_builder import configured
 from optimus.plan.links import even
 from optimus.plan.machine import Communicator, Machine, load_machine
-from optimus.plan.memory import communicators_of, memory_of, room_of, usable
+from optimus.plan.memory import communicators_of, device_capacity, memory_of, usable
 from optimus.plan.memory_fit import Timed, placements, recomputations, sharded
 from optimus.plan.prediction import Plan, predict
 from optimus.plan.profile import Profile
@@ -62,7 +62,7 @@ def everything(asked: Job) -> list[Timed]:
         for recompute in recomputations(asked.model)
         for placed in placements(changed(candidate.job, shard=shard, shard_ranks=width, recompute=recompute))
     ]
-    fitting = [layout for layout in layouts if memory_of(layout).total <= room_of(layout)]
+    fitting = [layout for layout in layouts if memory_of(layout).total <= device_capacity(layout)]
     return sorted((Timed(step_time(layout).seconds, layout) for layout in fitting), key=lambda each: each.seconds)
 
 
@@ -133,7 +133,7 @@ def test_a_bound_is_never_above_what_is_predicted(shares: dict[str, float]) -> N
         ways = list(candidates(asked.undivided))
         for candidate in random.Random(0).sample(ways, min(60, len(ways))):
             for placed in placements(candidate.job):
-                least = least_time(placed, candidate.division.work)
+                least = least_time(placed, candidate.timing.work)
                 assert candidate.bound <= least * (1 + 1e-9)
                 assert least <= step_time(placed).seconds * (1 + 1e-9), placed
 
@@ -269,8 +269,8 @@ def test_why_others_are_better(name: str, pp: int, ep: int, recompute: list[str]
     paper = changed(asked, mesh, pp, sequence=False, shard="optimizer", recompute=recompute)
     other = changed(paper, better, better.pp, schedule="zbv", stages_per_rank=2, recompute=())
     theirs, found = predict(paper), predict(other)
-    assert theirs.memory.total <= room_of(theirs.job)
-    assert found.memory.total <= room_of(found.job)
+    assert theirs.memory.total <= device_capacity(theirs.job)
+    assert found.memory.total <= device_capacity(found.job)
     assert found.step.seconds < 0.85 * theirs.step.seconds
     moved = [sum(plan.step.terms[kind] for kind in ("data_parallel", "expert_parallel")) for plan in (theirs, found)]
     assert moved[1] < 0.75 * moved[0]
@@ -284,7 +284,7 @@ def test_room_is_left_for_the_buffers_of_communicators() -> None:
     buffers = [communicators_of(plan.job)[1] for plan in plans]
     assert all(each > 0 for each in buffers)
     assert all(plan.memory.total + each <= 0.92 * memory for plan, each in zip(plans, buffers))
-    assert [usable(asked.machine) - each for each in buffers] == [room_of(plan.job) for plan in plans]
+    assert [usable(asked.machine) - each for each in buffers] == [device_capacity(plan.job) for plan in plans]
     # With the memory that the first plan needs without communicators, another plan is best.
     tight = replace(asked, machine=asked.machine.model_copy(update={"memory": plans[0].memory.total / 0.92 + 1}))
     (plan,) = search(tight, best=1)

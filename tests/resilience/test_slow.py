@@ -62,7 +62,7 @@ def named(mesh: Mesh, *windows: Sequence[float]) -> list[tuple[int, int]]:
     """Returns (window, rank) of the ranks that the hook names, given each rank's own seconds in each window."""
     notes: list[str] = []
     trainer: Any = SimpleNamespace(say=notes.append, config=SimpleNamespace(resilience=SimpleNamespace(slow=50.0)))
-    record: Any = SimpleNamespace(times=SimpleNamespace(waited=0.0, whole=1.0))
+    record: Any = SimpleNamespace(times=SimpleNamespace(waited=0.0, total=1.0))
     hook, found = SlowRanks(), []
     for number, seconds in enumerate(windows):
         world = SimpleNamespace(all_gather_object=lambda _, seconds=seconds: [(own, None) for own in seconds])

@@ -1,4 +1,4 @@
-"""A run makes the groups that `run_divisions` predicts, and connects the predicted groups for messages."""
+"""A run makes the groups that `run_groups` predicts, and connects the predicted groups for messages."""
 
 from typing import Any
 from unittest import mock
@@ -10,8 +10,8 @@ from helpers.drawing import MODELS, short_run
 from optimus.config import load_config
 from optimus.pipeline.executor import links_of
 from optimus.pipeline.schedule import Kind, partner
-from optimus.resolve.groups import communicators, run_divisions
-from optimus.resolve.parameters import layouts_of, whole_model
+from optimus.resolve.groups import communicators, run_groups
+from optimus.resolve.parameters import full_model, layouts_of
 from optimus.resolve.ranks import mesh_of
 from optimus.resolve.stages import schedule_of
 from optimus.testing import run_ranks
@@ -62,11 +62,11 @@ def made(run: dict[str, Any], backend: str) -> tuple[list[list[int]], list[list[
         if backend == "gloo":
             steps.train()
     mesh, rank = steps.groups.mesh, steps.groups.rank
-    layouts = layouts_of(whole_model(steps.config), steps.config)
+    layouts = layouts_of(full_model(steps.config), steps.config)
     said: list[list[int]] = []
-    for each in run_divisions(steps.config, mesh, layouts, tags=backend == "gloo"):
-        if each.apart or len(each.division) > 1:  # the group of all ranks exists already
-            said += (each.apart or 1) * [each.division.group(rank)]
+    for each in run_groups(steps.config, mesh, layouts, tags=backend == "gloo"):
+        if each.apart or len(each.partition) > 1:  # the group of all ranks exists already
+            said += (each.apart or 1) * [each.partition.group(rank)]
     return sorted(calls), sorted(said)
 
 
@@ -94,7 +94,7 @@ def test_each_direction_between_neighbours_has_a_communicator(parallel: dict[str
     """Each rank has a communicator for every stream in which the schedule sends or receives (`Links`)."""
     config = load_config(short_run(MODELS["dense"] | {"layers": 8}, context=24, parallel=parallel))
     mesh, schedule = mesh_of(config, config.parallel.pipeline), schedule_of(config, 8)
-    said = communicators(config, mesh, layouts_of(whole_model(config), config), range(mesh.pp))
+    said = communicators(config, mesh, layouts_of(full_model(config), config), range(mesh.pp))
     connected = []
     for actions, theirs in zip(schedule.actions, said, strict=True):
         transfers = [action for action in actions if not action.kind.computes]

@@ -183,7 +183,7 @@ def test_run_and_plan_decide_the_same_microbatches(tmp_path: Path) -> None:
 def test_a_resume_keeps_what_is_of_the_run_and_decides_anew_what_is_of_the_machine() -> None:
     config = wide_open()[0]
     first = of_ranks(config)
-    kept = {decision.key: decision.value for decision in first.decisions if decision.kept}
+    kept = {decision.key: decision.value for decision in first.decisions if decision.persistent}
     assert kept.keys() == {"train.steps", "lr_schedule.warmup_steps", "train.micro_batch", "train.precision"}
     previous = {key: kept[key] for key in ("lr_schedule.warmup_steps", "train.precision", "train.micro_batch")}
     facts = first.facts.__class__(

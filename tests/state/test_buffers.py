@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from helpers.rules import ADAMW, plan_chunks, recipe
+from helpers.rules import ADAMW, plan_chunks, state_spec
 from optimus.config.tree import ShardRanks, StateConfig, shard_widths
 from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
@@ -59,7 +59,7 @@ def test_parts_lie_within_parts() -> None:
     whole = range(8 * 32)
     found = []
     for rank in range(8):
-        (plan,) = plan_chunks({"x": Layout((250,))}, Mesh(dp=8), rank, options, recipe(BF16))
+        (plan,) = plan_chunks({"x": Layout((250,))}, Mesh(dp=8), rank, options, state_spec(BF16))
         assert plan.shard_steps == (ShardStep(2, rank % 2), ShardStep(2, rank // 2 % 2), ShardStep(2, rank // 4))
         extents = [plan.extent(depth) for depth in range(4)]
         assert [len(whole[extent]) for extent in extents] == [256, 128, 64, 32]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from helpers.rules import plan_chunks, recipe
+from helpers.rules import plan_chunks, state_spec
 from optimus.comm import Group
 from optimus.config.tree import StateConfig
 from optimus.mesh import Layout, Mesh
@@ -21,7 +21,7 @@ def chunk_of(*sizes: int, compute: torch.dtype, gradient: torch.dtype) -> Traine
     """Returns one chunk of flat parameters p0, p1, ... of these sizes."""
     layouts = {f"p{i}": Layout((size,)) for i, size in enumerate(sizes)}
     options = StateConfig.model_validate({"gradient_dtype": str(gradient).removeprefix("torch.")})
-    (plan,) = plan_chunks(layouts, Mesh(), 0, options, recipe(compute))
+    (plan,) = plan_chunks(layouts, Mesh(), 0, options, state_spec(compute))
     return TrainedChunk(plan, ChunkContext([], Group([0], 0), transfers(CPU)))
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from helpers.planned import state_bytes
-from helpers.rules import plan_chunks, recipe
+from helpers.rules import plan_chunks, state_spec
 from helpers.whole import whole_state
 from optimus.checkpoint.loading import load_slices
 from optimus.checkpoint.slices import TensorSlice
@@ -73,8 +73,8 @@ def stepped(config: dict[str, Any], steps: int) -> tuple[Any, Any, dict[str, int
         with counting() as traffic:
             training_step(model, state, tokens, tree, step)
     for chunk in state.chunks:
-        chunk.whole.gather()
-        chunk.whole.reshard()
+        chunk.unsharded.gather()
+        chunk.unsharded.reshard()
     return traffic, [chunk.plan for chunk in state.chunks], allocated(state.chunks)
 
 
@@ -178,7 +178,7 @@ def test_epso_holds_the_state_of_what_is_not_expert_once() -> None:
         layouts = parameter_layouts(Transformer(tree["data"].model))
     moments = {}
     for over, config in tree.items():
-        plans = plan_chunks(layouts, mesh_of(config, 4), 0, config.state, recipe())
+        plans = plan_chunks(layouts, mesh_of(config, 4), 0, config.state, state_spec())
         moments[over] = bytes_by_kind([plan for plan in plans if plan.partial_axes != ("edp",)])
     assert moments["data"]["moments"] / moments["replicas"]["moments"] == pytest.approx(4, rel=0.01)
 

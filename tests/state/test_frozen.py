@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from helpers.rules import ADAMW, recipe
+from helpers.rules import ADAMW, state_spec
 from helpers.state_groups import gather_units, groups_for, model_state
 from helpers.sweep import in_turns
 from optimus.config import ModelConfig
@@ -20,7 +20,7 @@ from optimus.optim.frozen import Frozen
 from optimus.parallel.layouts import parameter_layouts
 from optimus.state.gathering import ParameterPrefetcher
 from optimus.state.model_state import ModelState
-from optimus.state.plan import StateSpec, bytes_by_kind, divisions, sharding_of
+from optimus.state.plan import StateSpec, bytes_by_kind, shard_partitions, sharding_of
 from optimus.testing import run_ranks
 from optimus.testing.memory import allocated
 from optimus.testing.traffic import counting
@@ -59,7 +59,7 @@ def made(
         layouts,
         groups_for(Mesh.from_sizes(ranks), layouts, config),
         config,
-        recipe=StateSpec(compute, rules),
+        spec=StateSpec(compute, rules),
         device=torch.device("cpu"),
         gathering=gathering,
     )
@@ -95,7 +95,7 @@ def cost(ranks: int) -> list[tuple[dict[str, int], int, dict[str, int], dict[str
         state.reduce_gradients()
         rest = rest_of(module, FIRST)
         layouts = {name: layout for name, layout in parameter_layouts(module).items() if not name.startswith(FIRST)}
-        options = {"recipe": recipe(BF16), "device": torch.device("cpu"), "gathering": ParameterPrefetcher()}
+        options = {"spec": state_spec(BF16), "device": torch.device("cpu"), "gathering": ParameterPrefetcher()}
         alone = model_state(rest, layouts, state.groups, state.options, **options)
         frozen = [chunk for chunk in state.chunks if not chunk.plan.rule.trains]
         assert allocated(state.chunks) == bytes_by_kind([chunk.plan for chunk in state.chunks])
@@ -174,7 +174,7 @@ def whole_at_once(
         nonlocal uses
         use(chunks)
         uses += 1
-        most[-1] = max(most[-1], sum(chunk.whole.is_present for chunk in state.chunks))
+        most[-1] = max(most[-1], sum(chunk.unsharded.is_present for chunk in state.chunks))
 
     state._gathering._use = counted  # type: ignore[method-assign]
     for _ in range(2):
@@ -183,7 +183,7 @@ def whole_at_once(
         for tokens in TOKENS.split(1):
             module.losses(tokens).cross_entropy.backward()
         state.reduce_gradients()
-        assert not any(chunk.whole.is_present for chunk in state.chunks if not chunk.plan.rule.trains)
+        assert not any(chunk.unsharded.is_present for chunk in state.chunks if not chunk.plan.rule.trains)
         state.step(1e-2, 1.0)
         assert allocated(state.chunks) == bytes_by_kind([chunk.plan for chunk in state.chunks])
     return most, uses
@@ -209,7 +209,7 @@ def values(ranks: int, widths: dict[str, int] | None) -> dict[str, torch.Tensor]
     state.reduce_gradients()
     state.step(1e-2, 1.0)
     for chunk in state.chunks:
-        chunk.whole.gather()
+        chunk.unsharded.gather()
     return {name: p.detach().clone() for name, p in module.named_parameters() if name.startswith(EVERY_OTHER)}
 
 
@@ -238,6 +238,6 @@ def test_they_are_sharded_over_groups_that_are_there_anyway(over: str, widths: A
     options = StateConfig.model_validate({"shard": "parameters", "shard_over": over, "shard_ranks": widths})
     mesh = Mesh.from_sizes(16, expert=2)
     for replicas in (("dp", "cp"), ("edp",)):
-        *steps, _ = divisions(mesh, replicas, sharding_of(Frozen(), options))
+        *steps, _ = shard_partitions(mesh, replicas, sharding_of(Frozen(), options))
         assert len(steps) == (widths != {"parameters": 1, "gradients": 2})
-        assert all(step in divisions(mesh, replicas, options)[:-1] for step in steps)
+        assert all(step in shard_partitions(mesh, replicas, options)[:-1] for step in steps)

@@ -73,11 +73,11 @@ class CountedChunk:
     def __init__(self) -> None:
         rule = SimpleNamespace(trains=True)
         self.plan = SimpleNamespace(
-            slots=(), shard_steps=(), offloaded=True, keeps_whole=False, lifetime="cache", rule=rule
+            slots=(), shard_steps=(), offloaded=True, keeps_unsharded=False, lifetime="cache", rule=rule
         )
         self.parameters = [nn.Parameter(torch.zeros(1))]
         self.gradient_buffers: dict[nn.Parameter, Any] = {}
-        self.whole, self.is_present, self.loads = self, False, 0
+        self.unsharded, self.is_present, self.loads = self, False, 0
 
     @property
     def has_memory(self) -> bool:
@@ -101,13 +101,13 @@ def fetches(trace: Sequence[int], cache: int, ahead: int = 0) -> int:
     gathering.hold(cast(Sequence[Chunk], chunks), ahead, cache)
     for _ in range(2):
         for chunk in chunks:
-            chunk.whole.reshard()
+            chunk.unsharded.reshard()
             chunk.loads = 0
         gathering.begin_step()
         for number in trace:
             gathering.unit((modules[number],), lambda x: x, torch.zeros(1, dtype=torch.int64))
-            assert chunks[number].whole.is_present
-            assert sum(chunk.whole.is_present for chunk in chunks) <= cache
+            assert chunks[number].unsharded.is_present
+            assert sum(chunk.unsharded.is_present for chunk in chunks) <= cache
     return sum(chunk.loads for chunk in chunks)
 
 
@@ -462,7 +462,7 @@ def test_use_after_eviction_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_missing_wait_for_a_copy_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     made = simulation(6, cache=3)
-    monkeypatch.setattr(made.state.chunks[2].whole._turn, "wait", lambda: None)
+    monkeypatch.setattr(made.state.chunks[2].unsharded._turn, "wait", lambda: None)
     assert math.isnan(made.run(1)[0].loss)
 
 

@@ -14,7 +14,7 @@ from helpers.equality import Trained
 from helpers.masked import random_masks
 from helpers.whole import whole_state
 from optimus.config import load_config
-from optimus.resolve.parameters import layouts_of, whole_model
+from optimus.resolve.parameters import full_model, layouts_of
 from optimus.state.masks import Mask, MaskForm, MaskPlan, packed_bits, unpacked_bits
 from optimus.state.model_state import ModelState
 from optimus.state.plan import ParameterSlot
@@ -94,8 +94,8 @@ def trained(config: dict[str, Any], steps: int, dense: bool, score: str) -> Trai
     """Trains a pruned model; `dense` applies the masks to the state of a model that is not pruned."""
     made = Steps(config)
     made.train()
-    layouts = layouts_of(whole_model(made.config), made.config)
-    sizes = {name: math.prod(layouts[name].shape) for name in made.state.recipe.unpruned}
+    layouts = layouts_of(full_model(made.config), made.config)
+    sizes = {name: math.prod(layouts[name].shape) for name in made.state.spec.unpruned}
     masks = prune(weights_of(made.state), 0.1, sizes, magnitudes if score == "magnitude" else one_of_each_kind)
     if score == "some":  # some parameters are pruned completely, some not at all
         masks = {
@@ -108,7 +108,7 @@ def trained(config: dict[str, Any], steps: int, dense: bool, score: str) -> Trai
         made.state.prune(masks)
     results = [made.train() for _ in range(steps)]
     made.state.finish()
-    here = all(chunk.plan.keeps_whole for chunk in made.state.chunks)
+    here = all(chunk.plan.keeps_unsharded for chunk in made.state.chunks)
     parameters = made.state._module.named_parameters() if here else ()
     computed = {name: each.detach().clone() for name, each in parameters}
     whole = whole_state(made.state, everywhere=False)
@@ -179,8 +179,8 @@ def test_the_bits_of_masks_on_dense_state(model: str, ranks: int, overrides: lis
 
 def pruned_steps(*overrides: str, model: str = "dense", share: float = 0.1) -> Steps:
     made = Steps(load_config(config_of(model), [*PRUNED, *overrides]).model_dump(exclude_unset=True))
-    layouts = layouts_of(whole_model(made.config), made.config)
-    sizes = {name: math.prod(layouts[name].shape) for name in made.state.recipe.unpruned}
+    layouts = layouts_of(full_model(made.config), made.config)
+    sizes = {name: math.prod(layouts[name].shape) for name in made.state.spec.unpruned}
     made.state.prune(prune(weights_of(made.state), share, sizes, magnitudes))
     return made
 

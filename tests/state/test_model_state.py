@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.rules import recipe
+from helpers.rules import state_spec
 from helpers.state_groups import model_state
 from helpers.whole import whole_state
 from optimus.comm import Groups
@@ -43,7 +43,7 @@ def made(
         parameter_layouts(module),
         Groups(Mesh()),
         StateConfig(tile=100, chunk=limit, gradient_dtype=NAMES[gradient]),
-        recipe=recipe(compute),
+        spec=state_spec(compute),
         device=torch.device("cpu"),
     )
     state.initialize(seed, 0.02)
@@ -123,7 +123,7 @@ def test_fp32_gradients_of_bf16_parameters_keep_small_addends() -> None:
             {"weight": Layout((1, 1))},
             Groups(Mesh()),
             StateConfig(gradient_dtype=NAMES[gradient]),
-            recipe=recipe(BF16),
+            spec=state_spec(BF16),
             device=torch.device("cpu"),
         )
         state.chunks[0].gradients.gradient[0] = 1.0
@@ -193,7 +193,7 @@ def test_state_that_nobody_holds_is_freed() -> None:
         layouts,
         Groups(Mesh()),
         StateConfig(),
-        recipe=recipe(),
+        spec=state_spec(),
         device=torch.device("cpu"),
     )
     state.begin_step()
@@ -215,6 +215,6 @@ def test_a_frozen_parameter_is_refused() -> None:
     module.head.weight.requires_grad_(True)
     state.begin_step()
     frozen = Transformer(CONFIG).requires_grad_(False)
-    options = {"recipe": recipe(BF16), "device": torch.device("cpu")}
+    options = {"spec": state_spec(BF16), "device": torch.device("cpu")}
     with pytest.raises(UserError, match=r"for embedding\.weight, .* and \d+ more"):
         model_state(frozen, parameter_layouts(frozen), Groups(Mesh()), StateConfig(), **options)

@@ -20,7 +20,7 @@ from helpers.whole import whole_state
 from optimus.checkpoint.folder import Description, step_folder, weights_folder
 from optimus.checkpoint.saving import Saver, Target
 from optimus.config import load_config
-from optimus.resolve.parameters import layouts_of, whole_model
+from optimus.resolve.parameters import full_model, layouts_of
 from optimus.state.pruning import LocalWeights, magnitudes, prune, weights_of
 from optimus.state.transfers import StreamTransfers
 from optimus.testing.steps import Steps, random_batch
@@ -64,8 +64,8 @@ def chosen(steps: Steps) -> dict[str, Tensor]:
     def on_host(names: Collection[str]) -> Iterator[LocalWeights]:
         return (each._replace(weights=each.weights.cpu()) for each in found.parts(names))
 
-    layouts = layouts_of(whole_model(steps.config), steps.config)
-    sizes = {name: math.prod(layouts[name].shape) for name in steps.state.recipe.unpruned}
+    layouts = layouts_of(full_model(steps.config), steps.config)
+    sizes = {name: math.prod(layouts[name].shape) for name in steps.state.spec.unpruned}
     return prune(replace(found, device=torch.device("cpu"), parts=on_host), 0.5, sizes, magnitudes)
 
 

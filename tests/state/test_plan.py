@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.rules import plan_chunks, recipe
+from helpers.rules import plan_chunks, state_spec
 from optimus.config.tree import StateConfig
 from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
@@ -18,10 +18,10 @@ from optimus.state.plan import (
     ParameterSlot,
     ShardStep,
     check_shard_ranks,
-    divisions,
     lay_out,
     search_limit,
     shard_groups,
+    shard_partitions,
     wasted,
 )
 
@@ -30,7 +30,7 @@ BF16 = torch.bfloat16
 
 def plans_of(*sizes: int, limit: int | None) -> list[ChunkPlan]:
     return plan_chunks(
-        {f"p{i}": Layout((size,)) for i, size in enumerate(sizes)}, Mesh(), 0, StateConfig(chunk=limit), recipe()
+        {f"p{i}": Layout((size,)) for i, size in enumerate(sizes)}, Mesh(), 0, StateConfig(chunk=limit), state_spec()
     )
 
 
@@ -120,7 +120,7 @@ def test_who_shares_state_with_whom(
 @pytest.mark.parametrize("ranks", [None, 1, 2, 4])
 def test_shards_and_copies_divide_all_ranks(replicas: tuple[str, ...], over: str, ranks: int | None) -> None:
     config = StateConfig.model_validate({"shard": "optimizer", "shard_over": over, "shard_ranks": ranks})
-    *sharing, copies = divisions(MESH, replicas, config)
+    *sharing, copies = shard_partitions(MESH, replicas, config)
     shards = sharing[0] if sharing else [[rank] for rank in range(8)]
     assert len(sharing) == (ranks != 1)
     for parts in (shards, copies):
@@ -166,14 +166,14 @@ LAYOUTS = {
 
 
 def test_experts_have_chunks_of_their_own_where_their_replicas_differ() -> None:
-    plans = plan_chunks(LAYOUTS, MESH, 3, StateConfig(shard="optimizer"), recipe())
+    plans = plan_chunks(LAYOUTS, MESH, 3, StateConfig(shard="optimizer"), state_spec())
     assert [[slot.name for slot in plan.slots] for plan in plans] == [["a", "b"], ["experts"]]
     dense, experts = plans
     assert (dense.shard_steps, dense.replica_count) == ((ShardStep(8, 3),), 1)
     assert (experts.shard_steps, experts.replica_count) == ((ShardStep(4, 1),), 1)
     assert experts.slots[0].region == (slice(2, 4), slice(0, 32), slice(0, 8))
     # All ranks hold all parameters
-    (together,) = plan_chunks(LAYOUTS, Mesh(dp=8), 3, StateConfig(shard="optimizer"), recipe())
+    (together,) = plan_chunks(LAYOUTS, Mesh(dp=8), 3, StateConfig(shard="optimizer"), state_spec())
     assert [slot.name for slot in together.slots] == ["a", "experts", "b"]
 
 
@@ -190,7 +190,7 @@ def test_bytes_follow_the_formulas(shard: str, formula: object) -> None:
     """Bytes are those of ZeRO, section 5, with bf16 gradients, summed over both kinds of parameters (TED, equation
     7.4)."""
     options = StateConfig.model_validate({"shard": shard, "gradient_dtype": "bfloat16"})
-    dense, experts = plan_chunks(LAYOUTS, MESH, 0, options, recipe(BF16))
+    dense, experts = plan_chunks(LAYOUTS, MESH, 0, options, state_spec(BF16))
     assert sum(dense.bytes_by_kind().values()) == formula(768, 8)  # type: ignore[operator]
     assert sum(experts.bytes_by_kind().values()) == formula(512, 4)  # type: ignore[operator]
 
@@ -200,7 +200,7 @@ def test_global_positions() -> None:
     mesh = Mesh(dp=4, ep=2)
     whole = torch.arange(prod(layout.shape)).view(layout.shape)
     for rank in range(4):
-        (plan,) = plan_chunks({"x": layout}, mesh, rank, StateConfig(), recipe())
+        (plan,) = plan_chunks({"x": layout}, mesh, rank, StateConfig(), state_spec())
         slot = plan.slots[0]
         part = whole[slot.region].flatten()
         assert torch.equal(slot.global_positions(torch.arange(len(part))), part)
@@ -217,7 +217,7 @@ def test_chunks_lie_alike_whatever_part_a_rank_has(options: dict[str, Any]) -> N
     }
     mesh = Mesh(dp=2, tp=3)
     plans = [
-        plan_chunks(layouts, mesh, rank, StateConfig.model_validate(options), recipe()) for rank in range(mesh.size)
+        plan_chunks(layouts, mesh, rank, StateConfig.model_validate(options), state_spec()) for rank in range(mesh.size)
     ]
 
     def lie(plan: ChunkPlan) -> list[Any]:

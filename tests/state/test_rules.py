@@ -43,7 +43,7 @@ def held(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def buffers_of(chunk: Any) -> list[torch.Tensor]:
-    kept = [chunk.parameter_shard, chunk.gradients._kept, *chunk.resident.values()]
+    kept = [chunk.parameter_shard, chunk.gradients._accumulated_gradients, *chunk.resident.values()]
     return [buffer for buffer in kept if buffer.untyped_storage().nbytes()]
 
 

@@ -51,7 +51,7 @@ def made_with_module(
         layouts,
         groups_for(Mesh.from_sizes(ranks), layouts, StateConfig.model_validate(options)),
         StateConfig.model_validate(options),
-        recipe=StateSpec(compute, dict.fromkeys(layouts, rule)),
+        spec=StateSpec(compute, dict.fromkeys(layouts, rule)),
         device=torch.device("cpu"),
         gathering=gathering,
     )
@@ -82,7 +82,7 @@ def updated(ranks: int, shard: str, compute: torch.dtype, gradient: torch.dtype,
         norms.append(state.reduce_gradients())
         state.step(1e-2, 0.5)
     for chunk in state.chunks:
-        chunk.whole.gather()
+        chunk.unsharded.gather()
     parameters = {name: v.clone() for c in state.chunks for name, v in c.views(c.parameter).items()}
     tensors = whole_state(state)
     return {"norms": norms, "parameters": parameters, "tensors": tensors, "bytes": allocated(state.chunks)}
@@ -237,7 +237,7 @@ def nested_step(ranks: int, widths: dict[str, int]) -> tuple[dict[int, int], dic
             state.reduce_gradients()
             state.step(1e-2, 1.0)
     for chunk in state.chunks:
-        chunk.whole.wait()
+        chunk.unsharded.wait()
     rank, found = torch.distributed.get_rank(), Counter[int]()
     for other, sent in traffic.sent_to.items():
         found[next(width for width in (2, 4, 8) if other // width == rank // width)] += sent

@@ -70,23 +70,31 @@ def test_orders(threads: bool, block: int) -> None:
             raise
 
 
-WHOLE, REDUCTION, UPDATE, CHUNK = "whole", "reduction", "update", "chunk"
+UNSHARDED, REDUCTION, UPDATE, CHUNK = "unsharded", "reduction", "update", "chunk"
 PLANTED = [
-    (WHOLE, 'self.transition("fetch", turn)', "pass"),
-    (WHOLE, 'self.transition("gather" if depth == 0 else "approach", turn)', "pass"),
-    (WHOLE, "self.start_gather()\n        self.wait()", "self.wait()"),
-    (WHOLE, "self.start_gather()\n        self.wait()", "self.start_gather()"),
-    (WHOLE, 'self.wait()\n            self.transition("free")', 'self.transition("free")'),
-    (WHOLE, "        self.part.finish_update()\n", ""),
-    (WHOLE, "            self.finish()\n", ""),
-    (WHOLE, '            self.transition("free")\n            self._depth = plan', "            self._depth = plan"),
+    (UNSHARDED, 'self.transition("fetch", turn)', "pass"),
+    (UNSHARDED, 'self.transition("gather" if depth == 0 else "approach", turn)', "pass"),
+    (UNSHARDED, "self.start_gather()\n        self.wait()", "self.wait()"),
+    (UNSHARDED, "self.start_gather()\n        self.wait()", "self.start_gather()"),
+    (UNSHARDED, 'self.wait()\n            self.transition("free")', 'self.transition("free")'),
+    (UNSHARDED, "        self.part.finish_update()\n", ""),
+    (UNSHARDED, "            self.finish()\n", ""),
+    (
+        UNSHARDED,
+        '            self.transition("free")\n            self._depth = plan',
+        "            self._depth = plan",
+    ),
     (REDUCTION, "self.finish()  # the last step may not have been finished", "pass"),
-    (REDUCTION, "        self.leave()\n        self._host.finish()", "        self._host.finish()"),
-    (REDUCTION, "        self.leave()\n        self._host.finish()", "        self.leave()"),
+    (REDUCTION, "        self.finish_offload()\n        self._host.finish()", "        self._host.finish()"),
+    (REDUCTION, "        self.finish_offload()\n        self._host.finish()", "        self.finish_offload()"),
     (REDUCTION, "part.behind = self.free", "pass"),
     (REDUCTION, '        self.sum.transition("clear")\n', ""),
     (REDUCTION, "            self.free_gradient()\n", "            pass\n"),
-    (REDUCTION, "            self.leave()\n            self.sum.transition", "            self.sum.transition"),
+    (
+        REDUCTION,
+        "            self.finish_offload()\n            self.sum.transition",
+        "            self.sum.transition",
+    ),
     (REDUCTION, '            self.sum.transition("again")\n', ""),
     (
         REDUCTION,
@@ -111,20 +119,24 @@ PLANTED = [
         '            self._host.finish()\n            self._host.transition("read")',
         '            self._host.transition("read")',
     ),
-    (UPDATE, "        self._whole.wait()\n", ""),
+    (UPDATE, "        self._unsharded.wait()\n", ""),
     (UPDATE, "        self._gradients.use()\n", ""),
     (UPDATE, "        copy.finish()\n", ""),
     (
         UPDATE,
         '        copy.transition("write")\n',
-        '        copy.transition("write")\n        self._whole.invalidate()\n',
+        '        copy.transition("write")\n        self._unsharded.invalidate()\n',
     ),
     (
         CHUNK,
-        "            self.whole.wait()\n            self.part.copy.finish()",
+        "            self.unsharded.wait()\n            self.part.copy.finish()",
         "            self.part.copy.finish()",
     ),
-    (CHUNK, "            self.whole.wait()\n            self.part.copy.finish()", "            self.whole.wait()"),
+    (
+        CHUNK,
+        "            self.unsharded.wait()\n            self.part.copy.finish()",
+        "            self.unsharded.wait()",
+    ),
     (
         CHUNK,
         '            self.part.finish_update()\n            self.part.transition("read")',
@@ -132,7 +144,7 @@ PLANTED = [
     ),
     (
         CHUNK,
-        '        self.whole.wait()\n        self.part.transition("compute")',
+        '        self.unsharded.wait()\n        self.part.transition("compute")',
         '        self.part.transition("compute")',
     ),
     (
@@ -140,7 +152,7 @@ PLANTED = [
         'if self.part.status == "lent":\n            self.gradients.clear()\n            self.refresh_compute_copy()',
         "pass",
     ),
-    (CHUNK, "        self.gradients.clear()\n        self.whole.wait()", "        self.whole.wait()"),
+    (CHUNK, "        self.gradients.clear()\n        self.unsharded.wait()", "        self.unsharded.wait()"),
     (
         CHUNK,
         '        self.part.copy.finish()\n        self.part.transition("write")\n',
@@ -153,7 +165,7 @@ PLANTED = [
 def test_planted_orders_raise(file: str, right: str, wrong: str) -> None:
     """A removed or added line breaks the table's order for some order of events, and raises."""
     with mock.patch.dict(sys.modules):
-        made = [_changed(name, right if name == file else "", wrong) for name in (WHOLE, REDUCTION, UPDATE, CHUNK)]
+        made = [_changed(name, right if name == file else "", wrong) for name in (UNSHARDED, REDUCTION, UPDATE, CHUNK)]
         said = [_said(seed, threads, made[-1]) for seed in range(3 * len(CASES)) for threads in (False, True)]
     assert any("the calls are in the wrong order" in each or "may not change it" in each for each in said), {*said}
 

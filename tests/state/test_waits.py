@@ -21,7 +21,7 @@ from optimus.checkpoint.saving import Saver, Target
 from optimus.checkpoint.store import load_state
 from optimus.comm import Handle
 from optimus.config import load_config
-from optimus.resolve.parameters import layouts_of, whole_model
+from optimus.resolve.parameters import full_model, layouts_of
 from optimus.state import model_state
 from optimus.state.chunk import Chunk
 from optimus.state.pruning import magnitudes, prune, weights_of
@@ -72,8 +72,8 @@ def steps_of(rule: str, residency: str | None, disk: Path, done: int = 2, *more:
 
 def masks_chosen(steps: Steps, folder: Path) -> dict[str, Tensor]:
     """Returns the masks of a pruning step, or of a draw for an early-bird ticket."""
-    layouts = layouts_of(whole_model(steps.config), steps.config)
-    sizes = {name: math.prod(layouts[name].shape) for name in steps.state.recipe.unpruned}
+    layouts = layouts_of(full_model(steps.config), steps.config)
+    sizes = {name: math.prod(layouts[name].shape) for name in steps.state.spec.unpruned}
     return prune(weights_of(steps.state), 0.5, sizes, magnitudes)
 
 

@@ -34,13 +34,13 @@ from optimus.model.families import families
 from optimus.parallel.activations import activation_bytes
 from optimus.parallel.recompute import Recomputation
 from optimus.resolve.groups import communicators
-from optimus.resolve.parameters import layouts_of, whole_model
+from optimus.resolve.parameters import full_model, layouts_of
 from optimus.resolve.ranks import mesh_of
 from optimus.resolve.shapes import activation_shapes
 from optimus.state.masks import packed_bits
 from optimus.state.model_state import ModelState
 from optimus.state.plan import bytes_by_kind
-from optimus.state.whole import WholeParameters
+from optimus.state.unsharded import UnshardedParameters
 from optimus.testing import RankError, run_ranks
 from optimus.training import step
 from optimus.training.checks import _saved_bytes
@@ -439,7 +439,7 @@ def with_host_tensor() -> None:
 
 
 def without_memory() -> None:
-    with mock.patch.object(WholeParameters, "gather"):
+    with mock.patch.object(UnshardedParameters, "gather"):
         train(config_of("dense"), ["state.shard=parameters"], 4)
 
 
@@ -487,7 +487,7 @@ def train_pruned(form: str, shard: str, ranks: int) -> Seen:
     with steps_of(full_size(DENSE, ranks), [*overrides, *small], ranks) as (machine, steps):
         slots = [slot for chunk in steps.state.trained for slot in chunk.plan.slots]
         left = {slot.name: packed_bits(torch.arange(slot.shape.numel()) % 10 == 0) for slot in slots}
-        steps.state.prune({name: left[name] for name in steps.state.recipe.unpruned})
+        steps.state.prune({name: left[name] for name in steps.state.spec.unpruned})
         steps.train()
         machine.forget()
         steps.train()
@@ -655,15 +655,15 @@ def test_peak_while_the_state_is_made(shard: str) -> None:
 def groups_of_rank(ranks: int) -> tuple[list[int], list[int]]:
     """Returns the sizes of the process groups that a rank makes, and of the communicators planned for the rank."""
     from helpers.fake_accelerator import fake_accelerator
-    from optimus.resolve.groups import run_divisions
+    from optimus.resolve.groups import run_groups
     from optimus.resolve.ranks import mesh_of
 
     sizes = {"pipeline": 8, "tensor": 2, "expert": 8, "schedule": "1f1b"}
     tree = load_config(full_size(SPARSE, ranks // 16, parallel=sizes))
     mesh = mesh_of(tree, ranks, 8)
     with fake_accelerator(ranks=ranks) as machine:
-        layouts = layouts_of(whole_model(tree), tree)
-        Groups(mesh, divisions=run_divisions(tree, mesh, layouts, tags=False))
+        layouts = layouts_of(full_model(tree), tree)
+        Groups(mesh, planned=run_groups(tree, mesh, layouts, tags=False))
         (planned,) = communicators(tree, mesh, layouts, [0])
         return machine.groups, [each.size for each in planned for _ in range(each.number)]
 

@@ -14,7 +14,7 @@ from optimus.model import Transformer
 from optimus.model.init import initialize
 from optimus.optim.frozen import Frozen
 from optimus.resolve.microbatches import with_microbatches
-from optimus.resolve.parameters import recipe_of, whole_model
+from optimus.resolve.parameters import full_model, state_spec_of
 from optimus.resolve.run import RunInputs
 from optimus.testing import run_ranks
 
@@ -69,7 +69,9 @@ def test_layouts_equal_one_process(model: str, freeze: list[str], ranks: int, ov
     for rank, trained in enumerate(found):
         compare(trained, right, f"rank {rank}", 2e-5)
     initial = Transformer(tree.model)
-    frozen = {name for name, rule in recipe_of(tree, initial, RunInputs()).rules.items() if isinstance(rule, Frozen)}
+    frozen = {
+        name for name, rule in state_spec_of(tree, initial, RunInputs()).rules.items() if isinstance(rule, Frozen)
+    }
     initialize(initial, tree.train.seed, tree.model.init_std)
     for name in frozen:
         assert torch.equal(found[0].tensors[f"model.{name}"], initial.get_parameter(name)), name
@@ -88,4 +90,4 @@ def test_layouts_equal_one_process(model: str, freeze: list[str], ranks: int, ov
 def test_what_cannot_be_frozen(freeze: list[str], expected: str) -> None:
     config = load_config(of("dense", freeze))
     with pytest.raises(UserError, match=expected):
-        recipe_of(config, whole_model(config), RunInputs())
+        state_spec_of(config, full_model(config), RunInputs())

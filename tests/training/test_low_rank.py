@@ -12,7 +12,7 @@ from helpers.drawing import config_of
 from helpers.equality import compare, train_steps
 from helpers.sweep import in_turns
 from optimus.checkpoint.inspect import convert
-from optimus.checkpoint.masks import whole_masks
+from optimus.checkpoint.masks import all_masks
 from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.store import load_model
 from optimus.config import load_config
@@ -131,7 +131,7 @@ def test_a_run_and_what_reads_its_checkpoints(pruned: dict[str, Any], tmp_path: 
     assert records(run)[-1] < records(tmp_path / "plain")[-1]
     last, before = run / "checkpoints" / "step-00000006", load_model(tmp_path / "pruned")
     raw = Reader.open(last)
-    model, masks = load_model(last), whole_masks(raw)
+    model, masks = load_model(last), all_masks(raw)
     weights = dict(model.named_parameters())
     convert(last, tmp_path / "all.pt", to="torch")
     stored = torch.load(tmp_path / "all.pt")
@@ -150,7 +150,7 @@ def test_a_run_and_what_reads_its_checkpoints(pruned: dict[str, Any], tmp_path: 
     optimus.merge([str(last), str(tmp_path / "imported")], tmp_path / "averaged")
     for path in (run / "checkpoints" / "weights-00000006", tmp_path / "imported", tmp_path / "averaged"):
         assert all(torch.equal(each, weights[name]) for name, each in load_model(path).named_parameters())
-        assert whole_masks(Reader.open(path)).keys() == masks.keys()
+        assert all_masks(Reader.open(path)).keys() == masks.keys()
     # Merged weights compute the same: a run that starts from them continues where this one ended.
     config = copy.deepcopy(pruned)
     config["checkpoint"]["load_path"] = str(last)

@@ -44,7 +44,7 @@ def said(
         for seconds, wanted, share in windows:
             for _ in range(WINDOW):
                 trainer.progress.step += 1
-                record: Any = SimpleNamespace(times=SimpleNamespace(whole=seconds))
+                record: Any = SimpleNamespace(times=SimpleNamespace(total=seconds))
                 now, spent = wanted, spent + share * threads * seconds
                 hook.after_step(cast(Trainer, trainer), cast(StepRecord, record))
     return notes

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import optimus
 from helpers.drawing import MODELS, config_of
-from helpers.rules import recipe
+from helpers.rules import state_spec
 from helpers.state_groups import model_state
 from helpers.whole import whole_state
-from optimus.checkpoint.masks import whole_masks
+from optimus.checkpoint.masks import all_masks
 from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.store import load_model
 from optimus.comm import Groups
@@ -25,7 +25,7 @@ from optimus.mesh import Layout, Mesh
 from optimus.model.init import initialize
 from optimus.model.parameters import Size, declare
 from optimus.observe.metrics import read_metrics
-from optimus.resolve.parameters import layouts_of, targets_of, whole_model
+from optimus.resolve.parameters import full_model, layouts_of, targets_of
 from optimus.state.masks import unpacked_bits
 from optimus.state.model_state import ModelState
 from optimus.state.pruning import (
@@ -34,7 +34,7 @@ from optimus.state.pruning import (
     magnitudes,
     prune,
     random_scores,
-    share_left,
+    unpruned_share,
     weights_of,
     weights_to_be,
 )
@@ -67,7 +67,7 @@ def tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     reader = Reader.open(path)
     weights = dict(load_model(path).named_parameters())
     masks = {}
-    for key, bits in whole_masks(reader).items():
+    for key, bits in all_masks(reader).items():
         name = key.removeprefix("mask.")
         masks[name] = unpacked_bits(bits, weights[name].shape[-1])
     return weights, masks
@@ -202,7 +202,7 @@ def test_rewinding(small_run: dict[str, Any], tmp_path: Path, rewind: int) -> No
     elif rewind:
         early = dict(load_model(run / "checkpoints" / "weights-00000002").named_parameters())
     else:
-        fresh = whole_model(load_config(config)).to_empty(device="cpu")
+        fresh = full_model(load_config(config)).to_empty(device="cpu")
         initialize(fresh, 0, load_config(config).model.init_std)
         early = dict(fresh.named_parameters())
     for name, weight in weights.items():
@@ -244,7 +244,7 @@ def test_pruning_of_a_branch(small_run: dict[str, Any], tmp_path: Path) -> None:
     back = changed(small_run, tmp_path / "back", pruning={"sparsity": 0.5, "at": 6, "rewind": 0}, **told)
     optimus.train(back, ["train.stop_at=6"])
     weights, masks = tensors(tmp_path / "back" / "checkpoints" / "step-00000006")
-    fresh = whole_model(load_config(back)).to_empty(device="cpu")
+    fresh = full_model(load_config(back)).to_empty(device="cpu")
     initialize(fresh, 0, load_config(back).model.init_std)
     for name, weight in fresh.named_parameters():
         assert torch.equal(weights[name], weight * masks.get(name, torch.ones(()))), name
@@ -289,7 +289,7 @@ def test_early_bird_tickets(small_run: dict[str, Any], tmp_path: Path) -> None:
     run = tmp_path / "run"
     pruning = {"method": "early-bird", "sparsity": 0.5, "at": 1, "every": 1, "distance": 0.9}
     optimus.train(changed(small_run, run, pruning=pruning))
-    assert not whole_masks(Reader.open(run / "checkpoints" / "step-00000003"))
+    assert not all_masks(Reader.open(run / "checkpoints" / "step-00000003"))
     check_pruned(run / "checkpoints" / "step-00000008", 0.5)
 
 
@@ -323,7 +323,7 @@ def test_early_bird_tickets_of_other_targets_after_a_resume(small_run: dict[str,
     run = changed(small_run, tmp_path / "run", pruning=pruning)
     optimus.train(run, ["train.stop_at=3", "checkpoint.every=1"])
     optimus.train(run, ["pruning.targets=[matrix,expert]"], resume=True)
-    masks = whole_masks(Reader.open(tmp_path / "run" / "checkpoints" / "step-00000008"))
+    masks = all_masks(Reader.open(tmp_path / "run" / "checkpoints" / "step-00000008"))
     assert {"experts" in name for name in masks} == {True, False}
 
 
@@ -366,13 +366,13 @@ def test_a_run_that_is_pruned_first_never_has_state_of_what_is_pruned(
 def scored(overrides: list[str], kind: str, share: float) -> dict[str, Any]:
     tree = load_config(config_of("moe"), ["pruning.sparsity=0.9", "pruning.at=0", "state.chunk=500", *overrides])
     made = Steps(tree.model_dump(exclude_unset=True))
-    layouts = layouts_of(whole_model(made.config), made.config)
-    sizes = {name: math.prod(layouts[name].shape) for name in made.state.recipe.unpruned}
+    layouts = layouts_of(full_model(made.config), made.config)
+    sizes = {name: math.prod(layouts[name].shape) for name in made.state.spec.unpruned}
     before = whole_state(made.state)
     score = {"random": random_scores(3), "block": block_norms}.get(kind, magnitudes)
     masks = prune(weights_of(made.state), share, sizes, score, per_tensor=kind == "layer")
     made.state.prune(masks)
-    left = share_left(made.state, sizes)
+    left = unpruned_share(made.state, sizes)
     return {"before": before, "after": whole_state(made.state), "left": left, "targets": list(sizes)}
 
 
@@ -402,9 +402,9 @@ def tied(ranks: int) -> tuple[float, int]:
     pruning = ["pruning.sparsity=0.8", "pruning.at=0", "pruning.targets=[embedding,matrix]"]
     tree = load_config(config, [*pruning, f"parallel.pipeline={ranks}", "train.micro_batch=1"])
     made = Steps(tree.model_dump(exclude_unset=True))
-    sizes = targets_of(made.config, whole_model(made.config))
+    sizes = targets_of(made.config, full_model(made.config))
     made.state.prune(prune(weights_of(made.state), 0.2, sizes, magnitudes))
-    whole, left = whole_state(made.state), share_left(made.state, sizes)
+    whole, left = whole_state(made.state), unpruned_share(made.state, sizes)
     unpruned = sum(int(whole[f"model.{name}"].count_nonzero()) for name in sizes)
     return left, unpruned - round(0.2 * sum(sizes.values()))
 
@@ -434,20 +434,20 @@ def test_what_is_pruned_already_counts_as_pruned(kind: str) -> None:
     """First half of the weights are pruned, then three fifths of the others."""
     tree = load_config(config_of("moe"), ["pruning.sparsity=0.9", "pruning.at=0"])
     made = Steps(tree.model_dump(exclude_unset=True))
-    sizes = targets_of(made.config, whole_model(made.config))
+    sizes = targets_of(made.config, full_model(made.config))
     made.state.prune(prune(weights_of(made.state), 0.5, sizes, random_scores(1)))
     before = made.state.masks
     score = {"random": random_scores(2), "block": block_norms, "layer": magnitudes}[kind]
     made.state.prune(prune(weights_of(made.state), 0.2, sizes, score, per_tensor=kind == "layer"))
     largest = 0 if kind != "block" else 256 / sum(sizes.values())  # whole blocks remain
-    assert 0.2 <= share_left(made.state, sizes) + 1e-4 <= 0.2 + largest + 2e-4
+    assert 0.2 <= unpruned_share(made.state, sizes) + 1e-4 <= 0.2 + largest + 2e-4
     assert all(torch.equal(bits & before[name], bits) for name, bits in made.state.masks.items())
 
 
 def first_and_made(overrides: list[str]) -> list[tuple[str, bool, bool]]:
     tree = load_config(config_of("moe"), ["pruning.sparsity=0.9", "pruning.at=0", *overrides])
     made = Steps(tree.model_dump(exclude_unset=True))
-    whole, names = whole_model(made.config), {*made.state.recipe.unpruned}
+    whole, names = full_model(made.config), {*made.state.spec.unpruned}
     layouts = layouts_of(whole, made.config)
     here = {name: layouts[name] for chunk in made.state.chunks for name in [slot.name for slot in chunk.plan.slots]}
     read = first_weights(made.config, None, whole)
@@ -490,7 +490,7 @@ def test_parameters_without_elements(per_tensor: bool) -> None:
         layouts,
         Groups(Mesh()),
         StateConfig(),
-        recipe=recipe()._replace(unpruned=dict.fromkeys(sizes)),
+        spec=state_spec()._replace(unpruned=dict.fromkeys(sizes)),
         device=torch.device("cpu"),
     )
     state.initialize(0, 0.02)
@@ -502,7 +502,7 @@ def test_parameters_without_elements(per_tensor: bool) -> None:
         if not step:
             state.prune(prune(weights_of(state), 0.5, sizes, magnitudes, per_tensor=per_tensor))
     state.finish()
-    assert share_left(state, sizes) == 0.5
+    assert unpruned_share(state, sizes) == 0.5
     assert int(module.weight.count_nonzero()) == 160
 
 
@@ -623,20 +623,20 @@ def test_weights_that_are_not_finite(small_run: dict[str, Any], tmp_path: Path) 
     made = Steps(
         load_config(config_of("dense"), ["pruning.sparsity=0.5", "pruning.at=0"]).model_dump(exclude_unset=True)
     )
-    chunk = next(chunk for chunk in made.state.trained if chunk.plan.slots[0].name in made.state.recipe.unpruned)
+    chunk = next(chunk for chunk in made.state.trained if chunk.plan.slots[0].name in made.state.spec.unpruned)
     chunk.resident["model"][0] = torch.nan
     with pytest.raises(UserError, match=r"pruning: weights of blocks.* are not finite"):
-        prune(weights_of(made.state), 0.5, dict.fromkeys(made.state.recipe.unpruned, 10), magnitudes)
+        prune(weights_of(made.state), 0.5, dict.fromkeys(made.state.spec.unpruned, 10), magnitudes)
 
 
 def not_finite_on_the_last() -> str:
     overrides = ["pruning.sparsity=0.5", "pruning.at=0", "parallel.pipeline=2", "parallel.schedule=1f1b"]
     made = Steps(load_config(config_of("dense"), overrides).model_dump(exclude_unset=True))
     if made.groups.rank == 1:
-        chunk = next(chunk for chunk in made.state.trained if chunk.plan.slots[0].name in made.state.recipe.unpruned)
+        chunk = next(chunk for chunk in made.state.trained if chunk.plan.slots[0].name in made.state.spec.unpruned)
         chunk.resident["model"][0] = torch.nan
     with pytest.raises(UserError) as caught:
-        prune(weights_of(made.state), 0.5, dict.fromkeys(made.state.recipe.unpruned, 10), magnitudes)
+        prune(weights_of(made.state), 0.5, dict.fromkeys(made.state.spec.unpruned, 10), magnitudes)
     return str(caught.value)
 
 
@@ -652,7 +652,7 @@ def test_masks_of_another_checkpoint(small_run: dict[str, Any], tmp_path: Path) 
     model = load_model(run)
     from optimus.checkpoint.store import save_model
 
-    masks = whole_masks(Reader.open(run / "checkpoints" / "step-00000008"))
+    masks = all_masks(Reader.open(run / "checkpoints" / "step-00000008"))
     for name, parameter in model.named_parameters():
         if f"mask.{name}" in masks:
             parameter.data.add_(1.0)

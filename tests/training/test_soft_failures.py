@@ -37,7 +37,7 @@ class Damage(Hook):
     def before_step(self, trainer: Trainer) -> None:
         if trainer.progress.step + 1 == self._step and trainer.groups.rank == self._rank:
             for chunk in trainer.state.chunks:
-                chunk.whole.wait()
+                chunk.unsharded.wait()
                 {"own": chunk.compute_shard, **chunk.resident}[self._buffer].fill_(torch.nan)
 
 

@@ -26,7 +26,7 @@ from helpers.covering import covering
 from helpers.sweep import in_turns
 from optimus.checkpoint.folder import step_folder
 from optimus.checkpoint.reader import Reader
-from optimus.checkpoint.slices import whole_slices
+from optimus.checkpoint.slices import full_slices
 from optimus.observe.metrics import read_metrics
 from optimus.training.trainer import Trainer
 
@@ -229,7 +229,7 @@ def last(output: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         key: torch.zeros(shape, dtype=torch.uint8 if key.startswith(("mask.", "drawn.")) else torch.float32)
         for key, shape in reader.shapes.items()
     }
-    reader.fill(whole_slices(found.items(), prefix=""), apart=True)
+    reader.fill(full_slices(found.items(), prefix=""), apart=True)
     return found, reader.description.progress
 
 

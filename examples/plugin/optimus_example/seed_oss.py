@@ -16,6 +16,6 @@ SEED_OSS = Family(
         "pretraining_tp": 1,
         "quantization_config": None,
     },
-    keys=family_parts.ENDS | family_parts.BEFORE | family_parts.attention(bias=True) | family_parts.mlp(),
+    keys=family_parts.VOCABULARY | family_parts.BEFORE | family_parts.attention(bias=True) | family_parts.mlp(),
     dropout=("attention_dropout", "residual_dropout"),
 )

@@ -31,23 +31,23 @@ def expand(compressed_K: Tensor, words_W: Tensor, before_B: Tensor, x_P: Tensor,
 
 
 @triton.jit
-def _places(words_W, before_B, P, BLOCK: tl.constexpr, WORD: tl.constexpr):
+def _unpruned_indices(words_W, before_B, P, BLOCK: tl.constexpr, WORD: tl.constexpr):
     """Returns (positions of this program's block, mask of the unpruned ones, their indices among all unpruned elements)."""
     p = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     word = tl.load(words_W + p // WORD, mask=p < P, other=0)
     unpruned = (word >> (p % WORD).to(tl.int32)) & 1
-    place = tl.load(before_B + tl.program_id(0)) + tl.cumsum(unpruned, 0) - 1
-    return p, (unpruned == 1) & (p < P), place
+    index = tl.load(before_B + tl.program_id(0)) + tl.cumsum(unpruned, 0) - 1
+    return p, (unpruned == 1) & (p < P), index
 
 
 @triton.jit
 def _compress(x_P, words_W, before_B, compressed_K, P, BLOCK: tl.constexpr, WORD: tl.constexpr):
-    p, unpruned, place = _places(words_W, before_B, P, BLOCK, WORD)
+    p, unpruned, index = _unpruned_indices(words_W, before_B, P, BLOCK, WORD)
     x = tl.load(x_P + p, mask=p < P)  # pruned elements too: the memory fetches their cache lines in any case
-    tl.store(compressed_K + place, x, mask=unpruned)
+    tl.store(compressed_K + index, x, mask=unpruned)
 
 
 @triton.jit
 def _expand(compressed_K, words_W, before_B, x_P, P, BLOCK: tl.constexpr, WORD: tl.constexpr):
-    p, unpruned, place = _places(words_W, before_B, P, BLOCK, WORD)
-    tl.store(x_P + p, tl.load(compressed_K + place, mask=unpruned), mask=unpruned)
+    p, unpruned, index = _unpruned_indices(words_W, before_B, P, BLOCK, WORD)
+    tl.store(x_P + p, tl.load(compressed_K + index, mask=unpruned), mask=unpruned)

@@ -26,9 +26,9 @@ def grouped_product(kernel: Kernel, a_PL: Tensor, b_EXY: Tensor, routes: TokenIn
     out_PN = a_PL.new_empty(P, N)
     t = tiles(kernel, a_PL, routes.row_tile, N, L)
     tma = by_descriptors(a_PL, b_EXY)
-    b_box = [1, t.columns, t.inner] if transposed else [1, t.inner, t.columns]
+    b_block = [1, t.columns, t.inner] if transposed else [1, t.inner, t.columns]
     _grouped_product[(programs(a_PL, len(routes.expert_R) * triton.cdiv(N, t.columns)),)](
-        described(a_PL, [t.rows, t.inner], tma), described(b_EXY, b_box, tma), out_PN,
+        described(a_PL, [t.rows, t.inner], tma), described(b_EXY, b_block, tma), out_PN,
         routes.expert_R, routes.first_R, routes.offset_E1, routes.tiles_1, L=L, N=N, TRANSPOSED=transposed, TMA=tma,
         ROW_TILE=t.rows, COLUMNS=t.columns, INNER=t.inner, PRECISION=precision(),
         num_warps=t.warps, num_stages=t.stages,
@@ -36,9 +36,9 @@ def grouped_product(kernel: Kernel, a_PL: Tensor, b_EXY: Tensor, routes: TokenIn
     return out_PN
 
 
-def described(x: Tensor, box: list[int], tma: bool) -> Any:
-    """Returns a contiguous `x` as a kernel argument: a descriptor with tiles of size `box` if `tma`, else `x` itself."""
-    return TensorDescriptor.from_tensor(x, box) if tma else x
+def described(x: Tensor, block_shape: list[int], tma: bool) -> Any:
+    """Returns a contiguous `x` as a kernel argument: a descriptor with tiles of `block_shape` if `tma`, else `x` itself."""
+    return TensorDescriptor.from_tensor(x, block_shape) if tma else x
 
 
 def weight_gradient(

@@ -110,7 +110,7 @@ def _route(
     weighed = logits if RENORMALISE else p
     # Comparisons with NaN are false, so each thread would find another maximum. Therefore NaN counts as 0 here. The token
     # still gets NaN as all of its weights. -1 marks experts that are already chosen.
-    left = tl.where((e < E)[None, :], tl.where(p == p, p, 0.0), -1.0)
+    candidates = tl.where((e < E)[None, :], tl.where(p == p, p, 0.0), -1.0)
     hits = tl.zeros((TOKENS, EXPERTS), dtype=tl.int32)
     j = tl.arange(0, CHOICES)[None, :]
     weights = tl.zeros((TOKENS, CHOICES), dtype=tl.float32)
@@ -118,10 +118,10 @@ def _route(
     if FORCED:
         forced = tl.load(forced_T + t, mask=t < T, other=0)
     for k in range(K):
-        expert = (forced * K + k) % E if FORCED else tl.argmax(left, axis=1, tie_break_left=True)
+        expert = (forced * K + k) % E if FORCED else tl.argmax(candidates, axis=1, tie_break_left=True)
         expert = expert.to(tl.int32)
         hit = expert[:, None] == e[None, :]
-        left = tl.where(hit, -1.0, left)
+        candidates = tl.where(hit, -1.0, candidates)
         hits += hit.to(tl.int32)
         weights += tl.where(j == k, tl.sum(tl.where(hit, weighed, 0.0), axis=1)[:, None], 0.0)
         experts += tl.where(j == k, expert[:, None], 0)

@@ -20,13 +20,13 @@ def families() -> Mapping[str, Family]:
     return _FAMILIES
 
 
-def _own() -> dict[str, Family]:
+def _library_families() -> dict[str, Family]:
     modules = (import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__))
     found = [module.FAMILY for module in modules if hasattr(module, "FAMILY")]
     return {family.name: family for family in found}
 
 
-_FAMILIES = Table("family", Family, _own)
+_FAMILIES = Table("family", Family, _library_families)
 
 
 def family_named(name: str) -> Family:

@@ -79,4 +79,4 @@ def experts(
 
 BEFORE = norms(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm")
 AFTER = norms(attention_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm")
-ENDS = {"embedding.weight": Key(("model.embed_tokens.weight",)), "head.weight": Key(("lm_head.weight",))}
+VOCABULARY = {"embedding.weight": Key(("model.embed_tokens.weight",)), "head.weight": Key(("lm_head.weight",))}

@@ -7,13 +7,13 @@ from optimus.model.families.common import (
     ATTENTION,
     BEFORE,
     CONSTANTS,
-    ENDS,
     LAYER,
     MLP,
     OPTIONAL,
     RMS,
     ROUTER,
     SIZES,
+    VOCABULARY,
     experts,
     mlp,
 )
@@ -56,7 +56,7 @@ FAMILY = Family(
     | {"attention_bias": False, "rope_interleave": True, "moe_layer_freq": 1}
     | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     aliases={"num_local_experts": "n_routed_experts"},
-    keys=ENDS
+    keys=VOCABULARY
     | BEFORE
     | mlp()
     | experts()

@@ -1,7 +1,7 @@
 """Gemma 2: norms before and after each module, windows in every other layer, soft caps of scores and logits (Gemma 2,
 section 2)."""
 
-from optimus.model.families.common import BIASES, ENDS, OPTIONAL, RMS, SIZES, attention, mlp, norms
+from optimus.model.families.common import BIASES, OPTIONAL, RMS, SIZES, VOCABULARY, attention, mlp, norms
 from optimus.model.families.family import Family
 
 FAMILY = Family(
@@ -40,7 +40,7 @@ FAMILY = Family(
         "use_bidirectional_attention": None,
         "quantization_config": None,
     },
-    keys=ENDS
+    keys=VOCABULARY
     | norms(
         attention_norm="input_layernorm",
         attention_out_norm="post_attention_layernorm",

@@ -7,12 +7,12 @@ from optimus.model.families.common import (
     BEFORE,
     BIASES,
     CONSTANTS,
-    ENDS,
     MLP,
     OPTIONAL,
     RMS,
     ROUTER,
     SIZES,
+    VOCABULARY,
     attention,
 )
 from optimus.model.families.family import Family, Key, Same
@@ -42,7 +42,7 @@ FAMILY = Family(
     },
     optional=OPTIONAL | RMS | BIASES | {"full_attention_every": "layer_types"},
     constants=CONSTANTS | {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "experts_per_token": Same("experts_per_token")},
-    keys=ENDS
+    keys=VOCABULARY
     | BEFORE
     | attention(bias=True)
     | {

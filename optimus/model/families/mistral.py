@@ -1,6 +1,6 @@
 """Mistral: Llama, optionally with an attention window in all layers (Mistral 7B, section 2)."""
 
-from optimus.model.families.common import BEFORE, CONSTANTS, ENDS, OPTIONAL, RMS, SIZES, attention, mlp
+from optimus.model.families.common import BEFORE, CONSTANTS, OPTIONAL, RMS, SIZES, VOCABULARY, attention, mlp
 from optimus.model.families.family import Family
 
 FAMILY = Family(
@@ -10,5 +10,5 @@ FAMILY = Family(
     fields=SIZES | {"kv_heads": "num_key_value_heads", "window": "sliding_window"},
     optional=OPTIONAL | RMS | {"head_size": "head_dim"},
     constants=CONSTANTS,
-    keys=ENDS | BEFORE | attention() | mlp(),
+    keys=VOCABULARY | BEFORE | attention() | mlp(),
 )

@@ -3,12 +3,12 @@
 from optimus.model.families.common import (
     BEFORE,
     CONSTANTS,
-    ENDS,
     LAYER,
     OPTIONAL,
     RMS,
     ROUTER,
     SIZES,
+    VOCABULARY,
     attention,
     experts,
 )
@@ -22,6 +22,6 @@ FAMILY = Family(
     | {"kv_heads": "num_key_value_heads", "experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
     optional=OPTIONAL | RMS | {"head_size": "head_dim", "window": "sliding_window"},
     constants=CONSTANTS | {"router_jitter_noise": 0.0},
-    keys=ENDS | BEFORE | attention() | experts(LAYER + "block_sparse_moe.", gate="w1", up="w3", down="w2"),
+    keys=VOCABULARY | BEFORE | attention() | experts(LAYER + "block_sparse_moe.", gate="w1", up="w3", down="w2"),
     without_effect=ROUTER,
 )

@@ -1,6 +1,6 @@
 """OLMo: dense, LayerNorm without weights, SwiGLU, no biases (OLMo, section 2)."""
 
-from optimus.model.families.common import CONSTANTS, ENDS, OPTIONAL, SIZES, attention, mlp
+from optimus.model.families.common import CONSTANTS, OPTIONAL, SIZES, VOCABULARY, attention, mlp
 from optimus.model.families.family import Family
 
 FAMILY = Family(
@@ -10,5 +10,5 @@ FAMILY = Family(
     fields=SIZES,
     optional=OPTIONAL,
     constants=CONSTANTS | {"attention_bias": False, "clip_qkv": None},
-    keys=ENDS | attention() | mlp(),
+    keys=VOCABULARY | attention() | mlp(),
 )

@@ -1,6 +1,6 @@
 """OLMo 2: RMSNorm after each module, and over all heads of q and of k (2 OLMo 2 Furious, section 3.1)."""
 
-from optimus.model.families.common import AFTER, BIASES, CONSTANTS, ENDS, OPTIONAL, RMS, SIZES, attention, mlp
+from optimus.model.families.common import AFTER, BIASES, CONSTANTS, OPTIONAL, RMS, SIZES, VOCABULARY, attention, mlp
 from optimus.model.families.family import Family
 
 FAMILY = Family(
@@ -10,5 +10,5 @@ FAMILY = Family(
     fields=SIZES,
     optional=OPTIONAL | RMS | BIASES,
     constants=CONSTANTS,
-    keys=ENDS | AFTER | attention(bias=True, norms=True) | mlp(),
+    keys=VOCABULARY | AFTER | attention(bias=True, norms=True) | mlp(),
 )

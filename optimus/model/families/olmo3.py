@@ -1,6 +1,6 @@
 """OLMo 3: OLMo 2 with windows in three of four layers; rope_scaling does not apply to layers with a window."""
 
-from optimus.model.families.common import AFTER, BIASES, CONSTANTS, ENDS, OPTIONAL, RMS, SIZES, attention, mlp
+from optimus.model.families.common import AFTER, BIASES, CONSTANTS, OPTIONAL, RMS, SIZES, VOCABULARY, attention, mlp
 from optimus.model.families.family import Family
 
 FAMILY = Family(
@@ -16,5 +16,5 @@ FAMILY = Family(
     fields=SIZES | {"window": "sliding_window"},
     optional=OPTIONAL | RMS | BIASES | {"full_attention_every": "layer_types", "window_rope_theta": "rope_theta"},
     constants=CONSTANTS,
-    keys=ENDS | AFTER | attention(bias=True, norms=True) | mlp(),
+    keys=VOCABULARY | AFTER | attention(bias=True, norms=True) | mlp(),
 )

@@ -4,12 +4,12 @@ models)."""
 from optimus.model.families.common import (
     BEFORE,
     CONSTANTS,
-    ENDS,
     EXPERTS,
     OPTIONAL,
     RMS,
     ROUTER,
     SIZES,
+    VOCABULARY,
     attention,
     experts,
 )
@@ -22,6 +22,6 @@ FAMILY = Family(
     fields=SIZES | EXPERTS,
     optional=OPTIONAL | RMS | {"renormalise": "norm_topk_prob"},
     constants=CONSTANTS | {"attention_bias": False, "clip_qkv": None},
-    keys=ENDS | BEFORE | attention(norms=True) | experts(),
+    keys=VOCABULARY | BEFORE | attention(norms=True) | experts(),
     without_effect=ROUTER,
 )

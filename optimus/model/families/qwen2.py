@@ -1,6 +1,6 @@
 """Qwen 2 and 2.5: Llama with biases of q, k and v (Qwen2 Technical Report, section 2.2)."""
 
-from optimus.model.families.common import BEFORE, CONSTANTS, ENDS, OPTIONAL, QWEN, RMS, SIZES, attention, mlp
+from optimus.model.families.common import BEFORE, CONSTANTS, OPTIONAL, QWEN, RMS, SIZES, VOCABULARY, attention, mlp
 from optimus.model.families.family import Family
 
 FAMILY = Family(
@@ -10,6 +10,6 @@ FAMILY = Family(
     fields=SIZES | {"kv_heads": "num_key_value_heads"},
     optional=OPTIONAL | RMS,
     constants=CONSTANTS | {"use_sliding_window": False, "use_mrope": False},
-    keys=ENDS | BEFORE | attention(bias=True) | mlp(),
+    keys=VOCABULARY | BEFORE | attention(bias=True) | mlp(),
     without_effect=QWEN,
 )

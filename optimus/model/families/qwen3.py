@@ -1,6 +1,17 @@
 """Qwen 3, dense: norms of q and k per head, independent head size (Qwen3 Technical Report, section 2)."""
 
-from optimus.model.families.common import BEFORE, BIASES, CONSTANTS, ENDS, OPTIONAL, QWEN, RMS, SIZES, attention, mlp
+from optimus.model.families.common import (
+    BEFORE,
+    BIASES,
+    CONSTANTS,
+    OPTIONAL,
+    QWEN,
+    RMS,
+    SIZES,
+    VOCABULARY,
+    attention,
+    mlp,
+)
 from optimus.model.families.family import Family
 
 FAMILY = Family(
@@ -10,6 +21,6 @@ FAMILY = Family(
     fields=SIZES | {"kv_heads": "num_key_value_heads", "head_size": "head_dim"},
     optional=OPTIONAL | RMS | BIASES,
     constants=CONSTANTS | {"use_sliding_window": False, "use_mrope": False},
-    keys=ENDS | BEFORE | attention(bias=True, norms=True) | mlp(),
+    keys=VOCABULARY | BEFORE | attention(bias=True, norms=True) | mlp(),
     without_effect=QWEN,
 )

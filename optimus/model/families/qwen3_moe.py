@@ -1,7 +1,18 @@
 """Qwen 3 with experts (Qwen3 Technical Report, section 2)."""
 
 from optimus.model.families import common
-from optimus.model.families.common import BEFORE, BIASES, CONSTANTS, ENDS, EXPERTS, OPTIONAL, QWEN, RMS, ROUTER, SIZES
+from optimus.model.families.common import (
+    BEFORE,
+    BIASES,
+    CONSTANTS,
+    EXPERTS,
+    OPTIONAL,
+    QWEN,
+    RMS,
+    ROUTER,
+    SIZES,
+    VOCABULARY,
+)
 from optimus.model.families.family import Family
 
 FAMILY = Family(
@@ -17,6 +28,6 @@ FAMILY = Family(
     constants=CONSTANTS
     | {"use_sliding_window": False, "qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0},
     aliases={"num_local_experts": "num_experts"},
-    keys=ENDS | BEFORE | common.attention(bias=True, norms=True) | common.experts() | common.mlp(),
+    keys=VOCABULARY | BEFORE | common.attention(bias=True, norms=True) | common.experts() | common.mlp(),
     without_effect=(*ROUTER, *QWEN),
 )

@@ -51,5 +51,5 @@ def choices_of(indices: Tensor, count: int) -> Tensor:
     The host does not wait for the device. It would wait in `torch.bincount`, whose result has a data-dependent length.
     """
     found = torch.zeros(1 + count, dtype=torch.int64, device=indices.device)
-    places = indices.flatten().long() + 1
-    return found.scatter_add_(0, places, torch.ones_like(places))[1:]
+    targets = indices.flatten().long() + 1
+    return found.scatter_add_(0, targets, torch.ones_like(targets))[1:]

@@ -20,7 +20,7 @@ from optimus.step_context import StepContext
 class Router(ProjectionModule):
     """Scores all experts and chooses the K with the largest scores. The scores of the chosen experts are their weights.
 
-    `choosing` has these settings:
+    `router_config` has these settings:
 
     - `score`: scores are a softmax or a sigmoid of the logits.
     - `groups`: a token only chooses experts in the `groups_per_token` groups whose two largest scores have the largest
@@ -45,17 +45,17 @@ class Router(ProjectionModule):
         experts: int,
         experts_per_token: int,
         force_balanced: bool = False,
-        choosing: RouterConfig = SOFTMAX,
+        router_config: RouterConfig = SOFTMAX,
     ) -> None:
         super().__init__()
-        self.register_buffer("bias", torch.zeros(experts) if choosing.bias else None)
+        self.register_buffer("bias", torch.zeros(experts) if router_config.bias else None)
         choices = Size("choices", experts)
         self.weight = declare(self, "weight", choices, Size("hidden", hidden), role="router")
-        biased = choosing.logit_bias
+        biased = router_config.logit_bias
         self.logit_bias = declare(self, "logit_bias", choices, role="vector", initial=0.0) if biased else None
         self.step = StepContext()
-        usual = RouterConfig(renormalise=choosing.renormalise, logit_bias=choosing.logit_bias)
-        self.choosing, self._plain = choosing, choosing == usual
+        usual = RouterConfig(renormalise=router_config.renormalise, logit_bias=router_config.logit_bias)
+        self.router_config, self._plain = router_config, router_config == usual
         self.experts_per_token = experts_per_token
         self.force_balanced = force_balanced
         self._chosen_E: Tensor | None = (
@@ -71,7 +71,7 @@ class Router(ProjectionModule):
         if self.logit_bias is not None:
             logits_TE = logits_TE + self.logit_bias
         forced_T = self._forced(x_TH, position_T)
-        renormalise = self.choosing.renormalise
+        renormalise = self.router_config.renormalise
         if self._plain and backend.use_triton(x_TH):
             from optimus.kernels.triton.router import router
 
@@ -80,7 +80,7 @@ class Router(ProjectionModule):
             stats = RouterStats(routed.counts_E, routed.probabilities_E, routed.z, len(x_TH))
             return routed.weights_TK, routed.indices_TK, stats
         logits_TE = logits_TE.to(compute_dtype(logits_TE.dtype))
-        softmax = self.choosing.score == "softmax"
+        softmax = self.router_config.score == "softmax"
         scores_TE = logits_TE.softmax(-1) if softmax else logits_TE.sigmoid()
         tokens, experts = logits_TE.shape
         if forced_T is not None:
@@ -96,8 +96,8 @@ class Router(ProjectionModule):
             weights_TK = logits_TE.gather(1, indices_TK).softmax(-1)
         elif renormalise:
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
-        if self.choosing.scale != 1:
-            weights_TK = weights_TK * self.choosing.scale
+        if self.router_config.scale != 1:
+            weights_TK = weights_TK * self.router_config.scale
         counts_E = choices_of(indices_TK, experts)
         self.step.chose(self, counts_E)
         if self.bias is not None and torch.is_grad_enabled():
@@ -112,14 +112,14 @@ class Router(ProjectionModule):
 
     def _best(self, scores_TE: Tensor) -> Tensor:
         """Returns the indices [T, K] of the experts that the tokens choose by score, bias and group."""
-        groups, chosen = self.choosing.groups, self.choosing.groups_per_token
+        groups, chosen = self.router_config.groups, self.router_config.groups_per_token
         if self.bias is not None:
             scores_TE = scores_TE.detach() + self.bias
         if chosen < groups:
             scores_TGE = scores_TE.unflatten(1, (groups, -1))
             best_TG = scores_TGE.topk(2, dim=-1)[0].sum(-1).topk(chosen, dim=-1)[1]
-            left_TG = torch.ones_like(scores_TGE[..., 0], dtype=torch.bool).scatter_(1, best_TG, False)
-            scores_TE = scores_TGE.masked_fill(left_TG[..., None], -torch.inf).flatten(1)
+            masked_TG = torch.ones_like(scores_TGE[..., 0], dtype=torch.bool).scatter_(1, best_TG, False)
+            scores_TE = scores_TGE.masked_fill(masked_TG[..., None], -torch.inf).flatten(1)
         return scores_TE.topk(self.experts_per_token, dim=-1)[1]
 
     def take_choices(self) -> Tensor:

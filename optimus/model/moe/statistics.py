@@ -37,9 +37,9 @@ class RouterStats(NamedTuple):
         sizes, own = config.expert_counts, len(self.counts_E)
         of_layers = [config.experts_of(layer) for layer in range(config.layers)]
         factor = own * config.sparse_layers() / (of_layers.count(own) * sum(sizes))
-        room = sum(size for size in sizes if size < own), sum(size for size in sizes if size > own)
+        padding = sum(size for size in sizes if size < own), sum(size for size in sizes if size > own)
         return self._replace(
-            counts_E=F.pad(self.counts_E, room), probabilities_E=F.pad(self.probabilities_E * factor, room)
+            counts_E=F.pad(self.counts_E, padding), probabilities_E=F.pad(self.probabilities_E * factor, padding)
         )
 
     def balance_loss(self, share_E: Tensor | None = None) -> Tensor:

@@ -61,16 +61,16 @@ def make_copies(needed_TN: Tensor, number: int) -> Copies:
     count_T = needed_TN.sum(1)
     token_NT = torch.arange(tokens, device=needed_TN.device).expand(ranks, -1)
     return Copies(
-        token_S=_packed(token_NT, needed_NT, number),
-        copy_S=_packed(number_NT.T, needed_TN, number),
+        token_S=_selected(token_NT, needed_NT, number),
+        copy_S=_selected(number_NT.T, needed_TN, number),
         first_T=count_T.cumsum(0) - count_T,
     )
 
 
-def _packed(values: Tensor, chosen: Tensor, number: int) -> Tensor:
+def _selected(values: Tensor, chosen: Tensor, number: int) -> Tensor:
     """Returns the `number` values at which the mask `chosen` is true, in order."""
-    place = (chosen.flatten().cumsum(0) - 1).masked_fill_(~chosen.flatten(), number)
-    return values.new_empty(number + 1).scatter_(0, place, values.flatten())[:number]
+    target = (chosen.flatten().cumsum(0) - 1).masked_fill_(~chosen.flatten(), number)
+    return values.new_empty(number + 1).scatter_(0, target, values.flatten())[:number]
 
 
 class ExchangeCounts(NamedTuple):
@@ -145,9 +145,9 @@ class AllToAllDispatch:
         send, receive, tokens, choices = counts
         copies = make_copies(needed_by(indices_TK // self.experts_per_rank, self.group.size), sum(send))
         chosen_SK = indices_TK.int()[copies.token_S]  # int32: half the bytes
-        leaving = _Copied.apply(x_TH, copies, False), _Copied.apply(weights_TK, copies, False), chosen_SK
-        arriving = [all_to_all_rows_async(rows, send, receive, self.group) for rows in leaving]
-        del leaving, chosen_SK
+        sending = _Copied.apply(x_TH, copies, False), _Copied.apply(weights_TK, copies, False), chosen_SK
+        arriving = [all_to_all_rows_async(rows, send, receive, self.group) for rows in sending]
+        del sending, chosen_SK
         overlapped.during_dispatch()
         x_RH, weights_RK, indices_RK = (rows.wait() for rows in arriving)
         local_RK = local_indices(indices_RK, self.group.rank * self.experts_per_rank, self.experts_per_rank)

@@ -64,9 +64,9 @@ def dispatcher(
         alltoall = exchanged(ranks, sent)
     if mesh.etp > 1:
         alltoall += together("all_to_all", Shape(1, mesh.etp), sent * mesh.etp)
-    whole, (width, *others) = tokens * everyone.ranks, widths
-    allgather = sum(expected("all_gather", everyone, whole * each, measured) for each in [width, *others])
-    allgather += expected("reduce_scatter", everyone, whole * width, measured)
+    gathered, (width, *others) = tokens * everyone.ranks, widths
+    allgather = sum(expected("all_gather", everyone, gathered * each, measured) for each in [width, *others])
+    allgather += expected("reduce_scatter", everyone, gathered * width, measured)
     clearly = GAIN if measured is not None else 1.0  # noise should not change the default
     return "allgather" if allgather < clearly * alltoall else "alltoall"
 

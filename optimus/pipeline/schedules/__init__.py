@@ -26,12 +26,12 @@ def schedules() -> Mapping[str, ScheduleRow]:
     return _SCHEDULES
 
 
-def _own() -> dict[str, ScheduleRow]:
+def _library_schedules() -> dict[str, ScheduleRow]:
     modules = (import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__))
     return {row.name: row for module in modules for row in getattr(module, "ROWS", ())}
 
 
-_SCHEDULES = Table("schedule", ScheduleRow, _own)
+_SCHEDULES = Table("schedule", ScheduleRow, _library_schedules)
 
 
 def make_schedule(

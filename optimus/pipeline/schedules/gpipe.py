@@ -22,14 +22,14 @@ def gpipe(sizes: Sizes) -> Schedule:
     return Schedule("gpipe", ranks, microbatches, ()).in_order(orders)
 
 
-def forward_only(place: Schedule, microbatches: int, *, vocabulary: bool = False) -> Schedule:
-    """Makes a schedule of forward passes alone, with the map from stages to ranks of `place`. A rank with several stages
+def forward_only(placement: Schedule, microbatches: int, *, vocabulary: bool = False) -> Schedule:
+    """Makes a schedule of forward passes alone, with the map from stages to ranks of `placement`. A rank with several stages
     runs all microbatches through one stage before the next stage."""
     orders = [
-        [Action(Kind.FORWARD, stage, number) for stage in place.stages_of(rank) for number in range(microbatches)]
-        for rank in range(place.ranks)
+        [Action(Kind.FORWARD, stage, number) for stage in placement.stages_of(rank) for number in range(microbatches)]
+        for rank in range(placement.ranks)
     ]
-    made = replace(place, microbatches=microbatches).in_order(orders)
+    made = replace(placement, microbatches=microbatches).in_order(orders)
     return with_transfers(with_vocabulary(made, backward=False) if vocabulary else made)
 
 

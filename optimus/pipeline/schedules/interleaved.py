@@ -25,8 +25,8 @@ def interleaved(sizes: Sizes) -> Schedule:
     for rank in range(ranks):
         stages = range(rank, ranks * stages_per_rank, ranks)
         live = 2 * (ranks - rank - 1) + (stages_per_rank - 1) * ranks + 1 + ahead
-        whole = take_turns(passes(Kind.FORWARD, stages), passes(Kind.BACKWARD, stages[::-1]), live)
-        orders.append([action for action in whole if action.microbatch < microbatches])
+        order = take_turns(passes(Kind.FORWARD, stages), passes(Kind.BACKWARD, stages[::-1]), live)
+        orders.append([action for action in order if action.microbatch < microbatches])
     return Schedule("interleaved-1f1b", ranks, microbatches, (), stages_per_rank=stages_per_rank).in_order(orders)
 
 

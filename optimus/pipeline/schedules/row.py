@@ -36,7 +36,7 @@ class ScheduleRow:
     deepens: bool = False  # True if the schedule supports a `warmup_factor` other than 1
     # Another schedule takes the same time with fewer live activations, so no search tries this schedule.
     dominated: bool = False
-    idle: Callable[[float, float], float] = lambda forward, whole: whole
+    idle: Callable[[float, float], float] = lambda forward, all_passes: all_passes
     """Returns a lower bound on the idle time that a stage causes on the later ranks in a step. The arguments are the seconds
     of the stage's forward pass, and the seconds of all its passes, of one microbatch."""
     splits_backward: bool = False  # True if the gradients of inputs and of weights are separate actions
@@ -44,6 +44,6 @@ class ScheduleRow:
     """Returns, for a schedule of one stage per rank, the peak live activations of a rank if there are enough microbatches.
     None means that callers count live activations from the order of actions."""
 
-    def place(self, ranks: int, stages_per_rank: int) -> Schedule:
+    def without_actions(self, ranks: int, stages_per_rank: int) -> Schedule:
         """Returns a schedule without actions, which maps stages to ranks."""
         return Schedule(self.name, ranks, 0, (), stages_per_rank, self.placement, self.splits_backward)

@@ -35,7 +35,7 @@ def with_vocabulary(schedule: Schedule, *, backward: bool = True) -> Schedule:
     `_HELD` of them are ready.
     """
     playing = _Playing(replace(schedule, splits_vocabulary=True), backward)
-    while playing.left:
+    while playing.remaining:
         if not playing.step():
             raise ScheduleError(
                 f"schedule {schedule.name}: the order of its actions leaves no place for the passes of the vocabulary"
@@ -66,10 +66,10 @@ class _Playing:
         self._after = (Kind.EMBED_BACKWARD,) if backward else ()
         self._following = [dict.fromkeys((*self._before, *self._after), 0) for _ in self.orders]
         passes = len(self._following[0]) * schedule.ranks * schedule.microbatches
-        self.left = sum(map(len, schedule.actions)) + passes
+        self.remaining = sum(map(len, schedule.actions)) + passes
         self._position = [0] * schedule.ranks
         self._free = [0.0] * schedule.ranks
-        self._ends: dict[Action, float] = {}
+        self._end_times: dict[Action, float] = {}
         # For each vocabulary pass: the number of ranks that have run it, and the latest end.
         self._passes: dict[tuple[Kind, int], tuple[int, float]] = {}
         self._queue: list[_Option] = []
@@ -83,7 +83,7 @@ class _Playing:
         if not self._queue:
             return False
         start, _, rank, action = heappop(self._queue)
-        self._ends[action] = self._free[rank] = start + self._duration(action)
+        self._end_times[action] = self._free[rank] = start + self._duration(action)
         self.orders[rank].append(action)
         if action.kind.is_vocabulary:
             self._following[rank][action.kind] += 1
@@ -91,7 +91,7 @@ class _Playing:
             self._passes[action.kind, action.microbatch] = done + 1, max(end, self._free[rank])
         else:
             self._position[rank] += 1
-        self.left -= 1
+        self.remaining -= 1
         self._look(self._touched(rank, action))
         return True
 
@@ -122,7 +122,7 @@ class _Playing:
         candidates += self.schedule.actions[rank][position : position + 1]
         for kind in self._after:
             number = following[kind]
-            late = Action(self.schedule.first_backward, 0, number + _HELD) in self._ends
+            late = Action(self.schedule.first_backward, 0, number + _HELD) in self._end_times
             candidates.insert(0 if late else len(candidates), Action(kind, rank, number))
         for priority, action in enumerate(candidates):
             ready = self._ready(action) if action.microbatch < self.schedule.microbatches else None
@@ -132,7 +132,7 @@ class _Playing:
     def _ready(self, action: Action) -> float | None:
         """Returns the time when all inputs of the action have ended; None if some input has not run yet."""
         sources, of_all = self.schedule.waits_for(action)
-        times = [self._ends.get(source) for source in sources]
+        times = [self._end_times.get(source) for source in sources]
         if of_all is not None:
             done, end = self._passes.get((of_all, action.microbatch), (0, 0.0))
             times.append(end if done == self.schedule.ranks else None)

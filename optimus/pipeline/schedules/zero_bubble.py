@@ -84,6 +84,6 @@ def zbv(sizes: Sizes) -> Schedule:
 
 
 ROWS = (  # weight passes fill the bubble at the end of a step
-    ScheduleRow("zb-h1", zb_h1, splits_backward=True, idle=lambda forward, whole: forward),
-    ScheduleRow("zbv", zbv, placement="v", stages=2, splits_backward=True, idle=lambda forward, whole: 0.0),
+    ScheduleRow("zb-h1", zb_h1, splits_backward=True, idle=lambda forward, all_passes: forward),
+    ScheduleRow("zbv", zbv, placement="v", stages=2, splits_backward=True, idle=lambda forward, all_passes: 0.0),
 )

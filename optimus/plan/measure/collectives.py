@@ -83,13 +83,15 @@ def _contestants(per: int) -> Iterator[tuple[CollectiveKind, Shape, str, Group]]
     parts = {Shape(ranks // per, per): RankPartition.from_groups([range(ranks)])}
     if min(ranks // per, per) > 1:
         parts[Shape(1, per)] = RankPartition.from_groups(range(first, first + per) for first in range(0, ranks, per))
-        parts[Shape(ranks // per, 1)] = RankPartition.from_groups(range(place, ranks, per) for place in range(per))
+        parts[Shape(ranks // per, 1)] = RankPartition.from_groups(
+            range(local_rank, ranks, per) for local_rank in range(per)
+        )
     for shape, divided in parts.items():
         for algorithm in dict.fromkeys(name for kind in KINDS for name in names(kind, shape)):
             kinds = [kind for kind in KINDS if algorithm in _tried(kind, shape)]
             if kinds:
-                groups = Groups(mesh, divisions=[PlannedGroups("measured", divided)], measured=always(algorithm, shape))
-                yield from ((kind, shape, algorithm, groups.dividing(divided)) for kind in kinds)
+                groups = Groups(mesh, planned=[PlannedGroups("measured", divided)], measured=always(algorithm, shape))
+                yield from ((kind, shape, algorithm, groups.group_of(divided)) for kind in kinds)
 
 
 def _tried(kind: CollectiveKind, shape: Shape) -> list[str]:

@@ -163,13 +163,13 @@ def _fit_node(machine: Machine, seen: Observations) -> Machine:
     pace for each kind of collective that needs one. The result has bandwidths only of groups that differ from the node. If
     all groups have a bandwidth, only the all-to-all uses the node's bandwidth.
     """
-    inside = [talk for talk in seen.talked if talk.place.nodes(machine.ranks_per_node) == 1]
+    inside = [talk for talk in seen.talked if talk.group.nodes(machine.ranks_per_node) == 1]
     if not inside:
         return machine
-    largest = max(inside, key=lambda talk: talk.whole)
-    start = [reduce_scatter_seconds(largest.place.size, largest.whole, 1.0) / largest.seconds]
+    largest = max(inside, key=lambda talk: talk.nbytes)
+    start = [reduce_scatter_seconds(largest.group.size, largest.nbytes, 1.0) / largest.seconds]
     start.append(min(talk.seconds for talk in inside))
-    names = list(dict.fromkeys(f"{talk.place.stride}x{talk.place.size}" for talk in inside))
+    names = list(dict.fromkeys(f"{talk.group.stride}x{talk.group.size}" for talk in inside))
 
     def fitted(start: Sequence[float], names: Sequence[str], paces: dict[Any, Pace]) -> Node:
         def made(x: Sequence[float]) -> Node:
@@ -219,7 +219,7 @@ def _fit_network(machine: Machine, seen: Observations) -> Machine:
     """Fits the bandwidth and latency between nodes. With one node, the network gets the figures of the links within the
     node."""
     node = machine.node
-    across = [talk for talk in seen.talked if talk.place.nodes(machine.ranks_per_node) > 1]
+    across = [talk for talk in seen.talked if talk.group.nodes(machine.ranks_per_node) > 1]
     if not across:
         network = Network(bandwidth=node.bandwidth, latency=node.latency)
         return machine.model_copy(update={"network": network})

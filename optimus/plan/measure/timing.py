@@ -131,21 +131,21 @@ class Attended(NamedTuple):
 
 
 class Talked(NamedTuple):
-    """A collective in all groups of a form at once. `whole` is in bytes, as `collective_seconds` defines it."""
+    """A collective in all groups of a form at once. `nbytes` is as `collective_seconds` defines it."""
 
     kind: Talk
-    whole: int
-    place: StridedGroup
+    nbytes: int
+    group: StridedGroup
     seconds: float
 
     @property
     def what(self) -> tuple[str, str]:
-        return f"{self.kind} {self.place.stride}x{self.place.size}", f"{self.whole:,} bytes"
+        return f"{self.kind} {self.group.stride}x{self.group.size}", f"{self.nbytes:,} bytes"
 
     def predicted(self, machine: Machine) -> float:
         if self.kind == "shift":
-            return transfer_seconds(self.whole, self.place, machine)
-        return collective_seconds(self.kind, self.whole, self.place, machine)
+            return transfer_seconds(self.nbytes, self.group, machine)
+        return collective_seconds(self.kind, self.nbytes, self.group, machine)
 
 
 Observed = MatmulTime | Moved | Attended | Talked
@@ -244,7 +244,7 @@ class Clock:
             torch.accelerator.synchronize()
 
 
-def places(ranks: int) -> list[StridedGroup]:
+def group_forms(ranks: int) -> list[StridedGroup]:
     """Returns every form of group that divides all ranks evenly."""
     return [
         StridedGroup(size, stride)
@@ -254,13 +254,13 @@ def places(ranks: int) -> list[StridedGroup]:
     ]
 
 
-def groups_of(place: StridedGroup, ranks: int) -> list[range]:
-    """Returns the ranks of each group of the form `place`."""
-    block = place.size * place.stride
+def groups_of(form: StridedGroup, ranks: int) -> list[range]:
+    """Returns the ranks of each group of `form`."""
+    block = form.size * form.stride
     return [
-        range(first + inner, first + block, place.stride)
+        range(first + inner, first + block, form.stride)
         for first in range(0, ranks, block)
-        for inner in range(place.stride)
+        for inner in range(form.stride)
     ]
 
 
@@ -356,7 +356,7 @@ def disk_rates(clock: Clock, size: int, folder: Path) -> tuple[float, float]:
     """Returns the bytes/s that a rank (reads from, writes to) a file in `folder`, by the transfers of state on a disk."""
     file = StateFile(folder, Transfers(torch.device("cpu")))
     size = -(-size // PAGE) * PAGE
-    file.place(size)
+    file.assign(size)
     file.reserve()
     buffer = file.take()
     write = size / clock.seconds(lambda: file.write_async(buffer, 0).wait())
@@ -410,20 +410,20 @@ def _overlap(clock: Clock, device: torch.device) -> float:
 
 def _talked(clock: Clock, extent: Extent, device: torch.device) -> Iterator[Talked]:
     ranks = dist.get_world_size()
-    divisions = {
-        place: PlannedGroups("rings", RankPartition.from_groups(groups_of(place, ranks))) for place in places(ranks)
+    planned = {
+        form: PlannedGroups("rings", RankPartition.from_groups(groups_of(form, ranks))) for form in group_forms(ranks)
     }
-    groups = Groups(Mesh(dp=ranks), divisions=divisions.values())
+    groups = Groups(Mesh(dp=ranks), planned=planned.values())
     kinds: list[Talk] = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
-    for place, division in divisions.items():
-        group = groups.dividing(division.division)
+    for form, groups_of_form in planned.items():
+        group = groups.group_of(groups_of_form.partition)
         # Groups of two ranks are enough for a shift: larger groups with the same stride have the same links.
-        for kind in [*kinds, "shift"] if place.size == 2 else kinds:
+        for kind in [*kinds, "shift"] if form.size == 2 else kinds:
             for size in extent.sizes:
-                elements = -(-size // (_WORD * place.size)) * place.size
+                elements = -(-size // (_WORD * form.size)) * form.size
                 x = torch.ones(elements, device=device)
                 seconds = clock.seconds(collective_call(kind, x, group))
-                yield Talked(kind, elements * _WORD, place, seconds)
+                yield Talked(kind, elements * _WORD, form, seconds)
 
 
 def collective_call(kind: Talk, x: Tensor, group: Group) -> Callable[[], Any]:

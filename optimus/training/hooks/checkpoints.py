@@ -13,8 +13,8 @@ class Checkpoints(Hook):
         section, saver = trainer.config.checkpoint, trainer.checkpointer.saver
         saver.poll()
         weights = section.weights_every is not None and record.step % section.weights_every == 0
-        trainer.save(full=record.step % section.every == 0 or trainer.ends, weights=weights)
-        if trainer.ends:
+        trainer.save(full=record.step % section.every == 0 or trainer.is_done, weights=weights)
+        if trainer.is_done:
             saver.finish()
 
     def after_error(self, trainer: Trainer) -> None:

@@ -105,7 +105,7 @@ class GuardedHook(Hook):
 
     def _caught(self, trainer: Trainer, event: str, call: Callable[[], T], otherwise: T, *, together: bool) -> T:
         try:
-            with _left_as_it_is(trainer):
+            with _protecting_state(trainer):
                 if together and self.ranks == "together":
                     return call()
                 with RefuseCollectives("its ranks are not 'together'" if together else "this method may call none"):
@@ -132,9 +132,9 @@ class GuardedHook(Hook):
 
 
 @contextmanager
-def _left_as_it_is(trainer: Trainer) -> Iterator[None]:
+def _protecting_state(trainer: Trainer) -> Iterator[None]:
     """Restores the progress and the working folder after a hook; raises `UserError` if the hook has changed them."""
-    progress, place = trainer.progress, _working_folder()
+    progress, folder = trainer.progress, _working_folder()
     before = replace(progress)
     try:
         yield
@@ -142,9 +142,9 @@ def _left_as_it_is(trainer: Trainer) -> Iterator[None]:
         changed = trainer.progress is not progress or progress != before
         trainer.progress = progress
         progress.phases, progress.step, progress.skipped = before.phases, before.step, before.skipped
-        moved = _working_folder() != place
-        if moved and place is not None:
-            os.chdir(place)
+        moved = _working_folder() != folder
+        if moved and folder is not None:
+            os.chdir(folder)
     if changed:
         raise UserError("it changes trainer.progress, which counts the steps of the run")
     if moved:

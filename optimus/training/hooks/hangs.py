@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from optimus.resilience.events import EventLog
 from optimus.resilience.exits import Exit
-from optimus.resilience.hangs import Verdict, Watchdog, clear, meeting_place
+from optimus.resilience.hangs import Verdict, Watchdog, clear, report_folder
 from optimus.training.record import StepRecord
 from optimus.training.trainer import Hook, Order, Trainer
 
@@ -26,7 +26,7 @@ class Hangs(Hook):
         world = trainer.groups.world
         self._trainer, self._rank = trainer, trainer.groups.rank
         self._names = world.all_gather_object(self._node)
-        self._folder = meeting_place(trainer.folder, world.broadcast_object(uuid.uuid4().hex))
+        self._folder = report_folder(trainer.folder, world.broadcast_object(uuid.uuid4().hex))
         hang = trainer.config.resilience.hang
         self._dog = Watchdog(trainer.groups.recorder, self._folder, world.ranks, self._rank, hang, self._end)
 

@@ -29,7 +29,7 @@ class Metrics(Hook):
         assert display is not None, "only the first rank has a display"
         saved = trainer.checkpointer.saver.seconds
         saving, self._saved = saved - self._saved, saved
-        rate = phase.step_tokens / record.times.whole
+        rate = phase.step_tokens / record.times.total
         flops = flops_per_token(trainer.config.model, phase.config.train.sequence_length)
         loss = record.result.loss if record.result.predicted else None
         details: dict[str, float] = {}
@@ -49,7 +49,7 @@ class Metrics(Hook):
                 "lr": record.result.lr,
                 "grad_norm": record.result.grad_norm,
                 "tokens_per_second": rate,
-                "step_seconds": record.times.whole,
+                "step_seconds": record.times.total,
                 "data_seconds": record.times.data,
                 "checkpoint_seconds": saving,
                 "model_flops_utilization": self._peak and rate * flops / (self._peak * trainer.groups.world.size),

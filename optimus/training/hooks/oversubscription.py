@@ -55,7 +55,7 @@ class Oversubscription(Hook):
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         spent = time.process_time()
-        self._seconds.append(record.times.whole)
+        self._seconds.append(record.times.total)
         self._wanted.append(threads_wanted())
         if len(self._seconds) < WINDOW:
             return

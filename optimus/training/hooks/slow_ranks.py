@@ -25,7 +25,7 @@ class SlowRanks(Hook):
         self._usual: dict[int, float] = {}  # lowest ratio so far to the median of all ranks, for ranks without peers
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
-        self._steps.append(record.times.whole - record.times.waited)
+        self._steps.append(record.times.total - record.times.waited)
         if trainer.progress.step % WINDOW:
             return
         told = trainer.groups.world.all_gather_object((statistics.median(self._steps), self._node))

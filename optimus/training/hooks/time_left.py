@@ -19,8 +19,8 @@ class TimeLeft(Hook):
         self._seconds: list[float] = []
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
-        self._seconds.append(record.times.whole)
-        left = trainer.run.last_step - trainer.progress.step
-        if len(self._seconds) == _STEPS_TO_KNOW and left > 0:
+        self._seconds.append(record.times.total)
+        remaining = trainer.run.last_step - trainer.progress.step
+        if len(self._seconds) == _STEPS_TO_KNOW and remaining > 0:
             each = min(self._seconds)  # the first steps take longer, because they include setup
-            trainer.say(f"time: {time_left(each * left, time.time())}, at {each:.3g} s a step")
+            trainer.say(f"time: {time_left(each * remaining, time.time())}, at {each:.3g} s a step")

@@ -11,7 +11,7 @@ from helpers.phantom import on_phantom
 from helpers.whole import whole_state
 from optimus.config import load_config
 from optimus.resolve.microbatches import with_microbatches
-from optimus.resolve.parameters import targets_of, whole_model
+from optimus.resolve.parameters import full_model, targets_of
 from optimus.state.pruning import weights_of
 from optimus.testing.ranks import run_ranks
 from optimus.testing.steps import Steps
@@ -100,7 +100,7 @@ def prune_as_configured(trained: Steps) -> None:
     if pruning is None or step not in pruning.at:
         return
     share = pruning.unpruned(pruning.at.index(step))
-    state.prune(choose_masks(weights_of(state), config, targets_of(config, whole_model(config)), share))
+    state.prune(choose_masks(weights_of(state), config, targets_of(config, full_model(config)), share))
     if pruning.rewind is not None:
         assert pruning.rewind == 0, "no weights are kept"
         state.initialize(config.train.seed, config.model.init_std)

@@ -13,5 +13,5 @@ def random_masks(state: ModelState, share: float, seed: int = 0) -> dict[str, Te
     slots = {slot.name: slot for chunk in state.chunks for slot in chunk.plan.slots}
     return {
         name: packed_bits(torch.rand(slots[name].shape.numel(), generator=generator) < share)
-        for name in state.recipe.unpruned
+        for name in state.spec.unpruned
     }

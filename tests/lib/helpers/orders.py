@@ -171,8 +171,8 @@ class Case:
         rule = Total(weight_decay=0.0) if self.trains else Rule()
         shares = unpruned_shares(masks, layouts, mesh, 0)
         unpruned: dict[str, float | None] = dict.fromkeys(SHAPES if self.prunes else ()) | shares
-        recipe = StateSpec(self.compute, dict.fromkeys(SHAPES, rule), unpruned)
-        (plan,) = place_chunks(divide_chunks(layouts, mesh, 0, self.config, recipe), self.config, recipe)
+        state_spec = StateSpec(self.compute, dict.fromkeys(SHAPES, rule), unpruned)
+        (plan,) = place_chunks(divide_chunks(layouts, mesh, 0, self.config, state_spec), self.config, state_spec)
         return plan
 
 
@@ -248,7 +248,7 @@ class Order:
     def _started(self, begun: Any) -> None:
         if self.drawn.random() < 0.3:
             begun.finish()
-        if begun.may_leave and self.drawn.random() < 0.5:
+        if begun.may_offload and self.drawn.random() < 0.5:
             begun.offload_gradient(32)
 
     def _maybe(self, share: float = 0.5) -> bool:
@@ -267,7 +267,7 @@ class Order:
                 self.chunk.gradients.clear()
                 self.chunk.skip()
             self._use()
-            self.chunk.whole.wait()
+            self.chunk.unsharded.wait()
             with self.chunk.states() as states:
                 self._compare(states)
             for each in self.saved:
@@ -309,12 +309,12 @@ class Order:
             chunk.gradients.start()
         self._anything(used=True)
         chunk.gradients.reduce()
-        if chunk.gradients.may_leave:
+        if chunk.gradients.may_offload:
             chunk.gradients.offload_gradient(32)
             if self._maybe(0.1):
                 raise Abandoned
         square = chunk.gradients.square_sum(32)
-        chunk.gradients.leave()
+        chunk.gradients.finish_offload()
         own = self.sum[chunk.dense_extent]
         expected = float(own.double().square().sum())
         assert abs(float(square) - expected) <= 8 * torch.finfo(torch.float64).eps * expected, (
@@ -338,7 +338,7 @@ class Order:
         if self._maybe(0.2):
             names.pop()
         views = self.chunk.views(gradient)
-        self.chunk.whole.gather()
+        self.chunk.unsharded.gather()
         splits = self._maybe(0.4)
         with self.step.in_backward(0, number), self.step.deferring() if splits else _nothing() as later:
             for name in names:
@@ -346,13 +346,13 @@ class Order:
                 if self._maybe():
                     self.chunk.gradients.buffers[parameter].add(lambda to, grad=grad: to.add_(grad))
                 elif not self.chunk.gradients.buffers[parameter].used:
-                    assert self.chunk.whole.is_present
+                    assert self.chunk.unsharded.is_present
                     (parameter * grad.to(parameter.dtype)).sum().backward()
                 else:
                     self.chunk.gradients.buffers[parameter].add(lambda to, grad=grad: to.add_(grad))
                 self.sum[self._slot(name)] += grad.flatten()
             if self._maybe(0.3):
-                self.chunk.whole.gather()
+                self.chunk.unsharded.gather()
             self.chunk.gradients.end_backward()
         for name in self.masks:
             self.sum[self._slot(name)] *= self._mask(name)
@@ -376,7 +376,7 @@ class Order:
 
     def _use(self) -> None:
         """Asserts that the gathered parameters are right."""
-        self.chunk.whole.gather()
+        self.chunk.unsharded.gather()
         for name, view in self.chunk.views(self.weight).items():
             assert torch.equal(self.parameters[name].detach(), view.to(self.case.compute)), "what is computed with"
 
@@ -385,9 +385,9 @@ class Order:
     def _anything(self, used: bool = False) -> None:
         """Runs some random events within a step. `used` means that the step needs no parameters any more, and gradients
         may take their memory."""
-        whole = self.chunk.whole
+        unsharded = self.chunk.unsharded
         for event in self.drawn.sample(
-            [whole.reshard, whole.start_gather, whole.wait, self._hold], self.drawn.randint(0, 2)
+            [unsharded.reshard, unsharded.start_gather, unsharded.wait, self._hold], self.drawn.randint(0, 2)
         ):
             if not (used and event == self._hold):
                 event()
@@ -400,8 +400,8 @@ class Order:
             self._read,
             self._write,
             chunk.refresh_compute_copy,
-            chunk.whole.start_gather,
-            chunk.whole.reshard,
+            chunk.unsharded.start_gather,
+            chunk.unsharded.reshard,
         ]
         for event in self.drawn.sample(
             [*events, *([self._prune] if self.case.prunes else [])], self.drawn.randint(0, 3)

@@ -24,12 +24,12 @@ SCHEDULE_FREE = ScheduleFree(beta1=_BETA1, beta2=_BETA2, eps=_CONFIG.eps, weight
 
 
 def plan_chunks(
-    layouts: Mapping[str, Layout], mesh: Mesh, rank: int, options: StateConfig, recipe: StateSpec
+    layouts: Mapping[str, Layout], mesh: Mesh, rank: int, options: StateConfig, state_spec: StateSpec
 ) -> list[ChunkPlan]:
     """Returns the chunks of `rank`, divided and placed."""
-    return place_chunks(divide_chunks(layouts, mesh, rank, options, recipe), options, recipe)
+    return place_chunks(divide_chunks(layouts, mesh, rank, options, state_spec), options, state_spec)
 
 
-def recipe(compute: torch.dtype = torch.float32) -> StateSpec:
+def state_spec(compute: torch.dtype = torch.float32) -> StateSpec:
     """Returns a state with AdamW for every parameter."""
     return StateSpec(compute, defaultdict(lambda: ADAMW))

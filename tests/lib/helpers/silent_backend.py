@@ -172,8 +172,8 @@ class _HostWaits(device_waits.DeviceWaits):
         super().__init__(stream.mark)
         self._stream = stream
 
-    def wait(self, place: device_waits.Place, works: Sequence[Any]) -> None:
-        super().wait(place, [SimpleNamespace(wait=partial(self._stream.enqueue, work)) for work in works])
+    def wait(self, collective: device_waits.CollectiveCall, works: Sequence[Any]) -> None:
+        super().wait(collective, [SimpleNamespace(wait=partial(self._stream.enqueue, work)) for work in works])
         self._stream.synchronize()
 
 

@@ -12,7 +12,7 @@ from optimus.model import Transformer
 from optimus.model.units import replace_all, units_of
 from optimus.parallel.parallelize import always
 from optimus.parallel.recompute import Recomputation, Recompute
-from optimus.resolve.groups import state_divisions
+from optimus.resolve.groups import state_groups
 from optimus.state.gathering import ParameterPrefetcher
 from optimus.state.model_state import ModelState
 from optimus.state.plan import StateSpec, divide_chunks
@@ -22,7 +22,7 @@ from optimus.step_context import StepContext
 def groups_for(mesh: Mesh, layouts: Mapping[str, Layout], options: StateConfig) -> Groups:
     """Returns the groups along the axes of the mesh, and those that shard the state."""
     groups = Groups(mesh)
-    groups.make(state_divisions(mesh, layouts, options))
+    groups.make(state_groups(mesh, layouts, options))
     return groups
 
 
@@ -32,12 +32,12 @@ def model_state(
     groups: Groups,
     options: StateConfig,
     *,
-    recipe: StateSpec,
+    spec: StateSpec,
     **more: Any,
 ) -> ModelState:
     """Returns the state of a model with one stage."""
-    divided = {0: divide_chunks(layouts, groups.mesh, groups.rank, options, recipe)}
-    return ModelState(module, layouts, groups, options, divided, recipe=recipe, **more)
+    divided = {0: divide_chunks(layouts, groups.mesh, groups.rank, options, spec)}
+    return ModelState(module, layouts, groups, options, divided, spec=spec, **more)
 
 
 def gather_units(model: Transformer, gathering: ParameterPrefetcher, recompute: tuple[str, ...] = ()) -> None:

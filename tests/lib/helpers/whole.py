@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from optimus.checkpoint.slices import part_slices, whole_slices
+from optimus.checkpoint.slices import full_slices, part_slices
 from optimus.checkpoint.writers import chunks_to_write
 from optimus.state.model_state import ModelState
 
@@ -21,7 +21,7 @@ def whole_state(state: ModelState, *, everywhere: bool = True) -> dict[str, Tens
                 for slice_ in part_slices(chunk, kind, part):
                     own.append(slice_._replace(tensor=slice_.tensor.detach().cpu().clone()))
     if state.buffers and state.team.rank == 0:
-        own += whole_slices((name, buffer.cpu().clone()) for name, buffer in state.buffers.items())
+        own += full_slices((name, buffer.cpu().clone()) for name, buffer in state.buffers.items())
     world = state.groups.world
     collected = world.all_gather_object(own) if everywhere else world.gather_object(own)
     found: dict[str, Tensor] = {}

@@ -63,7 +63,7 @@ def test_weights_sum_to_1_where_all_chosen_probabilities_are_0(dtype: torch.dtyp
 def test_biases_balance() -> None:
     """Updates of the router's biases reduce the load imbalance (max/mean) of similar tokens from above 1.8 to below 1.3."""
     generator = torch.Generator().manual_seed(0)
-    router = Router(16, 8, 2, choosing=RouterConfig("sigmoid", bias=True))
+    router = Router(16, 8, 2, router_config=RouterConfig("sigmoid", bias=True))
     torch.nn.init.normal_(router.weight, std=0.3, generator=generator)
     busiest = []
     for _ in range(300):
@@ -76,19 +76,19 @@ def test_biases_balance() -> None:
 
 def test_a_bias_stays_fp32() -> None:
     """The bias stays fp32 when the model changes its type or device; bf16 would not represent a third exactly."""
-    router = Router(4, 8, 2, choosing=RouterConfig(bias=True))
+    router = Router(4, 8, 2, router_config=RouterConfig(bias=True))
     assert router.bias is not None
     router.bias.fill_(1 / 3)
     assert router.to(torch.bfloat16).weight.dtype == torch.bfloat16
     assert router.bias.dtype == torch.float32
     assert float(router.bias[0]) == pytest.approx(1 / 3, rel=1e-7)
     with torch.device("meta"):
-        empty = Router(4, 8, 2, choosing=RouterConfig(bias=True)).bfloat16()
+        empty = Router(4, 8, 2, router_config=RouterConfig(bias=True)).bfloat16()
     assert empty.to_empty(device="cpu").bias.dtype == torch.float32
 
 
 def test_nobody_counts_choices_outside_of_training() -> None:
-    router = Router(4, 8, 2, choosing=RouterConfig(bias=True))
+    router = Router(4, 8, 2, router_config=RouterConfig(bias=True))
     with torch.no_grad():
         router(torch.randn(5, 4))
     assert router.take_choices().sum() == 0

@@ -22,9 +22,9 @@ from optimus.plan.measure.timing import (
     Talk,
     Talked,
     disk_rates,
+    group_forms,
     groups_of,
     host_bandwidth,
-    places,
 )
 from optimus.plan.profile import Profile
 
@@ -47,7 +47,7 @@ def made_up(machine: Machine, *, nodes: int = 1, cores: int | None = None) -> Ob
     for b, s, n, d in extent.attention:
         seconds = sum(machine.attention_seconds(b * s, s, n, (d, d), "bf16", speed=Profile().attention))
         seen.attended.append(Attended(b, s, n, d, seconds))
-    for place in places(machine.ranks_per_node * nodes):
+    for place in group_forms(machine.ranks_per_node * nodes):
         for size in extent.sizes:
             for kind in KINDS:
                 seconds = collective_seconds(kind, size, place, machine)  # type: ignore[arg-type]
@@ -175,8 +175,8 @@ def test_least_squares_keeps_within_its_bounds() -> None:
     [(1, []), (2, [(2, 1)]), (4, [(2, 1), (2, 2), (4, 1)]), (6, [(2, 1), (2, 3), (3, 1), (3, 2), (6, 1)])],
 )
 def test_groups_of_every_kind_divide_the_ranks(ranks: int, expected: list[tuple[int, int]]) -> None:
-    assert places(ranks) == [StridedGroup(*place) for place in expected]
-    for place in places(ranks):
+    assert group_forms(ranks) == [StridedGroup(*place) for place in expected]
+    for place in group_forms(ranks):
         parts = groups_of(place, ranks)
         assert sorted(rank for part in parts for rank in part) == list(range(ranks))
         assert {len(part) for part in parts} == {place.size}

@@ -117,7 +117,7 @@ def check() -> None:
 
 def on_phantom(fn: Callable[..., T], ranks: int, *args: Any, timeout: float = 240.0) -> list[T]:
     """Runs as `run_ranks`, with each rank in its own process with the phantom; raises faults."""
-    return run_ranks(_with_phantom, ranks, library(), fn, args, timeout=timeout, kept=False)
+    return run_ranks(_with_phantom, ranks, library(), fn, args, timeout=timeout, reuse=False)
 
 
 def _with_phantom(built: Path, fn: Callable[..., T], args: tuple[Any, ...]) -> T:

@@ -15,12 +15,12 @@ from optimus.state.placement import Placement
 from optimus.state.statuses import ManagedBuffer
 
 
-class WholeParameters(ManagedBuffer):
+class UnshardedParameters(ManagedBuffer):
     """The whole parameters of `chunk` in its buffer `parameter`, which has memory while they are present."""
 
     def __init__(self, chunk: Placement) -> None:
         self._chunk, self._transfers, self.part = chunk, chunk.transfers, chunk.part
-        stays, block = chunk.plan.keeps_whole, chunk.context.block
+        stays, block = chunk.plan.keeps_unsharded, chunk.context.block
         super().__init__("parameters", chunk.parameter, chunk.transfers.resize, stays=stays, block=block)
         self._fetched = chunk.plan.residency("parameters.shard") != "device"
         self._turn = InTurn()
@@ -67,8 +67,8 @@ class WholeParameters(ManagedBuffer):
 
     def _all_gather_async(self, depth: int) -> Handle:
         # `data` hides the write from autograd, which would otherwise report a change of saved tensors.
-        whole, part = self._at(depth).data, self._at(depth + 1)
-        return self._chunk.groups[depth].all_gather_async(whole, part, self._chunk.plan.lengths(depth))
+        extent, part = self._at(depth).data, self._at(depth + 1)
+        return self._chunk.groups[depth].all_gather_async(extent, part, self._chunk.plan.lengths(depth))
 
     def _at(self, depth: int) -> Tensor:
         """Returns the extent of `depth` as a view of the parameter shard on the device, or of the whole parameters where no
@@ -88,7 +88,7 @@ class WholeParameters(ManagedBuffer):
     def reshard(self) -> None:
         """Frees the whole parameters, unless they always have device memory. The parameters of the `nn.Module` remain views
         of the freed buffer."""
-        if not self._chunk.plan.keeps_whole:
+        if not self._chunk.plan.keeps_unsharded:
             self.wait()
             self.transition("free")
             self._depth = max(self._depth, self._chunk.plan.depths.parameters)
@@ -102,7 +102,9 @@ class WholeParameters(ManagedBuffer):
             if self.is_present:
                 chunk = self._chunk
                 # `data` hides the write from autograd, which would otherwise report a change of saved tensors.
-                chunk.elements.expand(chunk.parameter.data, chunk.plan.borders[-1], fresh=not chunk.plan.keeps_whole)
+                chunk.elements.expand(
+                    chunk.parameter.data, chunk.plan.borders[-1], fresh=not chunk.plan.keeps_unsharded
+                )
 
     def invalidate(self) -> None:
         """Marks this rank's whole parameters as out of date, because the shards have changed.
