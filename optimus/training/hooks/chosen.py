@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from optimus.training.hooks.checkpoints import Checkpoints
-from optimus.training.hooks.copies import Copies
+from optimus.training.hooks.copies import CopyCheckpoints
 from optimus.training.hooks.expert_load import ExpertLoad
 from optimus.training.hooks.hangs import Hangs
 from optimus.training.hooks.huge_gradients import HugeGradients
@@ -43,7 +43,7 @@ def hooks_of(run: Run, node: str | None = None, holder: str | None = None) -> li
         (run.device.type == "cpu", Oversubscription, ()),
         (config.observe.timeline is not None, PipelineTimeline, ()),
         (config.resilience.on_spike != "nothing", Spikes, (node,)),
-        (config.checkpoint.copy_to is not None, Copies, ()),
+        (config.checkpoint.copy_to is not None, CopyCheckpoints, ()),
         *[(True, each, ()) for each in (HugeGradients, Recovered, TimeLeft, Metrics, Checkpoints, NonFinite, Trace)],
     ]
     first = run.groups.rank == 0

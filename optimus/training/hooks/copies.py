@@ -12,7 +12,7 @@ from optimus.training.trainer import Hook, Order, Trainer
 _GRACE = 20.0  # seconds that a run which a signal has stopped waits for its copy
 
 
-class Copies(Hook):
+class CopyCheckpoints(Hook):
     """Copies the newest checkpoint, one at a time, in a thread of the first rank.
 
     A failed copy changes nothing but a line for the user; the next checkpoint is copied again. Checkpoints that are newer
@@ -37,7 +37,7 @@ class Copies(Hook):
         self._go_on(trainer)
 
     def after_training(self, trainer: Trainer) -> None:
-        if not trainer.ends:  # an error: the run that resumes copies its newest checkpoint
+        if not trainer.is_done:  # an error: the run that resumes copies its newest checkpoint
             return
         signalled = trainer.ending is not None and trainer.ending.signal
         limit = time.monotonic() + _GRACE if signalled else None
