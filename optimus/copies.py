@@ -4,7 +4,9 @@ A file is copied in several attempts. After each attempt, the copy is read back,
 file. An attempt that takes too long counts as failed, because a server may never answer.
 """
 
+import hashlib
 import re
+import shutil
 import sys
 import threading
 import time
@@ -22,8 +24,9 @@ PAUSE = 2.0  # seconds before the second attempt; the pause doubles with every f
 PATIENCE = 60.0  # seconds that an attempt may take, besides those of its bytes
 SLOWEST = 1e6  # bytes per second
 _PIECE = 8 << 20
+LARGEST = 256 << 20  # bytes of a file in a run folder itself that is copied
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
-_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # protocols with an extra of their own
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "hf": "hf"}  # extras of protocols; others: remote
 
 
 def is_url(path: str | Path) -> bool:
@@ -36,6 +39,11 @@ def url_text(path: str | Path) -> str:
     text = str(path).rstrip("/")
     found = _URL.match(text)
     return text if found is None or found[1] == "file" else f"{found[1]}://{text[found.end() :]}"
+
+
+def extra_of(url: str) -> str:
+    """Returns the optional extra with the package that fsspec needs for a URL."""
+    return _EXTRAS.get(url.partition(":")[0], "remote")
 
 
 class RemoteCopies:
@@ -51,8 +59,7 @@ class RemoteCopies:
 
             self._system, self._root = fsspec.core.url_to_fs(self.url, skip_instance_cache=True)
         except ImportError as error:
-            extra = _EXTRAS.get(self.url.partition(":")[0], "remote")
-            raise UserError(f"{self.url}: {error}. {how_to_install(extra)}") from error
+            raise UserError(f"{self.url}: {error}. {how_to_install(extra_of(self.url))}") from error
         except Exception as error:
             raise UserError(f"{self.url} cannot be opened ({type(error).__name__}: {error})") from error
 
@@ -155,6 +162,60 @@ class RemoteCopies:
                 return result
             failure = f"{type(result).__name__}: {result}" if done else f"no answer in {limit:.0f} s"
         raise UserError(f"cannot {what} in {ATTEMPTS} attempts ({failure})")
+
+
+def cache_of(url: str) -> Path:
+    """Returns the folder in the user's home for local copies of what a URL has."""
+    digest = hashlib.sha256(url.encode()).hexdigest()[:16]
+    return Path("~/.cache/optimus/copies").expanduser() / f"{url.rpartition('/')[2]}-{digest}"
+
+
+def small_files(copies: RemoteCopies, below: str = "") -> list[str]:
+    """Returns the names of the files of a run folder itself, without its subfolders: metrics, configuration, events."""
+    return [name for name, size in copies.names(below).items() if 0 < size <= LARGEST and "." in name]
+
+
+def local_run(path_or_url: str | Path) -> str | Path:
+    """Returns `path_or_url`; for the URL of a run's copies, the folder of a cache with the files of the run folder itself.
+
+    Raises `UserError` if the URL has no such files.
+    """
+    if not is_url(path_or_url):
+        return path_or_url
+    copies = RemoteCopies(path_or_url)
+    if not (names := small_files(copies)):
+        raise UserError(f"{copies.url} has no files of a run: name the `checkpoint.copy_to` of a run")
+    copies.get_folder("", cache_of(copies.url), names)
+    return cache_of(copies.url)
+
+
+def local_runs(path_or_url: str | Path) -> str | Path:
+    """Returns `path_or_url`; for a URL with copies of runs, a folder of a cache with the files of each run folder itself."""
+    if not is_url(path_or_url):
+        return path_or_url
+    copies = RemoteCopies(path_or_url)
+    cache = cache_of(copies.url)
+    shutil.rmtree(cache, ignore_errors=True)
+    cache.mkdir(parents=True)
+    for below in ("", *(name for name in copies.names() if "." not in name)):
+        if "metrics.jsonl" in (names := small_files(copies, below)):
+            copies.get_folder(below, cache / below, names)
+    return cache
+
+
+def copied(url: str | Path, last: str, write: Callable[[Path], T]) -> T:
+    """Lets `write` create a local folder, copies the folder to an empty place at a URL, and removes it.
+
+    `last` is the file that is copied last. If a call is interrupted, the same call goes on with the local folder.
+    """
+    copies = RemoteCopies(url)
+    if last in copies.names():
+        raise UserError(f"{copies.url} exists already: choose another URL, or remove it")
+    folder = cache_of(copies.url) / "output"
+    result = write(folder)
+    copies.put_folder(folder, "", last)
+    shutil.rmtree(folder)
+    return result
 
 
 def _limited(work: Callable[[], T], seconds: float) -> tuple[bool, Any]:

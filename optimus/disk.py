@@ -6,11 +6,12 @@ import re
 import shutil
 import tempfile
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from optimus.copies import is_url
-from optimus.errors import UserError
+from optimus.errors import UserError, how_to_install
 
 _LONGEST, _LONGEST_PATH = 255, 4095  # bytes that Linux allows in a file name, and in a path
 _LONGEST_NAME = 200  # bytes: below the 255 that file systems allow, because the names of incomplete files have a suffix
@@ -147,6 +148,8 @@ def check_plot(plot: Path) -> Path:
     """Returns the path for a plot. Raises `UserError` if a plot cannot be written to the path. Callers check the path before
     a long computation."""
     path = user_path(plot)
+    if find_spec("matplotlib") is None:
+        raise UserError(f"--plot {path}: plots need matplotlib, which is not installed: {how_to_install('plot')}")
     if path.suffix != ".png":
         raise UserError(f"--plot {path}: name a .png file")
     if not path.absolute().parent.is_dir():

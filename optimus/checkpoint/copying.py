@@ -11,15 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from optimus.checkpoint.folder import DESCRIPTION, MANIFEST, all_folders, step_of
+from optimus.checkpoint.folder import DESCRIPTION, MANIFEST, all_folders, find_checkpoint, step_of
 from optimus.checkpoint.lease import LEASE
 from optimus.checkpoint.manifest import manifest_files, read_manifest
-from optimus.copies import RemoteCopies
+from optimus.copies import LARGEST, RemoteCopies, cache_of, is_url, small_files
 from optimus.disk import parse_json
 from optimus.errors import UserError, naming_disk_errors
 
 _FOLDER = "checkpoints"
-_LARGEST = 256 << 20  # bytes of a file in the run folder itself that is copied
 
 
 def copier(url: str, run: str, keep: int | None, weights_keep: int) -> Callable[[str], str]:
@@ -54,8 +53,7 @@ def fetch_run(url: str, run: Path) -> str | None:
     for name in complete_copies(copies):
         files = _files(copies, name) or {}
         with naming_disk_errors(run, "Make room or choose another train.output"):
-            small = [each for each, size in copies.names().items() if 0 < size <= _LARGEST and "." in each]
-            copies.get_folder("", run, [each for each in small if each not in (LEASE, _FOLDER)])
+            copies.get_folder("", run, small_files(copies))
             description = parse_json((copies.read(f"{_FOLDER}/{name}/{DESCRIPTION}") or b"{}").decode())
             for each in filter(None, (description.get("frozen"), name)):
                 _fetch(copies, each, run / _FOLDER / each, _files(copies, each) or files)
@@ -63,30 +61,26 @@ def fetch_run(url: str, run: Path) -> str | None:
     return None
 
 
-def fetch_checkpoint(url: str, cache: Path) -> Path:
-    """Returns a local copy, in the folder `cache`, of the newest complete checkpoint at the URL of a run.
+def local_checkpoint(path_or_url: str | Path) -> Path:
+    """Returns the checkpoint folder that a path names, like `find_checkpoint`.
 
-    Raises `UserError` if there is none.
+    For the URL of a run's copies, downloads the newest complete checkpoint into a cache in the user's home.
+    Raises `UserError` if there is no checkpoint.
     """
-    copies = RemoteCopies(url)
+    if not is_url(path_or_url):
+        return find_checkpoint(path_or_url)
+    copies = RemoteCopies(path_or_url)
+    cache = cache_of(copies.url)
     for name in complete_copies(copies):
         files = _files(copies, name) or {}
         description = parse_json((copies.read(f"{_FOLDER}/{name}/{DESCRIPTION}") or b"{}").decode())
         for each in filter(None, (description.get("frozen"), name)):
-            if not (cache / _FOLDER / each / MANIFEST).is_file():
-                _fetch(copies, each, cache / _FOLDER / each, _files(copies, each) or files)
+            manifest = cache / _FOLDER / each / MANIFEST
+            if not manifest.is_file() or manifest.read_bytes() != copies.read(f"{_FOLDER}/{each}/{MANIFEST}"):
+                shutil.rmtree(manifest.parent, ignore_errors=True)
+                _fetch(copies, each, manifest.parent, _files(copies, each) or files)
         return cache / _FOLDER / name
     raise UserError(f"{copies.url} has no complete copy of a checkpoint: name the `checkpoint.copy_to` of a run")
-
-
-def fetch_small_files(url: str, cache: Path) -> Path:
-    """Returns the folder `cache` with the small files of the run at a URL: metrics, configuration, events."""
-    copies = RemoteCopies(url)
-    names = [name for name, size in copies.names().items() if 0 < size <= _LARGEST and "." in name]
-    if not names:
-        raise UserError(f"{copies.url} has no files of a run: name the `checkpoint.copy_to` of a run")
-    copies.get_folder("", cache, names)
-    return cache
 
 
 def _copy(run: Path, copies: RemoteCopies, name: str) -> None:
@@ -99,7 +93,7 @@ def _copy(run: Path, copies: RemoteCopies, name: str) -> None:
         copies.put_folder(folder.with_name(frozen), f"{_FOLDER}/{frozen}", last=MANIFEST)
     for file in sorted(run.iterdir()):
         hidden = file.name.startswith(".") or file.name == LEASE or "." not in file.name
-        if file.is_file() and not hidden and 0 < file.stat().st_size <= _LARGEST:
+        if file.is_file() and not hidden and 0 < file.stat().st_size <= LARGEST:
             copies.put_bytes(file.read_bytes(), file.name)  # the run may append to it meanwhile
     copies.put_folder(folder, f"{_FOLDER}/{name}", last=MANIFEST)
 

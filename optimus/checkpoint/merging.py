@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from optimus.checkpoint.copying import local_checkpoint
 from optimus.checkpoint.factors import is_factor
-from optimus.checkpoint.folder import Description, find_checkpoint, list_checkpoints
+from optimus.checkpoint.folder import Description, list_checkpoints
 from optimus.checkpoint.masks import PREFIX, all_masks, booleans
 from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.saving import write_alone
@@ -89,7 +90,7 @@ def _found(weighted: Sequence[tuple[str | Path, float]]) -> dict[Path, float]:
     """Returns the weights of the average by checkpoint. Raises `UserError` if two names refer to the same checkpoint."""
     weights, names = dict[Path, float](), dict[Path, str | Path]()
     for name, weight in weighted:
-        path = find_checkpoint(name)
+        path = local_checkpoint(name)
         other = names.setdefault(path.resolve(), name)
         if path in weights or other != name:
             raise UserError(f"{other} and {name} are the same checkpoint, {path}: name it once, with its whole weight")

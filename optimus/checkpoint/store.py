@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optimus.checkpoint.copying import local_checkpoint
 from optimus.checkpoint.factors import is_factor
-from optimus.checkpoint.folder import Description, differences, find_checkpoint
+from optimus.checkpoint.folder import Description, differences
 from optimus.checkpoint.loading import Send, load_slices
 from optimus.checkpoint.masks import follow_drawn, follow_masks, share_of
 from optimus.checkpoint.reader import Reader
@@ -130,7 +131,7 @@ def load_model(
         model(torch.tensor([[1, 2, 3]])).shape  # [1, 3, vocabulary]
     """
     load_plugins(plugins)
-    reader = Reader.open(find_checkpoint(checkpoint))
+    reader = Reader.open(local_checkpoint(checkpoint))
     reader.check_size()
     model = Transformer(reader.description.model).float()
     reader.fill(full_slices(named_tensors(model)))

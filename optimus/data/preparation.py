@@ -29,6 +29,7 @@ from typing import Any, BinaryIO, Literal, TypeVar, get_args
 import numpy as np
 
 from optimus.config.sizes import size_text
+from optimus.copies import copied, is_url
 from optimus.cores import usable_cores
 from optimus.data import files, journal, shards
 from optimus.data import tokenizer as tokenizers
@@ -132,11 +133,11 @@ def prepare(
 ) -> dict[str, Any]:
     """Tokenises, shuffles and shards `inputs` into the folder `output`, and returns the content of its `index.json`.
 
-    `inputs` are files, folders and globs, also as URLs that fsspec reads. The caller sets either `tokenizer` (a
-    tokenizer.json, or a folder that contains one) or `train_tokenizer` (the vocabulary size of a new tokenizer, which
-    `prepare` trains on the inputs). `context` is the length of a training instance in tokens. `shard_size` is in bytes.
-    `workers` defaults to the number of cores of this process. The spelling of a special token stays ordinary text,
-    unless `parse_special` is True.
+    `inputs` are files, folders and globs, also as URLs that fsspec reads. `output` may be a URL that fsspec writes. The
+    caller sets either `tokenizer` (a tokenizer.json, or a folder that contains one) or `train_tokenizer` (the vocabulary
+    size of a new tokenizer, which `prepare` trains on the inputs). `context` is the length of a training instance in
+    tokens. `shard_size` is in bytes. `workers` defaults to the number of cores of this process. The spelling of a
+    special token stays ordinary text, unless `parse_special` is True.
 
     `text_field` is a field of JSON lines or a column of tables, a nested field `meta.body`, or a template of several
     fields, `{question}\\n{answer}`. `chat:messages` is a field of JSON lines with conversations, of which the model
@@ -160,6 +161,9 @@ def prepare(
         index = optimus.prepare(["texts/"], "data", train_tokenizer=4096, context=256)
         index["tokens"]
     """
+    arguments = {**locals()}
+    if is_url(output):
+        return copied(output, shards.INDEX, lambda folder: prepare(**(arguments | {"output": folder})))
     loaded = load_plugins(plugins)
     output = Path(os.path.abspath(user_path(output)))
     workers = usable_cores() if workers is None else workers

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
+from optimus.copies import extra_of
 from optimus.disk import plain_name, user_path
 from optimus.errors import UserError, how_to_install, naming_disk_errors
 
@@ -147,7 +148,7 @@ def _reading(url: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise UserError(f"{url}: {error}. For http and https: {how_to_install('remote')}") from error
+        raise UserError(f"{url}: {error}. {how_to_install(extra_of(url))}") from error
     except Exception as error:  # each file system raises other types of errors
         what = str(error) or type(error).__name__
         raise UserError(f"cannot read {url}: {what}. Check the URL, the network and your permissions.") from error

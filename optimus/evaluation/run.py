@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from optimus.checkpoint.folder import Description, find_checkpoint, read_description
+from optimus.checkpoint.copying import local_checkpoint
+from optimus.checkpoint.folder import Description, read_description
 from optimus.checkpoint.store import load_model
 from optimus.data.chat import ChatTemplate
 from optimus.data.tokenizer import inspect, load
@@ -65,7 +66,7 @@ def evaluate(
     load_plugins(plugins)
     _check_request(tasks, task_data, text, limit, fewshot, max_bytes)
     target = _check_output(output)
-    paths = [find_checkpoint(each) for each in ([checkpoint] if isinstance(checkpoint, str | Path) else checkpoint)]
+    paths = [local_checkpoint(each) for each in ([checkpoint] if isinstance(checkpoint, str | Path) else checkpoint)]
     if not paths:
         raise UserError("no checkpoint to evaluate: name one, or several as an ensemble")
     path = paths[0]
@@ -148,7 +149,7 @@ def generate_text(
         optimus.generate("runs/first", "Once upon a time", max_tokens=40, temperature=0.8, seed=1)
     """
     load_plugins(plugins)
-    path = find_checkpoint(checkpoint)
+    path = local_checkpoint(checkpoint)
     loaded = _load(path, device, parse_special or chat)
     assert isinstance(loaded.model, Transformer)
     how: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}

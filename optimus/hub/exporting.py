@@ -11,16 +11,18 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import save_file
 
-from optimus.checkpoint.folder import find_checkpoint, read_description
+from optimus.checkpoint.copying import local_checkpoint
+from optimus.checkpoint.folder import read_description
 from optimus.checkpoint.masks import all_masks
 from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.store import load_model
 from optimus.config.sizes import size_text
+from optimus.copies import copied, is_url, url_text
 from optimus.data.chat import FILE as CHAT_TEMPLATE
 from optimus.data.chat import ChatTemplate
 from optimus.disk import user_path
 from optimus.errors import UserError, nearest
-from optimus.hub.config_json import no_export, write_config, write_json
+from optimus.hub.config_json import FILE, no_export, write_config, write_json
 from optimus.hub.keys import published
 from optimus.hub.published import GENERATION, TOKENIZER, published_again
 from optimus.hub.tensors import MASKS, OutputTensor, stored_bytes, write_tensors
@@ -38,8 +40,8 @@ def export_checkpoint(
 ) -> dict[str, Any]:
     """Writes a checkpoint (or the newest of a run) in Hugging Face format; returns the result of `export_model`.
 
-    `dtype` is float32 (exact) or bfloat16. `plugins` names the plugins that the checkpoint's model needs. Raises
-    `UserError`, and never touches existing files.
+    `dtype` is float32 (exact) or bfloat16. `output` may be a URL that fsspec writes. `plugins` names the plugins that the
+    checkpoint's model needs. Raises `UserError`, and never touches existing files.
 
     Example:
         optimus.export("runs/first", "huggingface")
@@ -48,9 +50,12 @@ def export_checkpoint(
     if dtype not in _DTYPES:
         raise UserError(f"`dtype` is '{dtype}': {nearest(dtype, _DTYPES)}")
     load_plugins(plugins)
+    if is_url(output):
+        made = copied(output, FILE, lambda folder: export_checkpoint(checkpoint, folder, dtype))
+        return made | {"output": url_text(output)}
     output = user_path(output)
     _check_free(output)
-    path = find_checkpoint(checkpoint)
+    path = local_checkpoint(checkpoint)
     about, reader = read_description(path), Reader.open(path)
     note_changed_plugins(about.plugins, path)
     return export_model(

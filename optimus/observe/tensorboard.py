@@ -1,12 +1,14 @@
 """Writes the metrics in groups, and the run's hyperparameters, to TensorBoard."""
 
+import importlib.util
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
 from optimus.config import RunConfig
 from optimus.config.flat import flat
-from optimus.errors import naming_disk_errors
+from optimus.errors import how_to_install, naming_disk_errors
 from optimus.observe.sinks import FULL, SinkRow
 
 _GROUPS = {  # groups of the metrics whose names have no group, unlike `memory/parameters`
@@ -54,4 +56,18 @@ def grouped(name: str) -> str:
     return f"{next((group for group, names in _GROUPS.items() if name in names), 'validation')}/{name}"
 
 
-SINK = SinkRow("tensorboard", TensorBoard, lambda config: config.observe.tensorboard)
+def _check(config: RunConfig) -> None:
+    """Prints a line if TensorBoard is wanted but not installed: `observe.tensorboard` is true by default."""
+    if config.observe.tensorboard and not _installed():
+        print(
+            f"observe.tensorboard: TensorBoard is not installed, so there are no events: {how_to_install('tensorboard')}, "
+            "or set observe.tensorboard=false",
+            file=sys.stderr,
+        )
+
+
+def _installed() -> bool:
+    return importlib.util.find_spec("tensorboard") is not None
+
+
+SINK = SinkRow("tensorboard", TensorBoard, lambda config: config.observe.tensorboard and _installed(), _check)

@@ -15,6 +15,7 @@ import psutil
 
 from optimus.config.renamed import with_new_names
 from optimus.config.yaml_text import parse_yaml
+from optimus.copies import local_run
 from optimus.disk import parse_json, printable, user_path
 from optimus.errors import UserError
 
@@ -130,7 +131,7 @@ def read_folder(run_folder: str | Path, *, ended: bool = False) -> RunFolder:
 
     `ended` is True if the run has ended according to its process, which still has the lease of the folder.
     """
-    path = user_path(run_folder)
+    path = user_path(local_run(run_folder))
     if not path.is_dir():
         raise UserError(f"{path} is not a run folder: there is no such folder; name the train.output of a run")
     if not is_run(path):

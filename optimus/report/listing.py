@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from optimus.copies import local_runs
 from optimus.disk import printable, user_path
 from optimus.errors import UserError, naming_read_errors, nearest
 from optimus.report.folder import is_run, read_folder
@@ -30,7 +31,7 @@ def runs(
     Example:
         [(run["name"], run["loss"]) for run in api.runs("runs", state="finished")]
     """
-    root = user_path(folder)
+    root = user_path(local_runs(folder))
     known = (*STATES, "unreadable")
     if state is not None and state not in known:
         raise UserError(f"--state {state}: {nearest(state, known)}")

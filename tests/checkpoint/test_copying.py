@@ -86,8 +86,6 @@ def test_urls_are_told_from_paths() -> None:
 
 
 WRITERS = [
-    lambda url, folder: optimus.prepare(["text.md"], url, train_tokenizer=300, context=16),
-    lambda url, folder: optimus.export(folder / "run", url),
     lambda url, folder: optimus.import_folder(folder / "hf", url),
     lambda url, folder: optimus.merge(["a", "b"], url),
     lambda url, folder: optimus.sample_text(url),
@@ -274,6 +272,43 @@ def test_kills_leave_no_copy_that_is_taken_for_complete(tmp_path: Path, model: T
                 assert not any(verify_all(again).values()), name
         process.stdin.close()
     assert found
+
+
+# ---- Folders that are written to URLs, and runs that are read from them ----
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_prepared_data_and_exports_at_urls_are_those_of_folders(tmp_path: Path, model: Transformer) -> None:
+    (tmp_path / "text.md").write_text("\n".join(f"line {number} of a text" for number in range(500)))
+    how: dict[str, Any] = {"train_tokenizer": 300, "context": 16, "workers": 1}
+    local = optimus.prepare([tmp_path / "text.md"], tmp_path / "data", **how)
+    assert optimus.prepare([tmp_path / "text.md"], f"file://{tmp_path}/remote", **how) == local
+    assert contents(tmp_path / "remote") == contents(tmp_path / "data")
+    with pytest.raises(UserError, match="exists already: choose another URL"):
+        optimus.prepare([tmp_path / "text.md"], f"file://{tmp_path}/remote", **how)
+    save(tmp_path / "run", model, 2)
+    optimus.export(tmp_path / "run", tmp_path / "hf")
+    made = optimus.export(tmp_path / "run", f"file://{tmp_path}/hf-remote")
+    assert made["output"] == f"file://{tmp_path}/hf-remote"
+    assert contents(tmp_path / "hf-remote") == contents(tmp_path / "hf")
+
+
+def test_copies_of_runs_are_read_like_runs(tmp_path: Path, model: Transformer) -> None:
+    for name, step in (("first", 2), ("second", 4)):
+        save(tmp_path / name, model, step)
+        (tmp_path / name / "config.yaml").write_text("model: {family: olmo}\n")
+        copier(f"file://{tmp_path}/copies/{name}", str(tmp_path / name), 2, 1)(f"step-{step:08d}")
+    assert [row["name"] for row in optimus.api.runs(f"file://{tmp_path}/copies")] == ["first", "second"]
+    page = optimus.api.report([f"file://{tmp_path}/copies/first"], tmp_path / "report.html")
+    assert Path(page).is_file()
+    tokens_BS = torch.arange(8)[None]
+    loaded = optimus.load_model(f"file://{tmp_path}/copies/second")
+    assert torch.equal(loaded(tokens_BS), optimus.load_model(tmp_path / "second")(tokens_BS))
+    with pytest.raises(UserError, match="has no complete copy of a checkpoint"):
+        optimus.load_model(f"file://{tmp_path}/copies")
 
 
 # ---- A run with a real S3 server ----
