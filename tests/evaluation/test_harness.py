@@ -205,7 +205,7 @@ def test_progress(dense: Transformer, tokenizer: Any, monkeypatch: pytest.Monkey
 
 
 def test_errors(make_model: Callable[..., Transformer], ours: HarnessModel, tokenizer: Any) -> None:
-    with pytest.raises(UserError, match="'' after 'Answer:' has no tokens of its own"):
+    with pytest.raises(UserError, match="'' has no tokens of its own after 'Answer:'"):
         ours.loglikelihood(requests("loglikelihood", [("Answer:", "")]))
     diverged = make_model("olmo")
     diverged.head.weight.fill_(float("nan"))

@@ -108,7 +108,7 @@ def test_base_of_the_rotary_frequencies(tmp_path: Path, changed: dict, theta: fl
         ({"architectures": ["OlmoeModel"]}, r"architectures is \['OlmoeModel'\]: only OlmoeForCausalLM"),
         ({"clip_qkv": 8.0}, "clip_qkv is 8.0: only None"),
         ({"num_key_value_heads": 5}, "heads 16 is not a multiple of kv_heads 5"),
-        ({"layer_types": ["sliding_attention"] * 16}, r"layer_types is \['sliding_.*: only \['full_attention'"),
+        ({"layer_types": ["sliding_attention"] * 16}, r"layer_types is \['sliding_.*: only 'full_attention' for each"),
         ({"head_dim": 64}, "head_dim is 64: only 128"),
         ({"attention_bias": True}, "attention_bias is True: only False"),
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1: only 0.0"),
