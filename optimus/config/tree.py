@@ -589,9 +589,6 @@ def _placed(node: Any, path: Sequence[str], value: Any) -> Any:
 class RunConfig(Section):
     """The whole configuration of a run. `load_config` checks the sections against each other."""
 
-    plugins: list[str] = Field([])
-    """Modules or entry points (group optimus.plugins) that add update rules, schedules, model families and so on. They are
-    imported in every process of the run."""
     model: ModelConfig = Field(description="A preset, a Hugging Face folder, or the mapping below.")
     data: DataConfig = Field(description="Default: the data of the first phase.")
     train: TrainConfig
@@ -624,6 +621,9 @@ class RunConfig(Section):
     resilience: ResilienceConfig = ResilienceConfig()
     observe: ObserveConfig = ObserveConfig()
     tuning: TuningConfig = Field(default_factory=TuningConfig)  # the default needs the user's home folder
+    plugins: list[str] = Field([])
+    """Modules or entry points (group optimus.plugins) that add update rules, schedules, model families and so on. They are
+    imported in every process of the run."""
 
     def changed(self, **sections: Mapping[str, Any]) -> "RunConfig":
         """Returns a copy with other values in sections: `config.changed(train={"steps": 5})`. The values are not checked."""

@@ -149,7 +149,7 @@ def test_messages_of_one_round_for_other_blocks() -> None:
 def test_what_only_one_side_knows_of() -> None:
     unheard = right()
     unheard[2][0] = Round(unheard[2][0].sends, ())
-    with pytest.raises(ValueError, match="not what is awaited"):
+    with pytest.raises(ValueError, match="messages sent are not those awaited"):
         check_gather(unheard)
     doubled = [[Round(each.sends * 2, each.receives * 2) for each in rounds] for rounds in right()]
     with pytest.raises(ValueError, match="sent twice"):

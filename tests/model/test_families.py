@@ -9,13 +9,14 @@ import torch
 from pydantic import ValidationError
 
 from helpers.families import LATENT, SIZES, needed
+from helpers.plugin_tables import tables_restored
 from optimus.config import ModelConfig
 from optimus.errors import UserError
 from optimus.hub.config_json import read_model, write_config
 from optimus.hub.exporting import export_model
 from optimus.hub.keys import published
 from optimus.model import Transformer
-from optimus.model.families import families, family_named
+from optimus.model.families import FAMILIES, families, family_named
 from optimus.model.norms import NORMS
 from optimus.model.parameters import named_tensors
 
@@ -104,11 +105,11 @@ def test_every_norm_is_in_the_table() -> None:
         ("deepseek_v3", {"score_cap": 5.0}, "score_cap is 5.0, but None with latent attention: remove it"),
     ],
 )
-def test_what_cannot_be_combined(
-    family: str, defaults: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_combined(family: str, defaults: dict[str, object], message: str) -> None:
     base = model_of(family).model_dump(exclude_unset=True) | {"family": "combined"}
     known = family_named(family)
-    monkeypatch.setitem(families(), "combined", replace(known, defaults={**known.defaults, **defaults}))
-    with pytest.raises(ValidationError, match=message):
-        ModelConfig.model_validate(base | defaults)
+    combined = replace(known, model_type="combined", defaults={**known.defaults, **defaults})
+    with tables_restored():
+        FAMILIES.extend({"combined": combined})
+        with pytest.raises(ValidationError, match=message):
+            ModelConfig.model_validate(base | defaults)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from helpers.plugin_tables import tables_restored
 from optimus.errors import UserError
 from optimus.pipeline import Costs, check, make_schedule, simulate
-from optimus.pipeline import schedules as package
 from optimus.pipeline.estimates import Live, live_microbatches
 from optimus.pipeline.replay import ScheduleError
 from optimus.pipeline.schedule import Action, Kind, Schedule, live_changes, partner
@@ -20,6 +20,7 @@ from optimus.pipeline.schedules import Sizes, schedules
 from optimus.pipeline.schedules.interleaved import interleaved
 from optimus.pipeline.schedules.vocabulary import AHEAD
 from optimus.pipeline.transfers import with_transfers
+from optimus.plugins import load_plugins
 
 SIZES = [(1, 1), (1, 4), (2, 2), (2, 5), (3, 3), (3, 7), (4, 4), (4, 8), (4, 13), (7, 21), (8, 8), (8, 64)]
 
@@ -217,25 +218,21 @@ def test_a_row_says_what_its_order_keeps(name: str, vocabulary: bool) -> None:
 
 
 MADE_UP = """
+from optimus.pipeline.schedules import ScheduleRow
 from optimus.pipeline.schedules.gpipe import gpipe
-from optimus.pipeline.schedules.row import ScheduleRow
 
-ROWS = (ScheduleRow("made-up", gpipe, live=lambda sizes, rank: sizes.microbatches),)
+ROWS = [ScheduleRow("made-up", gpipe, live=lambda sizes, rank: sizes.microbatches)]
 """
 
 
 def test_a_schedule_is_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A schedule in one file is made, checked, simulated and planned without any other change."""
     (tmp_path / "made_up.py").write_text(MADE_UP)
-    module = "optimus.pipeline.schedules.made_up"
-    with monkeypatch.context() as changed:
-        changed.setattr("optimus.pipeline.schedules.__path__", [*package.__path__, str(tmp_path)])
-        schedules.cache_clear()
-        try:
-            schedule = make_schedule("made-up", 3, 5)
-            assert peak_activations(schedule) == (5, 5, 5)
-            assert simulate(schedule).bubble == pytest.approx(2 / 5)
-            assert live_microbatches("made-up", 3, 5, 1) == ((Live((5,), (0,)),),) * 3
-        finally:
-            schedules.cache_clear()
-            sys.modules.pop(module, None)
+    monkeypatch.syspath_prepend(tmp_path)
+    with tables_restored():
+        load_plugins(["made_up"])
+        schedule = make_schedule("made-up", 3, 5)
+        assert peak_activations(schedule) == (5, 5, 5)
+        assert simulate(schedule).bubble == pytest.approx(2 / 5)
+        assert live_microbatches("made-up", 3, 5, 1) == ((Live((5,), (0,)),),) * 3
+    sys.modules.pop("made_up")

@@ -259,7 +259,7 @@ def test_what_is_written_is_the_run_that_was_planned(plan: Callable[..., Any], t
 
 def test_a_layout_that_the_rest_of_a_run_forbids(plan: Callable[..., Any], tmp_path: Path) -> None:
     layout = ["parallel.tensor=2", "parallel.expert_tensor=2", "parallel.sequence=false", "moe.drop_duplicates=false"]
-    with pytest.raises(optimus.UserError, match=r"^the planned layout conflicts with .*drop_duplicates false"):
+    with pytest.raises(optimus.UserError, match=r"^the planned layout conflicts with .*drop_duplicates: false"):
         plan(*layout, "--output", str(tmp_path / "planned.yaml"))
     assert not (tmp_path / "planned.yaml").exists()
 

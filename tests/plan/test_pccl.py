@@ -110,7 +110,7 @@ def test_pccl_goes_node_by_node_in_a_logarithm_of_rounds() -> None:
 
 @pytest.mark.parametrize(("by", "needs"), [("library", r"network\.library"), ("pccl", r"network\.doubling")])
 def test_a_machine_that_does_not_say_how_fast_they_are(by: str, needs: str) -> None:
-    with pytest.raises(UserError, match=rf"machine aurora .* profile\.collectives={by} needs {needs}"):
+    with pytest.raises(UserError, match=rf"profile\.collectives={by}: machine aurora has no {needs}"):
         seconds("aurora", 24, 1.0, by)
 
 

@@ -17,7 +17,7 @@ __all__ = ["Choice", "Family", "Field", "Further", "Key", "Multiple", "Same", "f
 
 def families() -> Mapping[str, Family]:
     """Returns all families by their `model_type` in config.json, including those of plugins."""
-    return _FAMILIES
+    return FAMILIES
 
 
 def _library_families() -> dict[str, Family]:
@@ -26,7 +26,7 @@ def _library_families() -> dict[str, Family]:
     return {family.name: family for family in found}
 
 
-_FAMILIES = Table("family", Family, _library_families)
+FAMILIES = Table("family", Family, _library_families)
 
 
 def family_named(name: str) -> Family:
