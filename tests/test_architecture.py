@@ -152,6 +152,7 @@ def test_what_is_imported_is_installed() -> None:
     required = {"triton", "pydantic_core"}  # by torch and pydantic
     installed = declared("dependencies") | {"optimus", *required, *sys.stdlib_module_names}
     extras = {
+        "evaluation/signals.py": "plot", "pipeline/draw.py": "plot", "plan/scaling.py": "plot",
         "evaluation": "evaluate", "hub/drop_in.py": "evaluate", "observe/wandb.py": "wandb", "observe/mlflow.py": "mlflow",
         "data/selection.py": "dedup", "data/remote.py": "remote", "copies.py": "remote",
     }  # fmt: skip

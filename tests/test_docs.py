@@ -310,7 +310,8 @@ def test_pages_about_more_ranks(name: str, trained: Path, reader: Reader) -> Non
 
 def test_no_page_is_left_out() -> None:
     """Every page with steps is read. Some programs are tested elsewhere: those that download a published model, with
-    small models in tests/hub; those on hooks, in tests/training/test_users_hooks.py."""
+    small models in tests/hub; those on hooks, in tests/training/test_users_hooks.py; those on plugins, in
+    tests/test_plugins.py."""
     read = {
         "tutorial",
         "checkpoints",
@@ -321,6 +322,7 @@ def test_no_page_is_left_out() -> None:
         "resilience",
         "transformers",
         "hooks",
+        "plugins",
     }
     pages = [page for page in (ROOT / "docs").glob("*.md") if page.stem not in read]
     assert not [(page.name, step.line) for page in pages for step in steps(page)]

@@ -26,5 +26,18 @@ def test_the_make_targets_that_errors_name_are_there() -> None:
         for line in (root / "Makefile").read_text(encoding="utf-8").splitlines()
         if line.startswith(".PHONY: install-e")
     )
-    extras = ("evaluate", "wandb", "mlflow", "dedup", "remote", "bench")
+    extras = (
+        "evaluate",
+        "wandb",
+        "mlflow",
+        "dedup",
+        "remote",
+        "s3",
+        "gcs",
+        "hf",
+        "plot",
+        "tensorboard",
+        "bench",
+        "all",
+    )
     assert targets.split()[1:] == [f"install-{extra}" for extra in extras]

@@ -49,6 +49,7 @@ PLACES = {
     "testing/lab.py": TESTS,
     "testing/ranks.py": TESTS,
     "training/accounting.py": SAID,
+    "training/hooks/copies.py": WAITS,
     "training/checks.py": REFUSES,
     "training/finalize.py": SAID,
     "training/environment.py": SAID,

@@ -197,6 +197,16 @@ def rules_of_run(raw: dict[str, Any]) -> dict[str, Rule]:
         return rules_of(config.optimizer, Transformer(config.model))
 
 
+def test_the_page_about_plugins(module: Any) -> None:
+    """The module of docs/plugins.md adds the rule that its configuration chooses."""
+    text = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
+    python, config = (text.partition(f"```{kind}\n")[2].partition("```")[0] for kind in ("python", "yaml"))
+    module("rules_of_page", python)
+    raw = yaml.safe_load(config.replace("my_package.rules", "rules_of_page"))
+    rules = rules_of_run(RUN | raw)
+    assert {(type(rule).__name__, rule.momentum) for rule in rules.values()} == {("Sgd", 0.95)}  # type: ignore[attr-defined]
+
+
 # ---- The example, installed ----
 
 

@@ -24,7 +24,7 @@ def explain(failures: Mapping[int, ProcessFailure]) -> str:
         rank = min(lost or silent, key=lambda rank: (aborted[rank], failures[rank].timestamp))
         head = f"rank {rank} was lost ({how_ended(failures[rank].exitcode)})"
     elif causes:
-        return f"rank {causes[0]} failed: {re.sub(r'^(User|BadFile|Damaged|Held|Ended)Error: ', '', said[causes[0]])}"
+        return f"rank {causes[0]} failed: {re.sub(r'^(User|BadFile|Damaged|Lease|Ended)Error: ', '', said[causes[0]])}"
     elif hung := [rank for rank in silent if failures[rank].exitcode == -signal.SIGKILL]:
         head = f"rank {hung[0]} did not answer and was killed"
     else:

@@ -406,7 +406,7 @@ def test_large_files_are_looked_at_whole_where_something_is_bad(
         UserError, match=r"(?s)^3 of .*b\.jsonl\.gz:2401: .*m\.jsonl:2401: .*o\.txt: .*`skip_bad=True`\.$"
     ):
         run()
-    monkeypatch.setattr(preparation, "WHOLE", 0)
+    monkeypatch.setattr(preparation, "FULL_CHECK_BYTES", 0)
     with pytest.raises(
         UserError, match=r"in/o\.txt: not UTF-8 .* So far, only the first 0 MB of large files have been checked\.$"
     ):

@@ -78,4 +78,4 @@ def test_bad_input(tmp_path: Path) -> None:
         result = CliRunner().invoke(app, ["evaluate", "--signal", str(short), *arguments])
         assert message in str(result.exception)
     result = CliRunner().invoke(app, ["evaluate", str(short), "--plot", "x.png"])
-    assert "--plot draws" in str(result.exception)
+    assert "--plot needs --signal" in str(result.exception)

@@ -240,7 +240,7 @@ def test_shared_requests_agree(shared_data: Path) -> None:
 
 
 def test_errors(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="unknown task 'hellaswagg': did you mean 'hellaswag'"):
+    with pytest.raises(UserError, match="task 'hellaswagg' does not exist; did you mean 'hellaswag'"):
         load_tasks(["hellaswagg"], folder)
     with pytest.raises(UserError, match="does not exist"):
         load_tasks(["piqa"], folder / "absent")

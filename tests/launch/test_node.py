@@ -361,7 +361,7 @@ def test_nobody_answers_at_the_rendezvous(one: Launch) -> None:
 
 @pytest.mark.parametrize("endpoint", ["", "host", "host:", ":29400", "host:port", "host:0", "host:65536", "host:-1"])
 def test_an_endpoint_that_is_none(endpoint: str) -> None:
-    with pytest.raises(UserError, match=f"--rendezvous {endpoint}: give HOST:PORT"):
+    with pytest.raises(UserError, match=f"--rendezvous {endpoint}: give the HOST:PORT"):
         parse(endpoint)
 
 
@@ -491,7 +491,7 @@ def test_a_check_validates_everything_and_starts_nothing(
     assert ready["placement"] == describe(Mesh.from_sizes(2, ranks_per_node=1))  # not both on this one
     assert not list((tmp_path / "run").glob("*"))
 
-    with pytest.raises(UserError, match="--rendezvous nowhere: give HOST:PORT"):
+    with pytest.raises(UserError, match="--rendezvous nowhere: give the HOST:PORT"):
         check_launch(NodeJob(config, nodes=2), "nowhere")
     with pytest.raises(UserError, match="--check: leave it out with --scheduler"):
         CliRunner().invoke(cli.app, [*words[:3], "--scheduler=slurm"], catch_exceptions=False)

@@ -58,10 +58,11 @@ def test_positions(method: str, expected: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "length", "cure"), [("ring", 12, "multiple of 8, as 16"), ("ulysses", 13, "multiple of 4, as 16")]
+    ("method", "length", "cure"),
+    [("ring", 12, "multiple of 8, such as 16"), ("ulysses", 13, "multiple of 4, such as 16")],
 )
 def test_a_length_that_cannot_be_divided(method: str, length: int, cure: str) -> None:
-    with pytest.raises(UserError, match=f"{length} tokens .* {method}: .*{cure}"):
+    with pytest.raises(UserError, match=f"{method} cannot divide sequences of {length} tokens: .*{cure}"):
         METHODS[method](Group([0, 1, 2, 3], 0)).positions(length, CPU)
 
 

@@ -181,7 +181,7 @@ def test_what_is_not_clear_is_left_as_it_is_by_default() -> None:
     assert decided(raw, room, SLOW)[0].state.update_on == "host"
     found, note = decided(raw, room, SLOW, spread=20.0)
     assert found.state.update_on == "device"
-    assert "within 2000%" in note
+    assert "spread 2000%" in note
 
 
 def measured(raw: dict[str, Any], free: int, rates: list[float]) -> Facts:

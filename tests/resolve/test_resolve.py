@@ -45,6 +45,7 @@ NULL_IS_AN_ANSWER = {
     "pruning": "none",
     "recompute_budget": "recompute says it",
     "checkpoint.keep": "all",
+    "checkpoint.copy_to": "no copies",
     "checkpoint.weights_every": "never",
     "checkpoint.load_path": "new weights",
     "collectives.machine": "none: they are estimated",

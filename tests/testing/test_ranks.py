@@ -149,7 +149,7 @@ def test_many_calls_in_a_row() -> None:
         (kill_2, 3, 60, [2], r"rank 2 died \(killed by SIGKILL\)"),
         (sleep_on_2, 3, 2, [0, 1, 2], r"ranks 0, 1, 2 of 3 had not finished after 2 s\n(.|\n)*in sleep_on_2"),
         (sleep_alone, 2, 1, [0], r"rank 0 of 2 had not finished after 1 s\nrank 0 was at:\n(.|\n)*in sleep_alone"),
-        (unpicklable, 2, 60, None, r"rank [01] failed:\n(.|\n)*what unpicklable returns cannot be pickled .*lock"),
+        (unpicklable, 2, 60, None, r"rank [01] failed:\n(.|\n)*the result of unpicklable cannot be pickled .*lock"),
     ],
 )
 def test_failures_name_the_rank_and_end_all(

@@ -95,7 +95,7 @@ def test_silence_where_it_is_something_else(windows: list[Window]) -> None:
 def test_the_ranks_of_a_node_count() -> None:
     crowded = (2.4, 4.0, 0.3)
     assert said([QUIET, crowded], mesh=Mesh(dp=8, ranks_per_node=2)) == []
-    assert "(8 x 2 of this run" in said([QUIET, crowded], mesh=Mesh(dp=8))[0]
+    assert "(the 8 x 2 threads of this run" in said([QUIET, crowded], mesh=Mesh(dp=8))[0]
 
 
 def test_what_the_machine_says_now() -> None:

@@ -84,7 +84,7 @@ def ended(config: dict[str, Any]) -> str:
 
 
 def test_bad_input(config: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="unknown task 'sick': did you mean 'sciq'"):
+    with pytest.raises(UserError, match="task 'sick' does not exist; did you mean 'sciq'"):
         train({**config, "evaluate": config["evaluate"] | {"tasks": ["sick"]}})
     with pytest.raises(UserError, match="tasks, task_data and tasks_every go together"):
         train({**config, "evaluate": {"tasks": ["sciq"]}})
