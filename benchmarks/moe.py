@@ -77,7 +77,7 @@ def run(
     ] = None,
     load: Annotated[
         list[str] | None,
-        Option(help="Spread of the tokens: learned, uniform, zipf or one-hot. Repeat for more. Default: learned."),
+        Option(help="Spread of the tokens: learned, uniform, zipf, one-hot. Repeat for more. Default: learned."),
     ] = None,
     dtype: Annotated[
         list[str] | None, Option(help="bf16 or fp32. Repeat for more. Default: the type of a run on this machine.")

@@ -38,7 +38,7 @@ _LAYOUTS = (("data", ["state.shard=gradients"]), ("tensor", ["parallel.tensor=2"
 
 
 def run(
-    model: Annotated[str, Option(help="Preset of the watched run.")] = "mula-tiny-moe",
+    model: Annotated[str, Option(help="Preset to train.")] = "mula-tiny-moe",
     steps: Annotated[int, Option(help="Steps to measure.")] = 6,
     faults: Annotated[bool, Option(help="Also lose nodes in the lab.")] = True,
     precision: Precision = "auto",

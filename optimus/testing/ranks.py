@@ -41,6 +41,7 @@ import torch.distributed as dist
 from optimus import functions
 
 T = TypeVar("T")
+_DYING = 1.0  # seconds after a failure in which the death of another rank counts as its cause
 
 turn: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 """Context around every call. Test processes that run in parallel can set it so that only one call at a time runs its ranks:
@@ -141,12 +142,23 @@ def _exchange(workers: Sequence[_Worker], requests: Sequence[Any], deadline: flo
         if not answers:
             raise _timed_out(workers, pending, timeout)
         if any(answer.failure is not None for answer in answers.values()):
-            # The culprit's answer may have arrived in the meantime: a death breaks the connection to this process before
-            # the connections to peers.
-            answers |= _arrived(workers, [rank for rank in pending if rank not in answers], 0.0)
-            raise _failed(answers)
+            raise _failed(answers | _deaths(workers, [rank for rank in pending if rank not in answers], answers))
         results |= {rank: answer.result for rank, answer in answers.items()}
     return [results[rank] for rank in range(len(workers))]
+
+
+def _deaths(workers: Sequence[_Worker], ranks: Sequence[int], answers: dict[int, _Answer]) -> dict[int, _Answer]:
+    """Returns the answers of `ranks` that arrive until one of all ranks has died, for at most a second.
+
+    A rank that fails because another one has died may be the first to report.
+    """
+    found, end = dict[int, _Answer](), time.monotonic() + _DYING
+    while not any(answer.died for answer in (answers | found).values()):
+        missing = [rank for rank in ranks if rank not in found]
+        if not missing or (remaining := end - time.monotonic()) <= 0:
+            break
+        found |= _arrived(workers, missing, remaining)
+    return found
 
 
 def _arrived(workers: Sequence[_Worker], ranks: Sequence[int], timeout: float) -> dict[int, _Answer]:

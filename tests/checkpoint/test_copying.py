@@ -67,7 +67,10 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Faulty]]:
 @pytest.fixture(scope="module")
 def model() -> Transformer:
     torch.manual_seed(0)
-    return Transformer(SMALL)
+    model = Transformer(SMALL)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    return model
 
 
 def save(run: Path, model: Transformer, *steps: int, kind: str = "step") -> None:
@@ -302,8 +305,8 @@ def test_copies_of_runs_are_read_like_runs(tmp_path: Path, model: Transformer) -
         (tmp_path / name / "config.yaml").write_text("model: {family: olmo}\n")
         copier(f"file://{tmp_path}/copies/{name}", str(tmp_path / name), 2, 1)(f"step-{step:08d}")
     assert [row["name"] for row in optimus.api.runs(f"file://{tmp_path}/copies")] == ["first", "second"]
-    page = optimus.api.report([f"file://{tmp_path}/copies/first"], tmp_path / "report.html")
-    assert Path(page).is_file()
+    optimus.api.report([f"file://{tmp_path}/copies/first"], tmp_path / "report.html")
+    assert (tmp_path / "report.html").is_file()
     tokens_BS = torch.arange(8)[None]
     loaded = optimus.load_model(f"file://{tmp_path}/copies/second")
     assert torch.equal(loaded(tokens_BS), optimus.load_model(tmp_path / "second")(tokens_BS))

@@ -155,5 +155,5 @@ def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ImportError("HTTPFileSystem requires requests and aiohttp to be installed")
 
     monkeypatch.setattr("fsspec.core.url_to_fs", missing)
-    with pytest.raises(UserError, match=r"requires requests and aiohttp .* http and https: .*remote"):
+    with pytest.raises(UserError, match=r"requires requests and aiohttp .*remote"):
         list(remote.expand("https://example.org/a.txt", (".txt",)))

@@ -155,7 +155,7 @@ def test_a_rank_that_hangs_ends_the_others_by_the_timeout(three_ranks: dict[str,
     wait_until(lambda: not any(map(runs, others)), 35, process)
     assert time.monotonic() - began >= 8  # not before the timeout
     (message,) = end_of(process, tmp_path, 60)
-    parts = re.fullmatch(rf"rank 1 did not answer and was ended; the others stopped: {STOPPED}{SAVED}", message)
+    parts = re.fullmatch(rf"rank 1 did not answer and was killed; the others stopped: {STOPPED}{SAVED}", message)
     assert parts, message
     check_resumes(three_ranks, int(parts[1]))
 
@@ -209,7 +209,7 @@ BROKEN = "CollectiveError: step 7: all_reduce failed on rank {}: closed"
             [(2, 100, BROKEN), (7, 100, None), (-15, 100, None)],
             "rank 1 was lost (exit code 7); .* failed on rank 0: closed",
         ),
-        ([(-9, 130, None), (2, 100, BROKEN)], "rank 0 did not answer and was ended; the others stopped: step 7: .*"),
+        ([(-9, 130, None), (2, 100, BROKEN)], "rank 0 did not answer and was killed; the others stopped: step 7: .*"),
         ([(2, 100, BROKEN), (2, 101, "UserError: no room")], "rank 1 failed: no room"),
         ([(2, 100, BROKEN), (2, 101, "BadFileError: a.txt: not UTF-8")], "rank 1 failed: a.txt: not UTF-8"),
         ([(2, 100, BROKEN), (2, 101, "EndedError: step 3: no memory")], "rank 1 failed: step 3: no memory"),

@@ -31,11 +31,14 @@ NAMES = ["model", "data", "comm", "training", "kernels"]
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Prepares five folders with one tokenizer and context 32. Every word names its source, so no sequence is in two
-    sources."""
+    sources; numbers between the words make the sequences of a source different."""
     place, root = tmp_path_factory.mktemp("sources"), Path(__file__).resolve().parents[2] / "optimus"
     for name, mark in zip(NAMES, "ABCDE"):
         text = "\n".join(path.read_text(encoding="utf-8") for path in sorted((root / name).rglob("*.py")))
-        (place / f"{name}.txt").write_text(" ".join(f"{mark}{word}" for word in text.split()), encoding="utf-8")
+        words = [
+            f"{mark}{word} {number}" if number % 8 == 0 else f"{mark}{word}" for number, word in enumerate(text.split())
+        ]
+        (place / f"{name}.txt").write_text(" ".join(words), encoding="utf-8")
     prepare([place / f"{NAMES[0]}.txt"], place / NAMES[0], train_tokenizer=300, context=32, workers=1)
     for name in NAMES[1:]:
         prepare([place / f"{name}.txt"], place / name, tokenizer=place / NAMES[0], context=32, workers=1)

@@ -114,7 +114,10 @@ def test_without_a_number_nothing_is_changed() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ((), r"microbatches 7: the 96 sequences of a step .* into 1, 2, 3, 4, 6, 8, .* choose one of them, or auto"),
+        (
+            (),
+            r"microbatches 7: the 96 sequences of a step .* into 1, 2, 3, 4, 6, 8, .* choose one of these numbers, or auto",
+        ),
         (
             ("train.micro_batch=12",),
             r"microbatches 7: .* into 8, 12, 16, 24, 32, 48, 96 microbatches of at most train.micro_batch 12",
@@ -195,9 +198,12 @@ def test_the_schedule_has_the_stages_of_the_placement() -> None:
         ([*MESSAGE_DRIVEN, "parallel.max_in_flight=0"], r"parallel.max_in_flight"),
         (
             [*MESSAGE_DRIVEN, "parallel.max_in_flight=[1,1,0,1]"],
-            r"max_in_flight \[1, 1, 0, 1\] must be .* 4 above 0, one per",
+            r"max_in_flight \[1, 1, 0, 1\] must be .* 4 numbers above 0, one per",
         ),
-        ([*MESSAGE_DRIVEN, "parallel.max_in_flight=[1,1]"], r"max_in_flight \[1, 1\] must be a number, or 4 above 0"),
+        (
+            [*MESSAGE_DRIVEN, "parallel.max_in_flight=[1,1]"],
+            r"max_in_flight \[1, 1\] must be a number, or a list of 4 numbers above 0",
+        ),
         (
             ["parallel.max_in_flight=4"],
             "max_in_flight needs executor: message-driven: set executor, or remove max_in_flight",

@@ -146,7 +146,7 @@ def test_all_runs_choose_the_same_however_noisy_the_first_was(
             ["observe.verbose=true", "train.stop_at=1", f"train.output={tuned_run['train']['output']}-{number}"],
         )
         lines = capsys.readouterr().err.splitlines()
-        assert any("matrix products: " in line for line in lines)
+        assert any("matmuls: " in line for line in lines)
         found.append([line for line in lines if " instead of " in line and "[" in line])
     assert found[0]
     rows = "[128"  # products of tokens; experts have varying rows, so runs may differ in theirs
