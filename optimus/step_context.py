@@ -1,8 +1,8 @@
 """The context of one model's current step: the backward pass, deferred weight gradients, cached collectives, the forms (NN,
 NT, TN) of matmuls, and the routers' choices of experts.
 
-Each model has one context object, which its modules get at construction. The fields of the context change only within `with`
-blocks. The context is not thread-local, because autograd has its own threads on an accelerator.
+Each model has one context object, which `parallelize` gives to its modules. The fields of the context change only within
+`with` blocks. The context is not thread-local, because autograd has its own threads on an accelerator.
 """
 
 from collections import deque
@@ -98,7 +98,7 @@ class StepContext:
         return self._having("choices", dict[Any, Tensor]())
 
     def chose(self, router: Any, counts_E: Tensor) -> None:
-        """Adds the number of times that `router` has chosen each expert. A recomputed pass counts twice, but this is so for
+        """Adds the number of times that `router` has chosen each expert. A recomputed pass counts twice, but it does so in
         all microbatches, so that the shares stay correct."""
         if self.choices is not None and torch.is_grad_enabled():
             before_E = self.choices.get(router)

@@ -19,7 +19,7 @@ from optimus.errors import UserError
 from optimus.model.count import too_large
 from optimus.model.low_rank import merged
 
-_MANY, _FEW = 4, 1 << 26  # a plausible model has at most _MANY elements per byte of the files, plus _FEW
+_MANY, _FEW = 4, 1 << 26  # a plausible tensor has at most _MANY elements per stored byte, plus _FEW
 
 
 class WeightSource(Protocol):
@@ -93,7 +93,8 @@ class Reader:
             if there is None or there[0].shape != tuple(targets[0].shape):
                 others = sum(other not in self.stored for other in wanted)
                 raise UserError(
-                    f"checkpoint {self.path} lacks {key} (and {max(0, others - 1)} more): it belongs to another model"
+                    f"checkpoint {self.path} lacks {key} of shape {tuple(targets[0].shape)} (and {max(0, others - 1)} more): it "
+                    "belongs to another model"
                 )
             self._fill(there, targets)
             if not apart and factors_of(key) and all(each in self.stored for each in factors_of(key)):
@@ -127,7 +128,7 @@ class Reader:
         except Exception as error:  # torch raises any exception for bytes that are no tensor
             raise damaged(self.path, f"{where}: not a tensor ({repr(error).splitlines()[0][:200]})") from error
         if tuple(tensor.shape) != stored.sizes or tensor.dtype != getattr(torch, stored.dtype):
-            raise damaged(self.path, f"{where}: shape or dtype differ from {METADATA}")
+            raise damaged(self.path, f"{where}: shape or dtype differs from {METADATA}")
         return tensor
 
     def _fill(self, there: list[StoredSlice], targets: list[TensorSlice]) -> None:

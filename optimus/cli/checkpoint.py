@@ -80,7 +80,9 @@ def checkpoint_convert(
     ] = "weights",
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None,
-        Option(help="Type of the weights. Default: the type of the run, or of the file."),
+        Option(
+            help="Type of the weights. Default: the run's precision for weights, the stored types for torch and safetensors."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:

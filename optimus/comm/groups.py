@@ -88,7 +88,8 @@ def level_groups(mesh: Mesh, *axes: str) -> list[PlannedGroups]:
 
 
 class Groups:
-    """The groups of this rank: one for each partition of the ranks, which all users of the partition share.
+    """The groups of this rank: one for each partition of the ranks, which all users of the partition share, and unshared
+    groups (`apart`).
 
     The constructor creates the groups of `planned`, by default `groups_of_mesh(mesh)`. A run creates exactly the groups that
     it uses (`resolve/groups.py`). A rank creates only the groups that it belongs to. Code that creates other process groups
@@ -204,7 +205,7 @@ class Groups:
         if partition.largest == 1:
             return [self._make(partition) for _ in range(number)]
         if len(made) < number:
-            raise _not_made(f"{number} unshared groups along {', '.join(axes)}")
+            raise _not_made(f"enough unshared groups along {', '.join(axes)} ({number} needed)")
         return [made.pop(0) for _ in range(number)]
 
     def group_of(self, partition: RankPartition) -> Group:

@@ -61,7 +61,7 @@ class Observer:
         number = self.recorder.begins(name)
         if self.watch is not None and sent is not None:
             self.watch.record_sent(sent, what, (name, number))
-        # `call` itself may wait, since Gloo's threads and ours take turns.
+        # `call` itself may wait, since it needs a lock that Gloo's threads hold while they send and receive.
         with self._waits(name, what, number, tensor):
             started = call(number)
         works = started if isinstance(started, list) else [started]

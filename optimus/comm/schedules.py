@@ -3,7 +3,8 @@
 The ranks of a group lie on `nodes` nodes with `per` ranks on each, node by node: rank r is on node r // per. Block b of an
 all-gather is the part of rank b. A reduce-scatter is an all-gather backwards: a rank sends, as partial sums, the blocks that
 the all-gather receives, and receives and adds the blocks that the all-gather sends. An all-reduce is a reduce-scatter
-followed by an all-gather. Block a * ranks + b of an all-to-all is the block from rank a to rank b.
+followed by an all-gather, or the single round of `everyone`. Block a * ranks + b of an all-to-all is the block from rank a
+to rank b.
 
 Schedules on two levels follow PCCL (dissertation on AxoNN, chapter 6; arXiv 2504.18658). Doubling follows Bruck et al. 1997
 and works for any number of ranks.
@@ -86,7 +87,7 @@ def doubling(rank: int, ranks: int) -> list[Round]:
 
 
 def everyone(rank: int, ranks: int) -> list[Round]:
-    """Sends the whole tensor, as one block, to all others in one round: an all-reduce of few bytes.
+    """Sends the whole tensor, as one block, to all other ranks in one round: an all-reduce of few bytes.
 
     Each rank adds up the blocks of all ranks itself.
     """

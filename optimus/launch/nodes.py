@@ -101,7 +101,7 @@ def write_batch_script(
     directives: Sequence[str] = (),
     inject: str | Path | None = None,
 ) -> str:
-    """Writes a batch script that runs `launch` on the nodes of a job repeatedly until the run has finished.
+    """Writes a batch script that runs `optimus launch` on the nodes of a job until the run has finished, at most ten times.
 
     `time` is the job's time limit as HOURS:MINUTES:SECONDS. `directives` are further lines for the batch system. Paths,
     including that of a plan of faults to `inject`, are relative to the current folder. Returns the command that submits the

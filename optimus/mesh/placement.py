@@ -1,7 +1,7 @@
-"""Placement of a mesh's groups on nodes: the ranks of each group, and the groups that cross nodes.
+"""Placement of a mesh's groups on nodes: for each axis, the group of rank 0 and the number of groups that cross nodes.
 
-An axis with much communication should not cross nodes. The order of the ranks decides which axes cross nodes, so a run shows
-the placement before training begins.
+An axis with much communication should not cross nodes. The order of the ranks decides which axes cross nodes, so a run with
+`observe.verbose` prints the placement before training begins.
 """
 
 from typing import NamedTuple

@@ -66,7 +66,8 @@ class MLflow:
         except self._mlflow.MlflowException as error:
             self._lost = True
             print(
-                f"observe.mlflow: {error}\nFrom step {record['step']} on, only metrics.jsonl has the metrics",
+                f"observe.mlflow: {error}\nFrom step {record['step']} on, MLflow gets no metrics; metrics.jsonl has all "
+                "metrics",
                 file=sys.stderr,
             )
 

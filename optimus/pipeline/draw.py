@@ -35,7 +35,8 @@ def text_timeline(timeline: Timeline, width: int) -> str | None:
     are the two parts of a split backward pass.
 
     Dashes fill the time of a computation, and points are idle time. A small letter distinguishes the stages of a rank.
-    The function never shortens labels: it returns None if the lines need more than `width` characters.
+    The function omits the labels of computations without duration and shortens no other label; it returns None if the lines
+    need more than `width` characters.
     """
     labels = {event: _label(timeline, event) for events in timeline.computations for event in events}
     shortest = min((event.end - event.start for event in labels if event.end > event.start), default=1.0)

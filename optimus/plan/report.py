@@ -106,7 +106,7 @@ class Answer:
     def explained(self, row: int) -> str:
         """Explains the plan in a row of the table, term by term. Raises `UserError` when there is no such row."""
         if row > len(self.plans):
-            raise UserError(f"--explain {row}: there are {len(self.plans)} rows")
+            raise UserError(f"--explain {row}: the table has {counted(len(self.plans), 'row')}")
         return explained(self.plans[row - 1])
 
     def write_config(self, path: Path) -> None:
@@ -312,4 +312,4 @@ def verdict(size: float, job: Job) -> tuple[bool, str]:
     buffers = buffers_of(job)
     beside = f"communicators' buffers take {size_text(buffers)}, and fragmentation" if buffers else "fragmentation"
     usable_text = "" if fits or size > memory else f" ({size_text(capacity)} are usable: {beside} wastes the rest)"
-    return fits, f"{size_text(size)} on {size_text(memory)}{usable_text}: {'fits' if fits else 'does not fit'}"
+    return fits, f"{size_text(size)} of {size_text(memory)}{usable_text}: {'fits' if fits else 'does not fit'}"

@@ -2,7 +2,7 @@
 
 One all-gather reverses each sharding step (`plan.py`), the last step first. After an update, all-gathers up to the depth of
 the parameters overlap with the updates of other chunks and the beginning of the next forward pass. The remaining all-gathers
-begin on use. Before them, the device fetches its shard of parameters that are on the host. A pruned chunk expands its
+begin on use. The device first fetches its shard if the parameters are on the host. A pruned chunk expands its
 parameters in place when they have arrived.
 """
 
@@ -79,7 +79,7 @@ class UnshardedParameters(ManagedBuffer):
         return self._chunk.parameter_shard[plan.within(plan.depths.parameters, depth)]
 
     def gather(self) -> None:
-        """Gathers the whole parameters and waits for them. All ranks of the groups must call this method, in the same
+        """All-gathers the whole parameters and waits for them. All ranks of the groups must call this method, in the same
         order."""
         self.start_gather()
         self.wait()
@@ -109,8 +109,7 @@ class UnshardedParameters(ManagedBuffer):
     def invalidate(self) -> None:
         """Marks this rank's whole parameters as out of date, because the shards have changed.
 
-        Without offloading, the all-gathers up to the depth of the parameters begin at once. With offloading, they begin on
-        use.
+        The all-gathers up to the depth of the parameters begin at once without offloading, and on use with offloading.
         """
         plan = self._chunk.plan
         if plan.shard_steps or self._fetched or self._chunk.elements.prunes:

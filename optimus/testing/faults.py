@@ -1,7 +1,7 @@
 """Fault injection: a plan of faults by rank and step, to rehearse a run's recovery.
 
-Every fault of a plan happens once in the life of a run, even if the run repeats the step after a restart, because the event
-log records the faults that have happened. As a program, this module runs a rank of a launch with a plan. The
+Every fault of a plan, except `slow`, happens once in the life of a run, even if the run repeats the step after a restart,
+because the event log records the faults that have happened. As a program, this module runs a rank of a launch with a plan. The
 program's arguments are PLAN and the arguments of `optimus.launch.rank`.
 """
 
@@ -202,7 +202,7 @@ class Inject(Hook):
             raise UserError(
                 "a fault plan can cut links in the lab only: this rank is in the network of the machine itself"
             )
-        device = os.environ["GLOO_SOCKET_IFNAME"]  # the launcher sets it
+        device = os.environ["GLOO_SOCKET_IFNAME"]  # the launcher sets this variable
         subprocess.run(["ip", "link", "set", device, "down"], check=True)
 
     def _hang(self, trainer: Trainer) -> None:

@@ -264,7 +264,7 @@ def test_a_model_of_many_times_what_is_there_is_not_made(slot: Path, key: str, s
             {"shape": (1 << 20, 1 << 20), "offsets": (0, 0), "sizes": (1 << 20, 1 << 20)},
             "many times the elements that fit into its bytes",
         ),
-        ({"dtype": "float16"}, "shape or dtype differ from .metadata"),
+        ({"dtype": "float16"}, "shape or dtype differs from .metadata"),
         ({"file": "../__0_0.distcp"}, "cannot be read"),
     ],
 )

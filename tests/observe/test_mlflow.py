@@ -86,7 +86,7 @@ def test_a_server_that_does_not_answer(
     monkeypatch.setitem(sys.modules, "mlflow", module := Mlflow(lost="metrics"))
     assert optimus.train(small_run, resume="auto")["step"] == 2
     assert [kind for kind, _ in module.calls] == ["experiment", "start", "params", "metrics"]
-    said = "observe.mlflow: no answer\nFrom step 1 on, only metrics.jsonl has the metrics"
+    said = "observe.mlflow: no answer\nFrom step 1 on, MLflow gets no metrics; metrics.jsonl has all metrics"
     assert capsys.readouterr().err.count(said) == 1
 
 

@@ -168,9 +168,9 @@ def test_the_table_fits_a_terminal(scaled: bool) -> None:
 @pytest.mark.parametrize(
     ("memory", "fits", "verdict"),
     [
-        ("4e9", True, r" MB on 4 GB: fits"),
-        ("1e8", False, r" MB on 100 MB: does not fit"),
-        ("TOTAL", False, r" MB on .* MB \(.* MB are usable: fragmentation wastes the rest\): does not fit"),
+        ("4e9", True, r" MB of 4 GB: fits"),
+        ("1e8", False, r" MB of 100 MB: does not fit"),
+        ("TOTAL", False, r" MB of .* MB \(.* MB are usable: fragmentation wastes the rest\): does not fit"),
     ],
 )
 def test_a_dry_run_ends_with_a_verdict(plan: Callable[..., Any], memory: str, fits: bool, verdict: str) -> None:

@@ -249,14 +249,18 @@ def test_what_is_about_pipelines_needs_one(name: str) -> None:
     [
         (
             [*INTERLEAVED, "train.micro_batch=48"],
-            "2 microbatches cannot fill 4 ranks; use at least 4 smaller microbatches, fewer ranks, or schedule 1f1b",
+            "the number of microbatches, 2, is below the number of ranks, 4; use at least 4 smaller microbatches, fewer ranks, "
+            "or schedule 1f1b",
         ),
         (
             ["parallel.schedule=interleaved-1f1b"],
             "1 stage per rank leaves nothing to interleave; use 2, or schedule 1f1b",
         ),
-        (["parallel.schedule=zbv"], "zbv: 1 stages per rank are not possible; use 2"),
-        (["parallel.schedule=zb-h1", "parallel.stages_per_rank=2"], "zb-h1: 2 stages per rank are not possible; use 1"),
+        (["parallel.schedule=zbv"], "zbv: the number of stages per rank cannot be 1; use 2"),
+        (
+            ["parallel.schedule=zb-h1", "parallel.stages_per_rank=2"],
+            "zb-h1: the number of stages per rank cannot be 2; use 1",
+        ),
         (
             ["parallel.schedule=gpipe", "parallel.warmup_factor=2"],
             "a warm-up factor other than 1 is an option of 1f1b only; leave it out",

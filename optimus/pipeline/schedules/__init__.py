@@ -1,4 +1,4 @@
-"""The schedules by name, one file per generator. Start with `row.py`; `gpipe.py` is an example.
+"""The schedules by name, with related generators in one file. Start with `row.py`; `gpipe.py` is an example.
 
 Every module of this package with a constant `ROWS` registers its schedules: a new schedule needs only a new file. Each
 generator lists the computations of every rank; `transfers.with_transfers` adds the sends and receives.
@@ -84,10 +84,10 @@ def _problem(row: ScheduleRow, sizes: Sizes) -> str | None:
     if not row.any_stages and per_rank != row.stages:
         takers = [each for each in schedules().values() if each.any_stages]
         others = "".join(f", or schedule {each.name}, which accepts {each.stages} or more" for each in takers)
-        return f"{per_rank} stages per rank are not possible; use {row.stages}{others}"
+        return f"the number of stages per rank cannot be {per_rank}; use {row.stages}{others}"
     if row.in_rounds and microbatches < ranks:
         return (
-            f"{microbatches} microbatches cannot fill {ranks} ranks; use at least {ranks} smaller microbatches, fewer "
-            f"ranks, or schedule {DEFAULT}"
+            f"the number of microbatches, {microbatches}, is below the number of ranks, {ranks}; use at least {ranks} "
+            f"smaller microbatches, fewer ranks, or schedule {DEFAULT}"
         )
     return None

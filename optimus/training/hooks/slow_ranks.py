@@ -41,7 +41,7 @@ class SlowRanks(Hook):
                 self._tell(trainer, rank, times, told[rank][1])
 
     def _tell(self, trainer: Trainer, rank: int, times: float, node: str | None) -> None:
-        detail = f"rank {rank} takes {times:.2f} times as long for its part of a step as its peers"
+        detail = f"rank {rank} takes {times:.2f} times as long as normal for its part of a step"
         trainer.say(f"step {trainer.progress.step}: {detail}" + (f" (node {node})" if node is not None else ""))
         if self._node is None:
             return
@@ -60,7 +60,8 @@ def find_slow(
     `seconds` are the computation times per step, without waiting (MegaScale; C4). `peers` are groups of ranks with equal
     work, such as the ranks of one pipeline stage. Of two peers, the faster one is the reference, because nothing makes a
     rank faster than normal. A rank without peers may always take longer than other ranks, because it has more to compute.
-    Such a rank is slow if its ratio to the median of all ranks (see `alone`) exceeds `usual`, its lowest ratio so far.
+    Such a rank is slow if its ratio to the median of all ranks (see `alone`) exceeds `usual`, its lowest ratio so far,
+    by more than `percent`.
     """
     times = {
         rank: seconds[rank] / statistics.median_low(seconds[r] for r in group) for group in peers for rank in group
