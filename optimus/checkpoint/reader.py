@@ -93,8 +93,8 @@ class Reader:
             if there is None or there[0].shape != tuple(targets[0].shape):
                 others = sum(other not in self.stored for other in wanted)
                 raise UserError(
-                    f"checkpoint {self.path} lacks {key} of shape {tuple(targets[0].shape)} (and {max(0, others - 1)} more): it "
-                    "belongs to another model"
+                    f"checkpoint {self.path} lacks {key} of shape {tuple(targets[0].shape)} "
+                    f"(and {max(0, others - 1)} more): it belongs to another model"
                 )
             self._fill(there, targets)
             if not apart and factors_of(key) and all(each in self.stored for each in factors_of(key)):

@@ -249,8 +249,8 @@ def test_what_is_about_pipelines_needs_one(name: str) -> None:
     [
         (
             [*INTERLEAVED, "train.micro_batch=48"],
-            "the number of microbatches, 2, is below the number of ranks, 4; use at least 4 smaller microbatches, fewer ranks, "
-            "or schedule 1f1b",
+            "the number of microbatches, 2, is below the number of ranks, 4; use at least 4 smaller microbatches, "
+            "fewer ranks, or schedule 1f1b",
         ),
         (
             ["parallel.schedule=interleaved-1f1b"],
