@@ -18,7 +18,7 @@ from optimus.copies import LARGEST, RemoteCopies, cache_of, is_url, small_files
 from optimus.disk import parse_json
 from optimus.errors import UserError, naming_disk_errors
 
-_FOLDER = "checkpoints"
+CHECKPOINTS = "checkpoints"
 
 
 def copier(url: str, run: str, keep: int | None, weights_keep: int) -> Callable[[str], str]:
@@ -39,7 +39,7 @@ def copier(url: str, run: str, keep: int | None, weights_keep: int) -> Callable[
 
 def complete_copies(copies: RemoteCopies) -> list[str]:
     """Returns the names of the complete copies of full checkpoints, newest first."""
-    named = [name for name in copies.names(_FOLDER) if name.startswith("step-") and name[5:].isdecimal()]
+    named = [name for name in copies.names(CHECKPOINTS) if name.startswith("step-") and name[5:].isdecimal()]
     return [name for name in sorted(named, key=lambda each: step_of(Path(each)), reverse=True) if _files(copies, name)]
 
 
@@ -54,9 +54,9 @@ def fetch_run(url: str, run: Path) -> str | None:
         files = _files(copies, name) or {}
         with naming_disk_errors(run, "Make room or choose another train.output"):
             copies.get_folder("", run, small_files(copies))
-            description = parse_json((copies.read(f"{_FOLDER}/{name}/{DESCRIPTION}") or b"{}").decode())
+            description = parse_json((copies.read(f"{CHECKPOINTS}/{name}/{DESCRIPTION}") or b"{}").decode())
             for each in filter(None, (description.get("frozen"), name)):
-                _fetch(copies, each, run / _FOLDER / each, _files(copies, each) or files)
+                _fetch(copies, each, run / CHECKPOINTS / each, _files(copies, each) or files)
         return name
     return None
 
@@ -73,60 +73,60 @@ def local_checkpoint(path_or_url: str | Path) -> Path:
     cache = cache_of(copies.url)
     for name in complete_copies(copies):
         files = _files(copies, name) or {}
-        description = parse_json((copies.read(f"{_FOLDER}/{name}/{DESCRIPTION}") or b"{}").decode())
+        description = parse_json((copies.read(f"{CHECKPOINTS}/{name}/{DESCRIPTION}") or b"{}").decode())
         for each in filter(None, (description.get("frozen"), name)):
-            manifest = cache / _FOLDER / each / MANIFEST
-            if not manifest.is_file() or manifest.read_bytes() != copies.read(f"{_FOLDER}/{each}/{MANIFEST}"):
+            manifest = cache / CHECKPOINTS / each / MANIFEST
+            if not manifest.is_file() or manifest.read_bytes() != copies.read(f"{CHECKPOINTS}/{each}/{MANIFEST}"):
                 shutil.rmtree(manifest.parent, ignore_errors=True)
                 _fetch(copies, each, manifest.parent, _files(copies, each) or files)
-        return cache / _FOLDER / name
+        return cache / CHECKPOINTS / name
     raise UserError(f"{copies.url} has no complete copy of a checkpoint: name the `checkpoint.copy_to` of a run")
 
 
 def _copy(run: Path, copies: RemoteCopies, name: str) -> None:
-    folder = run / _FOLDER / name
-    if copies.read(f"{_FOLDER}/{name}/{MANIFEST}") == (folder / MANIFEST).read_bytes() and _files(copies, name):
+    folder = run / CHECKPOINTS / name
+    if copies.read(f"{CHECKPOINTS}/{name}/{MANIFEST}") == (folder / MANIFEST).read_bytes() and _files(copies, name):
         return  # copied by an earlier process of the run
     description = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
     frozen = description.get("frozen")
     if frozen is not None and _files(copies, frozen) is None:
-        copies.put_folder(folder.with_name(frozen), f"{_FOLDER}/{frozen}", last=MANIFEST)
+        copies.put_folder(folder.with_name(frozen), f"{CHECKPOINTS}/{frozen}", last=MANIFEST)
     for file in sorted(run.iterdir()):
         hidden = file.name.startswith(".") or file.name == LEASE or "." not in file.name
         if file.is_file() and not hidden and 0 < file.stat().st_size <= LARGEST:
             copies.put_bytes(file.read_bytes(), file.name)  # the run may append to it meanwhile
-    copies.put_folder(folder, f"{_FOLDER}/{name}", last=MANIFEST)
+    copies.put_folder(folder, f"{CHECKPOINTS}/{name}", last=MANIFEST)
 
 
 def _retire(copies: RemoteCopies, new: str, keep: int | None, weights_keep: int) -> None:
     step = step_of(Path(new))
     names = {
-        name: step_of(Path(name)) for name in copies.names(_FOLDER) if name.partition("-")[0] in ("step", "weights")
+        name: step_of(Path(name)) for name in copies.names(CHECKPOINTS) if name.partition("-")[0] in ("step", "weights")
     }
     later = [name for name, at in names.items() if at > step]
     full = sorted((name for name in names if name.startswith("step-") and name not in later), key=names.__getitem__)
     weights = [name for name, at in names.items() if name.startswith("weights-") and at < step and at % weights_keep]
     for name in [*later, *(full[:-keep] if keep else ()), *weights]:
-        copies.remove(f"{_FOLDER}/{name}", first=MANIFEST)
+        copies.remove(f"{CHECKPOINTS}/{name}", first=MANIFEST)
 
 
 def _files(copies: RemoteCopies, name: str) -> dict[str, Any] | None:
     """Returns the files of a complete copy, by its manifest; None if the copy is not complete."""
-    content = copies.read(f"{_FOLDER}/{name}/{MANIFEST}")
+    content = copies.read(f"{CHECKPOINTS}/{name}/{MANIFEST}")
     if content is None:
         return None
     try:
         files = manifest_files(content.decode())
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
-    sizes = copies.names(f"{_FOLDER}/{name}")
+    sizes = copies.names(f"{CHECKPOINTS}/{name}")
     return files if all(sizes.get(each) == file["bytes"] for each, file in files.items()) else None
 
 
 def _fetch(copies: RemoteCopies, name: str, folder: Path, files: dict[str, Any]) -> None:
     """Copies a checkpoint from the URL; the folder appears when it is complete."""
     partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.partial")  # other nodes may fetch it, too
-    copies.get_folder(f"{_FOLDER}/{name}", partial, [*files, MANIFEST])
+    copies.get_folder(f"{CHECKPOINTS}/{name}", partial, [*files, MANIFEST])
     read_manifest(partial)
     try:
         partial.rename(folder)

@@ -50,7 +50,7 @@ def train_or_check(
     writes = not launched or os.environ.get("RANK", "0") == "0"
     if resume and writes and not check:
         lease.wait()
-    if writes:
+    if writes and not check:
         checks.fetch_lost_run(tree, resume)
     resolved = check_run(tree, data, mesh_of(tree, ranks, ranks_per_node(ranks)), resume)
     if check:

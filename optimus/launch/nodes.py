@@ -45,6 +45,7 @@ def launch(
     run for good, and an `Exit` when a signal has ended the run. Raises `UserError` for problems that the user can fix here.
     """
     node = node or platform.node()
+    fetch_lost_run(load_config(job.config, job.overrides, read_model_folder), resume=True)
     tree, _, _ = _check(job, node)
     name_interface(own_address(rendezvous))
     aborts = backend_of(find_device(tree.train.device, "train.device"), tree.train.device, job.ranks_per_node) != "gloo"
@@ -86,7 +87,6 @@ def _check(job: NodeJob, node: str) -> tuple[RunConfig, ResolvedRun, TrainingDat
     """
     tree, data = read_run(job.config, job.overrides)
     users_hooks(tree.train.hooks)
-    fetch_lost_run(tree, resume=True)
     resolved = check_run(tree, data, mesh_of(tree, job.ranks, job.ranks_per_node), resume=True)
     check_not_excluded(Path(tree.train.output), node)
     return tree, resolved, data

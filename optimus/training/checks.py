@@ -48,6 +48,8 @@ def check_references(config: RunConfig, resume: bool) -> None:
     """Raises `UserError` when the run cannot use a configured tracker (W&B, MLflow), or the checkpoint or model folder that
     it starts from."""
     check_sinks(config)
+    if config.checkpoint.copy_to is not None:
+        RemoteCopies(config.checkpoint.copy_to)  # raises for an unknown protocol, and for one whose package is missing
     if config.lr_schedule.branch_from is not None and not resume:
         path = find_checkpoint(config.lr_schedule.branch_from)
         trunk = read_description(path)

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from optimus.checkpoint.copying import copier, newest_local
+from optimus.checkpoint.copying import CHECKPOINTS, copier, newest_local
 from optimus.errors import UserError
 from optimus.training.record import StepRecord
 from optimus.training.trainer import Hook, Order, Trainer
@@ -25,6 +25,7 @@ class CopyCheckpoints(Hook):
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._outcome: tuple[str, str] | None = None  # (checkpoint, failure) of a copy that has ended
+        self._seen = 0  # time of change of the folder of checkpoints in which there was no newer checkpoint
         self._tried: str | None = None  # the newest checkpoint that has been copied, or could not be
         self._copy: Callable[[str], str] | None = None
 
@@ -41,6 +42,7 @@ class CopyCheckpoints(Hook):
             return
         signalled = trainer.ending is not None and trainer.ending.signal
         limit = time.monotonic() + _GRACE if signalled else None
+        self._seen = -1  # the last checkpoint may be as old as the last look at the folder
         while self._go_on(trainer) and (limit is None or time.monotonic() < limit):
             if self._thread is not None:
                 self._thread.join(0.1)
@@ -61,8 +63,13 @@ class CopyCheckpoints(Hook):
                 )
             else:
                 trainer.say(f"{name} is copied to {trainer.config.checkpoint.copy_to}")
+        folder = trainer.folder / CHECKPOINTS
+        changed = folder.stat().st_mtime_ns if folder.exists() else 0
+        if changed == self._seen:  # spares the listing of the folder in every step
+            return False
         newest = newest_local(trainer.folder)
         if newest is None or newest == self._tried:
+            self._seen = changed
             return False
         self._tried = newest
         self._thread = threading.Thread(target=self._run, args=(newest,), name="optimus copy", daemon=True)
