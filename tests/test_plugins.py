@@ -21,6 +21,8 @@ from optimus import plugins
 from optimus.config import load_config
 from optimus.errors import UserError
 from optimus.model.transformer import Transformer
+from optimus.observe.metrics import MetricsWriter, read_metrics
+from optimus.observe.sinks import check_sinks
 from optimus.optim.rule import Rule
 from optimus.pipeline.schedules import make_schedule
 from optimus.resolve.rules import rules_of
@@ -195,6 +197,65 @@ def rules_of_run(raw: dict[str, Any]) -> dict[str, Rule]:
     config = load_config(raw)
     with torch.device("meta"):
         return rules_of(config.optimizer, Transformer(config.model))
+
+
+SINKS = """
+    from optimus.extend import SinkRow
+
+    class Fails:
+        def __init__(self, folder, config, after_step):
+            self.written = []
+        def write(self, record):
+            if record["step"] == 2:
+                raise OSError("the line is cut")
+        def close(self):
+            raise AssertionError("it has failed before")
+
+    ROWS = [SinkRow("fails", Fails)]
+"""
+
+
+def test_a_sink_that_fails_is_dropped(module: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    observe = {"tensorboard": False, "sinks": [module("sinks", SINKS) and "fails"]}
+    writer = MetricsWriter(tmp_path, load_config(RUN | {"plugins": ["sinks"], "observe": observe}), 0)
+    for step in (1, 2, 3):
+        writer.write({"step": step, "loss": 1.0})
+    writer.close()
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "the metric sink fails failed (OSError: the line is cut): from step 2 on, it gets no metrics" in said
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3]
+    with pytest.raises(UserError, match=r"observe\.sinks: metric sink 'fail' does not exist; did you mean 'fails'\?"):
+        check_sinks(load_config(RUN | {"plugins": ["sinks"], "observe": observe | {"sinks": ["fail"]}}))
+
+
+READERS = """
+    from optimus.extend import record_reader
+
+    def records(file):
+        for number, line in enumerate(file):
+            if line.startswith(b"bad"):
+                raise ValueError("it is bad")
+            yield 3 if line.startswith(b"three") else {"text": line.decode()}
+
+    ROWS = [record_reader("lines", (".lines",), records)]
+"""
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"good\nbad\n", "the reader lines failed after 1 records (ValueError: it is bad)"),
+        (b"good\ngood\nthree\n", "record 3 of the reader lines is no text or mapping: 3"),
+    ],
+)
+def test_a_reader_that_fails_is_named(content: bytes, message: str, module: Any, tmp_path: Path) -> None:
+    (tmp_path / "in.lines").write_bytes(content)
+    with pytest.raises(UserError, match=r"in\.lines") as refused:
+        optimus.prepare(
+            [tmp_path / "in.lines"], tmp_path / "out", train_tokenizer=300, plugins=[module("reading", READERS)]
+        )
+    assert message in str(refused.value)
 
 
 def test_the_page_about_plugins(module: Any) -> None:

@@ -135,6 +135,16 @@ def test_a_copy_has_every_byte_and_fills_a_lost_folder(tmp_path: Path, model: Tr
     assert [path.name for path in (tmp_path / "again" / "checkpoints").iterdir()] == ["step-00000004"]
 
 
+@pytest.mark.parametrize("url", ["nope://bucket/run", "s3x://bucket"])
+def test_a_protocol_that_nobody_knows_is_refused_before_the_start(url: str, tmp_path: Path) -> None:
+    (tmp_path / "text.md").write_text("line of a text " * 500)
+    optimus.prepare([tmp_path / "text.md"], tmp_path / "data", train_tokenizer=300, context=16, workers=1)
+    train = {"output": str(tmp_path / "run"), "steps": 1, "global_batch": 1, "micro_batch": 1, "sequence_length": 16}
+    config = {"model": "mula-tiny", "data": {"path": str(tmp_path / "data")}, "train": train}
+    with pytest.raises(UserError, match=f"{url} cannot be opened .*Protocol not known"):
+        optimus.train(config | {"checkpoint": {"copy_to": url}}, check=True)
+
+
 def test_a_copy_that_is_there_already_is_not_copied_again(tmp_path: Path, model: Transformer) -> None:
     run, url = tmp_path / "run", f"file://{tmp_path}/copy"
     save(run, model, 2)
