@@ -1,4 +1,6 @@
-"""Declarations of parameters by their modules: logical dims, role and initial values. Layouts derive from these declarations.
+"""Declarations of parameters by their modules: logical dims, role and initial values.
+
+Layouts derive from these declarations.
 
 A logical dim names what a tensor's dim indexes. The table in `parallel.layouts` says how each logical dim is sharded (as in
 T5X, MaxText and Levanter). A module declares a parameter where it creates the parameter:

@@ -31,9 +31,9 @@ class Router(ProjectionModule):
     - `logit_bias`: the projection has a bias, which is a parameter.
 
     `force_balanced` forces the uniform routing of the Optimus paper (section 2.3), with the router's scores as weights:
-    token t of a sequence or document goes to experts t*K ... t*K + K-1 modulo E. In each sequence or document, all experts get the same
-    number of tokens, or one more where E does not divide the number of choices. A token's experts depend on its position alone, not
-    on the other tokens of its batch or rank.
+    token t of a sequence or document goes to experts t*K ... t*K + K-1 modulo E. In each sequence or document, all experts
+    get the same number of tokens, or one more where E does not divide the number of choices. A token's experts depend on
+    its position alone, not on the other tokens of its batch or rank.
     """
 
     replaceable = (*ProjectionModule.replaceable, "step")
