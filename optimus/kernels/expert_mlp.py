@@ -50,9 +50,9 @@ class Routes(NamedTuple):
 
     @property
     def fullest(self) -> list[tuple[int, slice]]:
-        """Some of `slices`, at most four. They include the longest slice and the longest pair of consecutive slices.
+        """Some of `slices`, at most four, which determine peak memory.
 
-        These slices determine peak memory.
+        The longest slice and the longest pair of consecutive slices are always included.
         """
         sizes = [rows.stop - rows.start for _, rows in self.slices]
         pairs = [sum(sizes[max(0, i - 1) : i + 1]) for i in range(len(sizes))]
