@@ -1,6 +1,7 @@
 """The activation of a feed-forward layer, optionally as a gate that multiplies a second projection (Shazeer 2020).
 
-Autograd saves only the input z, the projection's output; the backward pass recomputes the activation.
+For a gated activation, autograd saves only the input z, the projection's output; the backward pass recomputes the
+activation.
 
 Legend: T rows, I intermediate.
 """
@@ -47,7 +48,7 @@ _KINDS: dict[Activation, _Kind] = {
 def activation(z: Tensor, kind: Activation, gated: bool) -> Tensor:
     """Maps `z` [..., I] to [..., I]; if `gated`, maps [..., 2 I], gate then up, to the activated gate times up.
 
-    `clamped_silu` is always gated: it clamps the gate to at most 7 and up to +-7, applies x * sigmoid(1.702 x) to the gate,
+    `clamped_silu` must be gated: it clamps the gate to at most 7 and up to +-7, applies x * sigmoid(1.702 x) to the gate,
     and increments up by one.
     """
     if not gated:

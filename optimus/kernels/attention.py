@@ -67,7 +67,7 @@ def causal_attention(q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, scoring: Sc
 def attend_blocks(
     q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, blocks: "Sequence[AttentionBlock]", sink_N: Tensor | None = None
 ) -> Tensor:
-    """Computes attention of all queries over the keys of their blocks, [B, S, N, D], without masks.
+    """Computes attention of all queries over the keys of their blocks, [B, S, N, D].
 
     Autograd saves keys once, even if several heads or blocks share them. Every query is in exactly one causal block, which
     must precede the query's other blocks.
@@ -214,7 +214,7 @@ class AttentionBlock(NamedTuple):
     """A slice of queries and a slice of keys that they attend to, according to `mask`.
 
     With mask `none`, every query attends to all keys. The other masks need as many keys as queries: with `causal`, query i
-    attends to keys up to i; with `window`, to the keys after i. A window block with reversed queries and keys is a causal
+    attends to keys up to i; with `window`, to keys from i on. A window block with reversed queries and keys is a causal
     block, so paths implement no window blocks.
     """
 

@@ -10,8 +10,8 @@ from torch.utils._triton import has_triton_package
 def use_triton(x: Tensor) -> bool:
     """Returns True if operations on `x` run as Triton kernels.
 
-    Kernels compute in fp32, so PyTorch computes float64, which only precision checks use. PyTorch also computes on devices
-    that this build of Triton does not support, and on devices whose module sets `runs_triton` to false.
+    Kernels compute in fp32, so PyTorch computes float64, which only precision checks use. PyTorch also computes if
+    the package triton is missing, and on devices whose module sets `runs_triton` to false.
     """
     return x.device.type not in ("cpu", "meta") and x.dtype != torch.float64 and _has_kernels(x.device.type)
 

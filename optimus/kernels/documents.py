@@ -1,7 +1,7 @@
 """Causal attention within concatenated documents, without computing scores between two documents.
 
-On an accelerator, one call of flash attention processes documents of any lengths (`torch.nn.attention.varlen`). Elsewhere,
-documents that all have one length form a batch, and documents of several lengths become attention blocks.
+Documents that all have one length form a batch. If flash attention supports the scores, one of its calls processes
+documents of several lengths (`torch.nn.attention.varlen`). Otherwise, these documents become attention blocks.
 
 Legend: T tokens of all documents, N heads, M heads of keys and values, D head size.
 """

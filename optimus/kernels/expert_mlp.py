@@ -50,7 +50,10 @@ class Routes(NamedTuple):
 
     @property
     def fullest(self) -> list[tuple[int, slice]]:
-        """Some of `slices`, at most four: with the longest and the longest consecutive pair, which determine peak memory."""
+        """Some of `slices`, at most four, which determine peak memory.
+
+        The longest slice and the longest pair of consecutive slices are always included.
+        """
         sizes = [rows.stop - rows.start for _, rows in self.slices]
         pairs = [sum(sizes[max(0, i - 1) : i + 1]) for i in range(len(sizes))]
         ends = [values.index(max(values)) for values in (sizes, pairs) if values]
@@ -59,7 +62,7 @@ class Routes(NamedTuple):
 
 
 def make_routes(indices_TK: Tensor, experts: int, dtype: torch.dtype, local_choices: int | None = None) -> Routes:
-    """Sorts the choices by expert, stably; each expert's rows begin at a multiple of the padding.
+    """Sorts the choices by expert, stably; each expert's rows begin at a multiple of `PADDING`.
 
     `local_choices` is the number of choices that are not -1, if the caller knows it.
     """

@@ -49,7 +49,7 @@ class GradientBuffer(ABC):
     def add(self, write: Callable[[Tensor], object]) -> None:
         """Calls `write` with the tensor to add the gradient to: now, or later while weight gradients are deferred.
 
-        From this call on, the owner of the parameter may free its memory.
+        From this call on, the owner of the parameter may free the parameter's memory.
         """
 
         @torch.no_grad()

@@ -2,9 +2,9 @@
 
 The form of a matmul is NN, NT or TN after its operands: N is row-major, T is column-major. Libraries are not equally fast
 in the three forms: on one chip a TN matmul was eight times slower than the same matmul as NN (AxoNN, section 5.1.3). While a
-`MatmulForms` measures, it times every matmul in all three forms, including the transposition of operands. Once the ranks
-have agreed (`choose`), matmuls of the same sizes and dtype use a clearly faster form. Before the agreement, and without a
-`MatmulForms`, matmuls use their operands as given.
+`MatmulForms` measures, it times every large matmul in all three forms, including the transposition of operands. Once the
+ranks have agreed (`choose`), matmuls of the same sizes and dtype use a clearly faster form. Before the agreement, and
+without a `MatmulForms`, matmuls use their operands as given.
 
 Results of different forms differ in their last bits. Ranks with the same computation must use the same form, or a token
 could go to other experts on one of the ranks.

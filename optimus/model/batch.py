@@ -66,7 +66,7 @@ class Batch(NamedTuple):
         return self.target_mask_BS is None and self.document_BS is None
 
     def predicted(self) -> int:
-        """Returns the number of predicted tokens. If the mask is on an accelerator, the host waits for it."""
+        """Returns the number of predicted tokens. If the mask is on an accelerator, the host waits for the accelerator."""
         chosen_BS = self._chosen_BS
         return self.tokens_BS[:, 1:].numel() if chosen_BS is None else int(chosen_BS.sum())
 

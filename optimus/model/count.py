@@ -57,8 +57,8 @@ def flops_per_token(config: ModelConfig, context: int) -> float:
     """Returns the floating point operations of forward and backward pass per token (PaLM, appendix B).
 
     Counts 6 per active weight of a matmul: 2 in the forward pass, 4 in the backward pass. The input embedding is a look-up
-    and does not count. For attention, counts 6 per column of queries and values and per position, without a discount for
-    the causal mask, as usual for model FLOPs utilisation (MFU).
+    and does not count. For attention, counts 6 per column of queries and values and per position of the context or window,
+    without a discount for the causal mask, as usual for model FLOPs utilisation (MFU).
     """
     counts = _counts(config)
     scores = sum(columns * min(window or context, context) for window, columns in counts.scored.items())

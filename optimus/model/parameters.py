@@ -1,4 +1,6 @@
-"""Declarations of parameters by their modules: logical dims, role and initial values. Layouts derive from them.
+"""Declarations of parameters by their modules: logical dims, role and initial values.
+
+Layouts derive from these declarations.
 
 A logical dim names what a tensor's dim indexes. The table in `parallel.layouts` says how each logical dim is sharded (as in
 T5X, MaxText and Levanter). A module declares a parameter where it creates the parameter:
@@ -72,7 +74,7 @@ def declare(
     initial: Initial = "normal",
     factor_of: tuple[Dim, ...] | None = None,
 ) -> nn.Parameter:
-    """Creates an uninitialised parameter on the default device, which the caller assigns to `module`'s attribute `name`.
+    """Creates an uninitialised parameter on the default device; the caller assigns it to the attribute `name` of `module`.
 
     Raises `ValueError` for a scalar parameter without `factor_of`, because its dims do not say how to reduce its gradient.
     """

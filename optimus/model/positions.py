@@ -101,5 +101,5 @@ def _attention_factor(scaling: RopeScaling) -> float:
 
 
 def mscale(factor: float, times: float = 1.0) -> float:
-    """Returns YaRN's 0.1 times ln(factor) + 1; DeepSeek-V2 adds the coefficient `times`."""
+    """Returns 0.1 * times * ln(factor) + 1: YaRN's formula, to which DeepSeek-V2 adds the coefficient `times`."""
     return 0.1 * times * math.log(max(1.0, factor)) + 1.0

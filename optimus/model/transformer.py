@@ -238,7 +238,7 @@ class Transformer(nn.Module):
     def hidden_states(self, tokens_BS: Tensor, cache: KVCache | None = None) -> Tensor:
         """Returns the output of the final norm [B, S, H], whole on every device.
 
-        Only for evaluation: gradients do not flow through it.
+        Only for evaluation: if the model is sharded, no gradients flow through the result.
         """
         length, start = tokens_BS.shape[1], cache.length if cache is not None else 0
         self.check_length(start + length)

@@ -34,7 +34,7 @@ class Vocabulary:
         return x_TH
 
     def logits(self, x: Tensor, weight: nn.Parameter) -> Tensor:
-        """Maps a whole [..., H] to logits [..., V] in the dtype of the weight."""
+        """Maps whole rows [..., H] to logits [..., V] in the dtype of the weight."""
         return linear(x, weight, product=self._product)
 
     def part_logits(self, x_TH: Tensor, weight: nn.Parameter) -> Tensor:

@@ -56,7 +56,7 @@ class RingSequence(SequenceSplit):
         """Returns the positions of this rank's two pieces; see `SequenceSplit.positions`.
 
         Raises:
-            UserError: the length is no multiple of 2n.
+            UserError: the length is not a multiple of 2n.
         """
         _check(length, 2 * self.parts, "context_method ring")
         pieces = torch.arange(length, device=device).view(2 * self.parts, -1)
@@ -87,7 +87,7 @@ class UlyssesSequence(SequenceSplit):
         """Returns the positions of this rank's piece; see `SequenceSplit.positions`.
 
         Raises:
-            UserError: the length is no multiple of n.
+            UserError: the length is not a multiple of n.
         """
         _check(length, self.parts, "context_method ulysses")
         return torch.arange(length, device=device).view(self.parts, -1)[self._group.rank]

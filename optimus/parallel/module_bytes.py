@@ -1,8 +1,9 @@
-"""Activation bytes of a model's modules, measured by running each once on shapes alone, forward and backward.
+"""Activation bytes of a model's modules, measured by running the modules on shapes alone, forward and backward.
 
 This module builds the modules for one rank of a mesh, with that rank's shards of the parameters, and runs them on tensors
-without data (`shapes.py`). Blocks of the same shapes are measured once, with few sequences, and then extrapolated: after
-every operation, the number of live bytes grows linearly with the number of sequences.
+without data (`shapes.py`). Blocks of the same shapes share their measurements. Bytes of many sequences are
+extrapolated from two measurements with few: after every operation, the number of live bytes grows linearly with the number
+of sequences.
 
 Tokens choose experts at random, all experts alike, or this rank's experts `load` times as often as the mean.
 """

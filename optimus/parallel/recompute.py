@@ -43,7 +43,7 @@ def run_unit(modules: Sequence[nn.Module], function: Callable[..., Any], *args: 
 class Recompute:
     """Runs units, and recomputes the `chosen` activations.
 
-    `unit` runs modules by a function; it all-gathers their parameters before, and again for the backward pass. `step`
+    `unit` runs modules by a function; `unit` may all-gather their parameters before, and again for the backward pass. `step`
     caches results of collectives; without `keep_collectives`, all ranks repeat the collectives. Recomputation with cached
     results works only once, so a second backward pass through the same graph is impossible.
     """

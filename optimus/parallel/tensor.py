@@ -6,7 +6,7 @@ projection is Megatron-LM's column- or row-parallel layer. AxoNN's third dimensi
 (`state.shard_ranks`).
 
 With sequence parallelism (Korthikanti et al. 2022), the rows of the residual stream are sharded over `tp_out`. Projections
-then all-gather rows on entry to a module and reduce-scatter them on exit, instead of all-reduces over `tp_out`, and
+then all-gather rows on entry to a module and reduce-scatter them on exit, instead of all-reducing over `tp_out`, and
 autograd saves only a shard of the rows. Any assignment of rows to ranks is correct, because outside the modules nothing
 connects tokens.
 
@@ -40,7 +40,7 @@ from optimus.parallel.options import StageOptions
 
 
 class SplitProduct(Product):
-    """The matmul with a weight whose inputs are sharded over the group `inputs`, and its outputs over `outputs`.
+    """The matmul with a weight: the group `inputs` shards the weight's inputs, and `outputs` shards its outputs.
 
     Communication surrounds `inner`, which multiplies by this rank's shard. `gathers`: the rows of x are sharded over
     `outputs`, and are all-gathered first. `scatters`: the result is reduce-scattered, so that `inputs` shards its rows.

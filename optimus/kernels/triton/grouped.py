@@ -2,7 +2,7 @@
 
 If the chip has TMA (`tuning.by_descriptors`), kernels load contiguous operands by descriptors. Each processor then runs one
 persistent program, which prefetches the next tile while it finishes the current one. Kernels always load gathered rows by
-pointers, and also all operands if widths or the chip do not allow descriptors.
+pointers, and also all operands if the dtype, the widths or the chip do not allow descriptors.
 
 Legend: P routed rows, E experts, R tiles of rows; A [P, L] @ B [E, L, N] -> [P, N]; a weight's gradient is [E, M, N].
 """

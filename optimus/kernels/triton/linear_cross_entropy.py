@@ -27,7 +27,10 @@ def in_blocks(
     cap: float | None,
     rows_T: Tensor | None,
 ) -> Tensor:
-    """Returns the loss of `kernels.linear_cross_entropy`; fills the given `gradients` of x and w (fp32, initially zero)."""
+    """Returns the loss of `kernels.linear_cross_entropy`, and fills the given `gradients` of x and w.
+
+    The gradient of w must be fp32 and initially zero.
+    """
     V = len(w_VH)
     block = max(1, _BLOCK_ELEMENTS // V)
     target_T = target_T.contiguous()
@@ -64,7 +67,7 @@ def _softmax_gradient(
     """Stores the row's loss, and replaces its logits by `scale` times the gradient of the loss."""
     t = tl.program_id(0)
     row = logits_TV + t.to(tl.int64) * V
-    # Loaded before any store, with the loop's barriers in between, because other threads overwrite these logits.
+    # The target's logit is loaded before any store, with the loop's barriers in between: other threads overwrite logits.
     target = tl.load(target_T + t)
     counted = target >= 0
     target_logit = _tanh_capped(tl.load(row + target, mask=counted, other=0), CAP)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from optimus.autograd import once_differentiable
 
-_BLOCK_ELEMENTS = 2048  # logits per program: the registers of 4 warps fit several of these tiles
+_BLOCK_ELEMENTS = 2048  # logits per program: the registers of 4 warps hold several of these tiles
 
 
 class Routed(NamedTuple):
@@ -108,8 +108,9 @@ def _route(
     p, lse, logits = _softmax(logits_TE, t, T, E, EXPERTS)
     # Renormalised weights are a softmax of the chosen logits: the chosen probabilities may all underflow in fp32.
     weighed = logits if RENORMALISE else p
-    # Comparisons with NaN are false, so each thread would find another maximum. Therefore NaN counts as 0 here. The token
-    # still gets NaN as all of its weights. -1 marks experts that are already chosen.
+    # Comparisons with NaN are false, so each thread would find another maximum. Therefore NaN counts as 0 here.
+    # Without RENORMALISE, the token still gets NaN as all of its weights. -1 marks experts that are already chosen or do
+    # not exist.
     candidates = tl.where((e < E)[None, :], tl.where(p == p, p, 0.0), -1.0)
     hits = tl.zeros((TOKENS, EXPERTS), dtype=tl.int32)
     j = tl.arange(0, CHOICES)[None, :]

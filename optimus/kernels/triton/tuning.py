@@ -125,7 +125,8 @@ def stage_bytes(tiles: Tiles, kernel: Kernel, element_size: int) -> int:
 def by_descriptors(*tensors: Tensor) -> bool:
     """Returns True if the chip's TMA can read tiles of these tensors.
 
-    TMA needs 16-bit elements, a contiguous last dim, and strides that are multiples of 16 bytes.
+    Kernels use TMA for 16-bit elements; TMA needs strides and a first address that are multiples of 16 bytes. The last dim
+    must be contiguous.
     """
     return devices.chip_of(tensors[0].device).tma and all(
         t.element_size() == 2 and t.numel() and not any(n % 8 for n in (*t.stride()[:-1], t.storage_offset()))
@@ -139,6 +140,6 @@ def adds_in_memory(into: Tensor) -> bool:
 
 
 def programs(x: Tensor, work: int) -> int:
-    """Returns the number of programs for `work` tiles: one per processor if TMA prefetches, else one per tile."""
+    """Returns the number of programs for `work` tiles: at most one per processor if the chip has TMA, else one per tile."""
     chip = devices.chip_of(x.device)
     return max(1, min(work, chip.processors) if chip.tma else work)

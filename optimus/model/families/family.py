@@ -71,7 +71,7 @@ class Family:
     )  # fields of config.json: maps the name that newer `transformers` write to the name used here
     dropout: tuple[str, ...] = ()  # fields of config.json for training only: exports write 0, imports ignore them
     prefix: str = ""  # prefix of the published tensors' names, which some files omit
-    no_parameters: tuple[str, ...] = ()  # patterns of the names of tensors in published files that are no parameters
+    no_parameters: tuple[str, ...] = ()  # patterns of the names of tensors in published files that are not parameters
     further: Further | None = None
     without_effect: tuple[str, ...] = ()  # other fields of config.json: exports repeat the imported model's values
 

@@ -48,7 +48,7 @@ def local_indices(indices_TK: Tensor, first: int, count: int) -> Tensor:
 def choices_of(indices: Tensor, count: int) -> Tensor:
     """Counts how often each of 0 ... count - 1 occurs in `indices`: [count], int64. Ignores -1.
 
-    The host does not wait for the device. It would wait in `torch.bincount`, whose result has a data-dependent length.
+    The host does not wait for the device. The host would wait in `torch.bincount`, whose result has a data-dependent length.
     """
     found = torch.zeros(1 + count, dtype=torch.int64, device=indices.device)
     targets = indices.flatten().long() + 1

@@ -90,7 +90,7 @@ class MoeLayer(nn.Module):
     def forward(self, x_TH: Tensor, position_T: Tensor | None = None) -> tuple[Tensor, RouterStats]:
         """Returns (output in the shape of x, which may have any leading dims; statistics over the whole microbatch).
 
-        `position_T` is the position of every token in its sequence; by default all tokens are one sequence.
+        `position_T` is the position of every token in its sequence or document; by default all tokens are one sequence.
         """
         x_UH = self.tokens.take(x_TH.flatten(0, -2))
         position_U = None if position_T is None else self.tokens.local_values(position_T)

@@ -31,9 +31,9 @@ class Router(ProjectionModule):
     - `logit_bias`: the projection has a bias, which is a parameter.
 
     `force_balanced` forces the uniform routing of the Optimus paper (section 2.3), with the router's scores as weights:
-    token t of a sequence goes to experts t*K ... t*K + K-1 modulo E. All experts get the same number of tokens of a
-    sequence, or one more where E does not divide the number of choices. A token's experts depend on its position alone, not
-    on the other tokens of its batch or rank.
+    token t of a sequence or document goes to experts t*K ... t*K + K-1 modulo E. In each sequence or document, all experts
+    get the same number of tokens, or one more where E does not divide the number of choices. A token's experts depend on
+    its position alone, not on the other tokens of its batch or rank.
     """
 
     replaceable = (*ProjectionModule.replaceable, "step")
@@ -65,7 +65,7 @@ class Router(ProjectionModule):
     def forward(self, x_TH: Tensor, position_T: Tensor | None = None) -> tuple[Tensor, Tensor, RouterStats]:
         """Returns (weights_TK in x's dtype, expert indices_TK int64, statistics). Scores and statistics are fp32.
 
-        `position_T` is the position of every token in its sequence; by default all tokens are one sequence.
+        `position_T` is the position of every token in its sequence or document; by default all tokens are one sequence.
         """
         logits_TE = self.product(x_TH, self.weight, self.gradients.get(self.weight))
         if self.logit_bias is not None:
