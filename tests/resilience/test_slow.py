@@ -138,7 +138,7 @@ def test_the_slow_rank_is_named(small_run: dict[str, Any], number: int) -> None:
     events = EventLog(Path(config["train"]["output"])).read()
     assert [(event["kind"], event["node"], event["rank"]) for event in events] == [("failure", f"node{rank}", rank)]
     for notes, _ in told:
-        (note,) = [note for note in notes if "as long for its part of a step as its peers" in note]
+        (note,) = [note for note in notes if "as long as normal for its part of a step" in note]
         assert f"rank {rank} takes " in note
         assert f"(node node{rank})" in note
 
