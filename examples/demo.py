@@ -72,7 +72,7 @@ data: {{path: {ROOT / "data"}}}
 train: {{output: {output}, steps: {steps}, global_batch: {GLOBAL_BATCH}, micro_batch: {MICRO_BATCH},
   sequence_length: {CONTEXT}}}
 checkpoint: {{every: 200}}
-observe: {{log_every: 50}}
+observe: {{log_every: 50, tensorboard: false}}
 """
     )
     return path
