@@ -68,6 +68,9 @@ def run(
         Option(help="Only measure every algorithm on this machine, and write the table into this machine file."),
     ] = None,
     ranks: Annotated[int, Option(help="Ranks of a node for --write, as for `optimus bench machine`.")] = 4,
+    plugins: Annotated[
+        list[str] | None, Option("--plugin", metavar="NAME", help="With --write: measure its algorithms too; repeated.")
+    ] = None,
 ) -> Result | None:
     """Returns a row for each algorithm in each case, the ratios, and a row for each machine of the selection.
 
@@ -75,7 +78,7 @@ def run(
     first rank of torchrun returns a result.
     """
     if write is not None:
-        measured = measure(ranks, user_path(write))
+        measured = measure(ranks, user_path(write), plugins or ())
         return None if measured is None else Result(measured)
     rows = [*exact(CASES), *held_back(_HELD_BACK)]
     ratios = {

@@ -2,6 +2,7 @@
 and measurements are written and read back."""
 
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -111,3 +112,24 @@ def test_a_table_is_written_beside_what_the_file_has(tmp_path: Path) -> None:
 def test_there_must_be_a_machine_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no such machine file"):
         measure(2, tmp_path / "none.yaml")
+
+
+PLUGIN = """
+from optimus.comm.schedules import ring
+from optimus.extend import AllGatherRow
+
+ROWS = [AllGatherRow("ring-of-plugin", lambda rank, shape: ring(rank, shape.ranks))]
+"""
+
+
+def measured_with_a_plugin(folder: str) -> list[Measurement]:
+    sys.path.insert(0, folder)
+    quick = replace(Extent.for_device("cpu"), sizes=(4096,), window=0.0, rounds=1)
+    return measure_rank(2, quick, ["ring_of_plugin"])
+
+
+def test_algorithms_of_plugins_are_measured(tmp_path: Path) -> None:
+    (tmp_path / "ring_of_plugin.py").write_text(PLUGIN)
+    found = run_ranks(measured_with_a_plugin, 2, str(tmp_path), reuse=False)
+    measured = {point.kind for point in found[0] if point.algorithm == "ring-of-plugin"}
+    assert measured == {"all_gather", "reduce_scatter", "all_reduce"}

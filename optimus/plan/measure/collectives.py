@@ -23,6 +23,7 @@ from optimus.observe.machine import free_memory, use_device
 from optimus.plan.machine import Machine, load_machine
 from optimus.plan.measure.ranks import on_ranks
 from optimus.plan.measure.timing import Clock, Extent, collective_call
+from optimus.plugins import load_plugins
 
 SIZES = tuple(4096 * 16**i for i in range(5))  # bytes: 4 KB to 256 MB
 _HELD = 4  # memory that a rank needs, as a multiple of the tensor's size: parts, received data, partial sums
@@ -38,25 +39,28 @@ class Measurement(NamedTuple):
     seconds: float
 
 
-def measure(ranks: int, path: Path) -> list[dict[str, Any]] | None:
+def measure(ranks: int, path: Path, plugins: Sequence[str] = ()) -> list[dict[str, Any]] | None:
     """Measures on `ranks` fresh ranks of this machine, or on those of torchrun, and writes the results into a machine file.
 
     Returns a row for each measurement; None on all ranks of torchrun but the first. The function does not change the file's
-    earlier results for other shapes. Before measuring, raises `UserError` for an invalid file.
+    earlier results for other shapes. `plugins` names plugins with further algorithms. Before measuring, raises `UserError`
+    for an invalid file.
     """
+    load_plugins(plugins)
     before = _existing(path)
-    found = on_ranks(measure_rank, ranks)
+    found = on_ranks(measure_rank, ranks, None, plugins)
     if found is None:
         return None
     write(path, merged(before.collectives or Measured(), table(found)))
     return [{**point._asdict(), "milliseconds": 1e3 * point.seconds} for point in found]
 
 
-def measure_rank(per: int, extent: Extent | None = None) -> list[Measurement]:
+def measure_rank(per: int, extent: Extent | None = None, plugins: Sequence[str] = ()) -> list[Measurement]:
     """Measures as one rank of a process group with `per` ranks on each node. All ranks return the same measurements.
 
-    `extent` sets the sizes, and the duration of each measurement.
+    `extent` sets the sizes, and the duration of each measurement. `plugins` names plugins with further algorithms.
     """
+    load_plugins(plugins)
     device = use_device("auto", "the device", dist.get_rank() % per)
     extent = extent or replace(Extent.for_device(device.type), sizes=SIZES)
     clock, free = Clock(device, extent), _free(device, per)
