@@ -24,7 +24,7 @@ class Message(NamedTuple):
 class Round(NamedTuple):
     """The messages that a rank sends and receives at once; all messages must arrive before the next round begins.
 
-    In a round of a reduce-scatter (an all-gather backwards), all received messages contain the same blocks.
+    All messages that a rank receives in a round of a reduce-scatter (an all-gather backwards) contain the same blocks.
     """
 
     sends: tuple[Message, ...]

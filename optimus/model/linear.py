@@ -25,7 +25,7 @@ class Product:
     def __call__(self, x: Tensor, weight: nn.Parameter, buffer: GradientBuffer | None) -> Tensor:
         """Maps [..., inputs] to [..., outputs], where the leading dims of `weight` are flattened to `outputs`.
 
-        With a `buffer`, the backward pass adds the weight's gradient to it.
+        The backward pass adds the weight's gradient to `buffer`, if there is one.
         """
         return linear(x, weight.flatten(0, -2), buffer, self.inner)
 

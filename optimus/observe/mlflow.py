@@ -52,7 +52,7 @@ class MLflow:
         self._lost = False
 
     def write(self, record: dict[str, Any]) -> None:
-        """Logs the metrics of a step. If the server stops answering, the run continues: this method prints the failure
+        """Logs the metrics of a step. The run continues if the server stops answering: this method prints the failure
         once, and sends no later record."""
         if self._lost:
             return

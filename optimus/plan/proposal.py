@@ -105,7 +105,7 @@ def memory_of_run(job: Job, run: ResolvedRun) -> Memory:
 
 
 def _memory(rank: int, found: MemoryAccount, shared: bool) -> Memory:
-    """Converts the memory account of a rank. With `shared`, copies for checkpoints are in the ranks' memory."""
+    """Converts the memory account of a rank. Copies for checkpoints are in the ranks' memory if `shared`."""
     kinds = found.kinds(shared=shared)
     parts = {"gathered": 0.0, "copies": 0.0, "optimizer": float(sum(kinds.pop(kind) for kind in OPTIMIZER))}
     parts |= {kind: float(size) for kind, size in kinds.items()}

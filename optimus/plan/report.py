@@ -85,7 +85,7 @@ class Answer:
     def rows(self, *, wide: bool = False) -> list[dict[str, Any]]:
         """Returns the rows of a table: one per plan, or per number of ranks of a scaling study.
 
-        One column has the layout: the axes with more than one rank. With `wide`, every axis has a column. A scaling study
+        One column has the layout: the axes with more than one rank. Every axis has a column with `wide`. A scaling study
         has columns for sharding and recomputation only with `wide`.
         """
         rows = rows_of(self.plans, wide=wide)

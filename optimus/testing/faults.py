@@ -1,8 +1,8 @@
 """Fault injection: a plan of faults by rank and step, to rehearse a run's recovery.
 
 Every fault of a plan, except `slow`, happens once in the life of a run, even if the run repeats the step after a restart,
-because the event log records the faults that have happened. As a program, this module runs a rank of a launch with a plan.
-The program's arguments are PLAN and the arguments of `optimus.launch.rank`.
+because the event log records the faults that have happened. This module, run as a program, runs a rank of a launch with a
+plan. The program's arguments are PLAN and the arguments of `optimus.launch.rank`.
 """
 
 import errno

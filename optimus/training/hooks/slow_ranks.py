@@ -58,7 +58,7 @@ def find_slow(
     slowest first.
 
     `seconds` are the computation times per step, without waiting (MegaScale; C4). `peers` are groups of ranks with equal
-    work, such as the ranks of one pipeline stage. Of two peers, the faster one is the reference, because nothing makes a
+    work, such as the ranks of one pipeline stage. The faster of two peers is the reference, because nothing makes a
     rank faster than normal. A rank without peers may always take longer than other ranks, because it has more to compute.
     Such a rank is slow if its ratio to the median of all ranks (see `alone`) exceeds `usual`, its lowest ratio so far,
     by more than `percent`.
