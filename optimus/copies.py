@@ -37,8 +37,10 @@ def is_url(path: str | Path) -> bool:
 def url_text(path: str | Path) -> str:
     """Returns a URL without a slash at its end, and with both slashes after the protocol, which `Path` joins."""
     text = str(path).rstrip("/")
-    found = _URL.match(text)
-    return text if found is None or found[1] == "file" else f"{found[1]}://{text[found.end() :]}"
+    protocol, _, rest = text.partition(":")
+    if not is_url(text) or rest.startswith("//"):
+        return text
+    return f"{protocol}://{rest if protocol == 'file' else rest.lstrip('/')}"
 
 
 def extra_of(url: str) -> str:

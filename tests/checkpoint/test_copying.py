@@ -85,7 +85,9 @@ def test_urls_are_told_from_paths() -> None:
     assert all(is_url(url) for url in urls)
     assert not any(is_url(path) for path in ["runs/first", "/tmp/x", "./s3:/x", "~/x", "a:b", "c:/x"])
     assert url_text(Path("s3://bucket/run/")) == "s3://bucket/run"
-    assert url_text("file:///tmp/x/") == "file:///tmp/x"
+    for url in ("file:///tmp/x", "hdfs:///tmp/x", "s3://bucket"):
+        assert url_text(f"{url}/") == url
+    assert url_text(Path("file:///tmp/x")) == "file:///tmp/x"
 
 
 WRITERS = [
