@@ -1,8 +1,9 @@
 """Choice of the algorithm of a collective: the known schedules, their measured times, and rules for unmeasured sizes.
 
-The choice depends only on the kind of collective, the shape of the group and the bytes of the tensor, which all ranks of the
-group know. The order of additions therefore depends only on these values too. A size is the bytes of the whole tensor, which
-a rank has after an all-gather, before a reduce-scatter or an all-to-all, and before and after an all-reduce.
+The choice depends only on values that all ranks of the group know: the backend, the kind of collective, the group's shape,
+the measurements, and the tensor's type and bytes. The order of additions therefore depends only on these values too. A size
+is the bytes of the whole tensor, which a rank has after an all-gather, before a reduce-scatter or an all-to-all, and before
+and after an all-reduce.
 """
 
 import math
@@ -296,8 +297,8 @@ def used(
     """Returns the algorithm that a group uses.
 
     `by_messages` is true for Gloo, whose messages carry our rounds. Other backends use their built-in collectives, except
-    where measurements show that two levels are faster. `narrow` is true for a tensor of floats of fewer than 32 bits, in
-    which Gloo's built-in collectives would add.
+    where measurements exist and `choose` returns an algorithm on two levels. `narrow` is true for a tensor of floats of
+    fewer than 32 bits, in which Gloo's built-in collectives would add.
     """
     name = choose(kind, shape, size, measured)
     if not by_messages:

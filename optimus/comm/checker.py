@@ -52,7 +52,7 @@ def _check(ranks: Sequence[Sequence[Round]], have: list[set[int]], wanted: Seque
 
 
 def _messages(ranks: Sequence[Sequence[Round]], number: int) -> list[tuple[int, int, tuple[int, ...]]]:
-    """Returns (sender, receiver, blocks) of each message of a round, of which the sender and the receiver must both know."""
+    """Returns (sender, receiver, blocks) of each message of a round; the rounds of both ranks must contain the message."""
     rounds = [(rank, rounds[number]) for rank, rounds in enumerate(ranks) if number < len(rounds)]
     sent = [(rank, *message) for rank, each in rounds for message in each.sends]
     awaited = [(message.peer, rank, message.blocks) for rank, each in rounds for message in each.receives]

@@ -1,8 +1,9 @@
 """Execution of the schedules of collectives as messages between ranks over Gloo, one round at a time.
 
 Gloo's reduce-scatter is an all-reduce that discards most of its result. Gloo's all-gather is a ring, whose time grows with
-the number of ranks. In this module, a round posts its receives before its sends. A rank sends and receives a message in
-place if the blocks of the message are adjacent in memory, and otherwise packs the blocks into a scratch buffer.
+the number of ranks. In this module, a round posts its receives before its sends. A rank sends a message in place if the
+blocks of the message are adjacent in memory and need no conversion. `gather` also receives adjacent blocks in place. All
+other messages use scratch buffers.
 
 A rank adds in rank order, in fp32 or in the type of the addends if that type is wider; it adds integers exactly. Sums are
 therefore bitwise reproducible, and equal on all ranks that receive them.

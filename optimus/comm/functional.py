@@ -11,7 +11,7 @@ all ranks. The functions below give correct gradients only if the tensors that t
 The collective cache (`step_context.CollectiveCache`) can store the results of the first forward pass's collectives, so that
 activation recomputation issues no collectives.
 
-Legend: N ranks of the group, T rows of this rank.
+Legend: N ranks of the group, T rows and C columns of this rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,7 +55,7 @@ def join_rows(x: Tensor, group: Group) -> Tensor:
 
 
 def all_reduce_autograd(x: Tensor, group: Group) -> Tensor:
-    """All-reduces `x` in both passes; each rank may compute something different from the sum."""
+    """All-reduces `x` in both passes; the ranks may then use the sum in different ways."""
     return _applied(x, group, all_reduce, all_reduce)
 
 

@@ -1,8 +1,8 @@
 """A group of ranks and its collectives. A group of one rank needs no process group.
 
-A collective fails when a peer has died or is late; the error message names the collective, its group and its size. Methods
-named `*_async` begin a collective and return a handle, so that the caller can compute before it calls `Handle.wait`.
-`strategies.py` carries the collectives out, and `observer.py` records them.
+A collective fails when a peer has died or is late; the error message names the collective, the bytes of its tensor and the
+ranks of its group. Methods named `*_async` begin a collective and return a handle, so that the caller can compute before it
+calls `Handle.wait`. `strategies.py` carries the collectives out, and `observer.py` records them.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ class Shared:
     """State that all groups of a rank share."""
 
     recorder: Recorder = field(default_factory=Recorder)
-    watch: Watch | None = None  # finds NaN and Inf in sent and received tensors
+    watch: Watch | None = None  # finds NaN and Inf in sent tensors
     step: StepContext = field(default_factory=StepContext)
     scratch: Scratch = field(default_factory=Scratch)
     measured: Measured | None = None  # measured times of this machine's collectives
@@ -67,8 +67,8 @@ class Group:
     """The group of `ranks` of the job, in order; `rank` is this process's rank in the group.
 
     Over Gloo the group uses the algorithms of `comm/algorithms.py`, chosen by `shared.measured`. Over other backends the
-    group uses the backend's built-in collectives, or collectives on two levels where `shared.measured` shows that two levels
-    are faster. A group with `watched` False does not record whether its tensors are finite.
+    group uses the backend's built-in collectives, or collectives on two levels where `used` chooses two levels by
+    `shared.measured`. A group with `watched` False does not record whether its tensors are finite.
     """
 
     def __init__(
@@ -212,11 +212,11 @@ class Group:
         return self._backend.begin("broadcast", tensor, call, sent, receives=self.rank != first)
 
     def reduce(self, tensor: Tensor, target: int) -> None:
-        """Replaces `tensor` on the rank `target` by the sum over the ranks; on other ranks `tensor` becomes undefined."""
+        """Replaces `tensor` on the group's rank `target` by the sum over the ranks; elsewhere `tensor` becomes undefined."""
         self.reduce_async(tensor, target).wait()
 
     def reduce_async(self, tensor: Tensor, target: int) -> Handle:
-        """Begins to replace `tensor` on the rank `target` by the sum over the ranks; see `reduce`."""
+        """Begins to replace `tensor` on the group's rank `target` by the sum over the ranks; see `reduce`."""
         call = partial(dist.reduce, tensor, self.ranks[target])
         return self._backend.begin("reduce", tensor, call, tensor, receives=self.rank == target)
 
@@ -275,9 +275,10 @@ class Group:
     # ---- Collectives of flags and Python objects ----
 
     def any(self, flag: bool) -> bool:
-        """Returns whether `flag` is set on any rank, so that all ranks take the same branch; every rank must call.
+        """Returns whether `flag` is set on any rank, so that all ranks take the same branch.
 
-        The flag is a host tensor, so that no rank waits for its device; the group's backend must support host tensors.
+        All ranks must call this method. The flag is a host tensor, so that no rank waits for its device; the group's backend
+        must support host tensors.
         """
         if self.size == 1:
             return flag
@@ -328,7 +329,7 @@ class Group:
         return value  # type: ignore[return-value]
 
     def agree(self, failure: UserError | None) -> None:
-        """Raises, on all ranks, the `failure` of the first rank that has one; every rank must call."""
+        """Raises, on all ranks, the `failure` of the first rank that has one. All ranks must call this method."""
         if self.any(failure is not None):
             raise next(found for found in self.all_gather_object(failure) if found is not None)
 
@@ -344,7 +345,7 @@ def _slices(tensor: Tensor, lengths: Sequence[int] | int) -> tuple[Sequence[Tens
 
 
 def _copy(source: Tensor, target: Tensor) -> Handle:
-    """Copies `source` to `target`, as every collective does in a group of one rank."""
+    """Copies `source` to `target`, which completes a collective in a group of one rank."""
     if target.data_ptr() != source.data_ptr():
         target.copy_(source)
     return DONE

@@ -155,7 +155,10 @@ class Groups:
         return self._shared.measured
 
     def choose_by(self, measured: Measured | None) -> None:
-        """Makes groups choose the algorithms of collectives by `measured`; the call must precede all `make` calls."""
+        """Makes groups choose the algorithms of collectives by `measured`.
+
+        Over backends other than Gloo, groups that exist before this call cannot use two levels.
+        """
         self._shared.choose_by(measured)
 
     @property

@@ -1,7 +1,7 @@
 """Record of a rank's collectives: the number begun in each group, the current wait, and the time waited.
 
-When the ranks hang, the last collective of each rank shows which ranks the others wait for. When one rank is slow, the
-waits of the others show which rank. A record costs two readings of the clock per collective, or two events if the device
+When the ranks hang, the last collective of each rank shows which ranks the others wait for. When one rank is slow, the waits
+of the others show which rank. A record costs four readings of the clock per collective, and two events more if the device
 waits instead of the host (`device`).
 """
 

@@ -119,8 +119,8 @@ class TwoLevels(NamedTuple):
     """Hierarchical collectives in two groups: `across` nodes, of ranks with equal local ranks, and `within` this node.
 
     NCCL's PAT algorithm, which needs few steps, runs only in groups with one rank on each node (PCCL, arXiv 2504.18658).
-    Groups across nodes have one rank on each node. All ranks begin the two collectives in the same order. Each group's
-    observer sees the collectives of that group.
+    Groups across nodes have one rank on each node. All ranks begin the collectives of both groups in the same order. Each
+    group's observer sees the collectives of that group.
 
     Legend: N nodes, M ranks on each, S elements of a part.
     """

@@ -1,4 +1,4 @@
-"""A queue of collectives that run one after the other during computation."""
+"""A queue of asynchronous operations, such as collectives and copies, that run one after the other."""
 
 from collections import deque
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from optimus.comm.handle import Handle
 
 
 class InTurn(Handle):
-    """A queue of collectives, each of which begins after the wait for the previous one."""
+    """A queue of asynchronous operations, each of which begins after the wait for the previous one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -18,19 +18,19 @@ class InTurn(Handle):
         return self._under_way is not None
 
     def add(self, start: Callable[[], Handle]) -> None:
-        """Begins a collective at once if no other is under way, and otherwise enqueues it."""
+        """Begins an operation at once if no other is under way, and otherwise enqueues the operation."""
         if self:
             self._starts.append(start)
         else:
             self._under_way = start()
 
     def advance(self) -> None:
-        """Waits for the collective under way and begins the next one."""
+        """Waits for the operation under way and begins the next one."""
         if self._under_way is not None:
             self._under_way.wait()
             self._under_way = self._starts.popleft()() if self._starts else None
 
     def wait(self) -> None:
-        """Waits for all collectives of the queue."""
+        """Waits for all operations of the queue."""
         while self:
             self.advance()

@@ -30,7 +30,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.enabled = False  # True: somebody reads the records
-        self._notes: list[_Note] = []  # several threads append to it
+        self._notes: list[_Note] = []  # several threads append records
         self._on = False
 
     def begin(self) -> None:
