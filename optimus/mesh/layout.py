@@ -13,8 +13,8 @@ class Layout:
     `sharded_dims` pairs each sharded tensor dim with its mesh axis; of two axes of one dim, the coarser split comes first.
     Along `partial_axes` all ranks have the same part, and the gradient is the sum of the ranks' gradients (Elixir's parallel
     pattern: a group of replicas and a group of parts). Along `replicated_axes` all ranks have the same part and compute the
-    same gradient; ranks along `embedding` add their gradients at the end of a step. Parts of a dim in `uneven` may differ by
-    one in size, and the first parts are the largest.
+    same gradient, except along `embedding`, where the ranks add their gradients at the end of a step. Parts of a dim in
+    `uneven` may differ by one in size, and the first parts are the largest.
     """
 
     shape: tuple[int, ...]

@@ -20,7 +20,10 @@ class StridedGroup(NamedTuple):
 
     @property
     def span(self) -> int:
-        """Distance, in ranks, from the group's first rank to the first rank of the next group of this form."""
+        """Distance, in ranks, from the group's first rank to the end of the ranks of this group and its interleaved groups.
+
+        The groups of this form that begin at the ranks between two ranks of this group are interleaved.
+        """
         return self.size // self.near * self.far if self.near else self.size * self.stride
 
     def on_a_node(self, ranks_per_node: int) -> int:
