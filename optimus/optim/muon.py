@@ -13,7 +13,8 @@ from torch import Tensor
 from optimus.optim.rule import OptimizerStep, Tile, TilingName, UpdateRule
 from optimus.optim.rules import RuleRow
 
-STEPS, _A, _B, _C = 5, 3.4445, -4.7750, 2.0315  # number of steps and Jordan's coefficients, steepest at zero
+# Number of steps, and Jordan's coefficients, which give the polynomial a steep slope at zero.
+STEPS, _A, _B, _C = 5, 3.4445, -4.7750, 2.0315
 _LEAST_NORM = 1e-7
 _ROOT_MEAN_SQUARE = 0.2  # root mean square of the update, as in AdamW, so that Muon uses AdamW's rate and decay
 

@@ -69,7 +69,7 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRule(Rule, ABC):
-    """A rule that trains parameters. Its fields are hyperparameters, whose defaults are in the configuration."""
+    """A rule that trains parameters. The fields of a rule are hyperparameters; the configuration has their defaults."""
 
     trains: ClassVar[bool] = True
 
