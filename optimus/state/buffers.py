@@ -110,9 +110,10 @@ def buffers(
     parameters where they are sharded or on the host. Parameters of type fp32 serve as the master weights, unless the rule
     averages weights, the chunk is pruned, or the chunk is `prunable` with its optimizer state on a disk.
 
-    Offloaded gradients of a step wait for the update in the host memory of the parameters, if both have the same type.
-    Elixir (section 6) does the same: the step no longer uses the parameters. A parameter then takes 14 bytes of host memory
-    in bf16. Gradients that accumulate on the host have separate memory, because the step still uses the parameters.
+    Offloaded gradients of a step wait for the update in the host memory of the parameters, if both have the same type and
+    the chunk has separate master weights. Elixir (section 6) does the same: the step no longer uses the parameters. A
+    parameter then takes 14 bytes of host memory in bf16. Gradients that accumulate on the host have separate memory, because
+    the step still uses the parameters.
 
     The disk record of `prunable` parameters, which may be `pruned` later, reserves the space of their master weights from
     the beginning. Therefore the size of the record is known before the first step.

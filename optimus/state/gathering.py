@@ -2,14 +2,15 @@
 
 A unit is a module, or several modules that run in a row (`model/units.py`). Before a unit runs, the `ParameterPrefetcher`
 gathers the chunks of the unit's parameters. The backward pass of a unit begins when the gradient of the unit's output has
-arrived: then the prefetcher gathers the chunks again. Without a cache, it reshards all other chunks when a unit runs. A
-backward pass reshards each chunk when it no longer needs the chunk's parameters (`reduction.py`). The prefetcher reshards a
-frozen chunk, which gets no gradients, when the backward pass of the next unit begins.
+arrived: then the prefetcher gathers the chunks again. Without a cache, `reshard_after_forward` makes the prefetcher reshard
+all other chunks when a unit runs forward. A backward pass reshards each chunk when it no longer needs the chunk's parameters
+(`reduction.py`). The prefetcher reshards a frozen chunk, which gets no gradients, when the backward pass of the next unit
+begins.
 
-With a cache, a fixed number of chunks stays gathered (Elixir's rCache). One trace records the order of uses in a step, and
-another trace the order in an evaluation. A full cache reshards the chunk whose next use is furthest away (Belady), and the
-prefetcher gathers the chunks with the nearest uses ahead. No decision depends on the arrival of data: all ranks begin the
-same collectives in the same order.
+With a cache, at most a fixed number of chunks stays gathered (Elixir's rCache). One trace records the order of uses in a
+step, and another trace the order in an evaluation. A full cache reshards the chunk whose next use is furthest away (Belady),
+and the prefetcher gathers the chunks with the nearest uses ahead. No decision depends on the arrival of data: all ranks
+begin the same collectives in the same order.
 """
 
 import math
@@ -34,8 +35,8 @@ T = TypeVar("T", bound=Chunk)
 class UseTrace:
     """Records the uses of chunks in this pass, and expects the uses of the previous pass.
 
-    Each chunk is expected to have the same number of uses at the same positions, but the uses of different chunks may
-    interleave in another order.
+    Each chunk is expected to have as many uses as in the previous pass. The uses of different chunks may interleave in
+    another order.
     """
 
     def __init__(self) -> None:
@@ -92,7 +93,7 @@ class ParameterPrefetcher:
         self._chunks: dict[nn.Parameter, Chunk] = {}
         self._names: dict[nn.Parameter, str] = {}
         self._units: dict[Sequence[nn.Module], list[Chunk]] = {}  # chunks by unit
-        self._traced: dict[Chunk, None] = {}  # chunks that are not always present and up to date
+        self._traced: dict[Chunk, None] = {}  # chunks that are offloaded or not always whole on the device
         self._resharding: list[Chunk] = []
         self._frozen: list[Chunk] = []  # frozen chunks outside the cache
         self._in_backward: Sequence[Chunk] = ()  # chunks of the unit whose backward pass began last
@@ -217,8 +218,8 @@ class ParameterPrefetcher:
         True if `chunk` now fits.
 
         Chunks that are in use, or are used again before `position`, stay. If the chunk with the furthest use must stay, this
-        method returns False, because an eviction would cost one more gather. For the `nearest` chunk it evicts another chunk
-        instead, because the gather would otherwise be exposed. Raises `UserError` where too many chunks are in use.
+        method returns False, because an eviction would cost one more gather. With `nearest`, the method evicts another
+        chunk instead, because the gather would otherwise be exposed. Raises `UserError` where too many chunks are in use.
         """
         if self._cache is None or chunk.plan.keeps_unsharded or chunk.unsharded.has_memory:
             return True

@@ -45,7 +45,7 @@ class Matrices(NamedTuple):
         return self.rows * self.columns
 
     def within(self, start: int, end: int) -> range:
-        """Returns the indices of the matrices that begin and end between elements `start` and `end` of the chunk."""
+        """Returns the indices of the matrices that begin between elements `start` and `end` of the chunk."""
         first, last = (-(-(each - self.start) // self.size) for each in (start, end))
         return range(max(0, first), max(0, min(self.number, last)))
 

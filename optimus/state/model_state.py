@@ -291,8 +291,8 @@ class ModelState:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Switches to the evaluation weights (averaged, if the rule averages) for evaluation, saving and export. All ranks
-        must call this method.
+        """Switches to the evaluation weights (averaged, if the rule averages) inside the context. All ranks must
+        call this method.
 
         The method finishes running transfers, so that one rank can continue alone with parameters that are always whole on
         the device.

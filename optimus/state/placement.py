@@ -60,7 +60,7 @@ class Placement:
     """
 
     def __init__(self, plan: ChunkPlan, context: ChunkContext, masks: Mapping[str, Tensor] | None = None) -> None:
-        # The groups have no watch, because all-gathered data may come from other ranks.
+        # The groups have no watch, because a rank may also send data that it has all-gathered from other ranks.
         self.groups = [group.unwatched for group in context.groups]
         self.context, self.transfers, self.part = context, context.transfers, OwnPart()
         self.disk: DiskStates | None = None

@@ -453,8 +453,8 @@ def lay_out(sizes: Sequence[int], limit: int, align: int = ALIGN) -> list[list[t
     start, end) of each parameter.
 
     Each parameter begins at a multiple of `align`. A parameter larger than `limit` gets a separate chunk. The function fills
-    chunks from the last parameter backwards, so that the first chunk is the smallest. The gradients of the first chunk
-    arrive last, and no computation remains to overlap with their reduction.
+    chunks from the last parameter backwards, so that the first chunk gets the remainder and is usually the smallest. The
+    gradients of the first chunk arrive last, and no computation remains to overlap with their reduction.
     """
     chunks: list[list[int]] = []
     length = 0  # elements of the current chunk
@@ -497,7 +497,7 @@ def search_limit(groups: Sequence[Sequence[int]], smallest: int, largest: int) -
 
     `groups` are the sizes of the parameters of each group. Memory blocks of one size would waste the empty elements of
     chunks. A group that fits into the smallest chunk is one small chunk and does not count. A parameter larger than a chunk
-    does not count either. Among equal sizes, the function chooses the largest.
+    does not count either. Among sizes that leave equally few elements empty, the function chooses the largest.
     """
     counted = [sizes for sizes in groups if lay_out(sizes, sum(map(aligned, sizes)))[0][-1][2] > smallest]
 

@@ -6,7 +6,8 @@ before the backward pass. Where gradients are sharded, the whole buffer has memo
 the end of the reduce-scatter. A pruned chunk compresses its gradients in place before their reduction.
 
 The reduction of a chunk begins as soon as the chunk's last gradient of the last microbatch has arrived, while the backward
-pass continues. Gradients are counted separately for each backward pass, because passes with deferred weight gradients
+pass continues. Where microbatches add to a shard, to compressed gradients or to gradients on the host, a reduction begins in
+every microbatch. Gradients are counted separately for each backward pass, because passes with deferred weight gradients
 interleave. A pass no longer needs the parameters when it has *found* all gradients: it may still defer their addition.
 
 Gradients that wait for the update on the host leave the device after their reduction. The transfer happens after the last

@@ -71,8 +71,8 @@ class Transfers:
         return Handle(add), Handle(add)
 
     def advance(self, turn: InTurn) -> None:
-        """Begins the next operation in `turn`; on an accelerator, a stream waits for the previous copy or update instead of
-        the caller."""
+        """Begins the next operation in `turn`; on an accelerator, a stream, instead of the caller, waits for the previous
+        operation."""
         turn.advance()
 
     def submit(self, work: Job, elements: int, on: str) -> Handle:
@@ -107,7 +107,7 @@ class Transfers:
         """Returns memory `on` the device or host for a tile's `part`, which is in the other memory; `filled` copies the
         part's values.
 
-        The memory is valid until the tile after the next one begins.
+        The memory is valid until the next tile begins.
         """
         scratch = self._held(name, part, on)
         if filled:

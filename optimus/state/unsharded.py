@@ -1,9 +1,9 @@
 """All-gathers the whole parameters of a chunk before use, and frees them after use.
 
-One all-gather reverses each sharding step (`plan.py`), the last step first. After an update, all-gathers up to the depth of
-the parameters overlap with the updates of other chunks and the beginning of the next forward pass. The remaining all-gathers
-begin on use. The device first fetches its shard if the parameters are on the host. A pruned chunk expands its
-parameters in place when they have arrived.
+One all-gather reverses each sharding step (`plan.py`), the last step first. After an update, unless the chunk is offloaded,
+all-gathers up to the depth of the parameters overlap with the updates of other chunks and the beginning of the next forward
+pass. The remaining all-gathers begin on use. The device first fetches its shard if the parameters are on the host. A pruned
+chunk expands its parameters in place when they have arrived.
 """
 
 from functools import partial

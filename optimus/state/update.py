@@ -37,7 +37,8 @@ class Update:
         """Runs one optimizer update and recomputes the compute weights; meanwhile reads `following`, the next chunk's state
         on the disk.
 
-        Where state is not on the device, a worker runs the update, and `UnshardedParameters.wait` waits for the worker.
+        Where state is not on the device, a worker runs the update, unless the update is collective;
+        `UnshardedParameters.wait` waits for the worker.
         """
         chunk, part = self._chunk, self._chunk.part
         self._unsharded.wait()
