@@ -85,7 +85,8 @@ class Job:
 
     @property
     def recompute(self) -> frozenset[str]:
-        """Modules that every `config.recompute_every`-th block recomputes in its backward pass."""
+        """Modules that the backward pass recomputes: in every `config.recompute_every`-th block or, with block, in all
+        blocks."""
         return self.profile.recompute.union(self.config.recompute)
 
     # ---- Derived sizes ----
