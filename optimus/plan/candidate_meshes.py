@@ -6,7 +6,8 @@ The list leaves out:
 - tensor-parallel groups that span nodes, and expert-parallel groups that neither divide a node evenly nor fill whole nodes;
 - schedules that another schedule dominates (it takes as long and saves fewer activations);
 - microbatches of a number of sequences other than 1, 2, 4, 8 and 16;
-- context-parallel parts of fewer than 512 tokens.
+- context-parallel parts of fewer than 512 tokens;
+- more than four stages per rank, for schedules that allow any number of stages.
 """
 
 import math
@@ -31,8 +32,8 @@ class BlockTiming(NamedTuple):
     """A division of a block over ranks, and the seconds of a microbatch in a block, the output layer and the embedding."""
 
     work: RankCosts  # costs of a job with one stage and as few replicas as possible
-    block: float  # forward and backward pass of the fastest kind of block
-    forward: float  # forward pass of the fastest kind of block, without collectives
+    block: float  # forward and backward pass with the fastest attention and feed-forward layer of any kind of block
+    forward: float  # forward pass of the same modules, without collectives
     head: float
     embedding: float
 
@@ -143,8 +144,8 @@ class _RankBlocks(NamedTuple):
 
 
 class _Order(NamedTuple):
-    """A pipeline schedule, and the ranks that can be the slowest. With `lent`, ranks share cores, so that other ranks are
-    faster during a rank's bubble."""
+    """A pipeline schedule, and the ranks that can be the slowest. With `lent`, ranks share cores: other ranks are faster
+    during a rank's bubble, and `ranks` are all ranks of the pipeline."""
 
     row: ScheduleRow
     pp: int

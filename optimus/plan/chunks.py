@@ -149,7 +149,7 @@ class MatrixGroup(NamedTuple):
 
 
 class _PartChunks:
-    """The parameters of a rank, end to end in chunks. The class caches the borders of shards by the number of ranks."""
+    """The parameters of a rank, end to end in chunks. The class caches the borders of shards by row and number of ranks."""
 
     def __init__(self, names: Sequence[str], spec: StateSpec, rows: Sequence[ChunkRow], mesh: Mesh) -> None:
         self.names, self.spec, self.rows, self._mesh = names, spec, rows, mesh

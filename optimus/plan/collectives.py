@@ -94,13 +94,15 @@ def collective_seconds(
     `nbytes` is the number of bytes that a rank has at the end (all-gather), at the beginning (reduce-scatter, all-to-all) or
     at both (all-reduce).
 
-    `algorithm` decides how a group on several nodes communicates:
+    `algorithm` decides how a group on several nodes communicates; chosen also decides for a group on one node:
     - ring: one ring over all ranks;
     - hierarchical: within nodes and between nodes, one after the other;
     - best: the faster of ring and hierarchical;
     - library, pccl: the vendor's library or PCCL, by measured figures, for all-gathers and reduce-scatters; one ring for
-      other kinds;
+      all-reduces;
     - chosen: the algorithm that a run of this library chooses, or one ring where that algorithm's seconds are unknown.
+
+    All-to-alls use no ring: unless chosen knows other seconds, each rank sends to all other ranks at once.
 
     Raises `UserError` when the machine lacks the figures that the algorithm needs.
     """

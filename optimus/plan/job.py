@@ -85,7 +85,8 @@ class Job:
 
     @property
     def recompute(self) -> frozenset[str]:
-        """Modules that every `config.recompute_every`-th block recomputes in its backward pass."""
+        """Modules that the backward pass recomputes: in every `config.recompute_every`-th block or, with block, in all
+        blocks."""
         return self.profile.recompute.union(self.config.recompute)
 
     # ---- Derived sizes ----
@@ -112,7 +113,8 @@ class Job:
 
     @property
     def common_batch(self) -> int:
-        """Greatest common divisor of the global batches of all phases, in sequences. A layout must divide this number."""
+        """Greatest common divisor of the global batches of all phases, in sequences. The data-parallel ranks times the
+        sequences of a microbatch must divide this number."""
         return math.gcd(self.train.global_batch, *(phase.global_batch or 0 for phase in self.config.phases))
 
     @property
@@ -193,7 +195,7 @@ class Job:
 
     @property
     def undivided(self) -> "Job":
-        """The job on the same number of ranks, all data-parallel, without sharding of the state or recomputation."""
+        """The job on the same number of ranks, all data-parallel, with unsharded state and without recomputation."""
         before = self.parallel
         parallel = ParallelConfig.model_construct(context_method=before.context_method, overlap=before.overlap)
         plain = replace(self, config=self.config.model_copy(update={"parallel": parallel}))
@@ -226,8 +228,8 @@ def axes_of(mesh: Mesh) -> dict[str, Any]:
 def job_of(
     config: RunConfig, machine: Machine, mesh: Mesh, profile: Profile | None = None, imbalance: float = 1.0
 ) -> Job:
-    """Returns the job of `config`, or of its longest phase, on a machine. Raises `UserError` when the ranks of `mesh` do not
-    fill nodes, or when a teacher is missing."""
+    """Returns the job of `config`, or of its longest phase, on a machine. Raises `UserError` as `Job.checked` does, and when
+    a teacher is missing."""
     run = config.decided(precision(config, machine_facts(machine, mesh.size).bfloat16, {}).values)
     config = longest(phases_of(run)) if run.phases else run
     model, rank = full_model(config), config.train.lora_rank

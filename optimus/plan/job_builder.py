@@ -30,7 +30,7 @@ from optimus.resolve.microbatches import with_microbatches
 _SEQUENCES, _PER_RANK = (
     1024,
     4,
-)  # sequences in the default global batch: the paper's number, or this number per rank if that is more
+)  # sequences in the default global batch: the first number in all or the second number per rank, whichever is larger
 
 
 def plan(

@@ -134,7 +134,7 @@ class Fitting:
 
     def _ranks_of(self, job: Job) -> list[Rank]:
         """Returns the pipeline's ranks, with ranks that have the same stages merged into one rank. The merged rank has the
-        maximum of their live microbatches."""
+        largest live microbatches of these ranks (`pipeline.estimates.largest`)."""
         key = job.parallel.schedule, job.mesh.pp, job.parallel.stages_per_rank, job.microbatches
         if key not in self._ranks:
             merged: dict[tuple[PartCounts, ...], Rank] = {}
@@ -189,9 +189,9 @@ def free_after_state(ranks: Sequence[tuple[PartCounts, ...]], job: Job) -> list[
 def residencies(job: Job) -> Iterator[Job]:
     """Yields the job with each offloading of its state that the machine supports, the fastest first.
 
-    The state is on the device, then on the host if the host's bandwidth is known, then on the machine's disks. If the
-    configuration sets offloading, the function yields no other offloading. With each offloading, the job accumulates
-    gradients on the device, then on the host.
+    The state is on the device. If the host's bandwidth is known and ranks do not compute on the host's CPUs, the state is
+    then on the host, then on the machine's disks. If the configuration sets offloading, the function yields no other
+    offloading. If gradients are offloaded, the job accumulates gradients on the device, then on the host.
     """
     yield from _accumulations(job)
     host = job.machine.host
@@ -248,7 +248,7 @@ def sharded(job: Job) -> Iterator[tuple[Shard, int | ShardRanks | None]]:
 
 def placements(job: Job) -> Iterator[Job]:
     """Yields the job with consecutive ranks for each stage, and with the smallest `pipeline_stride` that does not split
-    the other groups of a stage."""
+    the tensor-, context- and expert-parallel groups of a stage."""
     yield job
     mesh = job.mesh
     least = math.lcm(mesh.cp * mesh.tp, mesh.ep * mesh.etp)

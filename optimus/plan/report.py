@@ -75,7 +75,7 @@ class Answer:
     largest: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the plans, the machine's figures, and the points of a scaling study."""
+        """Returns the plans, the machine's name, memory and source, and the points of a scaling study."""
         scaled = [{"ranks": point.ranks, "efficiency": point.efficiency} for point in self.points]
         machine = self.job.machine
         source = " ".join(machine.source.split())
@@ -85,8 +85,8 @@ class Answer:
     def rows(self, *, wide: bool = False) -> list[dict[str, Any]]:
         """Returns the rows of a table: one per plan, or per number of ranks of a scaling study.
 
-        One column has the layout: the axes with more than one rank. Every axis has a column with `wide`. A scaling study
-        has columns for sharding and recomputation only with `wide`.
+        Without `wide`, one column has the layout: the axes with more than one rank. With `wide`, every axis has a column
+        instead. A scaling study has columns for sharding and recomputation only with `wide`.
         """
         rows = rows_of(self.plans, wide=wide)
         if self.largest:

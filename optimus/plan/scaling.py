@@ -12,7 +12,7 @@ from optimus.plan.search import search
 
 
 class ScalingPoint(NamedTuple):
-    """A plan on `ranks` ranks. `efficiency` compares the plan's tokens per second of a rank with the plan on the fewest
+    """A plan on `ranks` ranks. `efficiency` is the plan's tokens per second and rank, relative to the plan on the fewest
     ranks."""
 
     ranks: int
@@ -49,7 +49,7 @@ def scale(job: Job, ranks: Sequence[int], layout_plan: Plan | None = None) -> li
 
 
 def draw(points: Sequence[ScalingPoint], path: Path) -> None:
-    """Writes a PNG: tokens per second by number of ranks, and the ideal line from the first point.
+    """Writes a PNG: tokens per second and efficiency by number of ranks, and the ideal line from the first point.
 
     Raises `UserError` when the file cannot be written.
     """

@@ -1,4 +1,4 @@
-"""Searches for the fastest layouts that fit, among all that a model, a machine and a number of ranks allow.
+"""Searches for the fastest layouts that fit, among the candidates for a model, a machine and a number of ranks.
 
 A block's time depends on its division (tensor, context and expert ranks, microbatch), not on the pipeline or the sharding of
 the state. The search therefore times every division once. These times give a lower bound of a step in any pipeline: all

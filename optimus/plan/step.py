@@ -2,7 +2,7 @@
 
 The time of a microbatch in a stage is the time of the stage's modules (`rank_costs`) plus the exposed time of all-gathers of
 parameters. The pipeline schedule turns the times of stages into the time of all passes (`pipeline`). A step takes the time
-of all passes, the exposed time of the reduction of gradients over replicas, and the time of the optimizer.
+of all passes, the exposed time of the reduction of gradients over replicas, and the time of optimizer, data and checkpoints.
 """
 
 from collections import defaultdict
@@ -156,8 +156,8 @@ def _lent(work: RankCosts, times: Sequence[StageTimes], seconds: float) -> float
 
 
 def _other_terms(work: RankCosts, passes: _Passes, seconds: float) -> dict[str, float]:
-    """Returns the seconds that a step takes besides its passes, by term: exposed communication, optimizer, data and
-    checkpoints."""
+    """Returns the seconds that a step takes besides its passes, by term: exposed communication, optimizer, fetching
+    of offloaded parameters, data and checkpoints."""
     job, stages = work.job, passes.held
     moved = work.memo(("state", stages), lambda: _state_seconds(work, stages))
     beside = OffloadSeconds(moved.update, 0.0)

@@ -22,7 +22,7 @@ from optimus.errors import UserError
 _BEAT, _SILENCE = (
     15.0,
     60.0,
-)  # seconds: a run is alive if its lease is younger than the first limit, and dead if older than the second
+)  # seconds: a younger lease shows that a run is alive: a run of several processes on this host, or any run on another
 _TOGETHER = 1000  # lines that `_values` parses at once
 _EXPERT_STEPS = 400  # most steps whose expert loads `read_folder` reads
 _SAMPLE_STEPS = 50  # most validations whose generated text `read_folder` reads

@@ -46,7 +46,7 @@ def runs(
         )
     chosen = [row for row in rows if state in (None, row["state"]) and _matches(row, match)]
     there, missing = [r for r in chosen if r[sort] is not None], [r for r in chosen if r[sort] is None]
-    # NaN and infinity are strings in `rows`, and come after the numbers.
+    # NaN and infinity are strings in `rows`, and come after the numbers (with `reverse`, before the numbers).
     return [*sorted(there, key=lambda row: (isinstance(row[sort], str), row[sort]), reverse=reverse), *missing]
 
 

@@ -25,7 +25,7 @@ from optimus.plan.measure.ranks import on_ranks
 from optimus.plan.measure.timing import Clock, Extent, collective_call
 from optimus.plugins import load_plugins
 
-SIZES = tuple(4096 * 16**i for i in range(5))  # bytes: 4 KB to 256 MB
+SIZES = tuple(4096 * 16**i for i in range(5))  # bytes: 4 KiB to 256 MiB
 _HELD = 4  # memory that a rank needs, as a multiple of the tensor's size: parts, received data, partial sums
 
 
@@ -81,7 +81,7 @@ def _free(device: torch.device, per: int) -> int:
 
 
 def _contestants(per: int) -> Iterator[tuple[CollectiveKind, Shape, str, Group]]:
-    """Yields (kind of collective, shape of the group, algorithm, group that uses only this algorithm) for all of them."""
+    """Yields (kind of collective, shape of the group, algorithm, group that uses only this algorithm) to measure."""
     ranks = dist.get_world_size()
     mesh = Mesh(dp=ranks, ranks_per_node=per)
     parts = {Shape(ranks // per, per): RankPartition.from_groups([range(ranks)])}

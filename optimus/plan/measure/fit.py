@@ -1,7 +1,8 @@
 """Fits a machine's figures to timings so that the planner's formulas predict the measurements best.
 
 The fit minimizes the sum of squares of log(predicted / measured), so that a matmul of microseconds counts as much as a
-matmul of seconds. The fit calls the formulas of `Machine` and `plan.collectives` for every point, and repeats none of them.
+matmul of seconds. The fit calls the formulas of `Machine` and `plan.collectives` for every point, and has no copies of
+these formulas.
 """
 
 import math

@@ -145,7 +145,7 @@ def _source(seen: Observations, peak: float | None) -> str:
 
 
 def check_output(output: Path, name: str) -> None:
-    """Raises `UserError` if the file exists or cannot be written, or if `name` is a machine of the library."""
+    """Raises `UserError` if the file is not named as YAML, exists or cannot be written, or if `name` is a known machine."""
     if output.suffix not in (".yaml", ".yml"):
         raise UserError(
             f"--output {output}: end the name in .yaml, so that `--machine` can tell the file from a machine's name"

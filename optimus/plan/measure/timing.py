@@ -386,7 +386,7 @@ def _alone(clock: Clock, device: torch.device) -> float:
 
 
 def _overlap(clock: Clock, device: torch.device) -> float:
-    """Returns the share of a matmul's time that an all-reduce of equal length overlaps."""
+    """Returns the share of the time of matmuls that an all-reduce of about equal duration overlaps."""
     group, x = Groups(Mesh(dp=dist.get_world_size())).world, torch.ones(_MIDDLE * _MIDDLE * 4, device=device)
     call = _product(_MIDDLE, _MIDDLE, _MIDDLE, torch.float32, device)
     moving, once = clock.seconds(lambda: group.all_reduce(x)), clock.seconds(call)
