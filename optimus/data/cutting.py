@@ -50,8 +50,8 @@ def pieces(chunks: Iterable[str], encode: Callable[[str], list[int]]) -> Iterato
 
 
 def find_cut(text: str, encode: Callable[[str], list[int]]) -> int | None:
-    """Finds the last position of `text`, `WINDOW` characters or more before its end, where a check confirms that a cut
-    does not change the tokens."""
+    """Finds a position of `text`, `WINDOW` characters or more before its end, where a check confirms that a cut does not
+    change the tokens. Tries the last `TRIES` positions between words, then those between kinds of characters."""
     for pattern in (BETWEEN_WORDS, BETWEEN_KINDS):
         for cut in islice(_matches(pattern, text), TRIES):
             before, behind = text[max(0, cut - WINDOW) : cut], text[cut : cut + WINDOW]

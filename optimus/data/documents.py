@@ -1,7 +1,7 @@
 """Reads input files in order, as batches of about 1 MB of text, each with the position after the batch.
 
-Helper processes tokenise the batches. They receive JSON lines as raw blocks of whole lines, which they parse. They
-receive all other text as strings, and long documents in pieces (`cutting`). A position is the border between two
+Helper processes tokenise the batches. The helpers receive JSON lines as raw blocks of whole lines, which the helpers parse.
+All other text arrives as strings, and long documents arrive in pieces (`cutting`). A position is the border between two
 documents, or a checked cut in a text file. A reader that starts at a position finds the same tokens as a reader that
 continues there.
 """
@@ -35,8 +35,8 @@ Encode = Callable[[str], list[int]]
 
 
 class Position(NamedTuple):
-    """A position before byte `offset` of the decompressed text of file number `file`. For Parquet, Arrow, CSV and TSV,
-    `offset` is the number of a row.
+    """A position before byte `offset` of the decompressed text of file number `file`. For Parquet, Arrow, CSV, TSV and the
+    readers of plugins, `offset` counts the rows before the position.
 
     `line` counts the lines before the position, in JSON lines.
     """
@@ -187,7 +187,7 @@ def _read_table(source: Source, start: Position, text_field: str | TextField, en
 
 
 def decode(source: Source, stream: BinaryIO, offset: int) -> Iterator[str]:
-    """Decodes a stream from byte `offset` on, in chunks of at most `PIECE` characters."""
+    """Decodes the rest of a stream, which is at byte `offset`, in chunks of at most `PIECE` characters."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     while True:
         data = stream.read(PIECE)
@@ -252,7 +252,7 @@ def _line_blocks(path: str, stream: BinaryIO, line: int) -> Iterator[bytes]:
     while chunk := stream.read(BLOCK):
         newline = chunk.rfind(b"\n") + 1
         if newline:
-            # A long carried line is a separate block. A short one shares a block with the lines after it.
+            # A long carried line is a separate block. A short carried line shares a block with later lines.
             first = chunk.find(b"\n") + 1 if size > BLOCK else newline
             yield from filter(None, (b"".join([*carried, chunk[:first]]), chunk[first:newline]))
             line += chunk.count(b"\n")
@@ -382,8 +382,8 @@ def record_reader(
     """Returns a reader of files of records.
 
     `records` maps the open file, decompressed if its name ends in .gz or .zst too, to its records in order. A record is a
-    text, or a mapping with the field that `text_field` names. When a preparation resumes, `records` runs again from the
-    beginning of a file, and the reader skips the records that have been read.
+    mapping with the field that `text_field` names, or a text, which counts as the field `text`. When a preparation resumes,
+    `records` runs again from the beginning of a file, and the reader skips the records that have been read.
     """
 
     def read(source: Source, start: Position, text_field: str | TextField, encode: Encode) -> Iterator[_Piece]:
@@ -399,7 +399,8 @@ def record_reader(
 
 
 def _named_failures(records: Iterable[Any], reader: str, source: Source) -> Iterator[Any]:
-    """Yields `records`. Names the reader and the file in any exception of the reader's code, and for other values."""
+    """Yields `records`. Raises `UserError`, which names the reader and the file, for any exception of the reader's code and
+    for a record that is no text or mapping."""
     rows = iter(records)
     for number in itertools.count(1):
         try:

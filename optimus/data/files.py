@@ -85,7 +85,7 @@ class BadFile:
         return cls(source.input, printable(source.name), source.size, source.modified_ns, what)
 
     def entry(self) -> dict[str, Any]:
-        """Returns the file's entry in `index.json`, which does not depend on the path or the time of the index."""
+        """Returns the file's entry in `index.json`, without the file's folder and time of modification."""
         said = {name: value for name, value in asdict(self).items() if name != "modified_ns"}
         return said | {"what": re.sub(r"^:(\d+):", r"line \1:", self.what).lstrip(": ")}
 
@@ -300,8 +300,8 @@ def open_as_stored(source: Source) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 
 def unmarked(head: bytes) -> str | None:
-    """Detects UTF-16 or UTF-32 without a byte order mark from the beginning of a text. For most scripts, at least every
-    other byte of text in these encodings is null.
+    """Detects UTF-16 or UTF-32 without a byte order mark from the beginning of a text. In these encodings, at least every
+    other byte of Latin text is null.
 
     Text in UTF-16 or UTF-32 may be valid UTF-8 with null characters, and is valid in every single-byte encoding.
     """

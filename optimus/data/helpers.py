@@ -2,8 +2,8 @@
 
 Children of multiprocessing import the caller's main module again, which breaks in scripts without a `__main__` guard,
 and outlive a parent that is killed. A helper is instead a fresh interpreter, to which the parent writes and from which
-it reads by two pipes. A helper imports only the modules that its function needs. It ends when its pipe closes or its
-parent has ended for any reason.
+it reads by two pipes. A helper imports only the modules that its function needs. A helper ends when its pipe closes or
+its parent has ended for any reason.
 """
 
 import os

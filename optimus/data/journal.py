@@ -72,7 +72,7 @@ class Mark:
 
 @dataclass
 class Journal:
-    """The state of an unfinished run. `mark` is the last position, `file_mark` is the last position between two files.
+    """The state of an unfinished run. `mark` is the last position, and `file_mark` is the last position between two files.
 
     A run that stopped at a bad line resumes from `file_mark` if somebody has changed the file to mend that line.
     """

@@ -38,7 +38,8 @@ class Mixture:
         sums = list(accumulate(self.weights[source] for source in order))
 
         def longest(heavy: int) -> float:
-            """Length of a block in positions if the first `heavy` sources form the first group."""
+            """Greatest number of positions of a group in one of its blocks if the first `heavy` sources form the first
+            group."""
             ends = sums[heavy - 1] / self.weights[order[heavy - 1]], (total - sums[heavy - 1]) / self.weights[order[-1]]
             return max(ends)
 

@@ -1,9 +1,9 @@
 """Best-fit packing puts whole documents into rows, instead of cutting the stream every `context` tokens.
 
-The algorithm is from Ding et al. 2024, "Fewer Truncations Improve Language Modeling", section 2. It cuts a document
-longer than the context into pieces of the context's length. Then it adds the last piece and each shorter document, the
-longest first, to the fullest row with enough room. End-of-text tokens, which the model does not predict, fill the rest
-of a row (`padding_BS`).
+The algorithm is from Ding et al. 2024, "Fewer Truncations Improve Language Modeling", section 2. The algorithm cuts a
+document longer than the context into pieces of the context's length. Then the algorithm adds the last piece and each shorter
+document, the longest first, to the fullest row with enough room. End-of-text tokens, which the model does not predict, fill
+the rest of a row (`padding_BS`).
 
 Legend: D pieces of documents, B rows, S tokens of a row.
 """

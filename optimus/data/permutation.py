@@ -59,8 +59,8 @@ class Permutation:
     def _encrypt(self, x: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """Runs one pass of the network over numbers of `_high_bits + _low_bits` bits.
 
-        Each round adds a keyed hash of one part to the other. The parts swap roles (and widths) every round, and have
-        their original widths at the end, because the number of rounds is even.
+        Each round combines one part by XOR with a keyed hash of the other part. The parts swap roles (and widths) every
+        round, and have their original widths at the end, because the number of rounds is even.
         """
         one = np.uint64(1)
         masks = ((one << self._high_bits) - one, (one << self._low_bits) - one)

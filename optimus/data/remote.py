@@ -128,7 +128,7 @@ class RemoteFolder:
         (self.local / plain_name(name)).unlink()
 
     def _put(self, path: Path, write: Callable[[Path], object]) -> Path:
-        """Writes `path`, which appears complete or not at all. One process writes, the others wait."""
+        """Writes `path`, which appears complete or not at all. One process writes while the others wait."""
         if path.exists():
             return path
         with naming_disk_errors(path, "Free some space, or set train.data_cache to another folder"):

@@ -13,8 +13,8 @@ _HELD_OUT = 20  # one of this many files is for validation
 
 
 def sample_text(output: str | Path) -> dict[str, Any]:
-    """Copies the sources into the subfolder `train` of `output`, and every twentieth file into `held-out`, for
-    validation.
+    """Copies every twentieth source file into the subfolder `held-out` of `output`, for validation, and all other files
+    into `train`.
 
     Returns `output`, the number of `files` to train on, the number `held_out` of files for validation, and the total
     `bytes`. Raises `UserError` if `output` is not empty or cannot be written.

@@ -45,8 +45,8 @@ class Selection:
     dedup: Dedup = "none"
 
     def check(self) -> None:
-        """Raises `UserError` if the limits exclude every document, or if a package that deduplication needs is not
-        installed."""
+        """Raises `UserError` for an invalid setting, for limits that exclude every document, and if a package that
+        deduplication needs is not installed."""
         for unit in ("characters", "tokens"):
             least, most = getattr(self, f"min_{unit}"), getattr(self, f"max_{unit}")
             for name, value, fewest in ((f"min_{unit}", least, 0), (f"max_{unit}", most, 1)):
@@ -164,8 +164,8 @@ def _digest(data: bytes) -> bytes:
 class Signatures:
     """The signatures of the selected documents, in memory and in the file `FILE` of `folder`.
 
-    An interrupted run continues with the first `saved` signatures. An exact signature takes 110 bytes of memory, a
-    MinHash signature 4 KB.
+    An interrupted run continues with the first `saved` signatures. An exact signature takes 110 bytes of memory, and
+    a MinHash signature takes 4 KB.
     """
 
     def __init__(self, folder: Path, dedup: Dedup, saved: int) -> None:

@@ -89,9 +89,9 @@ def _check_index(index: dict[str, Any]) -> None:
 class Shards:
     """An opened folder of prepared data. Row i is training instance i in the shuffled order.
 
-    Opening checks the index, the tokenizer and the presence, shape and size of every shard. Each read of an instance
-    checks the checksum of the instance. Older data has no checksums of instances, so the first read from a shard checks
-    the checksum of the whole shard. Each failure is a `UserError`. Threads may share one object.
+    Opening checks the index, the tokenizer and, in a local folder, the presence, shape and size of every shard. Each read of
+    an instance checks the checksum of the instance. Older data has no checksums of instances, so the first read from a shard
+    checks the checksum of the whole shard. Each failure is a `UserError`. Threads may share one object.
 
     For a folder at a URL, this class copies files into `cache`: a shard at the first read from it, and then the next
     shard in the background.
@@ -124,7 +124,7 @@ class Shards:
 
     @property
     def stream_tokens(self) -> int:
-        """Number of tokens of all documents with their end-of-text tokens. Dropped tokens count, padding does not."""
+        """Number of tokens of all documents with their end-of-text tokens. Dropped tokens count, but padding does not."""
         index = self.index
         return int(index["tokens"] + index["dropped_tokens"] - index.get("padding_tokens", 0))
 
@@ -133,8 +133,8 @@ class Shards:
         return self.rows(i, i + 1)[0]
 
     def rows(self, start: int, stop: int) -> NDArray[np.unsignedinteger[Any]]:
-        """Returns instances `start` to `stop` as an array [stop - start, context]; a view if all of them are in one
-        shard."""
+        """Returns instances `start` to `stop` as an array [stop - start, context]; a view if the data is not `masked` and
+        all these instances are in one shard."""
         stored = self.stored_rows(start, stop)
         return np.bitwise_and(stored, INSIDE - 1, dtype=stored.dtype) if self.masked else stored
 

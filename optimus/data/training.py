@@ -29,7 +29,8 @@ class MixedSource(NamedTuple):
     """A source in a phase. Earlier phases have read the sequences before `first`. A row of the shards has `parts`
     sequences.
 
-    Of a replayed source, the phase reads only the first `seen` rows.
+    Of a replayed source, the phase reads only the first `seen` rows, and `first` only selects passes with an order of
+    their own.
     """
 
     name: str
@@ -68,7 +69,7 @@ class DataPhase(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """Names of the sources. Lists a source that the phase also replays only once."""
+        """Names of the sources, each once, even if the phase also replays a source."""
         return list(dict.fromkeys(source.name for source in self.sources))
 
     @property
@@ -181,7 +182,7 @@ class TrainingData:
         return MixedSource(name, shards, parts, phase.number * seen * parts, seen)
 
     def _check_passes(self, phase: Phase, source: SourceConfig, mixed: MixedSource, number: int) -> None:
-        """Raises `UserError` if the run would read a source with a weight more than once. Only `epochs` allows
+        """Raises `UserError` if the run would read a source with a weight more than once. `tokens` and `epochs` allow
         repetition."""
         available = mixed.shards.instances * mixed.parts
         if phase.config.data.sources and source.share is not None and mixed.first + number > available:

@@ -34,7 +34,7 @@ class Encoded:
 def encoder(
     info: TokenizerInfo, text_field: TextField, parse_special: bool, dedup: Dedup
 ) -> Callable[[DocumentBatch], Encoded]:
-    """Returns a function that tokenises batches, and appends the end-of-text token to each document."""
+    """Returns a function that tokenises batches, and ends each document that is not empty with the end-of-text token."""
     tokenizer, sign = tokenizers.load(info.path, parse_special=parse_special), signer(dedup)
     tokens_of = _conversation_encoder(info) if isinstance(text_field, ChatField) else _text_encoder(info, tokenizer)
 

@@ -1,4 +1,6 @@
-"""Import and export of Hugging Face folders: weights, configs and tokenizers of known families, bit for bit.
+"""Import and export of Hugging Face folders: weights, configs and tokenizers of known families.
+
+Only an export to a narrower dtype rounds weights.
 
 `keys.py` applies the key table of a family; `config_json.py` translates the architecture; `tensors.py` reads and writes
 safetensors files; `published.py` reads and adapts a folder's other metadata. Independently, `drop_in.py` makes models of

@@ -141,7 +141,8 @@ def no_export(model: ModelConfig) -> str | None:
 def write_config(
     model: ModelConfig, folder: Path, *, context: int, dtype: str, further: Mapping[str, Any] = {}
 ) -> None:
-    """Writes config.json with the `further` fields. The file omits `rope_parameters` to suit `transformers` 4 and 5.
+    """Writes config.json with the `further` fields. To suit `transformers` 4 and 5, the file has `rope_parameters` only for
+    families whose layers with a window have their own rotary parameters (`_rope_parameters`).
 
     The `model` must be exportable (`no_export`).
     """
@@ -209,7 +210,7 @@ def _refuse_unknown(family: Family, raw: dict[str, Any], file: Path) -> None:
 
 
 def _known(family: Family) -> set[str]:
-    """Returns the fields of config.json that an import reads or that must have a certain value."""
+    """Returns the fields of config.json that an import reads, that must have a certain value, or that set dropout."""
     known = {"head_dim", "layer_types", *_ONLY, *family.constants, *family.dropout, *family.aliases}
     known |= {family.further.field} if family.further else set()
     for ours, theirs in {**family.fields, **family.optional}.items():
@@ -246,7 +247,8 @@ def _value(ours: str, raw: dict[str, Any], theirs: Field, file: Path, *, optiona
 
 
 def _is_null(ours: str, raw: dict[str, Any], theirs: Field) -> bool:
-    """Returns True if config.json explicitly sets our field `ours`, which may be None, to null."""
+    """Returns True if config.json states our field `ours`, whose value was read as None. The statement is null, or for
+    `rope_scaling` any rotary parameters."""
     if ours == "rope_scaling":  # null leaves the field to the family's default
         return bool(raw.get("rope_parameters") or raw.get("rope_scaling"))
     name = _name(theirs)
@@ -287,7 +289,7 @@ def _published_scaling(model: ModelConfig) -> dict[str, Any] | None:
     return {"rope_type": scaling.kind} | {name: value for name, value in own.items() if name in _RULES[scaling.kind]}
 
 
-_ORIGINAL = "original_max_position_embeddings"  # our original_context; other fields have the same names in both
+_ORIGINAL = "original_max_position_embeddings"  # our original_context; the other fields have our names
 _LLAMA3 = (_ORIGINAL, "low_freq_factor", "high_freq_factor")
 _YARN = (_ORIGINAL, "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
 _RULES = {"linear": ("factor",), "llama3": ("factor", *_LLAMA3), "yarn": ("factor", *_YARN, "truncate")}

@@ -89,7 +89,7 @@ def export_model(
     `context` becomes max_position_embeddings. With `dtype` None, the dtype of the weights does not change. `masks` of
     pruned parameters go into a separate file, which `optimus import` reads. `said` is the metadata of the folder that
     training started from (`Description.published`), and `chat` is the chat template of the training data
-    (`Description.chat`). The exported folder includes both.
+    (`Description.chat`). The exported folder includes the metadata that still apply and, with a tokenizer, the template.
 
     Returns `output`, `files` (name to bytes), `bytes`, `tensors`, `parameters` and `dtype`. Raises `UserError` if `output`
     is not empty, the disk is too small or the architecture has no equivalent in `transformers`.

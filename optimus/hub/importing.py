@@ -28,7 +28,7 @@ from optimus.plugins import load_plugins
 
 
 def import_folder(hf_dir: str | Path, output: str | Path, *, plugins: Sequence[str] = ()) -> dict[str, Any]:
-    """Converts a Hugging Face folder into a checkpoint of weights in their original dtype (float16 becomes float32).
+    """Converts a Hugging Face folder into a checkpoint of weights: bfloat16 if all the folder's weights are, else float32.
 
     Returns `checkpoint`, `family`, `parameters`, `context`, `dtype`, `eos_id`, `tokenizer` (true if the folder has one) and
     `left_out` (a description of omitted parts of the folder; usually None). `plugins` names the plugin with the folder's

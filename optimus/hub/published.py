@@ -48,11 +48,11 @@ def published_again(
 ) -> Remarks:
     """Returns the metadata `said` of the model that training started from, adapted to a checkpoint with these tokens.
 
-    `eos_id` ends documents in training. The result has it before the published stop tokens, unless it is one of them.
+    `eos_id` ends documents in training. The result has `eos_id` before the published stop tokens, unless it is one of them.
     """
     sha256 = said.get("sha256")
     same = tokenizer is not None and sha256 is not None and _sha256(tokenizer) == sha256
-    unknown = tokenizer is None or sha256 is None  # without both tokenizers, metadata about tokens stays
+    unknown = tokenizer is None or sha256 is None  # without both tokenizers, the fields about tokens stay
     config, generation = (
         {
             field: _in_vocabulary(value, vocab) if field.endswith(_TOKEN) else value

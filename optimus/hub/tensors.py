@@ -1,7 +1,7 @@
 """Safetensors files: reads a folder of them, and writes them one tensor at a time.
 
-The safetensors library writes a whole file from memory. This module streams a file: the header depends only on names and
-shapes, so memory needs only one converted tensor at a time, in addition to the model.
+The safetensors library writes a whole file from memory. This module streams a file: the header depends only on names,
+shapes and dtypes, so memory needs only one converted tensor at a time, in addition to the model.
 """
 
 import json

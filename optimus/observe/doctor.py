@@ -19,7 +19,7 @@ from optimus.observe.machine import describe_machine, free_memory, versions
 _TRIAL = 64 << 20  # bytes that the check of the file system writes
 _SLOW = 50e6  # bytes/s below which checkpoints are too slow
 _SKEW = 2.0  # seconds between two clocks; with more, events of different nodes can appear in the wrong order
-_FILES, _SHARED = 4096, 64 << 20  # least number of open files; least bytes of shared memory
+_FILES, _SHARED = 4096, 64 << 20  # smallest adequate limit of open files, and free bytes of shared memory
 _LEAST_FREE = 10 << 30
 
 Status = Literal["ok", "warning", "problem"]

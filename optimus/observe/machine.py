@@ -20,7 +20,7 @@ _PEAK_TFLOPS = {
     "H100 PCIe": 756.0,
     "H100": 989.0,
     "A100": 312.0,
-    "V100": 125.0,
+    "V100": 125.0,  # in fp16, because the chip has no bf16
     "MI300X": 1307.0,
     "MI250X": 191.5,  # of one of the two chips, because a rank uses one chip
     "Data Center GPU Max 1550": 419.0,  # of one tile (Ponte Vecchio)
@@ -149,8 +149,8 @@ def _cpu_features() -> set[str]:
 
 
 def free_memory(device: Any) -> int:
-    """Frees the memory that earlier runs of this process still occupy. Returns the bytes that a torch device can then
-    allocate."""
+    """Returns the bytes that a torch device can allocate. On an accelerator, first frees the memory that earlier runs of
+    this process still occupy."""
     import torch
 
     if device.type == "cpu":

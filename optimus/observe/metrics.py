@@ -18,8 +18,9 @@ class MetricsWriter:
     """Appends one record per step to `folder/metrics.jsonl`, and passes the record to the other sinks."""
 
     def __init__(self, folder: Path, config: RunConfig, after_step: int) -> None:
-        """Opens the files and drops the records of steps after `after_step`, the step from which the run continues. A
-        run that dies leaves records of steps after its last checkpoint, and the resumed run repeats these steps."""
+        """Opens `metrics.jsonl` and the sinks, and drops the records of steps after `after_step`, the step from which the
+        run continues. A run that dies leaves records of steps after its last checkpoint, and the resumed run repeats these
+        steps."""
         self._file = _open_after(folder / "metrics.jsonl", after_step)
         self._experts, self._samples = folder / "experts.jsonl", folder / "samples.jsonl"
         for path in (self._experts, self._samples):
@@ -56,7 +57,7 @@ class MetricsWriter:
                 )
 
     def close(self) -> None:
-        """Closes the files and the sinks."""
+        """Closes `metrics.jsonl` and the sinks."""
         with suppress(OSError):  # the flush has already reported a failed write
             self._file.close()
         for name, sink in self._sinks.items():

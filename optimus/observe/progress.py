@@ -54,7 +54,7 @@ class ProgressBar:
         return self._bar
 
     def _time_left(self, stage: str, done: int, total: int | None) -> str:
-        """Formats the remaining time; empty if only seconds remain."""
+        """Formats the remaining time; empty if only seconds remain or the time is unknown."""
         began, before = self._began[stage]
         if total is None or done == before:
             return ""

@@ -27,8 +27,9 @@ class Sink(Protocol):
 class SinkRow:
     """A kind of sink. `make(folder, config, after_step)` opens the sink of a run that continues after step `after_step`.
 
-    A run opens the sinks that `observe.sinks` names, and those whose `wanted` says so for its configuration. `check` raises
-    `UserError` before the run starts if the sink cannot work.
+    A run opens the sinks that `observe.sinks` names, and those whose `wanted` returns True for the run's configuration.
+    Before a run, `check_sinks` calls the `check` of every kind of sink, even of an unused kind. `check` raises `UserError`
+    if the configuration asks for the sink and the sink cannot work.
     """
 
     name: str

@@ -15,8 +15,8 @@ class _Column(NamedTuple):
 
 
 def print_table(rows: Sequence[dict[str, Any]], title: str, width: int | None = None) -> None:
-    """Prints rows of equal keys as a table. With a `width`, the lines have at most this many characters, and the table
-    has fewer rules.
+    """Prints rows of equal keys as a table. With a `width`, the table is at most this many characters wide, and has
+    fewer rules.
 
     The table is complete even on a narrow terminal. A table that is too wide gets fewer rules, and columns with the same
     value in all rows appear once, above the table. If the table is still too wide, text wraps between words. As the last
