@@ -125,7 +125,7 @@ def _files(copies: RemoteCopies, name: str) -> dict[str, Any] | None:
 
 def _fetch(copies: RemoteCopies, name: str, folder: Path, files: dict[str, Any]) -> None:
     """Copies a checkpoint from the URL; the folder appears when it is complete."""
-    partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.partial")  # other nodes may copy too
+    partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.partial")  # other nodes may fetch the checkpoint
     copies.get_folder(f"{CHECKPOINTS}/{name}", partial, [*files, MANIFEST])
     read_manifest(partial)
     try:

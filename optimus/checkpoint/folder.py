@@ -59,7 +59,7 @@ class Description:
     precision: str = "float32"
     eos_id: int | None = None
     tokenizer: Path | None = None  # the file inside the folder
-    run: dict[str, Any] = field(default_factory=dict)  # a resumed run must have the same seed, batch and data fingerprint
+    run: dict[str, Any] = field(default_factory=dict)  # a resumed run needs the same seed, batch and data fingerprint
     progress: dict[str, Any] = field(default_factory=dict)  # a resumed run continues these counters and data position
     config: dict[str, Any] = field(default_factory=dict)  # whole configuration of the run that wrote the checkpoint
     random: dict[str, str] = field(default_factory=dict)  # states of torch's generators, by device type, in base 64

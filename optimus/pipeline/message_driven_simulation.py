@@ -22,7 +22,8 @@ def simulate_message_driven(
     arrived.
 
     See `ReadyQueue` for `caps` and `prefer`. By default a forward pass takes 1, a backward pass 2, and a message no time.
-    Backward passes are not split, and transfers never block: the function ignores `costs.blocking`. Stage s is on rank s mod `ranks`.
+    Backward passes are not split, and transfers never block: the function ignores `costs.blocking`. Stage s is on rank s mod
+    `ranks`.
 
     Raises `UserError` for a cap below one and for costs or caps whose number is not the number of stages.
     """

@@ -84,8 +84,8 @@ def _search(blocks: int, stages: int, cost: Callable[[int, int, int], tuple[floa
     """Returns the partition whose largest cost is minimal, and among equal partitions the one whose sum is minimal.
 
     The search decides ties at every prefix of stages. `cost` of (stage, start, end) is a pair for a stage with the blocks
-    `start` to `end - 1`. The first element is the cost: it does not fall with more blocks, and is infinite for forbidden blocks.
-    The second element is the term of the sum.
+    `start` to `end - 1`. The first element is the cost: it does not fall with more blocks, and is infinite for forbidden
+    blocks. The second element is the term of the sum.
     """
     ends = [blocks]  # for each stage, the earliest end for which the later stages can have the remaining blocks
     for stage in range(stages - 1, 0, -1):

@@ -103,7 +103,7 @@ def _schedules(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
 
 
 def previous_decisions(run: Path) -> dict[str, Any]:
-    """Reads, from a run's folder, the decisions that the resumed run keeps; returns none without a readable configuration.
+    """Reads the decisions that a resumed run keeps from earlier starts; returns none without a readable configuration.
 
     Raises `UserError` for a value that is invalid for its key.
     """
