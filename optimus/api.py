@@ -129,10 +129,10 @@ def train(
     `optimus.Hook` or instances of them; the run calls them in addition to those named in `train.hooks`. The function pickles
     the hooks and sends them to the ranks.
 
-    Raises `UserError` for anything that the user can fix; where possible, it does so before it starts a process. The error
+    Raises `UserError` for anything that the user can fix, where possible before starting a process. The error
     is a `LeaseError` when another run holds the folder. When another rank is lost under a launcher, the error is a
     `CollectiveError`. After a `CollectiveError`, this process cannot train again, and it ends with exit code 75 without
-    waiting for other ranks. It ignores SIGTERM until then, so that the launcher does not cut the message short.
+    waiting for other ranks. The process ignores SIGTERM until its end, so that the launcher does not cut the message short.
 
     Several ranks run as separate programs that do not import the calling script, so the script needs no `__main__` guard.
 

@@ -1,7 +1,7 @@
 """Copies of folders at URLs: s3://, gs://, file:// and all others that fsspec writes.
 
-A file is copied in several attempts. After each attempt, the copy is read back, and its CRC-32 compared with that of the
-file. An attempt that takes too long counts as failed, because a server may never answer.
+A file is copied in at most `ATTEMPTS` attempts. After each attempt to write to the URL, the copy is read back and compared
+with the file. An attempt that takes too long counts as failed, because a server may never answer.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ PAUSE = 2.0  # seconds before the second attempt; the pause doubles with every f
 PATIENCE = 60.0  # seconds that an attempt may take, besides those of its bytes
 SLOWEST = 1e6  # bytes per second
 _PIECE = 8 << 20
-LARGEST = 256 << 20  # bytes of a file in a run folder itself that is copied
+LARGEST = 256 << 20  # maximum bytes of a copied file that is directly in a run folder
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "hf": "hf"}  # extras of protocols; others: remote
 
@@ -153,7 +153,7 @@ class RemoteCopies:
         return f"{self._root}/{name}".rstrip("/")
 
     def _attempted(self, what: str, work: Callable[[], T], size: int = 0) -> T:
-        """Returns the result of `work`, after as many attempts as it takes. Raises `UserError` with the last failure."""
+        """Returns the result of `work`, after at most `ATTEMPTS` attempts. Raises `UserError` with the last failure."""
         limit, failure = PATIENCE + size / SLOWEST, "no attempt"
         for attempt in range(1, ATTEMPTS + 1):
             if attempt > 1:
@@ -206,9 +206,11 @@ def local_runs(path_or_url: str | Path) -> str | Path:
 
 
 def copied(url: str | Path, last: str, write: Callable[[Path], T]) -> T:
-    """Lets `write` create a local folder, copies the folder to an empty place at a URL, and removes it.
+    """Lets `write` create a local folder, copies the folder to an empty place at a URL, and removes the local
+    folder.
 
-    `last` is the file that is copied last. If a call is interrupted, the same call goes on with the local folder.
+    `last` is the file that is copied last. After an interrupted call, a call with the same URL
+    continues with the local folder.
     """
     copies = RemoteCopies(url)
     if last in copies.names():

@@ -23,8 +23,8 @@ def user_path(path: str | Path) -> Path:
     """Returns the `path` of a user, with `~`, `~name`, `$NAME` and `${NAME}` expanded as in a shell.
 
     Every path that comes from a user passes through this function, because a shell does not expand `--output=~/run` or paths
-    in a file. The path of an existing file that contains `$` or begins with `~` stays as it is. Raises `UserError` for a
-    variable that is not set, a user who does not exist, a URL, and names that no file can have.
+    in a file. An unset variable or unknown user stays as it is if a file with this path exists; otherwise the function
+    raises `UserError`. Raises `UserError` also for a URL, and for names that no file can have.
     """
     if is_url(path):
         raise UserError(

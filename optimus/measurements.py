@@ -1,8 +1,8 @@
 """Measurements on this machine, and choices between alternatives that come out the same at every start.
 
 Other programs disturb every measurement: an operation of two milliseconds may take five. `in_turn` therefore times the
-compared alternatives in turn, so that a disturbance affects all of them. An alternative replaces the default only if it is
-clearly faster, by more than the spread of the measurements. All later runs use the saved measurements. `coarse` rounds free
+compared alternatives in turn, so that a disturbance affects all of them. An alternative replaces the default only if its
+median time is clearly below the default's best time. All later runs use the saved measurements. `coarse` rounds free
 memory down to a coarse step and returns the previous value while that value is still nearly right.
 """
 
@@ -88,7 +88,8 @@ class Measurements:
     """The measurements of one chip, saved in a file; without a file, `add` saves nothing.
 
     Any number of processes may use the file at once: `add` replaces the file atomically and lets existing entries take
-    precedence. If the file cannot be read or written, a line in `notes` says so, and the run measures everything again.
+    precedence. If the file cannot be read or written, a line in `notes` says so, and this run or the next one repeats the
+    measurements.
     """
 
     def __init__(self, path: Path | None) -> None:

@@ -24,8 +24,8 @@ CHECKPOINTS = "checkpoints"
 def copier(url: str, run: str, keep: int | None, weights_keep: int) -> Callable[[str], str]:
     """Returns the function that copies a checkpoint of the run folder `run`; it returns the name of the checkpoint.
 
-    After copying, it removes the oldest copies of full checkpoints beyond `keep`, weights whose steps are not multiples of
-    `weights_keep`, and checkpoints of later steps, which a rollback has abandoned.
+    After copying, the function removes the oldest copies of full checkpoints beyond `keep`, earlier weights whose steps are
+    not multiples of `weights_keep`, and checkpoints of later steps, which a rollback has abandoned.
     """
     folder, copies = Path(run), RemoteCopies(url)
 
@@ -94,7 +94,7 @@ def _copy(run: Path, copies: RemoteCopies, name: str) -> None:
     for file in sorted(run.iterdir()):
         hidden = file.name.startswith(".") or file.name == LEASE or "." not in file.name
         if file.is_file() and not hidden and 0 < file.stat().st_size <= LARGEST:
-            copies.put_bytes(file.read_bytes(), file.name)  # the run may append to it meanwhile
+            copies.put_bytes(file.read_bytes(), file.name)  # the run may append to the file meanwhile
     copies.put_folder(folder, f"{CHECKPOINTS}/{name}", last=MANIFEST)
 
 
@@ -125,7 +125,7 @@ def _files(copies: RemoteCopies, name: str) -> dict[str, Any] | None:
 
 def _fetch(copies: RemoteCopies, name: str, folder: Path, files: dict[str, Any]) -> None:
     """Copies a checkpoint from the URL; the folder appears when it is complete."""
-    partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.partial")  # other nodes may fetch it, too
+    partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.partial")  # other nodes may fetch the checkpoint
     copies.get_folder(f"{CHECKPOINTS}/{name}", partial, [*files, MANIFEST])
     read_manifest(partial)
     try:

@@ -59,15 +59,15 @@ class Description:
     precision: str = "float32"
     eos_id: int | None = None
     tokenizer: Path | None = None  # the file inside the folder
-    run: dict[str, Any] = field(default_factory=dict)  # a resumed run must have the same seed, batch, data fingerprint
+    run: dict[str, Any] = field(default_factory=dict)  # a resumed run needs the same seed, batch and data fingerprint
     progress: dict[str, Any] = field(default_factory=dict)  # a resumed run continues these counters and data position
-    config: dict[str, Any] = field(default_factory=dict)  # the whole configuration of the run that wrote it
+    config: dict[str, Any] = field(default_factory=dict)  # whole configuration of the run that wrote the checkpoint
     random: dict[str, str] = field(default_factory=dict)  # states of torch's generators, by device type, in base 64
     written: dict[str, Any] = field(default_factory=dict)  # numbers of writing ranks and of ranks per node
     published: dict[str, Any] = field(default_factory=dict)  # metadata of the imported folder; see hub/published.py
     chat: dict[str, Any] = field(default_factory=dict)  # chat template of the training data: `data.chat.ChatTemplate`
-    frozen: str | None = None  # the sibling folder with the frozen parameters that are not in this one
-    plugins: list[dict[str, Any]] = field(default_factory=list)  # `plugins.Plugin` of the run that wrote it
+    frozen: str | None = None  # name of the sibling folder with frozen parameters, which are not in this folder
+    plugins: list[dict[str, Any]] = field(default_factory=list)  # `plugins.Plugin` of the writing run
 
     @property
     def unpruned(self) -> float:
@@ -185,7 +185,8 @@ def _is_torch_save_file(file: Path) -> bool:
 def read_description(path: Path) -> Description:
     """Reads the description of the checkpoint folder `path`.
 
-    Raises `UserError` if the description is newer than this code, and `DamagedError` if it cannot be read.
+    Raises `UserError` if this code does not know the description's version or model, and `DamagedError` if the description
+    cannot be read.
     """
     if what := _describe_foreign(path):
         raise DamagedError(f"{path} is {what}")  # a run may resume from another checkpoint

@@ -26,9 +26,9 @@ To = Literal["weights", "torch", "safetensors"]
 def list_run(run: str | Path) -> list[dict[str, Any]]:
     """Lists the checkpoints of a run, oldest first.
 
-    Each entry has `path`, `step`, `kind` (full or weights), `bytes`, `problem` (None if all files are present, readable
-    and of the right size) and `resumes` (True if `--resume` would start from it). Raises `UserError` if `run` is no run
-    folder.
+    Each entry has `path`, `step`, `kind` (full or weights), `bytes`, `problem` (None if the description is intact and all
+    files have the right sizes) and `resumes` (True if `--resume` would start from the checkpoint).
+    Raises `UserError` if `run` is no run folder.
     """
     run = user_path(run)
     if not (run / "checkpoints").is_dir() and not (run / "config.yaml").is_file():
@@ -51,11 +51,11 @@ def verify_all(path: str | Path) -> dict[str, list[str]]:
 
 
 def show(path: str | Path) -> dict[str, Any]:
-    """Describes a checkpoint (or the newest of a run) and the distribution of its bytes over writers.
+    """Describes a checkpoint (or the newest of a run) and the distribution of its bytes over nodes.
 
-    In addition to the fields of the description, the result has `bytes`, `tensors` (number of global tensors),
-    `parameters`, `slices`, `writers` (ranks that wrote a file) and `bytes_by_node`. Raises `UserError` if the checkpoint
-    cannot be read.
+    In addition to some fields of the description, the result has `bytes`, `tensors` (number of global tensors),
+    `parameters`, `slices`, `writers` (number of ranks that wrote a file) and `bytes_by_node`. Raises `UserError` if the
+    checkpoint cannot be read.
     """
     path = find_checkpoint(path)
     reader = Reader.open(path)

@@ -68,7 +68,7 @@ def load_slices(
     broadcasting). With `send` "none", every rank reads its own shard. `read` fills the tensors of slices. `pruned`: the
     weights must be zero where the state is pruned. With `factors`, reads low-rank factors; otherwise sets them to zero.
 
-    Returns the number of ranks that have read anything. A `UserError` of `read` on one rank is raised on all ranks; the
+    Returns the number of ranks that have read chunks. A `UserError` of `read` on one rank is raised on all ranks; the
     state is unusable then.
     """
     device, world = state.chunks[0].parameter.device, state.groups.world

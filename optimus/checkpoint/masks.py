@@ -149,7 +149,7 @@ def follow_masks(state: ModelState, source: WeightSource) -> bool:
 def follow_drawn(state: ModelState, reader: Reader) -> None:
     """Loads the checkpoint's `drawn.NAME` masks into `state`, if there are any. Collective.
 
-    Raises `UserError` on all ranks.
+    Raises `UserError` on all ranks for masks that do not fit the parameters.
     """
     if not any(key.startswith(DRAWN) for key in reader.stored):
         return

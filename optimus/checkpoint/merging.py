@@ -33,7 +33,8 @@ def merge(
     last: int | None = None,
     plugins: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Writes the weighted average of the weights of `checkpoints` as a new checkpoint. A run stands for its newest one.
+    """Writes the weighted average of the weights of `checkpoints` as a new checkpoint. A run stands for its newest
+    checkpoint.
 
     A mapping gives the weights of the average, which are normalised by their sum; a sequence gives equal weights. With
     `last`, the only entry of `checkpoints` is a run, and its last `last` checkpoints are averaged. The result is a

@@ -52,7 +52,7 @@ class Reader:
     def open(cls, path: Path) -> "Reader":
         """Reads everything but the tensors. Raises `DamagedError` if anything has changed since it was written.
 
-        Raises `UserError` if the checkpoint is newer than this code.
+        Raises `UserError` if this code does not know the checkpoint's version or model.
         """
         description, stored = _read_all_but_tensors(path)
         if (beside := frozen_beside(path, description)) is not None:

@@ -77,7 +77,8 @@ class Target(NamedTuple):
         return states[prefix] if self.description.full else chunk.weights(states)
 
     def copied(self, chunk: Chunk, prefix: str) -> bool:
-        """Returns True if background saving copies this buffer first: only device buffers, to save host memory."""
+        """Returns True if background saving copies this buffer first: only device buffers of trained chunks, to
+        save host memory."""
         return chunk.plan.rule.trains and chunk.residency(prefix, weights=not self.description.full) == "device"
 
 
@@ -108,7 +109,7 @@ class Saver:
         self._abandoned = threading.Event()
         self.seconds = 0.0  # seconds that the training, or the worker of updates, has waited in total
         self._counting = threading.Lock()  # guards `seconds`
-        self.write: Write = lambda *file: write_slices(*file)  # fault injection replaces it to simulate a full disk
+        self.write: Write = lambda *file: write_slices(*file)  # fault injection replaces `write`
 
     def save(self, *targets: Target) -> list[Path]:
         """Writes checkpoints. In background saving, first completes those in progress, and then only starts the new ones.

@@ -22,7 +22,7 @@ class TensorSlice(NamedTuple):
     key: str
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
-    tensor: Tensor  # a view of a flat buffer
+    tensor: Tensor  # for a shard, a view of a flat buffer
 
 
 def part_slices(chunk: Chunk, kind: str, part: Tensor) -> Iterator[TensorSlice]:
@@ -59,7 +59,7 @@ def tiles(shape: Sequence[int], longest: int = LONGEST) -> Iterator[tuple[tuple[
 
 
 def range_slices(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yields (offsets, sizes) of slices that cover elements `start` to `end` of a row-major block, in order.
+    """Yields (offsets, sizes) of slices that cover elements `start` to `end - 1` of a row-major block, in order.
 
     Yields nothing for an empty range.
     """

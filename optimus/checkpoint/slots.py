@@ -24,7 +24,7 @@ def retire(run: Path, keep: int, new: Path | None = None) -> None:
     """Deletes the oldest full checkpoints beyond `keep`. A `keep` of 2 gives dual checkpoints (the Optimus paper, section
     4).
 
-    `new` is a checkpoint about to be written. It counts towards `keep`, but the newest existing checkpoint always stays. The
+    `new`, a checkpoint about to be written, counts towards `keep`, but the newest existing checkpoint always stays. The
     weights that a run was rolled back to count as a full checkpoint while the run resumes from them. Once these weights are
     beyond `keep`, the function deletes the rollback marker.
     """

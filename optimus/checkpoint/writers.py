@@ -87,7 +87,7 @@ def _shared_writing(
         for index, ranks in enumerate(known[axes]):
             if not scattered:
                 writer = ranks[0]
-            elif "embedding" in layout.replicated_axes:  # two stages hold it, and their other chunks differ
+            elif "embedding" in layout.replicated_axes:  # two stages hold the chunk, and their other chunks differ
                 writer = ranks[index * len(ranks) // len(known[axes])]
             else:
                 writer = min(ranks, key=lambda each: (of_node[mesh.node(each)], of_rank[each], each))

@@ -181,7 +181,7 @@ def decode(tokenizer: Any, prompt_ids: Sequence[int], new_ids: Sequence[int]) ->
     text = tokenizer.decode([*last, *new_ids], skip_special_tokens=False)
     if text.startswith(before):
         return str(text[len(before) :])
-    return str(tokenizer.decode(list(new_ids), skip_special_tokens=False))  # `new_ids` end a character of the prompt
+    return str(tokenizer.decode(list(new_ids), skip_special_tokens=False))  # `new_ids` complete a prompt character
 
 
 def _choose(logits_V: Tensor, temperature: float, top_p: float, random: torch.Generator) -> int:

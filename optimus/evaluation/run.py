@@ -49,14 +49,14 @@ def evaluate(
     """Scores a checkpoint (or the newest of a run) on `tasks`, whose data is in the folder `task_data`, and on `text`.
 
     Returns `{"tasks": {name: {"acc", "acc_norm", "bits_per_byte", "margin", "n"}}, "bits_per_byte": float or None}`,
-    extended by the settings and the versions. Writes the same mapping to the JSON file `output`, completely or not at
-    all. For a task, `bits_per_byte` is the bits per byte of the right answer, and `margin` is the bits per byte of the
-    best wrong answer minus this value. Several checkpoints with the same tokenizer form an ensemble, whose logits are
-    the mean of the members' logits. `limit` is the number of documents per task (per subject for mmlu). `fewshot` is the
-    number of examples in each prompt (none by default). `max_bytes` is the number of bytes of text. The tokenizer
-    encodes the spelling of a special token as ordinary text, or with `parse_special` as that token. The computation is
-    in fp32. `plugins` names the plugins that the checkpoint's model or the tasks need. Raises `UserError`, before it loads
-    the model if the error is detectable by then.
+    extended by the settings and the versions. Writes the same mapping to the JSON file `output`, completely or not at all.
+    For a task, `bits_per_byte` is the bits per byte of the right answer, and `margin` is the bits per byte of the best wrong
+    answer minus this value. Several checkpoints with the same tokenizer form an ensemble, whose logits are the mean of the
+    members' logits. `limit` is the maximum number of documents per task (per subject for mmlu). `fewshot` is the number of
+    examples in each prompt (none by default). `max_bytes` is the maximum number of bytes of text. The tokenizer encodes the
+    spelling of a special token as ordinary text, or with `parse_special` as that token. The computation is in fp32.
+    `plugins` names the plugins that the checkpoint's model or the tasks need. Raises `UserError`, where possible before
+    loading the model.
 
     Example:
         optimus.evaluate("runs/first", text="held-out/")["bits_per_byte"]

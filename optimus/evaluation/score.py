@@ -21,7 +21,7 @@ _LOGITS_AT_ONCE = 1 << 24  # elements: 64 MB in fp32, while all logits of a batc
 
 
 class Scored(Protocol):
-    """A model that `score` can score: a `Transformer`, or a rank's part of a `Transformer` in a pipeline."""
+    """A model that `score` can score: a `Transformer`, an `Ensemble`, or a rank's part of a `Transformer` in a pipeline."""
 
     training: bool
 
@@ -72,7 +72,7 @@ def split_long(context: Sequence[int], continuation: Sequence[int], limit: int) 
     once.
 
     A long context loses its beginning, as in lm-eval. This function cuts a continuation longer than `limit` into
-    disjoint parts of `limit` tokens. The model predicts each token of a part from the token before the part and the
+    disjoint parts of at most `limit` tokens. The model predicts each token of a part from the token before the part and the
     earlier tokens of the part.
     """
     windows = []

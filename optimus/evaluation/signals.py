@@ -64,8 +64,8 @@ def signals(curves: TaskCurves) -> list[dict[str, Any]]:
 
     `spearman` is the rank correlation with the step (1: every measurement is better than those before it). `noise` is
     the standard deviation of a measurement, in units of the metric. Both are means over the runs. `kendall` is the tau-b
-    between the ranking of the runs at a step and their final ranking, as a mean over all steps before the last; None for
-    a single run.
+    between the ranking of the runs at a step and their final ranking, as a mean over all common steps before the last.
+    For a single run or fewer than two common steps, `kendall` is None.
     """
     rows = []
     for (task, metric), each in curves.items():
@@ -86,8 +86,8 @@ def spearman(x_N: NDArray[Any], y_N: NDArray[Any]) -> float:
 
 
 def kendall(x_R: NDArray[Any], y_R: NDArray[Any]) -> float:
-    """Returns tau-b: pairs in the same order minus pairs in opposite order, relative to the pairs without ties; 0 if all
-    pairs are ties."""
+    """Returns tau-b: pairs in the same order minus pairs in opposite order, relative to the geometric mean of the pairs
+    without ties in `x_R` and in `y_R`. Returns 0 if all pairs of either are ties."""
     first, second = np.triu_indices(len(x_R), 1)
     x_sign, y_sign = np.sign(x_R[first] - x_R[second]), np.sign(y_R[first] - y_R[second])
     size = float(np.sqrt((x_sign != 0).sum() * (y_sign != 0).sum()))

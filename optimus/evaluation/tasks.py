@@ -1,8 +1,8 @@
 """Runs the paper's tasks (Optimus, table 2) with lm-eval on local data, without downloads.
 
 Prompts, choices and metrics are those of lm-eval's task definitions; this module replaces only the source of the
-documents. Results are comparable with published results if the documents are the same. A task runs on the split that
-lm-eval uses (test, else validation) if the folder has that split, otherwise on the other one. Every task reports
+documents. Results are comparable with published results if the documents are the same. A task runs on the test
+split if its labels are published and the folder has the split, otherwise on the validation split. Every task reports
 `acc_norm`, the accuracy by log-likelihood per character of the choice, even if lm-eval's definition lists `acc` alone.
 
 Small models and early checkpoints guess, so accuracies say little about them. Two other numbers improve from the first steps

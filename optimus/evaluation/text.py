@@ -163,7 +163,8 @@ class _Cutter:
         self._before, self._pending = eos_id, list[int]()
 
     def cut(self, tokens: list[int], ends_document: bool) -> Iterator[Window]:
-        """Yields the windows that these tokens complete. `ends_document` is True if the document ends with them."""
+        """Yields the windows that these tokens complete. `ends_document` is True if the document ends with
+        `tokens`."""
         pending = self._pending + tokens
         end = len(pending) if ends_document else len(pending) // self._context * self._context
         for start in range(0, end, self._context):

@@ -26,13 +26,13 @@ class Costs:
     """Time of the logits of one vocabulary shard, where every rank has a shard; the loss and the gradients of hidden states
     and weight take twice that time."""
     link: float = 0.0
-    """Time from the end of a computation until another rank has the result; concurrent messages do not slow each other."""
+    """Time of a message between two ranks; concurrent messages do not slow each other."""
     blocking: bool = False
     """Makes a rank wait for its sends and receives at their positions in its list of actions; adjacent transfers are one
     batch. By default transfers overlap with computations."""
     jitter: float = 0.0
-    """Standard deviation of the logarithm of a random factor on the time of every computation. The factor is lognormal, with
-    mean 1."""
+    """Standard deviation of the logarithm of a random factor on the time of every computation except vocabulary passes. The
+    factor is lognormal, with mean 1."""
     seed: int = 0
     """Seed of the jitter. An action has the same jitter in all schedules with equal numbers of stages and microbatches."""
 
@@ -85,7 +85,7 @@ class Costs:
 def per_stage(value: T | Sequence[T], stages: int, what: str = "pipeline costs: {} numbers") -> list[T]:
     """Returns one number per stage: `value` for each stage, or its elements.
 
-    Raises `UserError`, with the text `what`, when the sequence does not have one number per stage.
+    Raises `UserError`, whose text begins with `what`, when the sequence does not have one number per stage.
     """
     numbers = list(value) if isinstance(value, Sequence) else [value] * stages
     if len(numbers) != stages:

@@ -40,7 +40,7 @@ def pipeline_seconds(
 ) -> float:
     """Returns the seconds of a step of `microbatches`, given the `times` of each stage; `link` is the seconds of a message.
 
-    Raises `UserError` when no schedule with this name and these sizes exists.
+    Raises `UserError` when the schedule `name` does not support these sizes.
     """
     if ranks == 1:
         return microbatches * sum(stage.seconds for stage in times)

@@ -2,7 +2,7 @@
 
 For each stage, one thread posts the receives from the previous stage, and another thread posts the receives from the next
 stage. Each thread waits for one message after the other, because Gloo reports an arrival only to a waiting caller. On an
-accelerator, the thread waits for a separate stream. Therefore a rank notices messages as soon as they arrive, and their
+accelerator, each thread waits for a separate stream. Therefore a rank notices messages as soon as they arrive, and their
 arrival decides the next computation.
 
 Ranks that share a stage must run the same computations, because they take part in the same collectives: the first of these
@@ -99,7 +99,7 @@ class MessageDrivenExecutor:
         if isinstance(message, Exception):
             raise message
         if self._device.type != "cpu":
-            for tensor in message:  # the receiving stream must not reuse its memory too early
+            for tensor in message:  # the receiving stream must not reuse the tensor's memory too early
                 tensor.record_stream(torch.accelerator.current_stream(self._device))
         self._messages[action] = message
         self._ready.arrive(action, time.perf_counter())

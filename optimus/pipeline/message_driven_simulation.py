@@ -18,11 +18,12 @@ def simulate_message_driven(
     prefer: Preference = "forward",
     stages_per_rank: int = 1,
 ) -> Timeline:
-    """Simulates ranks of which each idle one runs the preferred forward or backward pass among those whose input has
+    """Simulates ranks that, whenever they are idle, run the preferred forward or backward pass among those whose input has
     arrived.
 
-    See `ReadyQueue` for `caps` and `prefer`. By default F = I = W = 1. Backward passes are not split, and transfers never
-    block: the function ignores `costs.blocking`. Stage s is on rank s mod `ranks`.
+    See `ReadyQueue` for `caps` and `prefer`. By default a forward pass takes 1, a backward pass 2, and a message no time.
+    Backward passes are not split, and transfers never block: the function ignores `costs.blocking`. Stage s is on rank s mod
+    `ranks`.
 
     Raises `UserError` for a cap below one and for costs or caps whose number is not the number of stages.
     """

@@ -90,7 +90,8 @@ def summary(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
 
 
 def describe(title: str, timeline: Timeline, width: int) -> str:
-    """Describes bubble and memory in total and per rank, and draws the timeline if it fits into `width` characters."""
+    """Describes the bubble in total, and bubble and peak activations per rank; draws the timeline if `width` characters
+    suffice."""
     lines = [f"{title}: bubble {timeline.bubble:.1%} of the computing time, makespan {timeline.makespan:.6g}"]
     for rank, stages in enumerate(timeline.stages_of):
         held = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"

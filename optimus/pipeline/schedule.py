@@ -54,7 +54,7 @@ class Kind(str, Enum):
 
     @property
     def letter(self) -> str:
-        """One letter per computation, as in the figures of the papers.
+        """The letter of a computation in drawings of timelines.
 
         F (forward), B (backward), I (backward of the input), W (backward of the weights), S (logits), T (loss), E
         (embedding) or G (the embedding's gradient).
@@ -73,7 +73,7 @@ _LETTERS = {
     Kind.EMBED_BACKWARD: "G",
 }
 VOCABULARY = (Kind.EMBED, Kind.LOGITS, Kind.LOSS, Kind.EMBED_BACKWARD)
-EMBEDDED_AHEAD = 2  # number of microbatches by which the embedding passes run ahead of the first stage
+EMBEDDED_AHEAD = 2  # maximum number of microbatches by which the embedding passes run ahead of the first stage
 # For each side of a transfer: the kind of the other side, and the other side's stage relative to this side's stage.
 _PARTNERS = {
     Kind.SEND_FORWARD: (Kind.RECEIVE_FORWARD, 1),

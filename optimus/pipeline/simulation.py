@@ -9,7 +9,7 @@ from optimus.pipeline.timeline import Event, Timeline
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Returns the timeline of all actions of a schedule that `check` has proved.
+    """Returns the timeline of all actions of a schedule that `check` has proved correct.
 
     By default a forward pass and each of the two parts of a backward pass take 1, and links take no time.
 

@@ -64,7 +64,7 @@ class StagePartition(NamedTuple):
     blocks: Sequence[range]
     local_stages: Sequence[int]
     vocabulary: bool = False  # True if every rank has a shard of the vocabulary, whose parameters have the stage -1
-    # The first stage with trained parameters, whose input needs no gradient; -1 if the embedding is trained.
+    # The first stage with trained parameters, whose input needs no gradient; -1 if a split embedding is trained.
     trained_from: int = -1
 
     @property
@@ -85,8 +85,8 @@ class StagePartition(NamedTuple):
         return 0 if name.startswith(("embedding.", "positions.")) else len(self.blocks) - 1
 
     def first_of(self, names: Iterable[str]) -> int:
-        """Returns the first stage that computes with any of these parameters; -1 stands for the embedding before the first
-        stage."""
+        """Returns the first stage that computes with any of these parameters; -1 stands for a split
+        embedding, which comes before the first stage."""
         last = len(self.blocks) - 1
         return min(last if name.startswith("head.") else self.stage_of(name) for name in names)
 

@@ -74,7 +74,7 @@ def _even(weights: Sequence[float], stages: int) -> list[tuple[int, int, int]]:
 
 
 def _sums(weights: Weights, stages: int) -> Callable[[int, int, int], float]:
-    """Returns a function of (stage, start, end) that sums the weights of a stage with the blocks `start` to `end`."""
+    """Returns a function of (stage, start, end) that sums the weights of a stage with the blocks `start` to `end - 1`."""
     sums = list(accumulate(weights.blocks, initial=0.0))
     besides = {0: weights.first} | {stages - 1: weights.last + (weights.first if stages == 1 else 0.0)}
     return lambda stage, start, end: sums[end] - sums[start] + besides.get(stage, 0.0)
@@ -84,8 +84,8 @@ def _search(blocks: int, stages: int, cost: Callable[[int, int, int], tuple[floa
     """Returns the partition whose largest cost is minimal, and among equal partitions the one whose sum is minimal.
 
     The search decides ties at every prefix of stages. `cost` of (stage, start, end) is a pair for a stage with the blocks
-    `start` to `end`. The first element is the cost: it does not fall with more blocks, and is infinite for forbidden blocks.
-    The second element is the term of the sum.
+    `start` to `end - 1`. The first element is the cost: it does not fall with more blocks, and is infinite for forbidden
+    blocks. The second element is the term of the sum.
     """
     ends = [blocks]  # for each stage, the earliest end for which the later stages can have the remaining blocks
     for stage in range(stages - 1, 0, -1):

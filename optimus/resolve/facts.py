@@ -1,7 +1,7 @@
 """Facts about a machine, which all ranks measure together or the planner reads from a machine file.
 
-`measure_facts` measures only facts that an open option of the configuration depends on. It caches timings per chip
-(`tuning.cache`), and rounds free memory down to a coarse step, so that two starts find the same value.
+`measure_facts` measures memory and times only if an open option of the configuration depends on them. The function caches
+timings per chip (`tuning.cache`), and rounds free memory down to a coarse step, so that two starts find the same value.
 """
 
 import time
@@ -111,8 +111,8 @@ def _memory_to_count_on(
 ) -> tuple[int, list[str]]:
     """Returns (device bytes that a rank may fill, lines for the user).
 
-    The bytes are the lowest free memory of all ranks' devices, rounded down to a coarse step and cached, so that small
-    changes do not affect decisions.
+    The bytes are a rank's part of the lowest free memory of all ranks' devices. That memory is rounded down to a coarse step
+    and cached, so that small changes do not affect decisions.
     """
     if world is None:
         free = (free_memory if touches or device.type == "cpu" else total_memory)(device)
@@ -125,7 +125,7 @@ def _memory_to_count_on(
 
 
 def _timings(mesh: Mesh, world: Group, device: torch.device, dtype: str, known: Measurements) -> Timings:
-    """Returns the cached timings for this number of ranks per node, number of threads, host and type, or measures them
+    """Returns the cached timings for this number of ranks per node, number of threads, host and dtype, or measures them
     now."""
     ranks, host = min(mesh.size, mesh.ranks_per_node or mesh.size), device_name(torch.device("cpu"))
     name = f"offload, {ranks} ranks of {torch.get_num_threads()} threads, {host}, {dtype}"

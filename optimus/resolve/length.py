@@ -73,7 +73,7 @@ def _check(config: RunConfig, steps: int) -> None:
 
 
 def warmup(config: RunConfig, previous: Mapping[str, Any]) -> Decided:
-    """Decides the warm-up steps of each schedule; a resumed run keeps the warm-up steps of its first start."""
+    """Decides the warm-up steps of each schedule; a resumed run keeps those of `lr_schedule` from its first start."""
     values = {
         f"{path}.warmup_steps": each.warmup_steps
         for path, each in _schedules(config)
@@ -103,7 +103,7 @@ def _schedules(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
 
 
 def previous_decisions(run: Path) -> dict[str, Any]:
-    """Reads the decisions that a resumed run keeps from its folder; returns no decisions if the folder has no run yet.
+    """Reads the decisions that a resumed run keeps from earlier starts; returns none without a readable configuration.
 
     Raises `UserError` for a value that is invalid for its key.
     """

@@ -33,7 +33,7 @@ def tilings(config: OptimizerConfig) -> list[Tiling]:
 
 def rules_of(config: OptimizerConfig, model: nn.Module, freeze: Sequence[str] = ()) -> dict[str, Rule]:
     """Returns the rule of each parameter of the whole `model`, by name; parameters matched by `freeze` get the rule
-    `Frozen`.
+    `Frozen`, except low-rank factors.
 
     Raises `UserError` for a group or an entry of `freeze` that matches no parameter, and for a model without trainable
     parameters. Raises `UserError` for a group whose rule cannot update the role of a parameter.

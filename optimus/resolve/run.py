@@ -79,7 +79,7 @@ class ResolvedRun:
 
     def with_values(self, values: Mapping[str, Any]) -> "ResolvedRun":
         """Returns the run with other values of keys that do not affect the division into chunks; only `resolve` and its
-        decisions call it."""
+        decisions call this method."""
         return replace(self, config=self.config.decided(values))
 
     def closed(self) -> "ResolvedRun":
@@ -109,7 +109,7 @@ class ResolvedRun:
 
     @property
     def stage_ranks(self) -> Sequence[int]:
-        """One rank for each position in the pipeline; the other ranks of a stage hold equal amounts of state."""
+        """One rank for each position in the pipeline; the other ranks of a stage have shards of the same chunks."""
         return self.mesh.group(0, ("pp",))
 
     def partition(self, rank: int) -> StagePartition:

@@ -1,8 +1,8 @@
 """A cluster on one machine to rehearse node failures: hosts are network namespaces joined by a bridge.
 
 Each host has its own address and its own link, whose bandwidth can be limited and which can be cut. A host runs
-`optimus launch` like a node. The rendezvous store runs on a separate host. Namespaces need root on Linux. If they are not
-allowed, hosts are plain process groups on this machine, without links to limit or cut.
+`optimus launch` like a node. The rendezvous store runs on a separate host. Namespaces need root on Linux. If namespaces
+are not allowed, hosts are plain process groups on this machine, without links to limit or cut.
 """
 
 import json
@@ -100,7 +100,7 @@ def rehearse(
     called with each event when the event happens.
 
     Returns `output`, `finished`, `exit_codes` by node (None if the node was still running at the end and was killed),
-    `events` and `isolated` (true if the nodes were network namespaces). Raises `UserError` before it starts any process if
+    `events` and `isolated` (true if the nodes were network namespaces). Raises `UserError` before starting any process if
     the run is impossible as configured.
     """
     tree, data = read_run(job.config, job.overrides)
@@ -184,7 +184,7 @@ def lab(nodes: int, *, isolated: bool, bandwidth: str | None = None) -> Iterator
             for name in [*names, switch] if isolated else []:
                 subprocess.run(["ip", "netns", "del", name], capture_output=True)
                 shutil.rmtree(_ETC / name, ignore_errors=True)
-            with suppress(OSError):  # fails if other labs use it
+            with suppress(OSError):  # fails if other labs use the folder
                 _ETC.rmdir()
 
 

@@ -131,7 +131,7 @@ class _Worker:
 
 
 def _exchange(workers: Sequence[_Worker], requests: Sequence[Any], deadline: float, timeout: float) -> list[bytes]:
-    """Sends each worker its request and returns the results; raises the first failure."""
+    """Sends each worker its request and returns the results; raises the failure of the culprit rank."""
     for worker, request in zip(workers, requests, strict=True):
         with contextlib.suppress(OSError):  # the code below detects a dead worker
             worker.connection.send_bytes(pickle.dumps(request))
