@@ -102,9 +102,9 @@ def verify_data(run: ResolvedRun, data: TrainingData) -> dict[str, Any]:
 
 
 def check_run(config: RunConfig, data: TrainingData, mesh: Mesh, resume: bool) -> ResolvedRun:
-    """Checks a run before its ranks start, and returns the resolved run.
+    """Checks a run before its training starts, and returns the resolved run.
 
-    Raises `UserError` for any problem that would keep the ranks of `mesh` from running.
+    Raises `UserError` for problems that this process finds and that would keep the ranks of `mesh` from running.
     """
     # A process that is not a rank is a launcher, which must not use device memory.
     rank_here = mesh.size == 1 or "WORLD_SIZE" in os.environ

@@ -29,7 +29,10 @@ BACKEND = "optimus-local"  # name of the rendezvous backend in TorchElastic
 
 
 class LocalRendezvous(StaticTCPRendezvous):
-    """The rendezvous of a single node. Its store listens on the loopback interface; the base class's, on all interfaces."""
+    """The rendezvous of a single node. The store of this class listens on the loopback interface only.
+
+    The store of the base class listens on all interfaces.
+    """
 
     def __init__(self, params: rendezvous.RendezvousParameters) -> None:
         self._served = serve(0)
@@ -49,9 +52,9 @@ def register() -> str:
 
 
 def name_interface(address: str) -> None:
-    """Lets Gloo use the network interface that has `address`.
+    """Makes Gloo use the network interface that has `address`, unless the environment already names an interface.
 
-    By default Gloo looks up the machine's name, which may belong to another network.
+    By default Gloo uses the address of the machine's name, which may belong to another network.
     """
     for device, found in psutil.net_if_addrs().items():
         if any(each.address == address for each in found):
@@ -88,7 +91,7 @@ def start_ranks(config: str, resume: bool, ranks: int, holder: str, hooks: Seque
             elastic_launch(launch, sys.executable)("-m", RANK, *words)
         except SignalException as error:
             let_go_if_gone()
-            return error.sigval  # the ranks have received the signal too, finish their step and save
+            return error.sigval  # the ranks have received the signal too, and have saved
         except ChildFailedError as error:
             if stopped := {failure.exitcode for failure in error.failures.values()} & set(STOPPED):
                 return max(stopped) - 128  # one rank has received a signal, and all ranks have agreed to stop
@@ -97,8 +100,8 @@ def start_ranks(config: str, resume: bool, ranks: int, holder: str, hooks: Seque
 
 
 def rank_options(holder: str | None = None) -> list[str]:
-    """Returns the options of every rank that this process starts: the process id of its parent and the lease's token.
+    """Returns the options of every rank that this process starts: this process's id and, if given, the lease's token.
 
-    A rank ends when its parent ends.
+    A rank ends when the process that has started the rank ends.
     """
     return ["--parent", str(os.getpid()), *([] if holder is None else ["--holder", holder])]

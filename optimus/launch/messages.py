@@ -10,7 +10,10 @@ from optimus.resilience.exits import error_in, how_ended
 
 
 def explain(failures: Mapping[int, ProcessFailure]) -> str:
-    """Returns one message about the failed ranks: the cause, and where the other ranks stopped if a rank was lost."""
+    """Returns one message about the failed ranks.
+
+    The message states the cause and, if a rank or the connection was lost, where the other ranks stopped.
+    """
     said = {rank: text for rank, failure in failures.items() if (text := error_in(failure.message)) is not None}
     stopped = {rank: text for rank, text in said.items() if text.startswith("CollectiveError: ")}
     first = min(failure.timestamp for failure in failures.values())  # TorchElastic counts whole seconds

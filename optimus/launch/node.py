@@ -33,7 +33,7 @@ from optimus.resilience.policy import Do, decide
 
 @dataclass(frozen=True)
 class NodeJob:
-    """The settings that all nodes of a launch share. Raises `UserError` for numbers out of range."""
+    """The settings that all nodes of a launch share. Raises `UserError` for too few nodes, ranks or spares."""
 
     config: str | Path
     overrides: Sequence[str] = ()
@@ -65,7 +65,7 @@ class Launch(NodeJob):
     node: str
     endpoint: str
     name: str = "optimus"  # distinguishes launches in one store
-    aborts: bool = False  # True: the backend ends ranks that have lost another rank by SIGABRT
+    aborts: bool = False  # True: the backend sends SIGABRT to ranks that have lost another rank
 
 
 def run_node(
@@ -73,14 +73,16 @@ def run_node(
 ) -> Do | Exit | None:
     """Runs this node's ranks, each as `command`, until the run ends on this node.
 
-    Returns None when the job is done, `Do.LEAVE` when this node has left, `Do.STOP` when all nodes have stopped, and an
-    `Exit` when a signal has ended the ranks. `run_node` appends `--holder` to `command`, with the token under which all
-    nodes of the launch hold the lease of the run folder. One of the nodes calls `announce(event, detail)` with the event
+    Returns None when the job is done or no longer needs this node, and an `Exit` when a signal has ended the run.
+    Returns `Do.LEAVE` when this node has left, and `Do.STOP` when a failure has stopped all nodes.
+
+    `run_node` appends `--holder` to `command`, with the token under which all nodes of the launch hold the lease of the
+    run folder. When the run restarts or fails for good, one of the nodes calls `announce(event, detail)` with the event
     `restarted` or `failed`.
 
-    Raises `LeaseError` when another run holds the lease of the folder. Raises `UserError` when the node is excluded, the
-    rendezvous does not answer or stops answering, clocks are too far apart, too few nodes join, or the run restarts without
-    progress.
+    Raises `LeaseError` when another run holds the lease of the folder. Raises `UserError` when the node is excluded,
+    the rendezvous does not answer or stops answering, clocks are too far apart, too few nodes join, or the run restarts
+    too often without progress.
     """
     check_not_excluded(launch.run, launch.node)
 
@@ -171,8 +173,8 @@ class _Member:
     def _come_too_late(self) -> None:
         """Prints why a node that joins a closed launch has nothing to do.
 
-        A spare may join after the run has finished. Raises `UserError` if the run has not finished, since the launch in the
-        store is then an earlier one.
+        A spare may join after the run has finished. Raises `UserError` if the run has not finished, since only a new
+        launch can then continue the run.
         """
         why = f"the launch {self._launch.name} at {self._launch.endpoint} has ended already"
         cure = "to train again, give another --name or restart `optimus rendezvous`"
@@ -226,7 +228,7 @@ class _Member:
         detail = f"{decision.detail}: {said[0]}" if said else decision.detail
         if decision.culprit:
             self._store.add(self._key(f"crashes/{self._launch.node}"), 1)
-        has_told = Exit.BAD_NODE in codes.values()  # the rank has logged its failure
+        has_told = Exit.BAD_NODE in codes.values()  # a rank has logged the failure already
         if (decision.culprit or decision.do is Do.STOP) and not has_told:
             self._events.write("failure", node=self._launch.node, rank=decision.rank, detail=detail)
         if decision.do is Do.STOP:
@@ -310,7 +312,7 @@ _SAID: dict[str, TypeAdapter[Any]] = {  # types of the values that nodes put int
 def _said(value: bytes, what: str) -> Any:
     """Parses a value that a node has put into the store.
 
-    Raises `RendezvousStateError` for a value that no node has written, since other programs may reach the store too.
+    Raises `RendezvousStateError` for a value of the wrong type, since other programs may write to the store too.
     """
     try:
         return _SAID[what].validate_json(value)
@@ -344,7 +346,7 @@ def _holding(launch: Launch, store: Store) -> Iterator[str]:
 
 
 def _check_clocks(launch: Launch, store: Store) -> None:
-    """Raises `UserError` when this node's clock is too far from another node's clock.
+    """Raises `UserError` when this node's clock is too far from that of the first node that called this function.
 
     Heartbeats carry the time of day, so clocks must agree. All nodes compare their clocks with the common clock of the run
     folder's file system.

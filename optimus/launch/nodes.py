@@ -41,8 +41,11 @@ def launch(
     default the machine's name. `name` distinguishes launches that use one store. `program` is the module of a rank and its
     first arguments, instead of `optimus.launch.rank`.
 
-    Returns None when the job is done, `Do.LEAVE` when this node has been excluded, `Do.STOP` when a failure has ended the
-    run for good, and an `Exit` when a signal has ended the run. Raises `UserError` for problems that the user can fix here.
+    Returns None when the job is done or no longer needs this node, and an `Exit` when a signal has ended the run.
+    Returns `Do.LEAVE` when this node has been excluded, and `Do.STOP` when a failure has ended the run for good.
+
+    Raises `UserError` like `run_node`, and for an invalid configuration, unusable data or a machine that does not fit
+    the job.
     """
     node = node or platform.node()
     fetch_lost_run(load_config(job.config, job.overrides, read_model_folder), resume=True)
@@ -81,9 +84,9 @@ def check_launch(job: NodeJob, rendezvous: str, node: str | None = None) -> dict
 
 
 def _check(job: NodeJob, node: str) -> tuple[RunConfig, ResolvedRun, TrainingData]:
-    """Returns the configuration of a launch, its run and its data.
+    """Checks a launch on this node, and returns the configuration, the resolved run and the data.
 
-    Raises `UserError` for any problem that would keep this node from the run.
+    Raises `UserError` for problems that would keep this node from the run.
     """
     tree, data = read_run(job.config, job.overrides)
     users_hooks(tree.train.hooks)
@@ -103,12 +106,12 @@ def write_batch_script(
 ) -> str:
     """Writes a batch script that runs `optimus launch` on the nodes of a job until the run has finished, at most ten times.
 
-    `time` is the job's time limit as HOURS:MINUTES:SECONDS. `directives` are further lines for the batch system. Paths,
-    including that of a plan of faults to `inject`, are relative to the current folder. Returns the command that submits the
-    script.
+    `time` is the job's time limit as HOURS:MINUTES:SECONDS. `directives` are further lines for the batch system.
+    `inject` is the path of a plan of faults to inject. The job resolves relative paths from the folder in which this
+    function runs. Returns the command that submits the script.
 
-    Raises `UserError` when the configured mesh or batch does not fit the ranks, or the script cannot be written. The
-    function does not check the hardware of the job's nodes.
+    Raises `UserError` when the configured mesh or batch does not fit the ranks, and like `write_script`. The function
+    does not check the hardware of the job's nodes.
     """
     tree = load_config(job.config, job.overrides, read_model_folder)
     mesh = mesh_of(tree, job.ranks, job.ranks_per_node)

@@ -2,8 +2,9 @@
 
 As a program, this module takes the arguments `words` of `run_as_rank`.
 
-When a rank is lost, a collective fails on every other rank. `_last_words` lets each rank report the step of the failure,
-`_ranks_together` keeps ranks from waiting for lost ones, and `messages.explain` tells the user which rank was lost.
+When a rank is lost, a collective fails on every other rank, or the device waits until `_deadline` ends the rank.
+`_last_words` lets each rank report the step of the failure, and `_ranks_together` keeps ranks from waiting for lost
+ones. On one machine, `messages.explain` tells the user which rank was lost.
 """
 
 import atexit
@@ -99,8 +100,8 @@ def backend_of(device: torch.device, named: str, per_node: int) -> str:
     """Returns the backend that moves a rank's tensors: the backend of the device, or Gloo.
 
     Gloo moves the tensors through the host (`comm/host_staging.py`). Devices for which torch has no default backend use
-    Gloo. All devices use Gloo if `train.device` is `named` with an index, for example `xpu:0`, so that all `per_node` ranks
-    of a node share the device.
+    Gloo. Ranks share a device, and therefore use Gloo, when `named`, the value of `train.device`, has an index (for
+    example `xpu:0`) and a node has more than one rank (`per_node`).
     """
     shared = named == str(device) and per_node > 1
     return "gloo" if shared else dist.Backend.default_device_backend_map.get(device.type, "gloo")
@@ -110,9 +111,9 @@ def backend_of(device: torch.device, named: str, per_node: int) -> str:
 def _ranks_together(backend: str, timeout: timedelta) -> Iterator[None]:
     """Creates the process group of all ranks for the duration of the context.
 
-    Destroying a process group waits for all collectives under way. After a failure of this rank alone, or of another rank,
-    the wait would last until the timeout, also at the exit of Python. The process therefore exits without destroying the
-    group after a failure.
+    Destroying a process group waits for all collectives under way. After a failure of this rank alone, or of another
+    rank, the wait would last until the timeout, also at the exit of Python. After such a failure, the process therefore
+    exits without destroying the group.
     """
     seconds = f"{timeout.total_seconds():g} s (resilience.timeout)"
     if os.environ.get("MASTER_ADDR") == LOOPBACK:  # all ranks are on this machine
@@ -204,10 +205,10 @@ def code_of(error: UserError) -> Exit:
 
 @contextmanager
 def _last_words() -> Iterator[None]:
-    """Ignores SIGTERM inside the context unless a hook handles the signal, and for good once a collective has failed.
+    """Ignores SIGTERM inside the context unless a hook handles the signal, and for good after a failure of the run.
 
-    The launcher sends SIGTERM to this rank once another rank has ended. The signal would otherwise end this rank before it
-    has written its error message.
+    A failure of the run is a `CollectiveError` or an `EndedError`. The launcher sends SIGTERM to this rank once another
+    rank has failed. The signal would otherwise end this rank before this rank has written an error message.
     """
     previous = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     speaking = False

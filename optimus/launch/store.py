@@ -1,7 +1,7 @@
-"""The store for the rendezvous of nodes: a separate server, so that no node of the run is a single point of failure.
+"""Stores for rendezvous. Nodes meet in the store of a separate server, so that no node is a single point of failure.
 
-Anyone who reaches the store's port can read and change its contents (docs/security.md), so the store listens on one address
-only.
+Anyone who reaches a store's port can read and change the contents (docs/security.md), so each store listens on one
+address only.
 """
 
 import errno
@@ -54,7 +54,10 @@ def serve(port: int, address: str = LOOPBACK) -> TCPStore:
 
 
 def serve_until_ended(port: int, address: str = LOOPBACK, as_json: bool = False) -> None:
-    """Runs `serve` until SIGINT or SIGTERM, and prints the address as text or JSON. Raises `UserError` like `serve`."""
+    """Prints the address of a store as text or JSON, and serves the store until SIGINT or SIGTERM.
+
+    Raises `UserError` like `serve`.
+    """
     store = serve(port, address)
     alone = (
         " of this machine only (for other machines give --address)"
@@ -67,7 +70,7 @@ def serve_until_ended(port: int, address: str = LOOPBACK, as_json: bool = False)
 
 
 def connect(endpoint: str, wait: float, waiting: Callable[[str], None] = lambda _: None) -> TCPStore:
-    """Connects to the store at HOST:PORT, and calls `waiting` with a description of the wait at every attempt.
+    """Connects to the store at HOST:PORT, and calls `waiting` with a description of the wait after each failed attempt.
 
     Raises `UserError` when no store answers within `wait` seconds.
     """
@@ -105,7 +108,7 @@ def own_address(endpoint: str) -> str:
 def _number_of(address: str) -> str:
     """Returns the IPv4 address for `address`, a number or name of this machine.
 
-    Raises `UserError` for an unknown name, and for a name that only this machine resolves to its loopback address.
+    Raises `UserError` for an unknown name, and for a name other than `localhost` that stands for a loopback address.
     """
     try:
         number = socket.getaddrinfo(address, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0]

@@ -6,7 +6,7 @@ item states the problem and then the remedy in this module:
 1. A survivor that stays rank 0 does not publish the address of the ranks' store again. Here, every world gets a new store.
 2. A waiting spare makes a full world restart for ever. Here, no node counts as waiting while the world is full.
 3. A spare that was never used ends with an error when the job is done. Here, a closed rendezvous ends a spare without error.
-4. A failing agent closes the rendezvous for all nodes. Here, a node leaves without closing the rendezvous.
+4. A failing agent closes the rendezvous for all nodes. Here, a node can leave without closing the rendezvous.
 5. A spare that fails to get a free position in the world stays on the wait list of the next round, where it times out. Here,
    nodes on the wait list become spares again while the world is full.
 6. torchrun unpickles anything in the store. Here, `_Unpickler` admits only the classes of a rendezvous state.
@@ -37,8 +37,8 @@ from optimus.launch.store import serve
 from optimus.resilience.exits import SAVING, Exit, told_torch_elastic
 from optimus.resilience.policy import Do
 
-_LEAVE_SECONDS = 60  # seconds in which a node must announce its leave; a busy machine may stall for some seconds
-_LAST_WORDS = 2  # seconds that ranks have to exit by themselves
+_LEAVE_SECONDS = 60  # seconds in which a node must leave the rendezvous; a busy machine may stall for some seconds
+_LAST_WORDS = 2  # seconds from SIGTERM to SIGKILL for ranks that wait for lost ranks
 
 
 class _Unpickler(pickle.Unpickler):
@@ -57,7 +57,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Backend(C10dRendezvousBackend):
-    """Checks the contents of the store before the base class unpickles the state."""
+    """Checks the contents of the store before the state holder unpickles the state."""
 
     def _decode_state(self, base64_state: bytes) -> tuple[bytes, Any] | None:
         found = super()._decode_state(base64_state)
@@ -227,14 +227,14 @@ class Agent(LocalElasticAgent):
         self._shutdown_timeout = SAVING  # torch 2.13 passes this value to `_shutdown`; 2.11 passes none
 
     def until_the_end(self) -> Do | Exit | None:
-        """Runs until the job is done (None), this node has left or stopped (a `Do`), or a signal arrives (an `Exit`)."""
+        """Runs until the launch ends (None), this node leaves or stops (`Do`), or a signal ends its ranks (`Exit`)."""
         try:
             self._outcome: Do | Exit | None = None
             self.run()
             return self._outcome
         except RendezvousClosedError:
             self._say("is no longer needed: the launch has ended")
-            return None  # this node is a spare that the launch does not need, or no longer needs
+            return None  # another node has closed the rendezvous before this node joined a new world
         except SignalException as error:  # the ranks have received the signal too, and have saved
             self._say(
                 f"ends, because it has received {error.sigval.name}; its ranks have finished their step and saved"
@@ -248,7 +248,7 @@ class Agent(LocalElasticAgent):
             self._pcontext.close(death_sig, timeout)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        """Stops the ranks within `_LAST_WORDS` seconds.
+        """Stops the ranks by SIGTERM, and by SIGKILL after `_LAST_WORDS` seconds.
 
         The ranks wait in a collective for lost ranks, so they could not use a longer time to finish their step and save.
         """
