@@ -1,1 +1,1 @@
-"""Fault tolerance: launch with spare nodes, attribution of failures to a culprit node, and exclusion of culprit nodes."""
+"""Fault tolerance: policy for failed ranks, attribution of hangs, exclusion of nodes, event log and batch scripts."""

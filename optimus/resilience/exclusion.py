@@ -17,7 +17,7 @@ def excluded(run: str | Path) -> list[str]:
 
 
 def exclude(run: str | Path, node: str) -> None:
-    """Excludes `node` from all later launches of `run`."""
+    """Excludes `node` from all later launches of `run`, until a user removes the name from the file."""
     if node not in excluded(run):
         path = Path(run) / _FILE
         with path.open("a", encoding="utf-8") as file:

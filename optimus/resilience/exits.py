@@ -1,4 +1,4 @@
-"""Exit codes by which a rank tells its launcher why it ended."""
+"""Exit codes by which a rank tells its launcher why the rank ended."""
 
 import os
 import signal
@@ -51,7 +51,7 @@ def signal_name(number: int) -> str:
     """Returns the name of a signal, for example SIGTERM."""
     try:
         return signal.Signals(number).name
-    except ValueError:  # real-time signals have no names
+    except ValueError:  # most real-time signals have no name
         return f"signal {number}"
 
 

@@ -40,10 +40,10 @@ class Verdict(NamedTuple):
 def find_culprits(states: Mapping[int, Mapping[str, Any] | None]) -> Verdict:
     """Finds the culprit ranks of a hang from the state of every rank's `Recorder` (None: the rank did not report).
 
-    Ranks that did not report are culprits, unless more than half of the ranks did not report. If all ranks reported, the
-    culprits are the ranks that wait in no collective while others wait. If all ranks wait, or none does (with an accelerator
-    the host runs ahead), the culprits are the ranks that lag most behind the others in the number of collectives begun in a
-    group.
+    Ranks that did not report are culprits, unless more than half of the ranks did not report. If all ranks reported,
+    the culprits are the ranks that wait in no collective while others wait. If all ranks wait, or none does, the
+    culprits are the ranks that lag most behind the others in the number of collectives begun in a group. If
+    no rank lags, the verdict has no culprits.
     """
     silent = [rank for rank, state in states.items() if state is None]
     waiting = {rank: state["waiting"] for rank, state in states.items() if state is not None and state["waiting"]}
@@ -102,7 +102,7 @@ class Watchdog:
 
     def _gather(self) -> dict[int, Any]:
         """Exchanges the states of all ranks through files in the run folder; the state of a rank without a file is None."""
-        with suppress(OSError):  # a rank that cannot write (a full disk, or a replaced rank) stays silent
+        with suppress(OSError):  # a rank that cannot write (full disk, or folder removed by a restart) stays silent
             self._folder.mkdir(parents=True, exist_ok=True)
             own = self._folder / f"{self._rank}.json"
             partial = own.with_suffix(".partial")

@@ -1,8 +1,9 @@
 #!/bin/bash
 @DIRECTIVES@
 #
-# Written by `optimus launch --scheduler @SCHEDULER@`; submit this script with @SUBMIT@. The script restarts a run on the
-# remaining nodes until the run has finished. Load modules here, if `optimus` needs any.
+# Written by `optimus launch --scheduler @SCHEDULER@`; submit this script with @SUBMIT@. The script restarts a run on
+# the remaining nodes until the run has finished, in at most `attempts` launches. Load modules here, if `optimus` needs
+# any.
 
 set -u
 cd -- @FOLDER@ || exit 1
@@ -83,7 +84,8 @@ start_store() {
     exit 1
 }
 
-# Prints the address of this node, since the node itself may resolve its name to 127.0.1.1.
+# Prints an address at which other nodes reach this node, or else the name of this node. A node may resolve its own name
+# to 127.0.1.1, which other nodes cannot reach.
 own_address() {
     local address
     for address in $(getent ahostsv4 "$(hostname)" | cut -d ' ' -f 1) $(hostname -I); do

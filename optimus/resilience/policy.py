@@ -31,7 +31,9 @@ class Response(NamedTuple):
 
 
 def decide(codes: Mapping[int, int], crashes: int, spares: int, aborts: bool = False) -> Response:
-    """Decides from the exit codes of a node's failed ranks (negative: signal) and the number of the node's earlier crashes.
+    """Decides what a node does, from the exit `codes` of the node's failed ranks (negative: signal).
+
+    `crashes` is the number of the node's earlier failures as the culprit, and `spares` the number of spare nodes.
 
     The policy excludes a node for NaN or Inf, for not answering, and for a second crash, but only if a spare can replace the
     node. One crash is no reason to exclude a node, since software causes most crashes. `aborts` is true if the backend

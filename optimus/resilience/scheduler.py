@@ -58,7 +58,10 @@ def write_script(job: BatchJob, path: Path) -> str:
 
 
 def script(job: BatchJob, submit: str) -> str:
-    """Returns the text of the script, which names `submit` as its command. Raises `UserError` like `write_script`."""
+    """Returns the text of the script. A comment in the script names `submit`, the command that submits the script.
+
+    Raises `UserError` when the `time` or a directive of `job` is invalid.
+    """
     _check(job)
     filled = {
         "DIRECTIVES": "\n".join(_directives(job)),
@@ -95,9 +98,12 @@ def _check(job: BatchJob) -> None:
 
 
 def _directives(job: BatchJob) -> list[str]:
-    """Returns the lines for the batch system: ours that the user does not override, then the user's."""
+    """Returns the lines for the batch system: our directives, then the user's.
+
+    A user's directive replaces our directive with the same text before `=`.
+    """
     count = job.nodes + job.spares
-    name = f"o-{re.sub(r'[^A-Za-z0-9]+', '-', job.run.name).strip('-')}"[:15]  # the limit of both batch systems
+    name = f"o-{re.sub(r'[^A-Za-z0-9]+', '-', job.run.name).strip('-')}"[:15]  # some versions of PBS admit no more
     if job.scheduler == "slurm":
         head = "#SBATCH"
         ours = [
