@@ -1,8 +1,8 @@
 """Converts YAML, a preset and `key.path=value` overrides to a `RunConfig`, and a `RunConfig` back to YAML.
 
 The order of precedence, lowest first: the tree's defaults, the preset's recipe, the file, the overrides. A single
-`UserError` reports all wrong keys by their paths, and suggests a valid key for each unknown one. Sections that
-contradict each other are an error of their own.
+`UserError` reports all wrong keys by their paths, and suggests a valid key for each unknown one. A separate `UserError`
+reports sections that contradict each other.
 """
 
 import re

@@ -382,8 +382,8 @@ class PhaseConfig(Section):
 
 
 def _resolved(phase: PhaseConfig, number: int, run: "RunConfig") -> PhaseConfig:
-    """Returns `phase` with a value for every key and with its length in steps. Raises `ValueError` for values that do not
-    fit."""
+    """Returns `phase` with its length in steps, and with the run's sequence length, batch and data where `phase` has
+    none. Raises `ValueError` for values that do not fit."""
     where, train = f"phases.{number}", run.train
     if (phase.steps is None) == (phase.tokens is None):
         raise ValueError(f"{where}: give the length of the phase as either steps or tokens")

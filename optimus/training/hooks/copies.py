@@ -13,7 +13,7 @@ _GRACE = 20.0  # seconds that a run waits for its copies after a signal
 
 
 class CopyCheckpoints(Hook):
-    """Copies the newest checkpoint, one at a time, in a thread of the first rank.
+    """Copies complete checkpoints, one at a time, in a thread of the first rank.
 
     A failed copy only shows a line to the user; the hook goes on with the next checkpoint. After each copy, the hook
     copies the newest checkpoint and skips those before it. At its end, the run waits for the copy of its last
