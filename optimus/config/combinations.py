@@ -98,7 +98,8 @@ def _check_pruning(config: RunConfig) -> None:
 
 
 def _check_recomputation(config: RunConfig) -> None:
-    """Raises `ValueError` when `recompute` names modules that do not exist, or names a module twice."""
+    """Raises `ValueError` when `recompute` names a module that the model lacks or combines block or auto with others,
+    or when `recompute_every` or `recompute_budget` does not fit."""
     sparse = config.model.sparse_layers()
     absent = {"moe": not sparse, "mlp": not config.model.has_dense_layers}
     for kind in config.recompute:
@@ -120,7 +121,8 @@ def _check_recomputation(config: RunConfig) -> None:
 
 
 def _check_experts(config: RunConfig) -> None:
-    """Raises `ValueError` when the experts cannot be divided as configured."""
+    """Raises `ValueError` when the experts cannot be divided as configured, or when `moe.drop_duplicates` is false
+    without the layout that it needs."""
     model, parallel = config.model, config.parallel
     if model.experts is None:
         for name in ("expert", "expert_tensor"):
@@ -154,7 +156,8 @@ _ABOUT_PIPELINES = (
 
 
 def _check_pipeline(config: RunConfig) -> None:
-    """Raises `ValueError` when the blocks cannot be divided into stages as configured."""
+    """Raises `ValueError` when the blocks cannot be divided into stages as configured, or when an option does not apply
+    to the pipeline or to its executor."""
     parallel, layers = config.parallel, config.model.layers
     if parallel.pipeline == 1:
         for name in parallel.non_default(*_ABOUT_PIPELINES):
@@ -197,7 +200,8 @@ def _check_pipeline(config: RunConfig) -> None:
 
 
 def _check_shapes(config: RunConfig) -> None:
-    """Raises `ValueError` when heads, widths or sequences cannot be divided as configured."""
+    """Raises `ValueError` when heads, widths, vocabulary or sequences cannot be divided as configured, or when
+    sequences are longer than the learned positions."""
     model, parallel = config.model, config.parallel
     outputs, inputs = parallel.grid
     for name, size, parts, axis in (

@@ -5,7 +5,8 @@ from contextlib import suppress
 
 
 def complete_key(incomplete: str) -> list[str]:
-    """Returns the configuration keys that begin with `incomplete`, each with its equals sign."""
+    """Returns the configuration keys that begin with `incomplete`, each with an equals sign or, for a section, a
+    dot."""
     from optimus.config import RunConfig
     from optimus.config.load import keys_of_section
 

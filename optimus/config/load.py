@@ -1,7 +1,8 @@
 """Converts YAML, a preset and `key.path=value` overrides to a `RunConfig`, and a `RunConfig` back to YAML.
 
 The order of precedence, lowest first: the tree's defaults, the preset's recipe, the file, the overrides. A single
-`UserError` reports all problems, each with the path of its key and the nearest valid key.
+`UserError` reports all wrong keys by their paths, and suggests a valid key for each unknown one. A separate `UserError`
+reports sections that contradict each other.
 """
 
 import re
@@ -60,7 +61,7 @@ def load_config(
     for text in filter(_names_plugins, changes):
         raw = _override(raw, text, read_model_folder)
     if not of_run:
-        load_plugins(raw.get("plugins") or [], f"{where}: plugins")  # before anything that may use their rows
+        load_plugins(raw.get("plugins") or [], f"{where}: plugins")  # before anything that may use rows of plugins
     for text in changes:
         raw = raw if _names_plugins(text) else _override(raw, text, read_model_folder)
     try:
@@ -83,7 +84,8 @@ def validated(
 ) -> SomeSection:
     """Validates a section that was read at `where`.
 
-    Raises `UserError` naming each wrong key, as a key of `root` or by its name in `names`.
+    Raises `UserError` naming each wrong key by its path or, if `names` has the path, by its name in `names`. The error
+    suggests keys of `root` for unknown keys.
     """
     try:
         return kind.model_validate(dict(raw))
@@ -127,7 +129,7 @@ def preset_parameters(name: str) -> dict[str, int]:
 
 
 def dump_config(config: RunConfig) -> str:
-    """Returns the resolved tree as YAML that `load_config` reads back to an equal tree."""
+    """Returns the tree as YAML that `load_config` reads back to an equal tree."""
     tree = config.model_dump(exclude={"moe"} if config.model.experts is None else None)
     return yaml.dump(tree, Dumper=Dumper, sort_keys=False, width=120)
 
@@ -292,7 +294,8 @@ def _must_be(problem: Any) -> str:
 
 
 def _suggest(section: list[str], key: str, root: type[BaseModel]) -> str:
-    """Suggests the key's new name, or the same key in another section, or the nearest key of this section."""
+    """Suggests the key's new name, the same key in another section, the key for another trainer's name, or the nearest
+    key of this section."""
     path = ".".join([*(section[2:] if section[:1] == ["phases"] else section), key])  # phases contain sections
     if (now := MOVED.get(path, new_name(path))) != path:
         return f"use {now}"

@@ -1,4 +1,4 @@
-"""Migrates configuration files to the current names of renamed keys; comments and layout stay."""
+"""Migrates configuration files to the current names of renamed keys and values; comments and layout stay."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,9 +23,11 @@ class RenamedKey(NamedTuple):
 
 
 def migrate(config: str | Path) -> list[RenamedKey]:
-    """Renames, in place, the keys of a configuration's YAML file whose names have changed since an earlier version.
+    """Renames, in place, the keys and values of a configuration's YAML file whose names have changed since an earlier
+    version.
 
-    Returns the renamed keys in the order of the file. Comments, order and layout stay; migrate included files separately.
+    Returns the renamed keys and values in the order of the file. Comments, order and layout stay; migrate included
+    files separately.
 
     Raises `UserError`, without changing the file, if it cannot be read or is not valid YAML. Raises `UserError` for a key
     that has moved to another section, which the message names, and for a key that is present under both its old and its new

@@ -62,8 +62,9 @@ class PruningConfig(Section):
         return self.at[0] == 0 and self.method != "early-bird"
 
     def shares(self, *, begins: bool = True) -> list[float | None]:
-        """Returns the unpruned share of the targets at the run's first step, None if nothing is pruned then, and after each
-        later event. A run that does not begin, but resumes, has all events after its first step."""
+        """Returns the unpruned shares of the targets: first the share at the run's first step, or None if nothing is
+        pruned yet, then the share after each later event. With `begins` False, as for a resumed run, all events are
+        later ones."""
         first = int(self.comes_first and begins)
         events = [self.unpruned(event) for event in range(len(self.at))]
         return [events[0] if first else None, *events[first:]]

@@ -1,4 +1,4 @@
-"""Configuration keys that had other names in earlier versions."""
+"""Configuration keys and values that had other names in earlier versions."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -39,7 +39,8 @@ def new_name(key: str) -> str:
 
 
 def with_new_names(written: Mapping[str, Any]) -> dict[str, Any]:
-    """Renames the keys of a configuration that an earlier run has written to their current names, also within phases."""
+    """Returns a configuration that an earlier run has written, with the current names of its keys and values, also
+    within phases."""
     config: dict[str, Any] = {}
     for section, value in written.items():
         if isinstance(value, Mapping):  # keys in a file of another program may not be strings

@@ -345,8 +345,8 @@ class TrainConfig(Section):
 
     @property
     def total_steps(self) -> int:
-        """The number of steps of the whole run. Raises `ValueError` for a length in epochs, which `training.reading`
-        converts to steps, because it reads the data."""
+        """The number of steps of the whole run. Raises `ValueError` for a length in epochs, which only `resolve.length`
+        converts to steps, because the conversion depends on the data."""
         if self.steps is not None:
             return self.steps
         if self.tokens is None:
@@ -382,8 +382,8 @@ class PhaseConfig(Section):
 
 
 def _resolved(phase: PhaseConfig, number: int, run: "RunConfig") -> PhaseConfig:
-    """Returns `phase` with a value for every key and with its length in steps. Raises `ValueError` for values that do not
-    fit."""
+    """Returns `phase` with its length in steps, and with the run's sequence length, batch and data where `phase` has
+    none. Raises `ValueError` for values that do not fit."""
     where, train = f"phases.{number}", run.train
     if (phase.steps is None) == (phase.tokens is None):
         raise ValueError(f"{where}: give the length of the phase as either steps or tokens")
@@ -410,7 +410,8 @@ def _resolved(phase: PhaseConfig, number: int, run: "RunConfig") -> PhaseConfig:
 
 
 def _completed(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Completes the raw configuration: phases inherit from the run, and the run takes the data of its first phase."""
+    """Completes the raw configuration: schedules of phases inherit from the run's schedule, and a run without data
+    takes the data of its first phase."""
     phases = raw.get("phases")
     if not isinstance(phases, list) or not all(isinstance(phase, dict) for phase in phases):
         return raw
@@ -626,13 +627,14 @@ class RunConfig(Section):
     imported in every process of the run."""
 
     def changed(self, **sections: Mapping[str, Any]) -> "RunConfig":
-        """Returns a copy with other values in sections: `config.changed(train={"steps": 5})`. The values are not checked."""
+        """Returns a copy with other values in sections: `config.changed(train={"steps": 5})`. Does not check the
+        values."""
         update = {name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
         return self.model_copy(update=update)
 
     def decided(self, values: Mapping[str, Any]) -> "RunConfig":
-        """Returns a copy with values by the paths of their keys: `config.decided({"train.steps": 5})`. The values are not
-        checked."""
+        """Returns a copy with values by the paths of their keys: `config.decided({"train.steps": 5})`. Does not check
+        the values."""
         config = self
         for key, value in values.items():
             config = _placed(config, key.split("."), value)

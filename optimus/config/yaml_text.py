@@ -27,7 +27,8 @@ for _side in (Loader, Dumper):
 def parse_yaml(text: str, where: str) -> Any:
     """Parses `text`, which was read at `where`.
 
-    Raises `UserError` for invalid YAML, a repeated key, and aliases that expand to an unreasonable number of values.
+    Raises `UserError` for invalid YAML, a repeated key, and a document above the limits for values (with aliases
+    expanded), nesting levels and digits.
     """
     try:
         loader = Loader(text)
@@ -49,8 +50,8 @@ def parse_yaml(text: str, where: str) -> Any:
 def _size(node: yaml.Node, where: str, path: tuple[str, ...], known: dict[int, int]) -> int:
     """Returns the number of values in a node, with aliases expanded, since later readers visit all of them.
 
-    Raises `UserError` for a repeated key: YAML would silently take the last value. `known` holds the sizes of nodes by
-    identity, 0 for nodes in progress.
+    Raises `UserError` like `parse_yaml`; without the error for a repeated key, YAML would silently take the last value.
+    `known` holds the sizes of nodes by identity, 0 for nodes in progress.
     """
     if (size := known.get(id(node))) is not None:
         if not size:

@@ -15,8 +15,8 @@ from optimus.training.run import Run
 
 
 def expert_load(run: Run, choices: Mapping[Any, Tensor]) -> dict[int, list[float]]:
-    """Returns the load of each expert relative to the mean of its layer, by layer of the whole model. All ranks must
-    call this function.
+    """Returns the load of each expert relative to the mean of its layer, for all layers of the model that have experts.
+    All ranks must call this function.
 
     `choices` maps each router of this rank to its number of choices of each expert.
     """
@@ -49,7 +49,7 @@ def imbalance(load: Mapping[int, list[float]]) -> dict[str, float]:
 
 def seconds_by_kind(times: StepTimes, saving: float) -> dict[str, float]:
     """Returns the seconds of this rank's last step by kind: computation, exposed communication by kind of collective
-    (waiting for other ranks included), and waiting for data.
+    (waiting for other ranks included), waiting for data, and waiting for checkpoints.
 
     `saving` is the number of seconds that this rank has waited for checkpoints since the last record.
     """

@@ -25,8 +25,8 @@ from optimus.training.run import Run, read_together
 
 
 def begins_with(config: RunConfig, resume: bool) -> WeightSource | None:
-    """Returns the checkpoint or model folder that a run loads, if any; of several checkpoints, the newest one with an intact
-    description."""
+    """Opens the checkpoint or model folder that a run loads, if any; of several checkpoints, the newest one with an
+    intact description."""
     paths = [point.path for point in resume_points(Path(config.train.output))] if resume else []
     initial = config.lr_schedule.branch_from or config.checkpoint.load_path
     if not paths and initial is not None:

@@ -72,7 +72,7 @@ def build_run(config: RunConfig, device: torch.device, resume: bool) -> Run:
     folders = read_together(lambda: open_folders(config), groups.world)
     sequences = sum(shards.instances for shards in folders.values())
     resolved = resolve_run(config, device, groups, sequences=sequences, resume=resume)
-    if device.type != "cpu":  # a process that only starts ranks checks the total memory, not the free memory
+    if device.type != "cpu":  # a process that only starts ranks has checked the total memory, not the free memory
         check_memory(resolved, device)
     config = resolved.config
     data = read_together(lambda: TrainingData(config, folders, resolved.phases), groups.world)

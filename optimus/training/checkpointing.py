@@ -76,8 +76,8 @@ class Checkpointer:
             self.saver.save(*targets)
 
     def _frozen_targets(self, progress: Progress, origin: Origin, hooks: Mapping[str, Any]) -> list[Target]:
-        """Returns the checkpoint of frozen parameters that the next full checkpoint refers to; returns nothing if its files
-        are complete."""
+        """Returns the checkpoint of frozen parameters to write before the next full checkpoint, which refers to it.
+        Returns an empty list if no parameter is frozen, or if the files of the checkpoint are complete."""
         run = self._run
         if not run.config.train.freeze:
             return []
@@ -136,8 +136,11 @@ def describe(
 
 
 def _random_states(device: torch.device) -> dict[str, str]:
-    """Returns the generator states of rank 0. The library does not draw random numbers from these generators; a user's model
-    code may, in the same way on all ranks."""
+    """Returns the generator states of this rank; a checkpoint holds those of rank 0.
+
+    The library does not draw random numbers from these generators; a user's model code may, in the same way on all
+    ranks.
+    """
     states = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
         states[device.type] = torch.get_device_module(device).get_rng_state(device)
@@ -145,7 +148,7 @@ def _random_states(device: torch.device) -> dict[str, str]:
 
 
 def restore_random(description: Description, device: torch.device) -> None:
-    """Restores the states of the random generators. Ignores the states of device types that this machine lacks."""
+    """Restores the states of the random generators of the CPU and of `device`; ignores those of other device types."""
     for kind, text in description.random.items():
         state = torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8)
         if kind == "cpu":

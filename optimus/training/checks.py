@@ -1,4 +1,4 @@
-"""Checks, before the first step, everything that could make the run fail later."""
+"""Checks, before the first step, for mistakes that would make the run fail later."""
 
 import math
 import os
@@ -41,12 +41,12 @@ from optimus.training.beginning import is_model_folder
 from optimus.training.run import Run
 from optimus.training.step import accumulate_gradients
 
-_BYTES_PER_TOKEN = 8  # more than most tokenizers have, so that the check reads about as much text as validation
+_BYTES_PER_TOKEN = 8  # above the mean of most tokenizers, so that the check reads all text that validation reads
 
 
 def check_references(config: RunConfig, resume: bool) -> None:
-    """Raises `UserError` when the run cannot use a configured tracker (W&B, MLflow), or the checkpoint or model folder that
-    it starts from."""
+    """Raises `UserError` when the run cannot use a configured tracker (W&B, MLflow), the URL of `checkpoint.copy_to`,
+    or the checkpoint or model folder that it starts from."""
     check_sinks(config)
     if config.checkpoint.copy_to is not None:
         RemoteCopies(config.checkpoint.copy_to)  # raises for an unknown protocol, and for one whose package is missing
@@ -73,8 +73,8 @@ def check_references(config: RunConfig, resume: bool) -> None:
 
 
 def check_validation(config: RunConfig, data: TrainingData) -> None:
-    """Raises `UserError` when validation text or tasks are missing, or when validation text was prepared with another
-    tokenizer.
+    """Raises `UserError` for missing or unreadable validation text or tasks, and for prepared validation text with
+    another tokenizer or without predicted tokens.
 
     Checks the files of this node only, which is the node of rank 0; the other ranks read neither text nor tasks.
     """
@@ -130,7 +130,8 @@ def check_output(config: RunConfig, resume: bool, data: TrainingData) -> None:
 
 
 def _check_resumable(config: RunConfig, folder: Path, data: TrainingData) -> None:
-    """Checks that the newest readable checkpoint belongs to this run. Loading the checkpoint verifies its tensors later."""
+    """Checks that the newest checkpoint with a readable description belongs to this run. Loading the checkpoint
+    verifies its tensors later."""
     saved, points = folder / "config.yaml", resume_points(folder)
     broken = []
     for point in points:
@@ -201,12 +202,13 @@ def check_prunings(config: RunConfig, description: Description, path: Path) -> N
 
 
 def check_memory(run: ResolvedRun, device: torch.device, *, use_total: bool = False) -> None:
-    """Raises `UserError` when parameters, gradients and optimizer state alone do not fit into the free memory.
+    """Raises `UserError` when the model state (parameters, gradients, optimizer state) does not fit into the free
+    memory.
 
-    On an accelerator, checks the device memory of the fullest stage, and the host memory of all ranks of the fullest node,
-    including copies for checkpoints. On a CPU, checks all of these bytes together. Ranks with the last stage also hold the
-    teacher, if any. With `use_total`, counts the device's total memory as free, because querying the free memory would
-    itself allocate device memory.
+    On an accelerator, checks the device memory of the fullest rank, and the host memory of all ranks of the fullest
+    node, including copies for checkpoints. On a CPU, checks all of these bytes together. Ranks with the last stage also
+    hold the teacher, if any. With `use_total`, counts an accelerator's total memory as free, because querying the free
+    memory would itself allocate device memory.
     """
     config, mesh, shared = run.config, run.mesh, device.type == "cpu"
     found, together = at_rest(run, shared=shared), min(mesh.size, mesh.ranks_per_node or mesh.size)
@@ -263,7 +265,7 @@ def dry_run(run: Run) -> str:
     tokens = torch.arange(context, device=run.device).remainder(run.config.model.vocab).expand(micro_batch, -1)
     free = free_memory(run.device)
     try:
-        if run.config.parallel.pipeline > 1:  # as many microbatches as the pipeline has in flight at once
+        if run.config.parallel.pipeline > 1:  # one microbatch in flight on each pipeline rank
             under_way = tokens[:1].expand(run.config.parallel.pipeline * micro_batch, -1)
             one = _saved_bytes(run, under_way) // micro_batch
         else:

@@ -1,4 +1,5 @@
-"""Reads the measurements from which a run chooses the algorithms of its collectives, and copies them to the run's folder."""
+"""Reads the measurements from which a run chooses the algorithms of its collectives, and writes these measurements into
+the run's folder."""
 
 from pathlib import Path
 
@@ -31,8 +32,11 @@ class _MachineFile(Section):
 def measured_collectives(config: RunConfig, mesh: Mesh, resume: bool) -> tuple[Measured | None, list[str]]:
     """Returns the measurements from which a run chooses its algorithms, and notes for the user.
 
-    A resumed run uses the measurements of its first start. Raises `UserError` when the file is missing or has no
-    measurements.
+    A resumed run uses the measurements that an earlier start saved in the run's folder. Otherwise, returns None instead
+    of measurements if `collectives.machine` is not set, or if its nodes have another number of ranks than those of the
+    run.
+
+    Raises `UserError` when the machine file is missing or has no measurements.
     """
     saved, per_node = Path(config.train.output) / FILE, mesh.ranks_per_node or mesh.size
     if resume and saved.exists():
@@ -55,7 +59,7 @@ def measured_collectives(config: RunConfig, mesh: Mesh, resume: bool) -> tuple[M
 
 
 def keep(measured: Measured | None, folder: Path) -> None:
-    """Writes the run's measurements into its folder."""
+    """Writes the run's measurements, if any, into `folder`."""
     if measured is not None:
         text = yaml.safe_dump(measured.model_dump(exclude_defaults=True), sort_keys=False)
         (folder / FILE).write_text(text, encoding="utf-8")

@@ -31,7 +31,7 @@ def record_start(run: Run, step: int) -> None:
     """Creates the run folder and saves the configuration, the decisions, and the software and hardware of this start.
 
     Renames the file of an earlier, different configuration. Rank 0 calls the function before the first step after `step`.
-    Raises `UserError` on a full disk.
+    Raises `UserError` when a file cannot be written, for example on a full disk.
     """
     path, text = run.folder / "config.yaml", dump_config(run.resolved.record)
     with naming_disk_errors(path, "Make room or choose another train.output"):
@@ -78,15 +78,15 @@ def command_line() -> list[str]:
 
 def git_commit(folder: Path) -> dict[str, Any] | None:
     """Returns the `commit` of the checkout that contains `folder`, and `clean`, which is True if no tracked file differs.
-    Returns None without git."""
+    Returns None without git, and for a folder outside any checkout."""
     commit = _git(folder, "rev-parse", "HEAD")
     changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
     return None if commit is None else {"commit": commit, "clean": None if changes is None else changes == ""}
 
 
 def _package_commit() -> dict[str, Any] | None:
-    """Returns the commit of this library. Returns None if the library is an installed package, even inside another project's
-    checkout."""
+    """Returns the commit of this library, like `git_commit`. Returns None if git does not track the library, such as an
+    installed package inside another project's checkout."""
     file = Path(sys.modules["optimus"].__file__ or "")
     return None if _git(file.parent, "ls-files", "--error-unmatch", file.name) is None else git_commit(file.parent)
 

@@ -1,5 +1,5 @@
-"""Concludes a run: writes its event log and its report, and sends a notification. After a restart, only rewrites the report
-and sends a notification."""
+"""Concludes a run: writes its last event and its report, and sends a notification. Also announces a restart or a
+failure on behalf of the node agents."""
 
 import signal
 import sys
@@ -53,7 +53,7 @@ def announce(config: RunConfig, event: str, detail: str) -> None:
 def _report(config: RunConfig, *, ended: bool) -> str | None:
     """Writes the report and returns its path. Returns None if reports are off or writing fails.
 
-    `ended` tells that the run has ended, even if the lease of its folder has not expired yet.
+    `ended` says that the run has ended, even if the lease of its folder has not expired yet.
     """
     folder = Path(config.train.output)
     try:

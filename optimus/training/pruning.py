@@ -46,7 +46,7 @@ def after_pruning(run: Run, step: int, began_with: str | None) -> list[str]:
     if pruning.rewind is None:
         return said
     if pruning.rewind == step:
-        state.begin()  # the run rewinds to this step, so that its weights stay
+        state.begin()  # the weights to rewind to are the present ones
     elif pruning.rewind == 0:
         begin(run, began_with, masks=False)
     else:

@@ -19,11 +19,12 @@ def ended_by(trainer: Trainer, at_fault: bool, detail: str) -> EndedError:
 
 
 def go_back(trainer: Trainer, detail: str) -> int:
-    """Prepares a restart from saved weights of an earlier step; each rollback of a run goes further back. All ranks must
-    call this function and then end.
+    """Prepares a restart from saved weights of an earlier step. All ranks must call this function and then end.
 
-    `detail` is the reason. Returns the step of the weights. Raises `UserError` on all ranks when no earlier weights are
-    saved, or after `resilience.max_rollbacks` rollbacks.
+    Skips one of the newest saved weights for each earlier rollback of the run, but never the oldest weights. `detail`
+    is the reason. Returns the step of the weights.
+
+    Raises `UserError` on all ranks when no earlier weights are saved, or after `resilience.max_rollbacks` rollbacks.
     """
     detail += trainer.checkpointer.saver.complete()  # otherwise the checkpoint in progress would be the newest
     return trainer.groups.world.on_first(lambda: _go_back(trainer, detail))

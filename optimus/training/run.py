@@ -60,7 +60,7 @@ class Run:
         return self.state.gathers_on_use or mesh.pp * mesh.ep * mesh.tp * mesh.cp > 1
 
     def batches(self, step: int) -> TokenLoader[Batch]:
-        """Yields this rank's part of every global batch after `step`, on the host."""
+        """Returns a loader that yields this rank's part of every global batch after `step`, on the host."""
         data = self.groups.along("dp")
         return TokenLoader(
             self.data.phases,

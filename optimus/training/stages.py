@@ -27,9 +27,9 @@ def stages_of(
     dtype: torch.dtype,
     device: torch.device,
 ) -> PipelineStages:
-    """Builds the stages of this rank and the function that executes them.
+    """Builds the stages of this rank and the function that executes the stages.
 
-    All ranks must call this function, because it connects the links between stages.
+    All ranks must call this function, because the function connects the links between stages on backends without tags.
     """
     parallel, mesh = config.parallel, groups.mesh
     streams = groups.streams(2 * parallel.stages, "pp")

@@ -30,14 +30,15 @@ _DECIDING = (
 
 
 def start_run(run: Run, resume: bool) -> Start:
-    """Fills the state of `run` with initial weights, or, with `resume`, from its newest intact checkpoint. All ranks must
-    call this function."""
+    """Fills the state of `run` from the run's newest intact checkpoint, if `resume` is set and the run has checkpoints,
+    and otherwise from the run's starting point. All ranks must call this function."""
     points = run.groups.world.on_first(lambda: resume_points(run.folder)) if resume else []
     return _resume(run, points) if points else _begin(run, resume)
 
 
 def _resume(run: Run, points: Sequence[ResumePoint]) -> Start:
-    """Loads the first intact checkpoint of `points`, which are sorted from new to old. Sets newer checkpoints aside."""
+    """Loads the first intact checkpoint of `points`, which are sorted from new to old, and sets newer checkpoints
+    aside. Raises `DamagedError` if no checkpoint is intact."""
     notes = []
     for point in points:
         try:

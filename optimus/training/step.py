@@ -18,8 +18,8 @@ from optimus.state.model_state import ModelState
 from optimus.step_context import region
 
 DATA = ("dp", "cp")  # mesh axes that divide the tokens of a global batch
-# The largest clipped gradient norm whose square is finite in fp32. Second moments are means of squared gradients: an
-# infinite second moment would stay infinite, and its parameter would never change again.
+# The largest clipped gradient norm of an update; the square of this norm is finite in fp32. Second moments are means of
+# squared gradients: an infinite second moment would stay infinite, and its parameter would never change again.
 LARGEST_NORM = 0.999 * math.sqrt(torch.finfo(torch.float32).max)
 _HUGE_NORM = 1e6  # above this norm of clipped gradients, large second moments keep later updates small for many steps
 
@@ -27,8 +27,8 @@ _HUGE_NORM = 1e6  # above this norm of clipped gradients, large second moments k
 class StepResult(NamedTuple):
     """The result of a step on the global batch.
 
-    `skipped` is True if the step applied no update because the gradients were not finite, their squares overflowed fp32, or
-    the loss was above its limit.
+    `skipped` is True if the step applied no update, because the loss or the gradients were not finite, the square of
+    the clipped gradient norm overflowed fp32, or the loss was above its limit.
     """
 
     loss: float  # nats per predicted token; 0 without predicted tokens
@@ -49,7 +49,7 @@ class StepResult(NamedTuple):
 
     @property
     def huge(self) -> bool:
-        """True if the gradients are so large that the run is unlikely to learn much afterwards."""
+        """True if the gradients are finite, but so large that later updates are likely to stay small for many steps."""
         return _HUGE_NORM < self.clipped_norm < math.inf
 
 
@@ -62,7 +62,10 @@ def training_step(
     loss_limit: float = math.inf,
     sources: int = 0,
 ) -> StepResult:
-    """Trains on this rank's part of a global batch. `step` counts from 1. Skips the update if the loss exceeds `loss_limit`.
+    """Trains on this rank's part of a global batch. `step`, which counts from 1, is the step of the learning-rate
+    schedule.
+
+    Skips the update if the loss exceeds `loss_limit` or if `StepResult.unfit` is True.
 
     With `sources` > 0, the batch names the source of each sequence, and the result holds the loss of each source.
 
@@ -139,9 +142,9 @@ class _Objective:
     """Computes the contribution of each of this rank's `microbatches` to the losses of the global batch with `predicted`
     predicted tokens.
 
-    The object is called with the losses of a microbatch, whose sum of cross-entropies the caller has divided by `count`. The
-    call returns the value to minimise, which is `scale` times the objective, and the unscaled losses [4]. `add_rows` adds
-    sums of cross-entropies and numbers of targets to `sources_K2`.
+    A call of the object takes the losses of a microbatch, whose sum of cross-entropies the caller has divided by
+    `count`. The call returns the value to minimise, which is `scale` times the objective, and the unscaled losses [4].
+    `add_rows` (None without sources) adds sums of cross-entropies and numbers of targets to `sources_K2`.
     """
 
     def __init__(
@@ -153,8 +156,8 @@ class _Objective:
         self._config, self._data = config, state.groups.along("dp")
         self._global = config.moe.balance_scope == "global" and config.model.experts is not None
         self._choices_E: Tensor | None = None
-        # The gradient of every microbatch depends on the routers' choices in all microbatches, which an extra forward pass
-        # counts beforehand. A single microbatch needs no extra pass.
+        # With a global balance loss, the gradient of every microbatch depends on the routers' choices in all
+        # microbatches, which an extra forward pass counts beforehand. A single microbatch needs no extra pass.
         self.counts_beforehand = self._global and microbatches > 1
 
     def __call__(self, losses: Losses) -> tuple[Tensor, Tensor]:
@@ -200,8 +203,8 @@ def objective(terms_4: Tensor, config: RunConfig) -> Tensor:
 
 
 def clip_scale(config: RunConfig, step: int, norm: float) -> float:
-    """Returns the factor that scales the gradient norm down to the limit; 1 during warm-up unless `clip_during_warmup` is
-    set."""
+    """Returns the factor, at most 1, that scales the gradient norm down to the limit. Without a limit, and during
+    warm-up unless `clip_during_warmup` is set, the factor is 1."""
     limit = config.optimizer.clip_norm
     if limit is None or (step <= config.warmup_steps and not config.optimizer.clip_during_warmup):
         return 1.0

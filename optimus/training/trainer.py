@@ -79,7 +79,8 @@ class Hook:
         """Runs after a step, which `trainer.progress` already counts."""
 
     def after_error(self, trainer: "Trainer") -> None:
-        """Runs when an error that all ranks share ends the run. The state is the one after the last completed step."""
+        """Runs, before `after_training`, when an error given to `Trainer.stop` or `Trainer.fail` ends the run. The
+        state is that of the last completed step."""
 
     def after_training(self, trainer: "Trainer") -> None:
         """Runs at the end of training, also after an error."""
@@ -89,7 +90,7 @@ class Hook:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the state that `state_dict` has returned; runs on all ranks."""
+        """Restores the state that `state_dict` returned; runs on every rank that calls the hook."""
 
     @property
     def name(self) -> str:
@@ -183,13 +184,14 @@ class Trainer:
 
         Calls the hooks in their order, and `after_training` in reverse order, also after an error.
 
-        Raises the `UserError` of bad data, of non-finite numbers or of a hook, after the hooks have saved the last good
-        state. Raises `CollectiveError`, which names the step, when another rank is lost.
+        Raises the `UserError` of bad data, of non-finite numbers or of a user's hook, after the hooks have saved the
+        last good state. Raises `CollectiveError`, which names the step, when a collective fails, as after the loss of a
+        rank.
         """
         try:
             self._train()
         except BaseException:
-            if self._wish is not None and self._wish.error is not None:  # a hook has called `stop` in `after_training`
+            if self._wish is not None and self._wish.error is not None:  # the ranks have not agreed on this error yet
                 say_at_once(f"error: {self._wish.error}")
             raise
         with naming_collectives("after the training"):
@@ -274,7 +276,8 @@ class Trainer:
             return None
 
     def _agree_on_ending(self) -> None:
-        """Sets the ending on all ranks if any rank has requested one with `stop`."""
+        """Sets the ending on all ranks if any rank has requested one with `stop`; after the last step, only an error
+        counts."""
         if not self.groups.world.any(self._wish is not None):
             return
         own, self._wish = self._wish, None

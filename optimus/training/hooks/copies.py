@@ -1,4 +1,4 @@
-"""A hook that copies complete checkpoints to `checkpoint.copy_to`, beside the training."""
+"""A hook that copies complete checkpoints to `checkpoint.copy_to` while the run trains."""
 
 import threading
 import time
@@ -9,14 +9,15 @@ from optimus.errors import UserError
 from optimus.training.record import StepRecord
 from optimus.training.trainer import Hook, Order, Trainer
 
-_GRACE = 20.0  # seconds that a run which a signal has stopped waits for its copy
+_GRACE = 20.0  # seconds that a run waits for its copies after a signal
 
 
 class CopyCheckpoints(Hook):
-    """Copies the newest checkpoint, one at a time, in a thread of the first rank.
+    """Copies complete checkpoints, one at a time, in a thread of the first rank.
 
-    A failed copy changes nothing but a line for the user; the next checkpoint is copied again. Checkpoints that are newer
-    than the last copy replace each other while a copy runs. At its end, the run waits for the copy of its last checkpoint.
+    A failed copy only shows a line to the user; the hook goes on with the next checkpoint. After each copy, the hook
+    copies the newest checkpoint and skips those before it. At its end, the run waits for the copy of its last
+    checkpoint: after a signal for a limited time, and after an error not at all.
     """
 
     order = Order.LAST
@@ -25,8 +26,8 @@ class CopyCheckpoints(Hook):
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._outcome: tuple[str, str] | None = None  # (checkpoint, failure) of a copy that has ended
-        self._seen = 0  # time of change of the folder of checkpoints in which there was no newer checkpoint
-        self._tried: str | None = None  # the newest checkpoint that has been copied, or could not be
+        self._seen = 0  # modification time of the checkpoint folder when the hook last found no newer checkpoint
+        self._tried: str | None = None  # the last checkpoint whose copy the hook has begun
         self._copy: Callable[[str], str] | None = None
 
     def before_training(self, trainer: Trainer) -> None:
@@ -38,11 +39,11 @@ class CopyCheckpoints(Hook):
         self._go_on(trainer)
 
     def after_training(self, trainer: Trainer) -> None:
-        if not trainer.is_done:  # an error: the run that resumes copies its newest checkpoint
+        if not trainer.is_done:  # after an error, the resumed run copies the newest checkpoint
             return
         signalled = trainer.ending is not None and trainer.ending.signal
         limit = time.monotonic() + _GRACE if signalled else None
-        self._seen = -1  # the last checkpoint may be as old as the last look at the folder
+        self._seen = -1  # lists the folder again: two changes may leave the same modification time
         while self._go_on(trainer) and (limit is None or time.monotonic() < limit):
             if self._thread is not None:
                 self._thread.join(0.1)
@@ -50,7 +51,8 @@ class CopyCheckpoints(Hook):
             trainer.say(f"checkpoint.copy_to: {self._tried} is not copied, as the run was stopped")
 
     def _go_on(self, trainer: Trainer) -> bool:
-        """Reports a copy that has ended, and begins that of a newer checkpoint. Returns whether a copy is in progress."""
+        """Reports a copy that has ended, and begins that of a newer checkpoint. Returns True if a copy is in
+        progress."""
         if self._thread is not None and self._thread.is_alive():
             return True
         self._thread = None

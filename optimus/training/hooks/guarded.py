@@ -23,7 +23,7 @@ class GuardedHook(Hook):
     """Calls a user's hook.
 
     If the hook raises an error, the run writes a last checkpoint and ends on all ranks with one message. The guard does not
-    call the hook again.
+    call the hook again. A failed collective, or an `EndedError`, ends the rank at once.
     """
 
     def __init__(self, hook: Hook, name: str) -> None:
@@ -133,7 +133,8 @@ class GuardedHook(Hook):
 
 @contextmanager
 def _protecting_state(trainer: Trainer) -> Iterator[None]:
-    """Restores the progress and the working folder after a hook; raises `UserError` if the hook has changed them."""
+    """Restores the progress and the working folder after a hook; raises `UserError` if the hook has changed one of
+    them."""
     progress, folder = trainer.progress, _working_folder()
     before = replace(progress)
     try:

@@ -15,7 +15,8 @@ _TURN = 3.0  # seconds that the other ranks wait, so that a rank at fault ends f
 
 
 class Hangs(Hook):
-    """Ends all ranks if no step completes for `resilience.hang` seconds. The node at fault ends with `BAD_NODE`."""
+    """Ends all ranks if no step completes for `resilience.hang` seconds. If a single node is at fault, its ranks end
+    with `BAD_NODE`; all other ranks end with `LOST`."""
 
     order = Order.WATCH
 
@@ -36,13 +37,14 @@ class Hangs(Hook):
     def after_training(self, trainer: Trainer) -> None:
         self._dog.stop()
         if self._rank == 0:
-            clear(trainer.folder)  # deletes verdicts on hung ranks, which a restart has replaced
+            clear(trainer.folder)  # deletes the reports of hangs before earlier restarts
 
     def _end(self, verdict: Verdict) -> None:
         """Ends this rank from the watchdog's thread, as the main thread is stuck; the launcher reads the exit code.
 
-        First, one of the other ranks records the culprit; then the culprit ends; the others end last. Once a rank has ended,
-        collectives fail on the other ranks, and the launchers end all ranks of their nodes.
+        First, one of the other ranks records the culprit; then the ranks of the culprit's node end; the others end
+        last. Once a rank has ended, collectives fail on the other ranks, and the launchers end all ranks of their
+        nodes.
         """
         told = self._folder / "told"
         culprits = {self._names[rank] for rank in verdict.culprits}

@@ -18,7 +18,7 @@ from optimus.training.trainer import Hook, Order, Trainer
 
 WINDOW = 10  # steps per window; the hook compares the median step times of windows
 FACTOR = 3.0  # a window this many times slower than the run's fastest is slow
-_CROWDED = 1.25  # runnable threads per core
+_CROWDED = 1.25  # more runnable threads per core than this are too many
 _STARVED = 0.5  # minimum CPU time of a thread, relative to the wall-clock time
 _AGAIN = 1.5  # the run has recovered once a window is at most this many times slower than the fastest
 
@@ -38,7 +38,8 @@ class Oversubscription(Hook):
     """Warns when steps on a CPU are far slower than the run's fastest, or when threads get less than half of the CPU time
     that they need.
 
-    Warns only if there are more runnable threads than cores, and not again until the run has recovered. Runs on rank 0.
+    Warns only if there are more than 1.25 runnable threads per core, and not again until the run has recovered. Runs on
+    rank 0.
     """
 
     order = Order.MEASURE

@@ -10,11 +10,12 @@ from optimus.training.pruning import after_pruning, choose_masks
 from optimus.training.record import StepRecord
 from optimus.training.trainer import Hook, Order, Trainer
 
-_DRAWS = 5  # consecutive mask distances that must be small (You et al., section 4)
+_DRAWS = 5  # number of consecutive mask distances that must be small (You et al., section 4)
 
 
 class Pruning(Hook):
-    """Prunes parameters after configured steps, before the checkpoint hook. Runs on all ranks."""
+    """Prunes parameters after configured steps; with early-bird, once the masks have hardly changed for several draws.
+    Runs on all ranks, before the checkpoint hook."""
 
     order = Order.CHANGE
 

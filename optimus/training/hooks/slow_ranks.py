@@ -14,7 +14,10 @@ OFTEN = 3  # the hook reports a rank that is slow in this many consecutive windo
 
 
 class SlowRanks(Hook):
-    """Reports ranks whose step time, without waiting for other ranks, is persistently longer than that of their peers."""
+    """Reports ranks whose step time, without waiting for other ranks, is persistently longer than that of their peers.
+
+    With `resilience.exclude_slow`, ends the run under `optimus launch`, so that the launcher replaces the node.
+    """
 
     order = Order.WATCH
 
@@ -31,7 +34,7 @@ class SlowRanks(Hook):
         told = trainer.groups.world.all_gather_object((statistics.median(self._steps), self._node))
         self._steps.clear()
         seconds = {rank: own for rank, (own, _) in enumerate(told)}
-        peers = list(trainer.groups.mesh.groups(("dp", "cp", "tp")))  # the ranks of one stage compute equally much
+        peers = list(trainer.groups.mesh.groups(("dp", "cp", "tp")))  # the ranks of one stage have equal work
         found = find_slow(seconds, peers, trainer.config.resilience.slow, self._usual)
         for rank, relation in alone(seconds, peers).items():
             self._usual[rank] = min(relation, self._usual.get(rank, relation))
@@ -57,11 +60,11 @@ def find_slow(
     """Returns the ranks whose time exceeds their peers' median by more than `percent`, each with its slowdown factor, the
     slowest first.
 
-    `seconds` are the computation times per step, without waiting (MegaScale; C4). `peers` are groups of ranks with equal
-    work, such as the ranks of one pipeline stage. The faster of two peers is the reference, because nothing makes a
-    rank faster than normal. A rank without peers may always take longer than other ranks, because it has more to compute.
-    Such a rank is slow if its ratio to the median of all ranks (see `alone`) exceeds `usual`, its lowest ratio so far,
-    by more than `percent`.
+    `seconds` are the computation times per step, without waiting (MegaScale; C4). `peers` are groups of ranks with
+    equal work, such as the ranks of one pipeline stage. The faster of two peers is the reference, because nothing makes
+    a rank faster than normal. A rank without peers may always take longer than other ranks, because the rank has more
+    work. Such a rank is slow if its ratio to the median of all ranks (see `alone`) exceeds `usual`, its lowest ratio so
+    far, by more than `percent`.
     """
     times = {
         rank: seconds[rank] / statistics.median_low(seconds[r] for r in group) for group in peers for rank in group

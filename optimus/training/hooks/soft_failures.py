@@ -14,12 +14,13 @@ _SIGN = "not finite"  # text in the details of this hook's events
 
 
 class SoftFailures(Hook):
-    """Ends the run after a step with non-finite gradients, so that the launcher can restart it without the cause.
+    """Ends the run after a step with a non-finite loss or gradient norm, so that the launcher can restart the run
+    without the cause.
 
-    If the numbers originate on one node, that node is at fault: its ranks end with `BAD_NODE`, the others with `LOST`. If
-    they originate on several nodes, or if the same step has already failed on another node, the training has diverged. The
-    run then goes back to the newest saved weights that no earlier rollback used, and all ranks end with `DIVERGED`. After
-    `resilience.max_rollbacks` rollbacks the run fails.
+    If the non-finite numbers originate on one node, that node is at fault: its ranks end with `BAD_NODE`, the others
+    with `LOST`. If the numbers originate on several nodes or on none, or if the same step has failed before, the
+    training has diverged. The run then goes back to earlier saved weights (see `go_back`), and all ranks end with
+    `DIVERGED`. After `resilience.max_rollbacks` rollbacks the run fails.
     """
 
     order = Order.WATCH
@@ -54,8 +55,8 @@ class SoftFailures(Hook):
 
 
 def _origin(trainer: Trainer) -> tuple[str | None, bool]:
-    """Returns (the origin of non-finite numbers on this rank or None, True if the origin is the rank's own parameter
-    shards)."""
+    """Returns the origin of non-finite numbers on this rank, or None, and True if the origin is the rank's own
+    parameter shards."""
     origin = trainer.groups.origin()
     for chunk in trainer.state.chunks:
         with chunk.states() as states:

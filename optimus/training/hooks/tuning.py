@@ -14,8 +14,8 @@ _WORD = "matmul"  # prefix of a measurement's name, before the shape
 
 
 class TuneMatmuls(Hook):
-    """Times, in the first step, all forms of every matmul that has no measurement for this chip. All ranks then use the same
-    forms.
+    """Times, in the first step, all forms of every larger matmul that has no measurement for this chip. All ranks then
+    use the same forms.
 
     All ranks use the cached measurements of the first rank, because the caches of nodes may differ. If several ranks have
     measured the same matmul, all ranks use the measurement of the lowest rank.

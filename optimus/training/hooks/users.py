@@ -24,7 +24,7 @@ _EVENTS = {
 
 @dataclass(frozen=True)
 class HookRow:
-    """A hook of a plugin, which `train.hooks` chooses by this name."""
+    """A hook of a plugin, which `train.hooks` chooses by `name`."""
 
     name: str
     kind: type[Hook]
@@ -34,10 +34,11 @@ HOOKS: Table[HookRow] = Table("hook", HookRow, dict)
 
 
 def users_hooks(named: Sequence[str], hooks: Sequence[Any] = (), rank: int = 0) -> list[Hook]:
-    """Returns the users' hooks on this rank: those `named` as package.module.Class, and those in `hooks` as classes,
-    instances or names.
+    """Returns the users' hooks on this rank: those `named` as package.module.Class or by the name of a plugin's hook,
+    and those in `hooks` as classes, instances or names.
 
-    Raises `UserError` for a hook that cannot be imported, is not a `Hook`, could not be called, or has the name of another.
+    Raises `UserError` for a hook that the run cannot import, that is not a `Hook`, that the trainer could not call, or
+    that has the name of another hook.
     """
     if isinstance(hooks, str | bytes) or not isinstance(hooks, Iterable):
         raise UserError(f"hooks={hooks!r}: give a list of hooks, such as `optimus.train(..., hooks=[MyHook])`")

@@ -19,9 +19,9 @@ _SAMPLE_TOKENS = 64  # maximum length of a prompt's continuation: a few lines
 class Validation(Hook):
     """Measures loss and bits per byte on each validation set, and task scores, at configured intervals and at the last step.
 
-    Continues prompts after measuring text. Runs on all ranks, but only rank 0 reads the text and the tasks. If rank 0 holds
-    the whole model, it measures alone; otherwise all ranks measure, each with its part of the model. A read error on rank 0
-    ends the run on all ranks.
+    Continues prompts after measuring a set, and at the last step. Runs on all ranks, but only rank 0 reads the text and
+    the tasks. If rank 0 holds the whole model, rank 0 measures alone; otherwise all ranks measure, each with its part
+    of the model. A read error on rank 0 ends the run on all ranks.
     """
 
     order = Order.MEASURE
