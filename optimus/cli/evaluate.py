@@ -71,7 +71,8 @@ def _signals(runs: list[Path], plot: Path | None, as_json: bool) -> None:
 @app.command()
 def generate(
     checkpoint: Annotated[Path, Argument(metavar="CHECKPOINT", help="Checkpoint or run folder.")],
-    prompt: Annotated[str, Option(help="Text to continue.")],
+    prompt: Annotated[list[str] | None, Option(help="Text to continue; repeat for several.")] = None,
+    prompts: Annotated[Path | None, Option(help="File of prompts: JSON Lines with the field prompt.")] = None,
     max_tokens: Annotated[int, Option(help="Maximum number of tokens to generate.")] = 128,
     temperature: Annotated[float, Option(help="Sampling temperature; 0: greedy.")] = 0.0,
     top_p: Annotated[float, Option(help="Sample from the most likely tokens with this total probability.")] = 1.0,
@@ -84,9 +85,19 @@ def generate(
     plugins: Plugins = None,
     as_json: Json = False,
 ) -> None:
-    """Continue a text, or answer a prompt."""
-    given = but(locals(), "as_json")
+    """Continue texts, or answer prompts."""
+    given = but(locals(), "prompt", "prompts", "as_json")
     from optimus.api import generate as run
+    from optimus.evaluation.task_data import read_prompts
 
-    text = run(**given)
-    show({"prompt": prompt, "text": text}, as_json, text if chat else prompt + text)
+    asked = [*(prompt or []), *(read_prompts(prompts) if prompts is not None else [])]
+    if not asked:
+        raise UserError("nothing to continue: give --prompt TEXT, or --prompts FILE")
+    if len(asked) == 1 and not as_json:  # shows the text while it is written
+        print("" if chat else asked[0], end="", flush=True)
+        run(**given, prompt=asked, on_text=lambda number, piece: print(piece, end="", flush=True))
+        print()
+        return
+    found = [{"prompt": each, "text": text} for each, text in zip(asked, run(**given, prompt=asked), strict=True)]
+    told = "\n\n".join(each["text"] if chat else each["prompt"] + each["text"] for each in found)
+    show(found[0] if len(found) == 1 else found, as_json, told)

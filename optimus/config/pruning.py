@@ -14,7 +14,7 @@ class PruningConfig(Section):
     sparsity: float = Field(gt=0, lt=1, description="Final sparsity: fraction of the targets that is pruned.")
     at: list[int] = Field(min_length=1)
     """Step after which pruning takes place (0: before the first), or several steps for iterative pruning. With early-bird:
-    the first step at which masks are compared."""
+    the step of the first mask, with which later masks are compared."""
     method: Literal["magnitude", "random", "early-bird"] = "magnitude"
     """Choice of the pruned weights. magnitude: the smallest; random: any, by the seed; early-bird: the smallest, once the
     masks hardly change any more (early-bird tickets)."""
@@ -47,9 +47,7 @@ class PruningConfig(Section):
         if self.at != sorted({*self.at}) or self.at[0] < 0:
             raise ValueError(f"at {self.at}: give steps in ascending order, each once, from 0 on")
         if self.method == "early-bird" and len(self.at) > 1:
-            raise ValueError(
-                "at: method early-bird chooses the step: give only the first step at which masks are compared"
-            )
+            raise ValueError("at: method early-bird chooses the step: give only the step of the first mask")
         if self.rewind is not None and self.rewind > self.at[0]:
             raise ValueError(
                 f"rewind {self.rewind} is after the first pruning, at step {self.at[0]}: give an earlier step"

@@ -29,8 +29,8 @@ def _parsed(text: str, units: dict[str, int], what: str, cure: str) -> float:
 def size_text(size: float, digits: int = 3) -> str:
     """Formats a number of bytes with at most `digits` significant digits and a unit, such as "1.5 GB" or "10 B"."""
     rounded = float(f"{size:.{digits}g}")  # rounding may reach the next unit
-    unit = max((power for power in range(5) if rounded >= 1000**power), default=0)
-    return f"{size / 1000**unit:.{digits}g} {['B', 'kB', 'MB', 'GB', 'TB'][unit]}"
+    unit = max((power for power in range(7) if rounded >= 1000**power), default=0)
+    return f"{size / 1000**unit:.{digits}g} {['B', 'kB', 'MB', 'GB', 'TB', 'PB', 'EB'][unit]}"
 
 
 def counted(number: int, noun: str) -> str:
@@ -40,7 +40,8 @@ def counted(number: int, noun: str) -> str:
 
 def rounded(number: float) -> str:
     """Formats a number with at most three significant digits, such as "48,000" or "0.125"."""
-    return f"{float(f'{number:.3g}'):,.0f}" if number >= 1000 else f"{number:.3g}"
+    short = float(f"{number:.3g}")  # rounding may reach 1,000
+    return f"{short:,.0f}" if short >= 1000 else f"{short:.3g}"
 
 
 def count_text(number: float) -> str:
@@ -49,7 +50,8 @@ def count_text(number: float) -> str:
     rounded = float(f"{number:.3g}")  # rounding may reach the next unit
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if rounded >= size:
-            return f"{number / size:.3g} {unit}"
+            short = float(f"{number / size:.3g}")
+            return f"{short:,.0f} {unit}" if short >= 1000 else f"{short:.3g} {unit}"
     return str(number)
 
 

@@ -319,8 +319,8 @@ class TrainConfig(Section):
     """Teacher checkpoint, or several as an ensemble, whose probabilities the model also learns (distillation). Ranks with
     the last stage hold the whole teacher, in the type of the computation."""
     hooks: list[str] = Field([])
-    """Your own hooks, each as package.module.Class, which the run calls around its steps. The module of a hook is imported
-    from the current folder, PYTHONPATH or installed packages."""
+    """Your own hooks, each as package.module.Class or by a plugin's name for it, which the run calls around its steps. The
+    module of a hook is imported from the current folder, PYTHONPATH or installed packages."""
     data_cache: PathText = Field("~/.cache/optimus/data", validate_default=True)
     """Folder for local copies of prepared data at URLs; a file is copied when it is first used."""
     stop_at: Count | None = Field(
@@ -433,7 +433,7 @@ class CheckpointConfig(Section):
     keep: int | None = Field(2, gt=0)
     """Number of full checkpoints to keep, including the one being written (2: dual); null keeps all."""
     weights_every: int | None = Field(None, gt=0)
-    """Steps between checkpoints of the weights alone, which are kept forever."""
+    """Steps between checkpoints of the weights alone, which weights_keep keeps."""
     weights_keep: int = Field(1, gt=0)
     """Keep every k-th weights checkpoint forever, and the others until the next one is written."""
     asynchronous: bool = False
@@ -537,7 +537,11 @@ class CollectivesConfig(Section):
 class ObserveConfig(Section):
     """Reports in addition to metrics.jsonl."""
 
-    log_every: int = Field(10, gt=0, description="Steps between printed lines when there is no terminal.")
+    log_every: int = Field(
+        10,
+        gt=0,
+        description="Steps between measurements of times and memory, and between printed lines without a terminal.",
+    )
     verbose: bool = Field(
         False, description="Also print the placement of ranks and the form (NN, NT or TN) of each matmul."
     )

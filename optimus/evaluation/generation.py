@@ -1,13 +1,13 @@
-"""Generates text. `generate` decodes one sequence at a time with a KV cache, greedily unless the caller sets a
-temperature. `continuations` decodes several prompts together, greedily, also with a model that is partitioned over
-ranks.
+"""Generates text. `Generation` decodes many prompts of different lengths together with a KV cache, greedily unless the
+caller sets a temperature. `continuations` also decodes with a model that is partitioned over ranks, greedily.
 
 Legend: B rows, S positions, H hidden, V vocabulary.
 """
 
 import math
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,42 +19,193 @@ from optimus.errors import UserError
 from optimus.evaluation.score import Scored, evaluating
 from optimus.model import KVCache, Transformer
 
+ROWS = 64  # sequences that `Generation` decodes together by default
+_PREFILL_TOKENS = 8192  # tokens of prompts, padding included, that one forward pass reads
+_LONGEST_CHARACTER = 4  # bytes of a character in UTF-8, each of which can be a token
+
+
+class Request(NamedTuple):
+    """A prompt of at least one token, and the options of its continuation.
+
+    The continuation ends after `max_tokens` tokens, or before the first token of `stops`. Temperature 0 takes the most
+    probable token. Other temperatures draw a token from the softmax of logits / temperature, restricted to the fewest
+    tokens whose probability is at least `top_p` together (nucleus sampling, Holtzman et al. 2020, section 3.1). The same
+    `seed` draws the same tokens.
+    """
+
+    prompt: Sequence[int]
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    stops: Collection[int] = ()
+
+    def fitted(self, context: int | None) -> "Request":
+        """Returns this request with the last tokens of the prompt that fit into `context` with `max_tokens` tokens.
+
+        Raises `UserError` for options out of range.
+        """
+        if self.max_tokens < 1:
+            raise UserError(f"`max_tokens` is {self.max_tokens}: ask for at least one token")
+        if context is not None and self.max_tokens >= context:
+            raise UserError(
+                f"`max_tokens` is {self.max_tokens}, but the model's context is {context}: ask for fewer tokens"
+            )
+        if not 0 <= self.temperature < math.inf:
+            raise UserError(f"`temperature` is {self.temperature}: it must be 0 (the most probable token) or more")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"`top_p` is {self.top_p}: it must be above 0 and at most 1")
+        return self if context is None else self._replace(prompt=self.prompt[-(context - self.max_tokens) :])
+
+
+@dataclass
+class _Row:
+    """A sequence that is being decoded."""
+
+    number: int  # of the request
+    request: Request
+    random: torch.Generator
+    left: int  # tokens that the sequence may still get
+    token: int = -1  # the newest token
+
+
+class Generation:
+    """Decodes the continuations of requests, at most `rows` at a time. Iterating yields (number of the request, token).
+
+    A request gets the tokens that it would get alone, up to rounding. The next request takes the place of a sequence that
+    has ended. If `context` is set, a prompt loses its first tokens until prompt and continuation fit into `context` tokens.
+    Raises `UserError` for options out of range.
+    """
+
+    def __init__(
+        self, model: Transformer, requests: Sequence[Request], *, context: int | None = None, rows: int = ROWS
+    ) -> None:
+        self._model, self._device = model, model.embedding.weight.device
+        requests = [request.fitted(context) for request in requests]
+        # The longest prompts come first: neighbours of similar length need little padding.
+        order = sorted(range(len(requests)), key=lambda number: len(requests[number].prompt))
+        self._waiting = [
+            _Row(number, request, torch.Generator().manual_seed(request.seed), request.max_tokens)
+            for number, request in ((number, requests[number]) for number in order)
+        ]
+        self._slots = max(1, min(rows, len(requests)))
+        self._rows: list[_Row] = []
+        self._stopped: set[int] = set()
+        capacity = max((len(request.prompt) + request.max_tokens for request in requests), default=1)
+        self._cache = KVCache(model.config.layers, rows=self._slots, capacity=capacity)
+
+    def stop(self, number: int) -> None:
+        """Ends the continuation of request `number`, which gets no more tokens."""
+        self._stopped.add(number)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        while self._rows or self._waiting:
+            with evaluating(self._model):  # not around the loop: the caller may use the model between two tokens
+                new = self._start() if self._can_start() else self._step()
+            for row in new:
+                row.left -= 1
+                if row.number in self._stopped or row.token in row.request.stops:
+                    row.left = 0
+                else:
+                    yield row.number, row.token
+            for at in reversed(range(len(self._rows))):
+                if self._rows[at].left == 0 or self._rows[at].number in self._stopped:
+                    self._cache.remove(at)
+                    self._rows[at] = self._rows[-1]
+                    self._rows.pop()
+
+    def _can_start(self) -> bool:
+        """Returns True if requests wait and at least a quarter of the rows are free: few long passes cost less than many
+        short ones."""
+        return bool(self._waiting) and 4 * (self._slots - len(self._rows)) >= self._slots
+
+    def _start(self) -> list[_Row]:
+        """Reads the prompts of the next requests into free rows, finds their first tokens, and returns the new rows."""
+        longest = len(self._waiting[-1].request.prompt)
+        number = min(self._slots - len(self._rows), len(self._waiting), max(1, _PREFILL_TOKENS // longest))
+        new = [self._waiting.pop() for _ in range(number)]
+        lengths = [len(row.request.prompt) for row in new]
+        # Padding is at the end of a row, where a causal model's predictions do not depend on it.
+        tokens_BS = torch.zeros(number, longest, dtype=torch.long)
+        for tokens_S, row, length in zip(tokens_BS, new, lengths, strict=True):
+            tokens_S[:length] = torch.tensor(row.request.prompt)
+        cache = KVCache(self._model.config.layers, rows=number, capacity=longest)
+        hidden_BSH = self._model.hidden_states(tokens_BS.to(self._device), cache)
+        cache.keep(lengths)
+        self._cache.extend(cache)
+        self._rows += new
+        last_B = torch.tensor(lengths, device=self._device) - 1
+        self._sample(hidden_BSH[torch.arange(number, device=self._device), last_B], new)
+        return new
+
+    def _step(self) -> list[_Row]:
+        """Finds the next token of every row, and returns the rows."""
+        tokens_B1 = torch.tensor([[row.token] for row in self._rows], device=self._device)
+        self._sample(self._model.hidden_states(tokens_B1, self._cache)[:, 0], self._rows)
+        return list(self._rows)
+
+    def _sample(self, hidden_BH: Tensor, rows: Sequence[_Row]) -> None:
+        requests, logits_BV = [row.request for row in rows], self._model.head(hidden_BH)
+        if all(request.temperature == 0 for request in requests):
+            tokens = logits_BV.argmax(-1).tolist()
+        else:
+            tokens = sampled(logits_BV, requests, [row.random for row in rows])
+        for row, token in zip(rows, tokens, strict=True):
+            row.token = token
+
+
+def sampled(logits_BV: Tensor, requests: Sequence[Request], randoms: Sequence[torch.Generator]) -> list[int]:
+    """Draws a token for each row of logits as its request asks, with one random number per row."""
+    greedy_B = torch.tensor([request.temperature == 0 for request in requests])
+    temperature_B = torch.tensor([request.temperature or 1.0 for request in requests], dtype=torch.float64)
+    top_p_B = torch.tensor([request.top_p for request in requests], dtype=torch.float64)
+    drawn_B = torch.cat([torch.rand(1, generator=random, dtype=torch.float64) for random in randoms])
+    logits_BV = logits_BV.float().cpu()
+    p_BV, order_BV = torch.softmax(logits_BV.double() / temperature_B[:, None], -1).sort(descending=True, stable=True)
+    before_BV = p_BV.cumsum(-1) - p_BV  # total probability of the tokens that are more probable than each token
+    p_BV[before_BV >= top_p_B[:, None]] = 0
+    upto_BV = p_BV.cumsum(-1)
+    at_B1 = torch.searchsorted(upto_BV, (drawn_B * upto_BV[:, -1])[:, None], right=True)
+    found_B = order_BV.gather(1, at_B1.clamp(max=p_BV.shape[1] - 1))[:, 0]
+    return torch.where(greedy_B, logits_BV.argmax(-1), found_B).tolist()
+
+
+def generate_tokens(
+    model: Transformer, prompt_ids: Sequence[int], *, context: int | None = None, **options: Any
+) -> Iterator[int]:
+    """Yields the tokens that continue one prompt, one by one. `options` are those of `Request`.
+
+    Raises `UserError` for options out of range.
+    """
+    generation = Generation(model, [Request(prompt_ids, **options)], context=context)
+    return (token for _, token in generation)
+
 
 def generate(
     model: Transformer,
     tokenizer: Any,
-    prompt: str,
+    prompts: Sequence[str],
     *,
-    max_tokens: int = 128,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    seed: int = 0,
     eos_id: int | None = None,
     context: int | None = None,
-) -> str:
-    """Generates the text that continues `prompt`, without the prompt itself. The text ends before an end-of-text token
-    or after `max_tokens` tokens.
+    on_text: Callable[[int, str], None] | None = None,
+    **options: Any,
+) -> list[str]:
+    """Generates the texts that continue `prompts`, without the prompts. A text ends before an end-of-text token.
 
-    `tokenizer` is a `tokenizers.Tokenizer`. An empty prompt starts a new document after end-of-text. If `context` is
-    set, a prompt of more than `context - max_tokens` tokens loses its first tokens. Raises `UserError` for options out
-    of range.
+    `tokenizer` is a `tokenizers.Tokenizer`. An empty prompt starts a new document after end-of-text. `options` are those of
+    `Request`, the same for all prompts. `on_text`, if given, is called with (number of the prompt, new piece of its text)
+    as soon as the piece is known. Raises `UserError` for options out of range.
     """
-    prompt_ids = encoder(tokenizer)(prompt)
-    if not prompt_ids:
-        if eos_id is None:
-            raise UserError("the prompt is empty and no end-of-text token is known to start from: give a prompt")
-        prompt_ids = [eos_id]
-    new_ids = generate_tokens(
-        model,
-        prompt_ids,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-        stops=() if eos_id is None else (eos_id,),
-        context=context,
-    )
-    return decode(tokenizer, prompt_ids, list(new_ids))
+    encode = encoder(tokenizer)
+    start = [] if eos_id is None else [eos_id]
+    prompt_ids = [encode(prompt) or start for prompt in prompts]
+    for number, ids in enumerate(prompt_ids):
+        if not ids:
+            which = "the prompt" if len(prompts) == 1 else f"prompt {number}"
+            raise UserError(f"{which} is empty and no end-of-text token is known to start from: give a prompt")
+    requests = [Request(ids, stops=start, **options) for ids in prompt_ids]
+    return texts(Generation(model, requests, context=context), tokenizer, requests, on_text=on_text)
 
 
 def answer(
@@ -62,70 +213,100 @@ def answer(
     template: ChatTemplate,
     as_tokens: Any,
     as_text: Any,
-    said: str,
+    messages: Sequence[str],
     *,
     eos_id: int | None = None,
-    **how: Any,
-) -> str:
-    """Generates the assistant's answer to a user's message `said`, in the format of `template`. The answer ends at the
-    end of the assistant's turn.
+    context: int | None = None,
+    on_text: Callable[[int, str], None] | None = None,
+    **options: Any,
+) -> list[str]:
+    """Generates the assistant's answers to users' `messages`, in the format of `template`. An answer ends at the end of the
+    assistant's turn.
 
     `as_tokens` and `as_text` are `tokenizers.Tokenizer` objects: the first parses special tokens, the second encodes
-    their spelling as ordinary text. `how` contains further options of `generate`. Raises `UserError` like `generate`,
-    and if the template cannot render the message.
+    their spelling as ordinary text. Further arguments are those of `generate`. Raises `UserError` like `generate`, and if
+    the template cannot render a message.
     """
-    asked = Answering.to(template, said, as_tokens)
-    prompt_ids, _ = asked.prompt.encoded(as_tokens, as_text)
-    new_ids = list(
-        generate_tokens(model, prompt_ids, stops=(*asked.stops, *([] if eos_id is None else [eos_id])), **how)
-    )
-    text = decode(as_tokens, prompt_ids, new_ids)
-    return text.partition(asked.end_text)[0] if asked.end_text else text
+    asked = [Answering.to(template, message, as_tokens) for message in messages]
+    ends = () if eos_id is None else (eos_id,)
+    requests = [
+        Request(each.prompt.encoded(as_tokens, as_text)[0], stops=(*each.stops, *ends), **options) for each in asked
+    ]
+    until = [[each.end_text] if each.end_text else [] for each in asked]
+    return texts(Generation(model, requests, context=context), as_tokens, requests, until, on_text)
 
 
-def generate_tokens(
-    model: Transformer,
-    prompt_ids: Sequence[int],
-    *,
-    max_tokens: int,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    seed: int = 0,
-    stops: Collection[int] = (),
-    context: int | None = None,
-) -> Iterator[int]:
-    """Yields the tokens that continue `prompt_ids` (at least one token), one by one. The sequence ends before the first
-    token of `stops`.
+def texts(
+    generation: Generation,
+    tokenizer: Any,
+    requests: Sequence[Request],
+    until: Sequence[Sequence[str]] | None = None,
+    on_text: Callable[[int, str], None] | None = None,
+) -> list[str]:
+    """Decodes the text of each request, up to the first of its strings of `until`. Calls `on_text` like `generate`.
 
-    Temperature 0 takes the most probable token. Other temperatures draw a token from the softmax of logits /
-    temperature, restricted to the fewest tokens whose probability is at least `top_p` together (nucleus sampling,
-    Holtzman et al. 2020, section 3.1). The same `seed` draws the same tokens. Raises `UserError` for options out of range.
+    Text that may be the beginning of a string of `until` is held back from `on_text`.
     """
-    if max_tokens < 1:
-        raise UserError(f"`max_tokens` is {max_tokens}: ask for at least one token")
-    if context is not None and max_tokens >= context:
-        raise UserError(f"`max_tokens` is {max_tokens}, but the model's context is {context}: ask for fewer tokens")
-    if not 0 <= temperature < math.inf:
-        raise UserError(f"`temperature` is {temperature}: it must be 0 (the most probable token) or more")
-    if not 0 < top_p <= 1:
-        raise UserError(f"`top_p` is {top_p}: it must be above 0 and at most 1")
-    given = prompt_ids if context is None else prompt_ids[-(context - max_tokens) :]
+    streams = [
+        TextStream(tokenizer, request.prompt, () if until is None else until[number])
+        for number, request in enumerate(requests)
+    ]
+    report = on_text or (lambda number, piece: None)
+    for number, token in generation:
+        if piece := streams[number].add(token):
+            report(number, piece)
+        if streams[number].ended:
+            generation.stop(number)
+    for number, stream in enumerate(streams):
+        if piece := stream.finish():
+            report(number, piece)
+    return [stream.text for stream in streams]
 
-    def found() -> Iterator[int]:
-        random = torch.Generator().manual_seed(seed)
-        cache = KVCache(model.config.layers)
-        new = list(given)
-        for _ in range(max_tokens):
-            with evaluating(model):  # not around the loop: the caller may use the model between two tokens
-                hidden_BSH = model.hidden_states(torch.tensor([new], device=model.embedding.weight.device), cache)
-                logits_V = model.head(hidden_BSH[:, -1])[0].float().cpu()
-            token = _choose(logits_V, temperature, top_p, random)
-            if token in stops:
-                return
-            yield token
-            new = [token]
 
-    return found()
+class TextStream:
+    """The text of a sequence, decoded as its tokens come. `text` has all pieces returned so far.
+
+    Decodes only the newest tokens, together with the piece before them, since some decoders drop the space before the
+    first word of a text.
+    """
+
+    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], until: Sequence[str] = ()) -> None:
+        self._tokenizer, self._until = tokenizer, tuple(until)
+        self._before, self._new = list(prompt_ids[-1:]), list[int]()
+        self._held = ""  # decoded text that is not returned yet: it may be the beginning of an end
+        self.text, self.ended = "", False
+
+    def add(self, token: int) -> str:
+        """Adds a token, and returns the text that is now known: nothing while a character is incomplete."""
+        self._new.append(token)
+        text = decode(self._tokenizer, self._before, self._new)
+        if text.endswith("\ufffd") and len(self._new) < _LONGEST_CHARACTER:
+            return ""
+        self._before, self._new = self._new, []
+        return self._released(text)
+
+    def finish(self) -> str:
+        """Returns the text that was held back, once the sequence has no more tokens."""
+        if self.ended:
+            return ""
+        piece = self._released(decode(self._tokenizer, self._before, self._new)) if self._new else ""
+        held, self._held = ("" if self.ended else self._held), ""
+        self.text += held
+        return piece + held
+
+    def _released(self, text: str) -> str:
+        """Returns the held and the new text, but for an end of it that may begin a string of `until`."""
+        text = self._held + text
+        ends = [text.index(end) for end in self._until if end in text]
+        if ends:
+            self.ended = True
+            at = min(ends)
+        else:
+            begun = (n for end in self._until for n in range(1, len(end)) if text.endswith(end[:n]))
+            at = len(text) - max(begun, default=0)
+        self._held = "" if self.ended else text[at:]
+        self.text += text[:at]
+        return text[:at]
 
 
 def continuations(
@@ -182,12 +363,3 @@ def decode(tokenizer: Any, prompt_ids: Sequence[int], new_ids: Sequence[int]) ->
     if text.startswith(before):
         return str(text[len(before) :])
     return str(tokenizer.decode(list(new_ids), skip_special_tokens=False))  # `new_ids` complete a prompt character
-
-
-def _choose(logits_V: Tensor, temperature: float, top_p: float, random: torch.Generator) -> int:
-    if temperature == 0:
-        return int(logits_V.argmax())
-    p_V, order_V = torch.softmax(logits_V.double() / temperature, -1).sort(descending=True, stable=True)
-    before_V = p_V.cumsum(0) - p_V  # total probability of the tokens that are more probable than each token
-    p_V[before_V >= top_p] = 0
-    return int(order_V[torch.multinomial(p_V, 1, generator=random)])

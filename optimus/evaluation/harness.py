@@ -16,12 +16,14 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from optimus.data.tokenizer import encoder
 from optimus.errors import UserError
-from optimus.evaluation.generation import decode, generate_tokens
+from optimus.evaluation.generation import Generation, Request, texts
 from optimus.evaluation.score import TOKENS_PER_BATCH, Score, Scored, Window, split_long
 from optimus.evaluation.score import score as score_windows
 from optimus.model import Transformer
 
-_SCORED_AT_ONCE = 512  # requests between two reports of progress
+# Requests between two reports of progress.
+_SCORED_AT_ONCE = 512
+_GENERATED_AT_ONCE = 256
 
 
 class HarnessModel(TemplateLM):
@@ -74,35 +76,28 @@ class HarnessModel(TemplateLM):
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Generates text up to the first stop string, end-of-text or `max_gen_toks`; greedy unless the request samples."""
-        texts = []
-        for request in requests:
-            prompt, given = request.args
-            texts.append(self._generate_one(prompt, normalize_gen_kwargs(given)))
-            self._report(len(texts), len(requests))
-        return texts
-
-    def _generate_one(self, prompt: str, options: Any) -> str:
-        stops = [stop for stop in handle_stop_sequences(options["until"], eos=None) if stop]
-        prompt_ids = self.tok_encode(prompt) or [self._eos]
-        tokens: list[int] = []
-        text = ""
         if not isinstance(self.model, Transformer):
             raise UserError("tasks that generate text cannot be run with an ensemble: evaluate its members one by one")
-        for token in generate_tokens(
-            self.model,
-            prompt_ids,
+        found: list[str] = []
+        for start in range(0, len(requests), _GENERATED_AT_ONCE):
+            part = [
+                (prompt, normalize_gen_kwargs(given))
+                for prompt, given in (each.args for each in requests[start:][:_GENERATED_AT_ONCE])
+            ]
+            asked = [self._request(prompt, options) for prompt, options in part]
+            ends = [[end for end in handle_stop_sequences(options["until"], eos=None) if end] for _, options in part]
+            found += texts(Generation(self.model, asked, context=self._context), self.tokenizer, asked, ends)
+            self._report(len(found), len(requests))
+        return found
+
+    def _request(self, prompt: str, options: Any) -> Request:
+        return Request(
+            self.tok_encode(prompt) or [self._eos],
             max_tokens=options["max_gen_toks"],
             temperature=options.get("temperature", 0.0) if options["do_sample"] else 0.0,
             top_p=options.get("top_p", 1.0),
             stops=(self._eos,),
-            context=self._context,
-        ):
-            tokens.append(token)
-            text = decode(self.tokenizer, prompt_ids, tokens)
-            found = [text.index(stop) for stop in stops if stop in text]
-            if found:
-                return text[: min(found)]
-        return text
+        )
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any

@@ -1,7 +1,7 @@
 """Evaluates a checkpoint and generates text with a checkpoint, for the commands `evaluate` and `generate`."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,7 @@ def evaluate(
 
 def generate_text(
     checkpoint: str | Path,
-    prompt: str,
+    prompt: str | Sequence[str],
     *,
     max_tokens: int = 128,
     temperature: float = 0.0,
@@ -133,12 +133,14 @@ def generate_text(
     parse_special: bool = False,
     chat: bool = False,
     device: str = "auto",
+    on_text: Callable[[int, str], None] | None = None,
     plugins: Sequence[str] = (),
-) -> str:
+) -> str | list[str]:
     """Generates text after `prompt` with a checkpoint (or the newest of a run); greedily unless `temperature` is above 0.
 
-    With `chat`, the checkpoint's chat template formats the prompt as a user's message, and the result is the assistant's
-    answer.
+    Several prompts are decoded together, up to 64 at a time, and the result is the list of their texts. `on_text`, if
+    given, is called with (number of the prompt, new piece of its text) as soon as a piece is known. With `chat`, the
+    checkpoint's chat template formats each prompt as a user's message, and the text is the assistant's answer.
 
     A prompt that does not fit into the model's context together with `max_tokens` loses its beginning. The tokenizer
     encodes the spelling of a special token as ordinary text, or with `parse_special` as that token. `plugins` names the
@@ -147,19 +149,23 @@ def generate_text(
 
     Example:
         optimus.generate("runs/first", "Once upon a time", max_tokens=40, temperature=0.8, seed=1)
+        optimus.generate("runs/first", ["def f(", "class A"], on_text=lambda number, piece: print(piece, end=""))
     """
     load_plugins(plugins)
     path = local_checkpoint(checkpoint)
     loaded = _load(path, device, parse_special or chat)
     assert isinstance(loaded.model, Transformer)
     how: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
-    how |= {"eos_id": loaded.eos_id, "context": loaded.description.context}
-    if not chat:
-        return generate(loaded.model, loaded.tokenizer, prompt, **how)
-    template, tokens = _chat_template(path, loaded), loaded.tokenizer
-    assert loaded.description.tokenizer is not None
-    as_text = tokens if parse_special else load(loaded.description.tokenizer)
-    return answer(loaded.model, template, tokens, as_text, prompt, **how)
+    how |= {"eos_id": loaded.eos_id, "context": loaded.description.context, "on_text": on_text}
+    prompts, tokens = [prompt] if isinstance(prompt, str) else list(prompt), loaded.tokenizer
+    if chat:
+        template = _chat_template(path, loaded)
+        assert loaded.description.tokenizer is not None
+        as_text = tokens if parse_special else load(loaded.description.tokenizer)
+        found = answer(loaded.model, template, tokens, as_text, prompts, **how)
+    else:
+        found = generate(loaded.model, tokens, prompts, **how)
+    return found[0] if isinstance(prompt, str) else found
 
 
 def _chat_template(path: Path, loaded: _Loaded) -> ChatTemplate:

@@ -62,13 +62,24 @@ def read_hellaswag_requests(path: Path) -> list[Document]:
     return list(documents.values())
 
 
+def read_prompts(path: Path) -> list[str]:
+    """Reads the text `prompt` of each line of a JSON Lines file. Raises `UserError` with the number of an invalid line."""
+    return [document["prompt"] for document in _read(path, _prompt, 'a prompt, like {"prompt": "Once upon a time"}')]
+
+
+def _prompt(document: Document) -> Document:
+    if not isinstance(document["prompt"], str):
+        raise TypeError("`prompt` is not a string")
+    return document
+
+
 def _boolq(document: Document) -> Document:
     if "label" in document:
         return document
     return {"question": document["question"], "passage": document["passage"], "label": int(document["answer"])}
 
 
-def _read(path: Path, change: Callable[[Document], Document]) -> list[Document]:
+def _read(path: Path, change: Callable[[Document], Document], kind: str = "an example of this task") -> list[Document]:
     documents = []
     for number, line in enumerate(_lines(path), 1):
         if not line.strip():
@@ -76,7 +87,7 @@ def _read(path: Path, change: Callable[[Document], Document]) -> list[Document]:
         try:
             documents.append(change(parse_json(line)))
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path}:{number}: not an example of this task ({error!r})") from error
+            raise UserError(f"{path}:{number}: not {kind} ({error!r})") from error
     if not documents:
         raise UserError(f"{path} is empty: it must hold one example per line")
     return documents

@@ -64,6 +64,33 @@ def causal_attention(q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, scoring: Sc
     return F.scaled_dot_product_attention(q, k, v, is_causal=new > 1).transpose(1, 2)
 
 
+def attend_last(q_BND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, last_B: Tensor, scoring: Scoring = PLAIN) -> Tensor:
+    """Computes attention of each row's query, at position `last_B`, over the row's keys up to this position: [B, N, D].
+
+    Rows of different lengths share one call: `last_B` may differ between rows, and keys behind it are not read into the
+    result. Without autograd, for generation.
+    """
+    window, cap, sink_N = scoring
+    q, k, v = q_BND.unflatten(1, (k_BPMD.shape[2], -1)), k_BPMD.transpose(1, 2), v_BPMD.transpose(1, 2)
+    position_P, last_B1 = torch.arange(k.shape[2], device=k.device), last_B[:, None]
+    seen_BP = position_P <= last_B1
+    if window is not None:
+        seen_BP &= position_P > last_B1 - window
+    seen = seen_BP[:, None, None]
+    if cap is None and sink_N is None:  # the heads that share keys are the queries of one head
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen).flatten(1, 2)
+    wide = compute_dtype(q.dtype)
+    scores = (q.to(wide) @ k.to(wide).mT).div_(math.sqrt(q.shape[-1]))
+    if cap is not None:
+        scores.div_(cap).tanh_().mul_(cap)
+    scores.masked_fill_(~seen, -math.inf)
+    if sink_N is not None:
+        sink = sink_N.to(wide).view(k.shape[1], -1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sink], -1)
+    p = scores.softmax(-1)[..., : k.shape[2]]
+    return (p @ v.to(wide)).flatten(1, 2).to(q.dtype)
+
+
 def attend_blocks(
     q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, blocks: "Sequence[AttentionBlock]", sink_N: Tensor | None = None
 ) -> Tensor:

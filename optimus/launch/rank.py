@@ -74,7 +74,9 @@ def run_rank(
             trainer = build_trainer(config, device, resume, node=node, holder=holder, more=more, users=users)
             trainer.say(dry_run(trainer.run))
             if ranks > 1 and device.type != "cpu" and backend == "gloo":
-                trainer.say(f"collectives go through the host, over Gloo, because the ranks of a node share {device}")
+                trainer.say(
+                    f"collectives go through the host, over Gloo, because ranks share {device} or it has no other"
+                )
         step, last = trainer.progress.step, trainer.run.last_step
         if step >= last:
             trainer.say(f"the run is at step {step} already, and ends at {last}: nothing is left to do")
@@ -115,12 +117,12 @@ def _ranks_together(backend: str, timeout: timedelta) -> Iterator[None]:
     rank, the wait would last until the timeout, also at the exit of Python. After such a failure, the process therefore
     exits without destroying the group.
     """
-    seconds = f"{timeout.total_seconds():g} s (resilience.timeout)"
     if os.environ.get("MASTER_ADDR") == LOOPBACK:  # all ranks are on this machine
         name_interface(LOOPBACK)
-    grace = timedelta(seconds=0 if backend == "gloo" else GRACE)
+    timeout += timedelta(seconds=0 if backend == "gloo" else GRACE)
+    seconds = f"{timeout.total_seconds():g} s (resilience.timeout)"
     try:
-        dist.init_process_group(backend, timeout=timeout + grace)
+        dist.init_process_group(backend, timeout=timeout)
     except RuntimeError as error:
         raise CollectiveError(f"the ranks have not connected within {seconds}: {error}") from error
     together, code = False, 1

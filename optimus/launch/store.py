@@ -45,6 +45,8 @@ def serve(port: int, address: str = LOOPBACK) -> TCPStore:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise UserError(f"port {port} is in use on this machine ({error}): choose another --port") from error
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise UserError(f"cannot listen on port {port} of {address} ({error})") from error
         raise UserError(
             f"--address {address}: this machine has no such address ({error}); `hostname -I` lists its addresses"
         ) from error

@@ -6,11 +6,12 @@ from optimus.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from optimus.model.batch import Batch
-    from optimus.model.transformer import KVCache, Losses, Transformer
+    from optimus.model.cache import KVCache
+    from optimus.model.transformer import Losses, Transformer
 
 __all__ = ["Batch", "KVCache", "Losses", "Transformer"]
 
 _HOME = "optimus.model.transformer"
 __getattr__, __dir__ = lazy_exports(
-    __name__, {"Batch": "optimus.model.batch", "KVCache": _HOME, "Losses": _HOME, "Transformer": _HOME}
+    __name__, {"Batch": "optimus.model.batch", "KVCache": "optimus.model.cache", "Losses": _HOME, "Transformer": _HOME}
 )

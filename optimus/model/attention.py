@@ -1,42 +1,21 @@
 """Causal self-attention: grouped-query heads, rotary positions, norms of q and k, windows, sinks.
 
-Legend: B batch, S sequence, N heads, M heads of keys and values, D head size, H hidden, T = B * S tokens, P positions in
-the cache.
+Legend: B batch, S sequence, N heads, M heads of keys and values, D head size, H hidden, T = B * S tokens.
 """
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from optimus.kernels.attention import Scoring, causal_attention
+from optimus.kernels.attention import Scoring
 from optimus.kernels.rotary import rotary
 from optimus.model.architecture import ModelConfig
+from optimus.model.cache import LayerCache
 from optimus.model.linear import Linear
 from optimus.model.norms import norm_of
 from optimus.model.parameters import Size, declare
 from optimus.model.positions import Table
 from optimus.model.sequence import SequenceSplit
-
-
-class LayerCache:
-    """The keys and values of one layer at all positions so far."""
-
-    def __init__(self) -> None:
-        self.k_BPMD: Tensor | None = None
-        self.v_BPMD: Tensor | None = None
-
-    def append(self, k_BSMD: Tensor, v_BSMD: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends keys and values, and returns all cached keys and values, including the new ones."""
-        if self.k_BPMD is not None and self.v_BPMD is not None:
-            k_BSMD, v_BSMD = torch.cat([self.k_BPMD, k_BSMD], 1), torch.cat([self.v_BPMD, v_BSMD], 1)
-        self.k_BPMD, self.v_BPMD = k_BSMD, v_BSMD
-        return k_BSMD, v_BSMD
-
-    def keep(self, length: int) -> None:
-        """Drops all positions but the first `length`."""
-        if self.k_BPMD is not None and self.v_BPMD is not None:
-            self.k_BPMD, self.v_BPMD = self.k_BPMD[:, :length], self.v_BPMD[:, :length]
 
 
 class AttentionPositions(NamedTuple):
@@ -95,7 +74,7 @@ class Attention(nn.Module):
         if cache is None:
             y_BSND = positions.sequence.attend(q, k, v, scoring)
         else:
-            y_BSND = causal_attention(q, *cache.append(k, v), scoring)
+            y_BSND = cache.attend(q, *cache.append(k, v), scoring)
         return self.out(y_BSND.flatten(2).flatten(0, 1))
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from optimus.kernels.attention import causal_attention
 from optimus.kernels.rotary import rotary
 from optimus.model.architecture import Latent, ModelConfig
-from optimus.model.attention import AttentionPositions, LayerCache
+from optimus.model.attention import AttentionPositions
+from optimus.model.cache import LayerCache
 from optimus.model.linear import Linear
 from optimus.model.norms import RMSNorm
 from optimus.model.parameters import Size
@@ -77,7 +77,7 @@ class LatentAttention(nn.Module):
             y_BSND = positions.sequence.attend(q, *self._keys_and_values(c_RX, turned_BS1D))
         else:
             c_BP1X, turned_BP1D = cache.append(c_RX.view(-1, length, 1, low.keys), turned_BS1D)
-            y_BSND = causal_attention(q, *self._keys_and_values(c_BP1X.flatten(0, 2), turned_BP1D))
+            y_BSND = cache.attend(q, *self._keys_and_values(c_BP1X.flatten(0, 2), turned_BP1D))
         return self.out(y_BSND[..., : low.value].flatten(2).flatten(0, 1))
 
     def _keys_and_values(self, c: Tensor, turned_BP1D: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,8 +15,9 @@ from optimus.errors import UserError
 from optimus.kernels.linear_cross_entropy import soft_capped
 from optimus.kernels.linear_divergence import SoftTargets, linear_divergence
 from optimus.model.architecture import ModelConfig
-from optimus.model.attention import Attention, AttentionPositions, LayerCache
+from optimus.model.attention import Attention, AttentionPositions
 from optimus.model.batch import Batch, moved
+from optimus.model.cache import KVCache, LayerCache
 from optimus.model.dense import DenseMlp
 from optimus.model.latent import LatentAttention
 from optimus.model.moe.layer import MoeLayer
@@ -46,20 +47,6 @@ class Losses(NamedTuple):
     def z(self) -> Tensor:
         """The router's z-loss over the tokens of this microbatch."""
         return torch.zeros_like(self.cross_entropy) if self.router is None else self.router.z_loss()
-
-
-class KVCache:
-    """Keys and values of every layer, for generation. `length` is the number of cached positions."""
-
-    def __init__(self, layers: int) -> None:
-        self.layers = [LayerCache() for _ in range(layers)]
-        self.length = 0
-
-    def keep(self, length: int) -> None:
-        """Keeps the first `length` positions and drops the later ones, which belong to padding."""
-        self.length = length
-        for layer in self.layers:
-            layer.keep(length)
 
 
 class Block(nn.Module):
@@ -240,16 +227,19 @@ class Transformer(nn.Module):
 
         Only for evaluation: if the model is sharded, no gradients flow through the result.
         """
-        length, start = tokens_BS.shape[1], cache.length if cache is not None else 0
-        self.check_length(start + length)
+        shape = tokens_BS.shape
+        if cache is not None:
+            tokens_BS = cache.begin(tokens_BS)
+        self.check_length(shape[1] + (max(cache.lengths) if cache is not None else 0))
+        rows, length = tokens_BS.shape
         # A causal model does not see the padding.
         tokens_BS = F.pad(tokens_BS, (0, -length % self.head.vocabulary.multiple))
-        _, positions = self.full_positions(tokens_BS, start)
+        _, positions = self.full_positions(tokens_BS, cache)
         x_TH, _ = self.blocks(self.embedded(tokens_BS.flatten(), positions), positions, cache)
         x_TH = self.normalise(x_TH)
         if cache is not None:
-            cache.keep(start + length)
-        return self.head.vocabulary.join(x_TH).unflatten(0, (len(tokens_BS), -1))[:, :length]
+            cache.end()
+        return self.head.vocabulary.join(x_TH).unflatten(0, (rows, -1))[:, :length].reshape(*shape, -1)
 
     def embedded(self, tokens_T: Tensor, positions: AttentionPositions) -> Tensor:
         """Returns the residual stream [T, H] that enters the first block for these tokens."""
@@ -323,9 +313,10 @@ class Transformer(nn.Module):
         position_T = moved(documents.positions().view_as(tokens_BS), tokens_BS.device)[:, positions_S].flatten()
         return positions_S, self._attention_positions(position_T, 1, self.sequence.for_documents(documents))
 
-    def full_positions(self, tokens_BS: Tensor, start: int = 0) -> tuple[Tensor, AttentionPositions]:
-        """Returns the result of `local_positions`, but with all positions on every device, counted from `start`."""
-        positions_S = torch.arange(start, start + tokens_BS.shape[1], device=tokens_BS.device)
+    def full_positions(self, tokens_BS: Tensor, cache: KVCache | None = None) -> tuple[Tensor, AttentionPositions]:
+        """Returns the result of `local_positions`, but with all positions on every device, after those of a `cache`."""
+        find = torch.arange if cache is None else cache.positions
+        positions_S = find(tokens_BS.shape[1], device=tokens_BS.device)
         return positions_S, self._attention_positions(positions_S, len(tokens_BS), SequenceSplit())
 
     def _attention_positions(self, positions_S: Tensor, sequences: int, sequence: SequenceSplit) -> AttentionPositions:

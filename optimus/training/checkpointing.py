@@ -52,7 +52,7 @@ class Checkpointer:
         section = run.config.checkpoint
         self.saver = Saver(run.state, scattered=section.scattered, beside=section.asynchronous)
         self.saved = start.progress.step
-        """The step of the newest full checkpoint, which may still be in progress."""
+        """The step of the newest full checkpoint, which may be in progress; before the first, the step of the start."""
         self._run, self._frozen = run, start.frozen
 
     def save(

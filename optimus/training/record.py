@@ -37,7 +37,7 @@ class StepRecord:
     expert_load: dict[int, list[float]] = field(default_factory=dict)
     """The number of tokens of each expert relative to the mean, by layer; empty in steps without this measurement."""
     samples: list[dict[str, str]] = field(default_factory=list)
-    """The `prompt` and its continuation `text` for each of `evaluate.prompts`; empty without validation."""
+    """The `prompt` and its continuation `text` for each of `evaluate.prompts`; empty in steps that continue none."""
 
 
 _STEP = {"step", "tokens", "time", "lr", "grad_norm", "skipped_steps", "phase"}

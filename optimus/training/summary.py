@@ -59,7 +59,7 @@ def summary_lines(about: Mapping[str, Any]) -> list[str]:
         f"warm-up: {warmup:,} steps, {100 * warmup / steps:.3g} % of the run",
         f"batch: {about['global_batch']:,} sequences of {about['context']:,} tokens, on each data-parallel rank "
         f"{about['microbatches']:,} x {about['micro_batch']:,}",
-        "layout: " + ("1 rank" if ranks == 1 else f"{ranks:,} ranks, {about['data_ranks']:,} of them data-parallel"),
+        "layout: " + ("1 rank" if ranks == 1 else f"{ranks:,} ranks, data-parallel size {about['data_ranks']:,}"),
         f"precision: {about['precision']}",
         *(f"decided: {text}" for text in about["decisions"]),
         *(f"warning: {text}" for text in about["warnings"]),

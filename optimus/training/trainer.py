@@ -34,7 +34,7 @@ class Order(IntEnum):
     FIRST = 0
     """Checks that no other run has taken the folder over, and rehearses faults."""
     WATCH = 1
-    """Ends this rank if a node is at fault, before other hooks measure or save anything."""
+    """Looks for nodes at fault, and may end this rank before other hooks measure or save anything."""
     SIGNALS = 2
     CHANGE = 3
     """Changes the model before its measurement and its checkpoint."""
@@ -48,7 +48,7 @@ class Order(IntEnum):
     """Saves checkpoints. Before calling hooks of this order, the ranks agree on whether the run ends, because the last step
     saves a checkpoint."""
     LAST = 8
-    """Ends the run after its checkpoint."""
+    """Runs after the checkpoint, for example to end the run."""
 
 
 class Hook:
@@ -59,8 +59,8 @@ class Hook:
 
     order: Order = Order.MEASURE
     ranks: str = "all"
-    """`all`: every rank calls the hook independently; `first`: only the first rank calls it; `together`: all ranks call it,
-    and it may use collectives."""
+    """`all`: every rank calls the hook; `first`: only the first rank calls it; `together`: all ranks call it, and an error on
+    one rank is an error on all. A user's hook may use collectives only with `together`."""
 
     def before_training(self, trainer: "Trainer") -> None:
         """Runs before the first step of this process."""

@@ -12,7 +12,7 @@ from optimus.comm import Groups
 from optimus.config import ModelConfig, load_config
 from optimus.errors import UserError
 from optimus.evaluation import generate
-from optimus.evaluation.generation import _choose, decode, generate_tokens
+from optimus.evaluation.generation import Request, decode, generate_tokens, sampled
 from optimus.model import Batch, Transformer
 from optimus.resolve.ranks import mesh_of
 from optimus.testing import run_ranks
@@ -58,12 +58,16 @@ def test_seed(model: Transformer) -> None:
 
 def test_nucleus() -> None:
     """A nucleus of 0.7 keeps the first two of the probabilities 0.5, 0.3, 0.15, 0.05 and samples them at 5 : 3."""
-    logits = torch.tensor([0.15, 0.5, 0.05, 0.3]).log()
-    random = torch.Generator().manual_seed(0)
-    counts = Counter(_choose(logits, 1.0, 0.7, random) for _ in range(4000))
+    logits_BV = torch.tensor([0.15, 0.5, 0.05, 0.3]).log().expand(4000, 4)
+    randoms = [torch.Generator().manual_seed(0)] * 4000
+
+    def drawn(temperature: float, top_p: float) -> Counter[int]:
+        return Counter(sampled(logits_BV, [Request([0], 1, temperature, top_p)] * 4000, randoms))
+
+    counts = drawn(1.0, 0.7)
     assert set(counts) == {1, 3}
     assert counts[1] / 4000 == pytest.approx(5 / 8, abs=0.03)
-    cold = Counter(_choose(logits, 0.5, 1.0, random) for _ in range(4000))  # a temperature of 0.5 squares probabilities
+    cold = drawn(0.5, 1.0)  # a temperature of 0.5 squares probabilities
     assert cold[1] / 4000 == pytest.approx(0.25 / 0.365, abs=0.03)
 
 
@@ -80,10 +84,9 @@ def test_text(model: Transformer, tokenizer: Any, eos_id: int) -> None:
     prompt = "Question: who?"
     ids = tokenizer.encode(prompt).ids
     expected = tokenizer.decode(greedy_without_cache(model, ids, 9), skip_special_tokens=False)
-    assert generate(model, tokenizer, prompt, max_tokens=9) == expected
-    assert generate(model, tokenizer, "", max_tokens=2, eos_id=eos_id) == tokenizer.decode(
-        greedy_without_cache(model, [eos_id], 2)
-    )
+    from_nothing = tokenizer.decode(greedy_without_cache(model, [eos_id], 2))
+    assert generate(model, tokenizer, [prompt], max_tokens=9) == [expected]
+    assert generate(model, tokenizer, [""], max_tokens=2, eos_id=eos_id) == [from_nothing]
 
 
 def test_decode_keeps_the_first_space() -> None:
@@ -112,7 +115,9 @@ def test_errors(model: Transformer, options: dict[str, Any], message: str) -> No
 
 def test_empty_prompt(model: Transformer, tokenizer: Any) -> None:
     with pytest.raises(UserError, match="prompt is empty"):
-        generate(model, tokenizer, "")
+        generate(model, tokenizer, [""], max_tokens=1)
+    with pytest.raises(UserError, match="prompt 1 is empty"):
+        generate(model, tokenizer, ["a", ""], max_tokens=1)
 
 
 def generated_on_ranks(config: dict[str, Any], ranks: int) -> list[int]:

@@ -17,6 +17,7 @@ from optimus.checkpoint.store import save_model
 from optimus.data.tokenizer import train
 from optimus.errors import UserError
 from optimus.evaluation import TASKS, bits_per_byte, evaluate, generate, generate_text
+from optimus.evaluation.generation import Request
 from optimus.model import Transformer
 
 
@@ -98,7 +99,7 @@ def test_all_tasks_on_shared_data(
 
 def test_generate_text(checkpoint: Path, model: Transformer, tokenizer: Any, eos_id: int) -> None:
     found = generate_text(checkpoint, "Question:", max_tokens=9, device="cpu")
-    assert found == generate(model, tokenizer, "Question:", max_tokens=9, eos_id=eos_id, context=48)
+    assert [found] == generate(model, tokenizer, ["Question:"], max_tokens=9, eos_id=eos_id, context=48)
     drawn = generate_text(checkpoint, "Question:", max_tokens=9, temperature=2.0, top_p=0.9, seed=3, device="cpu")
     assert drawn != found
 
@@ -106,11 +107,11 @@ def test_generate_text(checkpoint: Path, model: Transformer, tokenizer: Any, eos
 def test_prompts_that_spell_a_special_token(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, eos_id: int) -> None:
     prompts: list[list[int]] = []
 
-    def record(model: Any, prompt_ids: list[int], **_: Any) -> list[int]:
-        prompts.append(prompt_ids)
+    def record(model: Any, requests: list[Request], **_: Any) -> list[tuple[int, int]]:
+        prompts.append(list(requests[0].prompt))
         return []
 
-    monkeypatch.setattr("optimus.evaluation.generation.generate_tokens", record)
+    monkeypatch.setattr("optimus.evaluation.generation.Generation", record)
     for parse_special in (False, True):
         generate_text(checkpoint, "Question<|endoftext|>", parse_special=parse_special, device="cpu")
     assert [eos_id in prompt for prompt in prompts] == [False, True]

@@ -386,7 +386,7 @@ def test_cache_takes_several_tokens_at_a_time() -> None:
     with torch.no_grad():
         pieces = [model(piece, cache=cache) for piece in tokens_BS.split([5, 1, 4, 2], dim=1)]
         torch.testing.assert_close(torch.cat(pieces, 1), model(tokens_BS), atol=TOLERANCE, rtol=0)
-    assert cache.length == 12
+    assert cache.lengths == [12, 12]
 
 
 @pytest.mark.parametrize(("experts", "chosen", "tokens"), [(8, 2, 12), (6, 4, 9), (4, 4, 5), (5, 1, 10)])

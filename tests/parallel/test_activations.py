@@ -20,7 +20,8 @@ from optimus.errors import UserError
 from optimus.measurements import coarse
 from optimus.mesh import Mesh
 from optimus.model import transformer
-from optimus.model.attention import AttentionPositions, LayerCache
+from optimus.model.attention import AttentionPositions
+from optimus.model.cache import LayerCache
 from optimus.model.transformer import Block
 from optimus.model.units import Unit
 from optimus.parallel import module_bytes

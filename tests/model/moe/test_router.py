@@ -5,10 +5,10 @@ import torch
 
 from optimus.config.tree import ModelConfig
 from optimus.model import Transformer
+from optimus.model.cache import KVCache
 from optimus.model.init import initialize
 from optimus.model.moe.choices import RouterConfig
 from optimus.model.moe.router import Router, move_biases
-from optimus.model.transformer import KVCache
 
 
 def forced(**model: object) -> Transformer:
