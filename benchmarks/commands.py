@@ -21,6 +21,7 @@ BENCHMARKS = {
     "tensor-parallel": "Tensor-parallel training on 2 ranks against torch's parallelize_module (DTensor).",
     "pipeline": "Message-driven pipelines against 1F1B, and schedules against torch.distributed.pipelining.",
     "moe": "The sparse block, forward and backward, against that of transformers and every installed kernel package.",
+    "generation": "Generating 64 texts together: against one at a time, and `transformers` generating the same batch.",
     "optimizer": "Optimizer step with expert parallelism: the standard sharded optimizer against EPSO.",
     "samo": "Pruned chunks against dense ones: bytes at rest and sent, and the time of an update with compression.",
     "offload": "Models of 0.5 to 8 times a simulated device: our choice and Elixir's rule; bytes moved against FSDP2's.",

@@ -113,7 +113,7 @@ def train(
     config: "str | Path | Mapping[str, Any] | RunConfig",
     overrides: Iterable[str] = (),
     *,
-    ranks: int | None = None,
+    ranks: int | Literal["auto"] | None = None,
     resume: bool | Literal["auto"] = False,
     fresh_optimizer: bool = False,
     check: bool = False,
@@ -121,8 +121,9 @@ def train(
 ) -> dict[str, Any]:
     """Trains a model as configured by `config` (a YAML file, a mapping or a `RunConfig`); returns a summary of the run.
 
-    `ranks` processes on this machine share every global batch (default: the minimum number that `parallel` allows). Under a
-    launcher that sets WORLD_SIZE, such as torchrun, this process is one of the ranks, and the launcher sets their number.
+    `ranks` processes on this machine share every global batch (default: the minimum number that `parallel` allows; "auto":
+    one for each accelerator). If torchrun, `srun` or `mpiexec` has started several tasks, this process is one of the ranks,
+    and the launcher sets their number.
     `resume` continues from the newest checkpoint in `train.output`, and "auto" does so only if the folder holds a run. With
     `fresh_optimizer`, the run resumes from the weights of the checkpoint alone, as after a rollback. `check` validates the
     configuration, the machine and the data, including every checksum, and trains nothing. `hooks` are subclasses of
@@ -140,8 +141,11 @@ def train(
         optimus.train("first.yaml", ["train.steps=500"], ranks=2)
         optimus.train("first.yaml", ["train.steps=500"], ranks=2, resume=True)["loss"]
     """
-    if ranks is not None and ranks < 1:
-        raise UserError(f"`ranks` is {ranks}: it must be at least 1")
+    if ranks not in (None, "auto") and (not isinstance(ranks, int) or ranks < 1):
+        raise UserError(f'`ranks` is {ranks!r}: give a number of at least 1, or "auto"')
+    from optimus.launch.launchers import join
+
+    join()
     from optimus.training.reading import holds_run, read_run
 
     if resume == "auto":

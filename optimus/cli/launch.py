@@ -40,8 +40,10 @@ def launch(
     as_json: Json = False,
 ) -> None:
     """Run one node of a training job with spares; start the command on every node and every spare."""
+    from optimus.launch.launchers import check_alone
     from optimus.training.reading import read_run
 
+    check_alone("optimus launch")
     overrides = [*(overrides or []), *(settings or []), *(["observe.verbose=true"] if verbose else [])]
 
     read_run(config, overrides)  # before importing torch, so that the command reports mistakes at once

@@ -12,12 +12,21 @@ from typer import Argument, Option
 from optimus.cli.common import Json, Overrides, Settings, Verbose, app, show, show_ready
 
 
+def _ranks(text: str) -> int | str:
+    if text != "auto" and not text.isdecimal():
+        raise typer.BadParameter(f"{text} is not a number, nor auto")
+    return text if text == "auto" else int(text)
+
+
 @app.command()
 def train(
     config: Annotated[Path, Argument(metavar="CONFIG", help="YAML file.")],
     overrides: Overrides = None,
     settings: Settings = None,
-    ranks: Annotated[int | None, Option(help="Number of ranks to start on this machine.")] = None,
+    ranks: Annotated[
+        Any,
+        Option(parser=_ranks, metavar="N|auto", help="Ranks to start on this machine; auto: one for each accelerator."),
+    ] = None,
     resume: Annotated[
         bool,
         Option(

@@ -279,7 +279,7 @@ class TextStream:
     def add(self, token: int) -> str:
         """Adds a token, and returns the text that is now known: nothing while a character is incomplete."""
         self._new.append(token)
-        text = decode(self._tokenizer, self._before, self._new)
+        text = _decode_after(self._tokenizer, self._before, self._new)
         if text.endswith("\ufffd") and len(self._new) < _LONGEST_CHARACTER:
             return ""
         self._before, self._new = self._new, []
@@ -289,7 +289,7 @@ class TextStream:
         """Returns the text that was held back, once the sequence has no more tokens."""
         if self.ended:
             return ""
-        piece = self._released(decode(self._tokenizer, self._before, self._new)) if self._new else ""
+        piece = self._released(_decode_after(self._tokenizer, self._before, self._new)) if self._new else ""
         held, self._held = ("" if self.ended else self._held), ""
         self.text += held
         return piece + held
@@ -357,9 +357,12 @@ def decode(tokenizer: Any, prompt_ids: Sequence[int], new_ids: Sequence[int]) ->
     Decodes the new ids together with the last prompt token, because some decoders drop the space before the first word
     of a text.
     """
-    last = [*prompt_ids[-1:]]
-    before = tokenizer.decode(last, skip_special_tokens=False)
-    text = tokenizer.decode([*last, *new_ids], skip_special_tokens=False)
+    return _decode_after(tokenizer, [*prompt_ids[-1:]], list(new_ids))
+
+
+def _decode_after(tokenizer: Any, before_ids: list[int], new_ids: list[int]) -> str:
+    before = tokenizer.decode(before_ids, skip_special_tokens=False)
+    text = tokenizer.decode(before_ids + new_ids, skip_special_tokens=False)
     if text.startswith(before):
         return str(text[len(before) :])
-    return str(tokenizer.decode(list(new_ids), skip_special_tokens=False))  # `new_ids` complete a prompt character
+    return str(tokenizer.decode(new_ids, skip_special_tokens=False))  # `new_ids` complete a character of `before_ids`

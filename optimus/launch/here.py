@@ -6,7 +6,9 @@ import uuid
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import torch
 
 from optimus.checkpoint.folder import DamagedError, list_checkpoints, step_of
 from optimus.checkpoint.lease import Lease, LeaseError, living_holder
@@ -14,6 +16,7 @@ from optimus.checkpoint.rollback import resume_points, rollback
 from optimus.config import RunConfig, dump_config
 from optimus.data.training import TrainingData
 from optimus.errors import UserError
+from optimus.launch.launchers import meet
 from optimus.launch.local import start_ranks
 from optimus.launch.rank import run_rank
 from optimus.mesh import Mesh
@@ -32,7 +35,7 @@ from optimus.training.teacher import check_teacher
 def train_or_check(
     tree: RunConfig,
     data: TrainingData,
-    ranks: int | None,
+    ranks: int | Literal["auto"] | None,
     *,
     resume: bool,
     fresh_optimizer: bool,
@@ -45,7 +48,9 @@ def train_or_check(
     """
     users_hooks(tree.train.hooks, hooks)  # reports invalid hooks early; each rank makes its own hooks
     launched = "WORLD_SIZE" in os.environ
-    ranks = int(os.environ["WORLD_SIZE"]) if launched else ranks or tree.parallel.least_ranks
+    ranks = _number_of_ranks(tree, ranks)
+    if launched and ranks > 1:
+        meet(tree.train.output)
     lease = Lease(Path(tree.train.output), uuid.uuid4().hex)
     writes = not launched or os.environ.get("RANK", "0") == "0"
     if resume and writes and not check:
@@ -73,6 +78,25 @@ def train_or_check(
         saved = f" (the run is saved up to step {step_of(found[-1])})" if found else ""
         error.args = (f"{error}{saved}",)
         raise
+
+
+def _number_of_ranks(tree: RunConfig, ranks: int | Literal["auto"] | None) -> int:
+    """Returns the launcher's number of ranks if there is a launcher, otherwise `ranks`: "auto" is one for each device.
+
+    Raises `UserError` if `ranks` is another number than the launcher's.
+    """
+    if "WORLD_SIZE" in os.environ:
+        launched = int(os.environ["WORLD_SIZE"])
+        if ranks not in (None, "auto", launched):
+            raise UserError(
+                f"`ranks` is {ranks}, but a launcher has started {launched} ranks (WORLD_SIZE): leave `ranks` out, and ask "
+                "the launcher for the number"
+            )
+        return launched
+    if ranks != "auto":
+        return ranks or tree.parallel.least_ranks
+    device = find_device(tree.train.device, "train.device")
+    return tree.parallel.least_ranks if device.type == "cpu" else torch.accelerator.device_count()
 
 
 def _begin_optimizer(run: Path) -> None:

@@ -73,6 +73,9 @@ def run_rank(
         with naming_collectives("before the first step"):
             trainer = build_trainer(config, device, resume, node=node, holder=holder, more=more, users=users)
             trainer.say(dry_run(trainer.run))
+            devices = torch.accelerator.device_count() if device.type != "cpu" else 0
+            if (idle := devices - ranks_per_node(ranks)) > 0:
+                trainer.say(f"{idle} of the node's {devices} devices are idle; `--ranks auto` uses all")
             if ranks > 1 and device.type != "cpu" and backend == "gloo":
                 trainer.say(
                     f"collectives go through the host, over Gloo, because ranks share {device} or it has no other"

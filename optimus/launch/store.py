@@ -17,8 +17,7 @@ from ipaddress import ip_address
 from torch.distributed import TCPStore
 
 from optimus.errors import UserError
-
-LOOPBACK = "127.0.0.1"  # only this machine reaches this address
+from optimus.launch.launchers import LOOPBACK
 
 
 def parse(endpoint: str) -> tuple[str, int]:

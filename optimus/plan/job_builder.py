@@ -14,6 +14,7 @@ from optimus.data.training import open_folders
 from optimus.disk import user_path
 from optimus.errors import UserError
 from optimus.hub import read_model_folder
+from optimus.launch.launchers import join
 from optimus.mesh import Mesh
 from optimus.plan.job import Job, job_of, profile_of
 from optimus.plan.largest import largest as deepest
@@ -161,15 +162,16 @@ def read_links(path: Path) -> list[list[float]]:
     return rows
 
 
-def best_layout(config: str | Path, overrides: Iterable[str], machine: str, ranks: int | None) -> RunConfig:
+def best_layout(config: str | Path, overrides: Iterable[str], machine: str, ranks: int | str | None) -> RunConfig:
     """Returns `config` with the layout that is fastest on `machine` for this number of ranks. Under a launcher, the number
     is the launcher's `WORLD_SIZE`.
 
     Raises `UserError` when the number of ranks is unknown, or no layout fits.
     """
-    if ranks is None and "WORLD_SIZE" not in os.environ:
+    join()
+    if not isinstance(ranks, int) and "WORLD_SIZE" not in os.environ:
         raise UserError("--auto-plan needs the number of ranks: give --ranks, or start the ranks with a launcher")
-    number = _counted(int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else ranks)
+    number = _counted(int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else int(ranks or 0))
     run = configured(str(config), overrides, number)
     best = search(asked(run, machine, number, []), best=1)[0]
     if int(os.environ.get("RANK", "0")) == 0:

@@ -59,8 +59,8 @@ class Hook:
 
     order: Order = Order.MEASURE
     ranks: str = "all"
-    """`all`: every rank calls the hook; `first`: only the first rank calls it; `together`: all ranks call it, and an error on
-    one rank is an error on all. A user's hook may use collectives only with `together`."""
+    """`all`: every rank calls the hook; `first`: only the first rank calls it; `together`: all ranks call it, and an error
+    on one rank is an error on all. A user's hook may use collectives only with `together`."""
 
     def before_training(self, trainer: "Trainer") -> None:
         """Runs before the first step of this process."""

@@ -2,18 +2,24 @@
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
 
 from helpers.drawing import config_of
+from helpers.families import SIZES, needed
 from optimus.comm import Groups
 from optimus.config import ModelConfig, load_config
+from optimus.data.tokenizer import load
 from optimus.errors import UserError
 from optimus.evaluation import generate
-from optimus.evaluation.generation import Request, decode, generate_tokens, sampled
+from optimus.evaluation.generation import Generation, Request, TextStream, decode, generate_tokens, sampled
 from optimus.model import Batch, Transformer
+from optimus.model.families import families
+from optimus.model.init import initialize
 from optimus.resolve.ranks import mesh_of
 from optimus.testing import run_ranks
 from optimus.testing.steps import build
@@ -35,6 +41,112 @@ def test_greedy(make_model: Callable[..., Transformer], family: str) -> None:
     found = list(generate_tokens(model, PROMPT, max_tokens=20))
     assert found == greedy_without_cache(model, PROMPT, 20)
     assert len(set(found)) > 3  # different tokens make the comparison meaningful
+
+
+def drawn(seed: int, count: int, vocab: int = 48, longest: int = 11) -> list[list[int]]:
+    """Returns `count` prompts of different lengths."""
+    random = torch.Generator().manual_seed(seed)
+    lengths = [1, longest, *torch.randint(1, longest + 1, (count - 2,), generator=random).tolist()]
+    return [torch.randint(vocab, (length,), generator=random).tolist() for length in lengths]
+
+
+def collected(generation: Generation, count: int) -> list[list[int]]:
+    found: list[list[int]] = [[] for _ in range(count)]
+    for number, token in generation:
+        found[number].append(token)
+    return found
+
+
+@pytest.mark.parametrize("name", families())
+def test_many_prompts_get_the_tokens_that_each_gets_alone(name: str) -> None:
+    """For every family, prompts of different lengths in 3 rows, with other lengths and draws of the continuations."""
+    model = Transformer(ModelConfig.model_validate({"family": name, **SIZES, **needed(name)}))
+    initialize(model, seed=3, std=0.5)
+    lengths = [9, 1, 20, 7, 13, 2, 16, 5]
+    requests = [
+        Request(prompt, length, temperature=float(number % 2), top_p=0.9, seed=number)
+        for number, (prompt, length) in enumerate(zip(drawn(1, 8), lengths, strict=True))
+    ]
+    alone = [[token for _, token in Generation(model, [request])] for request in requests]
+    assert list(map(len, alone)) == lengths
+    assert collected(Generation(model, requests, rows=3), 8) == alone
+    assert collected(Generation(model, requests), 8) == alone
+    for request, tokens in list(zip(requests, alone))[::2]:
+        assert tokens == greedy_without_cache(model, list(request.prompt), len(tokens))
+
+
+def test_ends_of_some_rows(model: Transformer) -> None:
+    """Rows that end at a stop, or are stopped, do not change the others."""
+    prompts = drawn(2, 6, vocab=97)
+    alone = [greedy_without_cache(model, prompt, 12) for prompt in prompts]
+    stops = [tokens[number] for number, tokens in enumerate(alone)]
+    requests = [Request(prompt, 12, stops=[stop]) for prompt, stop in zip(prompts[:5], stops)]
+    requests.append(Request(prompts[5], 12))
+    generation, found = Generation(model, requests, rows=4), [list[int]() for _ in prompts]
+    for number, token in generation:
+        found[number].append(token)
+        if number == 5 and len(found[5]) == 3:
+            generation.stop(5)
+    assert found[:5] == [tokens[: tokens.index(stop)] for tokens, stop in zip(alone[:5], stops[:5], strict=True)]
+    assert found[5] == alone[5][:3]
+
+
+def test_a_diverged_sequence_leaves_nothing_in_its_row(model: Transformer) -> None:
+    """The prompt that follows a sequence of infinite keys and values in the same row has the tokens that it has alone."""
+    prompts = [[3, 5, 7, 9, 11, 13], [2, 4]]
+    alone = greedy_without_cache(model, prompts[1], 8)
+    with torch.no_grad():
+        model.embedding.weight[13] = torch.inf
+    found = collected(Generation(model, [Request(prompt, 8, stops=[0]) for prompt in prompts], rows=1), 2)
+    assert found[1] == alone
+    assert not set(alone) & {13}
+
+
+@pytest.mark.parametrize("name", ["allenai_dolma2", "allenai_gpt-neox-olmo-dolma-v1_5", "torchtitan_test_small_bpe"])
+def test_pieces_of_text_are_the_whole_text(name: str) -> None:
+    """Text that is decoded token by token is that of all tokens, also where a character has several tokens."""
+    path = Path(__file__).parents[3] / "shared" / "data" / "tokenizers" / f"{name}.json"
+    if not path.is_file():
+        pytest.skip(f"{path} is absent")
+    tokenizer = load(path, parse_special=False)
+    for text in ("  def naïve(x):\n\treturn '你好, 🦙🏽'  # ", "été\u0301 ½ \u200d x", "\n\n\n"):
+        prompt, ids = tokenizer.encode("Say: ").ids, tokenizer.encode(text, add_special_tokens=False).ids
+        stream = TextStream(tokenizer, prompt)
+        pieces = [stream.add(token) for token in ids]
+        pieces.append(stream.finish())
+        assert "".join(pieces) == stream.text == decode(tokenizer, prompt, ids)
+        assert "\ufffd" not in "".join(pieces)
+
+
+def test_the_sentencepiece_form_of_a_tokenizer() -> None:
+    """Spaces before words and bytes of characters survive, where the decoder drops the first space of a text."""
+    pieces = {"<unk>": 0, "▁all": 1, "▁men": 2, "s": 3} | {f"<0x{byte:02X}>": 4 + byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE(pieces, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    stream = TextStream(tokenizer, [1])
+    ids = [2, 3, *(4 + byte for byte in "é🦙".encode()), 1, 4 + 0xF0]
+    found = [stream.add(token) for token in ids]
+    assert found == [" men", "s", "", "é", "", "", "", "🦙", " all", ""]
+    assert stream.finish() == "\ufffd"  # a character that never became complete
+    assert stream.text == " mensé🦙 all\ufffd"
+
+
+def test_ends_of_text_are_held_back(tokenizer: Any) -> None:
+    ids = tokenizer.encode("one\nQ: two").ids
+    stream = TextStream(tokenizer, [0], ["\nQ:", "\n\n"])
+    pieces = []
+    for token in ids:
+        pieces.append(stream.add(token))
+        if stream.ended:
+            break
+    assert "".join(pieces) == stream.text == "one"
+    assert stream.finish() == ""
+    stream = TextStream(tokenizer, [0], ["e!", "\nQ:"])
+    assert "".join(map(stream.add, tokenizer.encode("one").ids)) == "on"  # the text may go on with "!"
+    assert stream.finish() == "e"
+    assert stream.text == "one"
 
 
 def test_end_of_text_ends(model: Transformer) -> None:
@@ -90,8 +202,6 @@ def test_text(model: Transformer, tokenizer: Any, eos_id: int) -> None:
 
 
 def test_decode_keeps_the_first_space() -> None:
-    from tokenizers import Tokenizer, decoders, models
-
     tokenizer = Tokenizer(models.WordLevel({"▁all": 0, "▁men": 1, "?": 2}, unk_token="?"))
     tokenizer.decoder = decoders.Metaspace()
     assert tokenizer.decode([1]) == "men"
@@ -124,7 +234,9 @@ def generated_on_ranks(config: dict[str, Any], ranks: int) -> list[int]:
     tree = load_config(config)
     model, state = build(tree, Groups(mesh_of(tree, ranks)))
     state.initialize(0, 0.5)
-    return list(generate_tokens(model.model, [3, 41, 5, 26, 7], max_tokens=12))
+    prompts = [[3, 41, 5, 26, 7], [9], [8, 2, 30]]
+    found = collected(Generation(model.model, [Request(prompt, 12) for prompt in prompts], rows=2), 3)
+    return [token for tokens in found for token in tokens]
 
 
 LEARNED = {"family": "gpt2", "hidden": 16, "layers": 2, "heads": 4, "intermediate": 24, "vocab": 59}
@@ -143,6 +255,8 @@ def test_learned_positions_on_a_grid() -> None:
     for use in (model, model.losses):
         with pytest.raises(UserError, match="has 18 tokens, but the model has only 17 learned positions: shorten the"):
             use(tokens_BS)
+    with pytest.raises(UserError, match="has 18 tokens, but the model has only 17"):  # in a row of its own
+        list(generate_tokens(model, [1] * 16, max_tokens=3))
     model.losses(Batch(tokens_BS, document_BS=torch.arange(18)[None] // 17))
 
 

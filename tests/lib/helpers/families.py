@@ -15,4 +15,5 @@ def needed(name: str) -> dict[str, object]:
     given |= {"query_scale": 8} if "query_scale" in fields else {}
     learned = {"learned_positions": 64} if "learned_positions" in fields else {}
     latent = {"latent": LATENT, "head_size": 6, "shared_experts": 1} if "latent" in fields else {}
-    return given | windows | learned | latent | (SPARSE if "experts" in fields else {})
+    sparse = SPARSE | ({"experts_per_token": 1} if name == "pr_moe" else {})
+    return given | windows | learned | latent | (sparse if "experts" in fields else {})

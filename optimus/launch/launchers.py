@@ -1,0 +1,161 @@
+"""Joins the ranks that another launcher has started: torchrun, Slurm's `srun`, and `mpiexec` of several MPI libraries.
+
+Every launcher describes a task by environment variables of its own. This module translates them to those of torchrun,
+which the other modules read: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+"""
+
+import os
+import re
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from optimus.errors import UserError
+
+LOOPBACK = "127.0.0.1"  # only this machine reaches this address
+_PORTS = range(20_000, 32_000)  # below the ports that Linux gives to outgoing connections
+
+
+class _Launcher(NamedTuple):
+    """A launcher, and its variables for a task: rank, number of ranks, and both on the task's node."""
+
+    name: str
+    rank: str
+    ranks: str
+    local_rank: str
+    local_ranks: str
+
+
+# MPI libraries come before Slurm: inside a Slurm job, `mpiexec` may start its own helpers with `srun`.
+_LAUNCHERS = (
+    _Launcher(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _Launcher(
+        "MVAPICH",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _Launcher("PALS", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
+    _Launcher("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    _Launcher("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+)
+
+
+def join() -> None:
+    """Adds this process's place among the tasks of a launcher to the environment. Raises `UserError` like `place`."""
+    os.environ.update(place(os.environ))
+
+
+def meet(run: str | Path) -> None:
+    """Adds the place where the ranks of the run folder `run` meet to the environment. Raises `UserError` like
+    `meeting_place`."""
+    os.environ.update(meeting_place(os.environ, run))
+
+
+def place(env: Mapping[str, str]) -> dict[str, str]:
+    """Returns RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE of a launcher's task with the environment `env`. Returns
+    nothing without a launcher, for a single task, and if WORLD_SIZE is set already.
+
+    Raises `UserError` if the variables do not say which rank this process is.
+    """
+    if "WORLD_SIZE" in env:
+        _check_complete(env)
+        return {}
+    for launcher in _LAUNCHERS:
+        found = [env.get(name) for name in launcher[1:]]
+        if all(value is not None for value in found):
+            rank, ranks, local_rank, local_ranks = (_number(launcher.name, str(value)) for value in found)
+            return _place(launcher.name, rank, ranks, local_rank, local_ranks, env)
+    for name in ("PMIX_RANK", "PMI_RANK", "PALS_RANKID"):
+        if name in env:
+            raise UserError(
+                f"{name}={env[name]}: a launcher has started this process as one of several tasks, but does not say how "
+                "many there are on this node. Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and "
+                f"MASTER_PORT for every task, or unset {name} for a run of its own"
+            )
+    return {}
+
+
+def meeting_place(env: Mapping[str, str], run: str | Path) -> dict[str, str]:
+    """Returns MASTER_ADDR and MASTER_PORT, where the ranks of the run folder `run` meet, unless `env` has them.
+
+    All ranks of a run name the same folder, and no other run may write to it, so the port follows from the folder. Raises
+    `UserError` if the ranks are on several nodes and the launcher does not name the first.
+    """
+    found = {}
+    if "MASTER_ADDR" not in env:
+        if env["WORLD_SIZE"] == env["LOCAL_WORLD_SIZE"]:
+            found["MASTER_ADDR"] = LOOPBACK
+        elif nodes := env.get("SLURM_STEP_NODELIST"):
+            found["MASTER_ADDR"] = first_node(nodes)
+        else:
+            raise UserError(
+                "the ranks are on several nodes, and their launcher does not say where they meet: set MASTER_ADDR to the "
+                "address of the first rank's node for every task (Open MPI: mpiexec -x MASTER_ADDR=ADDRESS; others: "
+                "mpiexec -genv MASTER_ADDR ADDRESS or --env MASTER_ADDR=ADDRESS)"
+            )
+    if "MASTER_PORT" not in env:
+        number = zlib.crc32(str(Path(run).absolute()).encode(errors="surrogateescape"))
+        found["MASTER_PORT"] = str(_PORTS[number % len(_PORTS)])
+    return found
+
+
+def check_alone(command: str) -> None:
+    """Raises `UserError` if a launcher has started several tasks of `command` on this node, which needs one."""
+    if int({**os.environ, **place(os.environ)}.get("LOCAL_WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            f"a launcher has started several tasks of `{command}` on this node: start one per node, which starts the ranks "
+            "of its node by itself (srun --ntasks-per-node=1, mpiexec -ppn 1 or --map-by ppr:1:node)"
+        )
+
+
+def first_node(nodes: str) -> str:
+    """Returns the first name of a Slurm node list, such as "a[03-05,9],b1" ("a03")."""
+    match = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\](.*?)(?:,|$))?", nodes)
+    assert match is not None
+    name, number, rest = match.groups()
+    return name + (number or "") + (rest or "")
+
+
+def _check_complete(env: Mapping[str, str]) -> None:
+    if int(env["WORLD_SIZE"]) > 1 and (missing := [n for n in ("RANK", "MASTER_ADDR", "MASTER_PORT") if n not in env]):
+        raise UserError(
+            f"WORLD_SIZE is {env['WORLD_SIZE']}, but {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not "
+            "set, so the ranks cannot find one another: set them for every rank, or unset WORLD_SIZE for a run of its own"
+        )
+
+
+def _number(launcher: str, text: str) -> int:
+    """Parses a number of `launcher`; the tasks per node of Slurm may be "2(x3)", or "2,1" where nodes differ."""
+    match = re.fullmatch(r"(\d+)(?:\(x\d+\))?", text)
+    if match is None:
+        raise UserError(
+            f"{launcher} has started {text} tasks on the nodes: start equally many on every node, as the ranks of a run need"
+        )
+    return int(match[1])
+
+
+def _place(
+    launcher: str, rank: int, ranks: int, local_rank: int, local_ranks: int, env: Mapping[str, str]
+) -> dict[str, str]:
+    if ranks == 1:
+        return {}
+    if ranks % local_ranks or rank % local_ranks != local_rank:
+        raise UserError(
+            f"{launcher} has started rank {rank} of {ranks} as task {local_rank} of {local_ranks} on its node: ranks must "
+            "be numbered node by node, with equally many on every node (srun --distribution=block, Open MPI's --map-by slot)"
+        )
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_ranks),
+    }
