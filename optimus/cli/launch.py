@@ -25,6 +25,10 @@ def launch(
     name: Annotated[str, Option(help="Name of the launch, if several launches share a store.")] = "optimus",
     keep_alive: Annotated[str, Option(help="Seconds between heartbeats x missing heartbeats of a dead node.")] = "5x3",
     wait: Annotated[float, Option(help="Seconds to wait until enough nodes have joined.")] = 600.0,
+    rejoin_wait: Annotated[
+        float | None,
+        Option(help="Seconds to wait for nodes after a failure. Default: as --wait; 35 in a batch script."),
+    ] = None,
     max_restarts: Annotated[int, Option(help="Maximum number of restarts in a row without a new checkpoint.")] = 5,
     inject: Annotated[Path | None, Option(help="YAML file with a list of faults to inject.")] = None,
     scheduler: Annotated[
@@ -55,7 +59,7 @@ def launch(
         why = "leave it out with --scheduler: the batch script chooses it" if scheduler else "it needs --scheduler"
         raise UserError(f"--{given[0]}: {why}")
     alive = launcher.parse_keep_alive(keep_alive)
-    job = launcher.NodeJob(config, overrides, nodes, spares, ranks_per_node, alive, wait, max_restarts)
+    job = launcher.NodeJob(config, overrides, nodes, spares, ranks_per_node, alive, wait, max_restarts, rejoin_wait)
     program = []
     if inject is not None:
         from optimus.testing.faults import rank_program

@@ -21,6 +21,7 @@ from optimus.model import KVCache, Transformer
 
 ROWS = 64  # sequences that `Generation` decodes together by default
 _PREFILL_TOKENS = 8192  # tokens of prompts, padding included, that one forward pass reads
+_PADDED = 1.15  # tokens of such a pass over tokens of its prompts, at most
 _LONGEST_CHARACTER = 4  # bytes of a character in UTF-8, each of which can be a token
 
 
@@ -99,8 +100,12 @@ class Generation:
         self._stopped.add(number)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        while self._rows or self._waiting:
-            with evaluating(self._model):  # not around the loop: the caller may use the model between two tokens
+        while True:
+            # Not around the loop: the caller may use the model between two tokens.
+            with evaluating(self._model), torch.inference_mode():
+                self._drop_ended()
+                if not self._rows and not self._waiting:
+                    return
                 new = self._start() if self._can_start() else self._step()
             for row in new:
                 row.left -= 1
@@ -108,11 +113,13 @@ class Generation:
                     row.left = 0
                 else:
                     yield row.number, row.token
-            for at in reversed(range(len(self._rows))):
-                if self._rows[at].left == 0 or self._rows[at].number in self._stopped:
-                    self._cache.remove(at)
-                    self._rows[at] = self._rows[-1]
-                    self._rows.pop()
+
+    def _drop_ended(self) -> None:
+        for at in reversed(range(len(self._rows))):
+            if self._rows[at].left == 0 or self._rows[at].number in self._stopped:
+                self._cache.remove(at)
+                self._rows[at] = self._rows[-1]
+                self._rows.pop()
 
     def _can_start(self) -> bool:
         """Returns True if requests wait and at least a quarter of the rows are free: few long passes cost less than many
@@ -120,23 +127,38 @@ class Generation:
         return bool(self._waiting) and 4 * (self._slots - len(self._rows)) >= self._slots
 
     def _start(self) -> list[_Row]:
-        """Reads the prompts of the next requests into free rows, finds their first tokens, and returns the new rows."""
-        longest = len(self._waiting[-1].request.prompt)
-        number = min(self._slots - len(self._rows), len(self._waiting), max(1, _PREFILL_TOKENS // longest))
-        new = [self._waiting.pop() for _ in range(number)]
+        """Reads the prompts of the next requests into all free rows, finds their first tokens, and returns the new rows."""
+        started = len(self._rows)
+        while self._waiting and len(self._rows) < self._slots:
+            self._read(self._next_group())
+        return self._rows[started:]
+
+    def _next_group(self) -> list[_Row]:
+        """Returns the next requests that share a forward pass: their prompts have similar lengths."""
+        group: list[_Row] = []
+        longest, tokens = len(self._waiting[-1].request.prompt), 0
+        while self._waiting and len(self._rows) + len(group) < self._slots:
+            tokens += len(self._waiting[-1].request.prompt)
+            padded = longest * (len(group) + 1)
+            if group and (padded > _PREFILL_TOKENS or padded > _PADDED * tokens):
+                break
+            group.append(self._waiting.pop())
+        return group
+
+    def _read(self, new: list[_Row]) -> None:
+        """Reads the prompts of `new` in one forward pass, and adds these rows with their first tokens."""
         lengths = [len(row.request.prompt) for row in new]
         # Padding is at the end of a row, where a causal model's predictions do not depend on it.
-        tokens_BS = torch.zeros(number, longest, dtype=torch.long)
+        tokens_BS = torch.zeros(len(new), max(lengths), dtype=torch.long)
         for tokens_S, row, length in zip(tokens_BS, new, lengths, strict=True):
             tokens_S[:length] = torch.tensor(row.request.prompt)
-        cache = KVCache(self._model.config.layers, rows=number, capacity=longest)
+        cache = KVCache(self._model.config.layers, rows=len(new), capacity=max(lengths))
         hidden_BSH = self._model.hidden_states(tokens_BS.to(self._device), cache)
         cache.keep(lengths)
         self._cache.extend(cache)
         self._rows += new
         last_B = torch.tensor(lengths, device=self._device) - 1
-        self._sample(hidden_BSH[torch.arange(number, device=self._device), last_B], new)
-        return new
+        self._sample(hidden_BSH[torch.arange(len(new), device=self._device), last_B], new)
 
     def _step(self) -> list[_Row]:
         """Finds the next token of every row, and returns the rows."""

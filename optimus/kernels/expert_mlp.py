@@ -32,6 +32,7 @@ from optimus.kernels.matmul import matmul
 from optimus.step_context import Forms
 
 PADDING = 16  # the number of an expert's rows, with padding, is a multiple of 16
+_FEW_PADDING = 2  # in generation, where most experts have fewer rows: padding would be most of the work
 
 
 class Routes(NamedTuple):
@@ -62,7 +63,8 @@ class Routes(NamedTuple):
 
 
 def make_routes(indices_TK: Tensor, experts: int, dtype: torch.dtype, local_choices: int | None = None) -> Routes:
-    """Sorts the choices by expert, stably; each expert's rows begin at a multiple of `PADDING`.
+    """Sorts the choices by expert, stably; each expert's rows begin at a multiple of `PADDING`, or in inference mode of 2 if
+    experts have fewer than `PADDING` rows on average.
 
     `local_choices` is the number of choices that are not -1, if the caller knows it.
     """
@@ -71,7 +73,9 @@ def make_routes(indices_TK: Tensor, experts: int, dtype: torch.dtype, local_choi
     order = choices.argsort(stable=True)[skipped:]
     expert = choices[order]
     rows_E = torch.bincount(expert, minlength=experts)
-    padded_E = (rows_E + PADDING - 1).div(PADDING, rounding_mode="floor") * PADDING
+    few = torch.is_inference_mode_enabled() and len(order) < PADDING * experts
+    padding = _FEW_PADDING if few else PADDING
+    padded_E = (rows_E + padding - 1).div(padding, rounding_mode="floor") * padding
     first_E = rows_E.cumsum(0) - rows_E
     shift_E = (padded_E - rows_E).cumsum(0) - (padded_E - rows_E)
     row = torch.arange(len(order), device=choices.device) + shift_E[expert]

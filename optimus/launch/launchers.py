@@ -6,6 +6,7 @@ which the other modules read: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MA
 
 import os
 import re
+import socket
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -94,12 +95,13 @@ def meeting_place(env: Mapping[str, str], run: str | Path) -> dict[str, str]:
     if "MASTER_ADDR" not in env:
         if env["WORLD_SIZE"] == env["LOCAL_WORLD_SIZE"]:
             found["MASTER_ADDR"] = LOOPBACK
-        elif nodes := env.get("SLURM_STEP_NODELIST"):
+        elif (nodes := env.get("SLURM_STEP_NODELIST")) and _is_known(first_node(nodes)):
             found["MASTER_ADDR"] = first_node(nodes)
         else:
+            why = f"this machine does not know the name {first_node(nodes)}" if nodes else "their launcher names none"
             raise UserError(
-                "the ranks are on several nodes, and their launcher does not say where they meet: set MASTER_ADDR to the "
-                "address of the first rank's node for every task (Open MPI: mpiexec -x MASTER_ADDR=ADDRESS; others: "
+                f"the ranks are on several nodes, and have no place where they meet ({why}): set MASTER_ADDR to the address "
+                "of the first rank's node for every task (Open MPI: mpiexec -x MASTER_ADDR=ADDRESS; others: "
                 "mpiexec -genv MASTER_ADDR ADDRESS or --env MASTER_ADDR=ADDRESS)"
             )
     if "MASTER_PORT" not in env:
@@ -123,6 +125,14 @@ def first_node(nodes: str) -> str:
     assert match is not None
     name, number, rest = match.groups()
     return name + (number or "") + (rest or "")
+
+
+def _is_known(name: str) -> bool:
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        return False
+    return True
 
 
 def _check_complete(env: Mapping[str, str]) -> None:

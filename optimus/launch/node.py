@@ -43,6 +43,7 @@ class NodeJob:
     keep_alive: tuple[int, int] = (5, 3)  # seconds between heartbeats, and number of missing heartbeats of a dead node
     wait: float = 600.0  # seconds that nodes have to join
     max_restarts: int = 5  # largest number of restarts in a row without a new checkpoint
+    rejoin_wait: float | None = None  # seconds that nodes have to join again after a failure; None: like `wait`
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.ranks_per_node < 1 or self.spares < 0:
@@ -157,7 +158,7 @@ class _Member:
                     say=self._say,
                 ).until_the_end()
         except api.RendezvousTimeoutError as error:
-            why = f"fewer than {self._launch.nodes} nodes have joined within {self._launch.wait:g} s"
+            why = f"fewer than {self._launch.nodes} nodes have joined within {self._rendezvous.wait:g} s"
             # Without a world there is no first node, so the first node that increments the counter reports.
             if self._store.add(self._key("few"), 1) == 1:
                 self._note_silent(self._told("world") or [])
@@ -185,6 +186,8 @@ class _Member:
     def _joined(self, number: int, node_rank: int, nodes: int, store: Store) -> None:
         """Reports this node's ranks in a new world; the first node also logs dead nodes and the restart."""
         self._waiting.over()
+        if self._launch.rejoin_wait is not None:
+            self._rendezvous.wait = self._launch.rejoin_wait
         first, each = node_rank * self._launch.ranks_per_node, self._launch.ranks_per_node
         ranks = f"rank {first}" if each == 1 else f"ranks {first} to {first + each - 1}"
         self._say(f"joins as node {node_rank} of {nodes}: starts {ranks} of {each * nodes}")

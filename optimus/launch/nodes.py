@@ -30,6 +30,10 @@ from optimus.training.finalize import announce
 from optimus.training.hooks.users import users_hooks
 from optimus.training.reading import read_run
 
+# A batch job starts no node again within a launch, so the nodes that are left only wait for one another: until a stuck
+# rank is killed, which TorchElastic does after 30 seconds.
+_REJOIN = 35.0
+
 
 def launch(
     job: NodeJob, rendezvous: str, node: str | None = None, *, name: str = "optimus", program: Sequence[str] = ()
@@ -120,6 +124,7 @@ def write_batch_script(
         *("optimus", "launch", str(job.config), *job.overrides),
         *("--nodes", str(job.nodes), "--ranks-per-node", str(job.ranks_per_node)),
         *("--keep-alive", "{}x{}".format(*job.keep_alive), "--wait", f"{job.wait:g}"),
+        *("--rejoin-wait", f"{_REJOIN if job.rejoin_wait is None else job.rejoin_wait:g}"),
         *("--max-restarts", str(job.max_restarts)),
         *([] if inject is None else ["--inject", str(inject)]),
     ]

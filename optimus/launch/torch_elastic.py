@@ -140,6 +140,15 @@ class Rendezvous(dynamic.DynamicRendezvousHandler):
         made._waiting = waiting
         return made
 
+    @property
+    def wait(self) -> float:
+        """The number of seconds that the nodes have to join."""
+        return self._settings.timeout.join.total_seconds()
+
+    @wait.setter
+    def wait(self, seconds: float) -> None:
+        self._settings.timeout._set_timeouts(join=timedelta(seconds=seconds))
+
     def next_rendezvous(self) -> RendezvousInfo:
         self._shared_tcp_store_server = self._bootstrap_store_info = None  # forget the previous world's store
         self._state_holder.seen = self._tell

@@ -17,13 +17,15 @@ command=(@COMMAND@)
 say() { printf 'job %s: %s\n' "$id" "$*"; }
 
 @SYSTEM@
+rm -rf -- "$run/.job-$id-"*   # what this job has left before the batch system requeued it
 mkdir -p -- "$run" && scratch=$(mktemp -d -- "$run/.job-$id-XXXXXX") || exit 1
-store='' timer='' stopping=''
+store='' timer='' alive='' stopping=''
 
 # shellcheck disable=SC2329  # called by a trap
 clean_up() {
     [ -z "$timer" ] || kill "$timer" 2>/dev/null
-    [ -z "$store" ] || kill "$store" 2>/dev/null
+    [ -z "$alive" ] || kill "$alive" 2>/dev/null
+    [ -z "$store" ] || { kill -KILL "$store" && wait "$store"; } 2>/dev/null
     rm -rf -- "$scratch"
 }
 trap clean_up EXIT
@@ -37,6 +39,16 @@ stop() {
 }
 trap stop TERM INT
 warn_in_time
+
+# Shows the nodes that the host of this script lives.
+(
+    trap - TERM INT EXIT
+    for ((beat = 1; ; beat++)); do
+        echo "$beat" >"$scratch/alive" || exit
+        sleep 1
+    done
+) 2>/dev/null &
+alive=$!
 
 # The script that starts the agent on every node. The script exits with 0, because some launchers end all nodes when one has
 # failed. The script writes the agent's exit code to a file, which is missing for a dead node.
@@ -63,6 +75,22 @@ while :; do # a signal to this shell ends `wait` early
 done
 kill "$watcher" 2>/dev/null
 echo "$code" >"$scratch/$attempt/code-$node"
+
+# If the host of the batch script is lost, nothing waits for this node, and the job would hold its nodes until its time
+# limit. One of the nodes that are left then starts the job again, or at least ends it.
+beat=$(cat "$scratch/alive" 2>/dev/null)
+for ((waited = 0; waited < 40; waited++)); do
+    sleep 1
+    [ "$(cat "$scratch/alive" 2>/dev/null)" = "$beat" ] || exit 0 # the host lives, or has removed the folder
+done
+mkdir "$scratch/ending" 2>/dev/null || exit 0
+printf '{"time": %s, "kind": "failure", "node": "%s", "rank": null, "step": null, "seconds": null, "detail": "%s"}\n' "$(date +%s.%N)" "$node" \
+    "the host of the batch script is lost: the job is requeued, or ended if it must not be" >>"${scratch%/*}/events.jsonl"
+if [ -n "${SLURM_JOB_ID-}" ]; then
+    scontrol requeue "$SLURM_JOB_ID" || scancel "$SLURM_JOB_ID"
+else
+    qrerun "$PBS_JOBID" || qdel "$PBS_JOBID"
+fi
 exit 0
 END
 
@@ -73,7 +101,8 @@ start_store() {
     for try in 0 1 2 3 4; do
         port=$((20000 + (id + 1009 * try) % 10000))
         : >"$scratch/store"
-        optimus rendezvous --port "$port" --address "$(own_address)" >>"$scratch/store" &
+        # A signal to the whole job must not end the store before the nodes have saved.
+        (trap '' TERM INT && exec optimus rendezvous --port "$port" --address "$(own_address)") >>"$scratch/store" &
         store=$!
         while kill -0 "$store" 2>/dev/null; do
             [ ! -s "$scratch/store" ] || return 0 # the store prints its address when it listens

@@ -10,7 +10,7 @@ on_all() {
 
 answers() {
     printf '%s\n' "$1" >"$scratch/host-$1"
-    timeout 60 mpiexec -n 1 --ppn 1 --hostfile "$scratch/host-$1" true
+    timeout 20 mpiexec -n 1 --ppn 1 --hostfile "$scratch/host-$1" true
 }
 
 # PBS does not warn scripts before the time limit, so a timer sends SIGTERM to this script.

@@ -9,6 +9,6 @@ on_all() {
         --kill-on-bad-exit=0 --no-kill --wait=0 --cpu-bind=none "$@"
 }
 
-answers() { timeout 60 srun --nodes=1 --ntasks=1 --nodelist="$1" true; }
+answers() { timeout 20 srun --nodes=1 --ntasks=1 --nodelist="$1" true; }
 
 warn_in_time() { :; } # Slurm warns the script by the signal of the directive --signal above

@@ -7,7 +7,7 @@ from optimus.config.sizes import count_text, size_text
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [(0, "0"), (999, "999"), (1500, "1.5 K"), (999_499, "999 K"), (999_885_952, "1 B"), (1e15, "1e+03 T")],
+    [(0, "0"), (999, "999"), (1500, "1.5 K"), (999_499, "999 K"), (999_885_952, "1 B"), (1e15, "1,000 T")],
 )
 def test_three_digits_and_a_unit(number: float, text: str) -> None:
     assert count_text(number) == text

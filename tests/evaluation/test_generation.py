@@ -183,12 +183,17 @@ def test_nucleus() -> None:
     assert cold[1] / 4000 == pytest.approx(0.25 / 0.365, abs=0.03)
 
 
-def test_model_is_left_as_it_was(model: Transformer) -> None:
-    model.train()
+def test_model_is_left_as_it_was(make_model: Callable[..., Transformer]) -> None:
+    """The model can train between two tokens."""
+    model = make_model("olmoe").requires_grad_(True).train()
     tokens = generate_tokens(model, PROMPT, max_tokens=3)
     next(tokens)
     assert model.training
     assert torch.is_grad_enabled()
+    model.losses(torch.tensor([PROMPT])).cross_entropy.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    next(tokens)
+    model.zero_grad()
     model.eval()
 
 

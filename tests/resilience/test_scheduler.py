@@ -248,7 +248,7 @@ def test_a_store_that_dies_or_finds_its_port_taken_is_started_again(stage: Stage
     (stage.play / "taken-24711").touch()
     done = stage.submit(f"""
         [ "$attempt" = 1 ] || {FINISH}
-        [ "$node" != n1 ] || kill "$(cat "$PLAY/store")"
+        [ "$node" != n1 ] || kill -KILL "$(cat "$PLAY/store")"
         exit 1
     """)
     assert done.returncode == 0, done.stderr
@@ -364,7 +364,7 @@ def test_the_command_line(
     (line,) = [line for line in text.splitlines() if line.startswith("command=(")]
     assert shlex.split(line.removeprefix("command=(").removesuffix(")")) == [
         "optimus", "launch", "a run.yaml", "train.output=my runs/x", "--nodes", "2", "--ranks-per-node", "1",
-        "--keep-alive", "2x4", "--wait", "600", "--max-restarts", "5",
+        "--keep-alive", "2x4", "--wait", "600", "--rejoin-wait", "35", "--max-restarts", "5",
     ]  # fmt: skip
     assert "#SBATCH --nodes=3\n" in text
     assert "#SBATCH --mem=0\n" in text

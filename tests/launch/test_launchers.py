@@ -1,0 +1,156 @@
+"""Launchers of others: a task's place by each launcher's variables, and runs under torchrun and Open MPI."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from optimus.disk import read_json_lines
+from optimus.errors import UserError
+from optimus.launch import launchers
+
+PROGRAMS = Path(sys.executable).parent
+
+
+def named(prefix: str, *values: int) -> dict[str, str]:
+    return dict(zip(PREFIXES[prefix], map(str, values), strict=True))
+
+
+PREFIXES = {
+    "OMPI": [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")],
+    "MV2": [f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")],
+    "PALS": ["PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"],
+    "PMI": ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
+    "SLURM": ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"],
+}
+
+
+@pytest.mark.parametrize("launcher", PREFIXES)
+def test_the_place_of_a_task(launcher: str) -> None:
+    expected = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    assert launchers.place(named(launcher, 5, 8, 1, 4)) == expected
+    assert launchers.place(named(launcher, 0, 1, 0, 1)) == {}  # a single task starts its own ranks
+    taken = named(launcher, 5, 8, 1, 4) | {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    assert launchers.place(taken) == {}  # torchrun under another launcher
+
+
+def test_mpiexec_inside_a_slurm_job() -> None:
+    """Open MPI starts its helpers with `srun`, whose variables its tasks inherit."""
+    env = named("SLURM", 1, 2, 0, 1) | named("OMPI", 3, 4, 1, 2)
+    assert launchers.place(env)["RANK"] == "3"
+
+
+def test_a_batch_script_and_a_shell_are_no_tasks() -> None:
+    assert launchers.place({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}) == {}
+    assert launchers.place({}) == {}
+
+
+def test_the_tasks_of_slurms_nodes() -> None:
+    env = named("SLURM", 5, 8, 1, 4)
+    assert launchers.place(env | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)"})["LOCAL_WORLD_SIZE"] == "4"
+    with pytest.raises(UserError, match=r"Slurm has started 4\(x2\),3 tasks on the nodes: start equally many"):
+        launchers.place(env | {"SLURM_STEP_TASKS_PER_NODE": "4(x2),3"})
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        (named("SLURM", 1, 4, 0, 2), "rank 1 of 4 as task 0 of 2 on its node: ranks must be numbered node by node"),
+        (named("OMPI", 1, 3, 1, 2), "Open MPI has started rank 1 of 3 as task 1 of 2"),
+        ({"PMIX_RANK": "1"}, "PMIX_RANK=1: a launcher has started this process as one of several tasks, but does not"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "PMI_RANK=1: .* Set RANK, WORLD_SIZE, LOCAL_RANK, .* or unset PMI_RANK"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "WORLD_SIZE is 2, but MASTER_ADDR and MASTER_PORT are not set"),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "but RANK is not set"),
+    ],
+)
+def test_refused(env: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        launchers.place(env)
+
+
+def test_where_ranks_meet(tmp_path: Path) -> None:
+    here, there = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    found = launchers.meeting_place(here, tmp_path)
+    assert found["MASTER_ADDR"] == "127.0.0.1"
+    assert 20_000 <= int(found["MASTER_PORT"]) < 32_000
+    assert launchers.meeting_place(here, tmp_path) == found
+    ports = {launchers.meeting_place(here, tmp_path / str(n))["MASTER_PORT"] for n in range(50)}
+    assert len(ports) > 45  # other runs meet elsewhere
+    assert launchers.meeting_place(there | {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, tmp_path) == {}
+    assert launchers.meeting_place(there | {"MASTER_ADDR": "a"}, tmp_path) == {"MASTER_PORT": found["MASTER_PORT"]}
+    assert launchers.meeting_place(there | {"SLURM_STEP_NODELIST": "localhost"}, tmp_path)["MASTER_ADDR"] == "localhost"
+    with pytest.raises(UserError, match=r"no place where they meet \(their launcher names none\): set MASTER_ADDR to"):
+        launchers.meeting_place(there, tmp_path)
+    with pytest.raises(UserError, match=r"this machine does not know the name no-such-node07\)"):
+        launchers.meeting_place(there | {"SLURM_STEP_NODELIST": "no-such-node[07-09]"}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n1"),
+        ("a[03-05,9],b1", "a03"),
+        ("x1000c0s[0-3]b0n0", "x1000c0s0b0n0"),
+        ("login-2,c[1-2]", "login-2"),
+        ("c[7,9]", "c7"),
+    ],
+)
+def test_the_first_node_of_a_list(nodes: str, first: str) -> None:
+    assert launchers.first_node(nodes) == first
+
+
+def test_a_node_starts_its_ranks_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in named("SLURM", 1, 2, 1, 2).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="several tasks of `optimus launch` on this node: start one per node"):
+        launchers.check_alone("optimus launch")
+
+
+def test_another_number_of_ranks_than_the_launchers(small_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    import optimus
+
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        UserError, match=r"`ranks` is 3, but a launcher has started 2 ranks \(WORLD_SIZE\): leave `ranks`"
+    ):
+        optimus.train(small_run, ranks=3)
+    with pytest.raises(UserError, match='`ranks` is 0: give a number of at least 1, or "auto"'):
+        optimus.train(small_run, ranks=0)
+
+
+def losses(run: Path) -> list[float]:
+    return [row["loss"] for row in read_json_lines(run / "metrics.jsonl")]
+
+
+def test_runs_under_other_launchers_have_the_losses_of_our_ranks(small_run: dict[str, Any], tmp_path: Path) -> None:
+    config, runs = tmp_path / "run.yaml", {}
+    config.write_text(yaml.safe_dump(small_run))
+    mpiexec = ["mpiexec", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
+    torchrun = [str(PROGRAMS / "torchrun"), "--standalone", "--nproc-per-node", "2", "-m"]
+    starts = {
+        "ours": [sys.executable, "-m", "optimus", "train", str(config), "--ranks", "2"],
+        "torchrun": [*torchrun, "optimus", "train", str(config)],
+        "mpiexec": [*mpiexec, sys.executable, "-m", "optimus", "train", str(config)],
+    }
+    if shutil.which("mpiexec") is None or "Open MPI" not in version_of("mpiexec"):
+        del starts["mpiexec"]  # Debian: apt-get install openmpi-bin
+    for name, words in starts.items():
+        output = tmp_path / name
+        done = subprocess.run(
+            [*words, f"train.output={output}", "observe.report=false"], capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("checkpoint ") == 1  # only the first rank prints the result
+        runs[name] = losses(output)
+    assert len(runs["ours"]) == 6
+    assert all(found == runs["ours"] for found in runs.values())
+
+
+def version_of(program: str) -> str:
+    return subprocess.run([program, "--version"], capture_output=True, text=True).stdout
