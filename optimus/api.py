@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from optimus.data.sample import sample_text
     from optimus.evaluation.run import evaluate
     from optimus.evaluation.run import generate_text as generate
+    from optimus.evaluation.watch import watch
     from optimus.hub import FastSparseMoEBlock, import_folder, register_experts
     from optimus.hub import export_checkpoint as export
     from optimus.observe.doctor import examine as doctor
@@ -61,6 +62,7 @@ __all__ = [
     "show_checkpoint",
     "train",
     "verify_checkpoints",
+    "watch",
 ]
 
 __getattr__, __dir__ = lazy_exports(
@@ -76,6 +78,7 @@ __getattr__, __dir__ = lazy_exports(
         "evaluate": "optimus.evaluation.run",
         "export": "optimus.hub:export_checkpoint",
         "generate": "optimus.evaluation.run:generate_text",
+        "watch": "optimus.evaluation.watch:watch",
         "import_folder": "optimus.hub",
         "list_checkpoints": "optimus.checkpoint.inspect:list_run",
         "load_model": "optimus.checkpoint.store",

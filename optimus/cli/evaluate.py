@@ -1,12 +1,14 @@
 """The commands that use a trained model."""
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Argument, Option
 
 from optimus.cli.common import Json, ParseSpecial, Plugins, app, but, show
 from optimus.errors import UserError
+from optimus.observe.evaluations import as_metrics
 
 
 @app.command()
@@ -23,13 +25,16 @@ def evaluate(
         bool, Option("--signal", help="Report how reliably tasks measured during training distinguish runs.")
     ] = False,
     plot: Annotated[Path | None, Option(help="With --signal: plot the tasks to this PNG file.")] = None,
+    watch: Annotated[
+        bool, Option("--watch", help="Score each checkpoint of a run once, while it trains, until it has finished.")
+    ] = False,
     device: Annotated[str, Option(help="auto, cpu, cuda, xpu, ...")] = "auto",
     output: Annotated[Path | None, Option(help="Write the results to this JSON file.")] = None,
     plugins: Plugins = None,
     as_json: Json = False,
 ) -> None:
     """Score a checkpoint on tasks (lm-eval) and on bits per byte of text."""
-    given = but(locals(), "tasks", "ensemble", "signal", "plot", "as_json")
+    given = but(locals(), "tasks", "ensemble", "signal", "plot", "watch", "as_json")
     from optimus.api import evaluate as run
 
     if signal:
@@ -43,6 +48,13 @@ def evaluate(
         cure = "name several checkpoints" if ensemble else "evaluate them one by one, or together with --ensemble"
         raise UserError(f"{len(checkpoint)} checkpoint(s){' with --ensemble' if ensemble else ''}: {cure}")
     names = [name for group in tasks or [] for name in group.split(",") if name]
+    if watch:
+        if ensemble or output:
+            raise UserError(
+                "--watch scores each checkpoint of one run, into its folder: leave --output and --ensemble out"
+            )
+        _watch(**but(given, "checkpoint", "output"), run=checkpoint[0], tasks=names, as_json=as_json)
+        return
     results = run(**given, tasks=names)
     rows = [{"task": name, **scores} for name, scores in results["tasks"].items()]
     if rows and not as_json:
@@ -51,6 +63,15 @@ def evaluate(
         print_table(rows, ", ".join(map(str, checkpoint)))
     bits = results["bits_per_byte"]
     show(results, as_json, f"bits per byte: {bits:.4f}" if bits is not None else "")
+
+
+def _watch(*, run: Path, as_json: bool, **options: Any) -> None:
+    from optimus.api import watch
+
+    for step, found in watch(run, **options):
+        scores = {name: round(value, 4) for name, value in as_metrics(found).items()}
+        line = ", ".join(f"{name.removeprefix('evaluated/')} {value:.4f}" for name, value in scores.items())
+        print(json.dumps({"step": step, **scores}) if as_json else f"step {step}: {line}", flush=True)
 
 
 def _signals(runs: list[Path], plot: Path | None, as_json: bool) -> None:

@@ -120,19 +120,23 @@ def export_model(
             context=context,
         )
         write_config(model.config, partial, context=context, dtype=stored_as, further=again.config)
-        write_json(partial / GENERATION, again.generation)
+        files: dict[str, Any] = {GENERATION: again.generation}
         if tokenizer is not None:
             shutil.copyfile(tokenizer, partial / "tokenizer.json")
-            files = {TOKENIZER: _tokenizer_config(special, context)} | again.files
+            files |= {TOKENIZER: _tokenizer_config(special, context)} | again.files
             if chat:
                 template = ChatTemplate.read(chat)
                 files[TOKENIZER] = dict(template.tokens) | files[TOKENIZER]
                 files[CHAT_TEMPLATE] = template.source
-            for name, content in files.items():
-                if isinstance(content, str):
-                    (partial / name).write_text(content, encoding="utf-8")
-                else:
-                    write_json(partial / name, content)
+        for name, content in files.items():
+            if isinstance(content, bytes):
+                (partial / name).write_bytes(content)
+            elif (whole := again.bytes_of(name, content)) is not None:
+                (partial / name).write_bytes(whole)
+            elif isinstance(content, str):
+                (partial / name).write_text(content, encoding="utf-8")
+            else:
+                write_json(partial / name, content)
         write_tensors(tensors, partial, max_file_bytes)
         if masks:
             save_file(dict(masks), partial / MASKS)
@@ -143,11 +147,11 @@ def export_model(
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    files = {file.name: file.stat().st_size for file in sorted(output.iterdir())}
+    sizes = {file.name: file.stat().st_size for file in sorted(output.iterdir())}
     return {
         "output": str(output),
-        "files": files,
-        "bytes": sum(files.values()),
+        "files": sizes,
+        "bytes": sum(sizes.values()),
         "tensors": len(tensors),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "dtype": stored_as,

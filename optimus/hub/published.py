@@ -2,9 +2,11 @@
 
 The metadata are special tokens, the tokenizer's configuration and generation settings. The imported checkpoint and all
 checkpoints derived from it have the metadata (`Description.published`), and an export writes it again. An export omits
-metadata that training invalidates: if the checkpoint has another tokenizer, all metadata about tokens.
+metadata that training invalidates: if the checkpoint has another tokenizer, all metadata about tokens. A file whose content
+has not changed is exported byte by byte.
 """
 
+import base64
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,22 +19,29 @@ from optimus.hub.config_json import FILE, further_fields, read_config
 GENERATION, TOKENIZER = "generation_config.json", "tokenizer_config.json"
 # Files with metadata about tokens, besides tokenizer.json.
 _OF_TOKENS = (TOKENIZER, "special_tokens_map.json", "chat_template.jinja")
+# Other forms of the tokenizer, which some programs read instead of tokenizer.json.
+_FORMS = ("added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
 _TOKEN, _LISTS = "_token_id", ("bad_words_ids", "suppress_tokens")  # suffix and names of fields about tokens
-_OF_A_FOLDER = ("transformers_version", "_from_model_config", "auto_map")  # fields that describe only their own folder
+_VERSIONS = "transformers_version", "_from_model_config"  # fields about the program that wrote the folder
+# Fields that describe only their own folder.
+_OF_A_FOLDER = (*_VERSIONS, "auto_map")
 
 
 def read_published(path: Path) -> dict[str, Any]:
     """Reads the metadata of the folder `path`.
 
-    The result has the folder's files by name, the `further_fields` of config.json, and the `sha256` of tokenizer.json, if
-    any. Raises `UserError` that names the file that cannot be read.
+    The result has the content of the folder's files by name, the `further_fields` of config.json, the `sha256` of
+    tokenizer.json, if any, and under `bytes` the bytes of all files in base64. Raises `UserError` that names the file
+    that cannot be read.
     """
     tokenizer = path / "tokenizer.json"
     found: dict[str, Any] = {FILE: further_fields(read_config(path))}
     for name in (GENERATION, *_OF_TOKENS):
         if (path / name).is_file():
             found[name] = _read(path / name)
-    return found | {"sha256": _sha256(tokenizer) if tokenizer.is_file() else None}
+    files = [name for name in (GENERATION, *_OF_TOKENS, *_FORMS) if (path / name).is_file()]
+    whole = {name: base64.b64encode((path / name).read_bytes()).decode() for name in files}
+    return found | {"sha256": _sha256(tokenizer) if tokenizer.is_file() else None, "bytes": whole}
 
 
 class Remarks(NamedTuple):
@@ -40,7 +49,18 @@ class Remarks(NamedTuple):
 
     config: dict[str, Any]  # fields of config.json
     generation: dict[str, Any]  # fields of generation_config.json
-    files: dict[str, Any]  # other files, by name
+    whole: dict[str, bytes]  # published files
+    files: dict[str, Any]  # other files, by name: a JSON object, a text or bytes
+
+    def bytes_of(self, name: str, content: Any) -> bytes | None:
+        """Returns the published bytes of the file `name`, if `content` is what they say but for the version of the program
+        that wrote them."""
+        if (whole := self.whole.get(name)) is None:
+            return None
+        said = parse_json(whole) if name.endswith(".json") else whole.decode("utf-8", "replace").replace("\r\n", "\n")
+        if isinstance(said, dict):
+            said = {field: value for field, value in said.items() if field not in _VERSIONS}
+        return whole if said == content else None
 
 
 def published_again(
@@ -65,13 +85,15 @@ def published_again(
     config |= {"eos_token_id": _with(eos_id, stops)}
     generation |= {"eos_token_id": _with(eos_id, generation.get("eos_token_id", stops))}
     generation |= {} if GENERATION in said else {"pad_token_id": pad_id}
+    whole = {name: base64.b64decode(text) for name, text in said.get("bytes", {}).items()}
     files = {name: said[name] for name in _OF_TOKENS if name in said} if same else {}
+    files |= {name: whole[name] for name in _FORMS if name in whole} if same else {}
     if TOKENIZER in files:
         own = {name: value for name, value in files[TOKENIZER].items() if name not in _OF_A_FOLDER}
         longest = own.get("model_max_length")
         shorter = isinstance(longest, int | float) and longest < context
         files[TOKENIZER] = own | ({"model_max_length": context} if shorter else {})
-    return Remarks(config, generation, files)
+    return Remarks(config, generation, whole, files)
 
 
 def _read(file: Path) -> Any:

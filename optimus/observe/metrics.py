@@ -26,7 +26,7 @@ class MetricsWriter:
         for path in (self._experts, self._samples):
             if path.exists():
                 _open_after(path, after_step).close()
-        self._sinks = {row.name: row.make(folder, config, after_step) for row in sinks_of(config)}
+        self.sinks = Sinks(folder, config, after_step)
 
     def write(
         self,
@@ -43,6 +43,23 @@ class MetricsWriter:
             _append(self._experts, {"step": record["step"], "load": expert_load})
         if samples:
             _append(self._samples, {"step": record["step"], "samples": samples})
+        self.sinks.write(record)
+
+    def close(self) -> None:
+        """Closes `metrics.jsonl` and the sinks."""
+        with suppress(OSError):  # the flush has already reported a failed write
+            self._file.close()
+        self.sinks.close()
+
+
+class Sinks:
+    """The metric sinks of a run. Drops a sink of a plugin that fails, and says so."""
+
+    def __init__(self, folder: Path, config: RunConfig, after_step: int) -> None:
+        self._sinks = {row.name: row.make(folder, config, after_step) for row in sinks_of(config)}
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Passes a record, which must have `step`, to all sinks."""
         for name, sink in [*self._sinks.items()]:
             try:
                 sink.write(record)
@@ -57,9 +74,7 @@ class MetricsWriter:
                 )
 
     def close(self) -> None:
-        """Closes `metrics.jsonl` and the sinks."""
-        with suppress(OSError):  # the flush has already reported a failed write
-            self._file.close()
+        """Closes all sinks."""
         for name, sink in self._sinks.items():
             try:
                 sink.close()

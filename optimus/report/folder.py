@@ -18,6 +18,7 @@ from optimus.config.yaml_text import parse_yaml
 from optimus.copies import local_run
 from optimus.disk import parse_json, printable, user_path
 from optimus.errors import UserError
+from optimus.observe.evaluations import FOLDER, as_metrics
 
 _BEAT, _SILENCE = (
     15.0,
@@ -160,6 +161,12 @@ def read_folder(run_folder: str | Path, *, ended: bool = False) -> RunFolder:
     if timeline is not None and not _is_timeline(timeline):
         timeline, skipped["timeline.json"] = None, 1
     newest = {each["step"]: each for each in steps}
+    evaluations = {file.stem: read for file in sorted((path / FOLDER).glob("*.json")) if (read := _json(file, skipped))}
+    for scores in evaluations.values():
+        checkpoint = scores.get("checkpoint")
+        step = checkpoint.get("step") if isinstance(checkpoint, Mapping) else None
+        if type(step) is int and step in newest:
+            newest[step] = newest[step] | as_metrics(scores)
     return RunFolder(
         path,
         [newest[step] for step in sorted(newest)],
@@ -170,7 +177,7 @@ def read_folder(run_folder: str | Path, *, ended: bool = False) -> RunFolder:
         lines("environment.jsonl"),
         _config(path / "config.yaml", skipped),
         timeline,
-        {file.stem: read for file in sorted((path / "evaluations").glob("*.json")) if (read := _json(file, skipped))},
+        evaluations,
         skipped,
         ended,
     )

@@ -189,6 +189,18 @@ is_bad_input() {
     [ -n "$found" ] && ((${#files[@]} == ${#here[@]}))
 }
 
+# Waits until all nodes have ended, for a minute. A signal to the whole job ends the launcher at once, while ranks still save.
+wait_for_nodes() {
+    local waited files
+    for ((waited = 0; waited < 60; waited++)); do
+        files=("$scratch/$attempt"/code-*)
+        if [ -e "${files[0]}" ] && ((${#files[@]} == ${#here[@]})); then
+            return
+        fi
+        sleep 1
+    done
+}
+
 for ((attempt = 1; attempt <= attempts; attempt++)); do
     choose_nodes
     if ((${#here[@]} < nodes)); then
@@ -210,7 +222,10 @@ for ((attempt = 1; attempt <= attempts; attempt++)); do
         wait "$launcher"
         kill -0 "$launcher" 2>/dev/null || break
     done
-    [ -z "$stopping" ] || break
+    if [ -n "$stopping" ]; then
+        wait_for_nodes
+        break
+    fi
     if (($(times_finished) > before)); then
         say "the run has finished: $run"
         exit 0

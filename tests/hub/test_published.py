@@ -86,7 +86,7 @@ def test_what_a_server_reads_is_the_same(
         )
         assert after == before
         assert after.items() >= CONFIG.items()
-        assert read(ours / "generation_config.json") == GENERATION
+        assert (ours / "generation_config.json").read_bytes() == (folder / "generation_config.json").read_bytes()
         tokens = read(ours / "tokenizer_config.json")
         assert tokens == TOKENIZER | {"add_bos_token": True, "model_max_length": 96}  # the larger of both
         assert read(ours / "special_tokens_map.json") == {"eos_token": "<|endoftext|>"}
@@ -102,6 +102,27 @@ def test_a_longest_text_that_is_no_number_is_said_again(folder: Path, tmp_path: 
     import_folder(folder, tmp_path / "imported")
     export_checkpoint(tmp_path / "imported", tmp_path / "ours")
     assert str(read(tmp_path / "ours" / "tokenizer_config.json")["model_max_length"]) == str(longest)
+
+
+def test_files_that_nothing_has_changed_are_byte_equal(folder: Path, tmp_path: Path) -> None:
+    """The tokenizer's files of a folder, in all their forms, and its generation settings, with line ends and spaces."""
+    odd = {
+        "tokenizer_config.json": json.dumps(
+            TOKENIZER | {"model_max_length": 1 << 100, "add_bos_token": True}, indent=3
+        ),
+        "chat_template.jinja": TEMPLATE + "\r\n{# é #}",
+        "added_tokens.json": '{"<|im_end|>":7,\n "<|im_start|>": 8}',
+        "vocab.json": '{"a": 0}',
+        "merges.txt": "#version: 0.2\nt h\n",
+    }
+    for name, text in odd.items():
+        (folder / name).write_text(text, encoding="utf-8", newline="")
+    (folder / "tokenizer.model").write_bytes(bytes(range(256)))
+    import_folder(folder, tmp_path / "imported")
+    export_checkpoint(tmp_path / "imported", tmp_path / "ours")
+    names = [*odd, "tokenizer.json", "tokenizer.model", "special_tokens_map.json", "generation_config.json"]
+    for name in names:
+        assert (tmp_path / "ours" / name).read_bytes() == (folder / name).read_bytes(), name
 
 
 def context(run: Path) -> int:

@@ -191,8 +191,8 @@ def test_the_data_are_not_there(cluster: Slurm, config: Path, tmp_path: Path) ->
 
 
 def test_the_time_is_up(cluster: Slurm, config: Path, tmp_path: Path) -> None:
-    """The script is warned 100 s before a limit of two minutes."""
-    run = Run(cluster, config, tmp_path, "train.steps=100000", options=("--time=2", "--signal=B:TERM@100"))
+    """The script is warned 70 s before a limit of two minutes."""
+    run = Run(cluster, config, tmp_path, "train.steps=100000", options=("--time=2", "--signal=B:TERM@70"))
     run.wait_for_step(20)
     found = run.end("FAILED", seconds=150)
     assert found.exit_code == "1:0"

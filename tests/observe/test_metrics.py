@@ -94,7 +94,7 @@ def test_a_full_disk_under_tensorboard(tmp_path: Path, monkeypatch: pytest.Monke
     """TensorBoard's thread raises the disk error in a later call, which may be the last."""
     expected = r"cannot write .*tensorboard: No space left on device\. Make room, then run again with `resume=True`"
     writer = MetricsWriter(tmp_path, config(tensorboard=True), 0)
-    (tensorboard,) = (sink._writer for sink in writer._sinks.values())  # type: ignore[attr-defined]
+    (tensorboard,) = (sink._writer for sink in writer.sinks._sinks.values())  # type: ignore[attr-defined]
     tensorboard.close()
     monkeypatch.setattr(tensorboard, "add_scalar", refuse)
     with pytest.raises(UserError, match=expected):

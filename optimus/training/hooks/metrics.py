@@ -5,6 +5,7 @@ import time
 
 from optimus.config.sizes import size_text
 from optimus.model.count import flops_per_token
+from optimus.observe.evaluations import NewScores
 from optimus.observe.machine import peak_flops
 from optimus.observe.metrics import MetricsWriter
 from optimus.training.accounting import imbalance, memory_by_kind, seconds_by_kind
@@ -20,6 +21,7 @@ class Metrics(Hook):
 
     def before_training(self, trainer: Trainer) -> None:
         self._writer = MetricsWriter(trainer.folder, trainer.config, trainer.progress.step)
+        self._scores = NewScores(trainer.folder)
         self._saved = 0.0  # total seconds of waiting for checkpoints at the last record
         self._peak = peak_flops(trainer.run.device)
         self._memory: int | None = None  # bytes that this rank used at the last measurement
@@ -37,6 +39,7 @@ class Metrics(Hook):
             memory = memory_by_kind(trainer.run)
             details = seconds_by_kind(record.times, saving) | memory
             self._memory = sum(memory.values())
+            self._pass_scores()
         self._writer.write(
             {
                 "step": trainer.progress.step,
@@ -73,7 +76,13 @@ class Metrics(Hook):
         display.update("training", record.step, trainer.run.last_step, said)
 
     def after_training(self, trainer: Trainer) -> None:
+        self._pass_scores()
         self._writer.close()
+
+    def _pass_scores(self) -> None:
+        """Passes scores that `optimus evaluate --watch` has found meanwhile to the sinks."""
+        for scores in self._scores.read():
+            self._writer.sinks.write(scores)
 
 
 def _by_source(trainer: Trainer, record: StepRecord) -> dict[str, float]:
