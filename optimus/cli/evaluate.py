@@ -16,6 +16,9 @@ def evaluate(
     checkpoint: Annotated[list[Path], Argument(metavar="CHECKPOINT", help="Checkpoint or run folder.")],
     tasks: Annotated[list[str] | None, Option(help="Tasks, repeated or separated by commas.")] = None,
     task_data: Annotated[Path | None, Option(help="Folder of local task data.")] = None,
+    hub: Annotated[
+        bool, Option("--hub", help="Any task of lm-eval, on its own data: downloaded, or from the cache of datasets.")
+    ] = False,
     text: Annotated[Path | None, Option(help="File or folder of text for bits per byte.")] = None,
     limit: Annotated[int | None, Option(help="Maximum number of documents per task.")] = None,
     fewshot: Annotated[int | None, Option(help="Few-shot examples in each prompt.")] = None,

@@ -15,7 +15,7 @@ from optimus.disk import printable, user_path, write_json
 from optimus.errors import UserError
 from optimus.evaluation.generation import answer, generate
 from optimus.evaluation.names import TASKS
-from optimus.evaluation.tasks import check_lm_eval, load_tasks, run_tasks
+from optimus.evaluation.tasks import check_lm_eval, load_tasks, run_hub_tasks, run_tasks
 from optimus.evaluation.text import bits_per_byte, check_text
 from optimus.model import Transformer
 from optimus.model.ensemble import Ensemble
@@ -37,6 +37,7 @@ def evaluate(
     *,
     tasks: Sequence[str] = (),
     task_data: str | Path | None = None,
+    hub: bool = False,
     text: str | Path | None = None,
     output: str | Path | None = None,
     limit: int | None = None,
@@ -50,13 +51,16 @@ def evaluate(
 
     Returns `{"tasks": {name: {"acc", "acc_norm", "bits_per_byte", "margin", "n"}}, "bits_per_byte": float or None}`,
     extended by the settings and the versions. Writes the same mapping to the JSON file `output`, completely or not at all.
-    For a task, `bits_per_byte` is the bits per byte of the right answer, and `margin` is the bits per byte of the best wrong
-    answer minus this value. Several checkpoints with the same tokenizer form an ensemble, whose logits are the mean of the
-    members' logits. `limit` is the maximum number of documents per task (per subject for mmlu). `fewshot` is the number of
-    examples in each prompt (none by default). `max_bytes` is the maximum number of bytes of text. The tokenizer encodes the
-    spelling of a special token as ordinary text, or with `parse_special` as that token. The computation is in fp32.
-    `plugins` names the plugins that the checkpoint's model or the tasks need. Raises `UserError`, where possible before
-    loading the model.
+    With `hub`, the tasks are any of lm-eval's, by its own definitions and on its own data sets, which are downloaded unless
+    they are in the cache of `datasets`; their metrics are lm-eval's.
+
+    For a task on local data, `bits_per_byte` is the bits per byte of the right answer, and `margin` is the bits per
+    byte of the best wrong answer minus this value. Several checkpoints with the same tokenizer form an ensemble, whose
+    logits are the mean of the members' logits. `limit` is the maximum number of documents per task (per subject for
+    mmlu). `fewshot` is the number of examples in each prompt (none by default). `max_bytes` is the maximum number of
+    bytes of text. The tokenizer encodes the spelling of a special token as ordinary text, or with `parse_special` as
+    that token. The computation is in fp32. `plugins` names the plugins that the checkpoint's model or the tasks need.
+    Raises `UserError`, where possible before loading the model.
 
     Example:
         optimus.evaluate("runs/first", text="held-out/")["bits_per_byte"]
@@ -64,7 +68,7 @@ def evaluate(
         optimus.evaluate("runs/first", tasks=["sciq"], task_data="tasks/")["tasks"]["sciq"]["acc"]
     """
     load_plugins(plugins)
-    _check_request(tasks, task_data, text, limit, fewshot, max_bytes)
+    _check_request(tasks, task_data, hub, text, limit, fewshot, max_bytes)
     target = _check_output(output)
     paths = [local_checkpoint(each) for each in ([checkpoint] if isinstance(checkpoint, str | Path) else checkpoint)]
     if not paths:
@@ -76,7 +80,7 @@ def evaluate(
     loaded = _load_together(paths, device, parse_special)
     results: dict[str, Any] = {"tasks": {}, "bits_per_byte": None}
     with ProgressBar() as progress:
-        if local_tasks:
+        if tasks:
             from optimus.evaluation.harness import HarnessModel
 
             model = HarnessModel(
@@ -86,7 +90,10 @@ def evaluate(
                 context=loaded.description.context,
                 progress=lambda done, total: progress.update("tasks", done, total, "requests"),
             )
-            results["tasks"] = run_tasks(local_tasks, model, fewshot=fewshot or 0, limit=limit)
+            if hub:
+                results["tasks"] = run_hub_tasks(tasks, model, fewshot=fewshot or 0, limit=limit)
+            else:
+                results["tasks"] = run_tasks(local_tasks, model, fewshot=fewshot or 0, limit=limit)
         if text is not None:
             found = bits_per_byte(
                 loaded.model,
@@ -116,7 +123,7 @@ def evaluate(
     if len(paths) > 1:
         results["checkpoint"]["ensemble"] = [printable(str(each)) for each in paths]
     results["model"] = loaded.description.model.model_dump()
-    results["versions"] = versions("tokenizers", *(["lm-eval", "datasets"] if local_tasks else []))
+    results["versions"] = versions("tokenizers", *(["lm-eval", "datasets"] if tasks else []))
     if target is not None:
         write_json(target, results)
     return results
@@ -186,6 +193,7 @@ def _chat_template(path: Path, loaded: _Loaded) -> ChatTemplate:
 def _check_request(
     tasks: Sequence[str],
     task_data: str | Path | None,
+    hub: bool,
     text: str | Path | None,
     limit: int | None,
     fewshot: int | None,
@@ -197,8 +205,12 @@ def _check_request(
             "`text`, a file or folder, for bits per byte"
         )
     if tasks:
-        if task_data is None:
-            raise UserError("tasks run on local data: name the folder of the data, `task_data`")
+        if hub and task_data is not None:
+            raise UserError("`hub` takes lm-eval's own data: leave `task_data` out, or `hub` for local data")
+        if not hub and task_data is None:
+            raise UserError(
+                "tasks run on local data: name the folder of the data, `task_data`, or set `hub` for lm-eval's own data"
+            )
         check_lm_eval()
     for name, value, least in (("limit", limit, 1), ("fewshot", fewshot, 0), ("max_bytes", max_bytes, 1)):
         if value is not None and value < least:

@@ -94,6 +94,54 @@ def run_tasks(
     return results
 
 
+def run_hub_tasks(
+    names: Sequence[str], model: Any, *, fewshot: int = 0, limit: int | None = None
+) -> dict[str, dict[str, Any]]:
+    """Runs tasks or groups of lm-eval by its own definitions and data sets, which the library `datasets` downloads or has in
+    its cache. Returns `{name: {metric: number, "n": documents}}`, with the metrics of the definitions.
+
+    A definition's own number of few-shot examples applies if `fewshot` is 0. Raises `UserError` for an unknown name, and
+    for data that is neither in the cache nor to be had.
+    """
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    with _quiet_harness():
+        manager = TaskManager()
+        for name in names:
+            if name not in manager.all_tasks:
+                raise UserError(f"{name} is not a task of lm-eval: {nearest(name, manager.all_tasks)}")
+        try:
+            found: Any = simple_evaluate(
+                model,
+                tasks=list(dict.fromkeys(names)),
+                num_fewshot=fewshot or None,
+                limit=limit,
+                bootstrap_iters=0,
+                log_samples=False,
+                task_manager=manager,
+            )
+        except UserError:
+            raise
+        except (OSError, ValueError) as error:  # what `datasets` raises for data that it cannot get
+            raise UserError(
+                f"the data of {', '.join(names)} cannot be had ({str(error).splitlines()[0]}): `--hub` downloads them, or "
+                "reads the cache of `datasets` (HF_HOME, HF_DATASETS_CACHE)"
+            ) from error
+    results = {}
+    for name in dict.fromkeys(names):
+        scores = found["results"].get(name) or found["groups"][name]
+        numbers = {
+            key.removesuffix(",none").replace(",", "/"): value
+            for key, value in scores.items()
+            if isinstance(value, int | float) and "_stderr" not in key and key != "sample_len"
+        }
+        parts = [name] if name in found["n-samples"] else found["group_subtasks"][name]
+        counts = [found["n-samples"][part]["effective"] for part in parts if part in found["n-samples"]]
+        results[name] = numbers | {"n": sum(counts)}
+    return results
+
+
 def _answer(task: Any, sample: dict[str, Any]) -> tuple[float, float]:
     """Returns the bits per byte of the right answer to a document, and its margin to the best wrong answer."""
     # lm-eval finds the right answer in the same way.

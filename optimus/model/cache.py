@@ -61,6 +61,13 @@ class KVCache:
         """Keeps the first positions of each row, and forgets later ones, which belong to padding."""
         self.lengths = list(lengths)
 
+    def reserve(self, rows: int, length: int) -> tuple[int, int]:
+        """Returns the rows and the capacity of buffers for `rows` sequences of `length` positions."""
+        self.rows = max(self.rows, rows)
+        while self.capacity < length:
+            self.capacity *= 2
+        return self.rows, self.capacity
+
     def extend(self, other: "KVCache") -> None:
         """Adds the rows of another cache."""
         for layer, added in zip(self.layers, other.layers, strict=True):
@@ -131,13 +138,8 @@ class LayerCache:
         old = self._buffers
         if old and rows <= len(old[0]) and length <= old[0].shape[2]:
             return old
-        cache = self._cache
-        cache.rows = max(cache.rows, rows)
-        while cache.capacity < length:
-            cache.capacity *= 2
-        self._buffers = tuple(
-            like.new_zeros(cache.rows, like.shape[2], cache.capacity, like.shape[3]) for like in like_BSMD
-        )
+        rows, capacity = self._cache.reserve(rows, length)
+        self._buffers = tuple(like.new_zeros(rows, like.shape[2], capacity, like.shape[3]) for like in like_BSMD)
         for buffer, before in zip(self._buffers, old):
             buffer[: len(before), :, : before.shape[2]] = before
         return self._buffers

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.kernels.linear import MatrixProduct, linear
-from optimus.model.low_rank import FactoredProduct
+from optimus.model.low_rank import MaskedFactors, ThinFactors, has_zeros
 from optimus.model.parameters import Dim, Size, declaration, declare
 
 
@@ -57,11 +57,13 @@ class Linear(ProjectionModule):
         self.bias = declare(self, "bias", *outputs, role="vector", initial=0.0) if bias else None
         self.lora_b: nn.Parameter | None = None
         self.lora_a: nn.Parameter | None = None
+        self.pruned: bool | None = None
 
     def add_factors(self, rank: int) -> None:
         """Adds low-rank factors `lora_b` [*outputs, rank] and `lora_a` [rank, inputs] to the weight.
 
-        The weight should be frozen; see `low_rank.py`.
+        The weight should be frozen; see `low_rank.py`. `pruned` then says whether the weight has zeros: whoever changes the
+        weight sets `pruned` to None, and the next forward pass looks.
         """
         dims = declaration(self, "weight").dims
         *outputs, inputs = map(Size, dims, self.weight.shape)
@@ -73,8 +75,11 @@ class Linear(ProjectionModule):
         product, weight = self.product, self.weight
         buffer = self.gradients.get(self.weight)
         if self.lora_b is not None and self.lora_a is not None:
-            product = product.around(FactoredProduct(product.inner, self.lora_b, self.lora_a, self.gradients))
-            # The frozen weight needs a gradient, from which `FactoredProduct` computes the gradients of the factors.
+            if self.pruned is None:
+                self.pruned = has_zeros(weight)
+            factors = MaskedFactors if self.pruned else ThinFactors
+            product = product.around(factors(product.inner, self.lora_b, self.lora_a, self.gradients))
+            # The frozen weight needs a gradient, for which autograd asks the factors' product.
             weight = nn.Parameter(weight.detach(), requires_grad=torch.is_grad_enabled())
         y = product(x, weight, buffer)
         return y if self.bias is None else y + self.bias.flatten()

@@ -1,6 +1,5 @@
-"""Low-rank factors of a frozen weight (LoRA) that preserve its sparsity: W + B A where W is not zero.
-
-The method is MaskLoRA (in PERP, Zimmer et al. 2023).
+"""Low-rank factors of a frozen weight (LoRA, Hu et al. 2021, section 4.1). A pruned weight keeps its zeros: W + B A where W
+is not zero (MaskLoRA, in PERP, Zimmer et al. 2023).
 
 Legend: T rows, L inputs, N outputs, R rank.
 """
@@ -19,10 +18,16 @@ def merged(w_NL: Tensor, b_NR: Tensor, a_RL: Tensor) -> Tensor:
     return (b_NR @ a_RL).mul_(w_NL != 0) + w_NL
 
 
-class FactoredProduct(MatrixProduct):
-    """The matmuls of `inner` with the merged weight, which each matmul recomputes and no pass saves.
+def has_zeros(w: Tensor) -> bool:
+    """Returns True if an element of a frozen weight is zero, so that its factors need `MaskedFactors`."""
+    return not w.is_meta and not bool(w.all())
 
-    `b` is [*outputs, R]. The backward pass adds the gradients of the factors to `buffers`.
+
+class ThinFactors(MatrixProduct):
+    """The matmuls of `inner`, plus those of two thin factors: x W.T + (x A.T) B.T.
+
+    `b` is [*outputs, R]. The backward pass adds the gradients of the factors to `buffers`. Every rank may have a shard of
+    the weight and the matching shards of the factors: results and gradients are sums over the inputs' and outputs' shards.
     """
 
     def __init__(
@@ -34,6 +39,35 @@ class FactoredProduct(MatrixProduct):
     ) -> None:
         super().__init__()
         self._inner, self._b, self._a_RL, self._buffers = inner, b, a_RL, buffers
+
+    @property
+    def _b_NR(self) -> Tensor:
+        return self._b.flatten(0, -2)
+
+    def forward(self, x_TL: Tensor, w_NL: Tensor) -> Tensor:
+        return self._inner.forward(x_TL, w_NL).addmm_(x_TL @ self._a_RL.T, self._b_NR.T)
+
+    def input_gradient(self, y_grad_TN: Tensor, w_NL: Tensor) -> Tensor:
+        return self._inner.input_gradient(y_grad_TN, w_NL).addmm_(y_grad_TN @ self._b_NR, self._a_RL)
+
+    def weight_gradient(
+        self, y_grad_TN: Tensor, x_TL: Tensor, w_NL: Tensor, buffer: GradientBuffer | None
+    ) -> Tensor | None:
+        """Adds the gradients of the factors to their buffers. Returns None: the weight is frozen."""
+        # Computed now, not deferred: by the time of a deferred weight gradient, the factors may have been resharded.
+        self._add(
+            wide_matmul(y_grad_TN.T, x_TL @ self._a_RL.T), wide_matmul((y_grad_TN @ self._b_NR).T.contiguous(), x_TL)
+        )
+        return None
+
+    def _add(self, b_grad_NR: Tensor, a_grad_RL: Tensor) -> None:
+        self._buffers[self._b].add(lambda grad: grad.add_(b_grad_NR.view_as(self._b)))
+        self._buffers[self._a_RL].add(lambda grad: grad.add_(a_grad_RL))
+
+
+class MaskedFactors(ThinFactors):
+    """The matmuls of `inner` with the merged weight of a pruned weight. Each matmul merges again, and no pass saves the
+    merged weight."""
 
     def forward(self, x_TL: Tensor, w_NL: Tensor) -> Tensor:
         return self._inner.forward(x_TL, self._merged(w_NL))
@@ -48,12 +82,8 @@ class FactoredProduct(MatrixProduct):
         w_grad_NL = self._inner.weight_gradient(y_grad_TN, x_TL, w_NL, None)
         assert w_grad_NL is not None
         w_grad_NL = w_grad_NL.mul_(w_NL != 0).to(x_TL.dtype)
-        # Computed now, not deferred: by the time of a deferred weight gradient, the weight may have been resharded.
-        b_grad = wide_matmul(w_grad_NL, self._a_RL.T).view_as(self._b)
-        a_grad_RL = wide_matmul(self._b.flatten(0, -2).T, w_grad_NL)
-        self._buffers[self._b].add(lambda grad: grad.add_(b_grad))
-        self._buffers[self._a_RL].add(lambda grad: grad.add_(a_grad_RL))
+        self._add(wide_matmul(w_grad_NL, self._a_RL.T), wide_matmul(self._b_NR.T, w_grad_NL))
         return None
 
     def _merged(self, w_NL: Tensor) -> Tensor:
-        return merged(w_NL, self._b.flatten(0, -2), self._a_RL)
+        return merged(w_NL, self._b_NR, self._a_RL)

@@ -15,6 +15,7 @@ from optimus.config.tree import StateConfig
 from optimus.errors import UserError
 from optimus.kernels.square_sum import square_dtype
 from optimus.mesh import Layout
+from optimus.model.linear import Linear
 from optimus.model.parameters import Role, declarations
 from optimus.optim.rule import OptimizerStep
 from optimus.state.buffers import RESIDENCES
@@ -143,7 +144,14 @@ class ModelState:
     def _hold(self) -> None:
         """Registers the chunks with the prefetcher, which gathers the chunks that modules use."""
         assert self.options.cache != "auto", "`state.cache` must be decided before"
+        self._forget_zeros()
         self._gathering.hold(self.chunks, self.options.prefetch, self.options.cache)
+
+    def _forget_zeros(self) -> None:
+        """Makes projections with low-rank factors look again which of their frozen weights have zeros."""
+        for module in self._module.modules():
+            if isinstance(module, Linear):
+                module.pruned = None
 
     @property
     def masks(self) -> dict[str, Tensor]:
@@ -202,7 +210,8 @@ class ModelState:
             buffer.zero_()
 
     def begin(self) -> None:
-        """Initializes the state of the update rules for the first update."""
+        """Initializes the state of the update rules for the first update; the caller has loaded the weights."""
+        self._forget_zeros()
         for chunk in self.trained:
             chunk.begin()
             chunk.refresh_compute_copy()

@@ -117,6 +117,48 @@ def test_prompts_that_spell_a_special_token(checkpoint: Path, monkeypatch: pytes
     assert [eos_id in prompt for prompt in prompts] == [False, True]
 
 
+ARC = [
+    {
+        "id": str(number),
+        "question": f"Who is number {number}?",
+        "choices": {"text": ["nobody", "somebody", "all of us"], "label": ["A", "B", "C"]},
+        "answerKey": "ABC"[number % 3],
+    }
+    for number in range(12)
+]
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub that has one data set, as `datasets` gives it to lm-eval."""
+    datasets = pytest.importorskip("datasets")
+    pytest.importorskip("lm_eval", reason="needs the extra `evaluate`")
+
+    def load_dataset(path: str, name: str | None = None, **_: Any) -> Any:
+        if name == "ARC-Easy":
+            rows = datasets.Dataset.from_list(ARC)
+            return datasets.DatasetDict(train=rows, validation=rows, test=rows)
+        raise ConnectionError(f"Couldn't reach '{path}' on the Hub")
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+
+
+@pytest.mark.usefixtures("hub")
+def test_tasks_of_lm_eval_on_its_own_data(checkpoint: Path, tmp_path: Path) -> None:
+    """A task of the hub has the scores of the same documents in a local folder."""
+    (tmp_path / "datasets").mkdir()
+    (tmp_path / "datasets" / "arc_easy.test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ARC))
+    found = evaluate(checkpoint, tasks=["arc_easy"], hub=True)
+    local = evaluate(checkpoint, tasks=["arc_easy"], task_data=tmp_path)["tasks"]["arc_easy"]
+    assert found["tasks"]["arc_easy"] == {name: local[name] for name in ("acc", "acc_norm", "n")}
+    with pytest.raises(UserError, match=r"the data of piqa cannot be had \(Couldn't reach .*HF_HOME"):
+        evaluate(checkpoint, tasks=["piqa"], hub=True)
+    with pytest.raises(UserError, match=r"arc_eazy is not a task of lm-eval: .*arc_easy"):
+        evaluate(checkpoint, tasks=["arc_eazy"], hub=True)
+    with pytest.raises(UserError, match="`hub` takes lm-eval's own data: leave `task_data` out"):
+        evaluate(checkpoint, tasks=["arc_easy"], task_data=tmp_path, hub=True)
+
+
 @pytest.mark.parametrize(
     ("request_", "message"),
     [

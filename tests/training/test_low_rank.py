@@ -33,7 +33,8 @@ PERP = {"freeze": ["matrix", "expert", "embedding", "router"], "lora_rank": 2}
 SHARDED = ["state.shard=parameters", "state.chunk=500"]
 
 
-def test_gradients_are_those_of_the_definition() -> None:
+@pytest.mark.parametrize("zeros", [0.0, 0.7])
+def test_gradients_are_those_of_the_definition(zeros: float) -> None:
     gradients: dict[Any, Any] = {}
     layer = Linear(Size("residual", 6), Size("stack", 2), Size("ffn", 5))
     layer.gradients = gradients
@@ -41,7 +42,7 @@ def test_gradients_are_those_of_the_definition() -> None:
     torch.manual_seed(0)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
-    layer.weight.requires_grad_(False)[torch.rand(layer.weight.shape) < 0.7] = 0
+    layer.weight.requires_grad_(False)[torch.rand(layer.weight.shape) < zeros] = 0
     gradients |= {each: TensorBuffer(torch.ones(each.shape)) for each in (layer.lora_b, layer.lora_a)}
     x = torch.randn(4, 6, requires_grad=True)
     y, y_grad = layer(x), torch.randn(4, 10)
@@ -55,6 +56,7 @@ def test_gradients_are_those_of_the_definition() -> None:
     for factor, right in ((layer.lora_b, b), (layer.lora_a, a)):
         torch.testing.assert_close(gradients[factor].grad, 1 + right.grad)
     assert layer.weight.grad is None
+    assert layer.pruned is (zeros > 0)
 
 
 @pytest.mark.parametrize(
