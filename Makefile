@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements/constraints.txt
 
-.PHONY: install install-dev demo test sweep-part test-full ways kernels-aot lint docs gpu-check clean
+.PHONY: install install-dev demo test sweep-part test-full test-newest slurm ways kernels-aot lint docs gpu-check clean
 
 install: .venv/installed        ## a virtual environment with Optimus in it
 install-dev: .venv/installed-dev
@@ -50,6 +50,15 @@ test-full: install-dev lint     ## lint and all tests, with all cases of those t
 kernels-aot: install-dev        ## every kernel compiled for every chip of the table: shared memory, registers, spills; TRITON=folder of another
 	@OMP_NUM_THREADS=1 SWEEP=all OPTIMUS_TRITON=$(TRITON) $(BIN)/python -m pytest tests/kernels/triton/test_compile.py
 	@$(BIN)/python tests/lib/helpers/compiled.py
+
+# The version that pip finds on its index, in an environment of its own: for accelerators, several gigabytes.
+test-newest:                    ## tests of package, kernels, model, state and training with the newest PyTorch and libraries
+	@test -x .venv-newest/bin/pip || $(PYTHON) -m venv .venv-newest
+	@.venv-newest/bin/pip install --quiet --upgrade --editable ".[dev]"
+	@OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest --numprocesses 3 --dist worksteal tests/test_package.py tests/kernels tests/model tests/state tests/training tests/checkpoint
+
+slurm: install-dev              ## the tests under a real Slurm on this machine: root, and Debian's slurm-wlm and munge
+	@PATH="$$PATH:/usr/sbin" $(BIN)/python -m pytest -m slurm tests/launch/test_slurm.py
 
 lint: install-dev
 	@$(BIN)/ruff format --check --quiet . || (echo "run: .venv/bin/ruff format ." && exit 1)
