@@ -4,7 +4,7 @@ The measures per task and metric follow FineWeb2 (Penedo et al. 2025) and "Signa
 The measures are the improvement with the step (Spearman's rank correlation), the scatter from one measurement to the
 next, and the agreement between early and final rankings of the runs (Kendall's tau-b).
 
-Legend: N measurements of a run, R runs.
+Legend: N measurements of a run, R runs, U distinct values.
 """
 
 from collections.abc import Sequence
