@@ -42,7 +42,7 @@ class Section(BaseModel):
 
     @property
     def locked(self) -> bool:
-        """True if the values can no longer change."""
+        """True if the values can no longer be assigned."""
         return getattr(self, "_locked", False)
 
     def lock(self) -> None:

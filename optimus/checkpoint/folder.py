@@ -6,9 +6,9 @@
     manifest.json           sizes and checksums of all these files; written last; see `manifest.py`
 
 In `checkpoints/`, a run writes full checkpoints `step-N`, of which it resumes the newest, and `weights-N` with weights
-only. It writes frozen parameters once, into `frozen-K`, which full checkpoints refer to. `weights-N` are self-contained,
-because users may move them or archive them. A folder gets its name only when complete: the run writes it as
-`.NAME.partial`, and then renames it. A rollback moves later checkpoints to `checkpoints/abandoned-K`.
+only. A run writes frozen parameters once, into `frozen-K`, which full checkpoints refer to. `weights-N` are
+self-contained, because users may move them or archive them. A folder gets its name only when complete: the run writes
+it as `.NAME.partial`, and then renames it. A rollback moves later checkpoints to `checkpoints/abandoned-K`.
 """
 
 import json

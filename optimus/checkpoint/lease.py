@@ -4,8 +4,8 @@
 launch and its restarts, so each of them may continue immediately when another one has ended. A holder rewrites the file
 every few seconds. The scheme needs no locks on shared file systems.
 
-Another run takes over a lease in two cases. Either the holder, the only process of its run, was on this machine and is dead.
-Or nobody has renewed the lease for a minute, by the file system's clock or by this process's clock while it watches.
+Another run takes over a lease in two cases: the holder, the only process of its run, was on this machine and is dead;
+or nobody has renewed the lease for a minute, by the file system's clock or by this process's clock while it watches.
 """
 
 import fcntl

@@ -13,7 +13,8 @@ from torch import Tensor
 from optimus.state.chunk import Chunk
 from optimus.state.plan import ChunkPlan
 
-LONGEST = 1 << 23  # most elements of a slice; limited, because readers of a part must read the whole slice
+# Maximum number of elements of a slice; limited, because readers of a part must read the whole slice.
+LONGEST = 1 << 23
 
 
 class TensorSlice(NamedTuple):

@@ -19,13 +19,13 @@ GRACE = 60.0  # seconds after our watchdog's timeout at which the backend's watc
 
 
 class StreamPoint(Protocol):
-    """A point on a stream."""
+    """A recorded event; `torch.Event` implements this protocol."""
 
     def query(self) -> bool:
-        """Returns whether the stream has reached the point."""
+        """Returns whether the stream has reached this event."""
 
     def elapsed_time(self, end: Any) -> float:
-        """Returns the milliseconds from this point to `end`; the stream must have reached both."""
+        """Returns the milliseconds from this event to `end`; the stream must have reached both events."""
 
 
 class _Wait(NamedTuple):
@@ -41,9 +41,9 @@ def _mark() -> torch.Event:
 
 
 class DeviceWaits:
-    """The waits that this rank has enqueued on its streams and that have not ended, in order.
+    """The waits that this rank has enqueued on its streams and that `passed` has not returned yet, in order.
 
-    `mark` records a point on the current stream.
+    `mark` records an event on the current stream.
     """
 
     def __init__(self, mark: Callable[[], StreamPoint] = _mark) -> None:
@@ -100,7 +100,7 @@ class Deadline:
         threading.Thread(target=self._watch, name="deadline", daemon=True).start()
 
     def stop(self) -> None:
-        """Stops the thread."""
+        """Makes the thread end soon, without waiting for it; until then the thread may still call `ended`."""
         self._stopped.set()
 
     def _watch(self) -> None:

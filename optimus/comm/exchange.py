@@ -271,8 +271,8 @@ def shift(tensor: Tensor, out: Tensor, ranks: Sequence[int], rank: int, handle: 
 def add_up(rows: Sequence[Tensor], out: Tensor) -> None:
     """Fills `out` with the sum of at least two `rows`, added in their order. `out` may be one of the rows.
 
-    The function adds one tile at a time, so that the tile stays in cache. It adds floats in fp32 or in a wider type, and
-    integers in their type, since fp32 would lose the low bits of integers.
+    The function adds one tile at a time, so that the tile stays in cache. The function adds floats in fp32 or in a
+    wider type, and integers in their type, since fp32 would lose the low bits of integers.
     """
     wide = _wide(out.dtype)
     for start in range(0, len(out), TILE):

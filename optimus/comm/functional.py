@@ -123,7 +123,7 @@ Collective = Callable[[Tensor, Group], Tensor]
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
-    """All-gathers rows."""
+    """All-gathers rows: [T, ...] to [N * T, ...]."""
     return all_gather_async(x, group).wait()
 
 
@@ -136,7 +136,7 @@ def all_gather_async(x: Tensor, group: Group) -> Result[Tensor]:
 
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
-    """Reduce-scatters rows."""
+    """Reduce-scatters rows: [N * T, ...] to [T, ...]. May overwrite `x`."""
     return reduce_scatter_async(x, group).wait()
 
 
@@ -149,7 +149,7 @@ def reduce_scatter_async(x: Tensor, group: Group) -> Result[Tensor]:
 
 
 def local_rows(x: Tensor, group: Group) -> Tensor:
-    """Returns this rank's rows."""
+    """Returns this rank's rows, a view: [N * T, ...] to [T, ...]."""
     return x.chunk(group.size)[group.rank]
 
 

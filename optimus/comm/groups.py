@@ -64,6 +64,8 @@ def levels_of(partition: RankPartition, mesh: Mesh) -> tuple[RankPartition, Rank
     """Divides every group of `partition` into groups across nodes (ranks with equal local ranks) and groups within a node.
 
     Returns None unless all groups have the same shape, with several nodes and several ranks on each node.
+
+    Legend: G groups, N nodes of a group, P ranks on each.
     """
     table, *others = partition.tables
     shape = shape_of(table[0].tolist(), mesh)

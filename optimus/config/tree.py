@@ -22,7 +22,7 @@ from optimus.optim.schedule import SCHEDULES
 from optimus.plugins import NameIn
 from optimus.section import PathOrUrl, PathText, Section, reported_as_value
 
-_WARMUP_SHARE, _LONGEST_WARMUP = 20, 2500  # divisor of the run's steps, and largest number of steps (the paper)
+_WARMUP_SHARE, _LONGEST_WARMUP = 20, 2500  # divisor of the run's steps, and maximum number of steps (the paper)
 _COOLDOWN_SHARE = 5  # divisor of the run's steps (Hägele et al. 2024, section 3)
 
 

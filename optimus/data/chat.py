@@ -5,8 +5,8 @@ The default template is that of Tülu (Wang et al. 2023, "How Far Can Camels Go?
 the message, a line break. The predicted spans are the assistant's messages and the ending of each message: the heading
 of the next turn, or the end of text.
 
-A template is code from a third party. It runs in Jinja's sandbox, and can read only the arguments of `render` and the
-texts of the special tokens.
+A template is code from a third party. The code runs in Jinja's sandbox, and can read only the arguments of `render` and
+the texts of the special tokens.
 """
 
 import hashlib

@@ -1,10 +1,10 @@
 """Cuts a long document into pieces whose tokens, in order, are the tokens of the whole document.
 
 A tokenizer needs some fifty bytes of memory per byte of text, so a document of 3 GB cannot be tokenised at once. Cuts
-between words do not change the tokens of common tokenizers. They can change the tokens of others: a normaliser may strip
-or prepend a space, and an added token may contain spaces. `find_cut` therefore checks every cut: it tokenises the text
-around the cut as a whole and in two halves, and compares the tokens. If no cut passes the check, the piece grows, up to
-`LIMIT`.
+between words do not change the tokens of common tokenizers, but can change the tokens of other tokenizers: a normaliser
+may strip or prepend a space, and an added token may contain spaces. `find_cut` therefore checks every cut: it tokenises
+the text around the cut as a whole and in two halves, and compares the tokens. If no cut passes the check, the piece
+grows, up to `LIMIT`.
 """
 
 import re
@@ -13,7 +13,7 @@ from itertools import islice
 
 PIECE = 1 << 19  # characters of a piece
 WINDOW = 2048  # characters on each side of a proposed cut that the check tokenises
-LIMIT = 1 << 24  # most characters of a piece, to bound the memory
+LIMIT = 1 << 24  # maximum number of characters of a piece, to bound the memory
 TRIES = 16
 
 # `find_cut` first tries cuts between words, where GPT-style pre-tokenizers always split. Then it tries cuts between

@@ -25,7 +25,7 @@ REMOTE_LIMIT = 1 << 20  # bytes of text of a remote file, which the check must d
 # bytes; if a file is bad and all large files have at most this size together, `prepare` checks the large files to their
 # ends
 FULL_CHECK_BYTES = 4 << 30
-LISTED = 1000  # most files that a message lists
+LISTED = 1000  # maximum number of files that a message lists
 _HEAD = 4096  # bytes that identify the type of a file
 _KINDS = {
     b"%PDF-": "a PDF document",

@@ -18,8 +18,8 @@ from math import gcd, lcm
 import numpy as np
 from numpy.typing import NDArray
 
-_TOTAL = 1 << 30  # greatest sum of weights, which bounds the length of a block
-_LEAST = 128  # least positions of a group in a block, so that the cost of borders is small
+_TOTAL = 1 << 30  # maximum sum of weights, which bounds the length of a block
+_LEAST = 128  # minimum number of positions of a group in a block, so that the cost of borders is small
 _BLOCKS = 4  # cached blocks of a group
 
 IndexArray = NDArray[np.int64]
@@ -73,11 +73,11 @@ class _Group:
     """A group of `sources`. Each source has floor(n r) or ceil(n r) of the first n positions, where r is its share.
 
     The group, with the share R, has h(n) = floor(n R + phase / 2W) of the first n positions, where W is the sum of all
-    weights. It therefore has floor(m R) or ceil(m R) of any m positions. The other positions form a second group with
-    the same property. The k-th sequence of a source (from 0) is due between positions floor(k / r) and ceil((k + 1) /
-    r). Each block is so long that every source is due in the block. By Hall's theorem, the sequences of a block fit if
-    no positions s to t of the block contain fewer positions of the group than sequences that are due from s to t. The
-    rule "earliest deadline first" then finds the schedule (one machine, jobs of unit length).
+    weights. The group therefore has floor(m R) or ceil(m R) of any m positions. The other positions form a second group
+    with the same property. The k-th sequence of a source (from 0) is due between positions floor(k / r) and ceil((k +
+    1) / r). Each block is so long that every source is due in the block. By Hall's theorem, the sequences of a block
+    fit if no positions s to t of the block contain fewer positions of the group than sequences that are due from s to
+    t. The rule "earliest deadline first" then finds the schedule (one machine, jobs of unit length).
 
     Between s and t within the block, sources with the share Q <= R have sum(floor(t r) - ceil(s r)) <= floor((t - s) Q)
     sequences due, for which the group has enough positions. Let `A` be the sources that have floor(n r) + 1 positions

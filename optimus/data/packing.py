@@ -1,11 +1,11 @@
 """Best-fit packing puts whole documents into rows, instead of cutting the stream every `context` tokens.
 
 The algorithm is from Ding et al. 2024, "Fewer Truncations Improve Language Modeling", section 2. The algorithm cuts a
-document longer than the context into pieces of the context's length. Then the algorithm adds the last piece and each shorter
-document, the longest first, to the fullest row with enough room. End-of-text tokens, which the model does not predict, fill
-the rest of a row (`padding_BS`).
+document longer than the context into pieces of the context's length. Then the algorithm adds the last piece and each
+shorter document, the longest first, to the fullest row with enough room. End-of-text tokens fill the rest of a row;
+`padding_BS` marks this padding, which the model is not trained to predict.
 
-Legend: D pieces of documents, B rows, S tokens of a row.
+Legend: N documents, D pieces of documents, B rows, S tokens of a row.
 """
 
 import os
@@ -31,10 +31,11 @@ class Packed(NamedTuple):
 
 
 def pack(stream: Path, target: Path, *, context: int, eos_id: int, dtype: str, tokens: int) -> Packed:
-    """Packs the first `tokens` of `stream`, documents each ended by `eos_id`, into rows of `context` in `target`.
+    """Packs the first `tokens` tokens of `stream`, in which `eos_id` ends each document, into rows of `context` tokens
+    in `target`.
 
-    `target` appears complete or not at all. The rows depend on the stream alone. Packing needs some 40 bytes of memory per
-    document.
+    `target` appears complete or not at all. The same arguments always give the same rows. Packing needs about 100 bytes
+    of memory per document, and more if many documents are longer than a row.
     """
     start_D, length_D, cut = _pieces(_document_ends(stream, eos_id, dtype, tokens), context)
     rows = best_fit(length_D, context)
@@ -52,8 +53,8 @@ def pack(stream: Path, target: Path, *, context: int, eos_id: int, dtype: str, t
 
 
 def best_fit(length_D: NDArray[np.int64], capacity: int) -> list[list[int]]:
-    """Packs pieces by best-fit decreasing. Returns the pieces in each row of `capacity` tokens; pieces of equal length keep
-    their order."""
+    """Packs pieces by best-fit decreasing, and returns the pieces in each row of `capacity` tokens. Places pieces of
+    equal length in the order of `length_D`."""
     order = np.argsort(-length_D, kind="stable")
     rows: list[list[int]] = []
     rows_by_free: list[list[int]] = [[] for _ in range(capacity + 1)]  # rows by their remaining room
@@ -73,8 +74,8 @@ def best_fit(length_D: NDArray[np.int64], capacity: int) -> list[list[int]]:
 def _fill(
     rows: list[list[int]], rows_by_free: list[list[int]], row: int, free: int, length: int, pending: list[int]
 ) -> None:
-    """Fills a row with `pending` pieces of `length` while they fit. After each piece the row has less room, so it is
-    also the best fit for the next piece."""
+    """Fills a row with `pending` pieces of `length` while they fit. After each piece the row has less room, so the row
+    is also the best fit for the next piece."""
     while pending and free >= length:
         rows[row].append(pending.pop())
         free -= length
@@ -82,7 +83,8 @@ def _fill(
 
 
 def _document_ends(stream: Path, eos_id: int, dtype: str, tokens: int) -> NDArray[np.int64]:
-    """Finds the position after each document. The last document ends at the end of the stream."""
+    """Finds the position after each document. A last document without an end-of-text token ends after `tokens`
+    tokens."""
     found: list[NDArray[np.int64]] = []
     with stream.open("rb") as file:
         for start in range(0, tokens, _READ):
@@ -113,7 +115,8 @@ def padding_BS(tokens_BS: NDArray[np.int64], eos_id: int) -> NDArray[np.bool_]:
 
 
 def documents_BS(tokens_BS: NDArray[np.int64], eos_id: int) -> NDArray[np.int32]:
-    """Numbers each token's document in its row, from the end-of-text tokens. Padding counts as a separate document."""
+    """Returns for each token the number of its document within the row; end-of-text tokens separate the documents.
+    Padding counts as a separate document."""
     padding = padding_BS(tokens_BS, eos_id)
     begins = np.zeros_like(padding)
     begins[:, 1:] = (tokens_BS[:, :-1] == eos_id) & ~(padding[:, 1:] & padding[:, :-1])

@@ -155,8 +155,9 @@ class Shards:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def check_model(self, context: int, vocab_size: int) -> None:
-        """Raises `UserError` unless a model can train on the data. Its sequence length `context` in tokens must divide
-        the length of a row, and its vocabulary of `vocab_size` tokens must include all tokens of the tokenizer."""
+        """Raises `UserError` unless a model can train on the data. The model's sequence length `context` in tokens must
+        divide the length of a row, and its vocabulary of `vocab_size` tokens must include all tokens of the
+        tokenizer."""
         if self.context % context:
             raise UserError(
                 f"{self.folder} was prepared with context {self.context}, but the run needs {context}. "

@@ -13,7 +13,7 @@ from typing import BinaryIO
 from optimus.data.fields import TextField
 from optimus.errors import UserError
 
-LONGEST_CELL = 64 << 20  # most characters of a cell
+LONGEST_CELL = 64 << 20  # maximum number of characters of a cell
 _DELIMITERS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
 
 

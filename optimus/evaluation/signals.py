@@ -1,10 +1,10 @@
 """Measures how early and how reliably tasks distinguish runs, from the tasks' metrics during training.
 
-The measures per task and metric follow FineWeb2 (Penedo et al. 2025) and "Signal and Noise" (Heineman et al. 2025). They are
-the improvement with the step (Spearman's rank correlation), the scatter from one measurement to the next, and the agreement
-of the early ranking of runs with the final one (Kendall's tau-b).
+The measures per task and metric follow FineWeb2 (Penedo et al. 2025) and "Signal and Noise" (Heineman et al. 2025).
+The measures are the improvement with the step (Spearman's rank correlation), the scatter from one measurement to the
+next, and the agreement between early and final rankings of the runs (Kendall's tau-b).
 
-Legend: N measurements of a run, R runs.
+Legend: N measurements of a run, R runs, U distinct values.
 """
 
 from collections.abc import Sequence
@@ -63,9 +63,9 @@ def signals(curves: TaskCurves) -> list[dict[str, Any]]:
     """Returns a row per task and metric.
 
     `spearman` is the rank correlation with the step (1: every measurement is better than those before it). `noise` is
-    the standard deviation of a measurement, in units of the metric. Both are means over the runs. `kendall` is the tau-b
-    between the ranking of the runs at a step and their final ranking, as a mean over all common steps before the last.
-    For a single run or fewer than two common steps, `kendall` is None.
+    the standard deviation of a measurement, in units of the metric. `spearman` and `noise` are means over the runs.
+    `kendall` is the tau-b between the ranking of the runs at a step and their final ranking, as a mean over all common
+    steps before the last. For a single run or fewer than two common steps, `kendall` is None.
     """
     rows = []
     for (task, metric), each in curves.items():
@@ -87,7 +87,7 @@ def spearman(x_N: NDArray[Any], y_N: NDArray[Any]) -> float:
 
 def kendall(x_R: NDArray[Any], y_R: NDArray[Any]) -> float:
     """Returns tau-b: pairs in the same order minus pairs in opposite order, relative to the geometric mean of the pairs
-    without ties in `x_R` and in `y_R`. Returns 0 if all pairs of either are ties."""
+    without ties in `x_R` and in `y_R`. Returns 0 if all pairs in `x_R`, or all pairs in `y_R`, are ties."""
     first, second = np.triu_indices(len(x_R), 1)
     x_sign, y_sign = np.sign(x_R[first] - x_R[second]), np.sign(y_R[first] - y_R[second])
     size = float(np.sqrt((x_sign != 0).sum() * (y_sign != 0).sum()))

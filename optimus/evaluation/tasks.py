@@ -5,9 +5,9 @@ documents. Results are comparable with published results if the documents are th
 split if its labels are published and the folder has the split, otherwise on the validation split. Every task reports
 `acc_norm`, the accuracy by log-likelihood per character of the choice, even if lm-eval's definition lists `acc` alone.
 
-Small models and early checkpoints guess, so accuracies say little about them. Two other numbers improve from the first steps
-on: `bits_per_byte` of the right answer, given the question, and `margin`, the bits per byte of the best wrong answer minus
-those of the right one. Both are means over the documents.
+Small models and early checkpoints guess, so accuracies say little about them. Two other numbers improve from the first
+steps on: `bits_per_byte` of the right answer, given the question, and `margin`, the bits per byte of the best wrong
+answer minus those of the right one. `bits_per_byte` and `margin` are means over the documents.
 
 mmlu_continuation is mmlu with the text of the answers instead of their letters, because small models cannot yet choose by
 letters.

@@ -1,10 +1,10 @@
 """The expert kernels inside models of `transformers`: as an experts implementation, and as a replacement of OLMoE's block.
 
-`transformers` 5 stores a layer's experts in `gate_up_proj` [E, 2 I, H], gate before up, and `down_proj` [E, H, I]. This is
-the layout of `kernels.expert_mlp`, so the kernels need no copies or conversions. Only calls of the functions below import
-`transformers`.
+`transformers` 5 stores a layer's experts in `gate_up_proj` [E, 2 I, H], gate before up, and `down_proj` [E, H, I]. The
+layout of `kernels.expert_mlp` is the same, so the kernels need no copies or conversions. Only calls of the functions
+below import `transformers`.
 
-Legend: B batch, S sequence, T tokens, K experts per token, E experts, H hidden, I intermediate.
+Legend: B batch, S sequence, T tokens, K experts per token, E experts, H hidden, I intermediate, J = 2 I.
 """
 
 import copy

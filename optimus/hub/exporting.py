@@ -30,7 +30,7 @@ from optimus.model import Transformer
 from optimus.model.parameters import named_tensors
 from optimus.plugins import load_plugins, note_changed_plugins
 
-_MAX_FILE = 5_000_000_000  # most bytes of a file, as in `transformers`
+_MAX_FILE = 5_000_000_000  # maximum number of bytes of a file, as in `transformers`
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _PADDING = ("<|padding|>", "<|pad|>", "<pad>", "[PAD]")
 

@@ -16,7 +16,8 @@ from optimus.model.families import Key, families
 
 
 class Published(NamedTuple):
-    """A published tensor, and a view of our parameter with the same elements in the same order. Their shapes may differ."""
+    """A published tensor, and a view of our parameter with the same elements in the same order. The two shapes may
+    differ."""
 
     name: str
     view: Tensor

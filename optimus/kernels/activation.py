@@ -25,7 +25,7 @@ class _Kind(NamedTuple):
     forward: Callable[[Tensor], Tensor]
     backward: Callable[..., Tensor]  # (gradient of the result, input, grad_input=output tensor)
     limit: float | None = (
-        None  # the gate is clamped to at most `limit`; up is clamped to +-limit, then incremented by one
+        None  # the gate is clamped to at most `limit`, and `up` to [-limit, limit]; then one is added to `up`
     )
 
 
@@ -48,8 +48,8 @@ _KINDS: dict[Activation, _Kind] = {
 def activation(z: Tensor, kind: Activation, gated: bool) -> Tensor:
     """Maps `z` [..., I] to [..., I]; if `gated`, maps [..., 2 I], gate then up, to the activated gate times up.
 
-    `clamped_silu` must be gated: it clamps the gate to at most 7 and up to +-7, applies x * sigmoid(1.702 x) to the gate,
-    and increments up by one.
+    `clamped_silu` must be gated: it clamps the gate to at most 7 and `up` to [-7, 7], applies x * sigmoid(1.702 x) to
+    the gate, and adds one to `up`.
     """
     if not gated:
         return _KINDS[kind].forward(z)

@@ -9,7 +9,8 @@ A sink is an additional key that every query of a head attends to, with a learne
 2023). Attention merges the sink like a block. The sink only enters the normaliser, so the code for the blocks' gradients is
 the same.
 
-Legend: B batch, S queries, P keys, N heads, M heads of keys and values (N / M heads share one), D head size.
+Legend: B batch, S queries, P keys, N heads, M heads of keys and values (N / M heads share one), D head size, X any
+further dims.
 """
 
 import math

@@ -5,6 +5,8 @@ reading them would take more time than many of the matmuls.
 
 A weight gradient that bypasses autograd can also be deferred. The backward pass then computes only the input gradients,
 which other pipeline ranks wait for (Zero Bubble Pipeline Parallelism).
+
+Legend: E experts, A rows and B columns of an expert's weight, P rows of an expert.
 """
 
 from abc import ABC, abstractmethod

@@ -27,7 +27,8 @@ from optimus.step_context import Forms
 Gradients = tuple[Tensor | None, Tensor | None]  # gradients of x and w; None for one that autograd does not need
 
 _BLOCK_ELEMENTS = 1 << 21  # fp32 logits of one block: 8 MB, which stays in a CPU's cache
-_LEAST_ROWS = 512  # least rows of a block: with fewer, reading the weight and adding to its gradient dominate
+# Minimum number of rows of a block: with fewer, reading the weight and adding to its gradient dominate.
+_LEAST_ROWS = 512
 
 
 class VocabularyPart(Protocol):

@@ -1,6 +1,8 @@
 """RMSNorm: y = w * x / sqrt(mean(x^2) + eps), computed in fp32 for any dtype of x.
 
 One autograd function replaces a chain of operations, and saves only x, w and one number per row for the backward pass.
+
+Legend: T rows, H columns.
 """
 
 from typing import Any

@@ -40,9 +40,10 @@ class NodeJob:
     nodes: int = 1
     spares: int = 0
     ranks_per_node: int = 1
-    keep_alive: tuple[int, int] = (5, 3)  # seconds between heartbeats, and number of missing heartbeats of a dead node
+    # Seconds between heartbeats, and number of missing heartbeats after which a node counts as dead.
+    keep_alive: tuple[int, int] = (5, 3)
     wait: float = 600.0  # seconds that nodes have to join
-    max_restarts: int = 5  # largest number of restarts in a row without a new checkpoint
+    max_restarts: int = 5  # maximum number of restarts in a row without a new checkpoint
     rejoin_wait: float | None = None  # seconds that nodes have to join again after a failure; None: like `wait`
 
     def __post_init__(self) -> None:

@@ -122,9 +122,9 @@ class Rendezvous(dynamic.DynamicRendezvousHandler):
     ) -> "Rendezvous":
         """Returns the rendezvous of the launch `name` of `nodes` nodes, which must join within `wait` seconds.
 
-        `keep_alive` is the number of seconds between heartbeats, and the number of missing heartbeats of a dead node. The
-        node that notices a dead node calls `died` with the `member` name of the dead node. Spares wait for ever. The
-        rendezvous often calls `waiting` with a description of what this node waits for.
+        `keep_alive` is the number of seconds between heartbeats, and the number of missing heartbeats after which a
+        node counts as dead. The node that notices a dead node calls `died` with the `member` name of the dead node.
+        Spares wait for ever. The rendezvous often calls `waiting` with a description of what this node waits for.
         """
         settings = dynamic.RendezvousSettings(
             name,

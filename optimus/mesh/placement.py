@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from optimus.mesh.mesh import DENSE, EXPERT, Mesh
 
-_SHOWN = 8  # largest number of ranks of an example group that the table shows in full
+_SHOWN = 8  # maximum number of ranks of an example group that the table shows in full
 
 
 class AxisPlacement(NamedTuple):

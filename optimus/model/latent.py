@@ -4,8 +4,8 @@ A head's query and key have columns without position, projected from the latent 
 All heads share the rotary columns of the keys. Every tensor-parallel rank computes whole latent vectors, for its own rows
 of the residual stream. A rank projects the latent vectors of all rows, but only for its own heads.
 
-Legend: B batch, S sequence, N heads, D head size, T = B * S tokens, P positions in the cache, R rows of the residual stream
-on this rank.
+Legend: B batch, S sequence, N heads, D head size, T = B * S tokens, P positions in the cache, R rows and H columns of
+the residual stream on this rank; X columns of a projection.
 """
 
 import math

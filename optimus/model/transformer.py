@@ -1,6 +1,6 @@
 """The transformer: one class for all families, which differ in the fields of `ModelConfig` (`architecture.py`).
 
-Legend: B batch, S sequence, H hidden, V vocabulary, T = B * S tokens.
+Legend: B batch, S sequence, H hidden, V vocabulary, T = B * S tokens, N selected tokens.
 """
 
 import math

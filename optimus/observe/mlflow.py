@@ -13,7 +13,7 @@ from optimus.disk import parse_json, write_json
 from optimus.errors import UserError, how_to_install
 from optimus.observe.sinks import SinkRow
 
-_LONGEST = 500  # most characters of a parameter's value
+_LONGEST = 500  # maximum number of characters of a parameter's value
 
 
 def check_mlflow(config: RunConfig) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 _NO_WRAP = 12  # cells of at most this many characters, such as "46.1 %", stay on one line
-_NO_LIMIT = 100_000  # most characters of a line in a file
+_NO_LIMIT = 100_000  # maximum number of characters of a line in a file
 
 
 class _Column(NamedTuple):

@@ -50,7 +50,7 @@ class TensorBoard:
 
 
 def grouped(name: str) -> str:
-    """Returns the name of a metric with its group; `validation` for a metric in no group."""
+    """Returns the name of a metric with its group, which is `validation` if `_GROUPS` does not list the metric."""
     if "/" in name:
         return name
     return f"{next((group for group, names in _GROUPS.items() if name in names), 'validation')}/{name}"

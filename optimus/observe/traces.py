@@ -11,9 +11,9 @@ from optimus.disk import parse_json
 from optimus.errors import naming_disk_errors
 
 MERGED = "trace.json.gz"
-_OF_A_RANK = 1000  # most processes in a rank's trace: the program and its devices
+_OF_A_RANK = 1000  # maximum number of processes in a rank's trace: the program and its devices
 _ROUNDING = 0.002  # tolerance in microseconds, because the profiler rounds to nanoseconds
-_IDS = 1 << 40  # most flow ids of a rank; Perfetto accepts only integers as flow ids
+_IDS = 1 << 40  # maximum number of flow ids of a rank; Perfetto accepts only integers as flow ids
 _BOUND = frozenset("sftbne")  # phases of events that ids link: flows and asynchronous events
 
 

@@ -18,7 +18,7 @@ from optimus.parallel.layouts import ranks_along
 
 
 class SplitNorms(Norms):
-    """`Norms` of rows whose columns, and whose weights, are sharded over `group`."""
+    """`Norms` of rows whose columns are sharded over `group`; the weights of the norms are sharded in the same way."""
 
     def __init__(self, group: Group) -> None:
         self.group = group

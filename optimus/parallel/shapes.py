@@ -30,7 +30,7 @@ class ShapeGroups(Groups):
 
 
 class ShapeGroup(Group):
-    """A group whose ranks all have the data of this rank. Its collectives allocate only their results."""
+    """A group whose ranks all have the data of this rank. The group's collectives allocate only their results."""
 
     def all_reduce_async(self, tensor: Tensor, beside: bool = True) -> Handle:
         return DONE

@@ -4,7 +4,7 @@ A rank of a tensor-parallel grid has some columns of each of its tokens. Along t
 tokens, or different tokens with sequence parallelism. The sparse layer needs every token once, on one rank, and whole. So
 the layer drops duplicate tokens on entry, and all-gathers the tokens on exit (TED, section 7.2: duplicate token dropping).
 
-Legend: T rows and H columns of the residual stream on this rank, U tokens that a rank processes.
+Legend: T rows and H columns of the residual stream on this rank, U tokens that a rank processes, E experts.
 """
 
 import torch

@@ -3,7 +3,8 @@
 Every rank looks up the embeddings, and computes the logits, of its shard of the vocabulary. The loss of a row needs two
 numbers from each shard, so the ranks never all-gather logits for the loss (Megatron-LM, section 3).
 
-Legend: T rows, H columns of the residual stream, V rows of the weight on this rank.
+Legend: T rows, H columns of the residual stream, V rows of the weight on this rank, P shards of the vocabulary, C
+columns to all-gather.
 """
 
 from collections.abc import Sequence

@@ -4,7 +4,8 @@ alternates forward and backward passes.
 A stage's output is the residual stream and the router statistics of all blocks so far. Router losses depend on sums over all
 layers. Therefore only the last stage computes the router losses, and their gradients flow back through the earlier stages.
 
-Legend: T rows of the residual stream, H columns of it, E experts.
+Legend: B sequences, S positions, T rows and H columns of the residual stream, N selected tokens, V vocabulary, E
+experts.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -91,8 +92,8 @@ class StagePartition(NamedTuple):
         return min(last if name.startswith("head.") else self.stage_of(name) for name in names)
 
     def keeps(self, name: str, tied: bool) -> bool:
-        """Returns whether this rank has a parameter: in one of its stages, or as the embedding `tied` to its output
-        layer."""
+        """Returns whether this rank has a parameter: in one of its stages, in its shard of a split vocabulary, or as
+        the embedding `tied` to its output layer."""
         return self.stage_of(name) in (-1, *self.local_stages) or (
             tied and self.has_last and name.startswith("embedding.")
         )
@@ -123,10 +124,10 @@ class PipelineStages(nn.Module):
     """The stages of `model` on this rank; the constructor removes the parameters of other stages from `model`.
 
     `share` gives the numbers of parts into which the ranks split rows and columns of the residual stream. The residual
-    stream has type `dtype`. `execute` (made by `training/stages.py`) runs a `ForwardWork` for a number of microbatches, with
-    or without backward passes. `pipeline` is the group of the pipeline's ranks, and `last` is the rank in it with the last
-    stage. The length of sequences must be a multiple of `multiple`. `links` is None unless every rank has a shard of the
-    vocabulary.
+    stream has type `dtype`. `execute` (made by `training/stages.py`) runs a `ForwardWork` for a number of microbatches,
+    with or without backward passes. `pipeline` is the group of the pipeline's ranks, and `last` is the rank in it with
+    the last stage. `at_tokens` pads sequences to a multiple of `multiple` tokens. `links` is None unless every rank has
+    a shard of the vocabulary.
     """
 
     def __init__(
@@ -159,10 +160,12 @@ class PipelineStages(nn.Module):
         return self.model.config
 
     def at_tokens(self, tokens_BS: Tensor, at_N: Tensor, find: Callable[[Tensor], Tensor]) -> Tensor:
-        """Evaluates `Transformer.at_tokens` of the whole model, fp32 [N, 2], on every rank. All ranks must call this method.
+        """Returns on every rank the result of `Transformer.at_tokens` for the whole model: fp32 [N, 2]. All ranks must
+        call this method.
 
-        The rank with the last stage computes the values and broadcasts them. Where every rank has a shard of the output
-        layer, that rank broadcasts the hidden states of these tokens instead.
+        The rank with the last stage computes the values and broadcasts them. If every rank has a shard of the output
+        layer, the rank with the last stage broadcasts the tokens' hidden states instead, and every rank computes the
+        values.
         """
         model, length = self.model, tokens_BS.shape[1]
         model.check_length(length)
@@ -317,7 +320,7 @@ class _Training(_Forward):
         self._deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
         # Number of remaining backward passes, by stage.
         self._remaining = dict.fromkeys(staged.partition.local_stages, len(microbatches))
-        # Output statistics of the last stage by microbatch, until its backward pass.
+        # The router statistics of each microbatch after the last stage, until the microbatch's backward pass.
         self._router: dict[int, RouterStats | None] = {}
         self.reported: list[Tensor] = []
 
@@ -405,8 +408,8 @@ def _stats_from(vector: Tensor, tokens: int) -> RouterStats:
 
 
 def _backward(made: Message, grads: Sequence[Tensor | None]) -> None:
-    """Runs the backward pass from the tensors of `made` that require a gradient; frozen stages before the first trained
-    stage have no such tensor."""
+    """Runs the backward pass from the tensors of `made` that require a gradient, if there are any; a frozen stage may
+    have none."""
     needing = [(tensor, grad) for tensor, grad in zip(made, grads, strict=True) if tensor.requires_grad]
     if needing:
         tensors, gradients = zip(*needing)

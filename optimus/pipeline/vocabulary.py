@@ -3,7 +3,8 @@
 Source: Balancing Pipeline Parallelism with Vocabulary Parallelism, Yeung et al. 2024, algorithm 1. Transfers between the
 ranks overlap with the computations that the schedule has between the vocabulary passes.
 
-Legend: T rows of the residual stream, H columns of it, V tokens of this rank's shard of the vocabulary.
+Legend: T rows and H columns of the residual stream, V tokens of this rank's shard of the vocabulary, P shards of the
+vocabulary, B sequences, S positions.
 """
 
 from collections.abc import Callable, Sequence

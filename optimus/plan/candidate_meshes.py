@@ -23,7 +23,7 @@ from optimus.plan.job import Job
 from optimus.plan.rank_costs import Passes, RankCosts
 from optimus.plan.step import stage_sizes
 
-_SMALLEST_PART = 512  # fewest tokens of a sequence on a context-parallel rank
+_SMALLEST_PART = 512  # minimum number of tokens of a sequence on a context-parallel rank
 _MICROBATCHES = (1, 2, 4, 8, 16)
 _MOST_STAGES_PER_RANK = 4
 
@@ -192,7 +192,7 @@ def _timed(job: Job, out: int, inner: int, cp: int, micro_batch: int, known: dic
     divisions, so the function times them once."""
     tp, rest = out * inner, None
     for ep, etp in _expert_groups(job, tp):
-        data = math.lcm(ep * etp, tp * cp) // (tp * cp)  # fewest data-parallel ranks of a valid mesh
+        data = math.lcm(ep * etp, tp * cp) // (tp * cp)  # minimum number of data-parallel ranks of a valid mesh
         mesh = Mesh(dp=data, cp=cp, tp=tp, ep=ep, etp=etp, tp_in=inner, ranks_per_node=job.machine.ranks_per_node)
         divided = job.changed(mesh, train={"micro_batch": micro_batch})
         if rest is None:

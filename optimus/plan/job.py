@@ -1,4 +1,4 @@
-"""A run on a machine: the planner predicts the run's step, and the search varies the run's layout."""
+"""A run on a machine: the planner predicts the time and memory of a step, and the search varies the layout."""
 
 import math
 from collections import Counter
@@ -34,7 +34,7 @@ Rules = tuple[tuple[tuple[Rule, float, float], ...], ...]
 
 _PRECISION = {"bfloat16": "bf16", "float32": "fp32"}
 _FACTOR = ".lora_a"
-_WORTH = 0.8  # largest ratio of matmul times, bf16 to fp32, at which a run uses bf16: only matmuls become faster
+_WORTH = 0.8  # maximum ratio of matmul times, bf16 to fp32, at which a run uses bf16: only matmuls become faster
 _GRADIENT = {"float32": 4.0, "bfloat16": 2.0}  # bytes of a gradient per parameter
 
 
@@ -85,8 +85,8 @@ class Job:
 
     @property
     def recompute(self) -> frozenset[str]:
-        """Modules that the backward pass recomputes: in every `config.recompute_every`-th block or, with block, in all
-        blocks."""
+        """Modules that the backward pass recomputes: in every `config.recompute_every`-th block, or in all blocks if
+        the set has `"block"`."""
         return self.profile.recompute.union(self.config.recompute)
 
     # ---- Derived sizes ----
@@ -138,7 +138,7 @@ class Job:
         return self.mesh.pp > 1 and schedules()[self.parallel.schedule].placement == "loop"
 
     def group(self, *axes: str) -> StridedGroup:
-        """Returns the placement of the ranks along `axes`."""
+        """Returns the group of ranks along `axes`, as a size and strides."""
         return group_along(self.mesh, axes)
 
     # ---- Nodes ----
@@ -195,7 +195,8 @@ class Job:
 
     @property
     def undivided(self) -> "Job":
-        """The job on the same number of ranks, all data-parallel, with unsharded state and without recomputation."""
+        """The job on the same number of ranks, all data-parallel, with unsharded state and only the profile's
+        recomputation."""
         before = self.parallel
         parallel = ParallelConfig.model_construct(context_method=before.context_method, overlap=before.overlap)
         plain = replace(self, config=self.config.model_copy(update={"parallel": parallel}))
@@ -210,7 +211,8 @@ class Job:
 
 
 def axes_of(mesh: Mesh) -> dict[str, Any]:
-    """Returns the sizes of the axes of `mesh`, as keys of a configuration's section `parallel`."""
+    """Returns the axis sizes and the pipeline stride of `mesh`, by their keys in the configuration's section
+    `parallel`."""
     return {
         "data": mesh.dp,
         "tensor": mesh.tp if mesh.tp_in == 1 else [mesh.tp_out, mesh.tp_in],
@@ -228,8 +230,8 @@ def axes_of(mesh: Mesh) -> dict[str, Any]:
 def job_of(
     config: RunConfig, machine: Machine, mesh: Mesh, profile: Profile | None = None, imbalance: float = 1.0
 ) -> Job:
-    """Returns the job of `config`, or of its longest phase, on a machine. Raises `UserError` as `Job.checked` does, and when
-    a teacher is missing."""
+    """Returns the job of `config`, or of its phase with the longest sequences, on a machine. Raises `UserError` as
+    `Job.checked` does, and when a teacher is missing."""
     run = config.decided(precision(config, machine_facts(machine, mesh.size).bfloat16, {}).values)
     config = longest(phases_of(run)) if run.phases else run
     model, rank = full_model(config), config.train.lora_rank

@@ -9,9 +9,9 @@ from itertools import combinations, pairwise
 
 from optimus.plan.machine import Machine
 
-_ROUNDS = 4  # most rounds over all pairs of nodes; rounds after the second seldom improve the order
-_MOST_TRIES = 400  # most orders whose step `exchanged` predicts: all pairs of 16 nodes three times
-_BEGINNINGS = 32  # most nodes with which `chained` tries to begin a chain
+_ROUNDS = 4  # maximum number of rounds over all pairs of nodes; rounds after the second seldom improve the order
+_MOST_TRIES = 400  # maximum number of orders whose step `exchanged` predicts: all pairs of 16 nodes three times
+_BEGINNINGS = 32  # maximum number of nodes with which `chained` tries to begin a chain
 
 
 def even(machine: Machine) -> Machine:

@@ -187,7 +187,7 @@ def free_after_state(ranks: Sequence[tuple[PartCounts, ...]], job: Job) -> list[
 
 
 def residencies(job: Job) -> Iterator[Job]:
-    """Yields the job with each offloading of its state that the machine supports, the fastest first.
+    """Yields the job with each offloading of its state that the machine supports, the least offloading first.
 
     The state is on the device. If the host's bandwidth is known and ranks do not compute on the host's CPUs, the state is
     then on the host, then on the machine's disks. If the configuration sets offloading, the function yields no other

@@ -16,7 +16,7 @@ from optimus.plan.report import as_json, rows_of
 from optimus.plan.scaling import ScalingPoint
 from optimus.report.page import render
 
-_NODES = 64  # most nodes that the page draws
+_NODES = 64  # maximum number of nodes that the page draws
 
 
 def write_page(plans: Sequence[Plan], points: Sequence[ScalingPoint], path: Path) -> None:

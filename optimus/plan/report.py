@@ -121,7 +121,7 @@ class Answer:
 
 
 def rows_of(plans: Sequence[Plan], *, wide: bool = False) -> list[dict[str, Any]]:
-    """Returns a row per plan."""
+    """Returns the table of the plans, one row each, numbered from 1."""
     return [{"": str(number), **_row(plan, wide)} for number, plan in enumerate(plans, start=1)]
 
 

@@ -21,16 +21,17 @@ from optimus.errors import UserError
 from optimus.observe.evaluations import FOLDER, as_metrics
 
 _BEAT, _SILENCE = (
-    15.0,
-    60.0,
-)  # seconds: a younger lease shows that a run is alive: a run of several processes on this host, or any run on another
+    15.0,  # seconds: a younger lease shows that a run of several processes on this host is alive
+    60.0,  # seconds: a younger lease shows that a run on another host is alive
+)
 _TOGETHER = 1000  # lines that `_values` parses at once
-_EXPERT_STEPS = 400  # most steps whose expert loads `read_folder` reads
-_SAMPLE_STEPS = 50  # most validations whose generated text `read_folder` reads
+_EXPERT_STEPS = 400  # maximum number of steps whose expert loads `read_folder` reads
+_SAMPLE_STEPS = 50  # maximum number of validations whose generated text `read_folder` reads
 _DIGITS = 16  # integers with fewer digits are exact in the page's JavaScript
 _ALLOWED = "\n\r\t"  # control characters that may remain in a text of several lines
-_RANKS = 1 << 20  # most ranks of a timeline that the page draws
-_ENDINGS = ("failure", "error", "stopped", "recovered", "finished")  # events that tell how a run ended
+_RANKS = 1 << 20  # the page draws only timelines with fewer ranks
+# Events that decide the state of a run that is not running; `recovered` cancels an earlier failure.
+_ENDINGS = ("failure", "error", "stopped", "recovered", "finished")
 
 
 @dataclass
@@ -48,13 +49,14 @@ class RunFolder:
     config: dict[str, Any]
     timeline: dict[str, Any] | None
     evaluations: dict[str, dict[str, Any]]  # results that `optimus evaluate` wrote into `evaluations/`, by file name
-    skipped_lines: dict[str, int] = field(default_factory=dict)  # numbers of unreadable lines, by file name
+    # Numbers of skipped lines, by file name; 1 for a damaged file that is skipped whole.
+    skipped_lines: dict[str, int] = field(default_factory=dict)
     ended: bool = False  # True overrides the lease: see `read_folder`
     _columns: dict[str, list[float | None]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        """Name of the folder."""
+        """Name of the folder, in a form that is safe to print."""
         return printable(self.path.resolve().name)
 
     def setting(self, key: str, default: Any = None) -> Any:
@@ -130,7 +132,7 @@ class RunFolder:
 def read_folder(run_folder: str | Path, *, ended: bool = False) -> RunFolder:
     """Reads a run folder. Raises `UserError` for any other folder. Skips and counts damaged content.
 
-    `ended` is True if the run has ended according to its process, which still has the lease of the folder.
+    `ended` is True if the caller knows that the run has ended, even if its lease has not expired yet.
     """
     path = user_path(local_run(run_folder))
     if not path.is_dir():
@@ -323,7 +325,7 @@ def _is_held(lease: Path) -> bool:
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
-    """Returns the value if it is a mapping, else an empty mapping."""
+    """Replaces a missing or damaged mapping by an empty one."""
     return value if isinstance(value, Mapping) else {}
 
 
@@ -333,7 +335,7 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def number(value: Any) -> float | None:
-    """Returns a metric's value, or None if the value is no number."""
+    """Replaces a value of a metric that is not a number by None, as if the value were missing."""
     return value if is_number(value) else None
 
 

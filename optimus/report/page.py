@@ -20,9 +20,9 @@ from optimus.report.downsample import downsample
 from optimus.report.folder import RunFolder, is_number, mapping, number, plain, read_folder
 from optimus.report.verdict import compared, large_numbers, median_rate, verdict
 
-_POINTS = 2500  # most points of a curve
-_STACKED = 600  # most steps of a stacked chart
-_CELLS = 400_000  # most cells of a run's heat map of experts
+_POINTS = 2500  # maximum number of points of a curve
+_STACKED = 600  # maximum number of steps of a stacked chart
+_CELLS = 400_000  # maximum number of cells of a run's heat map of experts
 _STATIC = Path(__file__).with_name("static")
 
 # (group, title, unit, metrics), in the order of the page. A metric that is in no row gets a separate chart in the last
@@ -236,8 +236,8 @@ def _clock(folder: RunFolder) -> dict[str, list[Any]]:
 
 
 def stack(folder: RunFolder, kind: str) -> dict[str, Any] | None:
-    """Returns the metrics `kind/...` at the steps that have them, in order of decreasing size. The step with the largest
-    sum represents each bucket of steps."""
+    """Returns the metrics `kind/...` at the steps that have them, in order of decreasing sums. The step with the
+    largest sum represents each bucket of steps."""
     names = [key for key in folder.metrics if key.startswith(f"{kind}/")]
     if not names:
         return None
@@ -286,7 +286,7 @@ def evaluations(files: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _events(folder: RunFolder) -> list[dict[str, Any]]:
-    """Lists the events of the event log and the resumes, in order of time."""
+    """Lists the events of the event log and the resumes in order of time; those without a time come last."""
     events = [{**each, "step": _step_of(each, folder)} for each in map(_event, folder.events)]
     for each in folder.environment[1:]:
         if type(step := each.get("step")) is int:

@@ -8,9 +8,9 @@ from typing import Any
 from optimus.config.sizes import seconds_text
 from optimus.report.folder import RunFolder, is_number, plain
 
-_NUMBERS = 4  # most numbers that the page shows in large type
-_REASON = 100  # most characters of the reason why a run has ended
-_LAST = 100  # most steps in a statistic of the last steps
+_NUMBERS = 4  # maximum number of values that the page shows in large type
+_REASON = 100  # maximum number of characters of the reason why a run has ended
+_LAST = 100  # maximum number of steps in a statistic of the last steps
 
 
 def verdict(folder: RunFolder) -> str:
@@ -55,8 +55,8 @@ def large_numbers(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def compared(runs: Mapping[str, RunFolder], with_loss: bool) -> tuple[str, list[dict[str, Any]]]:
-    """Compares several runs, by their names. Returns a sentence and the large numbers: the best value of each measure,
-    with the name of its run in `note`.
+    """Compares `runs`, a mapping from names to runs. Returns a sentence and the large numbers: the best values of the
+    first four known measures, each with the name of the run in `note`.
 
     `with_loss` is True if the losses of the runs are comparable.
     """
@@ -118,8 +118,8 @@ def training_seconds(folder: RunFolder) -> float:
 
 
 def _shortened(why: str) -> str:
-    """Shortens a run's reason for the verdict, which readers take in at a glance. The page shows the whole reason
-    further down."""
+    """Shortens the reason why a run has ended, because readers take in the verdict at a glance. The page shows the
+    whole reason further down."""
     return why if len(why) <= _REASON else f"{why[: _REASON - 1].rstrip()}…"
 
 

@@ -163,7 +163,7 @@ def live(run: ResolvedRun, rank: int, load: float = 1.0, recomputation: Recomput
 
 
 def parameters_in_use(config: RunConfig, plans: Sequence[ChunkPlan]) -> int:
-    """Returns the most bytes of gathered parameters that are on the device at a time."""
+    """Returns the maximum number of bytes of gathered parameters that are on the device at a time."""
     state = config.state
     used = [alike for alike in _alike(plans) if alike[0].lifetime != "always"]
     sizes = sorted((plan.size for alike in used for plan in alike), reverse=True)

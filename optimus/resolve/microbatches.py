@@ -12,12 +12,13 @@ from optimus.resolve.decision import Decided
 from optimus.resolve.ranks import mesh_of
 from optimus.resolve.stages import schedule_of
 
-_IDLE = 0.1  # largest pipeline bubble (idle over computing time) that `microbatches: auto` allows
+# Pipeline bubble (idle over computing time) that `microbatches: auto` does not exceed if it can choose.
+_IDLE = 0.1
 
 
 def micro_batch(config: RunConfig, mesh: Mesh, previous: Mapping[str, Any]) -> Decided:
-    """Decides a `train.micro_batch` for `parallel.microbatches` that is valid in each phase; a resumed run reuses its
-    earlier value if possible.
+    """Decides `train.micro_batch` from `parallel.microbatches`. With `auto`, the size divides a rank's sequences of a
+    step in every phase, and a resumed run reuses its earlier size if possible.
 
     Raises `UserError` when the sequences of a step cannot be divided into the requested microbatches.
     """
@@ -50,7 +51,8 @@ def with_microbatches(config: RunConfig, ranks: int) -> RunConfig:
 
 
 def batches(config: RunConfig) -> dict[str, int]:
-    """Returns the number of sequences of a step in each phase, by the key that sets the number."""
+    """Returns the number of sequences of a step, by the key `phases.N.global_batch` of each phase, or
+    `train.global_batch` without phases."""
     given = {f"phases.{number}": phase.global_batch for number, phase in enumerate(config.phases)}
     return {f"{where}.global_batch": batch or config.train.global_batch for where, batch in given.items()} or {
         "train.global_batch": config.train.global_batch
@@ -92,5 +94,5 @@ def _idle(config: RunConfig, microbatches: int) -> float:
                 config.parallel.pipeline, microbatches, caps=caps, stages_per_rank=per_rank
             ).bubble
         return simulate(schedule_of(config, microbatches)).bubble
-    except UserError:  # too few microbatches for the schedule
+    except UserError:  # the schedule does not support these numbers, for example too few microbatches
         return float("inf")

@@ -22,7 +22,8 @@ from optimus.state.buffers import RESIDENCES, Residency
 from optimus.state.plan import ChunkPlan
 
 _SHARE = 0.9  # usable share of the free memory
-BLOCKS = 3  # least parameter blocks besides prefetched ones: for a chunk in use, an arriving one and a waiting one
+# Minimum number of parameter blocks besides prefetched ones: for a chunk in use, an arriving one and a waiting one.
+BLOCKS = 3
 _NO_LINK = Rates(math.inf, math.inf, math.inf, math.inf)  # all choices take the same time
 
 

@@ -207,7 +207,8 @@ class ResolvedRun:
 
     @property
     def shapes(self) -> dict[str, Any]:
-        """The arguments of `activation_bytes` besides the model and the recomputation."""
+        """The arguments of `activation_bytes` that are the same for all ranks, except the model and the
+        recomputation."""
         return activation_shapes(self.widest, self.mesh, self.inputs.teachers)
 
     def activations(self, recomputation: Recomputation | None = None, **selection: Any) -> Activations:

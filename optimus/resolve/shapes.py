@@ -1,4 +1,5 @@
-"""Computes the options for parallelising a run's modules, and the inputs of its activation memory."""
+"""Computes the options for parallelising a run's modules, and the arguments for estimating the run's activation
+memory."""
 
 from typing import Any
 
@@ -29,7 +30,8 @@ def stage_options(config: RunConfig, recomputation: Recomputation | None = None)
 def activation_shapes(
     config: RunConfig, mesh: Mesh, teachers: tuple[ModelConfig, ...], itemsize: int | None = None
 ) -> dict[str, Any]:
-    """Returns the arguments of `activation_bytes` for microbatches of `config`, besides the model and the recomputation.
+    """Returns the arguments of `activation_bytes` that are the same for all ranks, except the model and the
+    recomputation, for microbatches of `config`.
 
     Elements have `itemsize` bytes, by default the size of `train.precision`.
     """

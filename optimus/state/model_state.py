@@ -29,12 +29,13 @@ from optimus.state.plan import ChunkPlan, StateSpec, place_chunks, shard_partiti
 from optimus.state.reduction import GradientReduction
 from optimus.state.transfers import Transfers, transfers
 
-_REDUCING = 2  # number of chunks whose whole gradient buffers may be in reduction, or in transfer to the host, at once
+# Number of chunks whose temporary whole gradient buffers may be in reduction, or in transfer to the host, at once.
+_REDUCING = 2
 
 
 @dataclass
 class PruningProgress:
-    """The progress of pruning a model."""
+    """Pruning so far, which checkpoints store."""
 
     events: int = 0
     """The number of times the model has been pruned."""
@@ -138,7 +139,8 @@ class ModelState:
         return made
 
     def _plans(self) -> dict[int, list[ChunkPlan]]:
-        """Returns the chunks of each stage with their final buffers; pruned chunks have only their unpruned elements."""
+        """Returns the chunks of each stage with their final buffers; pruned chunks store only unpruned elements, except
+        in the dense parameters and gradients."""
         return {stage: place_chunks(plans, self.options, self.spec) for stage, plans in self._divided.items()}
 
     def _hold(self) -> None:
@@ -175,9 +177,9 @@ class ModelState:
     def prune(self, masks: Mapping[str, Tensor], *, empty: bool = False) -> None:
         """Prunes parameters by `masks`: by name, packed bits for this rank's slices of the prunable parameters.
 
-        All ranks must call this method between steps. The state of unpruned elements stays, and a parameter without a new
-        mask keeps its earlier mask. With `empty`, the method drops earlier masks and all state, because the caller will load
-        values.
+        All ranks must call this method between steps. The state of unpruned elements stays, and a parameter without a
+        new mask keeps its earlier mask. With `empty`, the method drops earlier masks and the state of pruned chunks,
+        because the caller will load values.
         """
         masks = ({} if empty else self.masks) | {name: masks[name] for name in self.spec.unpruned if name in masks}
         self.spec, self._frozen_masks = self._pruned_by(masks, self.spec)
@@ -194,13 +196,15 @@ class ModelState:
 
     @property
     def gathers_on_use(self) -> bool:
-        """True if all ranks must run each forward pass together, even for evaluation."""
+        """True if parameters are sharded, so that all ranks must run each forward pass together, even for
+        evaluation."""
         return any(chunk.plan.depths.parameters for chunk in self.chunks)
 
     def initialize(self, seed: int, std: float, *, only: Role | None = None) -> None:
         """Sets the initial weights that the modules declare for all parameters, or for parameters of the role `only`.
 
-        The values depend only on the seed, the parameter's name and the element's position.
+        The values do not depend on the mesh or the chunks: each element's random number follows from the seed, the
+        parameter's name and the element's position.
         """
         declared = dict(declarations(self._module))
         initial = {name: each.initial for name, each in declared.items() if only in (None, each.role)}
@@ -287,7 +291,8 @@ class ModelState:
         self.counters = {name: value for each in counted for name, value in each.items()}
         now = OptimizerStep(self.steps, lr, gradient_scale, self.counters)
         chunks = self._gathering.used_order(self.trained)  # the next step uses the chunks in the same order
-        chunks.sort(key=lambda chunk: chunk.update.is_collective, reverse=True)  # before the worker gets any update
+        # Collective updates run first, in this thread, before the update thread gets any update.
+        chunks.sort(key=lambda chunk: chunk.update.is_collective, reverse=True)
         for chunk in chunks:
             chunk.unsharded.wait()
         for chunk, following in zip_longest(chunks, chunks[1:]):
@@ -319,16 +324,16 @@ class ModelState:
                     chunk.refresh_compute_copy()
 
     def finish(self) -> None:
-        """Finishes all running operations, and all-gathers the parameters that are always whole on the device; must precede
-        the end of the process group."""
+        """Waits for running updates and parameter transfers, and all-gathers the parameters that are always whole on
+        the device; must precede the end of the process group."""
         for chunk in self.chunks:
             if chunk.plan.keeps_unsharded:
                 chunk.unsharded.gather()
             chunk.unsharded.wait()
 
     def _limit_reductions(self, begun: GradientReduction) -> None:
-        """Limits the running reductions after `begun` has started: at most `_REDUCING` may use their whole buffers, or none
-        without `overlap`."""
+        """Limits the running reductions after `begun` has started: at most `_REDUCING` may use temporary whole buffers;
+        without `overlap`, none continues."""
         if not self.options.overlap:
             begun.finish()
         elif begun.chunk.plan.adds_gradients or (begun.offloaded and not begun.alone):

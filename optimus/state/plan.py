@@ -29,7 +29,8 @@ Shard = Literal["none", "optimizer", "gradients", "parameters"]
 
 _SMALLEST, _LARGEST = 1 << 22, 1 << 26  # elements: range of chunk sizes, efficient for networks and small for a device
 _SIZES = 240  # number of sizes that the search tries
-_CHUNKS = 8  # minimum per model, unless chunks get too small: transfers of other chunks overlap with the use of one
+# Minimum number of chunks of a model, unless chunks get too small; while one chunk is in use, others are in transfer.
+_CHUNKS = 8
 
 
 @dataclass(frozen=True)
@@ -476,7 +477,7 @@ def _end_to_end(numbers: Sequence[int], sizes: Sequence[int], align: int) -> lis
 
 
 def chunk_limit(groups: Sequence[Sequence[int]], chosen: int | None) -> int:
-    """Returns the largest number of elements in a chunk: `chosen`, or where it is None the result of `search_limit`."""
+    """Returns the maximum number of elements in a chunk: `chosen`, or where it is None the result of `search_limit`."""
     return chosen or _found_limit(tuple(map(tuple, groups)))
 
 

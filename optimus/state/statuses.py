@@ -23,8 +23,8 @@ TRANSITIONS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
         "fetching": {"gather": "coming", "arrive": "here"},  # this rank's shard is in transfer from the host
         "coming": {"arrive": "here"},  # shards are in transfer from other ranks
     },
-    # Whole gradients of a microbatch or a step; also the accumulated shard, where it is a separate buffer. Both start at
-    # zero.
+    # Whole gradients of a microbatch or a step; also the accumulated shard, where it is a separate buffer. Both buffers
+    # start at zero.
     "gradients": {
         "here": {"open": "here", "add": "here", "reduce": "leaving", "free": "absent"},
         "absent": {"open": "here", "free": "absent"},

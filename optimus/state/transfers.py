@@ -231,5 +231,5 @@ class StreamTransfers(Transfers):
 
 
 def transfers(device: torch.device) -> Transfers:
-    """Returns the transfers of `device`."""
+    """Returns the transfers of `device`: with copies on separate streams, unless the device is a CPU."""
     return Transfers(device) if device.type == "cpu" else StreamTransfers(device)

@@ -4,7 +4,8 @@ If the chip has TMA (`tuning.by_descriptors`), kernels load contiguous operands 
 persistent program, which prefetches the next tile while it finishes the current one. Kernels always load gathered rows by
 pointers, and also all operands if the dtype, the widths or the chip do not allow descriptors.
 
-Legend: P routed rows, E experts, R tiles of rows; A [P, L] @ B [E, L, N] -> [P, N]; a weight's gradient is [E, M, N].
+Legend: T tokens, P routed rows, E experts, R tiles of rows; A [P, L] @ B [E, L, N] -> [P, N], where [X, Y] is [L, N] or
+[N, L]; a weight's gradient is [E, M, N], from G columns of tokens and O columns of rows.
 """
 
 from typing import Any
@@ -47,9 +48,9 @@ def weight_gradient(
 ) -> Tensor:  # fmt: skip
     """Computes for each expert the sum over its rows of outer products of `tokens_TG` and `rows_PO`.
 
-    The result is [E, G, O], or [E, O, G] with `rows_first`. It is written to `into`, or added to it if `accumulate`, and
-    `into` is returned. One program computes a tile of one expert's gradient: it sums over the expert's rows in order, in
-    registers, and adds to every element once. So the bits are the same every time.
+    The result is [E, G, O], or [E, O, G] with `rows_first`. The function writes the result to `into`, or adds it there
+    if `accumulate`, and returns `into`. One program computes a tile of one expert's gradient: it sums over the expert's
+    rows in order, in registers, and adds to every element once. So the bits are the same every time.
     """
     E, M, N = into.shape
     t = tiles("weight_gradient", rows_PO, M, N, routes.row_tile)

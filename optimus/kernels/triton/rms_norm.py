@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_PROGRAMS = 512  # largest number of programs of the backward pass, and so of parts of the weight's gradient
+_PROGRAMS = 512  # maximum number of programs of the backward pass, and so of parts of the weight's gradient
 _BLOCK_ELEMENTS = 4096
 
 

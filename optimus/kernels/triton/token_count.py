@@ -4,7 +4,7 @@ A program compares each choice of a block of tokens with every expert. The colum
 counts. One prefix sum over (expert, block) then gives the first row of each block's choices of each expert. The paper's
 counters are in memory; here a program's counters are in registers, which need neither zeroing nor atomics.
 
-Legend: T tokens, K experts per token, E experts of this rank, B blocks of tokens, P routed rows.
+Legend: T tokens, K experts per token, E experts of this rank, B blocks of tokens.
 """
 
 from typing import NamedTuple

@@ -9,7 +9,7 @@ Rows are the choices (t, k) sorted by expert, stably. `choice_P` gives the choic
 Matmuls process tiles of rows of one expert. Only the device knows the number of tiles, so a program reads from a table
 which expert and rows its tile has.
 
-Legend: T tokens, K experts per token, E experts of this rank, P routed rows, R tiles of rows.
+Legend: T tokens, K experts per token, E experts of this rank, P routed rows, R tiles of rows, B blocks of tokens.
 """
 
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""OPT: GPT-3 with ReLU; the learned positions start at the third row (OPT, section 2.1)."""
+"""OPT: GPT-3 with ReLU (OPT, section 2.1); the learned positions start at the third row, as in `transformers`."""
 
 from optimus.model.families.common import affine
 from optimus.model.families.family import Choice, Family, Key, Same

@@ -1,6 +1,6 @@
 """Dropless Mixture-of-Experts feed-forward layer.
 
-Legend: T tokens, H hidden, K experts per token, U tokens that this rank processes.
+Legend: T tokens, H hidden, K experts per token, U tokens that this rank processes, E experts, I intermediate, J = 2 I.
 """
 
 from collections.abc import Mapping
@@ -107,7 +107,8 @@ class MoeLayer(nn.Module):
 
 
 class _SharedExpert(OverlappedWork):
-    """The two projections of a shared expert, each overlapped with one token exchange."""
+    """The shared expert's computation in two parts, which an all-to-all dispatcher overlaps with the dispatch and with
+    the combine."""
 
     def __init__(self, mlp: DenseMlp, x_TH: Tensor) -> None:
         self._mlp, self._x_TH = mlp, x_TH

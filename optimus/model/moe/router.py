@@ -1,6 +1,6 @@
 """The router: chooses each token's experts and their weights, and sums the statistics for the router losses.
 
-Legend: T tokens, H hidden, E experts, K experts per token.
+Legend: T tokens, H hidden, E experts, K experts per token, G groups of experts.
 """
 
 from collections.abc import Callable, Sequence

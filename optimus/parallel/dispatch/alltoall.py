@@ -5,7 +5,8 @@ the weighted sum over its experts. The token's rank adds these rows in rank orde
 and sums over the inverse index combine the results; each is the other's backward pass. So no operation scatters, and every
 addition has a fixed order.
 
-Legend: N ranks of the group, T tokens of this rank, S copies sent, R copies received, H hidden, K experts per token.
+Legend: N ranks of the group, T tokens of this rank, S copies sent, R copies received, H hidden, K experts per token, P
+ranks of `parts`.
 """
 
 from collections.abc import Callable, Sequence

@@ -3,6 +3,9 @@
 Between nodes, tokens go to the rank with the same local rank, so that all ranks of a node send and receive. The receiving
 rank dispatches tokens within its node, and sends back the sum of the results of its node's experts. So one row per token
 and node crosses the network in each direction, for any number of the node's ranks that hold the token's experts.
+
+Legend: T tokens of this rank, R rows received from all nodes, H hidden, K experts per token, N nodes, M ranks of a
+node.
 """
 
 from collections.abc import Iterator
@@ -21,8 +24,8 @@ from optimus.parallel.dispatch.alltoall import AllToAllDispatch, ExchangeCounts,
 class TwoLevelDispatch:
     """A `TokenDispatcher` over the group `across` nodes, each rank of which dispatches to the group `within` its node.
 
-    With X nodes of M ranks and E experts, local rank l of node x holds the `experts_per_rank` experts from
-    (x M + l) E / (X M) on.
+    With N nodes of M ranks and E experts, local rank l of node n holds the `experts_per_rank` experts from
+    (n M + l) E / (N M) on.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Adds the passes of embedding and output layer on all ranks, each with its shard of the vocabulary.
+"""Adds the passes of the embedding and of the output layer on all ranks; each rank has a shard of the vocabulary.
 
 Source: Balancing Pipeline Parallelism with Vocabulary Parallelism, Yeung et al. 2024, algorithm 1. A rank's logits pass (S)
 needs the last stage's output. A rank's loss pass (T) needs the softmax normaliser, which combines the results of all ranks.
@@ -25,14 +25,14 @@ activations)."""
 
 
 def with_vocabulary(schedule: Schedule, *, backward: bool = True) -> Schedule:
-    """Inserts the vocabulary passes into `schedule`, which has computations alone, at their earliest positions.
+    """Inserts the vocabulary passes into `schedule`, which must contain only computations and no transfers.
 
-    The order of the other computations stays. Without `backward`, the schedule must have forward passes alone, and the
-    function inserts only the embedding passes.
+    The order of the other computations stays. Without `backward`, the schedule must contain only forward passes, and
+    the function inserts only the embedding passes.
 
     The function simulates the computations with the times `USUAL`. Whenever a rank is idle, passes for which other
-    computations wait come first. The gradients of the embedding, for which no rank waits, come last, unless more than
-    `_HELD` of them are ready.
+    computations wait come first. The gradients of the embedding, for which no rank waits, come last, unless more
+    than `_HELD` of them are ready.
     """
     playing = _Playing(replace(schedule, splits_vocabulary=True), backward)
     while playing.remaining:
