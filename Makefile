@@ -23,8 +23,8 @@ install-dev: .venv/installed-dev
 	@$(PIP) --editable '.[dev]'
 	@touch $@
 
-.PHONY: install-evaluate install-wandb install-mlflow install-dedup install-remote install-s3 install-gcs install-hf install-plot install-tensorboard install-bench install-all
-install-evaluate install-wandb install-mlflow install-dedup install-remote install-s3 install-gcs install-hf install-plot install-tensorboard install-bench install-all: install-%: install  ## an optional extra: tasks (lm-eval), Weights & Biases, rivals
+.PHONY: install-evaluate install-wandb install-mlflow install-dedup install-remote install-s3 install-gcs install-hf install-plot install-tensorboard install-ray install-bench install-all
+install-evaluate install-wandb install-mlflow install-dedup install-remote install-s3 install-gcs install-hf install-plot install-tensorboard install-ray install-bench install-all: install-%: install  ## an optional extra: tasks (lm-eval), Weights & Biases, rivals
 	@$(PIP) --editable '.[$*]'
 
 demo: install                   ## text to evaluated model in minutes, with what every machine has

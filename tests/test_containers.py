@@ -3,10 +3,10 @@
 import re
 import shutil
 import subprocess
-import tomllib
 from pathlib import Path
 
 import pytest
+import tomllib
 
 ROOT = Path(__file__).parents[1]
 DOCKER = (ROOT / "containers" / "Dockerfile").read_text(encoding="utf-8")

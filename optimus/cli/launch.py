@@ -32,12 +32,14 @@ def launch(
     max_restarts: Annotated[int, Option(help="Maximum number of restarts in a row without a new checkpoint.")] = 5,
     inject: Annotated[Path | None, Option(help="YAML file with a list of faults to inject.")] = None,
     scheduler: Annotated[
-        Literal["slurm", "pbs"] | None, Option(help="Start nothing; write a batch script for this system.")
+        Literal["slurm", "pbs", "jobset", "trainjob", "skypilot", "ray"] | None,
+        Option(help="Start nothing; write a batch script, manifest or script for this system."),
     ] = None,
-    output: Annotated[Path | None, Option(help="With --scheduler: batch script to write.")] = None,
+    output: Annotated[Path | None, Option(help="With --scheduler: file to write.")] = None,
     time: Annotated[str, Option(help="Time limit in the batch script, HOURS:MINUTES:SECONDS.")] = "12:00:00",
     directive: Annotated[
-        list[str] | None, Option(help="Batch directive, such as '--account=physics'; repeatable.")
+        list[str] | None,
+        Option(help="Batch directive ('--account=physics') or, for a manifest, NAME=VALUE (image=...); repeatable."),
     ] = None,
     check: Annotated[bool, Option("--check", help="Validate without starting or contacting anything.")] = False,
     verbose: Verbose = False,
@@ -54,8 +56,8 @@ def launch(
     from optimus.launch import nodes as launcher
 
     other = ("node", "name", "rendezvous") if scheduler is not None else ("output", "time", "directive")
-    sources = {name: context.get_parameter_source(name) for name in other}
-    if given := [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]:
+    sources = {name: context.get_parameter_source(name) for name in (*other, "time")}
+    if given := [name for name in other if (source := sources[name]) is not None and source.name != "DEFAULT"]:
         why = "leave it out with --scheduler: the batch script chooses it" if scheduler else "it needs --scheduler"
         raise UserError(f"--{given[0]}: {why}")
     alive = launcher.parse_keep_alive(keep_alive)
@@ -73,9 +75,16 @@ def launch(
     if scheduler is not None:
         if output is None:
             raise UserError("--scheduler needs --output PATH for the batch script")
-        submit = launcher.write_batch_script(
-            job, scheduler=scheduler, path=output, time=time, directives=directive or [], inject=inject
-        )
+        if scheduler == "slurm" or scheduler == "pbs":
+            submit = launcher.write_batch_script(
+                job, scheduler=scheduler, path=output, time=time, directives=directive or [], inject=inject
+            )
+        else:
+            if sources["time"] is not None and sources["time"].name != "DEFAULT":
+                raise UserError(f"--time: a manifest for {scheduler} has no time limit: leave it out")
+            submit = launcher.write_manifest(
+                job, platform=scheduler, path=output, directives=directive or [], inject=inject
+            )
         result = {"output": str(output), "submit": submit, "nodes": nodes, "spares": spares}
         show(result, as_json, f"{output}: {nodes} nodes and {spares} spares; submit it with: {submit}")
         return

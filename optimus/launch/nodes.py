@@ -1,6 +1,7 @@
 """Launch of a run on several nodes with spares: `optimus launch` on each node."""
 
-import platform
+import platform as machine
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -20,8 +21,9 @@ from optimus.launch.store import own_address
 from optimus.observe.machine import find_device
 from optimus.observe.signals import ended_by_signals
 from optimus.resilience.exits import Exit
+from optimus.resilience.manifests import Manifest, Platform, manifest, parse_directives
 from optimus.resilience.policy import Do
-from optimus.resilience.scheduler import BatchJob, Scheduler, write_script
+from optimus.resilience.scheduler import BatchJob, Scheduler, write_new, write_script
 from optimus.resolve.microbatches import check_batches, micro_batch
 from optimus.resolve.ranks import mesh_of
 from optimus.resolve.run import ResolvedRun
@@ -51,7 +53,7 @@ def launch(
     Raises `UserError` like `run_node`, and for an invalid configuration, unusable data or a machine that does not fit
     the job.
     """
-    node = node or platform.node()
+    node = node or machine.node()
     fetch_lost_run(load_config(job.config, job.overrides, read_model_folder), resume=True)
     tree, _, _ = _check(job, node)
     name_interface(own_address(rendezvous))
@@ -81,7 +83,7 @@ def check_launch(job: NodeJob, rendezvous: str, node: str | None = None) -> dict
 
     Returns the report of `train` with `check`, and `nodes` and `spares`. Raises `UserError` like `launch`.
     """
-    _, resolved, data = _check(job, node or platform.node())
+    _, resolved, data = _check(job, node or machine.node())
     own_address(rendezvous)
     ready = verify_data(resolved, data)
     return ready | {"nodes": job.nodes, "spares": job.spares}
@@ -117,16 +119,11 @@ def write_batch_script(
     Raises `UserError` when the configured mesh or batch does not fit the ranks, and like `write_script`. The function
     does not check the hardware of the job's nodes.
     """
-    tree = load_config(job.config, job.overrides, read_model_folder)
-    mesh = mesh_of(tree, job.ranks, job.ranks_per_node)
-    check_batches(tree.decided(micro_batch(tree, mesh, {}).values), mesh)
+    tree = _fitting(job)
     command = [
         *("optimus", "launch", str(job.config), *job.overrides),
         *("--nodes", str(job.nodes), "--ranks-per-node", str(job.ranks_per_node)),
-        *("--keep-alive", "{}x{}".format(*job.keep_alive), "--wait", f"{job.wait:g}"),
-        *("--rejoin-wait", f"{_REJOIN if job.rejoin_wait is None else job.rejoin_wait:g}"),
-        *("--max-restarts", str(job.max_restarts)),
-        *([] if inject is None else ["--inject", str(inject)]),
+        *_options(job, inject),
     ]
     batch = BatchJob(
         scheduler,
@@ -140,6 +137,48 @@ def write_batch_script(
         directives=directives,
     )
     return write_script(batch, path)
+
+
+def write_manifest(
+    job: NodeJob, *, platform: Platform, path: Path, directives: Sequence[str] = (), inject: str | Path | None = None
+) -> str:
+    """Writes a manifest (or, for Ray, a script) that runs a job on a platform. Returns the command that submits it.
+
+    `directives` are NAME=VALUE, with the names of `manifests.PLATFORMS`. The configuration's paths are those that the nodes
+    see. Raises `UserError` when the configured mesh or batch does not fit the ranks, and like `manifest`.
+    """
+    tree = _fitting(job)
+    name = re.sub(r"[^a-z0-9]+", "-", Path(tree.train.output).name.lower()).strip("-") or "run"
+    numbers = job.nodes, job.spares, job.ranks_per_node
+    about = Manifest(
+        f"optimus-{name}"[:40].rstrip("-"),
+        str(job.config),
+        job.overrides,
+        *numbers,
+        options=_options(job, inject),
+        directives=parse_directives(directives),
+    )
+    text, submit = manifest(platform, about, path)
+    write_new(path, text)
+    return submit
+
+
+def _fitting(job: NodeJob) -> RunConfig:
+    """Returns the configuration of a job. Raises `UserError` when its mesh or batch does not fit the ranks."""
+    tree = load_config(job.config, job.overrides, read_model_folder)
+    mesh = mesh_of(tree, job.ranks, job.ranks_per_node)
+    check_batches(tree.decided(micro_batch(tree, mesh, {}).values), mesh)
+    return tree
+
+
+def _options(job: NodeJob, inject: str | Path | None) -> list[str]:
+    """Returns the options of `optimus launch` that are the same for all attempts and nodes, besides their numbers."""
+    return [
+        *("--keep-alive", "{}x{}".format(*job.keep_alive), "--wait", f"{job.wait:g}"),
+        *("--rejoin-wait", f"{_REJOIN if job.rejoin_wait is None else job.rejoin_wait:g}"),
+        *("--max-restarts", str(job.max_restarts)),
+        *([] if inject is None else ["--inject", str(inject)]),
+    ]
 
 
 def parse_keep_alive(text: str) -> tuple[int, int]:

@@ -46,15 +46,20 @@ def write_script(job: BatchJob, path: Path) -> str:
     Raises `UserError` when `path` exists or cannot be written, or when `time` or a directive is invalid.
     """
     path = user_path(path)
-    text = script(job, submit := f"{_SUBMIT[job.scheduler]} {shlex.quote(str(path))}")
+    write_new(path, script(job, submit := f"{_SUBMIT[job.scheduler]} {shlex.quote(str(path))}"))
+    path.chmod(0o755)
+    return submit
+
+
+def write_new(path: Path, text: str) -> None:
+    """Writes a file. Raises `UserError` when `path` exists or cannot be written."""
+    path = user_path(path)
     with naming_disk_errors(path, "Give --output another path"):
         try:
             with path.open("x", encoding="utf-8") as file:
                 file.write(text)
         except FileExistsError:
             raise UserError(f"--output {path} exists already: give another name") from None
-        path.chmod(0o755)
-    return submit
 
 
 def script(job: BatchJob, submit: str) -> str:

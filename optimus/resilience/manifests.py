@@ -1,0 +1,258 @@
+"""Manifests of a run for Kubernetes (JobSet, Kubeflow's TrainJob) and SkyPilot, and a script for Ray.
+
+A user may read and change a manifest before submitting it. JobSet and SkyPilot run `optimus launch` on every node, with
+spares. TrainJob and Ray start the ranks by themselves, so they have no spares.
+"""
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import yaml
+
+from optimus.errors import UserError, nearest
+
+Platform = Literal["jobset", "trainjob", "skypilot", "ray"]
+
+PORT = 29400  # of the rendezvous
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The parameters of a manifest. `config` and `overrides` are those of the run, as the nodes see them."""
+
+    name: str
+    config: str
+    overrides: Sequence[str]
+    nodes: int
+    spares: int
+    ranks_per_node: int
+    options: Sequence[str]  # of `optimus launch`, besides the numbers above
+    directives: Mapping[str, str]
+
+    @property
+    def launch(self) -> list[str]:
+        """The command of a node, without the rendezvous and the node's name."""
+        numbers = {"--nodes": self.nodes, "--spares": self.spares, "--ranks-per-node": self.ranks_per_node}
+        words = [word for name, number in numbers.items() for word in (name, str(number))]
+        return ["optimus", "launch", self.config, *self.overrides, *words, *self.options]
+
+    @property
+    def train(self) -> list[str]:
+        """The command of a rank under another launcher."""
+        return ["optimus", "train", self.config, *self.overrides, "--resume", "auto"]
+
+
+class _Platform(NamedTuple):
+    """A row of the table of platforms. `directives` maps the directives to their meanings."""
+
+    write: Callable[[Manifest], str]
+    submit: str
+    directives: Mapping[str, str]
+    needed: tuple[str, ...] = ()
+    spares: bool = True
+
+
+def manifest(platform: Platform, job: Manifest, path: Path) -> tuple[str, str]:
+    """Returns the text for a platform, and the command that submits the text once it is in the file `path`.
+
+    Raises `UserError` for a directive that the platform does not have or lacks, and for spares on a platform without them.
+    """
+    row = PLATFORMS[platform]
+    for name in job.directives:
+        if name not in row.directives:
+            raise UserError(f"--directive {name}=...: {nearest(name, row.directives)}")
+    if missing := [name for name in row.needed if name not in job.directives]:
+        raise UserError(f"--scheduler {platform} needs --directive {missing[0]}=...: {row.directives[missing[0]]}")
+    if job.spares and not row.spares:
+        raise UserError(
+            f"--scheduler {platform} has no spares, because it starts the ranks by itself: leave --spares out"
+        )
+    submit = row.submit.format(shlex.quote(str(path)))
+    return f"# Written by `optimus launch --scheduler {platform}`; submit it with `{submit}`.\n{row.write(job)}", submit
+
+
+def parse_directives(texts: Sequence[str]) -> dict[str, str]:
+    """Parses directives NAME=VALUE. Raises `UserError` for other text."""
+    for text in texts:
+        if not all(text.partition("=")[::2]):
+            raise UserError(f"--directive {text!r}: give NAME=VALUE")
+    return {text.partition("=")[0]: text.partition("=")[2] for text in texts}
+
+
+def _jobset(job: Manifest) -> str:
+    store = [*("optimus", "rendezvous", "--port", str(PORT), "--address"), "$(POD_IP)"]
+    node = [*job.launch, "--rendezvous", f"{job.name}-store-0-0.{job.name}:{PORT}", "--node", "$(POD_NAME)"]
+    count = job.nodes + job.spares
+    replicated = [
+        {"name": "store", "replicas": 1, "template": {"spec": {"backoffLimit": 0, "template": _pod(job, store, {})}}},
+        {
+            "name": "node",
+            "replicas": 1,
+            "template": {
+                "spec": {
+                    "parallelism": count,
+                    "completions": count,
+                    "completionMode": "Indexed",
+                    # The spares replace lost nodes; only the loss of more nodes fails the job, and starts it again.
+                    "backoffLimitPerIndex": 0,
+                    "maxFailedIndexes": job.spares,
+                    "template": _pod(job, node, _limits(job)),
+                }
+            },
+        },
+    ]
+    return _yaml(
+        {
+            "apiVersion": "jobset.x-k8s.io/v1alpha2",
+            "kind": "JobSet",
+            "metadata": {"name": job.name},
+            "spec": {
+                "network": {"enableDNSHostnames": True, "subdomain": job.name},
+                "successPolicy": {"operator": "All", "targetReplicatedJobs": ["node"]},
+                "failurePolicy": {"maxRestarts": 10},
+                "replicatedJobs": replicated,
+            },
+        }
+    )
+
+
+def _pod(job: Manifest, command: Sequence[str], limits: Mapping[str, str]) -> dict[str, Any]:
+    container: dict[str, Any] = {
+        "name": "optimus",
+        "image": job.directives["image"],
+        "command": list(command),
+        "env": [
+            {"name": name, "valueFrom": {"fieldRef": {"fieldPath": field}}}
+            for name, field in (("POD_IP", "status.podIP"), ("POD_NAME", "metadata.name"))
+        ],
+    }
+    if limits:
+        container["resources"] = {"limits": dict(limits)}
+    spec: dict[str, Any] = {"restartPolicy": "Never", "containers": [container]}
+    if "claim" in job.directives:
+        claim, path = _claim(job)
+        container["volumeMounts"] = [{"name": "shared", "mountPath": path}]
+        spec["volumes"] = [{"name": "shared", "persistentVolumeClaim": {"claimName": claim}}]
+    return {"spec": spec}
+
+
+def _claim(job: Manifest) -> tuple[str, str]:
+    claim, _, path = job.directives["claim"].partition(":")
+    if not claim or not path.startswith("/"):
+        raise UserError(f"--directive claim={job.directives['claim']}: give CLAIM:/PATH")
+    return claim, path
+
+
+def _limits(job: Manifest) -> dict[str, str]:
+    resource = job.directives.get("resource")
+    return {} if resource is None else {resource: str(job.ranks_per_node)}
+
+
+def _trainjob(job: Manifest) -> str:
+    trainer: dict[str, Any] = {
+        "image": job.directives["image"],
+        "command": ["torchrun", "-m", *job.train],
+        "numNodes": job.nodes,
+        "numProcPerNode": job.ranks_per_node,
+    }
+    if limits := _limits(job):
+        trainer["resourcesPerNode"] = {"limits": limits}
+    spec: dict[str, Any] = {
+        "runtimeRef": {"name": job.directives.get("runtime", "torch-distributed")},
+        "trainer": trainer,
+    }
+    if "claim" in job.directives:
+        claim, path = _claim(job)
+        pod = {
+            "volumes": [{"name": "shared", "persistentVolumeClaim": {"claimName": claim}}],
+            "containers": [{"name": "node", "volumeMounts": [{"name": "shared", "mountPath": path}]}],
+        }
+        patched = {"template": {"spec": {"template": {"spec": pod}}}, "name": "node"}
+        runtime = {"template": {"spec": {"replicatedJobs": [patched]}}}
+        spec["runtimePatches"] = [{"manager": "optimus.io/launch", "trainingRuntimeSpec": runtime}]
+    return _yaml(
+        {
+            "apiVersion": "trainer.kubeflow.org/v1alpha1",
+            "kind": "TrainJob",
+            "metadata": {"name": job.name},
+            "spec": spec,
+        }
+    )
+
+
+def _skypilot(job: Manifest) -> str:
+    resources = {name: job.directives[name] for name in ("accelerators", "infra", "image_id") if name in job.directives}
+    run = f"""\\
+head=$(echo "$SKYPILOT_NODE_IPS" | head -n1)
+if [ "$SKYPILOT_NODE_RANK" = 0 ]; then
+    optimus rendezvous --port {PORT} --address "$head" &
+    trap 'kill $!' EXIT
+fi
+{shlex.join(job.launch)} --rendezvous "$head:{PORT}" --node "node-$SKYPILOT_NODE_RANK"
+code=$?
+[ "$SKYPILOT_NODE_RANK" != 0 ] || sleep 30   # the other nodes still read the store
+exit $code
+"""
+    task: dict[str, Any] = {"name": job.name, "num_nodes": job.nodes + job.spares, "workdir": "."}
+    if resources:
+        task["resources"] = resources
+    return _yaml(task | {"setup": job.directives.get("setup", "pip install optimus-pretrain"), "run": run})
+
+
+def _ray(job: Manifest) -> str:
+    values = {"CONFIG": job.config, "OVERRIDES": list(job.overrides), "NODES": job.nodes, "RANKS": job.ranks_per_node}
+    values |= {"DEVICE": job.directives.get("resource", ""), "NAME": job.name}
+    settings = "".join(f"{name} = {value!r}\n" for name, value in values.items())
+    return _RAY.replace("@SETTINGS@\n", settings)
+
+
+def _yaml(content: Mapping[str, Any]) -> str:
+    class Dumper(yaml.SafeDumper):
+        """Writes texts of several lines as blocks."""
+
+    def block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+    Dumper.add_representer(str, block)
+    return yaml.dump(content, Dumper=Dumper, sort_keys=False, width=1000)
+
+
+_RAY = Path(__file__).with_name("ray_job.txt").read_text(encoding="utf-8")
+
+_IMAGE = "the image of the containers, with Optimus and the files of the run, such as image=registry/optimus:1"
+_CLAIM = "a volume claim that all nodes share and its path, such as claim=runs:/runs"
+_RESOURCE = "the devices of a node, one for each rank, such as resource=nvidia.com/gpu"
+PLATFORMS: dict[Platform, _Platform] = {
+    "jobset": _Platform(
+        _jobset,
+        "kubectl apply -f {}",
+        {"image": _IMAGE, "claim": _CLAIM, "resource": _RESOURCE},
+        needed=("image",),
+    ),
+    "trainjob": _Platform(
+        _trainjob,
+        "kubectl apply -f {}",
+        {"image": _IMAGE, "claim": _CLAIM, "resource": _RESOURCE, "runtime": "the name of the training runtime"},
+        needed=("image",),
+        spares=False,
+    ),
+    "skypilot": _Platform(
+        _skypilot,
+        "sky jobs launch {}",
+        {
+            "accelerators": "the devices of a node, such as accelerators=H100:8",
+            "infra": "the cloud, such as infra=aws/us-east-1",
+            "image_id": "the image of the machines",
+            "setup": "the commands that install Optimus",
+        },
+    ),
+    "ray": _Platform(
+        _ray,
+        "python {}",
+        {"resource": "the devices of a node, one for each rank: resource=GPU or the name of another resource of Ray"},
+        spares=False,
+    ),
+}
