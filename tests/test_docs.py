@@ -50,9 +50,11 @@ OF_OTHER_PROGRAMS = {
     "--corpus": "benchmarks.experiments",
     "--dependency": "sbatch",
     "--gpus-per-node": "sbatch",
+    "--gpus-per-task": "srun",
     "--hostfile": "mpiexec",
     "--logdir": "tensorboard",
     "--nproc-per-node": "torchrun",
+    "--ntasks-per-node": "srun",
     "--ppn": "mpiexec",
     "--rehearse": "benchmarks.gpu_check",
 }

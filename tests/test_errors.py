@@ -37,6 +37,7 @@ def test_the_make_targets_that_errors_name_are_there() -> None:
         "hf",
         "plot",
         "tensorboard",
+        "ray",
         "bench",
         "all",
     )

@@ -343,6 +343,8 @@ FIGURES = (
         "save",
         "tokenise",
         "tp2",
+        "low_rank",
+        "generation",
     ),
     *("train", "zero1", "zero2", "zero3"),
 )

@@ -118,9 +118,14 @@ def generate(
     if not asked:
         raise UserError("nothing to continue: give --prompt TEXT, or --prompts FILE")
     if len(asked) == 1 and not as_json:  # shows the text while it is written
-        print("" if chat else asked[0], end="", flush=True)
-        run(**given, prompt=asked, on_text=lambda number, piece: print(piece, end="", flush=True))
-        print()
+        before = [] if chat else [asked[0]]  # shown with the first piece: an error comes alone
+
+        def show_piece(_: int, piece: str) -> None:
+            print(*before, piece, sep="", end="", flush=True)
+            before.clear()
+
+        run(**given, prompt=asked, on_text=show_piece)
+        print(*before, sep="")
         return
     found = [{"prompt": each, "text": text} for each, text in zip(asked, run(**given, prompt=asked), strict=True)]
     told = "\n\n".join(each["text"] if chat else each["prompt"] + each["text"] for each in found)

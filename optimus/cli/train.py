@@ -10,12 +10,14 @@ import typer
 from typer import Argument, Option
 
 from optimus.cli.common import Json, Overrides, Settings, Verbose, app, show, show_ready
+from optimus.errors import UserError
 
 
 def _ranks(text: str) -> int | str:
-    if text != "auto" and not text.isdecimal():
-        raise typer.BadParameter(f"{text} is not a number, nor auto")
-    return text if text == "auto" else int(text)
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise UserError(f"--ranks {text}: give a number or auto") from None
 
 
 @app.command()

@@ -65,7 +65,7 @@ def _scores(folder: Path, name: str, checkpoint: Path) -> Path:
 
 
 def _deliver(folder: Path) -> None:
-    """Passes scores that came after the end of the training to the run's metric sinks."""
+    """Writes scores that came after the end of the training to the run's metric sinks."""
     records = NewScores(folder).read()
     if records:
         sinks = Sinks(folder, load_config(folder / "config.yaml"), read_folder(folder).step)

@@ -131,8 +131,8 @@ def export_model(
         for name, content in files.items():
             if isinstance(content, bytes):
                 (partial / name).write_bytes(content)
-            elif (whole := again.bytes_of(name, content)) is not None:
-                (partial / name).write_bytes(whole)
+            elif (published_bytes := again.bytes_of(name, content)) is not None:
+                (partial / name).write_bytes(published_bytes)
             elif isinstance(content, str):
                 (partial / name).write_text(content, encoding="utf-8")
             else:

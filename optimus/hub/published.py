@@ -40,8 +40,8 @@ def read_published(path: Path) -> dict[str, Any]:
         if (path / name).is_file():
             found[name] = _read(path / name)
     files = [name for name in (GENERATION, *_OF_TOKENS, *_FORMS) if (path / name).is_file()]
-    whole = {name: base64.b64encode((path / name).read_bytes()).decode() for name in files}
-    return found | {"sha256": _sha256(tokenizer) if tokenizer.is_file() else None, "bytes": whole}
+    encoded = {name: base64.b64encode((path / name).read_bytes()).decode() for name in files}
+    return found | {"sha256": _sha256(tokenizer) if tokenizer.is_file() else None, "bytes": encoded}
 
 
 class Remarks(NamedTuple):
@@ -49,18 +49,22 @@ class Remarks(NamedTuple):
 
     config: dict[str, Any]  # fields of config.json
     generation: dict[str, Any]  # fields of generation_config.json
-    whole: dict[str, bytes]  # published files
+    file_bytes: dict[str, bytes]  # published files
     files: dict[str, Any]  # other files, by name: a JSON object, a text or bytes
 
     def bytes_of(self, name: str, content: Any) -> bytes | None:
         """Returns the published bytes of the file `name`, if `content` is what they say but for the version of the program
         that wrote them."""
-        if (whole := self.whole.get(name)) is None:
+        if (content_bytes := self.file_bytes.get(name)) is None:
             return None
-        said = parse_json(whole) if name.endswith(".json") else whole.decode("utf-8", "replace").replace("\r\n", "\n")
+        said = (
+            parse_json(content_bytes)
+            if name.endswith(".json")
+            else content_bytes.decode("utf-8", "replace").replace("\r\n", "\n")
+        )
         if isinstance(said, dict):
             said = {field: value for field, value in said.items() if field not in _VERSIONS}
-        return whole if said == content else None
+        return content_bytes if said == content else None
 
 
 def published_again(
@@ -85,15 +89,15 @@ def published_again(
     config |= {"eos_token_id": _with(eos_id, stops)}
     generation |= {"eos_token_id": _with(eos_id, generation.get("eos_token_id", stops))}
     generation |= {} if GENERATION in said else {"pad_token_id": pad_id}
-    whole = {name: base64.b64decode(text) for name, text in said.get("bytes", {}).items()}
+    file_bytes = {name: base64.b64decode(text) for name, text in said.get("bytes", {}).items()}
     files = {name: said[name] for name in _OF_TOKENS if name in said} if same else {}
-    files |= {name: whole[name] for name in _FORMS if name in whole} if same else {}
+    files |= {name: file_bytes[name] for name in _FORMS if name in file_bytes} if same else {}
     if TOKENIZER in files:
         own = {name: value for name, value in files[TOKENIZER].items() if name not in _OF_A_FOLDER}
         longest = own.get("model_max_length")
         shorter = isinstance(longest, int | float) and longest < context
         files[TOKENIZER] = own | ({"model_max_length": context} if shorter else {})
-    return Remarks(config, generation, whole, files)
+    return Remarks(config, generation, file_bytes, files)
 
 
 def _read(file: Path) -> Any:

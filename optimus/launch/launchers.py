@@ -1,4 +1,4 @@
-"""Joins the ranks that another launcher has started: torchrun, Slurm's `srun`, and `mpiexec` of several MPI libraries.
+"""Finds the ranks that another launcher has started: torchrun, Slurm's `srun`, and `mpiexec` of several MPI libraries.
 
 Every launcher describes a task by environment variables of its own. This module translates them to those of torchrun,
 which the other modules read: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
@@ -51,17 +51,17 @@ _LAUNCHERS = (
 
 
 def join() -> None:
-    """Adds this process's place among the tasks of a launcher to the environment. Raises `UserError` like `place`."""
-    os.environ.update(place(os.environ))
+    """Adds this process's place among the tasks of a launcher to the environment. Raises `UserError` like `rank_variables`."""
+    os.environ.update(rank_variables(os.environ))
 
 
 def meet(run: str | Path) -> None:
     """Adds the place where the ranks of the run folder `run` meet to the environment. Raises `UserError` like
-    `meeting_place`."""
-    os.environ.update(meeting_place(os.environ, run))
+    `master_of`."""
+    os.environ.update(master_of(os.environ, run))
 
 
-def place(env: Mapping[str, str]) -> dict[str, str]:
+def rank_variables(env: Mapping[str, str]) -> dict[str, str]:
     """Returns RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE of a launcher's task with the environment `env`. Returns
     nothing without a launcher, for a single task, and if WORLD_SIZE is set already.
 
@@ -85,7 +85,7 @@ def place(env: Mapping[str, str]) -> dict[str, str]:
     return {}
 
 
-def meeting_place(env: Mapping[str, str], run: str | Path) -> dict[str, str]:
+def master_of(env: Mapping[str, str], run: str | Path) -> dict[str, str]:
     """Returns MASTER_ADDR and MASTER_PORT, where the ranks of the run folder `run` meet, unless `env` has them.
 
     All ranks of a run name the same folder, and no other run may write to it, so the port follows from the folder. Raises
@@ -112,7 +112,7 @@ def meeting_place(env: Mapping[str, str], run: str | Path) -> dict[str, str]:
 
 def check_alone(command: str) -> None:
     """Raises `UserError` if a launcher has started several tasks of `command` on this node, which needs one."""
-    if int({**os.environ, **place(os.environ)}.get("LOCAL_WORLD_SIZE", "1")) > 1:
+    if int({**os.environ, **rank_variables(os.environ)}.get("LOCAL_WORLD_SIZE", "1")) > 1:
         raise UserError(
             f"a launcher has started several tasks of `{command}` on this node: start one per node, which starts the ranks "
             "of its node by itself (srun --ntasks-per-node=1, mpiexec -ppn 1 or --map-by ppr:1:node)"

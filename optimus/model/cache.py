@@ -1,4 +1,4 @@
-"""Cached keys and values, for generation. The rows of a cache are sequences, which may have different lengths.
+"""Keys and values that generation caches. The rows of a cache are sequences, which may have different lengths.
 
 Every layer allocates its buffers once, for `rows` sequences of `capacity` positions, and doubles the capacity when a
 sequence outgrows it. A row that ends leaves its place to the last row, so that the other rows stay where they are.

@@ -59,7 +59,7 @@ class Sinks:
         self._sinks = {row.name: row.make(folder, config, after_step) for row in sinks_of(config)}
 
     def write(self, record: dict[str, Any]) -> None:
-        """Passes a record, which must have `step`, to all sinks."""
+        """Writes a record, which must have `step`, to all sinks."""
         for name, sink in [*self._sinks.items()]:
             try:
                 sink.write(record)

@@ -1,4 +1,4 @@
-"""Manifests of a run for Kubernetes (JobSet, Kubeflow's TrainJob) and SkyPilot, and a script for Ray.
+"""Writes manifests of a run for Kubernetes (JobSet, Kubeflow's TrainJob) and SkyPilot, and a script for Ray.
 
 A user may read and change a manifest before submitting it. JobSet and SkyPilot run `optimus launch` on every node, with
 spares. TrainJob and Ray start the ranks by themselves, so they have no spares.

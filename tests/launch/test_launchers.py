@@ -32,28 +32,28 @@ PREFIXES = {
 @pytest.mark.parametrize("launcher", PREFIXES)
 def test_the_place_of_a_task(launcher: str) -> None:
     expected = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
-    assert launchers.place(named(launcher, 5, 8, 1, 4)) == expected
-    assert launchers.place(named(launcher, 0, 1, 0, 1)) == {}  # a single task starts its own ranks
+    assert launchers.rank_variables(named(launcher, 5, 8, 1, 4)) == expected
+    assert launchers.rank_variables(named(launcher, 0, 1, 0, 1)) == {}  # a single task starts its own ranks
     taken = named(launcher, 5, 8, 1, 4) | {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
-    assert launchers.place(taken) == {}  # torchrun under another launcher
+    assert launchers.rank_variables(taken) == {}  # torchrun under another launcher
 
 
 def test_mpiexec_inside_a_slurm_job() -> None:
     """Open MPI starts its helpers with `srun`, whose variables its tasks inherit."""
     env = named("SLURM", 1, 2, 0, 1) | named("OMPI", 3, 4, 1, 2)
-    assert launchers.place(env)["RANK"] == "3"
+    assert launchers.rank_variables(env)["RANK"] == "3"
 
 
 def test_a_batch_script_and_a_shell_are_no_tasks() -> None:
-    assert launchers.place({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}) == {}
-    assert launchers.place({}) == {}
+    assert launchers.rank_variables({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}) == {}
+    assert launchers.rank_variables({}) == {}
 
 
 def test_the_tasks_of_slurms_nodes() -> None:
     env = named("SLURM", 5, 8, 1, 4)
-    assert launchers.place(env | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)"})["LOCAL_WORLD_SIZE"] == "4"
+    assert launchers.rank_variables(env | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)"})["LOCAL_WORLD_SIZE"] == "4"
     with pytest.raises(UserError, match=r"Slurm has started 4\(x2\),3 tasks on the nodes: start equally many"):
-        launchers.place(env | {"SLURM_STEP_TASKS_PER_NODE": "4(x2),3"})
+        launchers.rank_variables(env | {"SLURM_STEP_TASKS_PER_NODE": "4(x2),3"})
 
 
 @pytest.mark.parametrize(
@@ -69,24 +69,24 @@ def test_the_tasks_of_slurms_nodes() -> None:
 )
 def test_refused(env: dict[str, str], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        launchers.place(env)
+        launchers.rank_variables(env)
 
 
 def test_where_ranks_meet(tmp_path: Path) -> None:
     here, there = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
-    found = launchers.meeting_place(here, tmp_path)
+    found = launchers.master_of(here, tmp_path)
     assert found["MASTER_ADDR"] == "127.0.0.1"
     assert 20_000 <= int(found["MASTER_PORT"]) < 32_000
-    assert launchers.meeting_place(here, tmp_path) == found
-    ports = {launchers.meeting_place(here, tmp_path / str(n))["MASTER_PORT"] for n in range(50)}
+    assert launchers.master_of(here, tmp_path) == found
+    ports = {launchers.master_of(here, tmp_path / str(n))["MASTER_PORT"] for n in range(50)}
     assert len(ports) > 45  # other runs meet elsewhere
-    assert launchers.meeting_place(there | {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, tmp_path) == {}
-    assert launchers.meeting_place(there | {"MASTER_ADDR": "a"}, tmp_path) == {"MASTER_PORT": found["MASTER_PORT"]}
-    assert launchers.meeting_place(there | {"SLURM_STEP_NODELIST": "localhost"}, tmp_path)["MASTER_ADDR"] == "localhost"
+    assert launchers.master_of(there | {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, tmp_path) == {}
+    assert launchers.master_of(there | {"MASTER_ADDR": "a"}, tmp_path) == {"MASTER_PORT": found["MASTER_PORT"]}
+    assert launchers.master_of(there | {"SLURM_STEP_NODELIST": "localhost"}, tmp_path)["MASTER_ADDR"] == "localhost"
     with pytest.raises(UserError, match=r"no place where they meet \(their launcher names none\): set MASTER_ADDR to"):
-        launchers.meeting_place(there, tmp_path)
+        launchers.master_of(there, tmp_path)
     with pytest.raises(UserError, match=r"this machine does not know the name no-such-node07\)"):
-        launchers.meeting_place(there | {"SLURM_STEP_NODELIST": "no-such-node[07-09]"}, tmp_path)
+        launchers.master_of(there | {"SLURM_STEP_NODELIST": "no-such-node[07-09]"}, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ class Metrics(Hook):
         self._writer.close()
 
     def _pass_scores(self) -> None:
-        """Passes scores that `optimus evaluate --watch` has found meanwhile to the sinks."""
+        """Writes scores that `optimus evaluate --watch` has found meanwhile to the sinks."""
         for scores in self._scores.read():
             self._writer.sinks.write(scores)
 
