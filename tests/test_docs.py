@@ -52,9 +52,11 @@ OF_OTHER_PROGRAMS = {
     "--gpus-per-node": "sbatch",
     "--gpus-per-task": "srun",
     "--hostfile": "mpiexec",
+    "--index-url": "pip",
     "--logdir": "tensorboard",
     "--nproc-per-node": "torchrun",
     "--ntasks-per-node": "srun",
+    "--nv": "apptainer",
     "--ppn": "mpiexec",
     "--rehearse": "benchmarks.gpu_check",
 }

@@ -57,11 +57,8 @@ class Remarks(NamedTuple):
         that wrote them."""
         if (content_bytes := self.file_bytes.get(name)) is None:
             return None
-        said = (
-            parse_json(content_bytes)
-            if name.endswith(".json")
-            else content_bytes.decode("utf-8", "replace").replace("\r\n", "\n")
-        )
+        text = content_bytes.decode("utf-8", "replace").replace("\r\n", "\n")
+        said = parse_json(text) if name.endswith(".json") else text
         if isinstance(said, dict):
             said = {field: value for field, value in said.items() if field not in _VERSIONS}
         return content_bytes if said == content else None

@@ -51,13 +51,12 @@ _LAUNCHERS = (
 
 
 def join() -> None:
-    """Adds this process's place among the tasks of a launcher to the environment. Raises `UserError` like `rank_variables`."""
+    """Adds the variables of `rank_variables` to the environment. Raises `UserError` like that function."""
     os.environ.update(rank_variables(os.environ))
 
 
 def meet(run: str | Path) -> None:
-    """Adds the place where the ranks of the run folder `run` meet to the environment. Raises `UserError` like
-    `master_of`."""
+    """Adds the variables of `master_of` to the environment. Raises `UserError` like that function."""
     os.environ.update(master_of(os.environ, run))
 
 
