@@ -31,13 +31,14 @@ def evaluate(
     watch: Annotated[
         bool, Option("--watch", help="Score each checkpoint of a run once, while it trains, until it has finished.")
     ] = False,
+    name: Annotated[str, Option(help="With --watch: name of the series of scores.")] = "watch",
     device: Annotated[str, Option(help="auto, cpu, cuda, xpu, ...")] = "auto",
     output: Annotated[Path | None, Option(help="Write the results to this JSON file.")] = None,
     plugins: Plugins = None,
     as_json: Json = False,
 ) -> None:
     """Score a checkpoint on tasks (lm-eval) and on bits per byte of text."""
-    given = but(locals(), "tasks", "ensemble", "signal", "plot", "watch", "as_json")
+    given = but(locals(), "tasks", "ensemble", "signal", "plot", "watch", "name", "as_json")
     from optimus.api import evaluate as run
 
     if signal:
@@ -56,7 +57,7 @@ def evaluate(
             raise UserError(
                 "--watch scores each checkpoint of one run, into its folder: leave --output and --ensemble out"
             )
-        _watch(**but(given, "checkpoint", "output"), run=checkpoint[0], tasks=names, as_json=as_json)
+        _watch(**but(given, "checkpoint", "output"), run=checkpoint[0], name=name, tasks=names, as_json=as_json)
         return
     results = run(**given, tasks=names)
     rows = [{"task": name, **scores} for name, scores in results["tasks"].items()]
@@ -71,10 +72,14 @@ def evaluate(
 def _watch(*, run: Path, as_json: bool, **options: Any) -> None:
     from optimus.api import watch
 
+    scored = 0
     for step, found in watch(run, **options):
+        scored += 1
         scores = {name: round(value, 4) for name, value in as_metrics(found).items()}
         line = ", ".join(f"{name.removeprefix('evaluated/')} {value:.4f}" for name, value in scores.items())
         print(json.dumps({"step": step, **scores}) if as_json else f"step {step}: {line}", flush=True)
+    if not scored and not as_json:
+        print(f"{run}: its checkpoints have scores in evaluations/; --name starts another series")
 
 
 def _signals(runs: list[Path], plot: Path | None, as_json: bool) -> None:

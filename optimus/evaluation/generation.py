@@ -22,7 +22,7 @@ from optimus.model import KVCache, Transformer
 ROWS = 64  # sequences that `Generation` decodes together by default
 _PREFILL_TOKENS = 8192  # tokens of prompts, padding included, that one forward pass reads
 _PADDED = 1.15  # tokens of such a pass over tokens of its prompts, at most
-_LONGEST_CHARACTER = 4  # bytes of a character in UTF-8, each of which can be a token
+_MOST_HELD = 64  # tokens without a complete character at their end that `TextStream` holds back
 
 
 class Request(NamedTuple):
@@ -54,6 +54,11 @@ class Request(NamedTuple):
             )
         if not 0 <= self.temperature < math.inf:
             raise UserError(f"`temperature` is {self.temperature}: it must be 0 (the most probable token) or more")
+        if type(self.max_tokens) is not int or type(self.seed) is not int or not 0 <= self.seed < 2**63:
+            raise UserError(
+                f"`max_tokens` is {self.max_tokens!r} and `seed` {self.seed!r}: give whole numbers, the seed from 0 to "
+                "2^63 - 1"
+            )
         if not 0 < self.top_p <= 1:
             raise UserError(f"`top_p` is {self.top_p}: it must be above 0 and at most 1")
         return self if context is None else self._replace(prompt=self.prompt[-(context - self.max_tokens) :])
@@ -183,7 +188,8 @@ def sampled(logits_BV: Tensor, requests: Sequence[Request], randoms: Sequence[to
     top_p_B = torch.tensor([request.top_p for request in requests], dtype=torch.float64)
     drawn_B = torch.cat([torch.rand(1, generator=random, dtype=torch.float64) for random in randoms])
     logits_BV = logits_BV.float().cpu()
-    p_BV, order_BV = torch.softmax(logits_BV.double() / temperature_B[:, None], -1).sort(descending=True, stable=True)
+    below_BV = logits_BV.double() - logits_BV.amax(-1, keepdim=True)  # of at most 0, so that no quotient is infinite
+    p_BV, order_BV = torch.softmax(below_BV / temperature_B[:, None], -1).sort(descending=True, stable=True)
     before_BV = p_BV.cumsum(-1) - p_BV  # total probability of the tokens that are more probable than each token
     p_BV[before_BV >= top_p_B[:, None]] = 0
     upto_BV = p_BV.cumsum(-1)
@@ -219,6 +225,7 @@ def generate(
     `Request`, the same for all prompts. `on_text`, if given, is called with (number of the prompt, new piece of its text)
     as soon as the piece is known. Raises `UserError` for options out of range.
     """
+    check_prompts(prompts)
     encode = encoder(tokenizer)
     start = [] if eos_id is None else [eos_id]
     prompt_ids = [encode(prompt) or start for prompt in prompts]
@@ -228,6 +235,15 @@ def generate(
             raise UserError(f"{which} is empty and no end-of-text token is known to start from: give a prompt")
     requests = [Request(ids, stops=start, **options) for ids in prompt_ids]
     return texts(Generation(model, requests, context=context), tokenizer, requests, on_text=on_text)
+
+
+def check_prompts(prompts: Sequence[Any]) -> None:
+    """Raises `UserError` for a prompt that is no text."""
+    for prompt in prompts:
+        try:
+            prompt.encode()
+        except (AttributeError, UnicodeEncodeError):
+            raise UserError(f"the prompt {prompt!r} is not a text in UTF-8: give one") from None
 
 
 def answer(
@@ -249,6 +265,7 @@ def answer(
     their spelling as ordinary text. Further arguments are those of `generate`. Raises `UserError` like `generate`, and if
     the template cannot render a message.
     """
+    check_prompts(messages)
     asked = [Answering.to(template, message, as_tokens) for message in messages]
     ends = () if eos_id is None else (eos_id,)
     requests = [
@@ -302,7 +319,7 @@ class TextStream:
         """Adds a token, and returns the text that is now known: nothing while a character is incomplete."""
         self._new.append(token)
         text = _decode_after(self._tokenizer, self._before, self._new)
-        if text.endswith("\ufffd") and len(self._new) < _LONGEST_CHARACTER:
+        if text.endswith("\ufffd") and len(self._new) < _MOST_HELD:
             return ""
         self._before, self._new = self._new, []
         return self._released(text)

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from optimus.checkpoint.copying import local_checkpoint
-from optimus.checkpoint.folder import Description, read_description
+from optimus.checkpoint.folder import DESCRIPTION, Description, read_description
 from optimus.checkpoint.store import load_model
 from optimus.data.chat import ChatTemplate
-from optimus.data.tokenizer import inspect, load
+from optimus.data.tokenizer import file_sha256, inspect, load
 from optimus.disk import printable, user_path, write_json
 from optimus.errors import UserError
 from optimus.evaluation.generation import answer, generate
@@ -68,14 +68,12 @@ def evaluate(
         optimus.evaluate("runs/first", tasks=["sciq"], task_data="tasks/")["tasks"]["sciq"]["acc"]
     """
     load_plugins(plugins)
-    _check_request(tasks, task_data, hub, text, limit, fewshot, max_bytes)
+    check_request(tasks, task_data, hub, text, limit, fewshot, max_bytes)
     target = _check_output(output)
     paths = [local_checkpoint(each) for each in ([checkpoint] if isinstance(checkpoint, str | Path) else checkpoint)]
     if not paths:
         raise UserError("no checkpoint to evaluate: name one, or several as an ensemble")
     path = paths[0]
-    if text is not None:
-        check_text(text, max_bytes)
     local_tasks = load_tasks(tasks, user_path(task_data), fewshot or 0) if tasks and task_data is not None else []
     loaded = _load_together(paths, device, parse_special)
     results: dict[str, Any] = {"tasks": {}, "bits_per_byte": None}
@@ -117,6 +115,7 @@ def evaluate(
     }
     results["checkpoint"] = {
         "path": printable(str(path)),
+        "sha256": file_sha256(path / DESCRIPTION),
         "step": loaded.description.step,
         "context": loaded.description.context,
     }
@@ -164,7 +163,8 @@ def generate_text(
     assert isinstance(loaded.model, Transformer)
     how: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     how |= {"eos_id": loaded.eos_id, "context": loaded.description.context, "on_text": on_text}
-    prompts, tokens = [prompt] if isinstance(prompt, str) else list(prompt), loaded.tokenizer
+    several, tokens = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes), loaded.tokenizer
+    prompts: list[Any] = list(prompt) if several else [prompt]
     if chat:
         template = _chat_template(path, loaded)
         assert loaded.description.tokenizer is not None
@@ -172,7 +172,7 @@ def generate_text(
         found = answer(loaded.model, template, tokens, as_text, prompts, **how)
     else:
         found = generate(loaded.model, tokens, prompts, **how)
-    return found[0] if isinstance(prompt, str) else found
+    return found if several else found[0]
 
 
 def _chat_template(path: Path, loaded: _Loaded) -> ChatTemplate:
@@ -190,15 +190,16 @@ def _chat_template(path: Path, loaded: _Loaded) -> ChatTemplate:
     return found
 
 
-def _check_request(
-    tasks: Sequence[str],
-    task_data: str | Path | None,
-    hub: bool,
-    text: str | Path | None,
-    limit: int | None,
-    fewshot: int | None,
-    max_bytes: int | None,
+def check_request(
+    tasks: Sequence[str] = (),
+    task_data: str | Path | None = None,
+    hub: bool = False,
+    text: str | Path | None = None,
+    limit: int | None = None,
+    fewshot: int | None = None,
+    max_bytes: int | None = None,
 ) -> None:
+    """Raises `UserError` for arguments of `evaluate` that no checkpoint can be scored with."""
     if not tasks and text is None:
         raise UserError(
             f"nothing to evaluate: name `tasks` ({', '.join(TASKS)}) and the folder of their data, `task_data`, or "
@@ -215,6 +216,8 @@ def _check_request(
     for name, value, least in (("limit", limit, 1), ("fewshot", fewshot, 0), ("max_bytes", max_bytes, 1)):
         if value is not None and value < least:
             raise UserError(f"`{name}` is {value}: it must be at least {least}")
+    if text is not None:
+        check_text(text, max_bytes)
 
 
 def _check_output(output: str | Path | None) -> Path | None:

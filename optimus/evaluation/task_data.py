@@ -69,7 +69,7 @@ def read_prompts(path: Path) -> list[str]:
 
 def _prompt(document: Document) -> Document:
     if not isinstance(document["prompt"], str):
-        raise TypeError("`prompt` is not a string")
+        raise TypeError("it is not a text")
     return document
 
 
@@ -89,14 +89,14 @@ def _read(path: Path, change: Callable[[Document], Document], kind: str = "an ex
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path}:{number}: not {kind} ({error!r})") from error
     if not documents:
-        raise UserError(f"{path} is empty: it must hold one example per line")
+        raise UserError(f"{path} is empty: it must hold {kind} on each line")
     return documents
 
 
 def _lines(path: Path) -> Iterator[str]:
     try:
         open_file = gzip.open if path.suffix == ".gz" else open
-        with open_file(path, "rt", encoding="utf-8") as lines:
+        with open_file(path, "rt", encoding="utf-8-sig") as lines:
             yield from lines
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read ({error}): get the file again") from error

@@ -4,15 +4,17 @@ import re
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from optimus.checkpoint.folder import list_checkpoints, step_of
+from optimus.checkpoint.folder import DESCRIPTION, list_checkpoints, step_of
 from optimus.checkpoint.lease import living_holder
 from optimus.config.load import load_config
-from optimus.disk import user_path
+from optimus.data.tokenizer import file_sha256
+from optimus.disk import parse_json, user_path
 from optimus.errors import UserError
-from optimus.evaluation.run import evaluate
+from optimus.evaluation.run import check_request, evaluate
 from optimus.observe.evaluations import NewScores, scores_path
 from optimus.observe.metrics import Sinks
 from optimus.report.folder import read_folder
@@ -26,9 +28,10 @@ def watch(
     """Scores each checkpoint of `run` once, the newest first, and yields (step, result of `evaluate`). Ends when the
     training has finished and all its checkpoints are scored.
 
-    The result of step N is in the run folder, in `evaluations/NAME-N.json`; a checkpoint with such a file is not scored
-    again. `options` are those of `evaluate`. The training passes the scores to its metric sinks; after the training, this
-    function does. Skips checkpoints that the training removes before they are scored. Raises `UserError` like `evaluate`.
+    The result of step N is in the run folder, in `evaluations/NAME-N.json`; a checkpoint with such a file of its own is not
+    scored again. `options` are those of `evaluate`. The training passes the scores to its metric sinks; after the training,
+    this function does. Says so and goes on where a checkpoint cannot be scored, for example because it has diverged or the
+    training has removed it. Raises `UserError` for arguments with which no checkpoint can be scored.
 
     Example:
         for step, scores in api.watch("runs/first", text="held-out/"):
@@ -36,11 +39,15 @@ def watch(
     """
     if re.fullmatch(r"\w[\w.-]*", name) is None:
         raise UserError(f"`name` is {name!r}: give the beginning of a file name: letters, digits, `_`, `-` and `.`")
-    folder = user_path(run)
+    about = "tasks", "task_data", "hub", "text", "limit", "fewshot", "max_bytes"
+    check_request(**{key: value for key, value in options.items() if key in about})
+    folder, passed_over = user_path(run), set[str]()
     while True:
         state, _ = read_folder(folder).state  # before the look at its checkpoints, so that none is missed
         waiting = [
-            path for path in list_checkpoints(folder, "step", "weights") if not _scores(folder, name, path).exists()
+            path
+            for path in list_checkpoints(folder, "step", "weights")
+            if path.name not in passed_over and not _is_scored(path, _scores(folder, name, path))
         ]
         if waiting:
             path = waiting[-1]
@@ -48,10 +55,10 @@ def watch(
             target.parent.mkdir(exist_ok=True)
             try:
                 yield step_of(path), evaluate(path, output=target, **options)
-            except UserError:
-                if path.exists():
-                    raise
-                print(f"{path} was removed before it was scored (checkpoint.keep)", file=sys.stderr)
+            except UserError as error:
+                passed_over.add(path.name)
+                why = error if path.exists() else f"{path} was removed before it was scored (checkpoint.keep)"
+                print(f"step {step_of(path)} has no score: {why}", file=sys.stderr)
         elif state == "finished":
             if living_holder(folder) is None:
                 _deliver(folder)
@@ -62,6 +69,15 @@ def watch(
 
 def _scores(folder: Path, name: str, checkpoint: Path) -> Path:
     return scores_path(folder, name, step_of(checkpoint))
+
+
+def _is_scored(checkpoint: Path, scores: Path) -> bool:
+    """Returns True if the file `scores` has the scores of this checkpoint, not of an earlier one of the same step, which a
+    rollback has dropped."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        found = parse_json(scores.read_bytes())
+        return bool(found["checkpoint"]["sha256"] == file_sha256(checkpoint / DESCRIPTION))
+    return False
 
 
 def _deliver(folder: Path) -> None:

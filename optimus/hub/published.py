@@ -84,7 +84,8 @@ def published_again(
     )
     stops = config.get("eos_token_id")
     config |= {"eos_token_id": _with(eos_id, stops)}
-    generation |= {"eos_token_id": _with(eos_id, generation.get("eos_token_id", stops))}
+    if GENERATION not in said or "eos_token_id" in generation or config["eos_token_id"] != stops:
+        generation |= {"eos_token_id": _with(eos_id, generation.get("eos_token_id", stops))}
     generation |= {} if GENERATION in said else {"pad_token_id": pad_id}
     file_bytes = {name: base64.b64decode(text) for name, text in said.get("bytes", {}).items()}
     files = {name: said[name] for name in _OF_TOKENS if name in said} if same else {}

@@ -31,6 +31,8 @@ from optimus.training.resolving import resolve_run
 from optimus.training.summary import summarise, summary_lines
 from optimus.training.teacher import check_teacher
 
+_TRAINED = "OPTIMUS_TRAINED"  # variable with the id of the process that has trained as a rank
+
 
 def train_or_check(
     tree: RunConfig,
@@ -51,6 +53,11 @@ def train_or_check(
     ranks = _number_of_ranks(tree, ranks)
     if launched and ranks > 1:
         meet(tree.train.output)
+        if os.environ.get(_TRAINED) == str(os.getpid()) and not check:
+            raise UserError(
+                "this process has trained under its launcher already, and its ranks would meet the ranks of that run: start "
+                "each training as a job of its own"
+            )
     lease = Lease(Path(tree.train.output), uuid.uuid4().hex)
     writes = not launched or os.environ.get("RANK", "0") == "0"
     if resume and writes and not check:
@@ -66,6 +73,7 @@ def train_or_check(
             if fresh_optimizer and writes:
                 _begin_optimizer(Path(tree.train.output))
             if ranks == 1 or launched:
+                os.environ[_TRAINED] = str(os.getpid())
                 stopped_by = run_rank(dump_config(tree), resume, holder=lease.token, users=hooks)
             else:
                 stopped_by = start_ranks(dump_config(tree), resume, ranks, lease.token, hooks)

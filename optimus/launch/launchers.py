@@ -51,8 +51,14 @@ _LAUNCHERS = (
 
 
 def join() -> None:
-    """Adds the variables of `rank_variables` to the environment. Raises `UserError` like that function."""
+    """Adds the variables of `rank_variables` to the environment. Raises `UserError` like that function.
+
+    Without a launcher, removes what an earlier program has left of them, since the rank alone would mislead a run.
+    """
     os.environ.update(rank_variables(os.environ))
+    if "WORLD_SIZE" not in os.environ:
+        for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name, None)
 
 
 def meet(run: str | Path) -> None:
@@ -68,12 +74,18 @@ def rank_variables(env: Mapping[str, str]) -> dict[str, str]:
     """
     if "WORLD_SIZE" in env:
         _check_complete(env)
-        return {}
+        if env["WORLD_SIZE"] != "1":
+            return {}
     for launcher in _LAUNCHERS:
-        found = [env.get(name) for name in launcher[1:]]
-        if all(value is not None for value in found):
-            rank, ranks, local_rank, local_ranks = (_number(launcher.name, str(value)) for value in found)
-            return _place(launcher.name, rank, ranks, local_rank, local_ranks, env)
+        if all(name in env for name in launcher[1:]):
+            found = _place(launcher, *(_number(launcher, name, env[name]) for name in launcher[1:]))
+            if found and "WORLD_SIZE" in env:
+                raise UserError(
+                    f"WORLD_SIZE is 1, but {launcher.name} has started {found['WORLD_SIZE']} tasks: unset WORLD_SIZE"
+                )
+            return found
+    if "WORLD_SIZE" in env:
+        return {}
     for name in ("PMIX_RANK", "PMI_RANK", "PALS_RANKID"):
         if name in env:
             raise UserError(
@@ -121,7 +133,8 @@ def check_alone(command: str) -> None:
 def first_node(nodes: str) -> str:
     """Returns the first name of a Slurm node list, such as "a[03-05,9],b1" ("a03")."""
     match = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\](.*?)(?:,|$))?", nodes)
-    assert match is not None
+    if match is None:
+        return nodes
     name, number, rest = match.groups()
     return name + (number or "") + (rest or "")
 
@@ -135,32 +148,53 @@ def _is_known(name: str) -> bool:
 
 
 def _check_complete(env: Mapping[str, str]) -> None:
-    if int(env["WORLD_SIZE"]) > 1 and (missing := [n for n in ("RANK", "MASTER_ADDR", "MASTER_PORT") if n not in env]):
+    """Raises `UserError` unless torchrun's variables are complete and possible."""
+    needed = ("RANK", "MASTER_ADDR", "MASTER_PORT") if env["WORLD_SIZE"] != "1" else ()
+    if missing := [name for name in needed if not env.get(name)]:
         raise UserError(
             f"WORLD_SIZE is {env['WORLD_SIZE']}, but {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not "
             "set, so the ranks cannot find one another: set them for every rank, or unset WORLD_SIZE for a run of its own"
         )
+    ranks = _above(env, "WORLD_SIZE", 1, None)
+    local = _above(env, "LOCAL_WORLD_SIZE", 1, ranks + 1) if "LOCAL_WORLD_SIZE" in env else ranks
+    for name, end in (("RANK", ranks), ("LOCAL_RANK", local), ("MASTER_PORT", 65536)):
+        if name in env:
+            _above(env, name, 0, end)
 
 
-def _number(launcher: str, text: str) -> int:
-    """Parses a number of `launcher`; the tasks per node of Slurm may be "2(x3)", or "2,1" where nodes differ."""
-    match = re.fullmatch(r"(\d+)(?:\(x\d+\))?", text)
-    if match is None:
+def _above(env: Mapping[str, str], name: str, least: int, end: int | None) -> int:
+    """Returns the number in the variable `name`. Raises `UserError` unless it is at least `least` and below `end`."""
+    text = env[name]
+    if not text.isdecimal() or int(text) < least or (end is not None and int(text) >= end):
+        limit = "" if end is None else f" below {end}"
         raise UserError(
-            f"{launcher} has started {text} tasks on the nodes: start equally many on every node, as the ranks of a run need"
+            f"{name} is {text!r}, but must be a number of at least {least}{limit}: correct it, or unset WORLD_SIZE, RANK, "
+            "LOCAL_RANK and LOCAL_WORLD_SIZE for a run of its own"
         )
-    return int(match[1])
+    return int(text)
 
 
-def _place(
-    launcher: str, rank: int, ranks: int, local_rank: int, local_ranks: int, env: Mapping[str, str]
-) -> dict[str, str]:
+def _number(launcher: _Launcher, name: str, text: str) -> int:
+    """Parses a variable of `launcher`; the tasks per node of Slurm may be "2(x3)", or "2,1" where nodes differ."""
+    match = re.fullmatch(r"(\d+)(?:\(x\d+\))?", text)
+    if match is not None:
+        return int(match[1])
+    if launcher.local_ranks == name and text:
+        raise UserError(
+            f"{launcher.name} has started {text} tasks on the nodes: start equally many on every node, as the ranks of a "
+            "run need"
+        )
+    raise UserError(f"{name} is {text!r}, which is no number: correct or unset it")
+
+
+def _place(launcher: _Launcher, rank: int, ranks: int, local_rank: int, local_ranks: int) -> dict[str, str]:
     if ranks == 1:
         return {}
-    if ranks % local_ranks or rank % local_ranks != local_rank:
+    if not rank < ranks or not local_ranks or ranks % local_ranks or rank % local_ranks != local_rank:
         raise UserError(
-            f"{launcher} has started rank {rank} of {ranks} as task {local_rank} of {local_ranks} on its node: ranks must "
-            "be numbered node by node, with equally many on every node (srun --distribution=block, Open MPI's --map-by slot)"
+            f"{launcher.name} has started rank {rank} of {ranks} as task {local_rank} of {local_ranks} on its node: ranks "
+            "must be numbered node by node, with equally many on every node (srun --distribution=block, Open MPI's "
+            "--map-by slot)"
         )
     return {
         "RANK": str(rank),

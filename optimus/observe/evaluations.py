@@ -4,15 +4,17 @@ The training passes new scores to its metric sinks, and the report shows them at
 """
 
 import math
+import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from optimus.disk import parse_json
 
 FOLDER = "evaluations"
-_DELIVERED = "delivered.txt"  # names of the files whose scores the sinks have
+_DELIVERED = "delivered.txt"  # checksums and names of the files whose scores the sinks have
+_STEPS = 10**15  # larger numbers are no steps
 
 
 def scores_path(run: Path, name: str, step: int) -> Path:
@@ -27,11 +29,21 @@ def as_metrics(found: Mapping[str, Any]) -> dict[str, Any]:
     for task, scores in tasks.items() if isinstance(tasks, Mapping) else ():
         if isinstance(scores, Mapping):
             numbers |= {f"{task}/{metric}": value for metric, value in scores.items() if metric != "n"}
-    return {
-        f"evaluated/{name}": float(value)
-        for name, value in numbers.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    }
+    return {f"evaluated/{name}": float(value) for name, value in numbers.items() if _is_finite(value)}
+
+
+def scored_step(found: object) -> int | None:
+    """Returns the step of the checkpoint that a file of `optimus evaluate` scores; None for other content."""
+    checkpoint = found.get("checkpoint") if isinstance(found, Mapping) else None
+    step = checkpoint.get("step") if isinstance(checkpoint, Mapping) else None
+    return step if type(step) is int and 0 <= step < _STEPS else None
+
+
+def _is_finite(value: object) -> TypeGuard[float]:
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        return False
 
 
 class NewScores:
@@ -48,14 +60,15 @@ class NewScores:
         checkpoint. Skips files that `evaluate` has not written."""
         records = []
         for path in sorted(self._folder.glob("*.json")):
-            if path.name in self._delivered or " " in path.name:
-                continue
-            self._delivered.add(path.name)
             with suppress(OSError, ValueError):
-                found = parse_json(path.read_text(encoding="utf-8"))
-                step = found["checkpoint"]["step"] if isinstance(found, Mapping) else None
-                if type(step) is int and (metrics := as_metrics(found)):
+                content = path.read_bytes()
+                key = f"{zlib.crc32(content):08x}-{path.name}"
+                if key in self._delivered or " " in key:
+                    continue
+                self._delivered.add(key)
+                with (self._folder / _DELIVERED).open("a", encoding="utf-8") as file:
+                    file.write(f"{key}\n")
+                found = parse_json(content)
+                if (step := scored_step(found)) is not None and (metrics := as_metrics(found)):
                     records.append({"step": step, **metrics})
-            with suppress(OSError), (self._folder / _DELIVERED).open("a", encoding="utf-8") as file:
-                file.write(f"{path.name}\n")
         return records

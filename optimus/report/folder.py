@@ -18,7 +18,7 @@ from optimus.config.yaml_text import parse_yaml
 from optimus.copies import local_run
 from optimus.disk import parse_json, printable, user_path
 from optimus.errors import UserError
-from optimus.observe.evaluations import FOLDER, as_metrics
+from optimus.observe.evaluations import FOLDER, as_metrics, scored_step
 
 _BEAT, _SILENCE = (
     15.0,  # seconds: a younger lease shows that a run of several processes on this host is alive
@@ -165,9 +165,7 @@ def read_folder(run_folder: str | Path, *, ended: bool = False) -> RunFolder:
     newest = {each["step"]: each for each in steps}
     evaluations = {file.stem: read for file in sorted((path / FOLDER).glob("*.json")) if (read := _json(file, skipped))}
     for scores in evaluations.values():
-        checkpoint = scores.get("checkpoint")
-        step = checkpoint.get("step") if isinstance(checkpoint, Mapping) else None
-        if type(step) is int and step in newest:
+        if (step := scored_step(scores)) in newest:
             newest[step] = newest[step] | as_metrics(scores)
     return RunFolder(
         path,

@@ -3,11 +3,12 @@
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from helpers.drawing import config_of
 from helpers.families import SIZES, needed
@@ -133,6 +134,20 @@ def test_the_sentencepiece_form_of_a_tokenizer() -> None:
     assert stream.text == " mensé🦙 all\ufffd"
 
 
+def test_bytes_that_are_no_characters(tokenizer: Any) -> None:
+    """Pieces of any bytes are the text of all bytes, also around characters that cannot be decoded."""
+    alphabet = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(alphabet, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    random, parts = Random(0), ["🦙", "é", "€", "a", "\ufffd", " "]
+    of_byte = {byte: alphabet[letter] for byte, letter in bytes_to_unicode().items()}
+    for _ in range(300):
+        text = b"".join(random.choice(parts).encode()[: random.choice([1, 2, 3, 4, 4])] for _ in range(8))
+        ids, stream = [of_byte[byte] for byte in text], TextStream(tokenizer, [of_byte[ord("x")]])
+        pieces = [stream.add(token) for token in ids]
+        assert "".join(pieces) + stream.finish() == stream.text == tokenizer.decode(ids)
+
+
 def test_ends_of_text_are_held_back(tokenizer: Any) -> None:
     ids = tokenizer.encode("one\nQ: two").ids
     stream = TextStream(tokenizer, [0], ["\nQ:", "\n\n"])
@@ -166,6 +181,18 @@ def test_seed(model: Transformer) -> None:
     assert list(generate_tokens(model, PROMPT, max_tokens=12, temperature=0.7, top_p=1e-9)) == greedy_without_cache(
         model, PROMPT, 12
     )
+
+
+def bytes_to_unicode() -> dict[int, str]:
+    """Returns GPT-2's letter for each byte."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+
+
+def test_a_tiny_temperature_is_greedy(model: Transformer) -> None:
+    found = list(generate_tokens(model, PROMPT, max_tokens=9, temperature=1e-320))
+    assert found == greedy_without_cache(model, PROMPT, 9)
 
 
 def test_nucleus() -> None:
@@ -221,6 +248,8 @@ def test_decode_keeps_the_first_space() -> None:
         ({"max_tokens": 1, "temperature": -1.0}, "`temperature` is -1"),
         ({"max_tokens": 1, "temperature": float("nan")}, "`temperature` is nan"),
         ({"max_tokens": 1, "top_p": 0.0}, "`top_p` is 0"),
+        ({"max_tokens": 1.5}, "`max_tokens` is 1.5 and `seed` 0: give whole numbers"),
+        ({"max_tokens": 1, "seed": 2**64}, "give whole numbers, the seed from 0 to"),
     ],
 )
 def test_errors(model: Transformer, options: dict[str, Any], message: str) -> None:
@@ -231,6 +260,9 @@ def test_errors(model: Transformer, options: dict[str, Any], message: str) -> No
 def test_empty_prompt(model: Transformer, tokenizer: Any) -> None:
     with pytest.raises(UserError, match="prompt is empty"):
         generate(model, tokenizer, [""], max_tokens=1)
+    for odd in (b"a", 3, "\ud800"):
+        with pytest.raises(UserError, match="is not a text in UTF-8: give one"):
+            generate(model, tokenizer, [odd], max_tokens=1)
     with pytest.raises(UserError, match="prompt 1 is empty"):
         generate(model, tokenizer, ["a", ""], max_tokens=1)
 

@@ -1,6 +1,7 @@
 """`evaluate --watch`: each checkpoint of a training is scored once, and the scores reach the report and the sinks."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -85,13 +86,13 @@ def test_a_checkpoint_that_is_removed_is_passed_over(
     monkeypatch.setattr("optimus.evaluation.watch.evaluate", removed)
     assert [step for step, _ in api.watch(run, text=text)] == [6]
     assert len(scored) == 2
-    assert "step-00000003 was removed before it was scored (checkpoint.keep)" in capsys.readouterr().err
+    assert re.search(r"step 3 has no score: .*step-00000003 was removed before it was scored", capsys.readouterr().err)
 
 
 def test_a_series_of_another_name_is_a_file_name(tmp_path: Path) -> None:
     for name in ("", "a/b", "two words", ".."):
         with pytest.raises(UserError, match="give the beginning of a file name: letters"):
-            next(api.watch(tmp_path, name=name))
+            next(api.watch(tmp_path, name=name, text="x"))
 
 
 def test_new_scores(tmp_path: Path) -> None:
@@ -110,9 +111,52 @@ def test_new_scores(tmp_path: Path) -> None:
     path.write_text(json.dumps(found))
     (path.parent / "other.json").write_text("[1]")
     (path.parent / "half.json").write_text('{"tasks"')
+    huge = "1" + 400 * "0"
+    odd = ['{"bits_per_byte": 1}', '{"checkpoint": 5}', '{"checkpoint": [1]}', "{}"]
+    odd += [f'{{"checkpoint": {{"step": {step}}}, "bits_per_byte": 1}}' for step in (huge, -5)]
+    odd += [f'{{"checkpoint": {{"step": 4}}, "bits_per_byte": {huge}}}']
+    for number, text in enumerate(odd):
+        (path.parent / f"odd-{number}.json").write_text(text)
     scores = NewScores(tmp_path)
     assert scores.read() == [{"step": 4, **metrics}]
     assert scores.read() == NewScores(tmp_path).read() == []
+    path.write_text(json.dumps(found | {"bits_per_byte": 3}))  # a rollback and a new checkpoint of the same step
+    assert scores.read() == [{"step": 4, **metrics, "evaluated/bits_per_byte": 3.0}]
+
+
+def test_steps_that_are_trained_again_are_scored_again(small_run: dict[str, Any], text: Path, tmp_path: Path) -> None:
+    """Scores of a checkpoint that a rollback has dropped are not taken for those of the new one; nor are damaged files."""
+    run, config = tmp_path / "run", small_run | {"checkpoint": {"every": 3, "keep": None}}
+    optimus.train(config)
+    before = {step: found["bits_per_byte"] for step, found in api.watch(run, text=text)}
+    api.rollback(run, 3)
+    optimus.train(config | {"lr_schedule": config["lr_schedule"] | {"lr": 0.1}}, resume=True)
+    scores_path(run, "watch", 3).write_text('{"tasks"')
+    after = {step: found["bits_per_byte"] for step, found in api.watch(run, text=text)}
+    assert after[3] == before[3]
+    assert after[6] != before[6]
+    assert after[6] == evaluate(run, text=text)["bits_per_byte"]
+
+
+def test_a_checkpoint_that_cannot_be_scored_does_not_keep_the_others(
+    small_run: dict[str, Any],
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    optimus.train(small_run | {"checkpoint": {"every": 3, "keep": None}})
+
+    def diverged(path: Path, **options: Any) -> dict[str, Any]:
+        if path.name.endswith("6"):
+            raise UserError(f"{path} has diverged (bits per byte nan): use an earlier checkpoint")
+        return evaluate(path, **options)
+
+    monkeypatch.setattr("optimus.evaluation.watch.evaluate", diverged)
+    assert [step for step, _ in api.watch(tmp_path / "run", text=text)] == [3]
+    assert "step 6 has no score: " in capsys.readouterr().err
+    with pytest.raises(UserError, match="nothing to evaluate: name `tasks`"):
+        next(api.watch(tmp_path / "run"))
 
 
 def test_options_that_do_not_go_together(

@@ -1,5 +1,6 @@
 """Launchers of others: a task's place by each launcher's variables, and runs under torchrun and Open MPI."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -38,6 +39,9 @@ def test_the_place_of_a_task(launcher: str) -> None:
     assert launchers.rank_variables(taken) == {}  # torchrun under another launcher
 
 
+TORCHRUN = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
 def test_mpiexec_inside_a_slurm_job() -> None:
     """Open MPI starts its helpers with `srun`, whose variables its tasks inherit."""
     env = named("SLURM", 1, 2, 0, 1) | named("OMPI", 3, 4, 1, 2)
@@ -65,6 +69,19 @@ def test_the_tasks_of_slurms_nodes() -> None:
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "PMI_RANK=1: .* Set RANK, WORLD_SIZE, LOCAL_RANK, .* or unset PMI_RANK"),
         ({"WORLD_SIZE": "2", "RANK": "0"}, "WORLD_SIZE is 2, but MASTER_ADDR and MASTER_PORT are not set"),
         ({"WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "but RANK is not set"),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "", "RANK": "0"}, "but MASTER_PORT is not set"),
+        *(({"WORLD_SIZE": text}, f"WORLD_SIZE is {text}|WORLD_SIZE is '{text}'") for text in ("", "two", "0", "-1")),
+        (TORCHRUN | {"RANK": "5"}, "RANK is '5', but must be a number of at least 0 below 2: correct it, or unset"),
+        (TORCHRUN | {"LOCAL_RANK": "x"}, "LOCAL_RANK is 'x', but must be a number"),
+        (TORCHRUN | {"MASTER_PORT": "70000"}, "MASTER_PORT is '70000', but must be a number of at least 0 below 65536"),
+        (named("OMPI", 3, 2, 1, 2), "Open MPI has started rank 3 of 2"),
+        (named("OMPI", 0, 2, 0, 0), "as task 0 of 0 on its node"),
+        (named("OMPI", 0, 0, 0, 1), "Open MPI has started rank 0 of 0"),
+        (
+            named("OMPI", 0, 2, 0, 2) | {"OMPI_COMM_WORLD_LOCAL_RANK": ""},
+            "OMPI_COMM_WORLD_LOCAL_RANK is '', which is no",
+        ),
+        (named("OMPI", 0, 2, 0, 2) | {"WORLD_SIZE": "1"}, "WORLD_SIZE is 1, but Open MPI has started 2 tasks: unset"),
     ],
 )
 def test_refused(env: dict[str, str], message: str) -> None:
@@ -122,6 +139,35 @@ def test_another_number_of_ranks_than_the_launchers(small_run: dict[str, Any], m
         optimus.train(small_run, ranks=3)
     with pytest.raises(UserError, match='`ranks` is 0: give a number of at least 1, or "auto"'):
         optimus.train(small_run, ranks=0)
+
+
+def test_a_rank_that_an_earlier_program_has_left_is_ignored(
+    small_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without WORLD_SIZE, a variable RANK does not keep a run from checking that its folder is free."""
+    import optimus
+
+    optimus.train(small_run)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "x")
+    with pytest.raises(UserError, match="already holds a run"):
+        optimus.train(small_run)
+
+
+def test_a_process_trains_once_under_a_launcher(small_run: dict[str, Any], tmp_path: Path) -> None:
+    """A second training in the same tasks would wait for the store of the first."""
+    script = tmp_path / "twice.py"
+    script.write_text(
+        "import sys, json, optimus\n"
+        "config = json.loads(sys.argv[1])\n"
+        "optimus.train(config)\n"
+        "try:\n    optimus.train(config, resume=True)\n"
+        "except optimus.UserError as error:\n    print(error)\n"
+    )
+    torchrun = [str(PROGRAMS / "torchrun"), "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*torchrun, str(script), json.dumps(small_run)], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("this process has trained under its launcher already") == 2
 
 
 def losses(run: Path) -> list[float]:
