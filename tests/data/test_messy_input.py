@@ -208,6 +208,7 @@ def deep(kind: str) -> tuple[str, bytes]:
     }[kind]
 
 
+@pytest.mark.swept
 @pytest.mark.parametrize("dedup", ["none", "exact"])
 @pytest.mark.parametrize("kind", ["line", "gzip", "zstd", "text", "row", "parquet"])
 @pytest.mark.parametrize("tried", [False, True])
@@ -304,6 +305,7 @@ def test_the_field_that_is_named_reads_the_files(run: Callable[..., Any], tmp_pa
     assert run(text_field="content")["documents"] == 3
 
 
+@pytest.mark.swept
 @pytest.mark.parametrize("name", ["utf-16", "utf-16-le", "utf-16-be", "latin-1", "utf-32"])
 @pytest.mark.parametrize("kind", ["a.txt", "a.jsonl", "a.csv.gz", "a.html", "a.jsonl.zst"])
 def test_the_encoding_that_is_named_reads_the_files(

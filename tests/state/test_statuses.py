@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from helpers.orders import CASES, Order
+from helpers.sweep import in_turns
 from optimus.comm import Handle
 from optimus.state import chunk, placement
 from optimus.state.statuses import THREADS, TRANSITIONS, ManagedBuffer, Status
@@ -161,7 +162,7 @@ PLANTED = [
 ]
 
 
-@pytest.mark.parametrize(("file", "right", "wrong"), PLANTED)
+@pytest.mark.parametrize(("file", "right", "wrong"), in_turns(PLANTED, 4, always=12))
 def test_planted_orders_raise(file: str, right: str, wrong: str) -> None:
     """A removed or added line breaks the table's order for some order of events, and raises."""
     with mock.patch.dict(sys.modules):

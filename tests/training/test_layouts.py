@@ -260,7 +260,8 @@ def test_forced_routing(axis: str) -> None:
     assert_same_as_one_process(config, FORCED[axis], STEPS, rtol=2e-5)
 
 
-@pytest.mark.parametrize("number", cases())
+# The array is greedy: its first 42 cases have 96 % of the pairs.
+@pytest.mark.parametrize("number", in_turns(cases(), 4, always=42))
 def test_covering_layouts(number: int) -> None:
     model, layout = drawn(number)
     assert_same_as_one_process(config_of(model), [layout], STEPS, rtol=2e-5)
