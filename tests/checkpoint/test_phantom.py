@@ -11,6 +11,7 @@ import torch
 
 import optimus
 from helpers.phantom import on_phantom
+from helpers.sweep import in_turns
 from optimus.checkpoint.folder import list_checkpoints
 from optimus.checkpoint.staging import Staging
 from optimus.observe.metrics import read_metrics
@@ -54,7 +55,7 @@ def both(config: dict[str, Any], wrong: AbstractContextManager[object] | None = 
             assert (a - b).norm() <= 0.01 * rate * b.numel() ** 0.5, f"the checkpoint of step {step} differs"
 
 
-@pytest.mark.parametrize("residency", RESIDENCES)
+@pytest.mark.parametrize("residency", in_turns([*RESIDENCES], 4, always=1))
 def test_beside_the_training(small_run: dict[str, Any], residency: str) -> None:
     on_phantom(both, 1, configured(small_run, residency))
 

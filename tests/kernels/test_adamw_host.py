@@ -26,6 +26,7 @@ def step(number: int, gradient: torch.Tensor, others: list[torch.Tensor], copy: 
     adamw_in_one_pass(weight, gradient, m, v, copy, factors)
 
 
+@pytest.mark.swept
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("place", ["apart", "gradient", "none"])
 def test_the_definition(compiled: bool, place: str, monkeypatch: pytest.MonkeyPatch) -> None:

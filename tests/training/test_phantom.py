@@ -61,7 +61,7 @@ def configured(layout: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", in_turns([*LAYOUTS], 4, always=6))
 def test_the_numbers_of_the_cpu(layout: str) -> None:
     config = configured(layout)
     rtol = 1e-5 if config["train"]["precision"] == "float32" else 3e-2  # bf16 rounds the result of every operation
