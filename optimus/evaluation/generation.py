@@ -20,6 +20,7 @@ from optimus.evaluation.score import Scored, evaluating
 from optimus.model import KVCache, Transformer
 
 ROWS = 64  # sequences that `Generation` decodes together by default
+_CACHE_BYTES = 4 << 30  # bytes of keys and values of all layers, at most, unless one sequence needs more
 _PREFILL_TOKENS = 8192  # tokens of prompts, padding included, that one forward pass reads
 _PADDED = 1.15  # tokens of such a pass over tokens of its prompts, at most
 _MOST_HELD = 64  # tokens without a complete character at their end that `TextStream` holds back
@@ -76,7 +77,8 @@ class _Row:
 
 
 class Generation:
-    """Decodes the continuations of requests, at most `rows` at a time. Iterating yields (number of the request, token).
+    """Decodes the continuations of requests, at most `rows` at a time, and fewer if their keys and values would take more
+    than 4 GiB. Iterating yields (number of the request, token).
 
     A request gets the tokens that it would get alone, up to rounding. The next request takes the place of a sequence that
     has ended. If `context` is set, a prompt loses its first tokens until prompt and continuation fit into `context` tokens.
@@ -94,10 +96,10 @@ class Generation:
             _Row(number, request, torch.Generator().manual_seed(request.seed), request.max_tokens)
             for number, request in ((number, requests[number]) for number in order)
         ]
-        self._slots = max(1, min(rows, len(requests)))
         self._rows: list[_Row] = []
         self._stopped: set[int] = set()
         capacity = max((len(request.prompt) + request.max_tokens for request in requests), default=1)
+        self._slots = max(1, min(rows, len(requests), _CACHE_BYTES // (capacity * _cache_bytes(model))))
         self._cache = KVCache(model.config.layers, rows=self._slots, capacity=capacity)
 
     def stop(self, number: int) -> None:
@@ -179,6 +181,14 @@ class Generation:
             tokens = sampled(logits_BV, requests, [row.random for row in rows])
         for row, token in zip(rows, tokens, strict=True):
             row.token = token
+
+
+def _cache_bytes(model: Transformer) -> int:
+    """Returns the bytes of the keys and values of one position."""
+    config = model.config
+    latent, heads = config.latent, 2 * config.kv_heads * config.head_size
+    numbers = heads if latent is None else latent.keys + latent.rotary
+    return numbers * config.layers * model.embedding.weight.element_size()
 
 
 def sampled(logits_BV: Tensor, requests: Sequence[Request], randoms: Sequence[torch.Generator]) -> list[int]:

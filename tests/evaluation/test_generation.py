@@ -18,7 +18,7 @@ from optimus.data.tokenizer import load
 from optimus.errors import UserError
 from optimus.evaluation import generate
 from optimus.evaluation.generation import Generation, Request, TextStream, decode, generate_tokens, sampled
-from optimus.model import Batch, Transformer
+from optimus.model import Batch, KVCache, Transformer
 from optimus.model.families import families
 from optimus.model.init import initialize
 from optimus.resolve.ranks import mesh_of
@@ -90,6 +90,29 @@ def test_ends_of_some_rows(model: Transformer) -> None:
             generation.stop(5)
     assert found[:5] == [tokens[: tokens.index(stop)] for tokens, stop in zip(alone[:5], stops[:5], strict=True)]
     assert found[5] == alone[5][:3]
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gpt_oss"])
+def test_the_rows_that_fit_into_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches take no more than the bytes that they may, as they are counted before they are made."""
+    model = Transformer(ModelConfig.model_validate({"family": name, **SIZES, **needed(name)}))
+    initialize(model, seed=3, std=0.5)
+    requests = [Request(prompt, 9) for prompt in drawn(1, 8)]
+    alone = [[token for _, token in Generation(model, [request])] for request in requests]
+    capacity = max(len(request.prompt) for request in requests) + 9
+    one = sum(buffer[:1].nbytes for layer in made_cache(model, capacity).layers for buffer in layer._buffers)
+    monkeypatch.setattr("optimus.evaluation.generation._CACHE_BYTES", 3 * one + one // 2)
+    generation = Generation(model, requests)
+    assert generation._slots == 3
+    assert collected(generation, 8) == alone
+
+
+def made_cache(model: Transformer, capacity: int) -> KVCache:
+    """Returns the cache of a sequence for which `capacity` positions have been reserved."""
+    cache = KVCache(model.config.layers, capacity=capacity)
+    with torch.no_grad():
+        model.hidden_states(torch.tensor([[1, 2]]), cache)
+    return cache
 
 
 def test_a_diverged_sequence_leaves_nothing_in_its_row(model: Transformer) -> None:
