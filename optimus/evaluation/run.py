@@ -68,8 +68,8 @@ def evaluate(
         optimus.evaluate("runs/first", tasks=["sciq"], task_data="tasks/")["tasks"]["sciq"]["acc"]
     """
     load_plugins(plugins)
-    check_request(tasks, task_data, hub, text, limit, fewshot, max_bytes)
     target = _check_output(output)
+    check_request(tasks, task_data, hub, text, limit, fewshot, max_bytes)
     paths = [local_checkpoint(each) for each in ([checkpoint] if isinstance(checkpoint, str | Path) else checkpoint)]
     if not paths:
         raise UserError("no checkpoint to evaluate: name one, or several as an ensemble")
