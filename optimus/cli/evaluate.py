@@ -31,7 +31,7 @@ def evaluate(
     watch: Annotated[
         bool, Option("--watch", help="Score each checkpoint of a run once, while it trains, until it has finished.")
     ] = False,
-    name: Annotated[str, Option(help="With --watch: name of the series of scores.")] = "watch",
+    name: Annotated[str | None, Option(help="With --watch: name of the series of scores. Default: watch.")] = None,
     device: Annotated[str, Option(help="auto, cpu, cuda, xpu, ...")] = "auto",
     output: Annotated[Path | None, Option(help="Write the results to this JSON file.")] = None,
     plugins: Plugins = None,
@@ -53,12 +53,15 @@ def evaluate(
         raise UserError(f"{len(checkpoint)} checkpoint(s){' with --ensemble' if ensemble else ''}: {cure}")
     names = [name for group in tasks or [] for name in group.split(",") if name]
     if watch:
-        if ensemble or output:
+        if ensemble or output or len(checkpoint) > 1:
             raise UserError(
                 "--watch scores each checkpoint of one run, into its folder: leave --output and --ensemble out"
             )
-        _watch(**but(given, "checkpoint", "output"), run=checkpoint[0], name=name, tasks=names, as_json=as_json)
+        series = {} if name is None else {"name": name}
+        _watch(**but(given, "checkpoint", "output"), **series, run=checkpoint[0], tasks=names, as_json=as_json)
         return
+    if name is not None:
+        raise UserError("--name needs --watch: add --watch")
     results = run(**given, tasks=names)
     rows = [{"task": name, **scores} for name, scores in results["tasks"].items()]
     if rows and not as_json:
@@ -75,7 +78,7 @@ def _watch(*, run: Path, as_json: bool, **options: Any) -> None:
     scored = 0
     for step, found in watch(run, **options):
         scored += 1
-        scores = {name: round(value, 4) for name, value in as_metrics(found).items()}
+        scores = as_metrics(found)
         line = ", ".join(f"{name.removeprefix('evaluated/')} {value:.4f}" for name, value in scores.items())
         print(json.dumps({"step": step, **scores}) if as_json else f"step {step}: {line}", flush=True)
     if not scored and not as_json:

@@ -47,6 +47,11 @@ class Request(NamedTuple):
 
         Raises `UserError` for options out of range.
         """
+        if type(self.max_tokens) is not int or type(self.seed) is not int or not 0 <= self.seed < 2**63:
+            raise UserError(
+                f"`max_tokens` is {self.max_tokens!r} and `seed` {self.seed!r}: give whole numbers, the seed from 0 to "
+                "2^63 - 1"
+            )
         if self.max_tokens < 1:
             raise UserError(f"`max_tokens` is {self.max_tokens}: ask for at least one token")
         if context is not None and self.max_tokens >= context:
@@ -55,11 +60,6 @@ class Request(NamedTuple):
             )
         if not 0 <= self.temperature < math.inf:
             raise UserError(f"`temperature` is {self.temperature}: it must be 0 (the most probable token) or more")
-        if type(self.max_tokens) is not int or type(self.seed) is not int or not 0 <= self.seed < 2**63:
-            raise UserError(
-                f"`max_tokens` is {self.max_tokens!r} and `seed` {self.seed!r}: give whole numbers, the seed from 0 to "
-                "2^63 - 1"
-            )
         if not 0 < self.top_p <= 1:
             raise UserError(f"`top_p` is {self.top_p}: it must be above 0 and at most 1")
         return self if context is None else self._replace(prompt=self.prompt[-(context - self.max_tokens) :])
@@ -206,17 +206,6 @@ def sampled(logits_BV: Tensor, requests: Sequence[Request], randoms: Sequence[to
     at_B1 = torch.searchsorted(upto_BV, (drawn_B * upto_BV[:, -1])[:, None], right=True)
     found_B = order_BV.gather(1, at_B1.clamp(max=p_BV.shape[1] - 1))[:, 0]
     return torch.where(greedy_B, logits_BV.argmax(-1), found_B).tolist()
-
-
-def generate_tokens(
-    model: Transformer, prompt_ids: Sequence[int], *, context: int | None = None, **options: Any
-) -> Iterator[int]:
-    """Yields the tokens that continue one prompt, one by one. `options` are those of `Request`.
-
-    Raises `UserError` for options out of range.
-    """
-    generation = Generation(model, [Request(prompt_ids, **options)], context=context)
-    return (token for _, token in generation)
 
 
 def generate(

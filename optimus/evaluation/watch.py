@@ -42,8 +42,9 @@ def watch(
     about = "tasks", "task_data", "hub", "text", "limit", "fewshot", "max_bytes"
     check_request(**{key: value for key, value in options.items() if key in about})
     folder, passed_over = user_path(run), set[str]()
+    read_folder(folder)  # raises if it is no run
     while True:
-        state, _ = read_folder(folder).state  # before the look at its checkpoints, so that none is missed
+        trains = living_holder(folder) is not None  # before the look at its checkpoints, so that none is missed
         waiting = [
             path
             for path in list_checkpoints(folder, "step", "weights")
@@ -59,9 +60,8 @@ def watch(
                 passed_over.add(path.name)
                 why = error if path.exists() else f"{path} was removed before it was scored (checkpoint.keep)"
                 print(f"step {step_of(path)} has no score: {why}", file=sys.stderr)
-        elif state == "finished":
-            if living_holder(folder) is None:
-                _deliver(folder)
+        elif not trains and read_folder(folder).state[0] == "finished":
+            _deliver(folder)
             return
         else:
             time.sleep(every)

@@ -52,6 +52,7 @@ class NewScores:
     def __init__(self, run: Path) -> None:
         self._folder = run / FOLDER
         self._delivered: set[str] = set()
+        self._seen: dict[str, int] = {}  # time of the last change of each file, so that a call reads new files alone
         with suppress(OSError):
             self._delivered = {*(self._folder / _DELIVERED).read_text(encoding="utf-8").split()}
 
@@ -61,7 +62,11 @@ class NewScores:
         records = []
         for path in sorted(self._folder.glob("*.json")):
             with suppress(OSError, ValueError):
+                changed = path.stat().st_mtime_ns
+                if self._seen.get(path.name) == changed:
+                    continue
                 content = path.read_bytes()
+                self._seen[path.name] = changed
                 key = f"{zlib.crc32(content):08x}-{path.name}"
                 if key in self._delivered or " " in key:
                     continue

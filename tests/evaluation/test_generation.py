@@ -1,7 +1,7 @@
 """Generation: greedy tokens, sampled tokens, and the end of a text."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,7 +17,7 @@ from optimus.config import ModelConfig, load_config
 from optimus.data.tokenizer import load
 from optimus.errors import UserError
 from optimus.evaluation import generate
-from optimus.evaluation.generation import Generation, Request, TextStream, decode, generate_tokens, sampled
+from optimus.evaluation.generation import Generation, Request, TextStream, decode, sampled
 from optimus.model import Batch, KVCache, Transformer
 from optimus.model.families import families
 from optimus.model.init import initialize
@@ -26,6 +26,14 @@ from optimus.testing import run_ranks
 from optimus.testing.steps import build
 
 PROMPT = [3, 141, 59, 26]
+
+
+def generate_tokens(
+    model: Transformer, prompt: list[int], *, context: int | None = None, **options: Any
+) -> Iterator[int]:
+    """Returns the tokens that continue one prompt."""
+    generation = Generation(model, [Request(prompt, **options)], context=context)
+    return (token for _, token in generation)
 
 
 def greedy_without_cache(model: Transformer, prompt: list[int], count: int) -> list[int]:

@@ -159,13 +159,25 @@ def test_a_checkpoint_that_cannot_be_scored_does_not_keep_the_others(
         next(api.watch(tmp_path / "run"))
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--watch", "--output", "y"],
+            "--watch scores each checkpoint of one run, into its folder: leave --output and",
+        ),
+        (["other", "--watch"], "--watch scores each checkpoint of one run"),
+        (["--name", "mine"], "--name needs --watch: add --watch"),
+    ],
+)
 def test_options_that_do_not_go_together(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    words = ["evaluate", str(tmp_path), "--watch", "--text", "x", "--output", "y"]
-    monkeypatch.setattr(sys, "argv", ["optimus", *words])
+    monkeypatch.setattr(sys, "argv", ["optimus", "evaluate", str(tmp_path), "--text", "x", *words])
     with pytest.raises(SystemExit):
         cli.main()
-    assert "--watch scores each checkpoint of one run, into its folder: leave --output and --ensemble out" in (
-        capsys.readouterr().err
-    )
+    assert message in capsys.readouterr().err
