@@ -53,7 +53,7 @@ def evaluate(
         raise UserError(f"{len(checkpoint)} checkpoint(s){' with --ensemble' if ensemble else ''}: {cure}")
     names = [name for group in tasks or [] for name in group.split(",") if name]
     if watch:
-        if ensemble or output or len(checkpoint) > 1:
+        if ensemble or output:
             raise UserError(
                 "--watch scores each checkpoint of one run, into its folder: leave --output and --ensemble out"
             )

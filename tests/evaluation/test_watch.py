@@ -166,7 +166,7 @@ def test_a_checkpoint_that_cannot_be_scored_does_not_keep_the_others(
             ["--watch", "--output", "y"],
             "--watch scores each checkpoint of one run, into its folder: leave --output and",
         ),
-        (["other", "--watch"], "--watch scores each checkpoint of one run"),
+        (["other", "--watch"], "2 checkpoint(s): evaluate them one by one"),
         (["--name", "mine"], "--name needs --watch: add --watch"),
     ],
 )
