@@ -11,6 +11,7 @@ import pytest
 NOTEBOOK = Path(__file__).resolve().parents[1] / "examples" / "first_run.ipynb"
 
 
+@pytest.mark.in_turn(1, 3)
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     matplotlib.use("agg")

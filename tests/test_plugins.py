@@ -16,6 +16,7 @@ import yaml
 
 import optimus
 from helpers.plugin_tables import tables_restored
+from helpers.sweep import in_turns
 from helpers.wheels import build_wheel, install
 from optimus import plugins
 from optimus.config import load_config
@@ -339,12 +340,16 @@ def test_two_ranks_train_with_the_example_like_one(folder: Path, environment: di
 
 @pytest.mark.parametrize(
     "command",
-    [
-        "evaluate run --text letters.txt",
-        "generate run --prompt Letter --max-tokens 4",
-        "export run --output hf-{}",
-        "merge run/checkpoints/step-00000002 run/checkpoints/step-00000004 --output merged-{}",
-    ],
+    in_turns(
+        [
+            "evaluate run --text letters.txt",
+            "generate run --prompt Letter --max-tokens 4",
+            "export run --output hf-{}",
+            "merge run/checkpoints/step-00000002 run/checkpoints/step-00000004 --output merged-{}",
+        ],
+        2,
+        always=2,
+    ),
 )
 def test_what_reads_its_checkpoints_asks_for_the_plugin(
     command: str, folder: Path, environment: dict[str, str]

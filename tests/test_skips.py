@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers.sweep import in_turns
+
 TESTS = """
 import pytest
 
@@ -26,7 +28,7 @@ pytest.skip("nothing to import", allow_module_level=True)
 """
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("workers", in_turns(["0", "2"], 2, always=1))
 def test_skips_are_counted_by_reason(workers: str, tmp_path: Path) -> None:
     shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path)
     (tmp_path / "test_some.py").write_text(TESTS)

@@ -80,6 +80,7 @@ def computed(precision: str, gradients: str) -> list[tuple[str, set[str]]]:
     return found
 
 
+@pytest.mark.swept
 @pytest.mark.parametrize("gradients", ["float32", "bfloat16"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_all_compute_in_the_same_type(precision: str, gradients: str) -> None:

@@ -105,6 +105,7 @@ def parts(plan: ChunkPlan) -> Iterator[Element]:
             yield slot.name, region, start - slot.start, end - slot.start
 
 
+@pytest.mark.swept(together=2)
 @pytest.mark.parametrize("how", LAYOUTS, ids=str)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from helpers.sweep import in_turns
 from optimus.config import RunConfig, dump_config, load_config, preset_names, resolve_model
 from optimus.config.load import keys_of_section, other_names, read_section
 from optimus.errors import UserError
@@ -74,7 +75,7 @@ def test_a_tree_is_a_source_too() -> None:
     assert load_config(load_config(base(model="mula-tiny")), ["train.steps=3"]).model.family == "olmo"
 
 
-@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("name", in_turns(preset_names(), 4, always=8))
 def test_the_saved_tree_is_read_back_unchanged(name: str, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     # Texts that YAML could read as another type.

@@ -11,6 +11,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 import optimus
+from helpers.sweep import in_turns
 from optimus.data import chat
 from optimus.data.chat import OURS, ChatTemplate, Conversation, special_texts
 from optimus.data.fields import field_of
@@ -412,7 +413,7 @@ def test_characters_that_are_none() -> None:
         ChatTemplate().conversation([{"role": "assistant", "content": chat._MARKS}], "here")
 
 
-@pytest.mark.parametrize("name", ["ours", "chatml"])
+@pytest.mark.parametrize("name", in_turns(["ours", "chatml"], 2, always=1))
 def test_from_conversations_to_an_answer(folder_of: Any, tmp_path: Path, name: str) -> None:
     """A run that overfits conversations answers as trained and ends its turns; its export has the chat template for
     `transformers`."""

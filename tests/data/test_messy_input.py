@@ -166,6 +166,7 @@ def test_one_message_lists_all(messy: Path, run: Callable[..., Any], tmp_path: P
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.swept
 @pytest.mark.parametrize("given", [{}, {"train_tokenizer": 300}, {"dedup": "exact", "pack": "best-fit"}], ids=str)
 @pytest.mark.parametrize("tried", [False, True])
 def test_the_rest_is_prepared_as_if_it_were_alone(

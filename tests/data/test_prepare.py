@@ -394,7 +394,7 @@ def test_tokenizer_training_ends_at_once(tmp_path: Path, monkeypatch: pytest.Mon
     assert not (tmp_path / "out.partial" / "tokenizer.json").exists()
 
 
-@pytest.mark.parametrize("nth", range(1, 38, 3))
+@pytest.mark.parametrize("nth", in_turns(range(1, 38, 3), 4, always=5))
 def test_stopped_at_any_rename_or_removal_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepared: Path, sources: list[str], tokenizer_file: Path, nth: int
 ) -> None:

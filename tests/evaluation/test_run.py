@@ -143,6 +143,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
 
 
+@pytest.mark.in_turn(0, 3)
 @pytest.mark.usefixtures("hub")
 def test_tasks_of_lm_eval_on_its_own_data(checkpoint: Path, tmp_path: Path) -> None:
     """A task of the hub has the scores of the same documents in a local folder."""

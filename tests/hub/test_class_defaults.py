@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import optimus
+from helpers.sweep import in_turns
 from optimus.checkpoint.store import load_model
 from optimus.errors import UserError
 from optimus.hub import export_checkpoint, import_folder, read_model_folder
@@ -96,7 +97,7 @@ def logits(model: Any) -> torch.Tensor:
     return found if isinstance(found, torch.Tensor) else found.logits
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", in_turns([*PUBLISHED], 4, always=5))
 def test_imported_trained_exported(name: str, small_run: dict[str, Any], tmp_path: Path) -> None:
     theirs = loaded(folder_of(name, tmp_path / "theirs"))
     import_folder(tmp_path / "theirs", tmp_path / "imported")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from helpers.sweep import in_turns
 from optimus.config import ModelConfig
 from optimus.config.load import model_config_from, resolve_model
 from optimus.errors import UserError
@@ -419,7 +420,7 @@ SCALED = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", in_turns([*CONFIGS], 4, always=6))
 def test_a_broken_value_is_named(tmp_path: Path, name: str) -> None:
     """A broken value of any field (a wrong type; huge, negative, or not finite) keeps its meaning or is refused in one
     line with file and field."""

@@ -183,6 +183,7 @@ def test_spares_do_not_disturb_a_full_world_but_take_a_free_place(meet: Callable
     assert isinstance(caught.value, (RendezvousClosedError, dynamic.RendezvousGracefulExitError)), CHANGED
 
 
+@pytest.mark.in_turn(0, 3)
 def test_a_spare_that_comes_too_late_for_a_free_place_waits_on(meet: Callable[..., Nodes]) -> None:
     """A spare that misses a free place keeps waiting after the world's time limit: the world is complete."""
     nodes = meet(2, 4, wait=4.0)

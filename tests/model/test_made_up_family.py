@@ -62,6 +62,7 @@ def test_the_file_is_short() -> None:
     assert len(FILE.read_text().splitlines()) < 60
 
 
+@pytest.mark.in_turn(2, 3)
 def test_a_family_is_a_file(package: Path, small_run: dict[str, Any], tmp_path: Path) -> None:
     one = small_run | {"model": MODEL, "train": small_run["train"] | {"precision": "float32", "steps": 3}}
     trained = []

@@ -344,6 +344,7 @@ def choose(config: ModelConfig, budget: int) -> tuple[Recomputation, Activations
     )
 
 
+@pytest.mark.swept
 @pytest.mark.parametrize("model", [DENSE, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("share", [0.999, 0.8, 0.6, 0.5, 0.4])
 def test_auto_stays_within_its_budget(model: dict[str, Any], share: float) -> None:

@@ -371,6 +371,7 @@ def trained(config: ModelConfig, method: str | None, ranks: int, recomputed: boo
     return [tensor / ranks for tensor in found], calls
 
 
+@pytest.mark.swept
 @pytest.mark.parametrize("config", [DENSE, EXPERTS, WINDOWED, GROUPED], ids=["dense", "experts", "windows", "groups"])
 @pytest.mark.parametrize(("method", "ranks"), [("ring", 2), ("ring", 4), ("ulysses", 2), ("ulysses", 4)])
 def test_a_model_has_the_same_loss_and_gradients(config: ModelConfig, method: str, ranks: int) -> None:

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
+from helpers.sweep import in_turns
 from optimus.comm import Groups
 from optimus.config import ModelConfig
 from optimus.mesh import Mesh
@@ -168,7 +169,9 @@ def all_traffic(kind: str, ranks: int) -> dict[str, Measured]:
     }
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("alltoall", 2), ("alltoall", 4), ("allgather", 2), ("allgather", 4)])
+@pytest.mark.parametrize(
+    ("kind", "ranks"), in_turns([("alltoall", 2), ("alltoall", 4), ("allgather", 2), ("allgather", 4)], 3, always=1)
+)
 def test_kept_results_save_the_collectives_of_recomputation(kind: str, ranks: int) -> None:
     """The cache saves a third of the bytes if the whole forward pass is recomputed (TED, section 7.3).
 

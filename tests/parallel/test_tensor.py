@@ -180,6 +180,7 @@ def model_on_a_grid(name: str, grid: tuple[int, int], sequence: bool) -> tuple[T
     return logits_BSV, loss, gradients
 
 
+@pytest.mark.swept(together=2)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("sequence", [False, True])

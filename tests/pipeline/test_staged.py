@@ -51,7 +51,7 @@ def test_stages_train_as_one_process(model: str, ranks: int, overrides: list[str
     assert_same_as_one_process(config_of(model), [layout], 3, rtol=2e-5)
 
 
-@pytest.mark.parametrize("shard", ["optimizer", "gradients", "parameters"])
+@pytest.mark.parametrize("shard", in_turns(["optimizer", "gradients", "parameters"], 2, always=1))
 def test_state_of_stages_is_shared_out(shard: str) -> None:
     layout = Layout(4, ["parallel.pipeline=2", f"state.shard={shard}", "moe.balance_scope=global"])
     assert_same_as_one_process(config_of("tied"), [layout], 3, rtol=2e-5)

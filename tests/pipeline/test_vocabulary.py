@@ -99,7 +99,7 @@ def test_the_output_layer_is_no_bottleneck(name: str, stages_per_rank: int) -> N
     ids=str,
 )
 @pytest.mark.parametrize("shard", ["none", "parameters"])
-@pytest.mark.swept("overrides", "shard")
+@pytest.mark.swept("shard")
 def test_numbers_are_those_of_one_process(model: dict[str, Any], ranks: int, overrides: list[str], shard: str) -> None:
     keys = ["parallel.pipeline=2", "parallel.vocabulary=true", *(f"parallel.{each}" for each in overrides)]
     layout = Layout(

@@ -14,6 +14,7 @@ import yaml
 from typer.testing import CliRunner
 
 import optimus
+from helpers.sweep import in_turns
 from optimus.cli import app
 from optimus.config import load_config
 from optimus.config.sizes import counted, size_text
@@ -228,19 +229,23 @@ def test_what_is_written_can_be_trained(plan: Callable[..., Any], tmp_path: Path
 
 @pytest.mark.parametrize(
     "rest",
-    [
-        [],
-        ["state.gradient_dtype=bfloat16", "state.overlap=false", "state.tile=4096", "optimizer.clip_norm=2"],
-        ["moe.dispatch=allgather", "recompute_collectives=repeat", "parallel.overlap=false"],
-        ["recompute=auto", "recompute_budget=1GB", "train.precision=float32"],
+    in_turns(
         [
-            "recompute=[norm]",
-            "recompute_every=2",
-            "state.shard=parameters",
-            "state.reshard_after_forward=false",
-            "state.chunk=65536",
+            [],
+            ["state.gradient_dtype=bfloat16", "state.overlap=false", "state.tile=4096", "optimizer.clip_norm=2"],
+            ["moe.dispatch=allgather", "recompute_collectives=repeat", "parallel.overlap=false"],
+            ["recompute=auto", "recompute_budget=1GB", "train.precision=float32"],
+            [
+                "recompute=[norm]",
+                "recompute_every=2",
+                "state.shard=parameters",
+                "state.reshard_after_forward=false",
+                "state.chunk=65536",
+            ],
         ],
-    ],
+        3,
+        always=2,
+    ),
     ids=" ".join,
 )
 def test_what_is_written_is_the_run_that_was_planned(plan: Callable[..., Any], tmp_path: Path, rest: list[str]) -> None:

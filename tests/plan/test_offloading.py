@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from benchmarks.published.jobs import plain_run
+from helpers.sweep import in_turns
 from optimus.config import ModelConfig
 from optimus.config.tree import StateConfig
 from optimus.mesh import Mesh
@@ -122,6 +123,7 @@ def test_gradients_of_several_microbatches_go_where_there_is_room() -> None:
     assert layout_of(asked.changed(state={"accumulate_on": "host"}))["state"]["accumulate_on"] == "host"
 
 
+@pytest.mark.in_turn(2, 3)
 def test_the_largest_model() -> None:
     """Each residency allows a deeper model; offloading everything allows 14 bytes a parameter on the host."""
     by = {plan.job.state.offload: plan for plan in largest(job(SMALL, machine(8e9, 6e10)))}
@@ -181,7 +183,7 @@ def unhidden_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice) -> f
     return passes + updates + up + away * shape.gradient * part / rates.down
 
 
-@pytest.mark.parametrize(("ranks", "published"), [(1, 0.84), (2, 1.0), (4, 1.0)])
+@pytest.mark.parametrize(("ranks", "published"), in_turns([(1, 0.84), (2, 1.0), (4, 1.0)], 2, always=1))
 def test_opt_30b_on_40_gb(ranks: int, published: float) -> None:
     """OPT-30B reaches the published share of PyTorch's speed with OPT-2.7B on 80 GB, if nothing overlaps.
 

@@ -138,14 +138,14 @@ def any_run(seed: int) -> list[Plan]:
     return plans(config, machine, ranks, [f"memory=x{room}"], draw.choice([1.0, 1.5]), 2)
 
 
-@pytest.mark.parametrize("part", in_turns(range(50), always=1))
+@pytest.mark.parametrize("part", in_turns(range(100), always=1))
 def test_a_plan_is_the_run_that_it_resolves_to(monkeypatch: pytest.MonkeyPatch, part: int) -> None:
     """A thousand runs resolve as planned, keep all settings of the plan, and take the bytes of the run's account.
 
     The dry run and the check before a run take the same bytes.
     """
     found = 0
-    for seed in range(20 * part, 20 * part + 20):
+    for seed in range(10 * part, 10 * part + 10):
         for plan in any_run(seed):
             job, config = plan.job, config_of(plan.job)
             written = yaml.safe_load(dump_config(config))
@@ -168,7 +168,7 @@ def test_a_plan_is_the_run_that_it_resolves_to(monkeypatch: pytest.MonkeyPatch, 
             assert state.device == fullest if config.pruning is None else state.device >= fullest
             check(monkeypatch, config, job)
             found += 1
-    assert found > 5
+    assert found > 0
 
 
 PHASED: dict[str, Any] = {

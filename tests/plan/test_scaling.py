@@ -10,6 +10,7 @@ import pytest
 from benchmarks.published.jobs import job
 from benchmarks.published.profiles import load_profile
 from benchmarks.published.program import framework_memory
+from helpers.sweep import in_turns
 from optimus.config import ModelConfig
 from optimus.config.load import model_config_from, resolve_model
 from optimus.mesh import Mesh
@@ -122,7 +123,9 @@ def shares(name: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(("name", "error"), [("perlmutter", 0.10), ("frontier", 0.10), ("alps", 0.15)])
+@pytest.mark.parametrize(
+    ("name", "error"), in_turns([("perlmutter", 0.10), ("frontier", 0.10), ("alps", 0.15)], 2, always=1)
+)
 def test_weak_scaling_of_axonn(name: str, error: float) -> None:
     """One constant is fitted for each machine."""
     predicted, measured = shares(name), [share for _, _, share in MEASURED[name]]

@@ -95,6 +95,7 @@ def test_nothing_faster_is_left_out(asked: Job) -> None:
     assert [division(plan) for plan in found] == [division(each) for each in expected]
 
 
+@pytest.mark.in_turn(0, 3)
 def test_what_a_configuration_says_is_part_of_every_plan() -> None:
     asked = question(SPARSE, 8, 8).changed(
         moe={"dispatch": "allgather"}, parallel={"context_method": "ulysses"}, state={"reshard_after_forward": False}
@@ -185,6 +186,7 @@ def clusters(kinds: list[int], near: float = 1e11, far: float = 1e9) -> list[lis
     return [[near if (a - b) % 2 == 0 else far for b in kinds] for a in kinds]
 
 
+@pytest.mark.in_turn(1, 3)
 def test_nodes_of_two_clusters_are_put_in_order() -> None:
     """Neighbours in the order of ranks belong to one of the two clusters, whose nodes alternate.
 
@@ -320,6 +322,7 @@ def test_what_is_recomputed_is_what_a_model_has(model: ModelConfig, feed_forward
         assert set(load_config(tree | {"train": train}).recompute) == kinds
 
 
+@pytest.mark.in_turn(2, 3)
 def test_models_with_dense_layers_and_experts_are_planned_where_they_only_fit_recomputed() -> None:
     whole = search(question(GROWING, ranks=4, batch=16))[0]
     tight = search(question(GROWING, ranks=4, batch=16, memory=0.3 * whole.memory.total))

@@ -83,6 +83,7 @@ def test_skypilot(small_run: dict[str, Any], tmp_path: Path) -> None:
     assert task.num_nodes == 3
 
 
+@pytest.mark.in_turn(1, 3)
 def test_ray_on_a_local_cluster(small_run: dict[str, Any], tmp_path: Path) -> None:
     """A run on two actors of a local cluster has the losses of two ranks."""
     text = written(small_run, tmp_path, "ray", "--ranks-per-node", "2")

@@ -70,6 +70,7 @@ def made(run: dict[str, Any], backend: str) -> tuple[list[list[int]], list[list[
     return sorted(calls), sorted(said)
 
 
+@pytest.mark.swept
 @pytest.mark.parametrize("backend", ["gloo", "another"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_run_makes_the_groups_that_are_said(name: str, backend: str) -> None:

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from helpers.sweep import in_turns
 from optimus.resolve.memory import live
 from optimus.testing import run_ranks
 from optimus.testing.memory import tracking
@@ -34,7 +35,7 @@ def peaks(sources: list[dict[str, Any]]) -> list[Peak]:
     return [peak(source) for source in sources]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-h1", "zbv"])
+@pytest.mark.parametrize("schedule", in_turns(["1f1b", "interleaved-1f1b", "zb-h1", "zbv"], 3, always=1))
 @pytest.mark.usefixtures("warm_ranks")
 def test_what_is_live_in_a_pipeline_is_what_is_there(schedule: str) -> None:
     """A split backward pass keeps recomputed activations of its first part for the second part.

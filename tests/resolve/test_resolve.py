@@ -135,7 +135,7 @@ def twice(config: RunConfig, ranks: int, where: str) -> ResolvedRun:
     return first
 
 
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("machine", in_turns([*MACHINES], 2, always=1))
 def test_every_preset_resolves_alike_wherever_it_is_asked_for(machine: str) -> None:
     for preset in preset_names():
         twice(configured(preset, ["train.precision=auto"], 8), 8, machine)

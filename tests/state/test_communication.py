@@ -132,6 +132,7 @@ def test_traffic_of_hybrid_sharding() -> None:
     assert traffic.bytes["all_reduce"] == SCALARS
 
 
+@pytest.mark.swept
 @pytest.mark.parametrize("shard", ["none", "optimizer", "gradients", "parameters"])
 @pytest.mark.parametrize("expert", [1, 2, 4])
 @pytest.mark.parametrize("over", ["replicas", "data"])

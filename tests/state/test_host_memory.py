@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from benchmarks.simulated_device import CopyLink, Race, SimulatedDevice, Simulation, StepFigures
 from helpers.drawing import config_of
 from helpers.equality import Trained, train_steps
+from helpers.sweep import in_turns
 from optimus.comm import Group
 from optimus.config import load_config
 from optimus.pipeline import make_schedule
@@ -359,7 +360,7 @@ def train_delayed(config: dict[str, Any], steps: int) -> tuple[Trained, float]:
         return train_steps(config, steps), device.now
 
 
-@pytest.mark.parametrize(("model", "ranks", "layout", "state"), MODELS, ids=str)
+@pytest.mark.parametrize(("model", "ranks", "layout", "state"), in_turns([*MODELS], 3, always=2), ids=str)
 def test_models_give_the_numbers_of_the_device(
     tmp_path: Path, model: str, ranks: int, layout: list[str], state: list[str]
 ) -> None:

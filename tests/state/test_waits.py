@@ -159,7 +159,7 @@ READERS: list[Callable[[Steps, Path], Mapping[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.swept(together=2)
+@pytest.mark.swept
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("residency", RESIDENCES)
 @pytest.mark.parametrize("read", READERS, ids=lambda read: read.__name__)

@@ -164,7 +164,7 @@ def cases() -> list[int]:
     return [POOL[index] for index in covering([asked(number) for number in POOL], costs)]
 
 
-@pytest.mark.parametrize("number", cases())
+@pytest.mark.parametrize("number", in_turns(cases(), 4, always=8))
 def test_layouts(number: int) -> None:
     model, layout = drawn(number)
     rank = number % layout.ranks
@@ -555,13 +555,17 @@ def test_weight_gradients_are_not_rounded() -> None:
 
 @pytest.mark.parametrize(
     ("overrides", "ranks", "products"),
-    [
-        (["parallel.pipeline=2", "parallel.vocabulary=true", "parallel.microbatches=4"], 2, (4 * 2 + 1) * 4),
-        (["parallel.tensor=2"], 2, 2 * (4 * 4 + 16)),  # of 1,024 rows
-        (["parallel.tensor=2", "model.tie_embeddings=true"], 2, 2 * (4 * 4 + 16)),
-        # Frozen matrices have none but those of their two factors each; the output layer is trained.
-        (["train.freeze=[matrix]", "train.lora_rank=4", "train.micro_batch=8"], 1, 4 * 4 * 3 + 1),
-    ],
+    in_turns(
+        [
+            (["parallel.pipeline=2", "parallel.vocabulary=true", "parallel.microbatches=4"], 2, (4 * 2 + 1) * 4),
+            (["parallel.tensor=2"], 2, 2 * (4 * 4 + 16)),  # of 1,024 rows
+            (["parallel.tensor=2", "model.tie_embeddings=true"], 2, 2 * (4 * 4 + 16)),
+            # Frozen matrices have none but those of their two factors each; the output layer is trained.
+            (["train.freeze=[matrix]", "train.lora_rank=4", "train.micro_batch=8"], 1, 4 * 4 * 3 + 1),
+        ],
+        3,
+        always=1,
+    ),
     ids=["vocabulary over stages", "vocabulary over ranks", "tied", "low rank"],
 )
 def test_no_weight_gradient_is_rounded(overrides: list[str], ranks: int, products: int) -> None:
@@ -580,7 +584,7 @@ def saved(config: dict[str, Any], overrides: Sequence[str], ranks: int) -> int:
         return _saved_bytes(run, torch.zeros(8, 2048, dtype=torch.int64).to(torch.device(NAME, 0)))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("dispatch", ["alltoall", "allgather", None])
+@pytest.mark.parametrize("dispatch", in_turns(["alltoall", "allgather", None], 2, always=1))
 def test_saved_activations_of_experts(dispatch: str | None) -> None:
     """A 7B model saves the planned bytes on 8 ranks that share experts and on one, with balanced experts."""
     ranks = 8 if dispatch else 1

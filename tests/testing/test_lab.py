@@ -349,6 +349,7 @@ with lab(2, isolated=sys.argv[1] == "isolated") as cluster:
 """
 
 
+@pytest.mark.swept
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["SIGTERM", "SIGHUP"])
 @pytest.mark.parametrize("kind", ["isolated", "plain"])
 @pytest.mark.usefixtures("default_signals")

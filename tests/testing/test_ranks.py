@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from helpers.sweep import in_turns
 from optimus.testing import RankError, run_ranks
 
 
@@ -136,6 +137,7 @@ def test_workers_are_used_again() -> None:
     assert set(run_ranks(process_id, 2)) <= set(first)
 
 
+@pytest.mark.in_turn(1, 3)
 def test_many_calls_in_a_row() -> None:
     for call in range(20):
         assert [result.item() for result in run_ranks(summed, 4, torch.tensor(call))] == [4 * call + 6] * 4
@@ -173,7 +175,7 @@ def test_a_worker_that_died_while_idle_is_replaced() -> None:
     assert victim not in run_ranks(process_id, 2)
 
 
-@pytest.mark.parametrize("end", ["return", "killed"])
+@pytest.mark.parametrize("end", in_turns(["return", "killed"], 1, always=1))
 def test_a_plain_script_leaves_no_processes_or_files(tmp_path: Path, request: pytest.FixtureRequest, end: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -87,7 +87,7 @@ def trained(
     return found
 
 
-@pytest.mark.swept("more")
+@pytest.mark.swept("model", "ranks")
 @pytest.mark.parametrize(
     ("model", "more", "ranks", "overrides"),
     [

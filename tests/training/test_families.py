@@ -87,7 +87,7 @@ def test_every_family_is_here() -> None:
     assert set(MODELS) == set(families())
 
 
-@pytest.mark.swept
+@pytest.mark.swept("number")
 @pytest.mark.parametrize("number", range(8))
 @pytest.mark.parametrize("name", MODELS | OTHERS)
 def test_layouts(name: str, number: int) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from helpers.sweep import in_turns
 from helpers.trained import train_here
 from optimus import load_model, train
 from optimus.config import load_config
@@ -112,14 +113,18 @@ def sets(config: dict[str, Any], prepared: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("ranks", "sections"),
-    [
-        (2, {"state": {"shard": "parameters"}}),
-        (2, {"parallel": {"pipeline": 2}}),
-        (2, {"parallel": {"pipeline": 2, "vocabulary": True}}),
-        (2, {"parallel": {"tensor": 2}}),
-        (2, {"parallel": {"context": 2}}),
-        (2, {"parallel": {"expert": 2}}),
-    ],
+    in_turns(
+        [
+            (2, {"state": {"shard": "parameters"}}),
+            (2, {"parallel": {"pipeline": 2}}),
+            (2, {"parallel": {"pipeline": 2, "vocabulary": True}}),
+            (2, {"parallel": {"tensor": 2}}),
+            (2, {"parallel": {"context": 2}}),
+            (2, {"parallel": {"expert": 2}}),
+        ],
+        4,
+        always=2,
+    ),
     ids=str,
 )
 def test_several_sets_on_every_layout(

@@ -52,7 +52,7 @@ def run_config(model: str, *overrides: str) -> dict[str, Any]:
     return tree.model_dump(exclude_unset=True)
 
 
-@pytest.mark.swept("model", "ranks", together=2)
+@pytest.mark.swept("model")
 @pytest.mark.parametrize(
     ("model", "ranks", "overrides"),
     [

@@ -61,7 +61,7 @@ def configured(layout: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("layout", in_turns([*LAYOUTS], 4, always=6))
+@pytest.mark.parametrize("layout", in_turns([*LAYOUTS], 4, always=2))
 def test_the_numbers_of_the_cpu(layout: str) -> None:
     config = configured(layout)
     rtol = 1e-5 if config["train"]["precision"] == "float32" else 3e-2  # bf16 rounds the result of every operation
@@ -84,7 +84,7 @@ def with_shared_keys(config: dict[str, Any]) -> tuple[Trained, int]:
         return train_steps(config, 2, device="phantom"), sum(shared)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("family", in_turns(["llama", "qwen3", "mistral"], 2, always=1))
 def test_heads_that_share_keys(family: str) -> None:
     """Torch's operator for dense grouped-query attention gives the numbers of the CPU's own path."""
     config = configured("dense") | {"model": SIZES | {"family": family, "heads": 4, "kv_heads": 2}}
@@ -135,12 +135,20 @@ PLANTED: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     ("layout", "name", "message"),
-    [
-        ("dense", "in_order", "FaultError: (.*\n)*race: _fused_adamw_ on stream"),  # an update during the backward pass
-        ("all on the host", "_behind", "FaultError: (.*\n)*race: copy to the device on stream"),
-        ("all on the host", "_behind", "FaultError: (.*\n)*use after release: copy to the host on stream"),
-        ("optimizer on the host", "staged", "killed by SIGSEGV"),  # an update of a tensor that has not arrived
-    ],
+    in_turns(
+        [
+            (
+                "dense",
+                "in_order",
+                "FaultError: (.*\n)*race: _fused_adamw_ on stream",
+            ),  # an update during the backward pass
+            ("all on the host", "_behind", "FaultError: (.*\n)*race: copy to the device on stream"),
+            ("all on the host", "_behind", "FaultError: (.*\n)*use after release: copy to the host on stream"),
+            ("optimizer on the host", "staged", "killed by SIGSEGV"),  # an update of a tensor that has not arrived
+        ],
+        2,
+        always=2,
+    ),
 )
 def test_planted_mistakes_are_found(layout: str, name: str, message: str) -> None:
     with pytest.raises(RankError, match=message):

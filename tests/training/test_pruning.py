@@ -13,6 +13,7 @@ import optimus
 from helpers.drawing import MODELS, config_of
 from helpers.rules import state_spec
 from helpers.state_groups import model_state
+from helpers.sweep import in_turns
 from helpers.whole import whole_state
 from optimus.checkpoint.masks import all_masks
 from optimus.checkpoint.reader import Reader
@@ -385,7 +386,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "overrides"), LAYOUTS)
+@pytest.mark.parametrize(("ranks", "overrides"), in_turns([*LAYOUTS], 3, always=2))
 def test_the_threshold_is_exact(ranks: int, overrides: list[str]) -> None:
     for found in run_ranks(scored, ranks, overrides, "global", 0.1):
         weights = torch.cat([found["before"][f"model.{name}"].flatten().abs() for name in found["targets"]])
@@ -417,7 +418,7 @@ def test_a_tied_embedding_counts_once(ranks: int) -> None:
         assert left == pytest.approx(0.2, abs=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["layer", "random", "block"])
+@pytest.mark.parametrize("kind", in_turns(["layer", "random", "block"], 2, always=1))
 def test_other_scores_on_every_layout(kind: str) -> None:
     layouts = LAYOUTS if kind != "block" else LAYOUTS[:2]
     results = [run_ranks(scored, ranks, overrides, kind, 0.25)[0] for ranks, overrides in layouts]
@@ -460,7 +461,7 @@ def first_and_made(overrides: list[str]) -> list[tuple[str, bool, bool]]:
     ]
 
 
-@pytest.mark.parametrize(("ranks", "overrides"), LAYOUTS)
+@pytest.mark.parametrize(("ranks", "overrides"), in_turns([*LAYOUTS], 3, always=2))
 def test_what_is_pruned_first_are_the_weights_that_a_run_begins_with(ranks: int, overrides: list[str]) -> None:
     found = [each for rank in run_ranks(first_and_made, ranks, overrides) for each in rank]
     assert found

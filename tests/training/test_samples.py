@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from helpers.sweep import in_turns
 from helpers.trained import train_here
 from optimus import generate, train
 from optimus.observe.metrics import read_metrics
@@ -56,15 +57,19 @@ def test_samples_are_what_the_model_writes_and_change_nothing(config: dict[str, 
 
 @pytest.mark.parametrize(
     ("sections", "ranks"),
-    [
-        ({"state": {"shard": "optimizer"}}, 2),  # rank 0 generates alone
-        ({"state": {"shard": "parameters"}}, 2),
-        ({"parallel": {"pipeline": 2}}, 2),
-        ({"parallel": {"pipeline": 2, "vocabulary": True}}, 2),
-        ({"parallel": {"tensor": 2}}, 2),
-        ({"parallel": {"context": 2}}, 2),
-        ({"parallel": {"expert": 2}}, 2),
-    ],
+    in_turns(
+        [
+            ({"state": {"shard": "optimizer"}}, 2),  # rank 0 generates alone
+            ({"state": {"shard": "parameters"}}, 2),
+            ({"parallel": {"pipeline": 2}}, 2),
+            ({"parallel": {"pipeline": 2, "vocabulary": True}}, 2),
+            ({"parallel": {"tensor": 2}}, 2),
+            ({"parallel": {"context": 2}}, 2),
+            ({"parallel": {"expert": 2}}, 2),
+        ],
+        3,
+        always=2,
+    ),
     ids=str,
 )
 def test_every_layout_writes_what_one_process_writes(

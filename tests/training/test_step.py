@@ -11,6 +11,7 @@ import torch
 
 from helpers.drawing import config_of
 from helpers.rules import ADAMW, LION, MUON, SCHEDULE_FREE
+from helpers.sweep import in_turns
 from helpers.whole import whole_state
 from optimus.optim.rule import OptimizerStep, Tile, UpdateRule
 from optimus.testing import run_ranks
@@ -34,6 +35,7 @@ def with_another_loss(config: dict[str, Any], limit: float, other: float) -> Ste
     return result
 
 
+@pytest.mark.swept
 @pytest.mark.parametrize("tensor", [2, [2, 2]])
 @pytest.mark.parametrize(("limit", "other"), [(5.0, 1.5), (5.0, 20.0), (math.inf, math.nan)])
 def test_a_step_is_skipped_on_all_ranks_or_none(tensor: Any, limit: float, other: float) -> None:
@@ -89,7 +91,7 @@ def with_gradients_of(config: dict[str, Any], norms: Sequence[float], folder: st
     return found
 
 
-@pytest.mark.parametrize("case", DIVIDED)
+@pytest.mark.parametrize("case", in_turns([*DIVIDED], 4, always=3))
 def test_gradients_whose_squares_do_not_fit_are_not_applied(case: str, tmp_path: Path) -> None:
     """An infinite second moment would freeze its parameter for good: every later update would be 0."""
     ranks, sections = DIVIDED[case]

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from helpers.sweep import in_turns
+
 pytest.importorskip("lm_eval", reason="needs the extra `evaluate`")
 
 from helpers.trained import train_here
@@ -55,7 +57,11 @@ def test_tasks_are_in_the_metrics_and_change_nothing(config: dict[str, Any], tmp
 
 @pytest.mark.parametrize(
     "sections",
-    [{"state": {"shard": "optimizer"}}, {"state": {"shard": "parameters"}}, {"parallel": {"pipeline": 2}}],
+    in_turns(
+        [{"state": {"shard": "optimizer"}}, {"state": {"shard": "parameters"}}, {"parallel": {"pipeline": 2}}],
+        2,
+        always=1,
+    ),
     ids=str,
 )  # rank 0 alone; all ranks together; each rank a part of the model
 def test_every_layout_has_the_numbers_of_one_process(

@@ -260,8 +260,8 @@ def check(draw: Draw, data: Path, place: Path, tmp_path: Path, monkeypatch: pyte
     )
 
 
-# The array is greedy: its first 15 cases have 89 % of the pairs.
-@pytest.mark.parametrize("number", in_turns(cases(), 4, always=15))
+# The array is greedy: its first 9 cases have 73 % of the pairs.
+@pytest.mark.parametrize("number", in_turns(cases(), 4, always=9))
 def test_pairs(number: int, prepared: Path, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check(drawn(number), prepared, place, tmp_path, monkeypatch)
 

@@ -110,12 +110,16 @@ def test_microbatches_do_not_change_the_numbers(small_run: dict[str, Any], tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("shard", "expert", "send"),
-    [
-        ("none", 1, "broadcast"),
-        ("optimizer", 2, "allreduce"),
-        ("gradients", 1, "broadcast"),
-        ("parameters", 2, "broadcast"),
-    ],
+    in_turns(
+        [
+            ("none", 1, "broadcast"),
+            ("optimizer", 2, "allreduce"),
+            ("gradients", 1, "broadcast"),
+            ("parameters", 2, "broadcast"),
+        ],
+        2,
+        always=2,
+    ),
 )
 def test_two_ranks_equal_one(
     request: pytest.FixtureRequest, small_run: dict[str, Any], tmp_path: Path, shard: str, expert: int, send: str

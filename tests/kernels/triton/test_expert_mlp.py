@@ -80,7 +80,7 @@ def results(inputs: list[Tensor], indices: Tensor, choices: int | None = None) -
     return [y.detach(), *torch.autograd.grad(y, leaves, torch.ones_like(y))]
 
 
-@pytest.mark.swept("name", "dtype", "tile_sizes", together=2)
+@pytest.mark.swept("name", "dtype", "tile_sizes")
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_definition(
     name: str, dtype: torch.dtype, tile_sizes: None, random: Random, same_function: Callable[..., None]
@@ -127,7 +127,7 @@ def test_twice_the_same_bits(random: Random, dtype: torch.dtype, reading: str) -
     assert all(a.equal(b) for a, b in zip(results(inputs, indices), results(inputs, indices)))
 
 
-@pytest.mark.swept("name", "dtype", "tile_sizes")
+@pytest.mark.swept("dtype")
 @pytest.mark.parametrize("name", CASES)
 def test_as_many_rows_as_there_are_choices_here(
     name: str, dtype: torch.dtype, tile_sizes: None, random: Random
@@ -183,6 +183,7 @@ class RecordingBuffer(GradientBuffer):
         self.asked.append("found")
 
 
+@pytest.mark.swept
 @pytest.mark.parametrize("which", [(True, True), (True, False), (False, True)], ids=["both", "gate_up", "down"])
 @pytest.mark.parametrize("wide", [True, False], ids=["fp32 buffer", "buffer of its type"])
 def test_gradients_are_added_to_buffers(

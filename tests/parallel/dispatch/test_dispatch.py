@@ -136,6 +136,7 @@ def routing(name: str, ranks: int) -> tuple[Tensor, int]:
     return cases[name], experts
 
 
+@pytest.mark.swept
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("name", ROUTINGS)
@@ -162,6 +163,7 @@ def test_all_to_all_of_different_numbers_of_tokens(tokens: list[int]) -> None:
     check("alltoall", indices_TK, experts, torch.float32, tokens)
 
 
+@pytest.mark.swept
 @pytest.mark.parametrize(("ranks", "per_node", "etp"), [(4, 2, 1), (8, 2, 1), (8, 4, 1), (8, 4, 2)])
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_on_two_levels(ranks: int, per_node: int, etp: int, name: str) -> None:

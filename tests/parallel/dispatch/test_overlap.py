@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from helpers.drawing import config_of
+from helpers.sweep import in_turns
 from optimus.comm import DONE, Group, Handle
 from optimus.testing import run_ranks
 from optimus.testing.steps import Steps
@@ -49,7 +50,7 @@ def trained(overrides: list[str], per_node: int | None, waits_at_once: bool) -> 
     return [*losses, *(chunk.resident["model"].clone() for chunk in steps.state.chunks)]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", in_turns([*LAYOUTS], 3, always=2))
 def test_no_bit_depends_on_the_overlap(name: str) -> None:
     ranks, *layout = LAYOUTS[name]
     for ours, without in zip(run_ranks(trained, ranks, *layout, False), run_ranks(trained, ranks, *layout, True)):
