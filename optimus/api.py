@@ -121,6 +121,8 @@ def train(
     fresh_optimizer: bool = False,
     check: bool = False,
     hooks: Sequence[Any] = (),
+    optimizer: Any = None,
+    data: Any = None,
 ) -> dict[str, Any]:
     """Trains a model as configured by `config` (a YAML file, a mapping or a `RunConfig`); returns a summary of the run.
 
@@ -130,8 +132,14 @@ def train(
     `resume` continues from the newest checkpoint in `train.output`, and "auto" does so only if the folder holds a run. With
     `fresh_optimizer`, the run resumes from the weights of the checkpoint alone, as after a rollback. `check` validates the
     configuration, the machine and the data, including every checksum, and trains nothing. `hooks` are subclasses of
-    `optimus.Hook` or instances of them; the run calls them in addition to those named in `train.hooks`. The function pickles
-    the hooks and sends them to the ranks.
+    `optimus.Hook` or instances of them; the run calls them in addition to those named in `train.hooks`.
+
+    `optimizer` is an `optimus.extend.UpdateRule`, as a class or an instance, in place of `optimizer.name`; an instance also
+    replaces `optimizer.options` and `optimizer.weight_decay`. `data` is a dataset in place of `data.path`, and
+    `data.tokenizer` names its tokenizer. Its items are mappings with `input_ids`, and optionally `labels` (-100: not
+    predicted), `document_ids` and `attention_mask`. The run shuffles a map-style dataset (with `__len__` and `__getitem__`).
+    An iterable with `state_dict` and `load_state_dict` is one stream for all ranks, in its own order; a resumed run
+    continues it. The function pickles hooks, rule and dataset, and sends them to the ranks.
 
     Raises `UserError` for anything that the user can fix, where possible before starting a process. The error
     is a `LeaseError` when another run holds the folder. When another rank is lost under a launcher, the error is a
@@ -149,13 +157,17 @@ def train(
     from optimus.launch.launchers import join
 
     join()
+    from optimus.training.objects import user_objects
     from optimus.training.reading import holds_run, read_run
 
+    objects, chosen = user_objects(hooks, optimizer, data)
     if resume == "auto":
-        resume = holds_run(config, overrides)
+        resume = holds_run(config, [*overrides, *chosen])
     elif fresh_optimizer and not resume:
         raise UserError("`fresh_optimizer=True` applies only to a run that resumes: set `resume=True` too")
-    tree, data = read_run(config, overrides)
+    tree, read = read_run(config, [*overrides, *chosen], data)
     from optimus.launch.here import train_or_check
 
-    return train_or_check(tree, data, ranks, resume=resume, fresh_optimizer=fresh_optimizer, check=check, hooks=hooks)
+    return train_or_check(
+        tree, read, ranks, resume=resume, fresh_optimizer=fresh_optimizer, check=check, objects=objects
+    )

@@ -34,15 +34,16 @@ class _Pickler(cloudpickle.Pickler):
         return super().reducer_override(value)
 
 
-def dumps(value: Any, what: str = "the object") -> bytes:
-    """Returns the pickled `value`. Raises `UserError`, which calls the value `what`, if the value cannot be pickled."""
+def dumps(value: Any, what: str = "the object", instead: str = "create it in the other process") -> bytes:
+    """Returns the pickled `value`. Raises `UserError`, which calls the value `what` and ends with `instead`, if the value
+    cannot be pickled."""
     buffer = io.BytesIO()
     try:
         _Pickler(buffer).dump(value)
     except Exception as error:  # errors of the pickler, and those of an object's `__getstate__`
         raise UserError(
             f"{what} cannot be pickled for another process ({type(error).__name__}: {error}): remove open files, locks and "
-            "threads from it, or create it in the other process"
+            f"threads from it, or {instead}"
         ) from error
     return buffer.getvalue()
 
@@ -60,4 +61,4 @@ def _found_by_name(module: ModuleType) -> bool:
         spec = find_spec(module.__name__)
     except (ImportError, ValueError):  # errors of a parent package; a module without a spec
         return False
-    return spec is not None and spec.origin == file
+    return spec is not None and spec.origin in (file, "frozen")  # Python contains modules such as `abc` as frozen code

@@ -59,6 +59,11 @@ class DataConfig(Section):
         None, description="Folder written by `optimus prepare`, or its URL; the short form of a single source."
     )
     sources: list[SourceConfig] = Field([], description="Sources to mix.")
+    dataset: str | None = None
+    """A dataset in place of a prepared folder, as package.module.name: a map-style dataset, a resumable iterator, or a
+    function that returns one. argument: the dataset that is the argument `data` of `optimus.train`."""
+    tokenizer: str | None = None
+    """The tokenizer of dataset: a tokenizer.json, or a folder that contains one."""
     documents: Literal["ignore", "mask"] = "ignore"
     """Boundaries of documents within a sequence. ignore: tokens attend to earlier documents; mask: attention and positions
     stay within each document, and its first token is not predicted. Default in a phase: the value of `data.documents`."""
@@ -70,10 +75,12 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _sources(self) -> "DataConfig":
-        if (self.path is None) == (not self.sources):
-            raise ValueError(
-                f"path and sources are {'missing' if self.path is None else 'both given'}: give one of them"
-            )
+        given = [key for key in ("path", "sources", "dataset") if getattr(self, key)]
+        if len(given) != 1:
+            which = f"{' and '.join(given)} are all given" if given else "path, sources and dataset are missing"
+            raise ValueError(f"{which}: give one of them")
+        if self.tokenizer is not None and self.dataset is None:
+            raise ValueError("tokenizer applies to dataset only; a prepared folder has its tokenizer: remove it")
         labels = [source.label for source in self.sources]
         if twice := {label for label in labels if labels.count(label) > 1}:
             raise ValueError(f"sources: two sources are named {min(twice)}: give each a different name")
@@ -92,5 +99,7 @@ class DataConfig(Section):
 
     @property
     def mixed(self) -> list[SourceConfig]:
-        """The list of sources; `path` counts as a single source."""
+        """The list of sources; `path` and `dataset` count as a single source."""
+        if self.dataset is not None:
+            return [SourceConfig(path=f"{self.dataset} (dataset)", name="dataset")]
         return self.sources or [SourceConfig(path=str(self.path))]

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optimus.data.packing import documents_BS, padding_BS
-from optimus.data.shards import INSIDE, NOT_PREDICTED, Shards
+from optimus.data.shards import BEGINS, NOT_PREDICTED, Rows
 from optimus.data.training import DataPhase
 from optimus.errors import UserError
 
@@ -111,7 +111,7 @@ class TokenLoader(Iterator[T], Generic[T]):
             mask_BS &= ~padding_BS(tokens_BS, eos_id) if phase.padded else True
         document_BS = documents_BS(tokens_BS, eos_id) if phase.documents else None
         if phase.masked:
-            tokens_BS &= INSIDE - 1
+            tokens_BS &= BEGINS - 1
         names = phase.names
         name_K = np.array([names.index(source.name) for source in phase.sources])
         return TokenBatch(tokens_BS, mask_BS, document_BS, name_K[source_B] if len(names) > 1 else None)
@@ -128,7 +128,7 @@ class TokenLoader(Iterator[T], Generic[T]):
         self.close()
 
 
-def _parts(shards: Shards, row_N: NDArray[np.int64], part_N: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+def _parts(shards: Rows, row_N: NDArray[np.int64], part_N: NDArray[np.int64], length: int) -> NDArray[np.int64]:
     """Reads parts of rows, each of `length` tokens [N, length]. Reads every row once, and consecutive rows together."""
     unique_R, inverse_N = np.unique(row_N, return_inverse=True)
     tokens_RC = np.empty((len(unique_R), shards.context), dtype=np.int64)

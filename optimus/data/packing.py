@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from optimus.data.shards import NOT_PREDICTED
+from optimus.data.shards import BEGINS, NOT_PREDICTED
 
 _READ = 16 << 20  # tokens of a read
 _SMALLEST = 1 << 20  # bytes of the write buffer
@@ -115,9 +115,11 @@ def padding_BS(tokens_BS: NDArray[np.int64], eos_id: int) -> NDArray[np.bool_]:
 
 
 def documents_BS(tokens_BS: NDArray[np.int64], eos_id: int) -> NDArray[np.int32]:
-    """Returns for each token the number of its document within the row; end-of-text tokens separate the documents.
-    Padding counts as a separate document."""
+    """Returns for each token the number of its document within the row. End-of-text tokens and the flag `BEGINS` separate
+    the documents. Padding counts as a separate document."""
+    marked = (tokens_BS & BEGINS) != 0
+    tokens_BS = tokens_BS & ~BEGINS
     padding = padding_BS(tokens_BS, eos_id)
     begins = np.zeros_like(padding)
-    begins[:, 1:] = (tokens_BS[:, :-1] == eos_id) & ~(padding[:, 1:] & padding[:, :-1])
+    begins[:, 1:] = (tokens_BS[:, :-1] == eos_id) & ~(padding[:, 1:] & padding[:, :-1]) | marked[:, 1:]
     return np.cumsum(begins, axis=1, dtype=np.int32)

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,11 +28,40 @@ INDEX = "index.json"
 SUMS = "sums.npy"  # CRC-32 of the bytes of each instance, an array [instances]
 NOT_PREDICTED = 1 << 31  # a bit of a stored token that the model does not predict, in data of conversations
 INSIDE = 1 << 30  # a bit of a stored end-of-text token that ends a turn but not its conversation
+BEGINS = 1 << 29  # a bit of the first token of a document that no end-of-text token precedes, in items of a dataset
+ENDLESS = 1 << 62  # the number of rows of a stream
 CACHE = "~/.cache/optimus/data"  # default folder for copies of files at URLs
 FORMAT = "optimus-tokens"
 VERSION = 1
 # The fixed settings that `prepare` used before it had these options.
 EARLIER = {"parse_special": True, "pack": "concatenate", "encoding": "utf-8", "plugins": {}, **asdict(Selection())}
+
+
+class Rows(Protocol):
+    """Rows of token ids that a run trains on: those of a prepared folder (`Shards`) or of a user's dataset."""
+
+    folder: Path  # names the rows in messages
+    index: dict[str, Any]  # describes everything that determines the rows
+    instances: int  # number of rows
+    context: int  # tokens of a row
+    vocab_size: int
+    eos_id: int
+    parse_special: bool
+    padded: bool  # True if end-of-text tokens pad rows
+    masked: bool  # True if tokens have the flags above
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """The file of the tokenizer."""
+
+    def stored_rows(self, start: int, stop: int) -> NDArray[np.unsignedinteger[Any]]:
+        """Returns rows `start` to `stop` as an array [stop - start, context] of token ids with their flags."""
+
+    def check_model(self, context: int, vocab_size: int) -> None:
+        """Raises `UserError` unless a model of `vocab_size` tokens can train on sequences of `context` tokens."""
+
+    def verify(self) -> None:
+        """Compares the rows with their checksums, if there are any. Raises `UserError` for rows that differ."""
 
 
 def read_index(folder: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from optimus.disk import parse_json
 from optimus.errors import UserError
 
 FILE = "tokenizer.json"
-_LARGEST = (1 << 30) - 1  # two of the 32 bits are flags: `NOT_PREDICTED` and `INSIDE` (`shards.py`)
+_LARGEST = (1 << 29) - 1  # three of the 32 bits are flags: `NOT_PREDICTED`, `INSIDE` and `BEGINS` (`shards.py`)
 TRAINED_EOS = "<|endoftext|>"
 # `_eos_token` tries these in order if no configuration in the tokenizer's folder names the end-of-text token.
 KNOWN_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|end▁of▁sentence|>", "[EOS]")

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from optimus.config import RunConfig
 from optimus.config.data import DataConfig, SourceConfig
 from optimus.config.phases import Phase, phase_at, phases_of
+from optimus.data.dataset import StreamRows, rows_of
 from optimus.data.mixture import Mixture, integer_weights
 from optimus.data.permutation import Permutation
-from optimus.data.shards import Shards
+from optimus.data.shards import ENDLESS, Rows, Shards
 from optimus.errors import UserError
 
 _DESCRIBED = 4096  # first positions of a phase, whose sources the fingerprint hashes
@@ -34,7 +35,7 @@ class MixedSource(NamedTuple):
     """
 
     name: str
-    shards: Shards
+    shards: Rows
     parts: int = 1
     first: int = 0
     seen: int | None = None
@@ -97,13 +98,25 @@ class DataPhase(NamedTuple):
         return self.mixture.counts((step - self.first) * self.global_batch)
 
 
-def open_folders(config: RunConfig) -> dict[str, Shards]:
-    """Opens the prepared folders of all phases, by `SourceConfig.folder`. Raises `UserError` for folders with different
-    tokenizers or chat templates."""
-    folders: dict[str, Shards] = {}
-    for source in (source for data in _sections(config) for source in data.mixed):
-        if source.folder not in folders:
-            folders[source.folder] = Shards(source.path, config.train.data_cache)
+def open_sources(config: RunConfig, given: Any = None) -> dict[str, Rows]:
+    """Opens the prepared folders and the datasets of all phases, by `SourceConfig.folder`. `given` is the dataset that is
+    the argument `data` of `optimus.train`.
+
+    Raises `UserError` for sources with different tokenizers or chat templates, and for a wrong dataset.
+    """
+    folders: dict[str, Rows] = {}
+    for data in _sections(config):
+        for source in data.mixed:
+            if source.folder in folders:
+                continue
+            if data.dataset is None:
+                folders[source.folder] = Shards(source.path, config.train.data_cache)
+            else:
+                lengths = [phase.sequence_length or config.train.sequence_length for phase in config.phases]
+                context, seed = max(lengths or [config.train.sequence_length]), config.train.seed
+                folders[source.folder] = rows_of(
+                    data.dataset, given, tokenizer=data.tokenizer, context=context, seed=seed
+                )
     one, *others = folders.values()
     for other in others:
         check_same_tokenizer(one, other)
@@ -117,8 +130,14 @@ def open_folders(config: RunConfig) -> dict[str, Shards]:
     return folders
 
 
-def check_same_tokenizer(one: Shards, other: Shards) -> None:
-    """Raises `UserError` unless both folders have the same tokenizer."""
+def rows_in(sources: Mapping[str, Rows]) -> int | None:
+    """Returns the number of rows of all sources together; None if one of them is a stream."""
+    instances = [rows.instances for rows in sources.values()]
+    return None if ENDLESS in instances else sum(instances)
+
+
+def check_same_tokenizer(one: Rows, other: Rows) -> None:
+    """Raises `UserError` unless both sources have the same tokenizer."""
     if other.index["tokenizer"]["sha256"] != one.index["tokenizer"]["sha256"]:
         raise UserError(
             f"{other.folder} was prepared with another tokenizer than {one.folder}, so their token ids differ in meaning. "
@@ -138,9 +157,9 @@ class TrainingData:
     """
 
     def __init__(
-        self, config: RunConfig, folders: Mapping[str, Shards] | None = None, phases: Sequence[Phase] | None = None
+        self, config: RunConfig, folders: Mapping[str, Rows] | None = None, phases: Sequence[Phase] | None = None
     ) -> None:
-        self.folders = open_folders(config) if folders is None else folders
+        self.folders = open_sources(config) if folders is None else folders
         self.first_folder = next(iter(self.folders.values()))
         self.phases: list[DataPhase] = []
         self._described = [*(phases or phases_of(config))]
@@ -177,6 +196,10 @@ class TrainingData:
     def _replayed(self, phase: Phase, folder: str, name: str, tokens: int) -> MixedSource:
         """Returns a source that replays the rows that earlier phases have read, in an order that only this phase uses."""
         shards = self.folders[folder]
+        if shards.instances == ENDLESS:
+            raise UserError(
+                f"phases.{phase.number}.replay: {name} is a stream, which cannot be read again: remove replay"
+            )
         parts = shards.context // phase.config.train.sequence_length
         seen = min(shards.instances, max(1, tokens // shards.context))
         return MixedSource(name, shards, parts, phase.number * seen * parts, seen)
@@ -194,9 +217,25 @@ class TrainingData:
             )
 
     @property
-    def instances(self) -> int:
-        """The number of rows of all sources together."""
-        return sum(shards.instances for shards in self.folders.values())
+    def instances(self) -> int | None:
+        """The number of rows of all sources together; None if one of them is a stream."""
+        return rows_in(self.folders)
+
+    def stream_states(self, steps: int) -> dict[str, Any]:
+        """Returns states from which the streams can continue after `steps` steps, by source. A state is that before the last
+        of these steps, which a loader has read for certain."""
+        last = max(0, steps - 1)
+        phase, found = self.phases[phase_at(self._described, last).number], {}
+        for source, number in zip(phase.sources, phase.counts(last)):
+            if isinstance(source.shards, StreamRows):
+                found[source.name] = source.shards.state_before((source.first + number) // source.parts)
+        return {name: state for name, state in found.items() if state}
+
+    def load_streams(self, states: Mapping[str, Any]) -> None:
+        """Makes the streams continue from the states that `stream_states` has returned."""
+        for source in (source for phase in self.phases for source in phase.sources):
+            if isinstance(source.shards, StreamRows) and source.name in states:
+                source.shards.load_state(states[source.name])
 
     def verify(self) -> None:
         """Reads all shards and compares their checksums. Raises `UserError` at the first shard that differs."""
@@ -255,7 +294,7 @@ def _with_replay(weights: Sequence[int], share: Fraction, read: Sequence[int]) -
     return integer_weights([*own, *(share * tokens / sum(read) for tokens in read)])
 
 
-def _weights(phase: Phase, sources: Sequence[SourceConfig], shards: Sequence[Shards]) -> list[int]:
+def _weights(phase: Phase, sources: Sequence[SourceConfig], shards: Sequence[Rows]) -> list[int]:
     """Returns whole numbers as weights. If all sources have a weight, the numbers are in the ratio of those weights.
     Otherwise the numbers are in the ratio of the phase's positions that the sources get."""
     shares = [source.share for source in sources]
@@ -285,7 +324,7 @@ def _weights(phase: Phase, sources: Sequence[SourceConfig], shards: Sequence[Sha
     return integer_weights([number + Fraction(remaining * weight, total) for number, weight in zip(asked, given)])
 
 
-def _sequences_of(source: SourceConfig, shards: Shards, length: int) -> int:
+def _sequences_of(source: SourceConfig, shards: Rows, length: int) -> int:
     tokens = (
         source.tokens if source.tokens is not None else round((source.epochs or 0) * shards.instances * shards.context)
     )

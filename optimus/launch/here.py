@@ -3,7 +3,6 @@
 import os
 import time
 import uuid
-from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +26,7 @@ from optimus.resolve.run import ResolvedRun
 from optimus.training import checks
 from optimus.training.finalize import conclude, summary_of
 from optimus.training.hooks.users import users_hooks
+from optimus.training.objects import NO_OBJECTS, UserObjects
 from optimus.training.resolving import resolve_run
 from optimus.training.summary import summarise, summary_lines
 from optimus.training.teacher import check_teacher
@@ -42,13 +42,13 @@ def train_or_check(
     resume: bool,
     fresh_optimizer: bool,
     check: bool,
-    hooks: Sequence[Any] = (),
+    objects: UserObjects = NO_OBJECTS,
 ) -> dict[str, Any]:
     """Trains, or with `check` only checks the run.
 
     `train` calls this function after it has validated the configuration and the data.
     """
-    users_hooks(tree.train.hooks, hooks)  # reports invalid hooks early; each rank makes its own hooks
+    users_hooks(tree.train.hooks, objects.hooks)  # reports invalid hooks early; each rank makes its own hooks
     launched = "WORLD_SIZE" in os.environ
     ranks = _number_of_ranks(tree, ranks)
     if launched and ranks > 1:
@@ -74,9 +74,9 @@ def train_or_check(
                 _begin_optimizer(Path(tree.train.output))
             if ranks == 1 or launched:
                 os.environ[_TRAINED] = str(os.getpid())
-                stopped_by = run_rank(dump_config(tree), resume, holder=lease.token, users=hooks)
+                stopped_by = run_rank(dump_config(tree), resume, holder=lease.token, users=objects)
             else:
-                stopped_by = start_ranks(dump_config(tree), resume, ranks, lease.token, hooks)
+                stopped_by = start_ranks(dump_config(tree), resume, ranks, lease.token, objects.dumps())
             summary = summary_of(resolved.config, stopped_by)
             return conclude(tree, began, summary) if writes else summary
     except UserError as error:

@@ -5,9 +5,7 @@ import os
 import sys
 import tempfile
 import uuid
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 from torch.distributed.elastic import rendezvous
@@ -17,7 +15,6 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from optimus import functions
 from optimus.errors import UserError
 from optimus.launch.messages import explain
 from optimus.launch.store import LOOPBACK, serve
@@ -61,8 +58,8 @@ def name_interface(address: str) -> None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", device)
 
 
-def start_ranks(config: str, resume: bool, ranks: int, holder: str, hooks: Sequence[Any] = ()) -> int:
-    """Starts the ranks on this machine, each as a process, and waits for all ranks.
+def start_ranks(config: str, resume: bool, ranks: int, holder: str, objects: bytes | None = None) -> int:
+    """Starts the ranks on this machine, each as a process, and waits for all ranks. `objects` are `UserObjects.dumps`.
 
     Returns the signal that has ended the run early, or 0.
     """
@@ -71,9 +68,9 @@ def start_ranks(config: str, resume: bool, ranks: int, holder: str, hooks: Seque
         file = Path(folder) / "config.yaml"
         file.write_text(config, encoding="utf-8")
         words = [str(file), *rank_options(holder), *(["--resume"] if resume else [])]
-        if hooks:
-            words += ["--hooks", str(Path(folder) / "hooks")]
-            Path(words[-1]).write_bytes(functions.dumps([*hooks], "a hook of `hooks`"))
+        if objects is not None:
+            words += ["--objects", str(Path(folder) / "objects")]
+            Path(words[-1]).write_bytes(objects)
         launch = LaunchConfig(  # without an endpoint, since the store chooses a free port
             min_nodes=1,
             max_nodes=1,

@@ -16,13 +16,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
 
-from optimus import functions
 from optimus.checkpoint.lease import LeaseError
 from optimus.comm import CollectiveError
 from optimus.comm.device_waits import GRACE, CollectiveCall, Deadline, DeviceWaits, flight_record
@@ -42,6 +40,7 @@ from optimus.training.checks import dry_run
 from optimus.training.environment import record_start
 from optimus.training.finalize import conclude, summary_of
 from optimus.training.malloc_trim import keep_freed_memory
+from optimus.training.objects import NO_OBJECTS, UserObjects
 from optimus.training.trainer import Hook, Trainer, naming_collectives
 
 
@@ -51,15 +50,16 @@ def run_rank(
     node: str | None = None,
     holder: str | None = None,
     more: Sequence[Hook] = (),
-    users: Sequence[Any] = (),
+    users: UserObjects = NO_OBJECTS,
 ) -> int:
     """Runs one rank from start to end, in the launcher's environment if there is a launcher.
 
     Returns the signal that has ended the run early, or 0; all ranks return the same, after all have saved.
 
     `node` is the name of the node under `optimus launch`, and otherwise None. `holder` is the token of the lease on the run
-    folder. `more` are hooks of Optimus. `users` are users' hooks in addition to those that `train.hooks` names.
+    folder. `more` are hooks of Optimus. `users` are the objects that `optimus.train` takes beside the configuration.
     """
+    users.register()
     began, config = time.time(), load_config(parse_yaml(config_text, "the configuration"))
     local_rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = use_device(config.train.device, "train.device", local_rank)
@@ -230,17 +230,17 @@ def _last_words() -> Iterator[None]:
 def run_as_rank(words: Sequence[str], more: Sequence[Hook] = ()) -> None:
     """Runs a rank that a launcher has started, with `more` hooks, and exits.
 
-    `words` are CONFIG [--resume] [--node NAME] --parent PID --holder TOKEN [--hooks FILE]. Errors go to the launcher.
+    `words` are CONFIG [--resume] [--node NAME] --parent PID --holder TOKEN [--objects FILE]. Errors go to the launcher.
     """
     config, *options = words
-    names = ("--node", "--parent", "--holder", "--hooks")
-    node, parent, holder, hooks = (options[options.index(name) + 1] if name in options else None for name in names)
+    names = ("--node", "--parent", "--holder", "--objects")
+    node, parent, holder, objects = (options[options.index(name) + 1] if name in options else None for name in names)
     if parent is not None:
         end_with(int(parent))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until a hook handles SIGINT; the launcher reports the interrupt
     text = Path(config).read_text(encoding="utf-8")
     try:
-        users = [] if hooks is None else functions.loads(Path(hooks).read_bytes())
+        users = UserObjects.loads(None if objects is None else Path(objects).read_bytes())
         stopped_by = record(run_rank)(text, "--resume" in options, node, holder, more, users)
     except UserError as error:
         sys.exit(code_of(error))

@@ -10,7 +10,7 @@ from typing import Any
 
 from optimus.config import RunConfig, load_config, resolve_model
 from optimus.config.load import validated
-from optimus.data.training import open_folders
+from optimus.data.training import open_sources, rows_in
 from optimus.disk import user_path
 from optimus.errors import UserError
 from optimus.hub import read_model_folder
@@ -132,7 +132,7 @@ def asked(
     job = job_of(config, kind, Mesh(dp=ranks, ranks_per_node=min(ranks, kind.ranks_per_node)), profile, imbalance)
     if config.train.epochs is None:
         return job
-    return replace(job, sequences=sum(shards.instances for shards in open_folders(config).values()))
+    return replace(job, sequences=rows_in(open_sources(config)))
 
 
 def as_configured(job: Job) -> Job:

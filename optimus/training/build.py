@@ -14,7 +14,7 @@ from optimus.checkpoint.masks import masks_in
 from optimus.comm import Groups
 from optimus.config import RunConfig
 from optimus.config.sizes import count_text
-from optimus.data.training import TrainingData, open_folders
+from optimus.data.training import TrainingData, open_sources, rows_in
 from optimus.mesh import Layout
 from optimus.mesh.placement import describe
 from optimus.model import Transformer
@@ -31,6 +31,7 @@ from optimus.training.checks import check_memory
 from optimus.training.collectives import partial_sums
 from optimus.training.hooks.chosen import hooks_of
 from optimus.training.hooks.users import users_hooks
+from optimus.training.objects import NO_OBJECTS, UserObjects
 from optimus.training.pruning import choose_masks
 from optimus.training.resolving import resolve_run
 from optimus.training.run import Run, read_together
@@ -51,31 +52,30 @@ def build_trainer(
     node: str | None = None,
     holder: str | None = None,
     more: Sequence[Hook] = (),
-    users: Sequence[Any] = (),
+    users: UserObjects = NO_OBJECTS,
 ) -> Trainer:
     """Builds the trainer of `config` on this rank, ready for the first step or, with `resume`, for the step after the newest
     checkpoint.
 
     All ranks must call this function. See `launch.rank.run_rank` for the other arguments.
     """
-    run = build_run(config, device, resume)
-    hooks = [*more, *hooks_of(run, node, holder), *users_hooks(config.train.hooks, users, run.groups.rank)]
+    run = build_run(config, device, resume, users.data)
+    hooks = [*more, *hooks_of(run, node, holder), *users_hooks(config.train.hooks, users.hooks, run.groups.rank)]
     return Trainer(run, start_run(run, resume), hooks)
 
 
-def build_run(config: RunConfig, device: torch.device, resume: bool) -> Run:
+def build_run(config: RunConfig, device: torch.device, resume: bool, dataset: Any = None) -> Run:
     """Builds the model and its uninitialised state on `device`, pruned like the weights that will fill them. All ranks must
     call this function."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     mesh = mesh_of(config, ranks, ranks_per_node(ranks))
     groups = Groups(mesh, config.resilience.timeout, [], partial_sums=partial_sums(config))
-    folders = read_together(lambda: open_folders(config), groups.world)
-    sequences = sum(shards.instances for shards in folders.values())
-    resolved = resolve_run(config, device, groups, sequences=sequences, resume=resume)
+    sources = read_together(lambda: open_sources(config, dataset), groups.world)
+    resolved = resolve_run(config, device, groups, sequences=rows_in(sources), resume=resume)
     if device.type != "cpu":  # a process that only starts ranks has checked the total memory, not the free memory
         check_memory(resolved, device)
     config = resolved.config
-    data = read_together(lambda: TrainingData(config, folders, resolved.phases), groups.world)
+    data = read_together(lambda: TrainingData(config, sources, resolved.phases), groups.world)
     groups.choose_by(resolved.facts.collectives)
     plan = resolved.on_rank(groups.rank, tags=groups.tags)
     model, state = build_model(plan, groups, device, partial(_masks, config, device, resume))

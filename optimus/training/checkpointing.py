@@ -120,6 +120,7 @@ def describe(
             **({"unpruned": pruned.unpruned} if pruned.unpruned < 1 else {}),
             **({"mask_distances": pruned.distances} if pruned.distances else {}),
             **({"hooks": dict(hooks)} if hooks else {}),
+            **({"streams": streams} if (streams := run.data.stream_states(progress.step)) else {}),
         },
         config=run.resolved.record.model_dump(mode="json"),
         random=_random_states(run.device),

@@ -8,22 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from optimus.config import RunConfig, load_config
-from optimus.data.training import TrainingData, open_folders
+from optimus.data.training import TrainingData, open_sources, rows_in
 from optimus.hub import read_model_folder
 from optimus.resolve.length import length
 
 
 def read_run(
-    config: str | Path | Mapping[str, Any] | RunConfig, overrides: Iterable[str] = ()
+    config: str | Path | Mapping[str, Any] | RunConfig, overrides: Iterable[str] = (), dataset: Any = None
 ) -> tuple[RunConfig, TrainingData]:
-    """Reads the configuration, whose open options stay open, and the data for the configured number of steps.
+    """Reads the configuration, whose open options stay open, and the data for the configured number of steps. `dataset` is
+    the argument `data` of `optimus.train`.
 
     Raises `UserError` for an invalid configuration, and for data that is missing or does not fit the model.
     """
     tree = load_config(config, overrides, read_model_folder)
-    folders = open_folders(tree)
-    steps = length(tree, sum(shards.instances for shards in folders.values()))
-    return tree, TrainingData(tree.decided(steps.values), folders)
+    sources = open_sources(tree, dataset)
+    steps = length(tree, rows_in(sources))
+    return tree, TrainingData(tree.decided(steps.values), sources)
 
 
 def holds_run(config: str | Path | Mapping[str, Any] | RunConfig, overrides: Iterable[str] = ()) -> bool:

@@ -10,7 +10,7 @@ import torch
 from optimus.checkpoint.masks import shares_in
 from optimus.comm import Groups
 from optimus.config import RunConfig
-from optimus.data.training import open_folders
+from optimus.data.training import open_sources, rows_in
 from optimus.mesh import Mesh
 from optimus.observe.machine import find_device
 from optimus.resolve.facts import measure_facts
@@ -69,6 +69,6 @@ def resolve_before_launch(config: RunConfig, ranks: int) -> ResolvedRun:
     it."""
     sequences = None
     if config.train.epochs is not None:
-        sequences = sum(shards.instances for shards in open_folders(config).values())
+        sequences = rows_in(open_sources(config))
     device = find_device(config.train.device, "train.device")
     return resolve_run(config, device, mesh_of(config, ranks, ranks), sequences=sequences, touches=False)

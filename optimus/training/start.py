@@ -80,6 +80,7 @@ def _go_on(run: Run, path: Path, step: int, *, full: bool) -> tuple[Start, int]:
     state.pruned.unpruned, state.pruned.events = description.unpruned, description.prunings
     state.pruned.distances = progress.get("mask_distances", []) if full else []
     restore_random(description, run.device)
+    run.data.load_streams(progress.get("streams", {}))
     origin = Origin(
         progress.get("began_with", config.checkpoint.load_path),
         description.context,
@@ -110,6 +111,8 @@ def _numbers(config: dict[str, Any]) -> dict[str, Any]:
     elsewhere = [
         "data.path",
         "data.sources",
+        "data.dataset",
+        "data.tokenizer",
         "train.output",
         "train.stop_at",
         "train.device",

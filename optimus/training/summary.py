@@ -13,8 +13,8 @@ from optimus.resolve.run import ResolvedRun
 _MOST_EPOCHS = 4  # more repetitions of the same data help less and less (Muennighoff et al., 2023)
 
 
-def summarise(run: ResolvedRun, instances: int) -> dict[str, Any]:
-    """Returns numbers that describe a run with `instances` sequences of data.
+def summarise(run: ResolvedRun, instances: int | None) -> dict[str, Any]:
+    """Returns numbers that describe a run with `instances` sequences of data (None: a stream).
 
     `tokens` and `epochs` count the data read up to `last_step`; `microbatches` is the number of microbatches of a step on
     each data-parallel rank.
@@ -29,8 +29,8 @@ def summarise(run: ResolvedRun, instances: int) -> dict[str, Any]:
         "steps": train.total_steps,
         "last_step": last,
         "tokens": tokens_after(phases, last),
-        "data_tokens": instances * train.sequence_length,
-        "epochs": tokens_after(phases, last) / (instances * train.sequence_length),
+        "data_tokens": instances and instances * train.sequence_length,
+        "epochs": instances and tokens_after(phases, last) / (instances * train.sequence_length),
         "warmup_steps": config.warmup_steps,
         "global_batch": train.global_batch,
         "microbatches": train.microbatches(mesh.dp),
@@ -53,8 +53,12 @@ def summary_lines(about: Mapping[str, Any]) -> list[str]:
     stops = f", stopping after step {last:,}" if last < steps else ""
     return [
         f"model: {about['family']}, {count_text(parameters)} parameters{active_too}",
-        f"length: {steps:,} steps{stops}, {count_text(about['tokens'])} tokens: {about['epochs']:.3g} epochs of the "
-        f"{count_text(about['data_tokens'])} in the data",
+        f"length: {steps:,} steps{stops}, {count_text(about['tokens'])} tokens"
+        + (
+            ""
+            if about["epochs"] is None
+            else f": {about['epochs']:.3g} epochs of the {count_text(about['data_tokens'])} in the data"
+        ),
         *(f"phase {line}" for line in about["phases"]),
         f"warm-up: {warmup:,} steps, {100 * warmup / steps:.3g} % of the run",
         f"batch: {about['global_batch']:,} sequences of {about['context']:,} tokens, on each data-parallel rank "
@@ -75,12 +79,12 @@ def phase_line(phase: Phase) -> str:
     )
 
 
-def warnings(config: RunConfig, instances: int) -> list[str]:
+def warnings(config: RunConfig, instances: int | None) -> list[str]:
     """Returns warnings about settings that are valid but probably unintended; each warning names the keys to change."""
     train, peak = config.train, config.lr_schedule.lr
     steps, warmup, found = train.total_steps, config.warmup_steps, []
     mixed = config.phases or config.data.sources  # the configuration states how often the run reads each source
-    epochs = 0.0 if mixed else (train.stop_at or steps) * train.global_batch / instances
+    epochs = 0.0 if mixed or instances is None else (train.stop_at or steps) * train.global_batch / instances
     if epochs > _MOST_EPOCHS:
         found.append(
             f"the run reads its data {epochs:.3g} times: after {_MOST_EPOCHS} times a model learns little more and begins "
@@ -97,7 +101,7 @@ def warnings(config: RunConfig, instances: int) -> list[str]:
         )
     if (why := no_export(config.model)) is not None:
         found.append(why)
-    if train.global_batch > instances:
+    if instances is not None and train.global_batch > instances:
         found.append(
             f"a step reads {train.global_batch:,} sequences (train.global_batch), but the data has {instances:,}: one step "
             "sees the same text more than once. Lower train.global_batch, or prepare more text"

@@ -1,7 +1,7 @@
 """Features of a run, drawn together, with kills.
 
 A draw combines pruning, rewinding, offloaded state, asynchronous checkpoints, kinds of start, phases, teachers,
-low-rank factors, frozen parameters, users' hooks, validation text and prompts.
+low-rank factors, frozen parameters, users' hooks, validation text, prompts, and prepared data or a user's dataset.
 
 A killed run resumes with the losses and the state, bit for bit, of a run that kept its state on the device, waited for
 its checkpoints and was never killed. A covering array of the draws is always tested, with every pair of values that any
@@ -75,6 +75,7 @@ class Draw(NamedTuple):
     kills: tuple[int, ...]
     hook: bool  # a user's hook with a state
     measured: bool  # validation text, prompts and verbose decisions
+    data: str  # kind of data
 
     def plain(self) -> "Draw":
         """Returns the draw with the same numbers, without kills and without features that must not change the numbers."""
@@ -104,6 +105,7 @@ def drawn(number: int) -> Draw:
         kills=of(((), (2,), (3,), (4, 5), (6,))),
         hook=of((False, True)),
         measured=of((False, True)),
+        data=of(("folder", "items", "Stream")),
     )
     if draw.offload == "none":
         draw = draw._replace(update_on="device")
@@ -160,6 +162,8 @@ def of_model(model: str, data: Path, output: Path, **train: Any) -> dict[str, An
 
 def config_of(draw: Draw, data: Path, place: Path, output: Path) -> dict[str, Any]:
     config = of_model(draw.model, data, output, precision=draw.precision, freeze=[*draw.freeze])
+    if draw.data != "folder":
+        config["data"] = {"dataset": f"helpers.items.{draw.data}", "tokenizer": str(data)}
     config["optimizer"] = {"name": draw.rule}
     config["checkpoint"] = {"every": draw.every, "keep": None, "weights_every": 1, "asynchronous": draw.beside}
     config["state"] = {"shard": draw.shard, "offload": draw.offload, "chunk": 3000, "tile": 500}
@@ -252,6 +256,7 @@ def check(draw: Draw, data: Path, place: Path, tmp_path: Path, monkeypatch: pyte
         assert sampled == {step: ["def", ""] for step in (2, 4, 6) if step > begins}
     (there, counters), (here, own) = map(last, outputs)
     assert own == counters
+    assert ("streams" in own) == (draw.data == "Stream")
     assert own.get("hooks") == ({"helpers.counting.Counting": {"steps": STEPS}} if draw.hook else None)
     assert here.keys() == there.keys()
     assert [key for key in there if not torch.equal(here[key], there[key])] == []

@@ -7,7 +7,7 @@ numbers.
 import os
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -18,6 +18,7 @@ from benchmarks import harness, moe_measure
 from helpers.fake_accelerator import fake_accelerator
 from optimus.launch import here, rank
 from optimus.plan.measure import ranks as fresh
+from optimus.training.objects import UserObjects
 
 
 def main() -> None:
@@ -40,9 +41,10 @@ def _first_of(ranks: int) -> Iterator[None]:
         yield
 
 
-def _start_ranks(config: str, resume: bool, ranks: int, holder: str, hooks: Sequence[Any] = ()) -> int:
+def _start_ranks(config: str, resume: bool, ranks: int, holder: str, objects: bytes | None = None) -> int:
     with _first_of(ranks):
-        return rank.run_rank(config, resume, holder=holder, users=hooks)
+        users = UserObjects.loads(objects)
+        return rank.run_rank(config, resume, holder=holder, users=users)
 
 
 def _run_fresh(function: Callable[..., Any], ranks: int, *args: Any, backend: str = "") -> list[Any]:

@@ -1,0 +1,272 @@
+"""Reads a dataset that the user gives as a Python object or names in the configuration, in place of a prepared folder.
+
+An item is a mapping with one-dimensional `input_ids`, and optionally with `labels` (-100: a token that is not predicted),
+`document_ids` (tokens of one document have the same id) and `attention_mask` (0: padding at the end). Each item becomes a
+row. A row that is shorter than the context ends in padding, which is not predicted.
+
+`DatasetRows` reads a map-style dataset in the order of a permutation. `StreamRows` reads a resumable iterator in its own
+order: every rank iterates over the whole stream, and keeps the rows that it needs.
+
+Legend: N tokens of an item, S tokens of a row.
+"""
+
+import hashlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from optimus.data import tokenizer as tokenizers
+from optimus.data.permutation import Permutation
+from optimus.data.shards import BEGINS, ENDLESS, INSIDE, NOT_PREDICTED
+from optimus.disk import user_path
+from optimus.errors import UserError, nearest
+from optimus.plugins import imported
+
+ARGUMENT = "argument"
+"""The value of `data.dataset` in a run whose dataset is the argument `data` of `optimus.train`."""
+
+_NOT_PREDICTED = -100  # the label of a token that is not predicted, as in `transformers`
+_FINGERPRINTED = 8  # first items of a dataset that its fingerprint hashes
+_KEPT = (
+    64  # states of a stream that are kept: more than the batches that a loader reads ahead of the step that is saved
+)
+_INSTEAD = {"position_ids": "document_ids", "cu_seqlens": "document_ids", "seq_idx": "document_ids"}
+
+
+def rows_of(dataset: str, given: Any, *, tokenizer: str | None, context: int, seed: int) -> "DatasetRows | StreamRows":
+    """Opens the dataset of the section `data`: the object `given`, or the object that `dataset` names.
+
+    `tokenizer` is the value of `data.tokenizer`. Raises `UserError` for an object that is neither a map-style dataset nor
+    a resumable iterator, and for a first item that is no row.
+    """
+    if dataset == ARGUMENT and given is None:
+        raise UserError(
+            f"data.dataset is {ARGUMENT}, so the dataset of this run is an object: pass it as "
+            "`optimus.train(..., data=...)`, or name it here as package.module.name"
+        )
+    if tokenizer is None:
+        raise UserError(
+            "data.tokenizer is missing: a dataset has token ids alone, and checkpoints need their tokenizer. Give its "
+            "tokenizer.json, or a folder that contains one"
+        )
+    where = "data" if dataset == ARGUMENT else f"data.dataset: {dataset}"
+    found = given if dataset == ARGUMENT else _named(dataset, where)
+    info = tokenizers.inspect(user_path(tokenizer))
+    if all(hasattr(type(found), each) for each in ("__len__", "__getitem__")) and not isinstance(found, str | Mapping):
+        return DatasetRows(found, where, info, context, seed)
+    if all(callable(getattr(found, each, None)) for each in ("__iter__", "state_dict", "load_state_dict")):
+        return StreamRows(found, where, info, context)
+    kind = f"{type(found).__module__}.{type(found).__qualname__}"
+    raise UserError(
+        f"{where} is a {kind}: give a map-style dataset, with `__len__` and `__getitem__`, or an iterator that can be "
+        "resumed, with `__iter__`, `state_dict` and `load_state_dict`"
+        + (": pass the dataset of the DataLoader" if type(found).__name__ == "DataLoader" else "")
+    )
+
+
+def _named(name: str, where: str) -> Any:
+    """Returns the object with the name package.module.name, or the result of a function without arguments."""
+    module, _, attribute = name.rpartition(".")
+    if not module:
+        raise UserError(f"{where} names no module: give package.module.name")
+    home = imported(module, where, "give package.module.name")
+    if not hasattr(home, attribute):
+        raise UserError(f"{where}: {module} has no {attribute}: {nearest(attribute, vars(home))}")
+    found = getattr(home, attribute)
+    is_dataset = any(hasattr(type(found), each) for each in ("__getitem__", "__iter__"))
+    return _asked(found, where) if callable(found) and not is_dataset else found
+
+
+def _asked(function: Callable[..., Any], where: str, *arguments: Any) -> Any:
+    """Calls a function of the user. Raises a `UserError` that begins with `where` if the function raises an error."""
+    try:
+        return function(*arguments)
+    except StopIteration:
+        raise
+    except (Exception, SystemExit) as error:
+        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise UserError(f"{where} failed ({said}): correct its code") from error
+
+
+class _Rows:
+    """Turns the items of a dataset into rows, and has the other attributes of `Rows`."""
+
+    padded = False  # padding is marked as not predicted
+    masked = True
+    parse_special = False
+
+    def __init__(self, where: str, info: tokenizers.TokenizerInfo, context: int, instances: int) -> None:
+        self.folder = Path("dataset")
+        self.where, self.context, self.instances = where, context, instances
+        self.vocab_size, self.eos_id, self.tokenizer_path = info.vocab_size, info.eos_id, info.path
+        self.index: dict[str, Any] = {
+            "tokenizer": {"sha256": info.sha256, "vocab_size": info.vocab_size, "eos_id": info.eos_id},
+            "instances": instances,
+            "context": context,
+        }
+
+    def check_model(self, context: int, vocab_size: int) -> None:
+        """Raises `UserError` unless a model can train on the rows; see `Shards.check_model`."""
+        if self.context % context:
+            raise UserError(
+                f"{self.where}: rows of {self.context} tokens cannot be divided into sequences of {context}"
+            )
+        if self.vocab_size > vocab_size:
+            raise UserError(
+                f"data.tokenizer: {self.tokenizer_path} has {self.vocab_size} tokens, but the model's vocabulary only "
+                f"{vocab_size}. Enlarge the model's vocabulary"
+            )
+
+    def verify(self) -> None:
+        """Does nothing, because a dataset has no checksums."""
+
+    def row(self, item: Any, number: int) -> NDArray[np.uint32]:
+        """Returns the row [context] of item `number`, with the flags of `shards`. Raises `UserError` for a wrong item."""
+        where = f"{self.where}: item {number}"
+        if not isinstance(item, Mapping) or "input_ids" not in item:
+            had = (
+                f"has the keys {', '.join(map(str, item))}"
+                if isinstance(item, Mapping)
+                else f"is {type(item).__name__}"
+            )
+            raise UserError(f"{where} {had}: give a mapping with input_ids, and optionally labels and document_ids")
+        if wrong := [key for key in _INSTEAD if key in item]:
+            raise UserError(f"{where} has {wrong[0]}: give {_INSTEAD[wrong[0]]}, one for each token, instead")
+        ids_N = _integers(item["input_ids"], f"{where}: input_ids")
+        if "attention_mask" in item:
+            present_N = _as_long(item, "attention_mask", ids_N, where) != 0
+            kept = int(present_N.sum())
+            if not present_N[:kept].all():
+                raise UserError(f"{where}: attention_mask is 0 before the end: put the padding at the end")
+        else:
+            kept = len(ids_N)
+        if not 0 < kept <= self.context:
+            raise UserError(
+                f"{where} has {kept} tokens, but a row has 1 to {self.context} (train.sequence_length): cut longer items, "
+                "and leave out empty ones"
+            )
+        if not 0 <= ids_N[:kept].min() <= ids_N[:kept].max() < self.vocab_size:
+            wrong_id = next(each for each in ids_N[:kept].tolist() if not 0 <= each < self.vocab_size)
+            raise UserError(
+                f"{where} has the token {wrong_id}, but {self.tokenizer_path} has the tokens 0 to {self.vocab_size - 1}"
+            )
+        row_S = np.full(self.context, self.eos_id | NOT_PREDICTED, dtype=np.uint32)
+        row_S[:kept] = ids_N[:kept]
+        if item.get("labels") is not None:
+            row_S[:kept] |= self._flags_of_labels(_as_long(item, "labels", ids_N, where)[:kept], ids_N[:kept], where)
+        if item.get("document_ids") is not None:
+            row_S[:kept] |= self._flags_of_documents(_as_long(item, "document_ids", ids_N, where)[:kept], ids_N[:kept])
+        return row_S
+
+    def _flags_of_labels(self, labels_N: NDArray[np.int64], ids_N: NDArray[np.int64], where: str) -> NDArray[np.uint32]:
+        ignored_N = labels_N == _NOT_PREDICTED
+        if (different := np.flatnonzero(~ignored_N & (labels_N != ids_N))).size:
+            at = int(different[0])
+            raise UserError(
+                f"{where}: label {at} is {labels_N[at]} and token {at} is {ids_N[at]}: labels are the tokens themselves, "
+                f"not shifted, or {_NOT_PREDICTED} for tokens that are not predicted"
+            )
+        return np.where(ignored_N, np.uint32(NOT_PREDICTED), np.uint32(0))
+
+    def _flags_of_documents(self, document_N: NDArray[np.int64], ids_N: NDArray[np.int64]) -> NDArray[np.uint32]:
+        """Marks first tokens of documents that follow no end-of-text token, and end-of-text tokens within documents."""
+        flags_N = np.zeros(len(ids_N), dtype=np.uint32)
+        begins_N, ends_N = document_N[1:] != document_N[:-1], ids_N[:-1] == self.eos_id
+        flags_N[1:][begins_N & ~ends_N] |= BEGINS
+        flags_N[:-1][ends_N & ~begins_N] |= INSIDE
+        return flags_N
+
+
+class DatasetRows(_Rows):
+    """Rows of a map-style dataset. Row i is the item that a permutation of the run's `seed` puts at place i."""
+
+    def __init__(self, dataset: Any, where: str, info: tokenizers.TokenizerInfo, context: int, seed: int) -> None:
+        size = _asked(len, f"{where}: its length", dataset)
+        if not size:
+            raise UserError(f"{where} has no items")
+        super().__init__(where, info, context, size)
+        self._dataset, self._order = dataset, Permutation(size, "dataset", seed)
+        digest = hashlib.sha256()
+        for number in range(min(size, _FINGERPRINTED)):
+            digest.update(self._item(number).tobytes())
+        self.index["items"] = digest.hexdigest()
+
+    def stored_rows(self, start: int, stop: int) -> NDArray[np.uint32]:
+        """Returns rows `start` to `stop` [stop - start, context] with their flags."""
+        return np.stack([self._item(number) for number in self._order(np.arange(start, stop)).tolist()])
+
+    def _item(self, number: int) -> NDArray[np.uint32]:
+        return self.row(_asked(self._dataset.__getitem__, f"{self.where}: item {number}", number), number)
+
+
+class StreamRows(_Rows):
+    """Rows of a resumable iterator, in the order of the iterator. At the end of the stream, iterates anew.
+
+    Keeps the iterator's states at recent rows, for checkpoints.
+    """
+
+    def __init__(self, stream: Any, where: str, info: tokenizers.TokenizerInfo, context: int) -> None:
+        super().__init__(where, info, context, ENDLESS)
+        self._stream, self._where = stream, where
+        self._items: Iterator[Any] | None = None
+        self._next = 0  # number of the row that the iterator yields next
+        self._states: deque[tuple[int, Any]] = deque(maxlen=_KEPT)  # states of the stream before a row
+        self._lock = threading.Lock()
+
+    def stored_rows(self, start: int, stop: int) -> NDArray[np.uint32]:
+        """Returns rows `start` to `stop` [stop - start, context] with their flags, and skips the rows before `start`."""
+        if start < self._next:
+            raise UserError(f"{self._where}: row {start} is past: a stream cannot be read again")
+        with self._lock:
+            self._states.append((self._next, _asked(self._stream.state_dict, f"{self._where}: its state_dict")))
+        while self._next < start:
+            self._item()
+        return np.stack([self.row(self._item(), self._next - 1) for _ in range(stop - start)])
+
+    def state_before(self, row: int) -> dict[str, Any]:
+        """Returns the newest state that is not after `row`, as `load_state` takes it; an empty dict if there is none."""
+        with self._lock:
+            return next(({"row": at, "state": state} for at, state in reversed(self._states) if at <= row), {})
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continues from a state of `state_before`. The stream must not have been read."""
+        _asked(self._stream.load_state_dict, f"{self._where}: its load_state_dict", state["state"])
+        self._next = state["row"]
+        self._states.append((self._next, state["state"]))
+
+    def _item(self) -> Any:
+        """Returns the next item, of a new pass if the stream has ended."""
+        for items in (self._items, None):
+            if items is None:
+                items = self._items = _asked(iter, f"{self._where}: its iterator", self._stream)
+            try:
+                item = _asked(next, f"{self._where}: item {self._next}", items)
+            except StopIteration:
+                continue
+            self._next += 1
+            return item
+        raise UserError(f"{self._where} has no more items after {self._next}: shorten the run, or yield more")
+
+
+def _integers(values: Any, where: str) -> NDArray[np.int64]:
+    """Returns `values` as integers [N]. Raises `UserError` for other types and shapes."""
+    try:
+        found = np.asarray(values)
+    except Exception as error:
+        raise UserError(f"{where} is no array ({error}): give a list, an array or a tensor of integers") from error
+    if found.ndim != 1 or not (np.issubdtype(found.dtype, np.integer) or found.dtype == bool):
+        cure = "yield items one by one, without batches" if found.ndim == 2 else "give a list of integers"
+        raise UserError(f"{where} has the shape {[*found.shape]} and the type {found.dtype}: {cure}")
+    return found.astype(np.int64)
+
+
+def _as_long(item: Mapping[str, Any], key: str, ids_N: NDArray[np.int64], where: str) -> NDArray[np.int64]:
+    found = _integers(item[key], f"{where}: {key}")
+    if len(found) != len(ids_N):
+        raise UserError(f"{where} has {len(ids_N)} input_ids but {len(found)} {key}: give one for each token")
+    return found

@@ -1,0 +1,76 @@
+"""Objects of the user that `optimus.train` takes beside the configuration: hooks, an update rule and a dataset."""
+
+import inspect
+import json
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+from optimus import functions
+from optimus.data.dataset import ARGUMENT
+from optimus.errors import UserError
+from optimus.optim.rules import RULES, RuleRow
+
+
+class UserObjects(NamedTuple):
+    """The objects. Each rank has its own copy of `hooks` and `data`."""
+
+    hooks: Sequence[Any] = ()
+    rule: RuleRow | None = None
+    data: Any = None
+
+    def register(self) -> None:
+        """Adds the update rule to the table of this process, where the configuration finds it by name."""
+        if self.rule is not None:
+            RULES.extend({self.rule.name: self.rule})
+
+    def dumps(self) -> bytes | None:
+        """Returns the objects for `loads`; None if there is none. Raises `UserError` for one that cannot be pickled."""
+        if not self.hooks and self.rule is None and self.data is None:
+            return None
+        return functions.dumps(
+            [
+                functions.dumps([*self.hooks], "a hook of `hooks`", "name it in train.hooks"),
+                functions.dumps(self.rule, "the rule of `optimizer`", "put it into a plugin"),
+                functions.dumps(self.data, "`data`", "name the dataset, or a function that makes it, in data.dataset"),
+            ]
+        )
+
+    @classmethod
+    def loads(cls, pickled: bytes | None) -> "UserObjects":
+        """Returns the objects that `dumps` has pickled."""
+        return cls() if pickled is None else cls(*map(functions.loads, functions.loads(pickled)))
+
+
+NO_OBJECTS = UserObjects()
+
+
+def user_objects(hooks: Any, optimizer: Any, data: Any) -> tuple[UserObjects, list[str]]:
+    """Returns the objects, and the overrides by which a configuration uses them. Raises `UserError` for wrong objects.
+
+    The update rule is registered in this process.
+    """
+    rule, overrides = (None, []) if optimizer is None else _row(optimizer)
+    found = UserObjects(hooks, rule, data)
+    found.register()
+    return found, [*overrides, *([] if data is None else [f"data.dataset={ARGUMENT}"])]
+
+
+def _row(given: Any) -> tuple[RuleRow, list[str]]:
+    """Returns a row for an update rule, and overrides with the hyperparameters of an instance."""
+    from optimus.optim.rule import UpdateRule
+
+    kind = given if isinstance(given, type) else type(given)
+    if not issubclass(kind, UpdateRule) or inspect.isabstract(kind):
+        raise UserError(
+            f"optimizer is {'the class' if isinstance(given, type) else 'a'} {kind.__module__}.{kind.__qualname__}: give an "
+            "`optimus.extend.UpdateRule`, a dataclass whose method `apply(now, tile)` updates a flat part of the weights. "
+            "Shards, tiles and offloaded state need such a rule, and a torch.optim.Optimizer cannot update them"
+        )
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    overrides = [f"optimizer.name={json.dumps(name)}"]
+    if given is not kind:
+        common = {field.name for field in fields(UpdateRule)}
+        own = {field.name: getattr(given, field.name) for field in fields(given) if field.name not in common}
+        overrides += [f"optimizer.options={json.dumps(own)}", f"optimizer.weight_decay={given.weight_decay}"]
+    return RuleRow(name, kind), overrides
