@@ -145,7 +145,7 @@ def algorithm_named(
 
 
 def _chooses(machine: Machine) -> bool:
-    """True if a run can choose other algorithms than the vendor's library.
+    """True if a run can choose other algorithms than the backend's own.
 
     Ranks on CPUs communicate over Gloo, by the schedules of `comm.algorithms`. Other ranks use two levels where the
     machine's table says that two levels are faster.
@@ -236,9 +236,9 @@ def library_seconds(kind: CollectiveKind, nbytes: float, group: StridedGroup, ma
 def pccl_seconds(kind: CollectiveKind, nbytes: float, group: StridedGroup, machine: Machine) -> float:
     """Returns the seconds of an all-gather or reduce-scatter by PCCL (dissertation on AxoNN, section 6.2).
 
-    An all-gather is recursive doubling between nodes, then a ring on the node, and a copy that puts all blocks in order. A
-    reduce-scatter runs these steps in reverse. Raises `UserError` when the machine lacks the costs of a round
-    (`network.doubling`).
+    An all-gather is recursive doubling between nodes. With several ranks on a node, a ring on the node follows, then a
+    copy that puts all blocks in order. A reduce-scatter runs these steps in reverse. Raises `UserError` when the machine
+    lacks the costs of a round (`network.doubling`).
     """
     doubling, here = machine.network.doubling, group.on_a_node(machine.ranks_per_node)
     if doubling is None:

@@ -87,7 +87,8 @@ def _counted(ranks: int | None) -> int:
 
 
 def configured(model: str, overrides: Iterable[str], ranks: int) -> RunConfig:
-    """Returns the run that `model` names: a run's YAML file, or a preset or folder, to which the function adds defaults."""
+    """Returns the configuration in the YAML file `model`, or a configuration of the preset or folder `model` with
+    default data and training settings."""
     if Path(model).suffix in (".yaml", ".yml"):
         return with_microbatches(load_config(model, overrides, read_model_folder), ranks)
     batch = _SEQUENCES if ranks <= _SEQUENCES // _PER_RANK else _PER_RANK * ranks

@@ -216,8 +216,8 @@ class Machine(Section):
     by these seconds."""
 
     def rates(self, precision: str) -> Arithmetic:
-        """Returns the rates of a precision; either 16-bit type stands for the other. Raises `UserError` for a precision that
-        the machine lacks."""
+        """Returns the rates of a precision; a missing 16-bit type has the rates of the other 16-bit type. Raises
+        `UserError` for any other precision that the machine lacks."""
         for name in (precision, {"bf16": "fp16", "fp16": "bf16"}.get(precision, "")):
             if name in self.arithmetic:
                 return self.arithmetic[name]
