@@ -20,7 +20,7 @@ class StridedGroup(NamedTuple):
 
     @property
     def span(self) -> int:
-        """Distance in ranks from the first rank to the end of the ranks that this group and its interleaved groups cover.
+        """Distance in ranks from the first to the end of the ranks that this group and its interleaved groups cover.
 
         Interleaved groups have the form of this group, and begin at the ranks between two ranks of this group.
         """

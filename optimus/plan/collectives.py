@@ -237,8 +237,8 @@ def pccl_seconds(kind: CollectiveKind, nbytes: float, group: StridedGroup, machi
     """Returns the seconds of an all-gather or reduce-scatter by PCCL (dissertation on AxoNN, section 6.2).
 
     An all-gather is recursive doubling between nodes. With several ranks on a node, a ring on the node follows, then a
-    copy that puts all blocks in order. A reduce-scatter runs these steps in reverse. Raises `UserError` when the machine
-    lacks the costs of a round (`network.doubling`).
+    copy that puts all blocks in order. A reduce-scatter runs these steps in reverse. Raises `UserError` when the
+    machine lacks the costs of a round (`network.doubling`).
     """
     doubling, here = machine.network.doubling, group.on_a_node(machine.ranks_per_node)
     if doubling is None:
