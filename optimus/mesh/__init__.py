@@ -1,6 +1,6 @@
 """The device mesh: axis names, rank arithmetic, nodes, and the layout of parameters on the mesh.
 
-The package is pure arithmetic without process groups and torch, so that any machine can compute a mesh of 12,288 ranks.
+The package needs neither torch nor process groups, so that any machine can compute the mesh of thousands of ranks.
 """
 
 from optimus.mesh.layout import Layout

@@ -1,4 +1,4 @@
-"""The layout of a parameter on the mesh. All users of the model state read the same layout of a parameter."""
+"""The layout of a parameter on the mesh: its sharded dims, and the axes along which ranks store the same part."""
 
 from dataclasses import dataclass
 
@@ -10,11 +10,11 @@ from optimus.mesh.mesh import Mesh
 class Layout:
     """The layout of a parameter with the global shape `shape`.
 
-    `sharded_dims` pairs each sharded tensor dim with its mesh axis; of two axes of one dim, the coarser split comes first.
-    Along `partial_axes` all ranks have the same part, and the gradient is the sum of the ranks' gradients (Elixir's parallel
-    pattern: a group of replicas and a group of parts). Along `replicated_axes` all ranks have the same part and compute the
-    same gradient, except along `embedding`, where the ranks add their gradients at the end of a step. Parts of a dim in
-    `uneven` may differ by one in size, and the first parts are the largest.
+    `sharded_dims` has a pair (tensor dim, mesh axis) for each split; of two splits of one dim, the coarser comes first.
+    Along `partial_axes` all ranks have the same part, and the gradient is the sum of the ranks' gradients. Along
+    `replicated_axes` all ranks have the same part and compute the same gradient, except along `embedding`, where the
+    ranks add their gradients at the end of a step. Parts of a dim in `uneven` may differ by one in size, and no part is
+    larger than the first part.
     """
 
     shape: tuple[int, ...]
@@ -24,7 +24,10 @@ class Layout:
     uneven: tuple[int, ...] = ()
 
     def region(self, mesh: Mesh, rank: int) -> tuple[slice, ...]:
-        """Returns the slices of the global tensor that `rank` stores. Raises `UserError` when a dim is not divisible."""
+        """Returns the slices of the global tensor that `rank` stores, one for each dim.
+
+        Raises `UserError` when the mesh does not divide a dim outside `uneven` evenly.
+        """
         slices = [slice(0, size) for size in self.shape]
         for dim, axis in self.sharded_dims:
             parts, extent = mesh.axis_size(axis), slices[dim]

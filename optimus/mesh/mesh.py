@@ -7,9 +7,10 @@
 have tied embeddings. `tp` is a grid: one axis of the grid shards the outputs of a weight, and the other axis shards the
 inputs (AxoNN's G_x and G_y).
 
-The last axis of a view is innermost: neighbours on the axis have consecutive ranks, so that the axis with most communication
-stays inside a node. `pp` is outermost by default. `pipeline_stride` interleaves the stages: a stage's ranks then form blocks
-of `pipeline_stride` consecutive ranks, and one block of every stage comes before any stage's next block.
+The last axis of a view is innermost: neighbours on the axis have consecutive ranks. Tensor parallelism, which
+communicates most, therefore stays inside a node that has enough ranks. `pp` is outermost by default. `pipeline_stride`
+interleaves the stages: a stage's ranks then form blocks of `pipeline_stride` consecutive ranks, and one block of every
+stage comes before any stage's next block.
 
 Functions take a mesh as an argument; no global mesh exists.
 """
@@ -86,7 +87,8 @@ class Mesh:
     ) -> "Mesh":
         """Returns the mesh of `ranks` ranks; `data` is the size of dp, by default `ranks` divided by the other axes.
 
-        `tensor` is (tp_out, tp_in). Raises `UserError` when the product of the sizes is not `ranks`.
+        `tensor` is (tp_out, tp_in). Raises `UserError` when the product of the dense view's sizes is not `ranks`, or
+        the sizes of the axes do not fit together.
         """
         tp = math.prod(tensor)
         others = pipeline * context * tp
@@ -196,7 +198,7 @@ class Mesh:
 
 
 def _view(axes: Sequence[str]) -> tuple[str, ...]:
-    """Returns the view that has all of `axes`."""
+    """Returns the first view that has all of `axes`. Raises `ValueError` when neither view has all of `axes`."""
     for view in (DENSE, EXPERT):
         if set(_single(axes)) - {"embedding"} <= set(view):
             return view

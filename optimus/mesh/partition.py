@@ -46,11 +46,11 @@ class RankPartition:
 
     @property
     def largest(self) -> int:
-        """Number of ranks of the largest group."""
+        """Number of ranks of the largest group; 0 without groups."""
         return max((table.shape[1] for table in self.tables), default=0)
 
     def group(self, rank: int) -> list[int]:
-        """Returns the ranks of the group that contains `rank`."""
+        """Returns the ranks of the group that contains `rank`. Raises `ValueError` when no group contains `rank`."""
         for table in self.tables:
             if len(positions := np.flatnonzero(table == rank)):
                 found: list[int] = table[positions[0] // table.shape[1]].tolist()

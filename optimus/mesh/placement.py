@@ -1,7 +1,7 @@
 """Placement of a mesh's groups on nodes: for each axis, the group of rank 0 and the number of groups that cross nodes.
 
-An axis with much communication should not cross nodes. The order of the ranks decides which axes cross nodes, so a run with
-`observe.verbose` prints the placement before training begins.
+An axis with much communication should not cross nodes. With `observe.verbose`, a run on several ranks prints the
+placement before training begins.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,8 @@ class AxisPlacement(NamedTuple):
 
 
 def placement(mesh: Mesh) -> list[AxisPlacement]:
-    """Returns the placement of all axes of both views with more than one rank, the outermost axis of each view first."""
+    """Returns the placement of each axis with more than one rank: first the dense view's axes, then the other axes of
+    the expert view. The axes of a view are in order from the outermost to the innermost."""
     found = []
     for axis in dict.fromkeys(axis for axis in DENSE + EXPERT if mesh.axis_size(axis) > 1):
         groups = list(mesh.groups((axis,)))

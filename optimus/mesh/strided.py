@@ -20,14 +20,15 @@ class StridedGroup(NamedTuple):
 
     @property
     def span(self) -> int:
-        """Distance, in ranks, from the group's first rank to the end of the ranks of this group and its interleaved groups.
+        """Distance in ranks from the first to the end of the ranks that this group and its interleaved groups cover.
 
-        The groups of this form that begin at the ranks between two ranks of this group are interleaved.
+        Interleaved groups have the form of this group, and begin at the ranks between two ranks of this group.
         """
         return self.size // self.near * self.far if self.near else self.size * self.stride
 
     def on_a_node(self, ranks_per_node: int) -> int:
-        """Returns the number of the group's ranks that share a node."""
+        """Returns the number of the group's ranks that share a node, if the strides divide or exceed
+        `ranks_per_node`."""
         near = self.near or self.size
         here = min(near, max(1, ranks_per_node // self.stride))
         if self.near and here == near:
@@ -39,7 +40,7 @@ class StridedGroup(NamedTuple):
         return -(-self.size // self.on_a_node(ranks_per_node))
 
     def groups_on_a_node(self, ranks_per_node: int) -> int:
-        """Returns the number of groups of this form through which each node communicates with other nodes."""
+        """Returns the number of groups of this form that have ranks on a node, for groups on several nodes."""
         if self.near and self.near * self.stride <= ranks_per_node:
             return max(1, ranks_per_node // self.on_a_node(ranks_per_node))
         return min(ranks_per_node, self.stride)
@@ -61,7 +62,10 @@ class StridedGroup(NamedTuple):
 
 @lru_cache(maxsize=8192)
 def group_along(mesh: Mesh, axes: tuple[str, ...]) -> StridedGroup:
-    """Returns the group of rank 0 along `axes` of `mesh`; the groups of all ranks have the same form."""
+    """Returns the group of rank 0 along `axes` of `mesh`; the groups of all ranks have the same form.
+
+    `axes` are `pp` alone, or neighbouring axes of one view; axes of size 1 between them do not matter.
+    """
     if axes == ("pp",):
         return StridedGroup(mesh.pp, mesh.block)
     inner = {

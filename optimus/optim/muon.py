@@ -16,7 +16,8 @@ from optimus.optim.rules import RuleRow
 # Number of steps, and Jordan's coefficients, which give the polynomial a steep slope at zero.
 STEPS, _A, _B, _C = 5, 3.4445, -4.7750, 2.0315
 _LEAST_NORM = 1e-7
-_ROOT_MEAN_SQUARE = 0.2  # root mean square of the update, as in AdamW, so that Muon uses AdamW's rate and decay
+# Approximate root mean square of the update, close to that of AdamW, whose learning rate and decay therefore suit Muon.
+_ROOT_MEAN_SQUARE = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,16 +30,12 @@ class Muon(UpdateRule):
     momentum: float
 
     def apply(self, now: OptimizerStep, tile: Tile) -> None:
-        """See `UpdateRule.apply`. Matmuls and `matrix_function` use the dtype of `copy`, which is the model's compute dtype.
-
-        The compute dtype is bf16 on devices where bf16 is fast. Without `copy`, matmuls run in fp32, so that every layout
-        gives the same numbers.
-        """
+        """See `UpdateRule.apply`. Matmuls and `matrix_function` use the dtype of `copy`, or fp32 without `copy`."""
         weight, gradient, (momentum,), copy, matrix_function = tile
         scale = 0.0
 
         def direction(x_NRC: Tensor) -> Tensor:
-            nonlocal scale  # from the shape of the whole matrices, not rounded to the dtype of the matmuls
+            nonlocal scale  # `x_NRC` has the whole matrices; `update` may have blocks of them
             scale = _ROOT_MEAN_SQUARE * math.sqrt(max(x_NRC.shape[-2:]))
             return orthogonalise(x_NRC)
 

@@ -23,7 +23,7 @@ class Reptile(UpdateRule):
 
     @property
     def kinds(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The buffers of the inner rule, and the weights after the previous Reptile step."""
+        """The names of the inner rule's buffers and of the buffer for the weights after the previous Reptile step."""
         return *self.inner.kinds, "reptile.start"
 
     @property

@@ -69,7 +69,7 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRule(Rule, ABC):
-    """A rule that trains parameters. The fields of a rule are hyperparameters; the configuration has their defaults."""
+    """A rule that trains parameters. The fields of a rule are hyperparameters."""
 
     trains: ClassVar[bool] = True
 
@@ -77,7 +77,7 @@ class UpdateRule(Rule, ABC):
     lr_scale: float = 1.0  # factor of the schedule's learning rate
 
     def update(self, now: OptimizerStep, tile: Tile) -> None:
-        """Updates the weight and the buffers in place, and fills the compute copy while the data are in cache."""
+        """Updates the weight and the buffers in place, and fills the tile's compute copy, if any."""
         self.apply(now, tile._replace(gradient=scaled(tile.gradient, now.gradient_scale)))
         if tile.copy is not None:
             self.computed(tile.weight, tile.moments, tile.copy)

@@ -1,4 +1,4 @@
-"""The table of update rules, which imports no torch. A configuration chooses rules by name; `resolve.rules` assigns them."""
+"""The table of update rules. The module imports no torch; `resolve.rules` assigns a rule to each parameter."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

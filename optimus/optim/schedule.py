@@ -10,7 +10,8 @@ Cooldown = Literal["linear", "sqrt", "cosine"]
 
 
 class LrSchedule(NamedTuple):
-    """The parameters of a learning-rate schedule. Steps count from 1; the last `cooldown_steps` steps are the cooldown."""
+    """The parameters of a learning-rate schedule. Steps count from 1. The schedule wsd ends with a cooldown of
+    `cooldown_steps` steps."""
 
     name: str
     peak: float

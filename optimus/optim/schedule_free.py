@@ -1,8 +1,8 @@
 """Schedule-free AdamW (Defazio et al. 2024, algorithm 1) on flat tensors.
 
-The weights are x, an average of the iterates z. The model computes gradients at y, an interpolation between x and z. The
-algorithm suits a constant learning rate after a warm-up. Other schedules work too, since the average weights each iterate by
-the square of the step's learning rate: a decaying learning rate gives late iterates less weight.
+The weights are x, an average of the iterates z. The model computes gradients at y, an interpolation between x and z.
+The algorithm suits a constant learning rate after a warm-up. A decaying learning rate gives late iterates less weight
+in the average.
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,7 +56,7 @@ class ScheduleFree(UpdateRule):
         return {"weight_sum": counters["weight_sum"] + self._corrected(step, lr) ** 2}
 
     def _average_weight(self, now: OptimizerStep) -> float:
-        """Returns the algorithm's c: the weight of this step divided by the sum of the weights of all steps."""
+        """Returns the algorithm's c: the weight of this step divided by the sum of the weights of the steps so far."""
         weight = self._corrected(now.step, now.lr) ** 2
         return weight / now.counters["weight_sum"] if weight else 0.0
 

@@ -1,6 +1,7 @@
 """Lists the matmuls of a model's blocks, from the parameter declarations in the model's modules.
 
-Blocks with the same shapes are of one kind (`ModelConfig.alike`); the index of the kind's first layer identifies the kind.
+Blocks with the same number of experts and the same attention window are of one kind (`ModelConfig.alike`). The index of
+the kind's first layer identifies the kind.
 `examples` builds one block of each kind on the meta device.
 """
 
@@ -24,7 +25,8 @@ _DIVIDING = ("tp_out", "etp")  # mesh axes that divide a projection's outputs or
 
 
 class Projection(NamedTuple):
-    """A weight matrix. Tensor parallelism divides the projection's outputs, its inputs, or nothing, as `over` says."""
+    """A weight matrix, or several with the same inputs as one matmul. `over` is the side that `tp_out` divides (`etp`
+    in experts)."""
 
     inputs: int
     outputs: int
@@ -85,7 +87,7 @@ def _block(block: nn.Module) -> BlockModules:
         sizes = dict(zip(declared.dims, block.get_parameter(name).shape))
         own = expert if sizes.pop("experts", 0) else attention if name.startswith("attention.") else dense
         projection = _projection(sizes)
-        if own and projection[::2] == own[-1][::2]:  # one matmul for the same input
+        if own and projection[::2] == own[-1][::2]:  # projections of the same input: one matmul
             projection = projection._replace(outputs=projection.outputs + own.pop().outputs)
         own.append(projection)
     norms = sum(kind == "norm" for unit in units_of(block) for kind, _ in unit.steps)

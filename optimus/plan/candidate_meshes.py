@@ -1,11 +1,10 @@
 """Lists the candidate layouts, each with a lower bound of its step time.
 
-A candidate divides a block over ranks and all blocks over a pipeline.
-
 The list leaves out:
-- tensor-parallel groups that span nodes, and expert-parallel groups that neither divide a node evenly nor fill whole nodes;
-- schedules that another schedule dominates (it takes as long and saves fewer activations);
-- microbatches of a number of sequences other than 1, 2, 4, 8 and 16;
+- tensor-parallel groups that do not divide a node evenly;
+- groups of expert and expert-tensor parallelism that neither divide a node evenly nor fill whole nodes;
+- schedules that take as long as another schedule and save more activations (`ScheduleRow.dominated`);
+- microbatches of other than 1, 2, 4, 8 or 16 sequences;
 - context-parallel parts of fewer than 512 tokens;
 - more than four stages per rank, for schedules that allow any number of stages.
 """
@@ -61,7 +60,7 @@ class Candidate(NamedTuple):
 
     @property
     def job(self) -> Job:
-        """The candidate's job, without sharding of the state and without recomputation."""
+        """The candidate's job. Sharding of the state and recomputation are those of the job passed to `candidates`."""
         mesh = replace(self.timing.mesh, pp=self.pp, dp=self.dp)
         order = {"schedule": self.schedule, "stages_per_rank": self.stages_per_rank}
         return self.timing.work.job.changed(mesh, parallel=order)
@@ -104,7 +103,8 @@ def _timings(job: Job) -> Iterator[BlockTiming]:
 
 
 def _parts(job: Job, out: int, cp: int) -> bool:
-    """True if `cp` ranks can divide the sequences. A ring needs two pieces per rank; Ulysses also divides the heads."""
+    """True if `cp` ranks can divide the sequences into parts of enough tokens (`_SMALLEST_PART`). A ring needs two
+    pieces per rank; Ulysses also divides the heads."""
     length, ulysses = job.common_length, job.parallel.context_method == "ulysses"
     pieces = cp if ulysses or cp == 1 else 2 * cp
     heads = job.model.kv_heads // out % cp == 0 or not ulysses
@@ -155,7 +155,7 @@ class _Order(NamedTuple):
 
     def bound(self, timing: BlockTiming, microbatches: int) -> float:
         """Returns a lower bound of the step's seconds: the slowest rank's microbatches, and the bubble before them
-        (`least_seconds`)."""
+        (`least_seconds`). With `lent`, the bound is the mean of the ranks' seconds without a bubble."""
         block, ends = timing.block, (timing.embedding, timing.head)
         if self.lent:
             blocks = sum(rank.blocks for rank in self.ranks)
@@ -197,7 +197,7 @@ def _timed(job: Job, out: int, inner: int, cp: int, micro_batch: int, known: dic
         divided = job.changed(mesh, train={"micro_batch": micro_batch})
         if rest is None:
             rest = RankCosts(divided, known)
-            attention = min(rest.attention.values(), key=_seconds)  # attention of the fastest kind of block
+            attention = min(rest.attention.values(), key=_seconds)  # fastest of all kinds of block
             norms = min(each.norms for each in rest.blocks.values())
             shared = [*norms * [rest.norm], attention]
             besides, ends = sum(map(_seconds, shared)), (_seconds(rest.head), _seconds(rest.embedding))

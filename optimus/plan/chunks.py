@@ -1,8 +1,7 @@
 """Computes the chunks of one representative rank per set of pipeline stages, and the ranks that shard each chunk.
 
-The chunks are the same as those of the run. The order of parameters in chunks depends only on the rank's slices of
-parameters, so this module computes the order once for all jobs with the same slices. The number of ranks that shard a chunk
-only decides where the shards begin.
+The chunks are the same as those of the run. The order of parameters in chunks does not depend on the number of
+replicas, so this module computes the order once for jobs that differ only in this number.
 """
 
 import math
@@ -54,8 +53,9 @@ Where = int | Literal["first", "last", "tied", "every"]
 
 
 class ParameterKind(NamedTuple):
-    """Parameters with the same layout and the same position in a block or in the model. The fractions `between` select the
-    parameters with the update rule `rule`. Pruning leaves the share `unpruned` of the elements of these parameters."""
+    """Parameters with the same layout and the same position in a block or in the model. `between` is the range of the
+    kind's blocks with the update rule `rule`, as fractions from 0 to 1. Pruning leaves the share `unpruned` of the
+    elements of these parameters."""
 
     where: Where
     layout: Layout
@@ -71,7 +71,7 @@ class PartCounts(NamedTuple):
     first: int  # 1 if the stage or rank has the modules before the blocks, else 0
     last: int  # 1 if the stage or rank has the modules after the blocks, else 0
     tied: int  # 1 if the stage or rank has the table that embedding and output layer share, else 0
-    every: int = 1  # 1 if the stage or rank has a slice of the parameters that all stages share, else 0
+    every: int = 1  # 1 to count a slice of the parameters that all stages share, if the model has any; else 0
 
     @property
     def blocks(self) -> int:
@@ -84,7 +84,8 @@ class PartCounts(NamedTuple):
 
 
 class Kinds:
-    """The kinds of a model's parameters. Models with the same layouts share one object (`_kinds`)."""
+    """The kinds of a model's parameters. Jobs with equal models, rules, factors and layout options share one object
+    (`_kinds`)."""
 
     def __init__(self, rows: Iterable[ParameterKind]) -> None:
         self.rows = tuple(rows)
@@ -256,7 +257,7 @@ class ChunkGroup:
 
     @cached_property
     def updated(self) -> int:
-        """Number of elements that a rank updates."""
+        """Number of elements that a rank updates; where shards differ, the rank with the largest shard."""
         return self.after(self.depths.optimizer)
 
     @property
@@ -274,7 +275,7 @@ class ChunkGroup:
 def held_in(job: Job, stages: Iterable[PartCounts]) -> Iterator[PartCounts]:
     """Yields the parts of the model on a rank with these stages, such that no chunk belongs to two parts.
 
-    A table that embedding and output layer share is in one part only. If all ranks share the vocabulary, a rank's slice of
+    A table that embedding and output layer share is in one part only. With vocabulary parallelism, a rank's slice of
     the vocabulary is a separate part.
     """
     if job.parallel.vocabulary:

@@ -4,8 +4,9 @@ Equations 5.1 to 5.5 give the bytes that a ring moves; case 1 and equation 5.7 g
 dissertation models large messages only. This module adds the latency of each step, algorithms with fewer steps where those
 are cheaper, and a network with less bandwidth between distant nodes.
 
-A run of this library chooses among the algorithms of `comm.algorithms`. The planner chooses by the same table, and
-predicts the table's measured seconds, or simulates the messages where the table has no measurement.
+A run of this library chooses among the algorithms of `comm.algorithms`, and the planner chooses by the same rules. The
+planner predicts the measured seconds of the chosen algorithm. Without a measurement, the planner simulates Gloo's
+messages between nodes, and uses the equations for all other collectives.
 """
 
 import math
@@ -48,7 +49,7 @@ def node_bandwidth(group: StridedGroup, machine: Machine) -> float:
     if network.group_nodes is None or spread <= network.group_nodes:
         return network.bandwidth
     near = network.group_nodes / spread if group.stride < machine.ranks_per_node else 0.0
-    # Traffic that leaves the group of nodes has the tapered bandwidth, the rest the full one.
+    # Traffic that leaves the neighbouring nodes has the tapered bandwidth; all other traffic has the full bandwidth.
     return network.bandwidth / (near + (1 - near) / network.taper)
 
 
@@ -96,13 +97,15 @@ def collective_seconds(
 
     `algorithm` decides how a group on several nodes communicates; chosen also decides for a group on one node:
     - ring: one ring over all ranks;
-    - hierarchical: within nodes and between nodes, one after the other;
+    - hierarchical: within nodes and between nodes, one after the other; a ring if nodes have one rank or unequal
+    numbers;
     - best: the faster of ring and hierarchical;
     - library, pccl: the vendor's library or PCCL, by measured figures, for all-gathers and reduce-scatters; one ring for
       all-reduces;
     - chosen: the algorithm that a run of this library chooses, or one ring where that algorithm's seconds are unknown.
 
-    All-to-alls use no ring: unless chosen knows other seconds, each rank sends to all other ranks at once.
+    All-to-alls use no ring: each rank sends to all other ranks at once, except where the seconds of a chosen algorithm
+    are known.
 
     Raises `UserError` when the machine lacks the figures that the algorithm needs.
     """
@@ -142,7 +145,7 @@ def algorithm_named(
 
 
 def _chooses(machine: Machine) -> bool:
-    """True if a run can choose other algorithms than the vendor's library.
+    """True if a run can choose other algorithms than the backend's own.
 
     Ranks on CPUs communicate over Gloo, by the schedules of `comm.algorithms`. Other ranks use two levels where the
     machine's table says that two levels are faster.
@@ -212,8 +215,9 @@ def library_seconds(kind: CollectiveKind, nbytes: float, group: StridedGroup, ma
     """Returns the seconds of an all-gather or reduce-scatter by the ring of the vendor's library, over all ranks on several
     nodes.
 
-    A ring of n ranks has n - 1 steps. The time of a step is the square root of (latency squared + transfer time of a block
-    squared). Raises `UserError` when the machine lacks these figures (`network.library`).
+    A ring of n ranks has n - 1 steps. The time of a step is the square root of (latency squared + transfer time of a
+    block squared), with the fastest protocol. Raises `UserError` when the machine lacks these figures
+    (`network.library`).
     """
     library = machine.network.library
     if library is None:
@@ -232,9 +236,9 @@ def library_seconds(kind: CollectiveKind, nbytes: float, group: StridedGroup, ma
 def pccl_seconds(kind: CollectiveKind, nbytes: float, group: StridedGroup, machine: Machine) -> float:
     """Returns the seconds of an all-gather or reduce-scatter by PCCL (dissertation on AxoNN, section 6.2).
 
-    An all-gather is recursive doubling between nodes, then a ring on the node, and a copy that puts all blocks in order. A
-    reduce-scatter runs these steps in reverse. Raises `UserError` when the machine lacks the time of a round
-    (`network.doubling`).
+    An all-gather is recursive doubling between nodes. With several ranks on a node, a ring on the node follows, then a
+    copy that puts all blocks in order. A reduce-scatter runs these steps in reverse. Raises `UserError` when the
+    machine lacks the costs of a round (`network.doubling`).
     """
     doubling, here = machine.network.doubling, group.on_a_node(machine.ranks_per_node)
     if doubling is None:
@@ -270,9 +274,10 @@ def _paced(kind: CollectiveKind, moving: float, group: StridedGroup, machine: Ma
 
 
 def _latency(kind: CollectiveKind, group: StridedGroup, machine: Machine) -> float:
-    """Returns the latency of all steps: the steps on a node, then the steps of a ring over the nodes.
+    """Returns the seconds of latency: the start, the steps on a node (`_steps`), and the steps between nodes.
 
-    An all-reduce may use a tree instead of a ring, and takes the steps twice. An all-to-all sends to all nodes at once.
+    Between nodes, an all-reduce uses a ring or a tree, an all-to-all takes one step, and other collectives use a ring.
+    An all-reduce takes all steps twice.
     """
     here, nodes, pace = (
         group.on_a_node(machine.ranks_per_node),
@@ -299,7 +304,7 @@ def _all_to_all(nbytes: float, group: StridedGroup, machine: Machine) -> float:
 
 
 def transfer_seconds(sent: float, group: StridedGroup, machine: Machine) -> float:
-    """Returns the seconds of a message to the next rank of `group` (a pipeline's next stage) while all ranks send one. The
+    """Returns the seconds of a message of `sent` bytes to the next rank of `group` while all ranks send one. The
     slowest message decides, within a node or between nodes."""
     pace = machine.node.pace("shift")
     bandwidth = machine.node.groups.get(f"{group.stride}x2", machine.node.bandwidth)

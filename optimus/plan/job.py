@@ -34,7 +34,7 @@ Rules = tuple[tuple[tuple[Rule, float, float], ...], ...]
 
 _PRECISION = {"bfloat16": "bf16", "float32": "fp32"}
 _FACTOR = ".lora_a"
-_WORTH = 0.8  # maximum ratio of matmul times, bf16 to fp32, at which a run uses bf16: only matmuls become faster
+_WORTH = 0.8  # maximum ratio of matmul times, bf16 to fp32, at which a run uses bf16
 _GRADIENT = {"float32": 4.0, "bfloat16": 2.0}  # bytes of a gradient per parameter
 
 
@@ -150,14 +150,15 @@ class Job:
 
     @property
     def placed(self) -> Machine:
-        """The machine with its nodes in the order of `nodes`, by default in the order of the machine's links."""
+        """The machine with only the links of the nodes in use, in the order of `nodes` (None: the first nodes). A
+        machine without `network.links` stays the same."""
         if self.machine.network.links is None:
             return self.machine
         return in_order(self.machine, self.nodes or range(self.node_count))
 
     def with_neighbours(self) -> "Job":
-        """Returns the job with its nodes in a chain of near neighbours, if the machine has a bandwidth for each pair of
-        nodes."""
+        """Returns the job with its nodes in the order of `links.chained`, or the job itself if the machine has no
+        `network.links`."""
         if self.machine.network.links is None:
             return self
         return replace(self, nodes=tuple(chained(self.machine, self.node_count)))

@@ -49,15 +49,15 @@ def plan(
     links: Path | None = None,
     plugins: Sequence[str] = (),
 ) -> Answer:
-    """Returns the `best` plans for `model` on `ranks` ranks of a machine, fastest first.
+    """Returns an `Answer` with up to `best` plans for `model` on `ranks` ranks of a machine, fastest first.
 
-    `model` is a YAML file of a run, a preset or a Hugging Face folder. With `as_is`, the only plan is the configured layout.
-    With `largest`, the answer is the model with as many layers as fit. With `scale`, the answer has a plan for each of these
-    numbers of ranks.
+    `model` is a YAML file of a run, a preset or a Hugging Face folder. With `as_is`, the only plan is the configured
+    layout, whether it fits or not. With `largest`, the plans are for the model with as many layers as fit, one plan for
+    each offloading. With `scale`, the answer has a plan for each of these numbers of ranks.
 
     The experts of the most loaded rank get `imbalance` times the mean number of tokens. `what_if` changes the machine or the
     profile, and `links` is a file with the bandwidth between nodes. `plugins` names plugins in addition to those of the
-    run's file. Raises `UserError` when no layout fits, or for an invalid request.
+    run's file. Raises `UserError` for an invalid request, and when a search finds no layout that fits.
 
     Example:
         plans = api.plan("mula-7b-a1b", machine="dgx-h100", ranks=8, best=3).plans
@@ -87,7 +87,8 @@ def _counted(ranks: int | None) -> int:
 
 
 def configured(model: str, overrides: Iterable[str], ranks: int) -> RunConfig:
-    """Returns the run that `model` names: a run's YAML file, or a preset or folder, to which the function adds defaults."""
+    """Returns the configuration in the YAML file `model`, or a configuration of the preset or folder `model` with
+    default data and training settings."""
     if Path(model).suffix in (".yaml", ".yml"):
         return with_microbatches(load_config(model, overrides, read_model_folder), ranks)
     batch = _SEQUENCES if ranks <= _SEQUENCES // _PER_RANK else _PER_RANK * ranks
@@ -117,8 +118,8 @@ def asked(
     """Returns the job of `config` on `ranks` data-parallel ranks of a machine. `links` is a file with the bandwidth between
     nodes.
 
-    Raises `UserError` for an unknown machine, for invalid changes to the machine or the profile, and when the run's length
-    is in epochs but the data is missing.
+    Raises `UserError` for an unknown machine, for invalid `changes`, `imbalance` or `links`, and when the run's length
+    is in epochs but the data is missing. Also raises `UserError` as `job_of` does.
     """
     if not 1 <= imbalance < math.inf:
         raise UserError(f"`imbalance` is {imbalance}: give 1, which means equally many tokens for all experts, or more")
@@ -144,7 +145,7 @@ def as_configured(job: Job) -> Job:
 def read_links(path: Path) -> list[list[float]]:
     """Reads the bandwidth between each pair of nodes in bytes/s: one line of comma-separated numbers for each node.
 
-    Raises `UserError` when the file cannot be read, or has another format.
+    Raises `UserError` when the file cannot be read, has no lines, or has a value that is not a number.
     """
     path = user_path(path)
     try:

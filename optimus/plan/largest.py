@@ -14,7 +14,7 @@ MOST_LAYERS = 1 << 12
 
 
 def largest(job: Job) -> list[Plan]:
-    """Returns the fastest plan of the deepest model that fits, for each offloading of the state that the machine supports.
+    """Returns the fastest plan of the deepest model that fits, one plan for each offloading with which any model fits.
 
     Raises `UserError` when the model's layers are not all of one kind, or when no number of layers fits.
     """
@@ -27,8 +27,8 @@ def largest(job: Job) -> list[Plan]:
 
 
 def _deepest(job: Job) -> Iterator[Plan]:
-    """Yields the plan of the deepest model, if any fits. The search doubles the number of layers, then bisects it to within
-    a sixteenth."""
+    """Yields the plan of the deepest model, if any fits. The search doubles the number of layers while the model fits,
+    then bisects the number to within a sixteenth."""
     least, most, layers = 0, None, job.model.layers
     while 0 < layers <= MOST_LAYERS and (most is None or most - least > max(1, least // 16)):
         if fits(job.changed(model={"layers": layers})):

@@ -10,13 +10,13 @@ from itertools import combinations, pairwise
 from optimus.plan.machine import Machine
 
 _ROUNDS = 4  # maximum number of rounds over all pairs of nodes; rounds after the second seldom improve the order
-_MOST_TRIES = 400  # maximum number of orders whose step `exchanged` predicts: all pairs of 16 nodes three times
+_MOST_TRIES = 400  # maximum number of swaps that `exchanged` tries: enough for all pairs of 16 nodes three times
 _BEGINNINGS = 32  # maximum number of nodes with which `chained` tries to begin a chain
 
 
 def even(machine: Machine) -> Machine:
-    """Returns the machine with the bandwidth of the nearest two nodes between all nodes. No order of the real nodes is
-    faster."""
+    """Returns the machine in which all pairs of nodes have the bandwidth of the fastest pair. No order of the real
+    nodes is faster."""
     links = machine.network.links or [[]]
     best = max(
         (value for number, row in enumerate(links) for other, value in enumerate(row) if number != other), default=0
@@ -26,7 +26,7 @@ def even(machine: Machine) -> Machine:
 
 
 def in_order(machine: Machine, nodes: Sequence[int]) -> Machine:
-    """Returns the machine with its nodes in the order of `nodes`."""
+    """Returns the machine with the links of only `nodes`, in this order. The machine must have `network.links`."""
     links = machine.network.links
     assert links is not None
     network = machine.network.model_copy(update={"links": [[links[a][b] for b in nodes] for a in nodes]})
@@ -53,8 +53,9 @@ def chained(machine: Machine, count: int) -> list[int]:
 
 
 def exchanged(nodes: Sequence[int], every: int, seconds: Callable[[Sequence[int]], float]) -> list[int]:
-    """Returns `nodes` in a better order, on a machine of `every` nodes. The function swaps two nodes, at least one of them
-    in use, while a swap makes the step shorter. `seconds` predicts the step of an order."""
+    """Returns as many nodes as `nodes`, in an order whose step takes no longer, on a machine of `every` nodes. The
+    function swaps a node in use and any other node where the swap makes the step shorter. `seconds` predicts the step
+    of an order."""
     order, tries = [*nodes, *(node for node in range(every) if node not in nodes)], 0
     best = seconds(order[: len(nodes)])
     for _ in range(_ROUNDS):

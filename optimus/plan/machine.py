@@ -21,7 +21,7 @@ from optimus.section import Section
 
 _FOLDER = Path(__file__).parent / "machines"
 _ATTENTION_BACKWARD = 2.5  # FLOPs of the backward pass of fused attention over those of the forward pass
-_STEP = 32  # attention kernels pad the columns of a head to a multiple of this
+_STEP = 32  # attention kernels pad the columns of a head to a multiple of this number
 
 
 class Arithmetic(Section):
@@ -77,8 +77,8 @@ class Node(Section):
     to the next rank."""
 
     def nearest(self, stride: int) -> list[int]:
-        """Returns the sizes of groups of ranks, `stride` apart, whose rings are faster than `bandwidth`: the ranks of a
-        card, or of a plane."""
+        """Returns, in ascending order, the sizes of groups of ranks, `stride` apart, that have faster rings than
+        `bandwidth`, for example on one card."""
         keys = (key.split("x") for key, bandwidth in self.groups.items() if bandwidth > self.bandwidth)
         return sorted(int(size) for apart, size in keys if int(apart) == stride)
 
@@ -150,10 +150,10 @@ class Network(Section):
 class Communicator(Section):
     """Memory of a rank that a communicator takes, modelled on NCCL. The defaults are NCCL's.
 
-    Each channel has a buffer for each protocol and each connected peer. The estimate counts the two peers of a ring, for any
-    number of ranks (NVIDIA's answers in NCCL's issues 864, 986 and 1450). The estimate leaves out the additional peers of
-    trees, and the buffers that sends and receives share. The estimate assumes NCCL_BUFFSIZE for every protocol, though LL
-    has smaller buffers and LL128 larger ones.
+    Each channel has a buffer for each protocol and each connected peer. The estimate counts the peers of a ring, at
+    most two for any number of ranks (NVIDIA's answers in NCCL's issues 864, 986 and 1450). The estimate leaves out the
+    additional peers of trees, and the buffers that sends and receives share. The estimate assumes NCCL_BUFFSIZE for
+    every protocol, though LL has smaller buffers and LL128 larger ones.
     """
 
     buffer: float = Field(2.0**22, ge=0, description="Bytes of a buffer (NCCL_BUFFSIZE).")
@@ -216,8 +216,8 @@ class Machine(Section):
     by these seconds."""
 
     def rates(self, precision: str) -> Arithmetic:
-        """Returns the rates of a precision; either 16-bit type stands for the other. Raises `UserError` for a precision that
-        the machine lacks."""
+        """Returns the rates of a precision; a missing 16-bit type has the rates of the other 16-bit type. Raises
+        `UserError` for any other precision that the machine lacks."""
         for name in (precision, {"bf16": "fp16", "fp16": "bf16"}.get(precision, "")):
             if name in self.arithmetic:
                 return self.arithmetic[name]
@@ -255,9 +255,9 @@ class Machine(Section):
     ) -> tuple[float, float]:
         """Returns the seconds of the forward pass and of the backward pass of fused causal attention.
 
-        The `tokens` tokens are in sequences of `context` tokens, each on `ranks` ranks. `sizes` are the columns of a head's
-        queries and values. `speed` is the kernel's speed relative to the machine's best. With `window`, a token attends to
-        at most `window` tokens.
+        A rank has `tokens` tokens, and `ranks` ranks divide each sequence of `context` tokens. `sizes` are the columns
+        of a head's queries and values. `speed` is the kernel's speed relative to the machine's best. With `window`, a
+        token attends to at most `window` tokens.
         """
         query, value = sizes
         flops = 2 * tokens * context * heads * (query + value)

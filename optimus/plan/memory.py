@@ -1,11 +1,11 @@
-"""Estimates a rank's memory for the search; an estimate takes about a millisecond.
+"""Estimates a rank's memory for the search.
 
 The layouts decide the bytes of parameters, gradients and optimizer state. Recomputation and the schedule's live microbatches
-decide the bytes of activations. A plan reports the memory account of its run instead (`resolve.memory`), and must fit by
-that account.
+decide the bytes of activations. A plan with this library's profile reports the memory account of its run instead
+(`resolve.memory`), and the search returns only plans that fit by their accounts.
 
-For this library, `parallel.activations` measures the activations of the library's modules. For the frameworks of published
-measurements, `benchmarks.published.activations` counts the activations.
+`parallel.activations` computes the activations of this library's modules. `benchmarks.published.activations` computes
+the activations of the frameworks in published measurements.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -93,8 +93,8 @@ def part_counts_of_ranks(job: Job) -> list[tuple[PartCounts, ...]]:
 
 
 def state_of(ranks: Sequence[tuple[PartCounts, ...]], job: Job) -> list[tuple[dict[str, float], Elsewhere]]:
-    """Returns the bytes of parameters, gradients and optimizer state on each rank: on the device by kind, and on the host or
-    disk. In a run with pruning, the bytes are the maximum over the run (`PruningConfig.shares`)."""
+    """Returns the bytes of `_state` on each rank: on the device by kind, and on the host or disk. In a run with
+    pruning, the bytes are the maximum over the run (`PruningConfig.shares`)."""
     plans = cache(partial(chunk_plans, job))
 
     @cache
@@ -110,7 +110,7 @@ def state_of(ranks: Sequence[tuple[PartCounts, ...]], job: Job) -> list[tuple[di
 
 
 def state_size(job: Job) -> float:
-    """Returns the bytes of parameters, gradients and optimizer state on the device of the fullest rank."""
+    """Returns the bytes of `state_of` on the device of the fullest rank."""
     return max(sum(parts.values()) for parts, _ in state_of([rank.stages for rank in ranks_of(job)], job))
 
 
@@ -128,7 +128,8 @@ def _state(job: Job, stages: Sequence[PartCounts], plans: Sequence[ChunkPlan]) -
     """Returns the bytes of the chunks of these stages, by the rules of the memory account: on the device by kind, and on the
     host or disk.
 
-    The bytes include copies for checkpoints, and whole parameters and gradients in use.
+    The bytes include whole parameters and gradients in use, teachers and, if ranks compute on the host's CPUs, copies
+    for asynchronous checkpoints.
     """
     config, profile, saving = job.config, job.profile, job.config.checkpoint
     locations: Sequence[Residency] = ("device",) if job.state.offload == "none" else ("device", "host", "disk")

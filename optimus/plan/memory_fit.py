@@ -78,8 +78,8 @@ class Fitting:
         return min((least_time(placed, work) for placed in jobs), default=math.inf)
 
     def fastest(self, candidate: Candidate, limit: float) -> Timed | None:
-        """Returns the fastest sharding, placement of stages and recomputation with which `candidate` fits, or None if no
-        step takes less than `limit` seconds."""
+        """Returns the fastest sharding, placement of stages and recomputation with which `candidate` fits. Returns None
+        if no step that fits takes less than `limit` seconds."""
         best = None
         job = replace(candidate.job, machine=self._machine, nodes=self._nodes)
         # The cached costs of the division are valid only if all links between nodes are equal.
@@ -151,8 +151,8 @@ class Fitting:
         sizes: Callable[[frozenset[str]], list[float]],
         in_time: Callable[[Iterable[Job]], list[Job]],
     ) -> tuple[frozenset[str], Sequence[Job]]:
-        """Returns (the cheapest recomputation that fits, the jobs among `jobs` that pass `in_time` with this recomputation).
-        Returns no jobs if no recomputation fits.
+        """Returns (the cheapest recomputation that fits, the jobs among `jobs` that pass `in_time` with this
+        recomputation). Returns no jobs if no recomputation fits with a job in time.
 
         Activations fit if they take at most `free_bytes` on each rank. The call of `sizes` takes longest, so the function
         makes this call last.
@@ -189,9 +189,10 @@ def free_after_state(ranks: Sequence[tuple[PartCounts, ...]], job: Job) -> list[
 def residencies(job: Job) -> Iterator[Job]:
     """Yields the job with each offloading of its state that the machine supports, the least offloading first.
 
-    The state is on the device. If the host's bandwidth is known and ranks do not compute on the host's CPUs, the state is
-    then on the host, then on the machine's disks. If the configuration sets offloading, the function yields no other
-    offloading. If gradients are offloaded, the job accumulates gradients on the device, then on the host.
+    The first job has the configured offloading. If this offloading is none, the host's bandwidth is known and ranks do
+    not compute on the host's CPUs, the next jobs offload the optimizer's state, then all state. If the machine has
+    disks, a further job puts the optimizer's state on a disk and all other state on the host. A job that offloads
+    gradients may come twice (`_accumulations`).
     """
     yield from _accumulations(job)
     host = job.machine.host
@@ -202,7 +203,7 @@ def residencies(job: Job) -> Iterator[Job]:
 
 def _accumulations(job: Job) -> Iterator[Job]:
     """Yields the job and, if gradients are offloaded and a step may have several microbatches, the job that accumulates
-    gradients on the host."""
+    gradients on the host. If `accumulate_on` is configured, yields only the job."""
     yield job
     offloads = RESIDENCES[job.state.offload][1] != "device"
     if offloads and job.state.accumulate_on == "auto" and job.train.global_batch > job.mesh.size:
@@ -220,7 +221,7 @@ def recomputed(job: Job, recompute: frozenset[str]) -> Job:
 
 
 def sharded(job: Job) -> Iterator[tuple[Shard, int | ShardRanks | None]]:
-    """Yields all ways to shard the state, as (level, width).
+    """Yields the ways to shard the state that the search tries, as (level, width).
 
     A width is all replicas (None), or the number of replicas on a node. Further ways shard parameters over the nearest ranks
     of a node, gradients over these ranks or over the node, and the optimizer's state over all replicas.
@@ -247,8 +248,8 @@ def sharded(job: Job) -> Iterator[tuple[Shard, int | ShardRanks | None]]:
 
 
 def placements(job: Job) -> Iterator[Job]:
-    """Yields the job with consecutive ranks for each stage, and with the smallest `pipeline_stride` that does not split
-    the tensor-, context- and expert-parallel groups of a stage."""
+    """Yields the job, whose stages have consecutive ranks. For a pipeline, also yields the job with the smallest
+    `pipeline_stride` that splits no tensor-, context- or expert-parallel group, if a stage has more ranks."""
     yield job
     mesh = job.mesh
     least = math.lcm(mesh.cp * mesh.tp, mesh.ep * mesh.etp)

@@ -75,8 +75,8 @@ def choice_of(job: Job, shape: StepShape, rates: Rates) -> OffloadChoice:
 
 
 def offload_seconds(job: Job, held: Sequence[ChunkGroup], forward: float, backward: float) -> OffloadSeconds:
-    """Returns the seconds that a step takes besides its passes, on a rank with the chunks `held`. `forward` and `backward`
-    are the seconds of a microbatch's passes."""
+    """Returns the seconds that updates and fetching add to the passes of a step, on a rank with the chunks `held`.
+    `forward` and `backward` are the seconds of a microbatch's passes."""
     rates, shape = rates_of(job), shape_of(job, held, forward, backward)
     if job.state.shard == "parameters":  # the passes include the all-gather
         rates = rates._replace(gather=math.inf)

@@ -41,11 +41,11 @@ def predict(job: Job) -> Plan:
 
 
 def dry_run(job: Job, rank: int) -> dict[str, int]:
-    """Returns the bytes of a rank at its peak, by kind.
+    """Returns the bytes on the device of a rank at its peak, by kind.
 
-    The kinds are parameters, gradients, master, moments, mask, activations (of all live microbatches) and working (transient
-    bytes of a backward pass). Further kinds are gathered (whole parameters and gradients in use) and teacher. If ranks
-    compute on the host's CPUs, copies for checkpoints are a kind too.
+    The kinds are parameters, gradients, master, moments, mask, activations (of all live microbatches) and working
+    (transient bytes of a backward pass). Further kinds, unless they are 0, are gathered (whole parameters and gradients
+    in use), teacher and, if ranks compute on the host's CPUs, copies (for checkpoints).
 
     Raises `UserError` when the job has no rank `rank`, or the configuration cannot divide the model.
     """

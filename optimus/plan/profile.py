@@ -1,7 +1,7 @@
 """Describes how well training code uses a machine, as factors of the predictions; the defaults are this library's.
 
-`speed` is the only fitted constant. The profiles of other frameworks are outside the package
-(`benchmarks/published/profiles.yaml`); they serve to check the planner against published speeds.
+The profiles of other frameworks are outside the package (`benchmarks/published/profiles.yaml`). These profiles serve to
+check the planner against published speeds.
 """
 
 from typing import Literal

@@ -31,8 +31,8 @@ _SHARDING = {
 
 
 def layout_of(job: Job) -> dict[str, Any]:
-    """Returns the layout of `job` as sections of a configuration: keys of the axes in use, and keys that differ from their
-    defaults."""
+    """Returns the layout of `job` as the configuration's keys `parallel`, `state` and `recompute`. The two sections
+    leave out keys that the layout does not use."""
     mesh, state = job.mesh, job.state
     used = {"data"}
     used |= {"sequence"} if mesh.tp > 1 else set()
@@ -94,8 +94,8 @@ def decided(job: Job, run: ResolvedRun) -> Job:
 
 
 def memory_of_run(job: Job, run: ResolvedRun) -> Memory:
-    """Returns the memory of the fullest rank of the pipeline, by the memory account of `run`. For the profile of another
-    library, whose state has other sizes, returns an estimate."""
+    """Returns the memory of the fullest rank of the pipeline, by the memory account of `run`. Returns an estimate
+    (`memory_of`) for a profile with other sizes of state, or with recomputation."""
     own, profile = profile_of(job.config), job.profile
     if (profile.state, profile.gradient, profile.recompute) != (own.state, own.gradient, own.recompute):
         return memory_of(job)

@@ -86,6 +86,7 @@ class RankCosts:
         """Returns the costs of `job`. The returned costs share the cached times of modules.
 
         `job` must divide a block in the same way, but may differ in the pipeline, in sharding and in recomputation.
+        Before the first use of `feed_forward`, `job` may also differ in the division of the experts.
         """
         other = copy(self)
         other.job, other._held = job, None
@@ -285,7 +286,7 @@ class RankCosts:
         times = [
             machine.matmul_seconds(*sizes, kind, count, units=units) for sizes in ((m, n, k), (m, k, n), (k, n, m))
         ]
-        if kind in ("fp8", "fp4"):  # casts read, scale and write both operands and a gradient
+        if kind in ("fp8", "fp4"):  # each matmul casts two operands, of about these sizes
             cast = machine.memory_seconds(self.profile.cast * count * (m * k + k * n))
             times = [time + cast for time in times]
         forward, backward, weights = (self._speed(Terms(matmul=time)) for time in times)
@@ -356,13 +357,13 @@ class RankCosts:
         here = group.on_a_node(self.machine.ranks_per_node)
         if self.profile.copies == "levels" and (here == 1 or group.size % here):
             return self.collective("all_to_all", each, group)
-        # A token goes once to each node, and from there to the ranks with its experts.
+        # A token goes once to each node with a chosen expert, and from there to the ranks with its experts.
         inside = self.collective("all_to_all", each, StridedGroup(here))
         if self.profile.copies == "levels":
             return inside + self.collective(
                 "all_to_all", size * copies(experts, nodes, self._chosen), group.outer(here)
             )
-        return max(  # both levels overlap
+        return max(  # the transfers on the two levels overlap
             inside, self.collective("all_to_all", size * copies(experts, nodes, self._chosen), group)
         )
 

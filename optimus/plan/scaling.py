@@ -24,7 +24,7 @@ def scale(job: Job, ranks: Sequence[int], layout_plan: Plan | None = None) -> li
     """Studies weak scaling: the global batch and the data axis grow with the number of ranks. The layout is the one of
     `layout_plan`, or the best layout on the fewest ranks.
 
-    Raises `UserError` when a number of ranks is no multiple of the layout's ranks.
+    Raises `UserError` when a number of ranks is no multiple of the layout's ranks, and as `search` and `predict` do.
     """
     fewest = min(ranks)
     batch = max(1, job.train.global_batch * fewest // job.mesh.size)

@@ -10,8 +10,9 @@ When the layout is first again, `memory_fit` measures the layout's activations a
 stages and recomputation that fit. The search ends when no bound is below the slowest of the `best` times found: then no
 skipped layout can be among the best.
 
-If links differ between nodes, bounds assume the bandwidth of the nearest two nodes everywhere. The search puts the nodes
-into a chain of neighbours. For the layouts found, the search swaps pairs of nodes while a swap shortens the step.
+If links differ between nodes, bounds assume the bandwidth of the fastest pair of nodes everywhere. The search puts the
+nodes into a chain of neighbours (`links.chained`). For the layouts found, the search swaps pairs of nodes where a swap
+shortens the step.
 """
 
 import math
@@ -36,13 +37,14 @@ _TRIES = 5
 
 
 def search(job: Job, best: int = 10) -> list[Plan]:
-    """Returns the `best` divisions of the job's ranks, the fastest first.
+    """Returns up to `best` divisions of the job's ranks, the fastest first.
 
     Each division has the fastest schedule, microbatch, sharding and recomputation that fit; all other settings of the
-    configuration stay. The search offloads state to the host or a disk only if no layout fits on the devices alone.
+    configuration stay. Without configured offloading, the search offloads state only if no layout fits on the devices
+    alone.
 
-    Raises `UserError` when no layout divides the batch, or no layout fits. In the latter case the message names the smallest
-    machine with enough memory.
+    Raises `UserError` when no layout divides the batch, or no layout fits. In the latter case the message names the
+    smallest known machine with enough memory, if any.
     """
     asked = job.checked().undivided
     for each in residencies(asked):
@@ -54,8 +56,8 @@ def search(job: Job, best: int = 10) -> list[Plan]:
 def search_residency(job: Job, best: int) -> list[Plan]:
     """Searches like `search`, with the job's setting of offloading. Returns an empty list when no layout fits.
 
-    The search estimates memory. If the memory account of a plan exceeds the device's memory, the search repeats with the
-    memory of the device reduced by the excess.
+    The search estimates memory. If the memory account of a plan exceeds the device's memory, the search repeats with a
+    smaller device, at most `_TRIES` times in all. Raises `UserError` when no layout divides the batch.
     """
     least = machine = job.machine
     for _ in range(_TRIES):
@@ -143,7 +145,7 @@ def _tightest(job: Job) -> list[tuple[float, Job]]:
 
 def _too_large(job: Job) -> UserError:
     """Returns the error for a job that does not fit. The message names the least memory of any layout, and the smallest
-    known machine with this memory."""
+    known machine with this memory, if any."""
     least = math.inf
     for size, each in _tightest(job):
         if size >= least:  # the state alone takes more than a whole layout

@@ -1,8 +1,9 @@
 """Predicts the seconds of a training step, term by term.
 
-The time of a microbatch in a stage is the time of the stage's modules (`rank_costs`) plus the exposed time of all-gathers of
-parameters. The pipeline schedule turns the times of stages into the time of all passes (`pipeline`). A step takes the time
-of all passes, the exposed time of the reduction of gradients over replicas, and the time of optimizer, data and checkpoints.
+The time of a microbatch in a stage is the time of the stage's modules (`rank_costs`) plus the exposed time of
+collectives of sharded parameters. The pipeline schedule turns the times of stages into the time of all passes
+(`pipeline`). A step takes the time of all passes, the exposed time of the remaining collectives over replicas, and the
+time of optimizer, fetching, data and checkpoints.
 """
 
 from collections import defaultdict
@@ -391,8 +392,8 @@ def _orthogonalising(work: RankCosts, held: ChunkGroup) -> float:
 def _saving(work: RankCosts, files: Iterable[tuple[int, float]], step: float) -> float:
     """Returns the seconds that checkpoints add to a step on average. `files` are pairs (interval in steps, bytes).
 
-    Training waits for the copy to host memory. A synchronous checkpoint also waits for the file system, an asynchronous one
-    only if the write takes longer than the interval (`checkpoint.saving`).
+    Training waits for the copy to host memory. With synchronous checkpoints, training also waits for the file system;
+    with asynchronous ones, only as long as a write exceeds the interval (`checkpoint.saving`).
     """
     machine, asynchronous = work.machine, work.job.config.checkpoint.asynchronous
     seconds = 0.0

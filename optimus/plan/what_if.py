@@ -16,7 +16,7 @@ def changed(machine: Machine, profile: Profile, changes: Sequence[str]) -> tuple
     """Returns machine and profile with the changes `key.path=value`. Keys of the profile begin with `profile.`; a value `x2`
     doubles the present value.
 
-    Raises `UserError` that names the invalid change, and the nearest of the existing keys.
+    Raises `UserError` for an invalid change. For an unknown key, the message suggests the nearest existing key.
     """
     raw = machine.model_dump() | {_PROFILE: profile.model_dump()}
     known = list(_keys_of(raw))

@@ -1,7 +1,8 @@
-"""Measures collectives with every algorithm on the available ranks, and writes the table from which a run chooses.
+"""Measures collectives with several algorithms on the available ranks, and writes the table from which a run chooses.
 
-The table is a part of a machine file. The groups are all ranks together, the ranks of a node, and the ranks with the same
-local rank on every node. All groups of a kind communicate at once, as in a training run.
+The table is a part of a machine file. The groups are all ranks together; with several nodes of several ranks, also the
+ranks of a node, and the ranks with the same local rank. All groups of the same shape communicate at once, as in a
+training run.
 """
 
 import re
@@ -73,7 +74,7 @@ def measure_rank(per: int, extent: Extent | None = None, plugins: Sequence[str] 
 
 
 def _free(device: torch.device, per: int) -> int:
-    """Returns the bytes that each rank may use: the minimum over all ranks."""
+    """Returns the bytes that each rank may use: half of its free memory, as the minimum over all ranks."""
     ranks_sharing_memory = per if device.type == "cpu" else 1
     least = torch.tensor(free_memory(device) // ranks_sharing_memory // 2, device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN)
@@ -99,10 +100,11 @@ def _contestants(per: int) -> Iterator[tuple[CollectiveKind, Shape, str, Group]]
 
 
 def _tried(kind: CollectiveKind, shape: Shape) -> list[str]:
-    """Returns the algorithms that a group would really use. All-to-alls have only the backend's algorithm.
+    """Returns the algorithms to measure. All-to-alls have only the backend's algorithm.
 
     With Gloo, the list includes the backend's algorithm for all-reduces only: Gloo is slow for the other kinds. With other
-    backends, the list has the backend's algorithm and, if both levels have several ranks, two levels.
+    backends, the list has the backend's algorithm and, for several nodes with several ranks, direct rounds on two
+    levels.
     """
     if kind == "all_to_all":
         return [OWN]
@@ -112,7 +114,7 @@ def _tried(kind: CollectiveKind, shape: Shape) -> list[str]:
 
 
 def always(algorithm: str, shape: Shape) -> Measured:
-    """Returns a table that chooses `algorithm` for every size."""
+    """Returns a table with which groups of `shape` choose `algorithm` for every size."""
     curve = {str(shape): {algorithm: Curve(sizes=[1.0], seconds=[1.0])}}
     return Measured.model_validate({kind: curve for kind in KINDS if algorithm in names(kind, shape)})
 
@@ -129,7 +131,7 @@ def _calls(
 
 
 def table(found: list[Measurement]) -> Measured:
-    """Returns the table of measurements, with seconds rounded to three digits."""
+    """Returns the table of measurements, with seconds rounded to three significant digits."""
     curves: dict[str, Curves] = {}
     for kind, shape, algorithm in dict.fromkeys(point[:3] for point in found):
         points = sorted(point for point in found if point[:3] == (kind, shape, algorithm))

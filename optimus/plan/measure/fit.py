@@ -20,9 +20,9 @@ from optimus.plan.measure.timing import Observations, Observed, Talked
 
 Floats = NDArray[np.float64]
 
-# Largest ratio of the best measured and the fitted rate, either way: the best may be of a large matrix, or too fast by luck.
+# Largest factor by which a fitted rate may be above or below the best measured rate.
 _BEST = 1.25
-_DIFFERS = 0.05  # relative difference from the node's figures above which a group's bandwidth or a pace is written
+_DIFFERS = 0.05  # relative difference above which the file gets a bandwidth of a group, or a pace
 _DIGITS = 4
 
 
@@ -93,9 +93,9 @@ def _start(seen: Observations, name: str, source: str, memory_bandwidth: float) 
 def _fit_products(machine: Machine, seen: Observations) -> Machine:
     """Fits the rates, tile, depth and latency of kernels to the times of matmuls and of the tiny kernel.
 
-    On a CPU, the cores are the threads of a rank. An accelerator does not report how it divides matmuls. There, the function
-    also fits the cores, rounds them to a whole number, and fits the other figures again. Because of local minima, each fit
-    begins with several tiles.
+    On a CPU, the cores are the threads of a rank. An accelerator does not report how it divides matmuls, so the
+    function also fits the cores, rounds the cores to a whole number, and fits the other figures again. Because of local
+    minima, each fit begins with several tiles.
     """
     precisions = list(machine.arithmetic)
     best = [machine.arithmetic[precision].achieved for precision in precisions]
@@ -161,8 +161,7 @@ def _fit_node(machine: Machine, seen: Observations) -> Machine:
     """Fits the bandwidth and latency of the node, and then refines the fit.
 
     The first fit is over all groups on the node. The second fit adds a bandwidth for each form of group, and the last fit a
-    pace for each kind of collective that needs one. The result has bandwidths only of groups that differ from the node. If
-    all groups have a bandwidth, only the all-to-all uses the node's bandwidth.
+    pace for each kind of collective that needs one. The result has bandwidths only of groups that differ from the node.
     """
     inside = [talk for talk in seen.talked if talk.group.nodes(machine.ranks_per_node) == 1]
     if not inside:

@@ -77,7 +77,8 @@ def observe(ranks: int, extent: Extent | None = None) -> Observations | None:
 
 
 def fit_machine(seen: Observations, name: str) -> Machine:
-    """Returns the machine that fits the observations, with the vendor's peaks and the source of the figures."""
+    """Returns the machine that fits the observations, with the source of the figures and, if known, the vendor's
+    peaks."""
     peak = None if seen.threads is not None else peak_flops(find_device("auto", "the device"))
     return fit(seen, name=name, source=_source(seen, peak), peaks={"bf16": peak, "fp16": peak} if peak else None)
 

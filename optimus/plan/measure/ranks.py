@@ -1,5 +1,6 @@
-"""Runs a function on ranks in fresh processes, so that earlier calls do not affect the function's memory and speed.
+"""Runs a function on ranks in fresh processes, or on the ranks of torchrun.
 
+In fresh processes, earlier calls do not affect the function's memory and speed.
 `optimus.testing.run_ranks` reuses its processes, whose heaps have grown and whose libraries have compiled kernels.
 """
 
@@ -27,8 +28,9 @@ _MOST_RANKS = 64
 def on_ranks(function: Callable[..., T], ranks: int, *args: Any) -> T | None:
     """Runs `function(ranks, *args)` on `ranks` fresh ranks of this machine, and returns the result of the first rank.
 
-    Under torchrun, the function runs on the ranks of torchrun, and all ranks but the first return None. Raises `UserError`
-    for a number of ranks that the machine does not have.
+    Under torchrun, the function runs on the ranks of torchrun, and all ranks but the first return None. Raises
+    `UserError` for a number of ranks that the machine does not have and, under torchrun, for another number than the
+    ranks of a node.
     """
     check_ranks(ranks)
     if not under_launcher():
@@ -57,7 +59,7 @@ def check_ranks(ranks: int) -> None:
 
 
 def under_launcher() -> bool:
-    """True if torchrun or another launcher has started this process as one of several."""
+    """True if torchrun, or another launcher that sets the same variables, has started this process."""
     return "LOCAL_WORLD_SIZE" in os.environ and "WORLD_SIZE" in os.environ
 
 

@@ -3,7 +3,7 @@
 A rank of a real run shares memory, links and, on a CPU, cores with the other ranks. So all ranks begin together and repeat
 the same call for a while; the time ends when the last rank has finished.
 
-Legend: matmuls [M, K] x [K, N]; B sequences of S tokens, N heads of size D.
+Legend: matmuls [M, K] x [K, N].
 """
 
 import math
@@ -57,7 +57,7 @@ class Extent:
     """Shapes, sizes and durations of the measurements."""
 
     shapes: Sequence[tuple[int, int, int]]  # rows, columns and inner size of matmuls
-    attention: Sequence[tuple[int, int, int, int]]  # B, S, N, D
+    attention: Sequence[tuple[int, int, int, int]]  # sequences, tokens of each, heads, size of a head
     memory: int  # bytes of a tensor in copies and additions
     sizes: Sequence[int] = tuple(4096 * 4**i for i in range(8))  # bytes of collectives: 4 KiB to 64 MiB
     window: float = 0.05  # seconds for which a clock repeats a call
@@ -131,7 +131,8 @@ class Attended(NamedTuple):
 
 
 class Talked(NamedTuple):
-    """A collective in all groups of a form at once. `nbytes` is as `collective_seconds` defines it."""
+    """A collective in all groups of a form at once. `nbytes` has the meaning of `collective_seconds`; for a shift,
+    `nbytes` is the size of a message."""
 
     kind: Talk
     nbytes: int
@@ -305,7 +306,8 @@ def _precisions(clock: Clock, device: torch.device) -> list[str]:
 
 
 def _product(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
-    """Returns a call that computes a matmul in each form. Consecutive calls use different operands."""
+    """Returns a call that computes a matmul in each form. Consecutive calls use different operands, unless a single
+    pair is as large as `_COLD`."""
     held = _COLD.get(device.type, _COLD_ACCELERATOR)
     number = min(_SETS, max(1, held // ((m * k + k * n) * dtype.itemsize)))
     pairs = [
