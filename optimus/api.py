@@ -125,13 +125,13 @@ def train(
     """Trains a model as configured by `config` (a YAML file, a mapping or a `RunConfig`); returns a summary of the run.
 
     `ranks` processes on this machine share every global batch (default: the minimum number that `parallel` allows; "auto":
-    one for each accelerator). If torchrun, `srun` or `mpiexec` has started several tasks, this process is one of the ranks,
-    and the launcher sets their number.
-    `resume` continues from the newest checkpoint in `train.output`, and "auto" does so only if the folder holds a run. With
-    `fresh_optimizer`, the run resumes from the weights of the checkpoint alone, as after a rollback. `check` validates the
-    configuration, the machine and the data, including every checksum, and trains nothing. `hooks` are subclasses of
-    `optimus.Hook` or instances of them; the run calls them in addition to those named in `train.hooks`. The function pickles
-    the hooks and sends them to the ranks.
+    one for each accelerator, or the minimum on CPUs). If torchrun, `srun` or `mpiexec` has started several tasks, this
+    process is one of the ranks, and the launcher sets their number. `resume` continues from the newest checkpoint in
+    `train.output`. "auto" resumes only if the folder holds a run or `checkpoint.copy_to` is set. With
+    `fresh_optimizer`, the run resumes from the weights of the checkpoint alone, as after a rollback. `check` validates
+    the configuration, the machine and the data, including every checksum, and trains nothing. `hooks` are subclasses of
+    `optimus.Hook` or instances of them; the run calls them in addition to those named in `train.hooks`. For ranks in
+    other processes, the function pickles the hooks.
 
     Raises `UserError` for anything that the user can fix, where possible before starting a process. The error
     is a `LeaseError` when another run holds the folder. When another rank is lost under a launcher, the error is a
