@@ -1,5 +1,5 @@
-"""The functions behind the shell commands, including those that the package itself does not export. The module imports each
-function on first use."""
+"""The functions behind shell commands, including some that the package itself does not export. The module imports the
+functions of other modules on first use."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

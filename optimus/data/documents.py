@@ -1,4 +1,4 @@
-"""Reads input files in order, as batches of 1 MB to 2 MB of text in most cases, each with the position after the batch.
+"""Reads input files in order, as batches of the order of 1 MB of text, each with the position after the batch.
 
 Helper processes tokenise the batches. The helpers receive JSON lines as raw blocks of whole lines, which the helpers
 parse. All other text and very long JSON lines arrive as strings, and long documents arrive in pieces (`cutting`). A

@@ -218,7 +218,7 @@ class TrainingData:
         return next((dict(shards.index["chat"]) for shards in self.folders.values() if "chat" in shards.index), {})
 
     def fingerprint(self, steps: int, seed: int) -> dict[str, Any]:
-        """Fingerprints the data of the first `steps` steps: the indices, weights and batch sizes of the phases that
+        """Fingerprints the data of the first `steps` steps: the indices, weights and batch shapes of the phases that
         have begun by then, and `seed`."""
         number = phase_at(self._described, steps).number
         begun = [self._digests(phase) for phase in self.phases[: number + 1]]
