@@ -1,5 +1,5 @@
-"""The functions behind the shell commands, including those that the package itself does not export. The module imports each
-function on first use."""
+"""The functions behind shell commands, including some that the package itself does not export. The module imports the
+functions of other modules on first use."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -127,11 +127,11 @@ def train(
     """Trains a model as configured by `config` (a YAML file, a mapping or a `RunConfig`); returns a summary of the run.
 
     `ranks` processes on this machine share every global batch (default: the minimum number that `parallel` allows; "auto":
-    one for each accelerator). If torchrun, `srun` or `mpiexec` has started several tasks, this process is one of the ranks,
-    and the launcher sets their number.
-    `resume` continues from the newest checkpoint in `train.output`, and "auto" does so only if the folder holds a run. With
-    `fresh_optimizer`, the run resumes from the weights of the checkpoint alone, as after a rollback. `check` validates the
-    configuration, the machine and the data, including every checksum, and trains nothing. `hooks` are subclasses of
+    one for each accelerator, or the minimum on CPUs). If torchrun, `srun` or `mpiexec` has started several tasks, this
+    process is one of the ranks, and the launcher sets their number. `resume` continues from the newest checkpoint in
+    `train.output`. "auto" resumes only if the folder holds a run or `checkpoint.copy_to` is set. With
+    `fresh_optimizer`, the run resumes from the weights of the checkpoint alone, as after a rollback. `check` validates
+    the configuration, the machine and the data, including every checksum, and trains nothing. `hooks` are subclasses of
     `optimus.Hook` or instances of them; the run calls them in addition to those named in `train.hooks`.
 
     `optimizer` is an `optimus.extend.UpdateRule`, as a class or an instance, in place of `optimizer.name`; an instance also
@@ -139,7 +139,8 @@ def train(
     `data.tokenizer` names its tokenizer. Its items are mappings with `input_ids`, and optionally `labels` (-100: not
     predicted), `document_ids` and `attention_mask`. The run shuffles a map-style dataset (with `__len__` and `__getitem__`).
     An iterable with `state_dict` and `load_state_dict` is one stream for all ranks, in its own order; a resumed run
-    continues it. The function pickles hooks, rule and dataset, and sends them to the ranks.
+    continues it. For ranks in other processes, the function pickles hooks, rule
+    and dataset.
 
     Raises `UserError` for anything that the user can fix, where possible before starting a process. The error
     is a `LeaseError` when another run holds the folder. When another rank is lost under a launcher, the error is a

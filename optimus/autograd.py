@@ -1,4 +1,4 @@
-"""A decorator for the backward passes of the package's autograd functions, none of which can be differentiated again."""
+"""A decorator for backward passes that autograd must not differentiate again."""
 
 from collections.abc import Callable
 from functools import wraps

@@ -1,7 +1,7 @@
 """Copies of folders at URLs: s3://, gs://, file:// and all others that fsspec writes.
 
-A file is copied in at most `ATTEMPTS` attempts. After each attempt to write to the URL, the copy is read back and compared
-with the file. An attempt that takes too long counts as failed, because a server may never answer.
+Every operation has at most `ATTEMPTS` attempts. An attempt to write a file to the URL reads the copy back and compares
+the copy with the file. An attempt that takes too long counts as failed, because a server may never answer.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 ATTEMPTS = 5
 PAUSE = 2.0  # seconds before the second attempt; the pause doubles with every further attempt
-PATIENCE = 60.0  # seconds that an attempt may take, besides those of its bytes
+PATIENCE = 60.0  # seconds that an attempt may take, plus the time of its bytes at `SLOWEST`
 SLOWEST = 1e6  # bytes per second
 _PIECE = 8 << 20
 LARGEST = 256 << 20  # maximum bytes of a copied file that is directly in a run folder
@@ -30,12 +30,12 @@ _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "hf": "hf"}  # ex
 
 
 def is_url(path: str | Path) -> bool:
-    """Returns whether `path` is a URL, also as `Path` writes it, with one slash."""
+    """Returns whether `path` is a URL; one slash after the protocol suffices, because `Path` merges the two."""
     return _URL.match(str(path)) is not None
 
 
 def url_text(path: str | Path) -> str:
-    """Returns a URL without a slash at its end, and with both slashes after the protocol, which `Path` joins."""
+    """Returns a URL without a slash at its end, and with the two slashes after the protocol that `Path` merges."""
     text = str(path).rstrip("/")
     protocol, _, rest = text.partition(":")
     if not is_url(text) or rest.startswith("//"):
@@ -51,7 +51,8 @@ def extra_of(url: str) -> str:
 class RemoteCopies:
     """A folder at a URL, with the copies of files and folders in it.
 
-    Raises `UserError` for a protocol that fsspec does not know, or whose package is not installed.
+    Raises `UserError` if fsspec cannot open the URL, for example for an unknown protocol or without the package of the
+    protocol. A method raises `UserError` if all its attempts fail.
     """
 
     def __init__(self, url: str | Path) -> None:
@@ -66,7 +67,7 @@ class RemoteCopies:
             raise UserError(f"{self.url} cannot be opened ({type(error).__name__}: {error})") from error
 
     def names(self, below: str = "") -> dict[str, int]:
-        """Returns the names in the folder `below`, each with its size in bytes. Empty if there is no such folder."""
+        """Returns the sizes in bytes of the entries of the folder `below`, by name; {} if there is no such folder."""
 
         def found() -> dict[str, int]:
             self._system.invalidate_cache()
@@ -132,7 +133,7 @@ class RemoteCopies:
         self._attempted(f"copy {self.url}/{name} to {file}", copy, size)
 
     def get_folder(self, name: str, folder: Path, files: Iterable[str]) -> None:
-        """Copies files of a folder at the URL into `folder`, which is created."""
+        """Creates `folder`, and copies files of a folder at the URL into `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
         for file in files:
             self.get(f"{name}/{file}".lstrip("/"), folder / file)
@@ -167,18 +168,19 @@ class RemoteCopies:
 
 
 def cache_of(url: str) -> Path:
-    """Returns the folder in the user's home for local copies of what a URL has."""
+    """Returns the folder in the user's home for local copies of the files at a URL."""
     digest = hashlib.sha256(url.encode()).hexdigest()[:16]
     return Path("~/.cache/optimus/copies").expanduser() / f"{url.rpartition('/')[2]}-{digest}"
 
 
 def small_files(copies: RemoteCopies, below: str = "") -> list[str]:
-    """Returns the names of the files of a run folder itself, without its subfolders: metrics, configuration, events."""
+    """Returns the names of the files directly in a run folder, such as metrics and events. Leaves out names without a
+    dot, empty files and files larger than `LARGEST`."""
     return [name for name, size in copies.names(below).items() if 0 < size <= LARGEST and "." in name]
 
 
 def local_run(path_or_url: str | Path) -> str | Path:
-    """Returns `path_or_url`; for the URL of a run's copies, the folder of a cache with the files of the run folder itself.
+    """Returns a path unchanged. For the URL of a run's copies, returns a cache folder with the run's `small_files`.
 
     Raises `UserError` if the URL has no such files.
     """
@@ -192,7 +194,8 @@ def local_run(path_or_url: str | Path) -> str | Path:
 
 
 def local_runs(path_or_url: str | Path) -> str | Path:
-    """Returns `path_or_url`; for a URL with copies of runs, a folder of a cache with the files of each run folder itself."""
+    """Returns a path unchanged. For a URL with copies of runs, returns a cache folder with the `small_files` of each
+    run. Ignores run folders with a dot in the name."""
     if not is_url(path_or_url):
         return path_or_url
     copies = RemoteCopies(path_or_url)
@@ -206,11 +209,11 @@ def local_runs(path_or_url: str | Path) -> str | Path:
 
 
 def copied(url: str | Path, last: str, write: Callable[[Path], T]) -> T:
-    """Lets `write` create a local folder, copies the folder to an empty place at a URL, and removes the local
-    folder.
+    """Lets `write` create a local folder, copies the folder to a URL, and removes the local folder. Returns the result
+    of `write`.
 
-    `last` is the file that is copied last. After an interrupted call, a call with the same URL
-    continues with the local folder.
+    Copies the file `last` last. Raises `UserError` if the URL already has a file of this name. After an interrupted
+    call, a call with the same URL passes the same local folder to `write`.
     """
     copies = RemoteCopies(url)
     if last in copies.names():

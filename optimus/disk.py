@@ -22,9 +22,9 @@ _VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})", re.ASCII)
 def user_path(path: str | Path) -> Path:
     """Returns the `path` of a user, with `~`, `~name`, `$NAME` and `${NAME}` expanded as in a shell.
 
-    Every path that comes from a user passes through this function, because a shell does not expand `--output=~/run` or paths
-    in a file. An unset variable or unknown user stays as it is if a file with this path exists; otherwise the function
-    raises `UserError`. Raises `UserError` also for a URL, and for names that no file can have.
+    Use this function for every path that comes from a user, because a shell does not expand `--output=~/run` or paths
+    in a file. An unset variable or unknown user stays as it is if a file with the resulting path exists; otherwise the
+    function raises `UserError`. Raises `UserError` also for a URL, and for names that no file can have.
     """
     if is_url(path):
         raise UserError(
@@ -58,15 +58,15 @@ def _can_be_a_path(text: str) -> bool:
 def printable(text: str, keep: str = "") -> str:
     """Returns `text`, such as a file's name, in a form that is safe to write to files and terminals.
 
-    Escapes the characters that are invalid Unicode, control a terminal, or change the direction of the following text,
-    except those in `keep`.
+    Escapes the characters that are invalid Unicode, control a terminal, break lines, or change the direction of the
+    following text, except those in `keep`.
     """
     return _UNPRINTABLE.sub(lambda found: found[0] if found[0] in keep else _escape(found[0]), text)
 
 
 def _escape(character: str) -> str:
-    """Escapes a character. Python represents a byte that is not valid UTF-8 as a surrogate; the escape of a surrogate shows
-    the byte."""
+    """Escapes a character. In a file name, Python represents a byte that is not valid UTF-8 as a surrogate; the escape
+    of such a surrogate shows the byte."""
     code = ord(character)
     return f"\\x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else character.encode("unicode_escape").decode()
 
@@ -74,8 +74,8 @@ def _escape(character: str) -> str:
 def plain_name(name: object) -> str:
     """Returns `name`, read from a file that may come from an untrusted source, if it is a plain file name.
 
-    Raises ValueError for anything but the name of a file in the same folder. A path could make the caller read, write or
-    delete files outside the folder.
+    Raises ValueError for a path, which could make the caller read, write or delete files outside the folder. Also
+    raises ValueError for a value that is not a string, and for a name that is unprintable or longer than 200 bytes.
     """
     good = isinstance(name, str) and name.isprintable() and len(name.encode()) <= _LONGEST_NAME
     if not isinstance(name, str) or not good or {"/", "\\"} & set(name) or name in ("", ".", ".."):
@@ -118,7 +118,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the records of a file with one JSON object per line; skips incomplete lines."""
+    """Returns the records of a file with one JSON object per line; skips all other lines."""
     found = []
     for line in path.read_bytes().split(b"\n"):
         with suppress(ValueError):
@@ -145,8 +145,8 @@ def file_system_time(folder: Path) -> float:
 
 
 def check_plot(plot: Path) -> Path:
-    """Returns the path for a plot. Raises `UserError` if a plot cannot be written to the path. Callers check the path before
-    a long computation."""
+    """Returns the path for a plot, expanded like `user_path`. Raises `UserError` without matplotlib, for a name that
+    does not end in .png, and for a missing folder."""
     path = user_path(plot)
     if find_spec("matplotlib") is None:
         raise UserError(f"--plot {path}: plots need matplotlib, which is not installed: {how_to_install('plot')}")

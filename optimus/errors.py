@@ -1,9 +1,9 @@
 """The exception for errors that a user can fix.
 
-All packages raise `UserError` when the configuration, a file, a checkpoint or the machine is at fault. The text of the error
-is a single message that names the object, the location and the remedy. The command line prints the message without a
-traceback and exits with the error's `code`. A message names arguments of a function in backticks and as in a call, such as
-`context` or `resume=True`. The command line replaces these arguments by its options.
+The library raises `UserError` when the configuration, a file, a checkpoint or the machine is at fault. The text of the
+error is a single message, which should name the object, the location and the remedy. The command line prints the
+message without a traceback and exits with the error's `code`. A message names arguments of a function in backticks and
+as in a call, such as `context` or `resume=True`. The command line replaces these arguments by its options.
 """
 
 import difflib

@@ -1,9 +1,8 @@
-"""Measurements on this machine, and choices between alternatives that come out the same at every start.
+"""Measurements on this machine, which a file saves for later runs, and choices between alternatives.
 
-Other programs disturb every measurement: an operation of two milliseconds may take five. `in_turn` therefore times the
-compared alternatives in turn, so that a disturbance affects all of them. An alternative replaces the default only if its
-median time is clearly below the default's best time. All later runs use the saved measurements. `coarse` rounds free
-memory down to a coarse step and returns the previous value while that value is still nearly right.
+Other programs disturb measurements: an operation of two milliseconds may take five. `in_turn` therefore times the
+compared alternatives in turn, so that a lasting disturbance affects all of them. An alternative replaces the default
+only if its median time is clearly below the default's best time.
 """
 
 import bisect
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from optimus.disk import parse_json, write_json
 
-GAIN = 0.9  # an alternative must take less than this share of the default's time, so that noise does not choose it
+GAIN = 0.9  # an alternative must take less than this share of the default's best time, so that noise does not choose it
 _ROUNDS, _MOST_ROUNDS = 5, 15
 _ALIKE = 1.05  # maximum ratio of the third best time to the best on a machine without disturbance
 _BITS = 5  # significant bits of free memory: the steps are a sixteenth to a thirty-second of the value
@@ -87,9 +86,9 @@ def _step(size: int) -> int:
 class Measurements:
     """The measurements of one chip, saved in a file; without a file, `add` saves nothing.
 
-    Any number of processes may use the file at once: `add` replaces the file atomically and lets existing entries take
-    precedence. If the file cannot be read or written, a line in `notes` says so, and this run or the next one repeats the
-    measurements.
+    Any number of processes may use the file at once: `add` replaces the file atomically and keeps an existing entry
+    with the same alternatives. If the file cannot be read or written, a line in `notes` says so, and this run or the
+    next one repeats the measurements.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -97,7 +96,7 @@ class Measurements:
         self.notes: list[str] = []
 
     def timings(self) -> dict[str, dict[str, Timing]]:
-        """Returns the timings of all alternatives, by name."""
+        """Returns the saved timings, by measurement and by alternative."""
         return self._read()[0]
 
     def add(self, found: Mapping[str, Timings]) -> dict[str, dict[str, Timing]]:
@@ -150,7 +149,7 @@ class Measurements:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Excludes other processes from reading and writing, if the file system supports locks."""
+        """Keeps other processes from updating the file inside the block, if the file system supports locks."""
         folder = None
         with suppress(OSError):
             if self.path is not None:

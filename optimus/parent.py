@@ -11,8 +11,8 @@ _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 def end_with(parent: int) -> None:
-    """Makes the system kill this process when its `parent` ends. Another run may then hold the run folder, so this process
-    must not save anything more.
+    """Kills this process when its parent, the process with id `parent`, ends. Another run may then hold the run folder,
+    so this process must not save anything more.
 
     Linux kills the process at once, also when only the parent's thread that started it ends. `end_after` covers other
     systems, and a parent that has already ended.

@@ -1,11 +1,12 @@
 """The library's tables of techniques, and the plugins that add rows to these tables.
 
-A `Table` maps names to rows: update rules, learning-rate schedules, pipeline schedules, families and so on. A plugin is a
-Python module with a list `ROWS`. Each entry is a row of a table, of the same class as the library's own rows.
-`load_plugins` imports plugins and adds their rows; after this, the library does not distinguish these rows from its own.
+A `Table` maps names to rows: update rules, learning-rate schedules, pipeline schedules, families and so on. A plugin is
+a Python module with a list `ROWS`. Each entry is a row of a table, of the same class as the library's own rows.
+`load_plugins` imports plugins and adds their rows; afterwards, the library does not distinguish these rows from its
+own.
 
-Only names that the user gives lead to imports: a configuration, an option or an argument. A checkpoint or a folder of data
-names its plugins, but reading it imports none of them.
+Only names from the user lead to imports: those in a configuration, an option or an argument. A checkpoint or a folder
+of data names its plugins, but reading it imports none of them.
 """
 
 import hashlib
@@ -151,7 +152,7 @@ def load_plugins(names: Sequence[str] | None, where: str = "plugins") -> list[Pl
 def imported(module: str, where: str, cure: str) -> Any:
     """Imports `module` from the current folder, PYTHONPATH or the installed packages.
 
-    Raises `UserError`, which begins with `where` and ends with `cure`, for a module that cannot be imported.
+    Raises `UserError` for a module that cannot be imported; the message begins with `where` and contains `cure`.
     """
     if os.getcwd() not in sys.path:  # a command's path lacks the folder; the path of a rank has it
         sys.path.append(os.getcwd())

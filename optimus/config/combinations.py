@@ -5,7 +5,8 @@ from optimus.config.tree import RunConfig
 
 
 def check_combinations(config: RunConfig) -> None:
-    """Raises `ValueError` for sections that contradict each other in the run or in a phase, which the message names."""
+    """Raises `ValueError` for sections that contradict each other in the run or in a phase. The message names the
+    phase."""
     _check_sections(config)
     if config.phases:
         check_phases(config)
@@ -75,7 +76,7 @@ def _check_schedule(config: RunConfig) -> None:
 
 def _check_pruning(config: RunConfig) -> None:
     """Raises `ValueError` when a pruning step is not before the run's last step, when the run does not save the weights to
-    rewind to, or when it trains low-rank factors."""
+    rewind to, or when the run trains low-rank factors."""
     pruning = config.pruning
     if pruning is None:
         return

@@ -39,9 +39,9 @@ def load_config(
 ) -> RunConfig:
     """Reads and validates a run's configuration.
 
-    `source` is a YAML file, a mapping, or a tree; without overrides, a tree stays unchanged. `overrides` are strings
-    `key.path=value` with YAML values. If `model` names a Hugging Face folder, `read_model_folder` (of `optimus.hub`)
-    converts the folder to sections of the tree.
+    `source` is a YAML file, a mapping, or a tree; a tree without overrides gives an equal tree. `overrides` are
+    strings `key.path=value` with YAML values. If `model` names a Hugging Face folder, `read_model_folder` (of
+    `optimus.hub`) converts the folder to sections of the tree.
 
     The function loads the plugins that the configuration names, unless `of_run` says that the file is in a run folder:
     reading a run runs no code.
@@ -119,7 +119,7 @@ def resolve_model(name: str, read_model_folder: ModelFolderReader | None = None)
 
 
 def preset_names() -> list[str]:
-    """Names of the presets, smallest paper model first."""
+    """Names of the presets: the paper's models by size, then the others."""
     return list(_table("presets"))
 
 
@@ -252,7 +252,7 @@ def _copy(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _explain(error: ValidationError, root: type[BaseModel], names: Mapping[str, str]) -> list[str]:
-    """Returns one clause per problem: the key's path, the problem, and the nearest valid key if that helps."""
+    """Returns one clause per wrong key: its path, the problem, and a valid key for an unknown one."""
     clauses: dict[str, str] = {}  # by key: pydantic reports a problem for each possible type of a key
     for problem in error.errors():
         where = [str(part) for part in problem["loc"] if not _TYPE.search(str(part))]

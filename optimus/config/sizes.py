@@ -45,8 +45,8 @@ def rounded(number: float) -> str:
 
 
 def count_text(number: float) -> str:
-    """Formats a number with at most three significant digits and a unit, such as "1.5 B"; a number below 1,000 stays as
-    it is."""
+    """Formats a number with at most three significant digits and a unit, such as "1.5 B"; a number that rounds to less
+    than 1,000 stays as it is."""
     rounded = float(f"{number:.3g}")  # rounding may reach the next unit
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if rounded >= size:

@@ -1,8 +1,8 @@
 """The typed configuration tree of a run. Defaults are the recipe of the Optimus paper (section 2.1).
 
-Every field has a description in its `Field` or, if the description is longer, below the field; `docs/generate.py` writes the
-descriptions to `docs/config.md`. Validators refuse combinations that cannot work and name the fields, so that nothing starts
-before the whole tree is valid.
+Every option has a description in its `Field` or, if the description is longer, below the field; `docs/generate.py`
+writes the descriptions to `docs/config.md`. Validators refuse combinations that cannot work and name the fields, so
+that nothing starts before the whole tree is valid.
 """
 
 from collections.abc import Mapping, Sequence
@@ -363,7 +363,7 @@ def _length(found: str) -> str:
 
 
 class PhaseConfig(Section):
-    """A stretch of steps of a run. A key that is missing in a phase has its value in the rest of the configuration."""
+    """A stretch of steps of a run. Without data, sequence length, batch or schedule, a phase has those of the run."""
 
     name: str | None = Field(None, description="Name in messages and checkpoints. Default: phase-N.")
     steps: Count | None = Field(None, description="Length of the phase in steps; or give tokens.")
@@ -493,7 +493,7 @@ class ValidationConfig(Section):
                 raise ValueError(
                     f"{self.name or 'a set'}: max_bytes applies to text only: give tokens for prepared data"
                 )
-            if not self.non_default("tokens"):  # at most a token per byte, and one for the end of its document
+            if not self.non_default("tokens"):  # at most a token per byte, and one for the end of each document
                 self.tokens = 2 * self.max_bytes
         return self
 
@@ -654,13 +654,13 @@ class RunConfig(Section):
 
     @property
     def warmup_steps(self) -> int:
-        """Steps of the warm-up; by default a share of the run."""
+        """Steps of the warm-up; by default a twentieth of the run, and at most 2,500."""
         given = self.lr_schedule.warmup_steps
         return min(_LONGEST_WARMUP, self.train.total_steps // _WARMUP_SHARE) if given is None else given
 
     @property
     def cooldown_steps(self) -> int:
-        """Steps of the cooldown; by default a share of the run, and 0 for a schedule without a cooldown."""
+        """Steps of the cooldown; by default a fifth of the run, and 0 for a schedule without a cooldown."""
         if self.lr_schedule.name != "wsd":
             return 0
         return self.lr_schedule.cooldown_steps or max(1, self.train.total_steps // _COOLDOWN_SHARE)

@@ -53,7 +53,7 @@ class ChatTemplate(NamedTuple):
     @classmethod
     def beside(cls, tokenizer: Path, eos_token: str) -> "ChatTemplate":
         """Finds the template of a tokenizer.json: in the index of prepared data, or in files of the standard names in the
-        same folder. Returns the default template if there is none.
+        same folder. Returns the default template if there is none, or if the tokenizer's file has another name.
 
         Raises `UserError` for files that cannot be read, and for an invalid template.
         """
@@ -74,8 +74,8 @@ class ChatTemplate(NamedTuple):
 
     @classmethod
     def from_files(cls, files: Mapping[str, Any], eos_token: str, where: str) -> "ChatTemplate | None":
-        """Finds the template in `files`, a mapping from names to contents of a published tokenizer's files; None if they
-        have no template. Raises `UserError` for an invalid template."""
+        """Finds the template in `files`, a mapping from names to contents of a published tokenizer's files; returns
+        None if the files have no template. Raises `UserError` for an invalid template."""
         said = {name: value for file in _FILES[:2] for name, value in files.get(file, {}).items()}
         named = {f"{role}_token": said.get(f"{role}_token") for role in _ROLES}
         texts = {role: each.get("content") if isinstance(each, dict) else each for role, each in named.items()}
@@ -302,7 +302,7 @@ class Conversation(NamedTuple):
 
 
 def _prepared(index: Path) -> ChatTemplate | None:
-    """Reads the template of prepared data from its index. Returns None if the index has no template."""
+    """Reads the template of prepared data from its index. Returns None if the index has no readable template."""
     try:
         return ChatTemplate.read(parse_json(index.read_bytes())["chat"])
     except (OSError, ValueError, LookupError, TypeError):
@@ -350,8 +350,8 @@ def _compiled(source: str) -> Any:
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts a message to the form that templates expect: without nulls, and with the assistant's reasoning under all
-    names that templates read."""
+    """Converts a message to the form that templates expect: without nulls, and with the assistant's reasoning under the
+    names `thinking` and `reasoning_content`."""
     given = {name: value for name, value in message.items() if value is not None}
     thought = next((given[name] for name in _THOUGHTS if name in given), None)
     return given if thought is None else {"thinking": thought, **given, "reasoning_content": thought}

@@ -1,7 +1,7 @@
-"""Cuts a long document into pieces whose tokens, in order, are the tokens of the whole document.
+"""Cuts a long document into pieces that keep the document's tokens, as far as a check around each cut can tell.
 
 A tokenizer needs some fifty bytes of memory per byte of text, so a document of 3 GB cannot be tokenised at once. Cuts
-between words do not change the tokens of common tokenizers, but can change the tokens of other tokenizers: a normaliser
+between words keep the tokens of GPT-style tokenizers, but can change the tokens of other tokenizers: a normaliser
 may strip or prepend a space, and an added token may contain spaces. `find_cut` therefore checks every cut: it tokenises
 the text around the cut as a whole and in two halves, and compares the tokens. If no cut passes the check, the piece
 grows, up to `LIMIT`.
@@ -13,17 +13,17 @@ from itertools import islice
 
 PIECE = 1 << 19  # characters of a piece
 WINDOW = 2048  # characters on each side of a proposed cut that the check tokenises
-LIMIT = 1 << 24  # maximum number of characters of a piece, to bound the memory
+LIMIT = 1 << 24  # maximum characters of a piece (plus `WINDOW` for the last piece), to bound the memory
 TRIES = 16
 
-# `find_cut` first tries cuts between words, where GPT-style pre-tokenizers always split. Then it tries cuts between
-# letters and other characters, for text without spaces (Chinese, minified code).
+# `find_cut` first tries cuts between words, where GPT-style pre-tokenizers split. Then `find_cut` tries cuts between
+# word characters and other characters, for text without spaces (Chinese, minified code).
 BETWEEN_WORDS = re.compile(r"(?<=\S)(?= \S)|(?<=\S\n)(?=\S)")
 BETWEEN_KINDS = re.compile(r"(?<=\w)(?=\W)|(?<=\W)(?=\w)")
 
 
 class UncuttableError(ValueError):
-    """A stretch of `LIMIT` characters has no position where a cut would keep the tokens."""
+    """The check has accepted no cut in a stretch of `LIMIT` characters."""
 
 
 def pieces(chunks: Iterable[str], encode: Callable[[str], list[int]]) -> Iterator[tuple[str, bool]]:
@@ -50,8 +50,9 @@ def pieces(chunks: Iterable[str], encode: Callable[[str], list[int]]) -> Iterato
 
 
 def find_cut(text: str, encode: Callable[[str], list[int]]) -> int | None:
-    """Finds a position of `text`, `WINDOW` characters or more before its end, where a check confirms that a cut does not
-    change the tokens. Tries the last `TRIES` positions between words, then those between kinds of characters."""
+    """Finds a position of `text`, `WINDOW` characters or more before its end, where a check confirms that a cut does
+    not change the tokens. Tries the last `TRIES` positions between words, then the last `TRIES` between kinds of
+    characters. Returns None if the check accepts none."""
     for pattern in (BETWEEN_WORDS, BETWEEN_KINDS):
         for cut in islice(_matches(pattern, text), TRIES):
             before, behind = text[max(0, cut - WINDOW) : cut], text[cut : cut + WINDOW]

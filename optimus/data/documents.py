@@ -1,9 +1,9 @@
-"""Reads input files in order, as batches of about 1 MB of text, each with the position after the batch.
+"""Reads input files in order, as batches of the order of 1 MB of text, each with the position after the batch.
 
-Helper processes tokenise the batches. The helpers receive JSON lines as raw blocks of whole lines, which the helpers parse.
-All other text arrives as strings, and long documents arrive in pieces (`cutting`). A position is the border between two
-documents, or a checked cut in a text file. A reader that starts at a position finds the same tokens as a reader that
-continues there.
+Helper processes tokenise the batches. The helpers receive JSON lines as raw blocks of whole lines, which the helpers
+parse. All other text and very long JSON lines arrive as strings, and long documents arrive in pieces (`cutting`). A
+position is the border between two documents, or a checked cut in a text file. A reader that starts at a position finds
+the same tokens as a reader that continues there.
 """
 
 import codecs
@@ -25,9 +25,9 @@ from optimus.data.tables import records
 from optimus.disk import parse_json
 from optimus.errors import UserError
 
-BLOCK = 1 << 20  # bytes of a batch
-# Most bytes of a JSON line: the parser reads a whole line, and needs several times the size of the line in memory. Text
-# files have no limit.
+BLOCK = 1 << 20  # approximate bytes of a batch
+# Maximum bytes of a JSON line, give or take `BLOCK`: the parser reads a whole line, and needs several times the size of
+# the line in memory. Text files have no limit.
 LONGEST_LINE = 64 << 20
 PARQUET_ROWS = 64
 
@@ -132,7 +132,8 @@ def _parts(
 
 @contextmanager
 def naming_bad_file(path: str) -> Iterator[None]:
-    """Turns the `UserError` of a bad file into a `BadFileError`. Errors of a disk or a server pass unchanged."""
+    """Turns a `UserError` whose message begins with `path` into a `BadFileError`. Errors of a disk or a server pass
+    unchanged."""
     try:
         yield
     except BadFileError:
@@ -381,9 +382,10 @@ def record_reader(
 ) -> ReaderRow:
     """Returns a reader of files of records.
 
-    `records` maps the open file, decompressed if its name ends in .gz or .zst too, to its records in order. A record is a
-    mapping with the field that `text_field` names, or a text, which counts as the field `text`. When a preparation resumes,
-    `records` runs again from the beginning of a file, and the reader skips the records that have been read.
+    `records` takes the open file, decompressed if the file's name ends in .gz or .zst, and yields the records in order.
+    A record is a mapping with the field that `text_field` names, or a text, which counts as the field `text`. When a
+    preparation resumes, `records` runs again from the beginning of a file, and the reader skips the records before the
+    position.
     """
 
     def read(source: Source, start: Position, text_field: str | TextField, encode: Encode) -> Iterator[_Piece]:
@@ -399,8 +401,8 @@ def record_reader(
 
 
 def _named_failures(records: Iterable[Any], reader: str, source: Source) -> Iterator[Any]:
-    """Yields `records`. Raises `UserError`, which names the reader and the file, for any exception of the reader's code and
-    for a record that is no text or mapping."""
+    """Yields `records` up to the first None. Raises `UserError`, which names the reader and the file, for any exception
+    of the reader's code and for a record that is no text or mapping."""
     rows = iter(records)
     for number in itertools.count(1):
         try:

@@ -48,7 +48,7 @@ class TextField:
 
     def text(self, record: Mapping[str, Any], where: str) -> str:
         """Returns the text of a record; messages begin with `where`. Raises `UserError` for a field that is missing or is
-        not text."""
+        not valid text."""
         if not self._is_template:
             return _value(record, self.said, where)
         return "".join(before + ("" if name is None else _value(record, name, where)) for before, name in self._parts)
@@ -59,7 +59,7 @@ class TextField:
 
 
 class ChatField(TextField):
-    """A list of messages, each with a role and its content, in the usual format of chats. The record may also have `tools`.
+    """A list of messages, each with a role, and with content or tool calls. The record may also have `tools`.
 
     `template` renders the messages. The spelling of one of the tokenizer's `special` tokens in a message stays ordinary
     text, unless `parse_special` is True.
@@ -110,7 +110,7 @@ class ChatField(TextField):
 
 
 def _problem(message: Any) -> str:
-    """Describes why a value is no message; empty for one that has a role, and content or tool calls."""
+    """Describes why a value is no message. Returns "" for a message with a role, and with content or tool calls."""
     if not isinstance(message, Mapping):
         return f"is {kind_of(message)}"
     if not isinstance(message.get("role"), str):
@@ -158,7 +158,8 @@ def _there(found: Any, part: str) -> str:
 
 
 def _texts(record: Mapping[str, Any], above: str = "", deep: int = 4) -> Iterator[tuple[str, str]]:
-    """Yields the texts of a record and of its nested objects, each with the `text_field` that reads the text."""
+    """Yields the texts of a record and of objects nested up to four deep, each with the `text_field` that reads it.
+    Leaves out blank texts."""
     for name, value in record.items():
         if above and "." in name:
             continue  # no `text_field` can name this field
@@ -169,8 +170,8 @@ def _texts(record: Mapping[str, Any], above: str = "", deep: int = 4) -> Iterato
 
 
 def _how_to_name(record: Mapping[str, Any], missing: str) -> str:
-    """Returns the cure for a record whose text is elsewhere: in a nested field of that name, or most likely in the field
-    with the longest text."""
+    """Returns the cure for a record whose text is elsewhere: in a nested field of the name `missing`, or most likely in
+    the field with the longest text."""
     texts = dict(_texts(record))
     within = next((name for name in texts if name.endswith(f".{missing}")), None)
     if within and not {"{", "}"} & set(within) and not within.startswith(CHAT):

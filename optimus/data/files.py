@@ -60,7 +60,8 @@ class Source:
 
 
 class BadFileError(UserError):
-    """Raised for one bad input file, at `path`. `what` begins with the position in the file and ends with the cure."""
+    """Raised for one bad input file. The message is `path`, followed by `what`, which describes the fault and the
+    cure."""
 
     def __init__(self, path: str, what: str) -> None:
         super().__init__(f"{path}{what}")
@@ -85,7 +86,7 @@ class BadFile:
         return cls(source.input, printable(source.name), source.size, source.modified_ns, what)
 
     def entry(self) -> dict[str, Any]:
-        """Returns the file's entry in `index.json`, without the file's folder and time of modification."""
+        """Returns the file's entry in `index.json`, without the path of the input and the time of modification."""
         said = {name: value for name, value in asdict(self).items() if name != "modified_ns"}
         return said | {"what": re.sub(r"^:(\d+):", r"line \1:", self.what).lstrip(": ")}
 
@@ -129,8 +130,9 @@ def resolve(inputs: Sequence[str | Path], leave_out: Sequence[Path] = (), encodi
     """Finds the files of all inputs: files, folders (walked in sorted order, without hidden names) and globs, also as
     fsspec's URLs. Lists each file once.
 
-    Lists a file with any ending if the file itself is an input. Also lists a path that is no file, such as a broken
-    link, so that the check of files reports the path. Raises `UserError`.
+    Lists a local file with any ending if the file itself is an input. Also lists a path that is no file, such as a
+    broken link, so that the check of files reports the path. Raises `UserError` if an input has no files, or `inputs`
+    is empty.
 
     Ignores the contents of the folders `leave_out`, because an output may be within an input folder.
     """
@@ -206,7 +208,7 @@ def ends_in(path: Path | RemoteFile, suffixes: tuple[str, ...]) -> bool:
 
 
 def _ending(path: Path | RemoteFile) -> str:
-    """Returns the ending of a file's name. For a compressed file, it includes the ending of the decompressed file."""
+    """Returns the ending of a file's name, which for a compressed file includes the ending of the decompressed file."""
     last = path.suffix.lower()
     within = Path(path.stem).suffix.lower() if last in (".gz", ".zst", ".bz2", ".xz") else ""
     return f"{within}{last}" or "no ending"
@@ -242,7 +244,7 @@ def _real(path: Path | RemoteFile) -> Path | RemoteFile:
 
 
 def _fixed_part(pattern: Path) -> Path:
-    """Returns the longest leading folder of a glob that has no wildcards."""
+    """Returns the folder of a glob before the first name with a wildcard."""
     fixed = Path(pattern.anchor)
     for part in pattern.parts[len(fixed.parts) : -1]:
         if glob.has_magic(part):
@@ -268,7 +270,7 @@ def open_bytes(source: Source) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """Opens a file. Yields the decompressed stream in UTF-8, and the file itself, whose position shows the progress.
 
     A damaged compressed file or an unreadable one raises a `UserError` that names the file. Bytes that are invalid in
-    the file's encoding raise a `UserError` too. UTF-8 is the exception: the reader of the stream must find its invalid
+    the file's encoding raise a `UserError` too. UTF-8 is an exception: the reader of the stream must find invalid
     bytes.
     """
     recode = source.encoding != "utf-8" and not _is_utf8(source)
@@ -301,9 +303,9 @@ def open_as_stored(source: Source) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 def unmarked(head: bytes) -> str | None:
     """Detects UTF-16 or UTF-32 without a byte order mark from the beginning of a text. In these encodings, at least every
-    other byte of Latin text is null.
+    other byte of ASCII text is null.
 
-    Text in UTF-16 or UTF-32 may be valid UTF-8 with null characters, and is valid in every single-byte encoding.
+    Such text may also be valid UTF-8 with null characters, or valid in a single-byte encoding.
     """
     for name, nulls, others in (
         ("utf-16-le", (head[1::2],), head[::2]),
@@ -317,8 +319,8 @@ def unmarked(head: bytes) -> str | None:
 
 
 def _is_utf8(source: Source) -> bool:
-    """Checks that a whole file is valid UTF-8. One `encoding` applies to all files, but UTF-8 files among them must not
-    change."""
+    """Returns True if a whole file is valid UTF-8 and does not look like UTF-16 or UTF-32. One `encoding` applies to
+    all files, but UTF-8 files among them must not change."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     with open_as_stored(source) as (stream, _):
         data = stream.read(READ)

@@ -1,8 +1,8 @@
 """Helper processes that run functions for this process.
 
 Children of multiprocessing import the caller's main module again, which breaks in scripts without a `__main__` guard,
-and outlive a parent that is killed. A helper is instead a fresh interpreter, to which the parent writes and from which
-it reads by two pipes. A helper imports only the modules that its function needs. A helper ends when its pipe closes or
+and outlive a parent that is killed. A helper is instead a fresh interpreter that receives calls and returns answers
+through two pipes. A helper imports only the modules that its function needs. A helper ends when its pipe closes or
 its parent has ended for any reason.
 """
 
@@ -44,8 +44,8 @@ class Helpers:
         self._threads = ThreadPoolExecutor(count, "helper", self._start)
 
     def submit(self, *args: Any) -> "Future[Any]":
-        """Calls the served function in a helper. Returns the future of its result, which also raises an exception of the
-        helper."""
+        """Calls the served function in a helper, and returns a future of the result. The future raises the function's
+        `UserError` or `OSError`, a `RuntimeError` for other exceptions, and a `UserError` if the helper has died."""
         return self._threads.submit(self._ask, args)
 
     def __enter__(self) -> "Helpers":

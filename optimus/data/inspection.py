@@ -1,7 +1,7 @@
-"""Checks each input file before `prepare` tokenises, so that one message lists all files that `prepare` cannot read.
+"""Checks each input file before `prepare` tokenises, so that one message lists the unreadable files together.
 
-The check reads a file as `prepare` will, up to `LIMIT`, but does not tokenise. Most files are shorter than `LIMIT`. The
-check takes a few percent of the time of `prepare`. Tokenising finds the faults beyond `LIMIT`.
+The check reads a file as `prepare` will, up to `LIMIT` (`REMOTE_LIMIT` for a remote file), but does not tokenise.
+Tokenising finds the faults beyond the limit.
 """
 
 import codecs
@@ -53,20 +53,22 @@ _CONTROLS = bytes({*range(32), 127} - {*b"\t\n\v\f\r\b\x1b\x1a"})
 
 
 def looked_at(source: Source, full: bool) -> int:
-    """Returns how many bytes of a file the check reads at most."""
+    """Estimates how many bytes of a file the check reads."""
     limit = REMOTE_LIMIT if isinstance(source.path, RemoteFile) else LIMIT
     return source.size if full else min(source.size, limit)
 
 
 class Look(NamedTuple):
-    """The result of a check. `wrong` describes the fault, without the path at its beginning, or is None for a good file."""
+    """The result of a check. `wrong` describes the fault, without the path at its beginning, or is None without a
+    fault."""
 
     wrong: str | None
     complete: bool  # True if the check is complete: the file is bad, or the check has read it to its end
 
 
 def look(text_field: TextField, full: bool, source: Source) -> Look:
-    """Checks a file; a large file only at its beginning unless `full`. Raises `UserError` if a disk or a server fails."""
+    """Checks a file. Unless `full`, reads only the beginning of a large file. Raises `UserError` if a disk or a server
+    fails."""
     try:
         with naming_bad_file(str(source.path)):
             wrong = _no_file(source) or _kind(source)
@@ -76,8 +78,8 @@ def look(text_field: TextField, full: bool, source: Source) -> Look:
 
 
 def check_beginning(sources: Sources, most: float) -> int:
-    """Reads text from the beginning of the files until it has more than `most` bytes. Returns the number of bytes read,
-    which is at most `most` if the files have no more.
+    """Reads the text of the files in order until the text has more than `most` bytes. Returns the number of bytes read,
+    which exceeds `most` unless the files end before.
 
     Raises `UserError`, which lists the files among those read that `prepare` would refuse. The message suggests no
     `encoding` or `text_field`, because the callers cannot set either.
@@ -120,7 +122,7 @@ def _no_file(source: Source) -> str | None:
 
 
 def _read(source: Source, text_field: TextField, full: bool) -> bool:
-    """Reads a file up to its limit. Returns True if it has reached the end of the file."""
+    """Reads a file up to its limit. Returns True if the file ends before the limit."""
     remaining = float("inf") if full else REMOTE_LIMIT if isinstance(source.path, RemoteFile) else LIMIT
     if files.ends_in(source.path, files.HTML_SUFFIXES):  # any decodable text is a valid page
         with open_bytes(source) as (stream, _):
@@ -140,7 +142,7 @@ def _read(source: Source, text_field: TextField, full: bool) -> bool:
 
 
 def _kind(source: Source) -> str | None:
-    """Finds the fault of a text file, JSON lines or a table from its first bytes."""
+    """Finds a fault in the first bytes of a text file, an HTML page, JSON lines or a table."""
     if files.ends_in(source.path, (".parquet", ".arrow")) or not files.ends_in(source.path, files.SUFFIXES):
         return None
     with open_as_stored(source) as (stream, _):
@@ -148,7 +150,7 @@ def _kind(source: Source) -> str | None:
     for magic, kind in _KINDS.items():
         if head.startswith(magic):
             return f": {kind}, by its first bytes. {_kind_cure(source, magic)}"
-    # Finds UTF-16 and UTF-32 before decoding: a single-byte encoding would read such a file without an error.
+    # Finds UTF-16 and UTF-32 before decoding: a single-byte encoding may read such a file without an error.
     readers = next((names for mark, names in _MARKS.items() if head.startswith(mark)), None)
     if readers is None and (found := files.unmarked(head)):
         readers = (found, found)
@@ -191,7 +193,8 @@ def _lines_kind(head: bytes) -> str | None:
 
 
 def with_encoding(source: Source, what: str) -> str:
-    """Extends the fault of a file that is not UTF-8 by an encoding that can read the file."""
+    """Adds the cure to the fault of a file that is not UTF-8, such as an encoding that reads the file. Returns other
+    faults unchanged."""
     if ": not UTF-8" not in what or files.ends_in(source.path, (".parquet", ".arrow")):
         return what
     what = what.removesuffix(". Convert it to UTF-8.")
@@ -237,8 +240,8 @@ def listing(bad: Sequence[tuple[Source, str]], total: int, partly: bool = False,
 
 
 def _apart(bad: Sequence[tuple[Source, str]], total: int) -> str:
-    """Returns the advice for files that no single encoding can read: the bad files need several encodings, or another
-    one than the configured one."""
+    """Returns the advice for files that no single encoding can read: the bad files need several encodings, or an
+    encoding other than the configured one. Returns "" for other files."""
     needed = {cure for _, what in bad for cure in _NEEDED.findall(what)}
     named = {source.encoding for source, what in bad if _NEEDED.search(what)} - {"utf-8"}
     if not (len(needed) > 1 or (named and total > 1)):

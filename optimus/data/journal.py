@@ -31,7 +31,8 @@ EXCLUSIONS = ("too_short", "too_long", "duplicates")  # reasons to exclude a doc
 
 @dataclass
 class Counts:
-    """Counts of the documents that `prepare` has read from one input."""
+    """Counts of the documents that `prepare` has read from one input. `documents`, `text_bytes` and `tokens` count only
+    the included documents."""
 
     documents: int = 0
     empty_documents: int = 0
@@ -88,7 +89,7 @@ class Journal:
 
     @property
     def is_empty(self) -> bool:
-        """True if deleting the journal loses no work."""
+        """True if deleting the journal loses no tokens."""
         return self.instances is None and not self.mark.tokens
 
     def write(self, folder: Path) -> None:

@@ -28,7 +28,8 @@ IndexArray = NDArray[np.int64]
 class Mixture:
     """A mixture of sources in proportion to integer `weights`, of which at least one is above 0.
 
-    For every n, source i has `n * weights[i] / sum(weights)` of the first n positions, up to an error of less than one.
+    Rounds weights whose sum, in lowest terms, is 2^30 or more. For every n, source i has `n * weights[i] /
+    sum(weights)` of the first n positions, up to an error of less than one.
     """
 
     def __init__(self, weights: Sequence[int]) -> None:
@@ -87,8 +88,9 @@ class _Group:
     ceil(f(V) - p). The sets U are nested, and so are the sets V. A set A with both bounds exists by the matroid
     intersection theorem, since ceil(f(V) - p) <= ceil(f(U) - p) + |V without U|.
 
-    For each element that A must have, `_border` chooses the source with the nearest deadline among the sources that have
-    waited longest. This choice puts the fewest elements into every U. Counts therefore never differ from n r by one.
+    For each element that A must have, `_border` chooses the source with the nearest deadline among the sources that
+    have waited longest. This choice puts the fewest elements into every U. The counts therefore differ from n r by less
+    than one.
     """
 
     def __init__(self, weights: Sequence[int], sources: Sequence[int], phase: int) -> None:

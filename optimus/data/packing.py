@@ -53,8 +53,8 @@ def pack(stream: Path, target: Path, *, context: int, eos_id: int, dtype: str, t
 
 
 def best_fit(length_D: NDArray[np.int64], capacity: int) -> list[list[int]]:
-    """Packs pieces by best-fit decreasing, and returns the pieces in each row of `capacity` tokens. Places pieces of
-    equal length in the order of `length_D`."""
+    """Packs pieces by best-fit decreasing, and returns the indices of the pieces in each row of `capacity` tokens.
+    Places pieces of equal length in the order of `length_D`."""
     order = np.argsort(-length_D, kind="stable")
     rows: list[list[int]] = []
     rows_by_free: list[list[int]] = [[] for _ in range(capacity + 1)]  # rows by their remaining room
@@ -107,7 +107,8 @@ def _pieces(end_N: NDArray[np.int64], context: int) -> tuple[NDArray[np.int64], 
 
 
 def padding_BS(tokens_BS: NDArray[np.int64], eos_id: int) -> NDArray[np.bool_]:
-    """Marks padding tokens: end-of-text after end-of-text, since no document is empty."""
+    """Marks padding tokens: end-of-text after end-of-text, since no document is empty. A piece that is only an
+    end-of-text token, the rest of a cut document, may count as padding too."""
     padding = tokens_BS == eos_id
     padding[:, 1:] &= padding[:, :-1].copy()
     padding[:, 0] = False

@@ -1,8 +1,8 @@
 """Computes a seeded permutation of [0, n) without storing it.
 
 A stored permutation of 2 * 10^9 instances (4 T tokens) would need 16 GB. A Feistel network is a bijection of b-bit
-numbers for any round function. 2^b is the smallest power of two that is at least n. The permutation maps an image
-outside [0, n) again until the image is inside (cycle walking; Black and Rogaway, "Ciphers with Arbitrary Finite
+numbers for any round function. 2^b is the smallest power of two that is at least n and 64. The permutation maps an
+image outside [0, n) again until the image is inside (cycle walking; Black and Rogaway, "Ciphers with Arbitrary Finite
 Domains", 2002). Since 2^b < 2n (for n above 32), fewer than two passes suffice on average. The two parts of the number
 may differ in width by one bit, so every b works.
 """
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 ROUNDS = 12
-# Blocks of this many indices stay in the second-level cache through all rounds.
+# A block of this many indices should stay in the second-level cache through all rounds.
 BLOCK = 1 << 15
 # Multipliers of the splitmix64 finaliser (Steele, Lea, Flood 2014), which mixes every input bit into every output bit.
 MIX_1 = np.uint64(0xBF58476D1CE4E5B9)

@@ -2,14 +2,14 @@
 
 1. Tokenise: helper processes turn batches of text into tokens. The main process writes the tokens in order into one stream,
    `<output>.partial/tokens.bin`, with an end-of-text token after each document.
-   Best-fit packing then packs whole documents into instances, one after the other in `packed.bin`.
+   With `pack` "best-fit", `prepare` then packs whole documents into instances, one after the other in `packed.bin`.
 2. Shuffle: instance j of the output is instance `permutation(j)` of the stream.
 3. Shard: helper processes collect the instances in that order into shard files.
 
 The paper (section 4) cuts instances from the tokens of each file separately, and drops the tail of each file. Here one
 stream runs through all files, and `prepare` drops only the very last tail. With thousands of small files, their tails
 would be most of the text. All bytes of the output depend on the inputs and settings alone, not on the number of workers
-or on interruptions. The output folder appears complete or not at all, by a rename at the end.
+or on interruptions. A local output folder appears complete or not at all, by a rename at the end.
 """
 
 import errno
@@ -98,8 +98,8 @@ class _Run:
         return self.partial / (STREAM if self.pack == "concatenate" else PACKED)
 
     def leave_out(self, bad: Sequence[tuple[files.Source, str]], partly: bool = False) -> None:
-        """Removes these files from the sources. Raises `UserError`, which lists the files, unless `skip_bad` is set and
-        other files remain."""
+        """Removes the `bad` files from the sources. Raises `UserError`, which lists the files, unless `skip_bad` is set
+        and other files remain."""
         total = len(self.sources.files) + len(self.bad)
         if bad and (not self.skip_bad or len(bad) == len(self.sources.files)):
             raise UserError(listing(bad, total, partly))
@@ -154,8 +154,9 @@ def prepare(
     files. With `skip_bad`, `prepare` excludes the unreadable files, and the index lists them as `bad_files`. `plugins` names
     plugins with readers of further files. `prepare` calls `progress(stage, done, total)` now and then; `total` may be None.
 
-    A new call resumes where an interrupted call stopped. If `output` is already complete with the same settings, the
-    call returns its index. Raises `UserError` for bad input, too little disk space, or an `output` with other content.
+    A new call resumes where an interrupted call stopped. If a local `output` is already complete with the same
+    settings, the call returns its index. Raises `UserError` for bad input, too little disk space, or an `output` with
+    other content.
 
     Example:
         index = optimus.prepare(["texts/"], "data", train_tokenizer=4096, context=256)
@@ -241,7 +242,8 @@ def _check(tokenizer: str | Path | None, train_tokenizer: int | None, pack: str,
 
 
 def _finished_before(run: _Run, settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns the index of an `output` that exists. Raises `UserError` unless these settings made the output."""
+    """Returns the index of an `output` that exists. Raises `UserError` unless a run with the same settings made the
+    output."""
     if not (run.output / shards.INDEX).exists():
         raise UserError(f"{run.output} exists and is not prepared data. Choose another `output`.")
     index = shards.read_index(run.output)
@@ -303,7 +305,7 @@ def _prepare(run: _Run, settings: dict[str, Any], info: TokenizerInfo | None) ->
 
 def _without_bad_file(run: _Run, state: Journal, error: BadFileError) -> Journal:
     """Removes a file that turned out bad during reading, and returns the journal to resume from. Raises `UserError`,
-    which lists all bad files, unless `skip_bad` is set."""
+    which lists the bad files, unless `skip_bad` is set and good files remain."""
     number = next(k for k, source in enumerate(run.sources.files) if str(source.path) == error.path)
     bad = [(run.sources.files[number], with_encoding(run.sources.files[number], error.what))]
     if not run.skip_bad:
@@ -320,7 +322,7 @@ def _without_bad_file(run: _Run, state: Journal, error: BadFileError) -> Journal
 
 def _look_at_all(run: _Run) -> None:
     """Checks all files and leaves out the bad ones. Raises `UserError`, which lists the bad files, unless `skip_bad` is
-    set."""
+    set and good files remain."""
     # A new tokenizer must depend on good files alone, so this check must find all bad files before the training.
     bad, partly = _look(run, run.sources.files, full=run.train_tokenizer is not None)
     if bad and not run.skip_bad and sum(source.size for source in partly) <= FULL_CHECK_BYTES:
@@ -334,8 +336,8 @@ def _look_at_all(run: _Run) -> None:
 def _look(
     run: _Run, sources: Sequence[files.Source], full: bool
 ) -> tuple[list[tuple[files.Source, str]], list[files.Source]]:
-    """Checks these files. Returns the bad ones, each with its fault, and the good ones of which it has read only the
-    beginning."""
+    """Checks `sources`. Returns the bad files, each with its fault, and the good files that the check has read only in
+    part."""
     bytes_of = {source.path: looked_at(source, full) for source in sources}
     total, done = sum(bytes_of.values()), 0
     bad, partly = list[tuple[files.Source, str]](), list[files.Source]()
@@ -481,7 +483,8 @@ def _in_order(helpers: Helpers, batches: Iterator[Item]) -> Iterator[tuple[Item,
     """Yields each batch with its tokens, or each other item with its result, in order. Few items are in flight at a time, so
     memory stays bounded.
 
-    If reading fails, yields all earlier items before it raises the error, so that the next run need not repeat them.
+    If reading fails, yields all earlier items before raising the error, so that the next run need not repeat these
+    items.
     """
     waiting: deque[tuple[Item, Future[Any]]] = deque()
     failure: UserError | None = None

@@ -72,13 +72,13 @@ def is_remote(path_or_url: str | Path) -> bool:
 def expand(url: str, suffixes: tuple[str, ...]) -> Iterator[tuple[RemoteFile, str]]:
     """Yields the files of a URL (a file, a folder, or a glob), each with its name relative to the URL.
 
-    Raises `UserError` for an unreachable URL, and for a protocol whose package is not installed.
+    Raises `UserError` for a URL that is unreachable or has no files, and for a protocol whose package is not installed.
     """
     with _reading(url):
         import fsspec
 
         system, path = fsspec.core.url_to_fs(url)
-        fixed = re.split(r"[*[]", path)[0]  # "?" can begin the query of a URL
+        fixed = re.split(r"[*[]", path)[0]  # "?" is no wildcard here, because "?" can begin the query of a URL
         if fixed != path:
             found, root = sorted(system.glob(path)), fixed.rpartition("/")[0]
         elif path.lower().endswith(suffixes) and system.isfile(path):
@@ -149,6 +149,6 @@ def _reading(url: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise UserError(f"{url}: {error}. {how_to_install(extra_of(url))}") from error
-    except Exception as error:  # each file system raises other types of errors
+    except Exception as error:  # every file system has its own types of errors
         what = str(error) or type(error).__name__
         raise UserError(f"cannot read {url}: {what}. Check the URL, the network and your permissions.") from error

@@ -1,4 +1,4 @@
-"""Copies text that every machine with Python has, for a first model: the sources of Python's standard library."""
+"""Copies text that comes with Python, for a first model: the sources of the standard library."""
 
 import shutil
 import sysconfig
@@ -13,11 +13,11 @@ _HELD_OUT = 20  # one of this many files is for validation
 
 
 def sample_text(output: str | Path) -> dict[str, Any]:
-    """Copies every twentieth source file into the subfolder `held-out` of `output`, for validation, and all other files
-    into `train`.
+    """Copies the sources of Python's standard library without its tests: every twentieth file into the subfolder
+    `held-out` of `output`, for validation, and all other files into `train`.
 
     Returns `output`, the number of `files` to train on, the number `held_out` of files for validation, and the total
-    `bytes`. Raises `UserError` if `output` is not empty or cannot be written.
+    `bytes`. Raises `UserError` if `output` exists and is not an empty folder, or cannot be written.
 
     Example:
         optimus.sample_text("hello/text")["files"]

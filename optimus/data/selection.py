@@ -5,9 +5,10 @@ Exact duplicates are equal in normalised text (Unicode NFKC, case folded, any wh
 sets of five-word shingles with a Jaccard similarity of at least 0.8, estimated from 128 MinHashes (Broder 1997; Lee et al.
 2022, "Deduplicating Training Data Makes Language Models Better", section 4).
 
-The comparison uses signatures of documents. Helper processes compute the signature of every piece of a document, and the
-writer of the stream joins the signatures of a document. An exact signature covers the whole normalised text, and does
-not depend on the cuts of the document. A MinHash signature misses the shingles that span a cut.
+The comparison uses signatures of documents. Helper processes compute the signature of every piece of a document, and
+the writer of the stream joins the signatures of a document. An exact signature covers the whole normalised text, and
+does not depend on the cuts of the document, unless a cut separates a letter from its combining mark. A MinHash
+signature misses the shingles that span a cut.
 """
 
 import hashlib
@@ -45,8 +46,8 @@ class Selection:
     dedup: Dedup = "none"
 
     def check(self) -> None:
-        """Raises `UserError` for an invalid setting, for limits that exclude every document, and if a package that
-        deduplication needs is not installed."""
+        """Raises `UserError` for an invalid setting, for a minimum above the maximum, and if deduplication needs a
+        package that is not installed."""
         for unit in ("characters", "tokens"):
             least, most = getattr(self, f"min_{unit}"), getattr(self, f"max_{unit}")
             for name, value, fewest in ((f"min_{unit}", least, 0), (f"max_{unit}", most, 1)):
@@ -64,7 +65,7 @@ class Selection:
             )
 
     def misfit(self, document: "Document") -> Literal["too_short", "too_long", None]:
-        """Returns the limit that a document violates by its length, or None."""
+        """Returns the reason to leave out a document for its length, or None."""
         if document.characters < self.min_characters or document.tokens < self.min_tokens:
             return "too_short"
         too_long = self.max_characters is not None and document.characters > self.max_characters
@@ -144,8 +145,8 @@ def _exact(text: str, alone: bool) -> bytes:
 
 
 def _fold(digest: bytes, text: str) -> tuple[bytes, str]:
-    """Hashes the blocks of a text into a digest. Returns the digest and the rest of the text, at most a block, since more
-    text may follow."""
+    """Hashes the blocks of a text into a digest. Returns the digest and the rest of the text, at most a block and white
+    space, since more text may follow."""
     start, stop = 0, len(text.rstrip())
     while stop - start > _BLOCK:
         digest = _digest(digest + text[start : start + _BLOCK].encode())
@@ -164,8 +165,8 @@ def _digest(data: bytes) -> bytes:
 class Signatures:
     """The signatures of the selected documents, in memory and in the file `FILE` of `folder`.
 
-    An interrupted run continues with the first `saved` signatures. An exact signature takes 110 bytes of memory, and
-    a MinHash signature takes 4 KB.
+    An interrupted run continues with the first `saved` signatures. An exact signature takes about 110 bytes of memory,
+    and a MinHash signature takes about 4 KB.
     """
 
     def __init__(self, folder: Path, dedup: Dedup, saved: int) -> None:

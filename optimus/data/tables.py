@@ -18,8 +18,8 @@ _DELIMITERS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
 
 
 def records(stream: BinaryIO, where: str, field: TextField, delimiter: str) -> Iterator[dict[str, str]]:
-    """Yields the cells of the columns that `field` needs, by name, row by row. Raises `UserError`, which names the file
-    and the line."""
+    """Yields the cells of the columns that `field` needs, by name, row by row. Raises `UserError`, which names the
+    file, and the line of a bad row."""
     csv.field_size_limit(max(csv.field_size_limit(), LONGEST_CELL))  # a global limit of the module, 128 KB by default
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     rows = csv.reader(_lines(text), delimiter=delimiter, strict=True)

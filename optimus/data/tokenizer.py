@@ -74,8 +74,8 @@ def inspect(file_or_folder: Path) -> TokenizerInfo:
 def check_text_stays_text(info: TokenizerInfo) -> None:
     """Raises `UserError` if text becomes a special token although `parse_special` of `load` is False.
 
-    Unigram models have special tokens among their pieces of text. The library also finds an added token in text unless
-    the file marks the token as special.
+    A Unigram model may have special tokens among its pieces of text. The library also finds an added token in text
+    unless the file marks the token as special.
     """
     tokenizer = load(info.path)
     special = {token.content: id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}

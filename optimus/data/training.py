@@ -1,8 +1,8 @@
 """Describes the training data of a run: its opened sources, and for each phase the share of each source.
 
-A position is the index of a sequence in its phase. The sequence at position p is a pure function of p: the mixture gives
-the source of position p and the number of earlier positions of this source. In each phase, a source continues where the
-earlier phases stopped reading it. Therefore every rank of any layout finds its part of the data at any step.
+A position is the index of a sequence in its phase. The sequence at position p is a pure function of p: the mixture
+gives the source of position p and the number of earlier positions of this source. Every rank of any layout therefore
+finds its part of the data at any step. In each phase, a source continues where the earlier phases stopped reading it.
 """
 
 import hashlib
@@ -30,8 +30,8 @@ class MixedSource(NamedTuple):
     """A source in a phase. Earlier phases have read the sequences before `first`. A row of the shards has `parts`
     sequences.
 
-    Of a replayed source, the phase reads only the first `seen` rows, and `first` only selects passes with an order of
-    their own.
+    For a replayed source, the phase reads only the first `seen` rows, and `first` selects passes whose order no other
+    phase uses.
     """
 
     name: str
@@ -205,8 +205,8 @@ class TrainingData:
         return MixedSource(name, shards, parts, phase.number * seen * parts, seen)
 
     def _check_passes(self, phase: Phase, source: SourceConfig, mixed: MixedSource, number: int) -> None:
-        """Raises `UserError` if the run would read a source with a weight more than once. `tokens` and `epochs` allow
-        repetition."""
+        """Raises `UserError` if the run would read a source of `data.sources` with a weight more than once. `tokens`
+        and `epochs` allow repetition."""
         available = mixed.shards.instances * mixed.parts
         if phase.config.data.sources and source.share is not None and mixed.first + number > available:
             length = phase.step_tokens // phase.config.train.global_batch
@@ -257,8 +257,8 @@ class TrainingData:
         return next((dict(shards.index["chat"]) for shards in self.folders.values() if "chat" in shards.index), {})
 
     def fingerprint(self, steps: int, seed: int) -> dict[str, Any]:
-        """Fingerprints everything that determines the data of the first `steps` steps: the phases that have begun by
-        then."""
+        """Fingerprints the data of the first `steps` steps: the indices, weights and batch shapes of the phases that
+        have begun by then, and `seed`."""
         number = phase_at(self._described, steps).number
         begun = [self._digests(phase) for phase in self.phases[: number + 1]]
         one = len(begun) == 1 and len(begun[0]["sources"]) == 1

@@ -1,4 +1,5 @@
-"""The functions of the helper processes: tokenise batches of text, and write shards of shuffled instances."""
+"""The functions of the helper processes, which tokenise text, train tokenizers and write shards of shuffled
+instances."""
 
 import hashlib
 import os
@@ -19,7 +20,7 @@ from optimus.data.selection import Dedup, DocumentPiece, signer
 from optimus.data.shards import INSIDE, NOT_PREDICTED
 from optimus.data.tokenizer import TokenizerInfo
 
-GATHER = 32 << 20  # bytes that `write_shard` reads at once
+GATHER = 32 << 20  # bytes that `write_shard` writes at once
 SUMS = ".crc32"
 
 
@@ -107,7 +108,7 @@ def write_shard(
     """Writes output rows `start` to `stop` as the array file `name` in `folder`, which appears complete or not at all.
 
     Output row j is row `permutation(j)` of the token stream, which has `instances` rows of `context` tokens of the type
-    `dtype`. Returns the checksum of the file. Before this file, writes the CRC-32 of each row to the file `name` +
+    `dtype`. Returns the SHA-256 of the file. Before this file, writes the CRC-32 of each row to the file `name` +
     `SUMS`. Reads the stream with pread instead of a memory map, whose pages would count as used memory.
     """
     temporary = folder / f"{name}.{os.getpid()}.tmp"  # a helper of a killed run may still write here
