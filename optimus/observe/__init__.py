@@ -1,1 +1,1 @@
-"""Observes a run: metrics, progress, machine."""
+"""Metrics, progress, traces and notifications of a run, and descriptions of the machine."""

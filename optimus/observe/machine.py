@@ -77,7 +77,8 @@ def find_device(name: str, setting: str, local_rank: int = 0) -> Any:
 
 
 def use_device(name: str, setting: str, local_rank: int = 0) -> Any:
-    """Finds a device like `find_device`, and makes it this thread's current device, where kernels launch by default.
+    """Finds a device like `find_device`, and makes an accelerator this thread's current device, where kernels launch by
+    default.
 
     Call this function before any other use of a device: the first use allocates memory on whichever device is current.
     """
@@ -105,8 +106,7 @@ def device_name(device: Any) -> str:
 
 
 def bfloat16_of(device: Any) -> Bfloat16:
-    """Checks if a torch device computes natively in bf16. The check allocates nothing, so it does not depend on other
-    processes."""
+    """Checks if a torch device computes natively in bf16, without allocating device memory."""
     import torch
 
     if device.type == "cpu":
@@ -171,8 +171,8 @@ def total_memory(device: Any) -> int:
 
 
 def measurements_of(device: Any, folder: str | None) -> Measurements:
-    """Opens the measurements in `folder` for this chip, PyTorch version and (on a CPU) number of threads. Other
-    measurements do not apply."""
+    """Opens the measurements in `folder` for this chip, PyTorch version and (on a CPU) number of threads. With
+    None as `folder`, the measurements are empty and in no file."""
     if folder is None:
         return Measurements(None)
     import torch
@@ -198,7 +198,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Returns the versions of Python and of this package, and the installed versions of torch and `packages`."""
+    """Returns the versions of Python, this package, torch and `packages`; "not installed" for a missing package."""
     found = {"python": platform.python_version(), "optimus": __version__}
     for package in ("torch", *packages):
         try:

@@ -31,7 +31,7 @@ def clear(run: Path) -> None:
 
 
 class Verdict(NamedTuple):
-    """The culprit ranks, and the collective that the other ranks wait in."""
+    """The culprit ranks, and a text about the collective in which other ranks wait ("no collective" if no rank waits)."""
 
     culprits: list[int]
     collective: str
@@ -66,9 +66,9 @@ def find_culprits(states: Mapping[int, Mapping[str, Any] | None]) -> Verdict:
 
 
 class Watchdog:
-    """A thread that ends this rank when this rank has completed no step for `seconds`.
+    """A thread that calls `ended` with the verdict when this rank has completed no step for `seconds`.
 
-    The watchdog of every rank that still responds calls `ended` with the verdict; `ended` must not return.
+    `ended` must end the process of this rank.
     """
 
     def __init__(
