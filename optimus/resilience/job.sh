@@ -190,7 +190,8 @@ is_bad_input() {
     [ -n "$found" ] && ((${#files[@]} == ${#here[@]}))
 }
 
-# Waits at most a minute until all nodes have ended. A signal to the whole job ends the launcher at once, while ranks still save.
+# Waits at most a minute until all nodes have ended. A signal to the whole job ends the launcher at once, while ranks
+# still save.
 wait_for_nodes() {
     local waited files
     for ((waited = 0; waited < 60; waited++)); do

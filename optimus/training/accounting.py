@@ -65,7 +65,8 @@ def seconds_by_kind(times: StepTimes, saving: float) -> dict[str, float]:
 def memory_by_kind(run: Run) -> dict[str, int]:
     """Returns the bytes of this rank: the state at rest by kind, and the remainder as `activations_and_other`.
 
-    The total is, on an accelerator, the peak since the last call, and, on a CPU, the resident memory of the process.
+    The total is the peak of allocated memory since the last call on an accelerator, and the resident memory of the
+    process on a CPU.
     """
     state = bytes_by_kind([chunk.plan for chunk in run.state.chunks])
     if run.device.type == "cpu":

@@ -53,8 +53,8 @@ def is_model_folder(path: str | Path) -> bool:
 def first_weights(
     config: RunConfig, source: WeightSource | None, model: Transformer
 ) -> Callable[[ParameterSlot, Tensor], None]:
-    """Returns a function that fills a slice of a parameter of `model`: with values read from `source` or, without a source,
-    with randomly initialised values."""
+    """Returns a function that fills a slice of a parameter of `model`: with values read from `source` or, without a
+    source, with the initial values that the model declares."""
     declared, seed, std = dict(declarations(model)), config.train.seed, config.model.init_std
 
     def initialised(slot: ParameterSlot, weights: Tensor) -> None:

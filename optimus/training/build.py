@@ -53,8 +53,8 @@ def build_trainer(
     more: Sequence[Hook] = (),
     users: Sequence[Any] = (),
 ) -> Trainer:
-    """Builds the trainer of `config` on this rank, ready for the first step or, with `resume`, for the step after the newest
-    checkpoint.
+    """Builds the trainer of `config` on this rank, ready for the next step. With `resume`, the run continues from its
+    newest intact checkpoint, if it has checkpoints.
 
     All ranks must call this function. See `launch.rank.run_rank` for the other arguments.
     """
@@ -94,7 +94,8 @@ def _masks(
     layouts: Mapping[str, Layout],
     model: Transformer,
 ) -> Mapping[str, Tensor]:
-    """Returns the masks of the run's initial weights, so that the run allocates no state for pruned elements."""
+    """Returns the masks of the weights that will fill the state, so that the run allocates no state for pruned
+    elements."""
     source = groups.world.on_first(lambda: begins_with(config, resume))
     masks = dict[str, Tensor]()
     if source is not None:

@@ -26,7 +26,7 @@ def go_back(trainer: Trainer, detail: str) -> int:
 
     Raises `UserError` on all ranks when no earlier weights are saved, or after `resilience.max_rollbacks` rollbacks.
     """
-    detail += trainer.checkpointer.saver.complete()  # otherwise the checkpoint in progress would be the newest
+    detail += trainer.checkpointer.saver.complete()  # before the rollback, which moves newer checkpoints
     return trainer.groups.world.on_first(lambda: _go_back(trainer, detail))
 
 

@@ -76,7 +76,7 @@ def phase_line(phase: Phase) -> str:
 
 
 def warnings(config: RunConfig, instances: int) -> list[str]:
-    """Returns warnings about settings that are valid but probably unintended; each warning names the keys to change."""
+    """Returns warnings about settings that are valid but probably unintended."""
     train, peak = config.train, config.lr_schedule.lr
     steps, warmup, found = train.total_steps, config.warmup_steps, []
     mixed = config.phases or config.data.sources  # the configuration states how often the run reads each source
