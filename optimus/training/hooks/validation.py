@@ -17,7 +17,8 @@ _SAMPLE_TOKENS = 64  # maximum length of a prompt's continuation: a few lines
 
 
 class Validation(Hook):
-    """Measures loss and bits per byte on each validation set, and task scores, at configured intervals and at the last step.
+    """Measures bits per byte of each validation set, the loss of sets with a name, and task scores, at configured
+    intervals and at the last step.
 
     Continues prompts after measuring a set, and at the last step. Runs on all ranks, but only rank 0 reads the text and
     the tasks. If rank 0 holds the whole model, rank 0 measures alone; otherwise all ranks measure, each with its part
