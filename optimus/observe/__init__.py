@@ -1,1 +1,1 @@
-"""Metrics, progress, traces and notifications of a run, and descriptions of the machine."""
+"""Observes a run: metrics, progress, traces and notifications. Also describes the machine."""

@@ -33,8 +33,8 @@ _BFLOAT16 = {
     "sve_bf16": "SVE BF16",
     "svebf16": "SVE BF16",
 }
-# Values of environment variables that keep torch from using these instructions: ATen in attention and elementwise
-# operations, oneDNN in matmuls. The older name of oneDNN's variable applies only if the newer variable is not set.
+# Values of environment variables that keep torch from using these instructions: in ATen's attention and elementwise
+# operations, and in oneDNN's matmuls. The older name of oneDNN's variable applies only if the newer one is not set.
 _WITHOUT_BFLOAT16 = {
     "ATEN_CPU_CAPABILITY": {"default", "avx2"},
     "ONEDNN_MAX_CPU_ISA": {
@@ -52,8 +52,8 @@ class Bfloat16(NamedTuple):
 
 
 def find_device(name: str, setting: str, local_rank: int = 0) -> Any:
-    """Finds the torch device of this name. `auto` is the accelerator of this local rank, or the CPU if there is no
-    accelerator.
+    """Finds the torch device of this name. `auto` is the machine's accelerator, or the CPU if there is no accelerator.
+    An accelerator without an index in its name gets the index `local_rank`.
 
     Raises `UserError` if the device does not exist. The message names `setting`, the option that selects the device.
     """

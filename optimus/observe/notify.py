@@ -1,4 +1,4 @@
-"""Notifies somebody that a run has ended, by a webhook or a command."""
+"""Notifies a webhook or a command of the end, the failure or a restart of a run."""
 
 import json
 import shlex

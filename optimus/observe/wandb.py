@@ -47,7 +47,7 @@ def check_wandb(config: RunConfig) -> None:
 
 
 class WeightsAndBiases:
-    """Logs to the project that the configuration names.
+    """Logs to the project `observe.wandb`.
 
     The run folder has the W&B `id` in `wandb-run.json`, so that a resume continues the same W&B run.
     """

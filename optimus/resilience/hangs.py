@@ -40,10 +40,10 @@ class Verdict(NamedTuple):
 def find_culprits(states: Mapping[int, Mapping[str, Any] | None]) -> Verdict:
     """Finds the culprit ranks of a hang from the state of every rank's `Recorder` (None: the rank did not report).
 
-    Ranks that did not report are culprits, unless more than half of the ranks did not report. If all ranks reported,
-    the culprits are the ranks that wait in no collective while others wait. If all ranks wait, or none does, the
-    culprits are the ranks that lag most behind the others in the number of collectives begun in a group. If
-    no rank lags, the verdict has no culprits.
+    If at most half of the ranks did not report, these ranks are the culprits; if more did not report, the verdict has
+    no culprits. If all ranks reported, the culprits are the ranks that wait in no collective while others wait. If all
+    ranks wait, or none does, the culprits are the ranks that lag most behind the others in the number of collectives
+    begun in a group. If no rank lags, the verdict has no culprits.
     """
     silent = [rank for rank, state in states.items() if state is None]
     waiting = {rank: state["waiting"] for rank, state in states.items() if state is not None and state["waiting"]}

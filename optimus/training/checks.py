@@ -109,7 +109,10 @@ def _check_text(text: str, key: str, max_bytes: int) -> None:
 
 
 def check_output(config: RunConfig, resume: bool, data: TrainingData) -> None:
-    """Raises `UserError` when this run must not write to the run folder."""
+    """Raises `UserError` when the run folder is not writable, or contains another run or other files.
+
+    With `resume`, the run folder may contain the run to resume.
+    """
     folder = Path(config.train.output)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"train.output: {folder} is a file; name a folder")
@@ -312,7 +315,7 @@ def _saved_bytes(run: Run, tokens_BS: torch.Tensor) -> int:
 
 def _too_large(needed: int, free: int, one: int, run: Run) -> str:
     fitting = free // max(1, one * ranks_sharing_memory(run.groups.mesh, run.device))
-    fitting = min(fitting, run.config.train.micro_batch - 1)  # an accelerator also needs transient memory
+    fitting = min(fitting, run.config.train.micro_batch - 1)  # transient memory may be lacking even if activations fit
     cure = f"set train.micro_batch to at most {fitting}" if fitting else "shorten train.sequence_length"
     return (
         f"the activations of a microbatch of {run.config.train.micro_batch} sequences need {size_text(needed)}, but "

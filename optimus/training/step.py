@@ -139,8 +139,8 @@ def predicted_tokens(batch: Batch, data: Group) -> int:
 
 
 class _Objective:
-    """Computes the contribution of each of this rank's `microbatches` to the losses of the global batch with `predicted`
-    predicted tokens.
+    """Computes the contribution of a microbatch, one of `microbatches` on this rank, to the losses of the global batch,
+    which has `predicted` predicted tokens.
 
     A call of the object takes the losses of a microbatch, whose sum of cross-entropies the caller has divided by
     `count`. The call returns the value to minimise, which is `scale` times the objective, and the unscaled losses [4].
@@ -167,14 +167,14 @@ class _Objective:
         return objective(parts, self._config) * self.scale, parts.detach()
 
     def _add_rows(self, batch: Batch, target_T: Tensor, rows_T: Tensor) -> None:
-        """Adds the cross-entropies and the number of targets of a microbatch's tokens to the sums of their sources."""
+        """Adds a microbatch's cross-entropies and numbers of targets to the sums of the sources."""
         assert batch.source_B is not None
         source_T = batch.source_B.repeat_interleave(len(rows_T) // len(batch.source_B))
         self.sources_K2.index_add_(0, source_T, torch.stack([rows_T, (target_T >= 0).float()], 1))
 
     def count_choices(self, counted: Sequence[RouterStats | None]) -> None:
-        """Computes how often the routers choose each expert per token of the global batch, over the microbatches of all
-        data-parallel ranks."""
+        """Computes the number of choices of each expert per token and layer, over all microbatches of the global
+        batch."""
         routers = [router for router in counted if router is not None]
         if not routers:  # the routers are on the ranks of another stage
             return

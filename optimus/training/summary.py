@@ -14,7 +14,7 @@ _MOST_EPOCHS = 4  # more repetitions of the same data help less and less (Muenni
 
 
 def summarise(run: ResolvedRun, instances: int) -> dict[str, Any]:
-    """Returns numbers that describe a run with `instances` sequences of data.
+    """Returns facts about a run with `instances` sequences of data, by name.
 
     `tokens` and `epochs` count the data read up to `last_step`; `microbatches` is the number of microbatches of a step on
     each data-parallel rank.

@@ -93,7 +93,8 @@ class Hook:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the state that `state_dict` returned; runs on every rank that calls the hook."""
+        """Restores the state that `state_dict` returned, if the checkpoint has one. Runs before training, on every rank
+        that calls the hook."""
 
     @property
     def name(self) -> str:
@@ -334,7 +335,8 @@ class Trainer:
 
 @contextmanager
 def naming_collectives(when: str) -> Iterator[None]:
-    """Adds the time of failure, `when`, and a remedy to the message of a `CollectiveError` raised inside."""
+    """Adds the time of failure, `when`, and a remedy to the message of a `CollectiveError` raised inside the
+    context."""
     try:
         yield
     except CollectiveError as error:

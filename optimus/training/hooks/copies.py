@@ -43,7 +43,7 @@ class CopyCheckpoints(Hook):
             return
         signalled = trainer.ending is not None and trainer.ending.signal
         limit = time.monotonic() + _GRACE if signalled else None
-        self._seen = -1  # lists the folder again: two changes may leave the same modification time
+        self._seen = -1  # so that the hook lists the folder again: two changes may have the same time
         while self._go_on(trainer) and (limit is None or time.monotonic() < limit):
             if self._thread is not None:
                 self._thread.join(0.1)

@@ -37,7 +37,7 @@ class Hangs(Hook):
     def after_training(self, trainer: Trainer) -> None:
         self._dog.stop()
         if self._rank == 0:
-            clear(trainer.folder)  # deletes the reports of hangs before earlier restarts
+            clear(trainer.folder)  # deletes the reports of hangs that ended earlier attempts
 
     def _end(self, verdict: Verdict) -> None:
         """Ends this rank from the watchdog's thread, as the main thread is stuck; the launcher reads the exit code.

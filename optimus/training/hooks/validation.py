@@ -98,8 +98,8 @@ class Validation(Hook):
             return world.on_first(lambda: measure(trainer.model, parts))
 
     def _tasks(self, trainer: Trainer) -> dict[str, float]:
-        """Returns `tasks/NAME/METRIC` for each task. If ranks hold parts of the model, all ranks score the requests of rank
-        0."""
+        """Returns the scores of all tasks, as `tasks/NAME/METRIC`. If ranks hold parts of the model, all ranks score
+        the requests of rank 0."""
         from optimus.evaluation.score import score
 
         model, world = trainer.model, trainer.groups.world
