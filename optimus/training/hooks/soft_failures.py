@@ -14,8 +14,8 @@ _SIGN = "not finite"  # text in the details of this hook's events
 
 
 class SoftFailures(Hook):
-    """Ends the run after a step with a non-finite loss or gradient norm, so that the launcher restarts the run without
-    the faulty node or from earlier weights.
+    """Ends the run after a step with a non-finite loss or gradient norm, so that the launcher can restart the run
+    without the faulty node or from earlier weights.
 
     If the non-finite numbers originate on one node, that node is at fault: its ranks end with `BAD_NODE`, the others
     with `LOST`. If the numbers originate on several nodes or on none, or if the same step has failed before, the
