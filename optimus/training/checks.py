@@ -184,8 +184,8 @@ def fetch_lost_run(config: RunConfig, resume: bool) -> None:
 def check_prunings(config: RunConfig, description: Description, path: Path) -> None:
     """Checks that a run can still prune as configured when it continues from the checkpoint `path`.
 
-    Raises `UserError` when the checkpoint is at or after a pruning step but not pruned (except with early-bird), or when
-    weights that `pruning.rewind` needs are missing.
+    Raises `UserError` when the checkpoint is at or after a pruning step but not pruned (except with early-bird), or
+    when weights that `pruning.rewind` needs are missing.
     """
     pruning, step = config.pruning, description.step
     if pruning is None:
