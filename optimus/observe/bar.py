@@ -13,12 +13,11 @@ from optimus.config.sizes import count_text, seconds_text
 
 _WITH_BAR = 70  # narrower terminals show the numbers without the bar
 _WIDE = 100
-_ECHO = 2  # empty columns for the ^C that the terminal echoes, so that it does not wrap to the next line
+_ECHO = 2  # empty columns at the end of the line, so that the ^C that a terminal echoes does not wrap
 
 
 class Bar(Progress):
-    """The bar of one stage. Numbers and times are always complete. An ellipsis shortens the note if the line is too
-    long."""
+    """The bar of one stage. If the line is too long, an ellipsis shortens the note before the numbers and times."""
 
     def __init__(self, stage: str, total: int | None) -> None:
         console = self._screen = Console(stderr=True, force_terminal=True)
@@ -31,7 +30,7 @@ class Bar(Progress):
             _Note(),
             _Times(elapsed=wide),
             console=console,
-            redirect_stdout=sys.stdout.isatty(),  # rich does not redirect output to a file or a pipe
+            redirect_stdout=sys.stdout.isatty(),  # output to a file or a pipe must not go through rich
         )
         self.stage = stage
         self._task = self.add_task(stage, total=total, note="")
@@ -54,7 +53,8 @@ class _Count(ProgressColumn):
 
 
 class _Times(ProgressColumn):
-    """The estimated time left; at the end, and without a total, the elapsed time; on wide terminals both."""
+    """Shows the estimated time left, on wide terminals after the elapsed time. At the end, and without a total, shows
+    only the elapsed time."""
 
     max_refresh = 0.5
 

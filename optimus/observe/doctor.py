@@ -40,8 +40,8 @@ def _judged(what: str, wrong: bool, found: str, mend: str, status: Status = "war
 
 
 def examine(folder: str | Path = ".") -> list[Finding]:
-    """Runs all checks. `folder` is the folder for future runs. If it does not exist, the checks use its nearest existing
-    parent.
+    """Runs all checks. `folder` is the folder for future runs; if `folder` does not exist, the checks use its nearest
+    existing parent.
 
     A finding has the subject of the check (`what`), its `status` (ok, warning, problem), its result (`found`), and the
     cure of a fault (`mend`).
@@ -122,7 +122,7 @@ def _interconnect(network: Path = Path("/sys/class/net")) -> Iterator[Finding]:
     for device in sorted(network.iterdir()) if network.is_dir() else ():
         try:
             speed = int((device / "speed").read_text())
-        except (OSError, ValueError):  # the interface is the loopback, or is down
+        except (OSError, ValueError):  # an interface without a known speed, such as the loopback
             continue
         if speed > 0:
             speeds.append(f"{device.name} {speed / 1000:g} Gbit/s")

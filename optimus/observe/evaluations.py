@@ -1,6 +1,7 @@
-"""Scores of checkpoints that `optimus evaluate --watch` measures beside a training, in the folder `evaluations/` of the run.
+"""Scores of a run's checkpoints, which `optimus evaluate --watch` writes into the run's folder `evaluations/`.
 
-The training passes new scores to its metric sinks, and the report shows them at the step of their checkpoint.
+The training passes new scores to its metric sinks; after the training, `optimus evaluate --watch` does. The report
+shows the scores of a checkpoint at its step.
 """
 
 import math
@@ -14,7 +15,7 @@ from optimus.disk import parse_json
 
 FOLDER = "evaluations"
 _DELIVERED = "delivered.txt"  # checksums and names of the files whose scores the sinks have
-_STEPS = 10**15  # larger numbers are no steps
+_STEPS = 10**15  # steps are below this number
 
 
 def scores_path(run: Path, name: str, step: int) -> Path:
@@ -23,7 +24,7 @@ def scores_path(run: Path, name: str, step: int) -> Path:
 
 
 def as_metrics(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the scores in a file of `optimus evaluate` as metrics: `evaluated/bits_per_byte` and
+    """Returns the finite scores in a file of `optimus evaluate` as metrics: `evaluated/bits_per_byte` and
     `evaluated/TASK/METRIC`."""
     tasks, numbers = found.get("tasks"), {"bits_per_byte": found.get("bits_per_byte")}
     for task, scores in tasks.items() if isinstance(tasks, Mapping) else ():
@@ -33,7 +34,7 @@ def as_metrics(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def scored_step(found: object) -> int | None:
-    """Returns the step of the checkpoint that a file of `optimus evaluate` scores; None for other content."""
+    """Returns the step of the checkpoint whose scores a file of `optimus evaluate` has; None for other content."""
     checkpoint = found.get("checkpoint") if isinstance(found, Mapping) else None
     step = checkpoint.get("step") if isinstance(checkpoint, Mapping) else None
     return step if type(step) is int and 0 <= step < _STEPS else None
@@ -52,12 +53,12 @@ class NewScores:
     def __init__(self, run: Path) -> None:
         self._folder = run / FOLDER
         self._delivered: set[str] = set()
-        self._seen: dict[str, int] = {}  # time of the last change of each file, so that a call reads new files alone
+        self._seen: dict[str, int] = {}  # last change of each file, so that a call reads only new or changed files
         with suppress(OSError):
             self._delivered = {*(self._folder / _DELIVERED).read_text(encoding="utf-8").split()}
 
     def read(self) -> list[dict[str, Any]]:
-        """Reads the scores that are new since the last call, also of an earlier process: `step` and metrics of each
+        """Returns the scores that are new since the last call in this or an earlier process: `step` and metrics of each
         checkpoint. Skips files that `evaluate` has not written."""
         records = []
         for path in sorted(self._folder.glob("*.json")):

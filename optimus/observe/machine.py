@@ -33,8 +33,8 @@ _BFLOAT16 = {
     "sve_bf16": "SVE BF16",
     "svebf16": "SVE BF16",
 }
-# Values of environment variables that keep torch from using these instructions: ATen in attention and elementwise
-# operations, oneDNN in matmuls. The older name of oneDNN's variable applies only if the newer variable is not set.
+# Values of environment variables that keep torch from using these instructions: in ATen's attention and elementwise
+# operations, and in oneDNN's matmuls. The older name of oneDNN's variable applies only if the newer one is not set.
 _WITHOUT_BFLOAT16 = {
     "ATEN_CPU_CAPABILITY": {"default", "avx2"},
     "ONEDNN_MAX_CPU_ISA": {
@@ -52,8 +52,8 @@ class Bfloat16(NamedTuple):
 
 
 def find_device(name: str, setting: str, local_rank: int = 0) -> Any:
-    """Finds the torch device of this name. `auto` is the accelerator of this local rank, or the CPU if there is no
-    accelerator.
+    """Finds the torch device of this name. `auto` is the machine's accelerator, or the CPU if there is no accelerator.
+    An accelerator without an index in its name gets the index `local_rank`.
 
     Raises `UserError` if the device does not exist. The message names `setting`, the option that selects the device.
     """
@@ -77,7 +77,8 @@ def find_device(name: str, setting: str, local_rank: int = 0) -> Any:
 
 
 def use_device(name: str, setting: str, local_rank: int = 0) -> Any:
-    """Finds a device like `find_device`, and makes it this thread's current device, where kernels launch by default.
+    """Finds a device like `find_device`, and makes an accelerator this thread's current device, where kernels launch by
+    default.
 
     Call this function before any other use of a device: the first use allocates memory on whichever device is current.
     """
@@ -105,8 +106,7 @@ def device_name(device: Any) -> str:
 
 
 def bfloat16_of(device: Any) -> Bfloat16:
-    """Checks if a torch device computes natively in bf16. The check allocates nothing, so it does not depend on other
-    processes."""
+    """Checks if a torch device computes natively in bf16, without allocating device memory."""
     import torch
 
     if device.type == "cpu":
@@ -171,8 +171,8 @@ def total_memory(device: Any) -> int:
 
 
 def measurements_of(device: Any, folder: str | None) -> Measurements:
-    """Opens the measurements in `folder` for this chip, PyTorch version and (on a CPU) number of threads. Other
-    measurements do not apply."""
+    """Opens the measurements in `folder` for this chip, PyTorch version and (on a CPU) number of threads. With
+    None as `folder`, the measurements are empty and in no file."""
     if folder is None:
         return Measurements(None)
     import torch
@@ -198,7 +198,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Returns the versions of Python and of this package, and the installed versions of torch and `packages`."""
+    """Returns the versions of Python, this package, torch and `packages`; "not installed" for a missing package."""
     found = {"python": platform.python_version(), "optimus": __version__}
     for package in ("torch", *packages):
         try:

@@ -15,12 +15,11 @@ from optimus.observe.sinks import FULL, sinks_of
 
 
 class MetricsWriter:
-    """Appends one record per step to `folder/metrics.jsonl`, and passes the record to the other sinks."""
+    """Appends one record per step to `folder/metrics.jsonl`, and passes the record to the sinks."""
 
     def __init__(self, folder: Path, config: RunConfig, after_step: int) -> None:
-        """Opens `metrics.jsonl` and the sinks, and drops the records of steps after `after_step`, the step from which the
-        run continues. A run that dies leaves records of steps after its last checkpoint, and the resumed run repeats these
-        steps."""
+        """Opens `metrics.jsonl` and the sinks. Drops records in the run folder of steps after `after_step`, from which
+        the run continues: a run that died may have left records of steps that the resumed run repeats."""
         self._file = _open_after(folder / "metrics.jsonl", after_step)
         self._experts, self._samples = folder / "experts.jsonl", folder / "samples.jsonl"
         for path in (self._experts, self._samples):
@@ -53,7 +52,7 @@ class MetricsWriter:
 
 
 class Sinks:
-    """The metric sinks of a run. Drops a sink of a plugin that fails, and says so."""
+    """The metric sinks of a run. Drops a sink whose `write` raises another exception than `UserError`, and says so."""
 
     def __init__(self, folder: Path, config: RunConfig, after_step: int) -> None:
         self._sinks = {row.name: row.make(folder, config, after_step) for row in sinks_of(config)}
@@ -65,7 +64,7 @@ class Sinks:
                 sink.write(record)
             except UserError:
                 raise
-            except Exception as error:  # an error in a plugin
+            except Exception as error:  # an error in a plugin or in the client of a tracker
                 del self._sinks[name]
                 print(
                     f"the metric sink {name} failed ({type(error).__name__}: {error}): from step {record['step']} on, it "
@@ -85,8 +84,8 @@ class Sinks:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Reads the complete records of a run folder's `metrics.jsonl`, in order. Skips lines without a step, and a last
-    line that is incomplete after a kill."""
+    """Reads the complete records of a run folder's `metrics.jsonl`, in order. Skips lines without a step, and
+    incomplete lines."""
     return [record for record in read_json_lines(folder / "metrics.jsonl") if isinstance(record.get("step"), int)]
 
 

@@ -1,4 +1,4 @@
-"""Notifies somebody that a run has ended, by a webhook or a command."""
+"""Notifies a webhook or a command of the end, the failure or a restart of a run."""
 
 import json
 import shlex
@@ -12,7 +12,8 @@ _SECONDS = 10.0
 
 
 def notify(to: str, message: Mapping[str, Any]) -> str | None:
-    """Posts `message` as JSON to `to` if that is a URL, else runs `to` as a command with the JSON on its standard input.
+    """Posts `message` as JSON to an http or https URL `to`; runs any other `to` as a command with the JSON on its
+    standard input.
 
     Returns a description of a failure, or None: a failed notification must not end the run.
     """

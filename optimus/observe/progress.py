@@ -17,9 +17,10 @@ def time_left(seconds: float, now: float) -> str:
 
 
 class ProgressBar:
-    """Shows the progress of one or more stages, with rich on a terminal and as a line every few seconds elsewhere.
+    """Shows the progress of one or more stages, with rich on a terminal and in plain lines elsewhere.
 
-    With `every`, a plain line appears after each multiple of `every` units, instead of every few seconds.
+    A plain line appears every ten seconds or, with `every`, at multiples of `every` units. Another one appears at the
+    end of a stage.
     """
 
     def __init__(self, *, every: int | None = None) -> None:
@@ -54,7 +55,7 @@ class ProgressBar:
         return self._bar
 
     def _time_left(self, stage: str, done: int, total: int | None) -> str:
-        """Formats the remaining time; empty if only seconds remain or the time is unknown."""
+        """Formats the remaining time; empty if at most ten seconds remain or the time is unknown."""
         began, before = self._began[stage]
         if total is None or done == before:
             return ""
@@ -62,7 +63,7 @@ class ProgressBar:
         return f"  {time_left(seconds, time.time())}" if seconds > _LINE_SECONDS else ""
 
     def print(self, line: str) -> None:
-        """Prints a line above the bar."""
+        """Prints a line on standard error, above the bar if there is one."""
         with letting_go():
             if self._bar is not None:
                 from rich.text import Text

@@ -23,8 +23,8 @@ def ending_signals() -> list[signal.Signals]:
 
 @contextmanager
 def ended_by_signals(say: str) -> Iterator[None]:
-    """Handles signals inside the `with` block: prints `say`, raises a `KeyboardInterrupt`, and ends the process with the
-    exit code 128 + the signal's number.
+    """Handles signals inside the `with` block: prints `say`, ends the block by a `KeyboardInterrupt`, and raises
+    `SystemExit` with the exit code 128 + the signal's number.
 
     A second signal has the effect that it had before the block. Signals that are ignored (`nohup`) stay ignored. In
     threads other than the main thread, which receives all signals, nothing changes.

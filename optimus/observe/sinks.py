@@ -14,7 +14,7 @@ FULL = "Make room, then run again with `resume=True`"
 
 
 class Sink(Protocol):
-    """A destination of metrics: TensorBoard, Weights & Biases, MLflow."""
+    """A destination of metrics, such as TensorBoard, Weights & Biases or MLflow."""
 
     def write(self, record: dict[str, Any]) -> None:
         """Writes the metrics of a step, including `step`. Values may be None."""
@@ -29,7 +29,7 @@ class SinkRow:
 
     A run opens the sinks that `observe.sinks` names, and those whose `wanted` returns True for the run's configuration.
     Before a run, `check_sinks` calls the `check` of every kind of sink, even of an unused kind. `check` raises `UserError`
-    if the configuration asks for the sink and the sink cannot work.
+    to refuse a configuration, for example because it asks for the sink and a package is missing.
     """
 
     name: str
@@ -63,7 +63,7 @@ def sinks_of(config: RunConfig) -> list[SinkRow]:
 
 
 def check_sinks(config: RunConfig) -> None:
-    """Raises `UserError` if a sink that the configuration asks for cannot work."""
+    """Raises `UserError` for an unknown name in `observe.sinks`, and if the `check` of any kind of sink does."""
     sinks_of(config)
     for row in SINKS.values():
         row.check(config)

@@ -15,12 +15,12 @@ class _Column(NamedTuple):
 
 
 def print_table(rows: Sequence[dict[str, Any]], title: str, width: int | None = None) -> None:
-    """Prints rows of equal keys as a table. With a `width`, the table is at most this many characters wide, and has
-    fewer rules.
+    """Prints rows as a table with a column for each key. With a `width`, the table is at most `width` characters wide,
+    and has fewer rules.
 
-    The table is complete even on a narrow terminal. A table that is too wide gets fewer rules, and columns with the same
-    value in all rows appear once, above the table. If the table is still too wide, text wraps between words. As the last
-    resort, each row becomes lines of key and value.
+    The output is complete even on a narrow terminal. A table that is too wide gets fewer rules. If the table is still
+    too wide, the columns with the same value in all rows, except the first column, move above the table, and then text
+    wraps between words. As the last resort, each row becomes lines of key and value.
     """
     from rich.console import Console
     from rich.text import Text
@@ -62,8 +62,8 @@ def _natural(columns: list[_Column], max_width: int, *, compact: bool) -> Any:
 
 
 def _wrapped(columns: list[_Column], max_width: int) -> Any:
-    """Returns the compact table with its text wrapped between words, the widest columns first, or None if the table is
-    still wider than `max_width` characters."""
+    """Returns the compact table with the widest columns narrowed, so that their text wraps between words; None if the
+    table is still wider than `max_width` characters."""
     widths = _widths(columns)
     excess = _measured(_table(columns, widths, compact=True)) - max_width
     spare = [width - _least(column) for width, column in zip(widths, columns)]
@@ -103,7 +103,7 @@ def _widths(columns: list[_Column]) -> list[int]:
 
 
 def _least(column: _Column) -> int:
-    """Returns the width that keeps numbers and short texts whole, and the words of longer texts."""
+    """Returns the smallest width that keeps numbers, short texts, and the words of longer texts on one line."""
     from rich.cells import cell_len
 
     parts = column.head.split()

@@ -21,7 +21,8 @@ _NO_SCALAR = {"step", "time"}
 
 
 class TensorBoard:
-    """Writes event files in `folder/tensorboard`. A resumed run drops its events after `after_step`."""
+    """Writes event files in `folder/tensorboard`. With `after_step` above 0, TensorBoard hides earlier events of later
+    steps."""
 
     def __init__(self, folder: Path, config: RunConfig, after_step: int) -> None:
         logging.getLogger("tensorboard").setLevel(logging.ERROR)
@@ -50,7 +51,8 @@ class TensorBoard:
 
 
 def grouped(name: str) -> str:
-    """Returns the name of a metric with its group, which is `validation` if `_GROUPS` does not list the metric."""
+    """Returns the name of a metric with its group. A name without a group gets its group in `_GROUPS`, or else
+    `validation`."""
     if "/" in name:
         return name
     return f"{next((group for group, names in _GROUPS.items() if name in names), 'validation')}/{name}"

@@ -1,4 +1,4 @@
-"""Detects what a terminal can do, and survives a terminal that goes away during a run and makes writes fail."""
+"""Detects terminals that can rewrite lines, and keeps a run alive when its terminal goes away and writes fail."""
 
 import os
 import stat
@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 
 
 def can_redraw(is_terminal: bool) -> bool:
-    """Returns True for a terminal that understands escape sequences, which can rewrite a line."""
+    """Returns True for a terminal that understands the escape sequences for rewriting a line."""
     return is_terminal and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 

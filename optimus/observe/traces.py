@@ -27,7 +27,7 @@ def merge_traces(folder: Path, ranks: int) -> list[int]:
 
     Returns the ranks whose trace is not in the folder, for example because nodes do not share the folder.
 
-    The times are those of the nodes' clocks. Raises `UserError` if the file cannot be written.
+    Aligns the ranks by the clocks of their nodes. Raises `UserError` if the file cannot be written.
     """
     there = [rank for rank in range(ranks) if rank_trace(folder, rank).is_file()]
     path = folder / MERGED
@@ -82,8 +82,8 @@ def _rank_events(events: list[dict[str, Any]], rank: int, later: float) -> Itera
 
 
 def _crossing(events: Sequence[Mapping[str, Any]]) -> set[int]:
-    """Finds slices that begin within another slice of their thread and end after it, such as receives that overlap
-    computation.
+    """Returns the indices of slices that begin within another slice of their thread and end after it, such as receives
+    that overlap computation.
 
     Perfetto drops these slices, so `_rank_events` converts them to asynchronous events.
     """

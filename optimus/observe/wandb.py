@@ -15,8 +15,9 @@ _WITHOUT = "WANDB_MODE=offline keeps the records in the run folder, and observe.
 
 
 def check_wandb(config: RunConfig) -> None:
-    """Raises `UserError` if Weights & Biases is configured but not installed or without a key, or if its other options are
-    set without a project. Does not verify the key, because the check must not use the network."""
+    """Raises `UserError` if Weights & Biases is configured but not installed, if its mode needs a key and there is
+    none, or if its other options are set without a project. Does not verify the key, because the check must not use the
+    network."""
     given = config.observe
     if given.wandb is None:
         named = [key for key in ("entity", "name", "group", "tags") if getattr(given, f"wandb_{key}")]
@@ -46,7 +47,7 @@ def check_wandb(config: RunConfig) -> None:
 
 
 class WeightsAndBiases:
-    """Logs to the project that the configuration names.
+    """Logs to the project `observe.wandb`.
 
     The run folder has the W&B `id` in `wandb-run.json`, so that a resume continues the same W&B run.
     """

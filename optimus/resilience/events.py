@@ -1,4 +1,4 @@
-"""The event log of a run, `events.jsonl`: every failure, exclusion, restart and recovery, on any node."""
+"""The event log of a run, `events.jsonl`: failures, exclusions, restarts, recoveries and the end, of all nodes."""
 
 import fcntl
 import json
@@ -48,7 +48,7 @@ class EventLog:
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a+b", buffering=0) as file:
-            with suppress(OSError):  # some file systems have no locks; the worst case is an empty line
+            with suppress(OSError):  # some file systems have no locks
                 fcntl.flock(file, fcntl.LOCK_EX)
             # A dying node may have left a partial line, which must not corrupt this event.
             end = file.seek(0, os.SEEK_END)

@@ -9,7 +9,7 @@ from optimus.observe.signals import ending_signals
 
 
 class Exit(IntEnum):
-    """Exit codes of a rank; any other code, or a signal, is a crash."""
+    """Exit codes of a rank. Other codes and most signals count as crashes (see `policy.decide`)."""
 
     DONE = 0
     USER = 2  # bad input: a restart will not help
@@ -26,7 +26,7 @@ STOPPED = (Exit.HANGUP, Exit.INTERRUPT, Exit.TERMINATED)
 
 
 class EndedError(UserError):
-    """Ends a rank with an exit code that decides what the other ranks do; no further collective is possible."""
+    """Raised to end a rank with the exit code `code`, from which the launcher decides what the nodes do."""
 
     def __init__(self, code: Exit, message: str) -> None:
         super().__init__(message)
@@ -34,9 +34,9 @@ class EndedError(UserError):
 
 
 def told_torch_elastic() -> str:
-    """Sets and returns the signals that TorchElastic forwards to ranks, as names separated by commas.
+    """Sets the environment variable that names the signals for TorchElastic to forward to ranks.
 
-    TorchElastic reads the signals from an environment variable only.
+    Returns the value of the variable: the names, separated by commas.
     """
     names = os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in ending_signals())
     return names

@@ -31,7 +31,7 @@ def clear(run: Path) -> None:
 
 
 class Verdict(NamedTuple):
-    """The culprit ranks, and the collective that the other ranks wait in."""
+    """The culprit ranks, and a text about the collective in which other ranks wait ("no collective" if no rank waits)."""
 
     culprits: list[int]
     collective: str
@@ -40,10 +40,10 @@ class Verdict(NamedTuple):
 def find_culprits(states: Mapping[int, Mapping[str, Any] | None]) -> Verdict:
     """Finds the culprit ranks of a hang from the state of every rank's `Recorder` (None: the rank did not report).
 
-    Ranks that did not report are culprits, unless more than half of the ranks did not report. If all ranks reported,
-    the culprits are the ranks that wait in no collective while others wait. If all ranks wait, or none does, the
-    culprits are the ranks that lag most behind the others in the number of collectives begun in a group. If
-    no rank lags, the verdict has no culprits.
+    If at most half of the ranks did not report, these ranks are the culprits; if more did not report, the verdict has
+    no culprits. If all ranks reported, the culprits are the ranks that wait in no collective while others wait. If all
+    ranks wait, or none does, the culprits are the ranks that lag most behind the others in the number of collectives
+    begun in a group. If no rank lags, the verdict has no culprits.
     """
     silent = [rank for rank, state in states.items() if state is None]
     waiting = {rank: state["waiting"] for rank, state in states.items() if state is not None and state["waiting"]}
@@ -66,9 +66,9 @@ def find_culprits(states: Mapping[int, Mapping[str, Any] | None]) -> Verdict:
 
 
 class Watchdog:
-    """A thread that ends this rank when this rank has completed no step for `seconds`.
+    """A thread that calls `ended` with the verdict when this rank has completed no step for `seconds`.
 
-    The watchdog of every rank that still responds calls `ended` with the verdict; `ended` must not return.
+    `ended` must end the process of this rank.
     """
 
     def __init__(

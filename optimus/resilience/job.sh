@@ -94,8 +94,8 @@ fi
 exit 0
 END
 
-# Starts the rendezvous store on the node that runs this script. The job ends with that node anyway, so the store adds no
-# point of failure. Each attempt restarts a store that has died.
+# Starts the rendezvous store on the node that runs this script. If that node is lost, the job ends or is requeued anyway,
+# so the store adds no point of failure. Each attempt restarts a store that has died.
 start_store() {
     local try
     for try in 0 1 2 3 4; do
@@ -126,7 +126,8 @@ own_address() {
     hostname
 }
 
-# Writes a file `silent-NODE` for each node that left no exit code in the previous attempt and does not answer now.
+# Writes a file `silent-NODE` for each node that is not excluded, left no exit code in the previous attempt, and does
+# not answer now.
 find_silent() {
     local before=$1 node asked=()
     rm -f -- "$scratch"/silent-*
@@ -173,7 +174,7 @@ times_finished() {
 }
 
 # Returns 0 if all nodes have ended and all their errors were bad input (2), which another attempt cannot cure. Returns 1 if
-# a node had another error, left no exit code, or no node had an error.
+# a node had another error or left no exit code, or if no node had an error.
 is_bad_input() {
     local files file code found=''
     for file in "$scratch/$attempt"/code-*; do
@@ -189,7 +190,8 @@ is_bad_input() {
     [ -n "$found" ] && ((${#files[@]} == ${#here[@]}))
 }
 
-# Waits until all nodes have ended, for a minute. A signal to the whole job ends the launcher at once, while ranks still save.
+# Waits at most a minute until all nodes have ended. A signal to the whole job ends the launcher at once, while ranks
+# still save.
 wait_for_nodes() {
     local waited files
     for ((waited = 0; waited < 60; waited++)); do

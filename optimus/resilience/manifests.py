@@ -58,7 +58,8 @@ class _Platform(NamedTuple):
 def manifest(platform: Platform, job: Manifest, path: Path) -> tuple[str, str]:
     """Returns the text for a platform, and the command that submits the text once it is in the file `path`.
 
-    Raises `UserError` for a directive that the platform does not have or lacks, and for spares on a platform without them.
+    Raises `UserError` for an unknown or malformed directive, for a missing one that the platform needs, and for spares
+    on a platform that has none.
     """
     row = PLATFORMS[platform]
     for name in job.directives:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from optimus.resilience.exits import STOPPED, Exit, how_ended, signal_name
 
-CRASHES = 2  # crashes of a node's ranks after which the node counts as faulty
+CRASHES = 2  # number of crashes after which a node counts as faulty
 
 
 class Do(Enum):
@@ -31,13 +31,14 @@ class Response(NamedTuple):
 
 
 def decide(codes: Mapping[int, int], crashes: int, spares: int, aborts: bool = False) -> Response:
-    """Decides what a node does, from the exit `codes` of the node's failed ranks (negative: signal).
+    """Decides what a node does, from the exit codes of the node's failed ranks: `codes` by rank (negative: signal).
 
     `crashes` is the number of the node's earlier failures as the culprit, and `spares` the number of spare nodes.
 
-    The policy excludes a node for NaN or Inf, for not answering, and for a second crash, but only if a spare can replace the
-    node. One crash is no reason to exclude a node, since software causes most crashes. `aborts` is true if the backend
-    aborts ranks that have lost another rank, as NCCL's watchdog does; SIGABRT then means only that another rank was lost.
+    Bad input and signals take precedence. A node leaves if a rank ends with `Exit.BAD_NODE` or the node crashes a
+    second time, but only if a spare can replace the node. One crash is no reason to leave, since software causes most
+    crashes. `aborts` is true if the backend aborts ranks that have lost another rank, as NCCL's watchdog does; SIGABRT
+    then means only that another rank was lost.
     """
     by_code = {code: rank for rank, code in sorted(codes.items(), reverse=True)}
     if Exit.USER in by_code:

@@ -1,7 +1,7 @@
 """Batch script of a fault-tolerant run: a job with spare nodes, and a loop that relaunches the run without bad nodes.
 
 The template is `job.sh` in this folder; `slurm.sh` and `pbs.sh` contain the parts for each batch system. This module
-replaces capitalised words between two @ in the template. The script relies on two facts:
+replaces words in capitals between two @ in the template. The script relies on two facts:
 
 - The run folder contains the names of excluded nodes (`exclusion.py`) and an event log that says when the run has finished.
 - Each attempt is a separate launch in the store, since a closed rendezvous stays closed.
@@ -108,7 +108,7 @@ def _directives(job: BatchJob) -> list[str]:
     A user's directive replaces our directive with the same text before `=`.
     """
     count = job.nodes + job.spares
-    name = f"o-{re.sub(r'[^A-Za-z0-9]+', '-', job.run.name).strip('-')}"[:15]  # some versions of PBS admit no more
+    name = f"o-{re.sub(r'[^A-Za-z0-9]+', '-', job.run.name).strip('-')}"[:15]  # the limit of some versions of PBS
     if job.scheduler == "slurm":
         head = "#SBATCH"
         ours = [

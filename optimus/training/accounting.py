@@ -1,4 +1,4 @@
-"""Computes the time and memory of a step by kind, and the load of its experts, for the metrics of every
+"""Computes a step's times and memory by kind, and the load of the experts, for the metrics of every
 `observe.log_every`-th step."""
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ def expert_load(run: Run, choices: Mapping[Any, Tensor]) -> dict[int, list[float
     """Returns the load of each expert relative to the mean of its layer, for all layers of the model that have experts.
     All ranks must call this function.
 
-    `choices` maps each router of this rank to its number of choices of each expert.
+    `choices` maps each router of this rank to its numbers of choices [experts].
     """
     model = run.config.model
     layers = {layer: model.experts_of(layer) for layer in range(model.layers) if model.experts_of(layer)}
@@ -65,7 +65,8 @@ def seconds_by_kind(times: StepTimes, saving: float) -> dict[str, float]:
 def memory_by_kind(run: Run) -> dict[str, int]:
     """Returns the bytes of this rank: the state at rest by kind, and the remainder as `activations_and_other`.
 
-    The total is, on an accelerator, the peak since the last call, and, on a CPU, the resident memory of the process.
+    The total is the peak of allocated memory since the last call on an accelerator, and the resident memory of the
+    process on a CPU.
     """
     state = bytes_by_kind([chunk.plan for chunk in run.state.chunks])
     if run.device.type == "cpu":

@@ -46,15 +46,15 @@ def begins_anew(config: RunConfig, resume: bool) -> bool:
 
 
 def is_model_folder(path: str | Path) -> bool:
-    """Returns True for a Hugging Face folder and False for a checkpoint."""
+    """Returns True for a Hugging Face folder, which has a config.json, and False for any other path."""
     return (Path(path) / "config.json").is_file()
 
 
 def first_weights(
     config: RunConfig, source: WeightSource | None, model: Transformer
 ) -> Callable[[ParameterSlot, Tensor], None]:
-    """Returns a function that fills a slice of a parameter of `model`: with values read from `source` or, without a source,
-    with randomly initialised values."""
+    """Returns a function that fills a slice of a parameter of `model`: with values read from `source` or, without a
+    source, with the initial values that the model declares."""
     declared, seed, std = dict(declarations(model)), config.train.seed, config.model.init_std
 
     def initialised(slot: ParameterSlot, weights: Tensor) -> None:
@@ -73,7 +73,8 @@ def first_weights(
 def begin(run: Run, began_with: str | None, *, masks: bool) -> tuple[Origin, int]:
     """Fills the state of `run` with fresh moments and with initial weights or the weights of `began_with`.
 
-    Returns the origin of the weights, with the checkpoint resolved to a path, and the number of ranks that read them.
+    Returns the origin of the weights (the path of the checkpoint, even if `began_with` is a run folder), and the number
+    of ranks that read the weights.
 
     With `masks`, prunes the state like the source; otherwise the masks of the state stay as they are. All ranks must call
     this function. Raises `UserError` on all ranks when the weights cannot be read.

@@ -1,4 +1,4 @@
-"""Builds a run: its process groups, its model and its uninitialised state on a device."""
+"""Builds a run on a rank: its process groups, data, model and uninitialised state, and its trainer."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -54,8 +54,8 @@ def build_trainer(
     more: Sequence[Hook] = (),
     users: UserObjects = NO_OBJECTS,
 ) -> Trainer:
-    """Builds the trainer of `config` on this rank, ready for the first step or, with `resume`, for the step after the newest
-    checkpoint.
+    """Builds the trainer of `config` on this rank, ready for the next step. With `resume`, the run continues from its
+    newest intact checkpoint, if it has checkpoints.
 
     All ranks must call this function. See `launch.rank.run_rank` for the other arguments.
     """
@@ -65,8 +65,8 @@ def build_trainer(
 
 
 def build_run(config: RunConfig, device: torch.device, resume: bool, dataset: Any = None) -> Run:
-    """Builds the model and its uninitialised state on `device`, pruned like the weights that will fill them. All ranks must
-    call this function."""
+    """Builds the run of this rank, with an uninitialised state on `device`, pruned like the weights that will fill the
+    state. All ranks must call this function."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     mesh = mesh_of(config, ranks, ranks_per_node(ranks))
     groups = Groups(mesh, config.resilience.timeout, [], partial_sums=partial_sums(config))
@@ -94,7 +94,8 @@ def _masks(
     layouts: Mapping[str, Layout],
     model: Transformer,
 ) -> Mapping[str, Tensor]:
-    """Returns the masks of the run's initial weights, so that the run allocates no state for pruned elements."""
+    """Returns the masks of the weights that will fill the state, so that the run allocates no state for pruned
+    elements."""
     source = groups.world.on_first(lambda: begins_with(config, resume))
     masks = dict[str, Tensor]()
     if source is not None:
@@ -110,7 +111,7 @@ def _masks(
 def build_model(
     plan: RankPlan, groups: Groups, device: torch.device, masks_of: MasksOf = lambda *_: {}
 ) -> tuple[PipelineStages, ModelState]:
-    """Builds the model's stages on this rank, with the rank's shards of their parameters, and their uninitialised state.
+    """Builds the model's stages on this rank, and the uninitialised state with this rank's shards of the parameters.
 
     `masks_of` gets the groups, the layouts and the unsharded model on the meta device; it returns the masks of this rank's
     shards of pruned parameters as packed bits. All ranks must call this function.
@@ -136,7 +137,7 @@ def build_model(
 
 
 def _notes(resolved: ResolvedRun, groups: Groups, data: TrainingData) -> list[str]:
-    """Returns lines that tell the user about the run."""
+    """Returns lines for the user: the run's summary, and notes about placement, frozen parameters and teacher."""
     teacher = resolved.config.train.teacher
     return [
         *summary_lines(summarise(resolved, data.instances)),

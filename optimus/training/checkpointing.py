@@ -1,4 +1,4 @@
-"""Writes the checkpoints of a run, each with the model state and a description of everything else."""
+"""Writes the checkpoints of a run: the whole model state or the weights, and a description."""
 
 import base64
 from collections.abc import Mapping
@@ -76,8 +76,8 @@ class Checkpointer:
             self.saver.save(*targets)
 
     def _frozen_targets(self, progress: Progress, origin: Origin, hooks: Mapping[str, Any]) -> list[Target]:
-        """Returns the checkpoint of frozen parameters to write before the next full checkpoint, which refers to it.
-        Returns an empty list if no parameter is frozen, or if the files of the checkpoint are complete."""
+        """Returns the target for the frozen parameters, to which the next full checkpoint refers; an empty list if no
+        parameter is frozen, or if the files of the target are complete."""
         run = self._run
         if not run.config.train.freeze:
             return []

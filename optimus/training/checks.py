@@ -41,12 +41,12 @@ from optimus.training.beginning import is_model_folder
 from optimus.training.run import Run
 from optimus.training.step import accumulate_gradients
 
-_BYTES_PER_TOKEN = 8  # above the mean of most tokenizers, so that the check reads all text that validation reads
+_BYTES_PER_TOKEN = 8  # above the mean of most tokenizers; the check should read all text that validation reads
 
 
 def check_references(config: RunConfig, resume: bool) -> None:
-    """Raises `UserError` when the run cannot use a configured tracker (W&B, MLflow), the URL of `checkpoint.copy_to`,
-    or the checkpoint or model folder that it starts from."""
+    """Raises `UserError` when the run cannot use a configured metric sink, the URL of `checkpoint.copy_to` or, without
+    `resume`, the checkpoint or model folder that the run starts from."""
     check_sinks(config)
     if config.checkpoint.copy_to is not None:
         RemoteCopies(config.checkpoint.copy_to)  # raises for an unknown protocol, and for one whose package is missing
@@ -76,7 +76,7 @@ def check_validation(config: RunConfig, data: TrainingData) -> None:
     """Raises `UserError` for missing or unreadable validation text or tasks, and for prepared validation text with
     another tokenizer or without predicted tokens.
 
-    Checks the files of this node only, which is the node of rank 0; the other ranks read neither text nor tasks.
+    Checks the files of this node only. During the run, only rank 0 reads text and tasks.
     """
     for number, each in enumerate(config.validation):
         if each.text is not None:
@@ -109,7 +109,10 @@ def _check_text(text: str, key: str, max_bytes: int) -> None:
 
 
 def check_output(config: RunConfig, resume: bool, data: TrainingData) -> None:
-    """Raises `UserError` when this run must not write to the run folder."""
+    """Raises `UserError` when the run folder is not writable, or contains another run or other files.
+
+    With `resume`, the run folder may contain the run to resume.
+    """
     folder = Path(config.train.output)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"train.output: {folder} is a file; name a folder")
@@ -181,8 +184,8 @@ def fetch_lost_run(config: RunConfig, resume: bool) -> None:
 def check_prunings(config: RunConfig, description: Description, path: Path) -> None:
     """Checks that a run can still prune as configured when it continues from the checkpoint `path`.
 
-    Raises `UserError` when the checkpoint is later than a step at which the run should have pruned but has not. Raises
-    `UserError` when the weights for `pruning.rewind` are missing.
+    Raises `UserError` when the checkpoint is at or after a pruning step but not pruned (except with early-bird), or
+    when weights that `pruning.rewind` needs are missing.
     """
     pruning, step = config.pruning, description.step
     if pruning is None:
@@ -259,7 +262,7 @@ def dry_run(run: Run) -> str:
 
     First measures the activations of a few sequences; with a pipeline, those of as many microbatches as it has ranks. Then
     runs a whole microbatch, but not on a CPU, where running out of memory would kill the process without a message. Leaves
-    the state unchanged. Raises `UserError` when a microbatch does not fit.
+    weights and optimizer state unchanged. Raises `UserError` when a microbatch does not fit.
     """
     micro_batch, context = run.config.train.micro_batch, run.resolved.widest.train.sequence_length
     tokens = torch.arange(context, device=run.device).remainder(run.config.model.vocab).expand(micro_batch, -1)
@@ -312,7 +315,7 @@ def _saved_bytes(run: Run, tokens_BS: torch.Tensor) -> int:
 
 def _too_large(needed: int, free: int, one: int, run: Run) -> str:
     fitting = free // max(1, one * ranks_sharing_memory(run.groups.mesh, run.device))
-    fitting = min(fitting, run.config.train.micro_batch - 1)  # an accelerator also needs transient memory
+    fitting = min(fitting, run.config.train.micro_batch - 1)  # transient memory may be lacking even if activations fit
     cure = f"set train.micro_batch to at most {fitting}" if fitting else "shorten train.sequence_length"
     return (
         f"the activations of a microbatch of {run.config.train.micro_batch} sequences need {size_text(needed)}, but "

@@ -32,9 +32,9 @@ class _MachineFile(Section):
 def measured_collectives(config: RunConfig, mesh: Mesh, resume: bool) -> tuple[Measured | None, list[str]]:
     """Returns the measurements from which a run chooses its algorithms, and notes for the user.
 
-    A resumed run uses the measurements that an earlier start saved in the run's folder. Otherwise, returns None instead
-    of measurements if `collectives.machine` is not set, or if its nodes have another number of ranks than those of the
-    run.
+    A resumed run uses the measurements, if any, that an earlier start saved in the run's folder. Otherwise, returns
+    None instead of measurements if `collectives.machine` is not set, or if its nodes have another number of ranks than
+    those of the run.
 
     Raises `UserError` when the machine file is missing or has no measurements.
     """

@@ -85,8 +85,8 @@ def git_commit(folder: Path) -> dict[str, Any] | None:
 
 
 def _package_commit() -> dict[str, Any] | None:
-    """Returns the commit of this library, like `git_commit`. Returns None if git does not track the library, such as an
-    installed package inside another project's checkout."""
+    """Returns the commit of this library, like `git_commit`. Returns None if git does not track the library, for
+    example because the library is installed inside another project's checkout."""
     file = Path(sys.modules["optimus"].__file__ or "")
     return None if _git(file.parent, "ls-files", "--error-unmatch", file.name) is None else git_commit(file.parent)
 

@@ -24,9 +24,9 @@ def conclude(
     """Records the end of a run. Returns the `summary` with the `seconds` since `began` (`time.time`) and the path of the
     `report`.
 
-    `failure` is the error that ended the run, if any. Prints errors of the report and of the notification to stderr instead
-    of raising them, because they must not hide the result of the run. A run that failed before writing anything leaves no
-    files. After a `DamagedError`, the run's folder stays unchanged.
+    `failure` is the error that ended the run, if any. Prints errors of the report and of the notification to stderr
+    instead of raising them, because they must not hide the result of the run. For a run that failed before it wrote
+    anything, writes no files. After a `DamagedError`, the run's folder stays unchanged.
     """
     folder = Path(config.train.output)
     found = {**(summary or {}), "seconds": time.time() - began, "report": None}

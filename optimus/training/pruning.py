@@ -34,7 +34,7 @@ def choose_masks(
 
 
 def after_pruning(run: Run, step: int, began_with: str | None) -> list[str]:
-    """Records a pruning event and, if so configured, rewinds the remaining weights to an earlier step.
+    """Records a pruning event, and rewinds the remaining weights to the step `pruning.rewind` if it is set.
 
     Returns lines for the user. `step` is the last completed step; `began_with` is the source of the run's initial weights.
     All ranks must call this function.

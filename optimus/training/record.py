@@ -49,7 +49,7 @@ OWN_BEGINNINGS = ("tokens/", "train_loss/", "loss/", "bits_per_byte/", "tasks/",
 
 
 def is_number(value: object) -> bool:
-    """Returns True for a single number of Python or NumPy, and False for a tensor."""
+    """Returns True for a real number of Python or NumPy, and False for a tensor or an array."""
     return isinstance(value, numbers.Real)
 
 
@@ -93,7 +93,7 @@ class StepClock:
         self._data = time.perf_counter() - self._began
 
     def times(self) -> StepTimes:
-        """Returns the seconds since construction."""
+        """Returns the seconds since construction, in total and by kind."""
         recorder, before = self._recorder, self._by_kind
         since = {kind: seconds - before.get(kind, 0.0) for kind, seconds in recorder.by_kind.items()}
         total, waited = time.perf_counter() - self._began, recorder.seconds - self._waited

@@ -87,7 +87,8 @@ def _host_batch(batch: TokenBatch, on_device: bool) -> Batch:
 
 
 def read_together(read: Callable[[], T], world: Group) -> T:
-    """Returns the result of `read` on this rank. Raises a `UserError` on all ranks if `read` raises one on any rank."""
+    """Returns the result of `read` on this rank. Raises a `UserError` on all ranks if `read` raises one on any rank.
+    All ranks of `world` must call this function."""
     try:
         found, failure = [read()], None
     except UserError as error:

@@ -1,5 +1,5 @@
 """Fills the state of a run at its starting point: the first step, a checkpoint of another run (`lr_schedule.branch_from`),
-or the run's newest checkpoint."""
+or the run's newest intact checkpoint."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,7 +61,8 @@ def _resume(run: Run, points: Sequence[ResumePoint]) -> Start:
 
 
 def _go_on(run: Run, path: Path, step: int, *, full: bool) -> tuple[Start, int]:
-    """Loads the state from checkpoint `path`, saved after `step`, of this run or of another run on the same data.
+    """Loads the whole state (`full`) or the weights from checkpoint `path`, saved after `step`, of this run or of
+    another run on the same data.
 
     Returns the point of resumption, and the number of ranks that read the checkpoint.
     """

@@ -27,8 +27,8 @@ _HUGE_NORM = 1e6  # above this norm of clipped gradients, large second moments k
 class StepResult(NamedTuple):
     """The result of a step on the global batch.
 
-    `skipped` is True if the step applied no update, because the loss or the gradients were not finite, the square of
-    the clipped gradient norm overflowed fp32, or the loss was above its limit.
+    `skipped` is True if the step applied no update, because the loss or the gradients were not finite, the clipped
+    gradient norm was above `LARGEST_NORM`, or the loss was above its limit.
     """
 
     loss: float  # nats per predicted token; 0 without predicted tokens
@@ -44,8 +44,8 @@ class StepResult(NamedTuple):
 
     @property
     def unfit(self) -> bool:
-        """True if the loss or the gradients are unfit for an update."""
-        return not (math.isfinite(self.loss) and self.clipped_norm <= LARGEST_NORM)  # also true for NaN
+        """True if the loss is not finite, or if the clipped gradient norm is NaN or above `LARGEST_NORM`."""
+        return not (math.isfinite(self.loss) and self.clipped_norm <= LARGEST_NORM)
 
     @property
     def huge(self) -> bool:
@@ -103,11 +103,11 @@ def accumulate_gradients(
 ) -> tuple[Tensor, int]:
     """Runs forward and backward passes over this rank's microbatches.
 
-    Returns the mean losses over the microbatches [4] (see `terms`) in fp32, followed by two numbers for each of `sources`
-    sources: the sum of its cross-entropies and the number of its predicted tokens. Also returns the number of predicted
-    tokens of the global batch.
+    Returns an fp32 tensor [4 + 2 * sources] and the number of predicted tokens of the global batch. The tensor has the
+    losses (see `terms`) as means over this rank's microbatches, and for each source the sum of cross-entropies and the
+    number of predicted tokens.
 
-    The losses are zero except on the ranks of the last stage.
+    The tensor is zero except on the ranks of the last stage.
 
     The gradients are those of this rank's share of the global batch's loss; their sum over the ranks is the gradient of the
     whole loss. The cross-entropy is a mean over the predicted tokens of the global batch, regardless of how the microbatches
@@ -127,8 +127,8 @@ def accumulate_gradients(
 def predicted_tokens(batch: Batch, data: Group) -> int:
     """Returns the number of predicted tokens of the global batch; every rank of `data` has the same number of sequences.
 
-    Without a mask and documents, the shape of the batch determines the number. Otherwise all ranks must call this function,
-    because the counts are all-reduced.
+    Without a mask and documents, the shape of the batch determines the number. Otherwise all ranks of `data` must call
+    this function, which all-reduces the counts.
     """
     count = batch.predicted()
     if batch.counted_by_shape or data.size == 1:
@@ -139,8 +139,8 @@ def predicted_tokens(batch: Batch, data: Group) -> int:
 
 
 class _Objective:
-    """Computes the contribution of each of this rank's `microbatches` to the losses of the global batch with `predicted`
-    predicted tokens.
+    """Computes the contribution of a microbatch, one of `microbatches` on this rank, to the losses of the global batch,
+    which has `predicted` predicted tokens.
 
     A call of the object takes the losses of a microbatch, whose sum of cross-entropies the caller has divided by
     `count`. The call returns the value to minimise, which is `scale` times the objective, and the unscaled losses [4].
@@ -151,7 +151,7 @@ class _Objective:
         self, config: RunConfig, state: ModelState, microbatches: int, predicted: int, sources_K2: Tensor
     ) -> None:
         self.sources_K2, self.add_rows = sources_K2, self._add_rows if len(sources_K2) else None
-        parts = microbatches * state.groups.along(*DATA).size  # number of microbatches on all ranks
+        parts = microbatches * state.groups.along(*DATA).size  # parts of microbatches on all ranks
         self.count, self.scale = max(1, predicted) / parts, 1 / parts
         self._config, self._data = config, state.groups.along("dp")
         self._global = config.moe.balance_scope == "global" and config.model.experts is not None
@@ -167,14 +167,14 @@ class _Objective:
         return objective(parts, self._config) * self.scale, parts.detach()
 
     def _add_rows(self, batch: Batch, target_T: Tensor, rows_T: Tensor) -> None:
-        """Adds the cross-entropies and the number of targets of a microbatch's tokens to the sums of their sources."""
+        """Adds a microbatch's cross-entropies and numbers of targets to the sums of the sources."""
         assert batch.source_B is not None
         source_T = batch.source_B.repeat_interleave(len(rows_T) // len(batch.source_B))
         self.sources_K2.index_add_(0, source_T, torch.stack([rows_T, (target_T >= 0).float()], 1))
 
     def count_choices(self, counted: Sequence[RouterStats | None]) -> None:
-        """Computes how often the routers choose each expert per token of the global batch, over the microbatches of all
-        data-parallel ranks."""
+        """Computes the number of choices of each expert per token and layer, over all microbatches of the global
+        batch."""
         routers = [router for router in counted if router is not None]
         if not routers:  # the routers are on the ranks of another stage
             return

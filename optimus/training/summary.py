@@ -14,7 +14,7 @@ _MOST_EPOCHS = 4  # more repetitions of the same data help less and less (Muenni
 
 
 def summarise(run: ResolvedRun, instances: int | None) -> dict[str, Any]:
-    """Returns numbers that describe a run with `instances` sequences of data (None: a stream).
+    """Returns facts about a run with `instances` sequences of data (None: a stream), by name.
 
     `tokens` and `epochs` count the data read up to `last_step`; `microbatches` is the number of microbatches of a step on
     each data-parallel rank.
@@ -80,7 +80,7 @@ def phase_line(phase: Phase) -> str:
 
 
 def warnings(config: RunConfig, instances: int | None) -> list[str]:
-    """Returns warnings about settings that are valid but probably unintended; each warning names the keys to change."""
+    """Returns warnings about settings that are valid but probably unintended."""
     train, peak = config.train, config.lr_schedule.lr
     steps, warmup, found = train.total_steps, config.warmup_steps, []
     mixed = config.phases or config.data.sources  # the configuration states how often the run reads each source

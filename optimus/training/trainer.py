@@ -1,8 +1,8 @@
 """The trainer: runs the steps of a run and calls hooks around them.
 
-`step.py` computes a step. Hooks do everything else: the built-in hooks (`hooks/`, one per file) and those of users. After a
-failed collective, in the step or in a hook, the ranks can no longer agree on anything. The training therefore ends at once:
-the trainer only lets the hooks close their resources (`after_training`).
+`step.py` computes a step. Hooks measure, judge, record and save: the built-in hooks (`hooks/`) and those of users.
+After a failed collective, in the step or in a hook, the ranks can no longer agree on anything. The training therefore
+ends at once: the trainer only lets the hooks close their resources (`after_training`).
 """
 
 import math
@@ -86,11 +86,15 @@ class Hook:
         """Runs at the end of training, also after an error."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state that checkpoints save for this hook, as JSON. Checkpoints save the state of the first rank."""
+        """Returns the state that checkpoints save for this hook, a dictionary that JSON can represent.
+
+        Checkpoints save the state of the first rank.
+        """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the state that `state_dict` returned; runs on every rank that calls the hook."""
+        """Restores the state that `state_dict` returned, if the checkpoint has one. Runs before training, on every rank
+        that calls the hook."""
 
     @property
     def name(self) -> str:
@@ -179,8 +183,9 @@ class Trainer:
     # ---- Training ----
 
     def fit(self) -> Ending:
-        """Trains to the last step of the run, or until any rank ends the run early. Returns the reason of the end, the same
-        on all ranks.
+        """Trains to the last step of the run, or until any rank ends the run early.
+
+        Returns the reason of an early end, or an empty `Ending`; all ranks return the same.
 
         Calls the hooks in their order, and `after_training` in reverse order, also after an error.
 
@@ -254,8 +259,8 @@ class Trainer:
         return StepRecord(step, result, clock.times())
 
     def _next_batch(self, loader: TokenLoader[Batch]) -> Batch | None:
-        """Returns the next batch on the run's device. If any rank cannot read its part, all ranks end the run as failed and
-        return None."""
+        """Returns the next batch on the run's device, with the documents on the host. If any rank cannot read its part,
+        all ranks end the run as failed and return None."""
         device, reports = self.run.device, (self.progress.step + 1) % self.config.observe.log_every == 0
 
         def read() -> Batch:
@@ -330,7 +335,8 @@ class Trainer:
 
 @contextmanager
 def naming_collectives(when: str) -> Iterator[None]:
-    """Adds the time of failure, `when`, and a remedy to the message of a `CollectiveError` raised inside."""
+    """Adds the time of failure, `when`, and a remedy to the message of a `CollectiveError` raised inside the
+    context."""
     try:
         yield
     except CollectiveError as error:

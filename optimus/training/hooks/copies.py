@@ -16,8 +16,8 @@ class CopyCheckpoints(Hook):
     """Copies complete checkpoints, one at a time, in a thread of the first rank.
 
     A failed copy only shows a line to the user; the hook goes on with the next checkpoint. After each copy, the hook
-    copies the newest checkpoint and skips those before it. At its end, the run waits for the copy of its last
-    checkpoint: after a signal for a limited time, and after an error not at all.
+    copies the newest checkpoint and skips those before it. At the end of the run, the hook waits for the copy of the
+    last checkpoint: after a signal for at most 20 seconds, and after an error not at all.
     """
 
     order = Order.LAST
@@ -43,7 +43,7 @@ class CopyCheckpoints(Hook):
             return
         signalled = trainer.ending is not None and trainer.ending.signal
         limit = time.monotonic() + _GRACE if signalled else None
-        self._seen = -1  # lists the folder again: two changes may leave the same modification time
+        self._seen = -1  # so that the hook lists the folder again: two changes may have the same time
         while self._go_on(trainer) and (limit is None or time.monotonic() < limit):
             if self._thread is not None:
                 self._thread.join(0.1)
@@ -51,7 +51,7 @@ class CopyCheckpoints(Hook):
             trainer.say(f"checkpoint.copy_to: {self._tried} is not copied, as the run was stopped")
 
     def _go_on(self, trainer: Trainer) -> bool:
-        """Reports a copy that has ended, and begins that of a newer checkpoint. Returns True if a copy is in
+        """Reports a copy that has ended, and begins to copy a newer checkpoint, if any. Returns True if a copy is in
         progress."""
         if self._thread is not None and self._thread.is_alive():
             return True
@@ -85,5 +85,5 @@ class CopyCheckpoints(Hook):
             self._outcome = name, ""
         except UserError as error:
             self._outcome = name, str(error)
-        except OSError as error:  # a checkpoint that the run has removed meanwhile
+        except OSError as error:  # for example, the run has removed the checkpoint meanwhile
             self._outcome = name, f"{type(error).__name__}: {error}"

@@ -22,8 +22,9 @@ T = TypeVar("T")
 class GuardedHook(Hook):
     """Calls a user's hook.
 
-    If the hook raises an error, the run writes a last checkpoint and ends on all ranks with one message. The guard does not
-    call the hook again. A failed collective, or an `EndedError`, ends the rank at once.
+    If the hook raises an error during training, the run writes a last checkpoint and ends on all ranks with one
+    message. The guard then does not call the hook again. A failed collective, an `EndedError` or a `KeyboardInterrupt`
+    ends the rank at once.
     """
 
     def __init__(self, hook: Hook, name: str) -> None:

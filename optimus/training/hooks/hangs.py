@@ -37,14 +37,14 @@ class Hangs(Hook):
     def after_training(self, trainer: Trainer) -> None:
         self._dog.stop()
         if self._rank == 0:
-            clear(trainer.folder)  # deletes the reports of hangs before earlier restarts
+            clear(trainer.folder)  # deletes the reports of hangs that ended earlier attempts
 
     def _end(self, verdict: Verdict) -> None:
         """Ends this rank from the watchdog's thread, as the main thread is stuck; the launcher reads the exit code.
 
-        First, one of the other ranks records the culprit; then the ranks of the culprit's node end; the others end
-        last. Once a rank has ended, collectives fail on the other ranks, and the launchers end all ranks of their
-        nodes.
+        First, one rank, not a culprit if possible, records the verdict. Then the ranks of the culprits' node end, and
+        the others end last. Once a rank has ended, collectives fail on the other ranks, and the launchers end all ranks
+        of their nodes.
         """
         told = self._folder / "told"
         culprits = {self._names[rank] for rank in verdict.culprits}

@@ -5,8 +5,8 @@ from optimus.training.trainer import Hook, Order, Trainer
 
 
 class HugeGradients(Hook):
-    """Reports gradients that are too large for an update, or so large that they affect second moments for many steps. Runs
-    on rank 0."""
+    """Reports finite gradients that are too large for an update, or so large that they affect second moments for many
+    steps. Runs on rank 0."""
 
     order = Order.RECORD
     ranks = "first"

@@ -8,7 +8,10 @@ from optimus.training.trainer import Hook, Order, Trainer
 
 
 class LeaseCheck(Hook):
-    """Ends the run without further writes if another run has taken its folder over. Runs on rank 0, before other hooks."""
+    """Ends the run without another checkpoint if another run has taken its folder over.
+
+    Runs on rank 0, before the hooks that measure and save, and checks the lease only every few seconds.
+    """
 
     order = Order.FIRST
     ranks = "first"

@@ -1,4 +1,4 @@
-"""A hook that ends a run after many skipped updates."""
+"""A hook that ends a run after several skipped updates in a row."""
 
 from optimus.errors import UserError
 from optimus.training.record import StepRecord
@@ -6,7 +6,8 @@ from optimus.training.trainer import Hook, Order, Trainer
 
 
 class NonFinite(Hook):
-    """Ends the run after too many consecutive steps whose gradients are non-finite or too large for an update."""
+    """Ends the run after more than `resilience.max_skipped` consecutive steps whose loss or gradients are unfit for an
+    update (`StepResult.unfit`)."""
 
     order = Order.LAST
 

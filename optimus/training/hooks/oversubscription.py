@@ -1,7 +1,7 @@
 """A hook that detects more threads than free cores.
 
-The threads of a matmul wait for each other, so that one preempted thread delays all of them. A step then takes many times as
-long, although nothing fails.
+The threads of a matmul wait for each other, so that one preempted thread delays all of them. A step can then take many
+times as long, although nothing fails.
 """
 
 import os

@@ -34,7 +34,7 @@ class SlowRanks(Hook):
         told = trainer.groups.world.all_gather_object((statistics.median(self._steps), self._node))
         self._steps.clear()
         seconds = {rank: own for rank, (own, _) in enumerate(told)}
-        peers = list(trainer.groups.mesh.groups(("dp", "cp", "tp")))  # the ranks of one stage have equal work
+        peers = list(trainer.groups.mesh.groups(("dp", "cp", "tp")))  # the ranks of one stage have about equal work
         found = find_slow(seconds, peers, trainer.config.resilience.slow, self._usual)
         for rank, relation in alone(seconds, peers).items():
             self._usual[rank] = min(relation, self._usual.get(rank, relation))

@@ -1,4 +1,4 @@
-"""A hook for non-finite numbers in runs on several nodes (soft node failures; the Optimus paper, section 4)."""
+"""A hook for non-finite numbers under `optimus launch` (soft node failures; the Optimus paper, section 4)."""
 
 import math
 
@@ -15,7 +15,7 @@ _SIGN = "not finite"  # text in the details of this hook's events
 
 class SoftFailures(Hook):
     """Ends the run after a step with a non-finite loss or gradient norm, so that the launcher can restart the run
-    without the cause.
+    without the faulty node or from earlier weights.
 
     If the non-finite numbers originate on one node, that node is at fault: its ranks end with `BAD_NODE`, the others
     with `LOST`. If the numbers originate on several nodes or on none, or if the same step has failed before, the

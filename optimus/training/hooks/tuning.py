@@ -14,7 +14,7 @@ _WORD = "matmul"  # prefix of a measurement's name, before the shape
 
 
 class TuneMatmuls(Hook):
-    """Times, in the first step, all forms of every larger matmul that has no measurement for this chip. All ranks then
+    """Times, in the first step, all forms of every large matmul that has no measurement for this chip. All ranks then
     use the same forms.
 
     All ranks use the cached measurements of the first rank, because the caches of nodes may differ. If several ranks have

@@ -37,8 +37,8 @@ def users_hooks(named: Sequence[str], hooks: Sequence[Any] = (), rank: int = 0) 
     """Returns the users' hooks on this rank: those `named` as package.module.Class or by the name of a plugin's hook,
     and those in `hooks` as classes, instances or names.
 
-    Raises `UserError` for a hook that the run cannot import, that is not a `Hook`, that the trainer could not call, or
-    that has the name of another hook.
+    Raises `UserError` for a hook that the run cannot import, that is not a `Hook`, or that the trainer could not call.
+    Raises `UserError` for a hook with the name of another hook, or with a name without a dot.
     """
     if isinstance(hooks, str | bytes) or not isinstance(hooks, Iterable):
         raise UserError(f"hooks={hooks!r}: give a list of hooks, such as `optimus.train(..., hooks=[MyHook])`")

@@ -17,7 +17,8 @@ _SAMPLE_TOKENS = 64  # maximum length of a prompt's continuation: a few lines
 
 
 class Validation(Hook):
-    """Measures loss and bits per byte on each validation set, and task scores, at configured intervals and at the last step.
+    """Measures bits per byte of each validation set, the loss of sets with a name, and task scores, at configured
+    intervals and at the last step.
 
     Continues prompts after measuring a set, and at the last step. Runs on all ranks, but only rank 0 reads the text and
     the tasks. If rank 0 holds the whole model, rank 0 measures alone; otherwise all ranks measure, each with its part
@@ -97,8 +98,8 @@ class Validation(Hook):
             return world.on_first(lambda: measure(trainer.model, parts))
 
     def _tasks(self, trainer: Trainer) -> dict[str, float]:
-        """Returns `tasks/NAME/METRIC` for each task. If ranks hold parts of the model, all ranks score the requests of rank
-        0."""
+        """Returns the scores of all tasks, as `tasks/NAME/METRIC`. If ranks hold parts of the model, all ranks score
+        the requests of rank 0."""
         from optimus.evaluation.score import score
 
         model, world = trainer.model, trainer.groups.world
