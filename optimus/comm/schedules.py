@@ -72,7 +72,7 @@ def ring(rank: int, ranks: int) -> list[Round]:
 
 
 def doubling(rank: int, ranks: int) -> list[Round]:
-    """Doubles the distance in every round, and the number of blocks in each but perhaps the last: ceil(log2 ranks) rounds.
+    """Doubles the distance and, except perhaps in the last round, the number of blocks: ceil(log2 ranks) rounds.
 
     Backwards, recursive doubling is recursive halving.
     """
