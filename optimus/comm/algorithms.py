@@ -49,8 +49,8 @@ EVERYONE = "everyone"
 MEGABYTE = 1 << 20
 LONG_SUM = 4 * MEGABYTE  # bytes from which an all-reduce by direct rounds beats Gloo's on one node, while ranks compute
 FEW_NODES = 16  # number of nodes up to which direct messages are no slower than doubling
-PIECES = 4  # number of pieces of a large tensor; 8 pieces save at most 5 % more time
-PIECE = 1 << 16  # minimum bytes of a block in a piece
+PIECES = 4  # maximum number of pieces of a tensor; 8 pieces save at most 5 % more time
+PIECE = 1 << 16  # minimum bytes of a block in one of several pieces
 
 
 def _on_one_level(schedule: RoundSchedule) -> Rounds:
@@ -93,7 +93,8 @@ _TRIED = [Shape(nodes, per) for nodes, per in ((1, 2), (1, 3), (1, 8), (3, 1), (
 
 
 def _check_gather(row: AllGatherRow) -> None:
-    """Raises `ValueError` if the rounds of an algorithm are wrong for one of a few shapes of groups."""
+    """Raises `ValueError` if the rounds of an algorithm are wrong for one of a few shapes of groups, or if its name is
+    reserved."""
     for shape, ranks in _tried(row):
         with _naming(row.name, shape):
             check_gather(ranks)
@@ -134,7 +135,7 @@ def on_two_levels(algorithm: str) -> bool:
 
 
 def names(kind: CollectiveKind, shape: Shape) -> list[str]:
-    """Returns the names of the algorithms for a kind of collective in a group of this shape.
+    """Returns `OWN` and the names of the algorithms with rounds for a kind of collective in a group of this shape.
 
     Algorithms on two levels need several nodes with several ranks each.
     """
@@ -159,10 +160,10 @@ def rounds(algorithm: str, kind: CollectiveKind, rank: int, shape: Shape) -> tup
 
 
 def pieces(algorithm: str, shape: Shape, size: float) -> int:
-    """Returns the number of pieces in which to send a tensor, so that one crosses nodes while another moves within a node.
+    """Returns the number of pieces in which to send a tensor; 1 for an algorithm on one level.
 
-    `costs.seconds` estimates the time with any number of pieces. Each piece needs separate messages, so tensors of
-    small blocks get fewer pieces.
+    On two levels, one piece crosses nodes while another piece moves within a node. Each piece needs separate messages,
+    so tensors of small blocks get fewer pieces.
     """
     return max(1, min(PIECES, int(size / shape.ranks / PIECE))) if on_two_levels(algorithm) else 1
 
@@ -171,7 +172,7 @@ def pieces(algorithm: str, shape: Shape, size: float) -> int:
 
 
 def default(kind: CollectiveKind, shape: Shape, size: float, links: Links | None = None) -> str:
-    """Returns the algorithm that the rules choose, given the overheads, latencies and bandwidths of `links`."""
+    """Returns the algorithm for a size without measurements; without `links`, the default `Links()` apply."""
     links = links or Links()
     if shape.ranks == 1:
         return OWN
@@ -273,9 +274,11 @@ def _shape(text: str) -> Shape:
 def choose(
     kind: CollectiveKind, shape: Shape, size: float, measured: Measured | None = None, links: Links | None = None
 ) -> str:
-    """Returns the algorithm of `default`, or the fastest measured algorithm.
+    """Returns the fastest measured algorithm or the default algorithm, which `default` returns.
 
-    The function prefers the fastest measured algorithm if it is clearly faster, or if `measured` lacks the default one.
+    The fastest measured algorithm must take less than `GAIN` of the default algorithm's measured time. Where `measured`
+    has curves for the group's shape, but none for the default algorithm, the function always returns the fastest
+    measured algorithm.
     """
     curves = measured.curves(kind, shape) if measured else {}
     usual = default(kind, shape, size, links)
@@ -296,9 +299,10 @@ def used(
 ) -> str:
     """Returns the algorithm that a group uses.
 
-    `by_messages` is true for Gloo, whose messages carry our rounds. Other backends use their built-in collectives, except
-    where measurements exist and `choose` returns an algorithm on two levels. `narrow` is true for a tensor of floats of
-    fewer than 32 bits, in which Gloo's built-in collectives would add.
+    `by_messages` is true for Gloo, over which a group sends the messages of our schedules. Other backends use their
+    built-in collectives, except where measurements exist and `choose` returns an algorithm on two levels. `narrow` is
+    true for floats of fewer than 32 bits: Gloo's built-in all-reduce would add them in their type, so the function
+    never chooses that all-reduce for them.
     """
     name = choose(kind, shape, size, measured)
     if not by_messages:

@@ -1,6 +1,6 @@
-"""Proves that the rounds of a collective are right. Each function raises `ValueError` for rounds that are wrong.
+"""Proves that the rounds of a collective are right. Each `check_*` function raises `ValueError` for wrong rounds.
 
-The argument of each function is the list of all ranks' rounds.
+The argument of each `check_*` function is the list of all ranks' rounds.
 """
 
 from collections.abc import Sequence
@@ -9,21 +9,22 @@ from optimus.comm.schedules import Round
 
 
 def check_gather(ranks: Sequence[Sequence[Round]]) -> None:
-    """Proves an all-gather: every rank receives every block once, from a rank that has the block."""
+    """Proves an all-gather: every rank receives each block of the other ranks once, from a rank that has the block."""
     have = [{rank} for rank in range(len(ranks))]
     _check(ranks, have, [set(range(len(ranks)))] * len(ranks))
 
 
 def check_exchange(ranks: Sequence[Sequence[Round]]) -> None:
-    """Proves an all-to-all: every rank receives its block of every other rank, and ranks send only blocks that they have."""
+    """Proves an all-to-all: every rank gets the blocks for it from all ranks, and ranks send only blocks that they
+    have."""
     every = range(len(ranks))
     have = [{rank * len(ranks) + target for target in every} for rank in every]
     _check(ranks, have, [{source * len(ranks) + rank for source in every} for rank in every])
 
 
 def check_reduction(ranks: Sequence[Sequence[Round]]) -> None:
-    """Proves a reduce-scatter: every rank's block gets every addend once, and all blocks that a rank receives in a round are
-    the same."""
+    """Proves a reduce-scatter: every rank's block gets every addend once, and all messages that a rank receives in a
+    round contain the same blocks."""
     every = range(len(ranks))
     sums = [{block: {rank} for block in every} for rank in every]
     for number in range(max(map(len, ranks))):

@@ -45,8 +45,8 @@ def seconds(
 def expected(kind: CollectiveKind, shape: Shape, size: float, measured: Measured | None = None) -> float:
     """Returns the seconds of the algorithm that a group over Gloo uses.
 
-    The seconds come from `measured` if it has a curve for the algorithm, and otherwise from a simulation of the default
-    `Links`.
+    The seconds come from `measured` if it has a curve for the algorithm, and otherwise from a simulation with the
+    default `Links`.
     """
     if shape.ranks == 1:
         return 0.0
@@ -117,7 +117,7 @@ class _Rank:
         self.come: defaultdict[int, list[float]] = defaultdict(list)  # arrival times, by sender
 
     def send(self, overhead: float) -> float:
-        """Returns the time at which the rank has handed its next message to the adapter."""
+        """Advances the rank's time by `overhead`, and returns the time at which the rank's next message may leave."""
         self.now += overhead
         return self.now
 
@@ -162,7 +162,7 @@ class _Simulation:
         return [rank.now for rank in self._ranks]
 
     def _go_on(self, number: int) -> None:
-        """Advances a rank's program until the rank waits for a message that has not arrived."""
+        """Advances a rank's program until the program ends or the rank waits for a message that has not arrived."""
         rank = self._ranks[number]
         for sends, receives in rank.steps:
             for target, size in sends:

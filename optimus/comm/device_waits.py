@@ -15,7 +15,7 @@ import torch
 
 CollectiveCall = tuple[str, str, int]
 """A collective: the group's name, the collective's name, and the collective's number in the group."""
-GRACE = 60.0  # seconds after our watchdog's timeout at which the backend's watchdog ends a rank
+GRACE = 60.0  # seconds by which the timeout of the backend's watchdog exceeds that of `Deadline`
 
 
 class StreamPoint(Protocol):
@@ -70,7 +70,7 @@ class DeviceWaits:
         return [(wait.collective, wait.before.elapsed_time(wait.after) / 1000) for wait in over]
 
     def waiting(self) -> CollectiveCall | None:
-        """Returns the collective that the device waits for now; None while the device computes or is idle."""
+        """Returns the first collective that a stream of the device waits for now; None if no stream waits."""
         with self._lock:
             return next(
                 (wait.collective for wait in self._waits if wait.before.query() and not wait.after.query()),
@@ -89,9 +89,9 @@ def flight_record() -> bytes:
 
 
 class Deadline:
-    """A thread that calls `ended` when the device has waited in one collective for `seconds`.
+    """A thread that calls `ended`, at most once, when the device has waited in one collective for more than `seconds`.
 
-    The thread replaces the error that the device's backend never raises.
+    The host needs the thread, because the device's backend raises no error on the host when another rank is lost.
     """
 
     def __init__(self, waits: DeviceWaits, seconds: float, ended: Callable[[CollectiveCall], None]) -> None:

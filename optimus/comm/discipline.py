@@ -11,9 +11,10 @@ from optimus.errors import UserError
 
 
 class RefuseCollectives(TorchDispatchMode):
-    """Refuses every collective that this thread begins inside the context, since other ranks would not take part.
+    """Refuses the collectives of `torch.distributed`, and therefore ours, that this thread begins inside the context.
 
-    The mode refuses collectives of torch as well as ours. Raises a `UserError` whose message ends with `why`.
+    Other ranks would not take part in such a collective. The mode does not see the functional collectives of torch
+    (`_c10d_functional`). Raises a `UserError` whose message ends with `why`.
     """
 
     def __init__(self, why: str) -> None:

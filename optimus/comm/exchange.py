@@ -5,8 +5,8 @@ the number of ranks. In this module, a round posts its receives before its sends
 blocks of the message are adjacent in memory and need no conversion. `gather` also receives adjacent blocks in place. All
 other messages use scratch buffers.
 
-A rank adds in rank order, in fp32 or in the type of the addends if that type is wider; it adds integers exactly. Sums are
-therefore bitwise reproducible, and equal on all ranks that receive them.
+In each round, a rank adds in rank order. The rank adds floats in fp32, or in the type of the addends if that type is
+wider, and integers in their type. Sums are therefore bitwise reproducible, and equal on all ranks that receive them.
 
 An exchange is a generator that begins a round, yields, and then waits for the round. The exchanges of the pieces of a large
 tensor advance in turn, so that one piece crosses nodes while another moves within a node.
@@ -35,7 +35,7 @@ _END = object()
 class Channel:
     """Messages of one collective between the `ranks` of a group; `tag` separates the messages of different collectives.
 
-    All methods raise a `RuntimeError` that names the rank whose message failed.
+    When a message fails, each method raises a `RuntimeError` that names the other rank of the message.
     """
 
     def __init__(self, ranks: Sequence[int], handle: Any, tag: int, scratch: Scratch) -> None:
@@ -69,7 +69,7 @@ class Channel:
 class Codec:
     """Converts the partial sums that nodes send each other. This base class sends the sums unchanged.
 
-    A subclass must return the same numbers on every rank that reads a message.
+    `read` must return the same numbers on every rank that reads a message.
     """
 
     def form(self, elements: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
@@ -82,7 +82,8 @@ class Codec:
             target.copy_(each)
 
     def read(self, sent: Tensor) -> Tensor:
-        """Returns the numbers of a received message, in any floating-point type."""
+        """Returns the numbers of a received message, in any type that `add_up` can add to the type of the partial
+        sums."""
         return sent
 
 
@@ -138,7 +139,7 @@ class ProgressThread:
             exchanges, future = self._queue.get()
             try:
                 carry_out(exchanges)
-            except Exception as error:  # `Future.result` raises it again in the waiting thread
+            except Exception as error:  # `Future.result` raises the error again in the waiting thread
                 future.set_exception(error)
             else:
                 future.set_result(None)
@@ -187,8 +188,9 @@ def reduce(
 ) -> Exchange:
     """Fills `out` with the sum of this rank's block over the ranks. `out` may be that block; other blocks do not change.
 
-    The rank sends addends in their type, and partial sums in fp32 or in the type of the addends if that type is wider. `per`
-    is the number of ranks on a node; the codec `between` encodes partial sums that leave the node.
+    The first round sends addends in their type. Later rounds send partial sums in fp32, or in the type of the addends
+    if that type is wider or an integer type. `per` is the number of ranks on a node; the codec `between` encodes
+    partial sums that leave the node.
     """
     wide, sums = _wide(out.dtype), dict[int, Tensor]()
     partial_sums: list[Tensor] = []  # buffers of partial sums that later rounds send
@@ -240,7 +242,8 @@ def reduce(
 def exchange(
     rounds: Sequence[Round], outgoing: Sequence[Tensor], incoming: Sequence[Tensor], rank: int, link: Channel
 ) -> Exchange:
-    """Runs an all-to-all of equal blocks: sends `outgoing[i]` to rank i, fills `incoming[i]` with the block from rank i."""
+    """Runs an all-to-all of equal blocks: sends `outgoing[i]` to rank i, and fills `incoming[i]` with the block from
+    rank i."""
     ranks = len(outgoing)
     incoming[rank].copy_(outgoing[rank])
     blocks: dict[int, Tensor] = {rank * ranks + peer: block for peer, block in enumerate(outgoing)}
@@ -271,8 +274,8 @@ def shift(tensor: Tensor, out: Tensor, ranks: Sequence[int], rank: int, handle: 
 def add_up(rows: Sequence[Tensor], out: Tensor) -> None:
     """Fills `out` with the sum of at least two `rows`, added in their order. `out` may be one of the rows.
 
-    The function adds one tile at a time, so that the tile stays in cache. The function adds floats in fp32 or in a
-    wider type, and integers in their type, since fp32 would lose the low bits of integers.
+    The function adds one tile at a time, so that the tile stays in cache. The function adds floats in fp32, or in the
+    type of `out` if that type is wider, and integers in their type, since fp32 would lose the low bits of integers.
     """
     wide = _wide(out.dtype)
     for start in range(0, len(out), TILE):
@@ -299,7 +302,7 @@ def _lend(link: Channel, like: Sequence[Tensor]) -> Tensor:
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor | None:
-    """Returns one tensor over all `parts` if each begins in memory where the previous one ends; otherwise None."""
+    """Returns one tensor over all `parts` if the parts lie end to end in one storage; otherwise None."""
     first = parts[0]
     if len(parts) == 1:
         return first

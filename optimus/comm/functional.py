@@ -1,9 +1,9 @@
-"""Differentiable collectives. The backward pass of each is the transposed collective.
+"""Differentiable collectives. The backward pass of each function is the transposed operation.
 
-Most functions act on rows, the slices of dim 0. No differentiable function changes its input in place, and in a group of one
-rank every function is the identity. All ranks of the group must call the functions in the same order. Autograd visits the
-operations of a graph in the reverse of their order of creation, so ranks with the same graph agree on the order of the
-backward pass too.
+Most functions act on rows, the slices of dim 0. No differentiable function changes its input in place, and in a group
+of one rank every differentiable function returns its input. All ranks of the group must call the functions in the same
+order. Autograd visits the operations of a graph in the reverse of their order of creation, so ranks with the same graph
+agree on the order of the backward pass too.
 
 A tensor is *shared* if all ranks have equal copies and compute the same from the copies; its gradient is then the same on
 all ranks. The functions below give correct gradients only if the tensors that they call shared are shared.
@@ -65,7 +65,7 @@ def reduce_from_group(x: Tensor, group: Group) -> Tensor:
 
 
 def copy_to_group(x: Tensor, group: Group) -> Tensor:
-    """Returns a shared `x`, from which each rank may compute something different.
+    """Returns the shared `x` as a tensor that is not shared, from which each rank may compute something different.
 
     Only the backward pass issues an all-reduce (Megatron-LM's f).
     """
@@ -98,7 +98,8 @@ def all_to_all_rows_async(x: Tensor, send: Sequence[int], receive: Sequence[int]
     """Begins `all_to_all_rows`; `Result.wait` returns the rows.
 
     Computation between this call and `Result.wait` overlaps with the all-to-all. The backward pass overlaps as well:
-    autograd visits the two functions in reverse order, and the all-to-all of the gradients runs between the two visits.
+    the backward function of `wait` begins the all-to-all of the gradients, and the backward function of this call waits
+    for the gradients.
     """
     if group.size == 1:
         return Result(lambda: x)
@@ -136,12 +137,12 @@ def all_gather_async(x: Tensor, group: Group) -> Result[Tensor]:
 
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
-    """Reduce-scatters rows: [N * T, ...] to [T, ...]. May overwrite `x`."""
+    """Reduce-scatters rows: [N * T, ...] to [T, ...]."""
     return reduce_scatter_async(x, group).wait()
 
 
 def reduce_scatter_async(x: Tensor, group: Group) -> Result[Tensor]:
-    """Begins a reduce-scatter of rows, which may overwrite `x`; `Result.wait` returns this rank's rows."""
+    """Begins a reduce-scatter of rows; `x` must not change until `Result.wait` returns this rank's rows."""
     if group.size == 1:
         return Result(lambda: x)
     out = x.new_empty(len(x) // group.size, *x.shape[1:])

@@ -1,8 +1,9 @@
 """A group of ranks and its collectives. A group of one rank needs no process group.
 
-A collective fails when a peer has died or is late; the error message names the collective, the bytes of its tensor and the
-ranks of its group. Methods named `*_async` begin a collective and return a handle, so that the caller can compute before it
-calls `Handle.wait`. `strategies.py` carries the collectives out, and `observer.py` records them.
+If the backend raises an error when a peer has died or is late, the collective raises a `CollectiveError`. The message
+names the collective, the bytes of its tensor and the ranks of its group. Methods named `*_async` begin a collective and
+return a handle, so that the caller can compute before it calls `Handle.wait`. `strategies.py` carries the collectives
+out, and `observer.py` records them.
 """
 
 from collections.abc import Callable, Sequence
@@ -128,8 +129,9 @@ class Group:
     def all_reduce_async(self, tensor: Tensor, beside: bool = True) -> Handle:
         """Begins to replace `tensor` on every rank by its sum over the ranks.
 
-        With `beside` the collective makes progress while this rank computes. Without `beside` the collective may make
-        progress only in `Handle.wait`, so all ranks must wait for the handles in the same order.
+        With `beside` the collective makes progress while this rank computes. Without `beside`, or with
+        `transport.levels`, the collective may make progress only in `Handle.wait`, so all ranks must wait for the
+        handles in the same order.
         """
         if self.size == 1:
             return DONE
@@ -258,8 +260,8 @@ class Group:
     def connect(self, pairs: Sequence[tuple[int, int]], device: torch.device) -> None:
         """Sends a message from the first to the second rank of each pair of `pairs`, one pair after the other.
 
-        NCCL, RCCL and oneCCL create a communicator of two ranks at their first message, and both ranks wait for each other.
-        Ranks that sent first messages in different orders, or from several threads, would deadlock.
+        NCCL, RCCL and oneCCL create a communicator of two ranks at their first message, and both ranks wait for each
+        other. Ranks that send first messages in different orders, or from several threads, can deadlock.
         """
         for source, target in pairs:
             if self.rank == source:

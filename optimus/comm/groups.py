@@ -33,9 +33,9 @@ class PlannedGroups(NamedTuple):
 
 
 def groups_of_mesh(mesh: Mesh) -> Iterator[PlannedGroups]:
-    """Yields the groups along every set of axes of either view, without duplicates.
+    """Yields, without duplicates, the groups along every set of axes of either view, each axis of a size above 1.
 
-    Also yields the groups of expert parallelism across nodes and within nodes.
+    Also yields the embedding groups, and the groups of expert parallelism across nodes and within nodes.
     """
     found: dict[RankPartition, PlannedGroups] = {}
     for view in (DENSE, EXPERT):
@@ -126,7 +126,8 @@ class Groups:
         self.make(groups_of_mesh(mesh) if planned is None else planned)
 
     def make(self, planned: Iterable[PlannedGroups]) -> None:
-        """Creates the groups of `planned` that do not exist yet; all ranks pass the same groups in the same order."""
+        """Creates the shared groups of `planned` that do not exist yet, and all unshared groups; all ranks pass the
+        same groups in the same order."""
         for _, partition, apart, _ in planned:
             if apart:
                 alone = [next(self._numbers) for _ in range(apart)]
@@ -159,7 +160,8 @@ class Groups:
     def choose_by(self, measured: Measured | None) -> None:
         """Makes groups choose the algorithms of collectives by `measured`.
 
-        Over backends other than Gloo, groups that exist before this call cannot use two levels.
+        Over backends other than Gloo, a group can use two levels only if the measurements at its creation had
+        algorithms on two levels.
         """
         self._shared.choose_by(measured)
 
@@ -203,7 +205,8 @@ class Groups:
     def apart(self, number: int, *axes: str) -> list[Group]:
         """Returns `number` groups along `axes` that no other code uses.
 
-        Ranks may call the collectives of these groups in different orders.
+        Two ranks may call the collectives of two such groups in different orders. Raises `RuntimeError` if the run has
+        not created enough unshared groups.
         """
         partition = self.mesh.groups(axes)
         made = self._apart.get(partition, [])
@@ -214,7 +217,8 @@ class Groups:
         return [made.pop(0) for _ in range(number)]
 
     def group_of(self, partition: RankPartition) -> Group:
-        """Returns this rank's group of `partition`."""
+        """Returns this rank's group of `partition`; raises `RuntimeError` if the group needs a process group that does
+        not exist."""
         if partition not in self._made and len(partition) > 1 and partition.largest > 1:
             raise _not_made(f"the groups {partition.group(self.rank)} ...")
         # torch has created the group of all ranks, and a group of one rank needs no process group.

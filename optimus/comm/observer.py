@@ -53,7 +53,8 @@ class Observer:
         `sent` is the tensor that this rank sends, and `receives` says whether the rank receives something. `at` is the name
         under which the recorder counts the collective, by default the group's name.
 
-        The handle raises a `CollectiveError` that names the collective when the collective fails on another rank.
+        This method, or the handle, raises a `CollectiveError` that names the collective when the backend reports that
+        another rank is lost or late.
         """
         if len(self._ranks) == 1:
             return DONE

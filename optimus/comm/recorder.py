@@ -1,8 +1,8 @@
 """Record of a rank's collectives: the number begun in each group, the current wait, and the time waited.
 
-When the ranks hang, the last collective of each rank shows which ranks the others wait for. When one rank is slow, the waits
-of the others show which rank. A record costs four readings of the clock per collective, and two events more if the device
-waits instead of the host (`device`).
+When the ranks hang, the last collective of each rank shows which ranks the others wait for. When one rank is slow, the
+other ranks wait longer than that rank. Recording costs at most four readings of the clock per collective, and also two
+events if the device waits instead of the host (`device`).
 """
 
 import threading
@@ -16,7 +16,8 @@ from optimus.comm.device_waits import CollectiveCall, DeviceWaits
 
 
 class Recorder:
-    """Records this rank's collectives. A group's name lists its ranks, with a tag if other groups have the same ranks."""
+    """Records this rank's collectives. A group's name lists its ranks, abbreviated if there are many, and its tag if
+    the tag is not 0."""
 
     def __init__(self) -> None:
         self.begun: Counter[str] = Counter()
@@ -81,8 +82,8 @@ class Recorder:
 
 
 def _beside() -> bool:
-    """Returns whether this thread is one of our background threads.
+    """Returns whether this thread is a plain `threading.Thread`, as our background threads are.
 
-    The main thread and autograd's threads, which Python has not created, are not background threads.
+    The main thread and autograd's threads, which Python has not created, have other types.
     """
     return type(threading.current_thread()) is threading.Thread

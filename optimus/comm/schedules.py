@@ -50,7 +50,7 @@ RoundSchedule = Callable[[int, int], list[Round]]
 
 
 def direct(rank: int, ranks: int) -> list[Round]:
-    """Sends this rank's block to all others in one round.
+    """Sends this rank's block to all other ranks in one round.
 
     Each rank begins with the next rank, so that not all ranks send to the same receiver first.
     """
@@ -60,7 +60,7 @@ def direct(rank: int, ranks: int) -> list[Round]:
 
 
 def ring(rank: int, ranks: int) -> list[Round]:
-    """Sends to the next rank, in every round, the block received from the previous rank."""
+    """Sends to the next rank this rank's block, then in every round the block received in the round before."""
     following, previous = (rank + 1) % ranks, (rank - 1) % ranks
     return [
         Round(
@@ -72,7 +72,7 @@ def ring(rank: int, ranks: int) -> list[Round]:
 
 
 def doubling(rank: int, ranks: int) -> list[Round]:
-    """Doubles the distance and the number of blocks in every round: ceil(log2 ranks) rounds.
+    """Doubles the distance and, except perhaps in the last round, the number of blocks: ceil(log2 ranks) rounds.
 
     Backwards, recursive doubling is recursive halving.
     """
@@ -122,12 +122,13 @@ def two_levels(across: RoundSchedule, within: RoundSchedule) -> Callable[[int, S
 
 
 def backwards(rounds: Sequence[Round]) -> list[Round]:
-    """Returns the rounds of the reduce-scatter that is the all-gather of `rounds` backwards."""
+    """Returns the rounds of a reduce-scatter: the all-gather of `rounds`, backwards."""
     return [Round(each.receives, each.sends) for each in reversed(rounds)]
 
 
 def exchange(rank: int, ranks: int) -> list[Round]:
-    """Returns the only round of an all-to-all in which each rank sends directly to all others."""
+    """Returns the only round of an all-to-all in which each rank sends directly to every other rank; no round for one
+    rank."""
     return [
         Round(
             tuple(Message(peer, (rank * ranks + peer,)) for peer, _ in sends),

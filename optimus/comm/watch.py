@@ -1,9 +1,10 @@
 """Origin of NaN and Inf, found from sums of the tensors that each rank sends.
 
-A faulty device produces NaN or Inf, and the next collective spreads them to every rank: tensor, expert and pipeline
-parallelism reduce inside the forward pass. Each rank therefore sums every tensor that it is about to send. A sum costs one
-pass over the tensor and no synchronisation; the rank reads the sums only when a step has failed. The ranks then tell each
-other in which collectives they have sent NaN or Inf. The origin is a rank that sent NaN or Inf before it received any.
+If a faulty device produces NaN or Inf, the next collectives spread the NaN or Inf to other ranks: tensor, expert and
+pipeline parallelism communicate inside the forward pass. Each rank therefore sums every floating-point tensor that it
+is about to send. A sum costs one pass over the tensor and no synchronisation; the rank reads the sums only when a step
+has failed. The ranks then tell each other in which collectives they have sent NaN or Inf. The origin is a rank that
+sent NaN or Inf before it received any.
 """
 
 from collections.abc import Collection, Iterator
@@ -47,13 +48,13 @@ class Watch:
             self._on = False
 
     def record_sent(self, tensor: Tensor, what: str, collective: CollectiveId | None = None) -> None:
-        """Records the sum of `tensor`, which is about to be sent."""
+        """Records the sum of a floating-point `tensor`, which this rank is about to send."""
         if self._on and tensor.is_floating_point():
             # The sum has the tensor's type: bf16 has the range of fp32, and another type would cost a copy of the tensor.
             self._notes.append(_Note(collective, tensor.detach().sum(), what))
 
     def record_received(self, collective: CollectiveId) -> None:
-        """Records that this rank has received the tensors of the other ranks."""
+        """Records that this rank has received the result of `collective`."""
         if self._on:
             self._notes.append(_Note(collective, None, ""))
 

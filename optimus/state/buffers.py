@@ -1,8 +1,9 @@
 """Plans each buffer of a chunk: contents, fraction of the chunk, memory (device, host or disk) and lifetime.
 
-A chunk is sharded in steps (`plan.py`): the first step shards it over a few neighbouring ranks, and each further step shards
-every shard over more ranks. A buffer of depth d holds a rank's shard after d steps; a buffer of depth 0 holds the whole
-chunk. ZeRO-1 to ZeRO-3, HSDP and ZeRO++'s secondary partition differ only in the depths of three kinds of buffers:
+Ranks shard a chunk in steps (`plan.py`): the first step divides the chunk over neighbouring replicas, and each further
+step divides every shard over more ranks. A buffer of depth d holds a rank's shard after d steps; a buffer of depth 0
+holds the whole chunk. ZeRO-1 to ZeRO-3, HSDP and ZeRO++'s secondary partition differ only in the depths of three kinds
+of buffers:
 
                                                   parameters   gradients   master weights and moments
     none (DDP)                                             0           0                            0
@@ -11,15 +12,15 @@ chunk. ZeRO-1 to ZeRO-3, HSDP and ZeRO++'s secondary partition differ only in th
     parameters (ZeRO-3)                                    1           1                            1
     parameters, over 2, 8 and all ranks                    1           2                            3
 
-`RESIDENCES` gives the memory of each kind. Parameters on the host have device memory only while modules use them, like
-sharded parameters. Parameters on the host are sharded like master weights: each rank uploads its shard, and the ranks
+`RESIDENCES` gives the memory of each kind. Parameters on the host have device memory only temporarily, like sharded
+parameters. Parameters on the host are sharded like master weights: each rank uploads its shard, and the ranks
 all-gather the shards on the device.
 
 A chunk of frozen parameters has only parameter buffers, sharded to the depth of the parameters.
 
-A pruned chunk stores, reduces and sends only its unpruned elements (SAMO: `masks.py`). Modules compute with dense parameters
-and produce dense gradients. The chunk compresses its gradients when the last gradient of a microbatch has arrived. All other
-buffers are compressed.
+A pruned chunk reduces, sends and updates only its unpruned elements (SAMO: `masks.py`). Modules compute with dense
+parameters and produce dense gradients. The chunk compresses its gradients when the last gradient of a microbatch has
+arrived. Except for the mask, all other buffers are compressed.
 """
 
 from typing import Literal, NamedTuple, TypeVar
@@ -55,9 +56,9 @@ ALIGN = 32  # elements: 64 bytes in bf16, the width of vector units
 class Buffer(NamedTuple):
     """The plan of one buffer of a chunk.
 
-    The kinds are parameters, gradients, master, mask, and the kinds of the update rule's state. A kind that ends in .shard
-    is the shard that a rank stores while the whole buffer has no memory. The kind gradients.host holds gradients that wait
-    for the update on the host.
+    The kinds are parameters, gradients, master, mask, and the kinds of the update rule's state. A kind that ends in
+    .shard is the shard that a rank stores even while the whole buffer has no memory. The kind gradients.host holds
+    gradients that wait for the update on the host.
     """
 
     kind: str
@@ -110,10 +111,10 @@ def buffers(
     parameters where they are sharded or on the host. Parameters of type fp32 serve as the master weights, unless the rule
     averages weights, the chunk is pruned, or the chunk is `prunable` with its optimizer state on a disk.
 
-    Offloaded gradients of a step wait for the update in the host memory of the parameters, if both have the same type and
-    the chunk has separate master weights. Elixir (section 6) does the same: the step no longer uses the parameters. A
-    parameter then takes 14 bytes of host memory in bf16. Gradients that accumulate on the host have separate memory, because
-    the step still uses the parameters.
+    Offloaded gradients of a step wait for the update in the host memory of the parameters, if both have the same type
+    and the chunk has separate master weights. Elixir (section 6) does the same: the step no longer uses the parameters.
+    With AdamW, bf16 and `offload: all`, a parameter then takes 14 bytes of host memory. Gradients that accumulate on
+    the host have separate memory, because the step still uses the parameters.
 
     The disk record of `prunable` parameters, which may be `pruned` later, reserves the space of their master weights from
     the beginning. Therefore the size of the record is known before the first step.

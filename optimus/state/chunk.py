@@ -1,12 +1,13 @@
 """Holds a chunk: contiguous parameters in flat buffers, with their fp32 master weights and the update rule's state.
 
-The parameters of the `nn.Module` are views of the chunk's compute buffer. Therefore all-gathers, updates and checkpoints
-process a few long tensors, for any model. All parameters of a chunk have the same replicas and the same update rule. The
-replicas shard the chunk in steps (`plan.py`): each rank stores a shard of each buffer (`buffers.py`).
+The parameters of the `nn.Module` are views of the chunk's compute buffer. Therefore all-gathers, updates and
+checkpoints process a few long tensors, for any model. All parameters of a chunk have the same replicas and the same
+update rule. The replicas shard the chunk in steps (`plan.py`): each rank stores a shard of some or all buffers
+(`buffers.py`).
 
 Read `placement.py` (memory of the buffers), `unsharded.py` (all-gathered parameters), `reduction.py` (gradients) and
-`update.py`. `statuses.py` defines the permitted operations and their order. A chunk of frozen parameters uses only
-`placement.py` and `unsharded.py`.
+`update.py`. `statuses.py` defines the permitted operations and their order. A chunk of frozen parameters needs neither
+`reduction.py` nor `update.py`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -97,7 +98,8 @@ class Chunk(Placement):
     def initialize(self, initial: Mapping[str, Initial], seed: int, std: float) -> None:
         """Fills this rank's shard of each parameter in `initial` (by name) with initial weights of the given kind.
 
-        The values depend only on the seed, the parameter's name and the element's position. Other parameters stay unchanged.
+        The random numbers depend only on the seed, the parameter's name and the element's position. Other parameters
+        stay unchanged, but the update rule's state of the whole chunk begins anew.
         """
         named = [slot for slot in self.plan.slots if slot.name in initial]
         if not named:
@@ -144,8 +146,8 @@ class Chunk(Placement):
             self.unsharded.invalidate()
 
     def gathered_state(self, prefix: str) -> Tensor:
-        """All-gathers the whole chunk's state with the checkpoint prefix `prefix`, in fp32 on the device. All ranks of the
-        chunk's groups must call this method."""
+        """All-gathers the whole chunk's state with the checkpoint prefix `prefix`: dense [plan.size], in fp32, on the
+        device. All ranks of the chunk's groups must call this method."""
         self.unsharded.wait()
         gathered = torch.zeros(self.plan.size, dtype=torch.float32, device=self.parameter.device)
         with self.states() as states:

@@ -1,7 +1,7 @@
 """Stores master weights and moments on a disk (ZeRO-Infinity, section 4.1): one unnamed file per rank, a record per chunk.
 
-A few threads read and write three host buffers, past the page cache (O_DIRECT). While the optimizer updates one chunk's
-state, the threads read the next chunk's state and write the previous one's.
+A few threads read and write three host buffers, past the page cache (O_DIRECT) where the file system supports it. While
+the optimizer updates one chunk's state, the threads read the next chunk's state and write the previous one's.
 """
 
 import os
@@ -22,7 +22,7 @@ from optimus.errors import UserError
 from optimus.state.transfers import Transfers
 
 PAGE = 4096  # bytes: O_DIRECT requires records and buffers to begin at multiples of a page
-_PIECE = 4 << 20  # bytes of a read or write
+_PIECE = 4 << 20  # maximum bytes of a read or write
 _THREADS = 4
 _NAME = "optimus disk"  # prefix of the threads' names
 BUFFERS = 3  # one for reading, one for the update, one for writing
@@ -31,8 +31,8 @@ BUFFERS = 3  # one for reading, one for the update, one for writing
 class StateFile:
     """The state file of this rank in `folder`.
 
-    `reserve` allocates the file's space, so that a disk that is too small fails before the first step. When a read or write
-    fails, the wait for its handle raises `UserError`.
+    `reserve` allocates the file's space, and raises `UserError` before the first step if the disk is too small. When a
+    read or write fails, the wait for its handle raises `UserError`.
     """
 
     def __init__(self, folder: Path, transfers: Transfers) -> None:
@@ -46,7 +46,7 @@ class StateFile:
             try:
                 self._file = os.open(path, os.O_RDWR | getattr(os, "O_DIRECT", 0))
                 os.close(handle)
-            except OSError:  # a file system in memory does not support O_DIRECT
+            except OSError:  # some file systems, for example in memory, do not support O_DIRECT
                 self._file = handle
             os.unlink(path)
         except OSError as error:
@@ -93,12 +93,12 @@ class StateFile:
         self._buffers.put(buffer)
 
     def read_async(self, record: Tensor, offset: int) -> Handle:
-        """Begins to read the bytes of `record`, whose size is a multiple of a page."""
+        """Begins to fill `record`, whose size is a multiple of a page, with the file's bytes from `offset`."""
         return self._pieces(_read, record, offset)
 
     def write_async(self, record: Tensor, offset: int, then: Callable[[], None] = lambda: None) -> Handle:
-        """Begins to write the bytes of `record`, whose size is a multiple of a page; calls `then` when all writes have ended
-        or failed."""
+        """Begins to write the bytes of `record`, whose size is a multiple of a page, at `offset`; calls `then` when all
+        writes have ended or failed."""
         return self._pieces(_write, record, offset, then)
 
     def _pieces(
@@ -142,7 +142,8 @@ class StateFile:
         )
 
     def close(self) -> None:
-        """Waits for all running operations, and frees the disk space."""
+        """Waits for all running operations, and frees the disk space; in a worker thread of this object, returns
+        without waiting."""
         file, self._file = self._file, -1
         # Garbage collection may call this method in a worker, which cannot join itself.
         if threading.current_thread().name.startswith(_NAME):
@@ -180,12 +181,12 @@ class DiskStates:
     def __init__(self, file: StateFile, kinds: Sequence[str], elements: int) -> None:
         self._file, self._kinds = file, kinds
         self._capacity = 0  # bytes of the record in the file
-        self._read: tuple[Tensor, Handle] | None = None  # the state that has been read ahead of its update
+        self._read: tuple[Tensor, Handle] | None = None  # buffer and handle of the read ahead of the next update
         self._written = DONE
         self.resize(kinds, elements)
 
     def resize(self, kinds: Sequence[str], elements: int) -> None:
-        """Changes the record to `elements` elements of the same kinds; the old content is lost. Call between steps."""
+        """Changes the record, between steps, to `elements` elements of the same kinds; the old content is lost."""
         assert (*kinds,) == (*self._kinds,), f"the record has the kinds {self._kinds}, not {kinds}"
         assert self._read is None, "the state has been read for an update that has not run"
         self._written.wait()

@@ -1,16 +1,16 @@
 """All-gathers whole parameters, or fetches them from the host, on use or ahead of use, and reshards them.
 
-A unit is a module, or several modules that run in a row (`model/units.py`). Before a unit runs, the `ParameterPrefetcher`
-gathers the chunks of the unit's parameters. The backward pass of a unit begins when the gradient of the unit's output has
-arrived: then the prefetcher gathers the chunks again. Without a cache, `reshard_after_forward` makes the prefetcher reshard
-all other chunks when a unit runs forward. A backward pass reshards each chunk when it no longer needs the chunk's parameters
-(`reduction.py`). The prefetcher reshards a frozen chunk, which gets no gradients, when the backward pass of the next unit
-begins.
+A unit is a module, or several modules that run in a row (`model/units.py`). Before a unit runs, the
+`ParameterPrefetcher` gathers the chunks of the unit's parameters. The backward pass of a unit begins when the gradient
+of the unit's output has arrived: then the prefetcher gathers the chunks again. Without a cache, `reshard_after_forward`
+makes the prefetcher reshard all other chunks when a unit runs forward. A backward pass then also reshards each chunk
+whose parameters the pass no longer needs (`reduction.py`). The prefetcher then reshards a frozen chunk, which gets no
+gradients, when the backward pass of the next unit begins.
 
-With a cache, at most a fixed number of chunks stays gathered (Elixir's rCache). One trace records the order of uses in a
-step, and another trace the order in an evaluation. A full cache reshards the chunk whose next use is furthest away (Belady),
-and the prefetcher gathers the chunks with the nearest uses ahead. No decision depends on the arrival of data: all ranks
-begin the same collectives in the same order.
+With a cache, at most a fixed number of chunks stays gathered (Elixir's rCache). One trace records the order of uses in
+a step, and another trace the order in an evaluation. A full cache reshards the chunk whose next use is furthest away
+(Belady). The prefetcher gathers, ahead of use, the chunks with the nearest uses. No decision depends on the arrival of
+data: all ranks begin the same collectives in the same order.
 """
 
 import math
@@ -47,7 +47,7 @@ class UseTrace:
         self._next = 0  # position of the first expected use that has not happened
 
     def begin(self) -> None:
-        """Begins a pass."""
+        """Begins a pass: the uses of the last pass, if it had any, become the expected ones."""
         if self._now:
             self._expected, self._now = self._now, []
             self._positions = {}
@@ -105,7 +105,8 @@ class ParameterPrefetcher:
     def hold(self, chunks: Sequence[Chunk], ahead: int, cache: int | None = None) -> None:
         """Registers `chunks`, which hold the parameters of the modules.
 
-        From then on, this object gathers `ahead` chunks ahead of use, and at most `cache` chunks stay gathered.
+        From then on, this object gathers up to `ahead` chunks ahead of use. At most `cache` chunks stay gathered, not
+        counting chunks that are always whole on the device.
         """
         self._ahead, self._cache = ahead, cache
         self._units.clear()
@@ -124,7 +125,7 @@ class ParameterPrefetcher:
         self._trace.begin()
 
     def used_order(self, chunks: Sequence[T]) -> list[T]:
-        """Sorts the chunks by their first use in this step."""
+        """Sorts the chunks by their first use in this step; unused chunks come last."""
         order = self._training.order
         return sorted(chunks, key=lambda chunk: order.get(chunk, len(order)))
 
@@ -217,9 +218,10 @@ class ParameterPrefetcher:
         """Reshards the chunk with the furthest next use, counted from `position`, if the cache is full; returns
         True if `chunk` now fits.
 
-        Chunks that are in use, or are used again before `position`, stay. If the chunk with the furthest use must stay, this
-        method returns False, because an eviction would cost one more gather. With `nearest`, the method evicts another
-        chunk instead, because the gather would otherwise be exposed. Raises `UserError` where too many chunks are in use.
+        Chunks that are in use, or are used again before `position`, stay. If the chunk with the furthest use must stay,
+        this method returns False, because an eviction would cost one more gather. With `nearest`, the method instead
+        evicts the furthest chunk that need not stay, if there is one, because the gather would otherwise be exposed.
+        Raises `UserError` where too many chunks are in use.
         """
         if self._cache is None or chunk.plan.keeps_unsharded or chunk.unsharded.has_memory:
             return True

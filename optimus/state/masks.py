@@ -2,9 +2,9 @@
 AxoNN).
 
 A pruned chunk stores, reduces and sends compressed buffers: contiguous unpruned elements in their dense order. Modules
-compute with dense parameters, zero where pruned, and produce dense gradients. Each chunk has one mask of dense positions,
-which converts between the two forms. Both forms begin at the front of one buffer. Element p of the dense form has a position
-q <= p in the compressed form, so that compression and expansion need only one tile of extra memory.
+compute with dense parameters, zero where pruned, and produce dense gradients. Each pruned chunk has one mask, which
+converts between the two forms. Both forms begin at the front of one buffer. Unpruned element p of the dense form has a
+position q <= p in the compressed form, so that compression and expansion can proceed tile by tile, in place.
 """
 
 from collections.abc import Sequence
@@ -41,8 +41,7 @@ class MaskPlan(NamedTuple):
 
 
 class AllElements:
-    """A mask that prunes nothing: the dense and the compressed form are equal, and the operations of `Mask` change
-    nothing."""
+    """A mask that prunes nothing: the dense and the compressed form are equal, and no operation changes them."""
 
     prunes = False
 
@@ -98,7 +97,8 @@ class Mask(AllElements):
         self._before.copy_(counts.cumsum(0) - counts)
 
     def positions(self, start: int, end: int) -> Tensor:
-        """Returns the dense positions of compressed elements `start` to `end`: int32 or int64, on the chunk's device."""
+        """Returns the dense positions of compressed elements `start` to `end`, without padding: int32 or int64, on the
+        chunk's device."""
         start, end = min(start, self.plan.unpruned), min(end, self.plan.unpruned)
         if self.plan.form == "int32":
             return self._memory[start:end]

@@ -74,7 +74,8 @@ def borders(contents: Sequence[Matrices], size: int, loads: list[int]) -> tuple[
 
 
 def _taken(costs: Sequence[int], loads: Sequence[int], limit: int) -> list[int]:
-    """Returns the number of matrices that each shard gets, in order, such that no load exceeds `limit`."""
+    """Returns the number of matrices that each shard gets, in order, such that no load exceeds `limit`; some matrices
+    may remain."""
     taken, done = [], 0
     for load in loads:
         first = done

@@ -29,7 +29,8 @@ from optimus.state.plan import ChunkPlan, StateSpec, place_chunks, shard_partiti
 from optimus.state.reduction import GradientReduction
 from optimus.state.transfers import Transfers, transfers
 
-# Number of chunks whose temporary whole gradient buffers may be in reduction, or in transfer to the host, at once.
+# Maximum number of chunks whose temporary whole gradient buffers are in reduction at once, and of chunks whose
+# gradients are in transfer to the host at once.
 _REDUCING = 2
 
 
@@ -46,15 +47,15 @@ class PruningProgress:
 
 
 class ModelState:
-    """Replaces the parameters of `module` (usually on the meta device) and stores their whole state in chunks.
+    """Replaces the parameters of `module` (usually on the meta device) and stores their state in chunks.
 
     `layouts` gives, by name, the layout of each parameter on the mesh of `groups`. `masks` are packed bits for this rank's
     slices of the pruned parameters. The new parameters of `module` are views of the chunks that hold this rank's slices. The
     values of the parameters are zero until `initialize` or `load_slices` fills them.
 
-    `divided` are the planned chunks of each pipeline stage, from `state.plan.divide_stages`. `gathering` is the prefetcher
-    whose `unit` and `gradient_buffers` the modules use. Without `gathering`, parameters must not be sharded, and autograd
-    accumulates all gradients.
+    `divided` are the planned chunks of each pipeline stage, from `state.plan.divide_stages`. `gathering` is the
+    prefetcher whose `unit` and `gradient_buffers` the modules use. Without `gathering`, parameters must always be whole
+    on the device, and autograd accumulates all gradients.
 
     Raises `UserError` where the caller has changed `requires_grad` of a parameter.
     """
@@ -139,8 +140,7 @@ class ModelState:
         return made
 
     def _plans(self) -> dict[int, list[ChunkPlan]]:
-        """Returns the chunks of each stage with their final buffers; pruned chunks store only unpruned elements, except
-        in the dense parameters and gradients."""
+        """Returns the chunks of each stage with the buffers that offloading and pruning need."""
         return {stage: place_chunks(plans, self.options, self.spec) for stage, plans in self._divided.items()}
 
     def _hold(self) -> None:
@@ -150,7 +150,8 @@ class ModelState:
         self._gathering.hold(self.chunks, self.options.prefetch, self.options.cache)
 
     def _forget_zeros(self) -> None:
-        """Makes projections with low-rank factors look again which of their frozen weights have zeros."""
+        """Makes each linear layer with low-rank factors check again, in its next forward pass, if its frozen weight has
+        zeros."""
         for module in self._module.modules():
             if isinstance(module, Linear):
                 module.pruned = None
@@ -191,7 +192,7 @@ class ModelState:
 
     @property
     def team(self) -> Group:
-        """The group of ranks with the same stages. All ranks must read this property for the first time together."""
+        """The group of ranks with the same stages."""
         return self.groups.along("dp", "cp", "tp")
 
     @property
@@ -260,8 +261,8 @@ class ModelState:
     def reduce_gradients(self) -> float:
         """Sums the gradients over the replicas; returns the Euclidean norm of all gradients, each parameter counted once.
 
-        The norm is not finite when any gradient is not finite. The reductions of other chunks overlap with the computation
-        of one chunk's norm.
+        The norm is not finite when any gradient is not finite. The reductions of other chunks may overlap with the
+        computation of one chunk's norm.
         """
         self._gathering.end_passes()
         device = self.chunks[0].parameter.device
@@ -281,7 +282,8 @@ class ModelState:
         return float(square.sqrt().float())
 
     def step(self, lr: float, gradient_scale: float) -> None:
-        """Runs one optimizer step on every chunk; the update of a chunk overlaps with the all-gathers of earlier chunks.
+        """Runs one optimizer step on every trained chunk; the update of a chunk may overlap with the all-gathers of
+        earlier chunks.
 
         The method updates the chunks in the order in which the next step is expected to use them, except that collective
         updates come first. Each use of an offloaded chunk waits for the chunk's update.
@@ -380,7 +382,7 @@ def _check_trainable(parameters: Iterable[tuple[str, bool]]) -> None:
 
 
 def _place_buffers(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
-    """Replaces the buffers of the module by zeros on `device`."""
+    """Replaces the buffers of the module by zeros on `device`, and returns the new buffers by name."""
     for owner in module.modules():
         for leaf, old in owner._buffers.items():
             if old is not None:

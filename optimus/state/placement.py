@@ -51,10 +51,11 @@ class ChunkContext:
 class Placement:
     """The buffers of `plan`: flat tensors.
 
-    `parameter` (compute type) holds the whole chunk. `compute_shard` (compute type) is a view of the stored parameters: the
-    shard that this rank updates, which may be the whole chunk. Checkpointed buffers have the same length, and a key prefix:
-    "model" for fp32 master weights, and its kind for a buffer of the update rule. `resident` maps prefixes to the
-    checkpointed buffers that are not on a disk. A chunk without separate master weights checkpoints `compute_shard` instead.
+    `parameter` (compute type) holds the whole chunk. `compute_shard` (compute type) is a view of the stored parameters:
+    the shard that this rank updates, which may be the whole chunk. Checkpointed buffers have the length of
+    `compute_shard`, and a key prefix: "model" for fp32 master weights, and its kind for a buffer of the update rule.
+    `resident` maps prefixes to the checkpointed buffers that are not on a disk. A chunk without separate master weights
+    checkpoints `compute_shard` instead.
 
     `masks` are packed bits for the pruned parameters.
     """

@@ -27,9 +27,9 @@ from optimus.state.tiling import TILINGS, Tiling
 Sizes = npt.NDArray[np.int64]
 Shard = Literal["none", "optimizer", "gradients", "parameters"]
 
-_SMALLEST, _LARGEST = 1 << 22, 1 << 26  # elements: range of chunk sizes, efficient for networks and small for a device
+_SMALLEST, _LARGEST = 1 << 22, 1 << 26  # elements: range of the search: efficient to send, and small for a device
 _SIZES = 240  # number of sizes that the search tries
-# Minimum number of chunks of a model, unless chunks get too small; while one chunk is in use, others are in transfer.
+# Minimum number of chunks of a model, unless chunks get too small: some can be in transfer while others are in use.
 _CHUNKS = 8
 
 
@@ -109,7 +109,8 @@ class ChunkPlan:
 
     @property
     def length(self) -> int:
-        """The number of elements of a shard after the last step; the mean where shards differ in length."""
+        """The number of elements of a shard after the last step; the mean, rounded down, where shards differ in
+        length."""
         return self.borders[-1] // self.shard_count
 
     def extent(self, depth: int) -> slice:
@@ -215,8 +216,8 @@ class ChunkPlan:
         return self.buffers[0].bytes(self.size)
 
     def bytes_by_kind(self, residency: Residency = "device") -> dict[str, int]:
-        """Returns the bytes by kind of this rank's buffers that always have memory; `master` is zero where the parameters
-        serve as master weights."""
+        """Returns the bytes, by kind, of this rank's buffers that always have memory on `residency`; `master` is zero
+        where the parameters serve as master weights."""
         found = dict.fromkeys(KINDS, 0)
         for buffer in self.buffers:
             if buffer.residency == residency and buffer.lifetime == "always":
@@ -253,7 +254,7 @@ def divide_chunks(
 ) -> list[ChunkPlan]:
     """Returns the plans of the chunks of `rank` without pruning and offloading.
 
-    Parameters with the same replicas and rule are contiguous, in model order, in chunks within the size limit.
+    `end_to_end` says which parameters share a chunk.
 
     Raises `UserError` when the configured sharding does not divide a parameter or its replicas.
     """
@@ -325,10 +326,12 @@ def end_to_end(
     chunk: int | None,
     spec: StateSpec,
 ) -> list[ChunkRow]:
-    """Groups the parameters of `rank` by replicas, rule and whether they are prunable, and lays each group out in chunks.
+    """Groups the parameters of `rank` by replicas, replicated axes, rule and prunability, and lays out each group in
+    chunks.
 
-    A chunk has at most `chunk` elements; where `chunk` is None, `search_limit` finds the limit. `replicas` maps mesh axes to
-    the ranks along them: two sets of axes may have the same ranks. The number of those ranks does not influence the result.
+    A chunk of several parameters has at most `chunk` elements; where `chunk` is None, `search_limit` finds the limit.
+    `replicas` maps mesh axes to the ranks along them: two sets of axes may have the same ranks. The number of those
+    ranks does not influence the result.
     """
     unlike = set(layouts.values())
     regions = {layout: layout.region(mesh, rank) for layout in unlike}
@@ -356,8 +359,7 @@ def place_chunks(plans: Sequence[ChunkPlan], options: StateConfig, spec: StateSp
     """Returns the chunks of `divide_chunks` with the buffers that offloading and pruning need.
 
     The first chunks, up to the fraction `resident_fraction` of all elements, stay on the device. All later chunks are
-    offloaded as configured. The forward pass uses the first chunks while the updates of the others still run. Pruned chunks
-    store only their unpruned elements.
+    offloaded as configured. The forward pass uses the first chunks while the updates of the others still run.
     """
     if options.offload == "none" and not spec.unpruned:
         return [*plans]
@@ -493,8 +495,8 @@ def largest_chunk(elements: int) -> int:
 
 
 def search_limit(groups: Sequence[Sequence[int]], smallest: int, largest: int) -> int:
-    """Returns the chunk size between the two limits that leaves the fewest elements empty (Elixir, section 4: the search
-    over all sizes).
+    """Returns the chunk size that leaves the fewest elements empty, among about `_SIZES` sizes between the two limits
+    (Elixir, section 4).
 
     `groups` are the sizes of the parameters of each group. Memory blocks of one size would waste the empty elements of
     chunks. A group that fits into the smallest chunk is one small chunk and does not count. A parameter larger than a chunk
@@ -538,9 +540,10 @@ def sharding_of(rule: Rule, options: StateConfig) -> StateConfig:
 def shard_groups(mesh: Mesh, replicas: Sequence[int], options: StateConfig) -> list[list[int]]:
     """Divides `replicas`, the ranks with the same parameters, into the groups that shard the state of these parameters.
 
-    The setting `shard_over: replicas` makes one group of all replicas (EPSO: the Optimus paper, section 3.2). `data` makes
-    groups along the data axis of the experts. `shard_ranks` makes groups of that number of neighbouring ranks (HSDP). Raises
-    `UserError` when `shard_ranks` does not divide the replicas.
+    The setting `shard_over: replicas` makes one group of all replicas (EPSO: the Optimus paper, section 3.2). `data`
+    makes groups along the data axis of the experts. With `shard: none`, each rank is a group. The optimizer's number in
+    `shard_ranks` divides the groups into groups of so many neighbouring ranks (HSDP). Raises `UserError` when the
+    number is smaller than a group and does not divide the group.
     """
     if options.shard == "none":
         return [[rank] for rank in replicas]
@@ -611,7 +614,7 @@ def shard_sizes(plans: Sequence[ChunkPlan], depth: int) -> int | Sizes:
 
 
 def bytes_by_kind(plans: Sequence[ChunkPlan], residency: Residency = "device") -> dict[str, int]:
-    """Returns the bytes by kind of a rank's buffers that always have memory, over all chunks."""
+    """Returns the bytes, by kind, of a rank's buffers that always have memory on `residency`, over all chunks."""
     counts = [plan.bytes_by_kind(residency) for plan in plans]
     return {kind: sum(count[kind] for count in counts) for kind in KINDS}
 

@@ -2,8 +2,8 @@
 
 Scores are non-negative fp32 numbers, whose bits, read as integers, have the same order. Two histograms, summed over the
 ranks, find the k-th largest score of all ranks. The first histogram counts the upper 16 bits. The second one counts the
-lower 16 bits of the scores whose upper bits equal the upper bits of the k-th largest score. Elements whose scores are at
-least the k-th largest score stay unpruned: with ties, these are a few more than k.
+lower 16 bits of the scores whose upper bits equal the upper bits of the k-th largest score. Elements whose scores are
+at least the k-th largest score stay unpruned: with ties, more than k elements.
 """
 
 import math
@@ -47,8 +47,8 @@ def block_norms(slot: ParameterSlot, weights: Tensor) -> Tensor:
 
 
 def random_scores(seed: int) -> Score:
-    """Returns a function for random scores that depend on the parameter's name and the element's position, so that every
-    layout prunes the same elements."""
+    """Returns a function for random scores that depend only on the seed, the parameter's name and the element's
+    position, so that every layout prunes the same elements."""
 
     def scores(slot: ParameterSlot, weights: Tensor) -> Tensor:
         found = torch.empty(weights.numel(), device=weights.device)
@@ -139,8 +139,8 @@ def weights_to_be(
 def prune(
     weights: PrunableWeights, unpruned: float, sizes: Mapping[str, int], score: Score, *, per_tensor: bool = False
 ) -> dict[str, Tensor]:
-    """Returns masks of this rank's slices that leave the fraction `unpruned` of the parameters; `sizes` gives, by name, each
-    parameter's number of elements in the whole model.
+    """Returns masks of this rank's slices that leave about the fraction `unpruned` of all elements unpruned; `sizes`
+    gives, by name, each parameter's number of elements in the whole model.
 
     Elements pruned before remain pruned. The function compares scores over all parameters, or with `per_tensor` within each
     parameter. All ranks must call this function. Raises `UserError` on all ranks if weights of any rank are not finite.
@@ -184,7 +184,7 @@ def kth_largest(world: Group, parts: Callable[[], Iterator[tuple[Tensor, bool]]]
     """
 
     def counts(select_bits: Callable[[Tensor], Tensor]) -> Tensor:
-        # float64 is exact for these counts, and every backend can sum it. The result begins with the largest score.
+        # float64 is exact for these counts, and every backend can sum it. The result counts from the largest score.
         found = torch.zeros(_HALF, dtype=torch.float64, device=device)
         for scores, counted in parts():
             if counted:
@@ -202,7 +202,8 @@ def kth_largest(world: Group, parts: Callable[[], Iterator[tuple[Tensor, bool]]]
 
 
 def distance(before: Mapping[str, Tensor], now: Mapping[str, Tensor], state: ModelState) -> float:
-    """Returns the fraction of the elements unpruned by the masks `now` that the masks `before` prune, over the whole model.
+    """Returns the fraction of the elements unpruned by the masks `now` that the masks `before` prune, over the whole
+    model. All ranks must call this function.
 
     You et al. divide the number of differing elements by the number of all elements, which gives small values at a high
     sparsity for any masks. All unpruned elements of a parameter without an earlier mask, for example after a change of

@@ -1,9 +1,10 @@
 """Accumulates and reduces the gradients of a chunk, from the first gradient to the sum over all replicas.
 
-Gradients accumulate into views of the chunk's gradient buffer. Reduce-scatters sum the gradients in the sharding steps, and
-an all-reduce over the ranks with the same shard (`copies`) comes last. The step divides the loss by the number of data ranks
-before the backward pass. Where gradients are sharded, the whole buffer has memory from the first gradient of a microbatch to
-the end of the reduce-scatter. A pruned chunk compresses its gradients in place before their reduction.
+Gradients accumulate into views of the chunk's gradient buffer. Reduce-scatters sum the gradients in the sharding steps,
+and an all-reduce over the ranks with the same shard (`copies`) comes last. The training step scales the loss such that
+the sum over the replicas is the gradient of the global batch's loss. Where gradients are sharded, the whole buffer has
+memory from the first gradient of a microbatch to the end of the reduce-scatter. A pruned chunk compresses its gradients
+in place before their reduction.
 
 The reduction of a chunk begins as soon as the chunk's last gradient of the last microbatch has arrived, while the backward
 pass continues. Where microbatches add to a shard, to compressed gradients or to gradients on the host, a reduction begins in
@@ -87,7 +88,7 @@ class GradientReduction:
         chunk, plan, resize = self.chunk, self.chunk.plan, self._transfers.resize
         self._gradients.transition("open")  # a ManagedBuffer starts from a tensor that has memory
         self._gradients = ManagedBuffer("gradients", self.gradient, resize, stays=plan.stays("gradients"))
-        self._accumulated_gradients = chunk.buffer("gradients.shard", self.gradient)  # the accumulated gradients
+        self._accumulated_gradients = chunk.buffer("gradients.shard", self.gradient)
         self._accumulated = self._gradients
         if plan.adds_gradients:
             stays = plan.stays("gradients.shard")
@@ -152,7 +153,8 @@ class GradientReduction:
         self._gradients.transition("open")
 
     def after_gradient(self) -> None:
-        """Counts a gradient of this chunk that is now in the buffer; starts the reduction after the last one."""
+        """Counts a gradient of this chunk that is now in the buffer; after the last one, starts the reduction if it is
+        due."""
         self.sum.transition("add")
         self._gradients.transition("add")
         plan = self.chunk.plan
@@ -175,12 +177,14 @@ class GradientReduction:
         return True
 
     def end_backward(self) -> None:
-        """Ends the current backward pass, or a part of the pass, even if the pass has not found all gradients."""
+        """Ends the current backward pass, or a part of the pass, and reshards the parameters if the pass has found only
+        some gradients."""
         if self._found.pop(self._context.step.backward, 0):
             self._reshard_unneeded()
 
     def _reshard_unneeded(self) -> None:
-        """Reshards the parameters after a backward pass, unless another running pass still needs them."""
+        """Reshards parameters with the lifetime "use" after a backward pass, unless another running pass still needs
+        the parameters."""
         if self.chunk.plan.lifetime == "use" and not self._found:
             self._unsharded.reshard()
 
@@ -191,9 +195,9 @@ class GradientReduction:
         self.sum.transition("last")
 
     def start(self) -> None:
-        """Starts the reduction if it has not begun on arrival. The caller promises that no further gradient of this step
-        comes."""
-        self.chunk.part.finish_update()  # still running if this step has not used the parameters
+        """Starts the reduction if it has not begun on arrival, unless microbatches add their gradients to another
+        buffer (`reduce` then starts the rest). The caller promises that no further gradient of this step comes."""
+        self.chunk.part.finish_update()  # the update still runs if this step has not used the parameters
         self.sum.transition("last")
         if not self._begun and not self.chunk.plan.adds_gradients:
             self._start()
@@ -230,8 +234,8 @@ class GradientReduction:
         return self.chunk.plan.shard_count * self.chunk.plan.replica_count == 1
 
     def _start(self) -> None:
-        """Begins to reduce-scatter the gradients to the depth of gradients; reduces them further if no more gradients
-        come."""
+        """Begins to reduce-scatter the gradients to the depth of gradients; reduces the gradients further if no more
+        gradients come, or if each microbatch sends its gradients to the host."""
         plan = self.chunk.plan
         if self._gradients.status == "absent":  # no gradient has arrived
             self._gradients.transition("open")
@@ -284,7 +288,8 @@ class GradientReduction:
         return DONE
 
     def _all_reduce_async(self) -> Handle:
-        """Begins to all-reduce `reduced` over the replicas, in several concurrent pieces (AxoNN, section 3.3.3)."""
+        """Begins to all-reduce `reduced` over the replicas, in concurrent pieces of `all_reduce_tiles` tiles, or in one
+        piece without this option (AxoNN, section 3.3.3)."""
         options, length = self._context.options, len(self.reduced)
         pieces = self.reduced.split((options.all_reduce_tiles or length) * options.tile) if length else ()
         handles = [self.replica_group.all_reduce_async(piece) for piece in pieces]

@@ -1,7 +1,8 @@
 """Defines in tables the operations on a chunk's data, their order and their threads. Other orders raise an error.
 
-The training thread and autograd's threads change a status, but never at the same time. An operation by another thread, a
-stream or a collective stays under way until the event `arrive`, which waits for the operation.
+The training thread and autograd's threads change a status, but never at the same time; `THREADS` lists what other
+threads may change. An operation by another thread, a stream or a collective stays under way until the event `arrive`,
+which waits for the operation.
 """
 
 import threading
@@ -34,7 +35,7 @@ TRANSITIONS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     "sum": {
         "more": {"add": "more", "last": "last", "send": "summing", "clear": "more"},
         "last": {"add": "last", "last": "last", "send": "summing", "reduce": "summing", "clear": "more"},
-        # Collectives sum over all ranks; no further gradient may come.
+        # Collectives sum over the replicas; no further gradient may come.
         "summing": {"last": "summing", "arrive": "summed"},
         "summed": {"last": "summed", "measure": "summed", "leave": "leaving", "update": "used", "clear": "more"},
         "leaving": {"last": "leaving", "measure": "leaving", "arrive": "left"},  # in transfer to the host
@@ -71,7 +72,7 @@ TRANSITIONS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
 _WITHOUT_MEMORY = "absent", "near"
 
 # By kind of data and status: the prefixes of the names of other threads that may change the status. In all other statuses,
-# only the training threads may. The next writer waits for a copy, and may be the update thread.
+# only the training thread and autograd's threads may. The writer that waits for a copy may be the update thread.
 THREADS: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("part", "updating"): ("optimus update", "optimus disk"),
     ("host gradients", "coming"): ("optimus update",),
@@ -119,10 +120,11 @@ class Status:
 
 
 class ManagedBuffer(Status):
-    """The memory of a `tensor` of the whole chunk, and the status of its content.
+    """The memory of a flat `tensor`, and the status of the tensor's content.
 
-    Unless the buffer `stays`, `resize` frees its memory while the status is without memory. Views of the tensor are valid
-    again when the tensor has memory. The buffer allocates at least `block` bytes: the allocator reuses blocks of equal size.
+    Unless the buffer `stays`, `resize` frees the memory when the status changes to one without memory, and allocates
+    the memory again later. Views of the tensor are valid again when the tensor has memory. The buffer allocates at
+    least `block` bytes: the allocator reuses blocks of equal size.
     """
 
     def __init__(

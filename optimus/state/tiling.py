@@ -20,7 +20,7 @@ class Divided(Protocol):
 
     @property
     def align(self) -> int:
-        """The alignment in elements: lengths of shards and tiles are multiples of it."""
+        """The alignment in elements: a flat tiling makes the lengths of shards and tiles multiples of it."""
 
     @property
     def shard(self) -> slice:
@@ -49,7 +49,8 @@ class Tiling:
         return []
 
     def borders(self, contents: Sequence[Matrices], size: int, loads: list[int], align: int) -> Sequence[int]:
-        """Returns the borders of the shards of a chunk, one shard for each of `loads`; the `contents` fill `size` elements.
+        """Returns the borders of the shards of a chunk of `size` elements with the matrices `contents`, one shard for
+        each of `loads`.
 
         `loads` are the costs of the matrices that each shard's rank already updates. `OfMatrices` adds the costs of the new
         matrices.

@@ -1,9 +1,9 @@
 """All-gathers the whole parameters of a chunk before use, and frees them after use.
 
-One all-gather reverses each sharding step (`plan.py`), the last step first. After an update, unless the chunk is offloaded,
-all-gathers up to the depth of the parameters overlap with the updates of other chunks and the beginning of the next forward
-pass. The remaining all-gathers begin on use. The device first fetches its shard if the parameters are on the host. A pruned
-chunk expands its parameters in place when they have arrived.
+One all-gather reverses each sharding step (`plan.py`), the last step first. After an update, unless the chunk is
+offloaded, all-gathers up to the depth of the parameters overlap with the updates of other chunks and the beginning of
+the next forward pass. The remaining all-gathers begin on use or ahead of use (`gathering.py`). The device first fetches
+its shard if the parameters are on the host. A pruned chunk expands its parameters in place when they have arrived.
 """
 
 from functools import partial
@@ -16,7 +16,8 @@ from optimus.state.statuses import ManagedBuffer
 
 
 class UnshardedParameters(ManagedBuffer):
-    """The whole parameters of `chunk` in its buffer `parameter`, which has memory while they are present."""
+    """The whole parameters of `chunk` in its buffer `parameter`, which has memory at least while the parameters are
+    present or in transfer."""
 
     def __init__(self, chunk: Placement) -> None:
         self._chunk, self._transfers, self.part = chunk, chunk.transfers, chunk.part
@@ -109,11 +110,12 @@ class UnshardedParameters(ManagedBuffer):
     def invalidate(self) -> None:
         """Marks this rank's whole parameters as out of date, because the shards have changed.
 
-        The all-gathers up to the depth of the parameters begin at once without offloading, and on use with offloading.
+        Without offloading, the all-gathers up to the depth of the parameters begin at once. With offloading, the first
+        use begins all of them, after the update.
         """
         plan = self._chunk.plan
         if plan.shard_steps or self._fetched or self._chunk.elements.prunes:
             self.transition("free")
             self._depth = plan.depths.optimizer
-            if not plan.offloaded:  # with offloading, the first use all-gathers, after the update
+            if not plan.offloaded:
                 self.start_gather(plan.depths.parameters)

@@ -1,10 +1,10 @@
 """Runs the optimizer's update of a chunk.
 
-On a CPU, the optimizer processes the chunk tile by tile. The optimizer converts gradients to fp32 and scales them for only
-one tile at a time (TED, section 7.2), and the working set of a tile stays in cache. An accelerator updates a whole chunk at
-once. Where state is not on the device, a worker runs the update (`transfers.py`): it copies each tile to the device or host
-that computes the update, and copies the results back (AxoNN, section 3.3.2). The next use of the parameters waits for the
-worker.
+On a CPU, the optimizer processes the chunk tile by tile. The optimizer converts gradients to fp32 and scales them for
+only one tile at a time (TED, section 7.2), and the working set of a tile stays in cache. Unless the chunk is offloaded,
+an accelerator uses the largest possible tiles. Where state is not on the device, a worker runs the update
+(`transfers.py`), unless the update is collective. The worker copies each tile to the device or host that computes the
+update, and copies the results back (AxoNN, section 3.3.2). The next use of the parameters waits for the worker.
 """
 
 from collections.abc import Mapping
