@@ -74,8 +74,8 @@ class UpdateBytes(NamedTuple):
 
 
 def update_bytes(shape: StepShape, on: UpdatePlace) -> UpdateBytes:
-    """Returns the link traffic of an update. An update on the device transfers state to the device and back; an update on
-    the host transfers only gradients and parameters that are resident on the device."""
+    """Returns the link traffic of an update. An update on the device transfers state to the device and back; an update
+    on the host transfers only gradients and parameters, and only if these are resident on the device."""
     home, waiting, _ = RESIDENCES[shape.offload]
     if on == "device":
         return UpdateBytes(
@@ -99,8 +99,8 @@ def loads(chunks: int, cache: int, microbatches: int) -> int:
 
 
 def update_seconds(shape: StepShape, rates: Rates, on: UpdatePlace) -> float:
-    """Returns the seconds to update one of many chunks, which are those of the slowest concurrent operation. Leaves out disk
-    writes, because no other operation waits for them."""
+    """Returns the seconds to update one of many chunks: the time of the slowest concurrent operation. Leaves out disk
+    writes, which `first_pass_seconds` counts."""
     part, link = shape.elements / shape.shards, update_bytes(shape, on)
     work = rates.host_update if on == "host" else rates.device_update
     disk = _MASTER_AND_MOMENTS if RESIDENCES[shape.offload][2] == "disk" else 0
@@ -125,8 +125,8 @@ def pass_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice, computin
 
 
 def backward_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice) -> float:
-    """Returns the seconds of any backward pass but the last one. The time includes the transfer of gradients to the host,
-    which overlaps with computation."""
+    """Returns the seconds of any backward pass but the last one. If the host accumulates gradients, includes their
+    transfer, which overlaps with computation."""
     computing = pass_seconds(shape, rates, choice, shape.backward)
     sent = (shape.chunks - choice.device) * shape.elements / shape.shards * shape.gradient / rates.down
     return max(computing, sent) if shape.sends else computing

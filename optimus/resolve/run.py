@@ -172,7 +172,7 @@ class ResolvedRun:
     def chunks(self) -> Decided:
         """The largest chunk of each stage, in elements, if `state.chunk` leaves the size open.
 
-        The configuration does not store these sizes, because they differ between stages.
+        The configuration does not store these sizes, because each stage may have another size.
         """
         if self.config.state.chunk is not None:
             return Decided()
@@ -214,6 +214,6 @@ class ResolvedRun:
     def activations(self, recomputation: Recomputation | None = None, **selection: Any) -> Activations:
         """Returns the activations of a microbatch. `recomputation` replaces the configured recomputation.
 
-        `selection` selects blocks with arguments of `activation_bytes`; by default, the whole model.
+        `selection` selects blocks with arguments of `activation_bytes`; the default is the whole model.
         """
         return activation_bytes(self.config.model, recomputation or self.recomputation, **self.shapes, **selection)
