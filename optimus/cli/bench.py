@@ -53,8 +53,8 @@ class _Later(TyperCommand):
 
 
 class _Bench(CommandGroup):
-    """The group of benchmark commands, including those of a checkout; an installed package prints where to find the commands
-    of a checkout."""
+    """The group of benchmark commands, including those of a source checkout. Without a checkout, an unknown command
+    raises a `UserError` that says how to get a checkout."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
