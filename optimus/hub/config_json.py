@@ -36,7 +36,8 @@ def read_model_folder(path: Path) -> dict[str, Any]:
 
 
 def has_weights(path: Path) -> bool:
-    """Returns True if the folder `path` has safetensors files. Raises `UserError` if it has only pickled weights."""
+    """Returns True if the folder `path` has safetensors files. Raises `UserError` for a folder with pickled weights
+    only."""
     if any(path.glob("*.safetensors")):
         return True
     if pickled := sorted([*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")]):

@@ -93,8 +93,9 @@ def export_model(
     (`Description.chat`). The exported folder includes the metadata that still apply and, with a tokenizer, the template.
 
     Returns `output`, `files` (sizes in bytes by name), `bytes` (their sum), `tensors` and `parameters` (numbers) and
-    `dtype`. Raises `UserError` if `output` is not an empty folder or a new path, if the tokenizer cannot be read, if
-    the disk is too small or fails, or if the architecture has no equivalent in `transformers`.
+    `dtype`. Raises `UserError` if `output` is neither a new path nor an empty folder, or if the disk is too small or
+    fails. Raises `UserError` for an unreadable tokenizer, and for an architecture without an equivalent in
+    `transformers`.
     """
     output = output.absolute()
     _check_free(output)

@@ -114,8 +114,8 @@ class FolderReader:
 def read_masks(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     """Reads the masks in a Hugging Face folder, by key; empty if no parameter is pruned.
 
-    `shapes` are the shapes of the model's parameters. Raises `UserError` for a file that is damaged or was not exported by
-    Optimus, and for masks of other parameters.
+    `shapes` are the shapes of the model's parameters. Raises `UserError` for a file that is damaged or that Optimus did
+    not export, and for masks of other parameters.
     """
     file = path / MASKS
     if not file.is_file():

@@ -1,7 +1,7 @@
 """Finds the ranks that another launcher has started: torchrun, Slurm's `srun`, and `mpiexec` of several MPI libraries.
 
-Every launcher describes a task by environment variables of its own. This module translates them to those of torchrun,
-which the other modules read: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+Every launcher describes a task by environment variables of its own. This module translates these variables to those of
+torchrun, which the other modules read: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 """
 
 import os
@@ -165,7 +165,8 @@ def _check_complete(env: Mapping[str, str]) -> None:
 
 
 def _above(env: Mapping[str, str], name: str, least: int, end: int | None) -> int:
-    """Returns the number in the variable `name`. Raises `UserError` unless it is at least `least` and below `end`."""
+    """Returns the number in the variable `name`. Raises `UserError` unless the number is at least `least` and below
+    `end`."""
     text = env[name]
     if not text.isdecimal() or int(text) < least or (end is not None and int(text) >= end):
         limit = "" if end is None else f" below {end}"

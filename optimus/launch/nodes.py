@@ -143,10 +143,11 @@ def write_batch_script(
 def write_manifest(
     job: NodeJob, *, platform: Platform, path: Path, directives: Sequence[str] = (), inject: str | Path | None = None
 ) -> str:
-    """Writes a manifest (or, for Ray, a script) that runs a job on a platform. Returns the command that submits it.
+    """Writes a manifest (or, for Ray, a script) that runs a job on a platform. Returns the command that submits the
+    file.
 
-    `directives` are NAME=VALUE, with the names of `manifests.PLATFORMS`. The configuration's paths are those that the nodes
-    see. Raises `UserError` when the configured mesh or batch does not fit the ranks, and like `manifest`.
+    `directives` are NAME=VALUE, with the names of `manifests.PLATFORMS`. The job uses the configuration's paths as they
+    are on its nodes. Raises `UserError` when the configured mesh or batch does not fit the ranks, and like `manifest`.
     """
     tree = _fitting(job)
     name = re.sub(r"[^a-z0-9]+", "-", Path(tree.train.output).name.lower()).strip("-") or "run"

@@ -97,7 +97,7 @@ def own_address(endpoint: str) -> str:
     """Returns the address from which this machine reaches the store; other nodes reach this machine at the same
     address.
 
-    Raises `UserError` when there is no route to the store, or its name is unknown.
+    Raises `UserError` when there is no route to the store, or the host's name is unknown.
     """
     host, port = parse(endpoint)
     try:

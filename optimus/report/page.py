@@ -238,7 +238,7 @@ def _clock(folder: RunFolder) -> dict[str, list[Any]]:
 
 def stack(folder: RunFolder, kind: str) -> dict[str, Any] | None:
     """Returns the metrics `kind/...` at the steps that have such metrics, first the metric with the largest sum over
-    these steps; None without such metrics. If more than `_STACKED` steps have them, keeps the step with the largest
+    these steps; None without such metrics. If these steps are more than `_STACKED`, keeps the step with the largest
     total of each of `_STACKED` buckets."""
     names = [key for key in folder.metrics if key.startswith(f"{kind}/")]
     if not names:

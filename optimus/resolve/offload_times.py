@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 from optimus.state.buffers import RESIDENCES
 
 UpdatePlace = Literal["device", "host"]
-_TILES = 4  # approximate tiles of an offloaded chunk; reading the next tile overlaps with writing back the previous one
+_TILES = 4  # approximate number of tiles of a chunk; reading the next tile overlaps with writing back the previous one
 _BUFFERS = 3  # buffers of a disk: one to read into, one to update, one to write from
 _MASTER_AND_MOMENTS = 12  # bytes per element of AdamW
 

@@ -144,8 +144,8 @@ class ResolvedRun:
         return self._held[rank]
 
     def divided(self, rank: int) -> Mapping[int, list[ChunkPlan]]:
-        """Returns the chunks of each stage on `rank`. Caches them, because pruning and placement do not change the division
-        into chunks."""
+        """Returns the chunks of each stage on `rank`. Caches the chunks, because pruning and placement do not change
+        the division into chunks."""
         if rank not in self._divided:
             stages = self.held(rank)
             here = {name: self.layouts[name] for name in stages}

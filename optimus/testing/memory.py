@@ -88,7 +88,7 @@ def tracking() -> Iterator[Allocations]:
 
 
 class _Mode(TorchDispatchMode):
-    """Intercepts every operator, after autograd and before the device."""
+    """Intercepts the operators that this thread calls, after autograd and before the device."""
 
     def __init__(self, allocations: Allocations) -> None:
         super().__init__()

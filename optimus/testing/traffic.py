@@ -46,9 +46,9 @@ _COUNTED: dict[str, tuple[str, tuple[str, ...]]] = {
 class Traffic:
     """Calls and payload bytes of this process, by collective.
 
-    The payload is the whole tensor of the collective: the full tensor of all_reduce and broadcast, the output of
-    all_gather, the input of reduce_scatter, input plus output of all_to_all (including the part that stays on the rank),
-    and this rank's tensor otherwise. Asynchronous calls count when issued.
+    The payload is the output of all_gather, the input of reduce_scatter, and input plus output of all_to_all, including
+    the part that stays on the rank. For other calls, the payload is this rank's tensor. Asynchronous calls count when
+    issued.
     """
 
     calls: Counter[str] = field(default_factory=Counter)
