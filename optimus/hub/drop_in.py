@@ -1,8 +1,8 @@
 """The expert kernels inside models of `transformers`: as an experts implementation, and as a replacement of OLMoE's block.
 
 `transformers` 5 stores a layer's experts in `gate_up_proj` [E, 2 I, H], gate before up, and `down_proj` [E, H, I]. The
-layout of `kernels.expert_mlp` is the same, so the kernels need no copies or conversions. An import of this module does
-not import `transformers`.
+layout of `kernels.expert_mlp` is the same, so the kernels need no transposed copies. An import of this module does not
+import `transformers`.
 
 Legend: B batch, S sequence, T tokens, K experts per token, E experts, H hidden, I intermediate, J = 2 I.
 """

@@ -49,7 +49,7 @@ class Remarks(NamedTuple):
 
     config: dict[str, Any]  # fields of config.json
     generation: dict[str, Any]  # fields of generation_config.json
-    file_bytes: dict[str, bytes]  # published files
+    file_bytes: dict[str, bytes]  # the bytes of the published files, by name
     files: dict[str, Any]  # other files, by name: a JSON object, a text or bytes
 
     def bytes_of(self, name: str, content: Any) -> bytes | None:
@@ -67,9 +67,10 @@ class Remarks(NamedTuple):
 def published_again(
     said: Mapping[str, Any], *, vocab: int, tokenizer: Path | None, eos_id: int | None, pad_id: int | None, context: int
 ) -> Remarks:
-    """Returns the metadata `said` of the model that training started from, adapted to a checkpoint with these tokens.
+    """Returns the metadata `said` of the model that training started from, adapted to a checkpoint.
 
-    `eos_id` ends documents in training. The result has `eos_id` before the published stop tokens, unless it is one of them.
+    `vocab`, `tokenizer`, `eos_id`, `pad_id` and `context` are those of the checkpoint. `eos_id` ends documents in
+    training. The result has `eos_id` before the published stop tokens, unless it is one of them.
     """
     sha256 = said.get("sha256")
     same = tokenizer is not None and sha256 is not None and _sha256(tokenizer) == sha256

@@ -29,8 +29,8 @@ BACKEND = "optimus-local"  # name of the rendezvous backend in TorchElastic
 
 
 class LocalRendezvous(StaticTCPRendezvous):
-    """The rendezvous of a single node. Its store listens on the loopback interface only, but that of the base class on
-    all interfaces."""
+    """The rendezvous of a single node, with a store that listens on the loopback interface only. The store of the base
+    class listens on all interfaces."""
 
     def __init__(self, params: rendezvous.RendezvousParameters) -> None:
         self._served = serve(0)

@@ -94,8 +94,7 @@ def connect(endpoint: str, wait: float, waiting: Callable[[str], None] = lambda 
 
 
 def own_address(endpoint: str) -> str:
-    """Returns the address from which this machine reaches the store; other nodes reach this machine at the same
-    address.
+    """Returns the address from which this machine reaches the store, for connections from other nodes.
 
     Raises `UserError` when there is no route to the store, or the host's name is unknown.
     """

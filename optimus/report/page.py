@@ -25,8 +25,8 @@ _STACKED = 600  # maximum number of steps of a stacked chart
 _CELLS = 400_000  # maximum number of cells of a run's heat map of experts
 _STATIC = Path(__file__).with_name("static")
 
-# (group, title, unit, metrics), in the order of the page. A metric that is in no row gets a separate chart in the last
-# group.
+# (group, title, unit, metrics), in the order of the page. A metric of `_curves` that is in no row gets a separate chart
+# in the last group.
 _CHARTS = [
     ("Training", "Loss", "nats per token", ["loss"]),
     ("Training", "Learning rate", "", ["lr"]),
@@ -213,7 +213,7 @@ def _charts(folders: Sequence[RunFolder], hidden: set[str]) -> list[dict[str, An
 def curve(folder: RunFolder, key: str) -> dict[str, list[Any]]:
     """Returns the points of a metric: `step` and `value`, with None for a record that lacks the metric.
 
-    A metric that less than half of the records have, such as one of a validation, has points only at these records.
+    A metric that fewer than half of the records have, such as one of a validation, has points only at these records.
     """
     values, there = folder.column(key), range(len(folder.records))
     if 2 * values.count(None) > len(values):

@@ -91,8 +91,8 @@ def update_bytes(shape: StepShape, on: UpdatePlace) -> UpdateBytes:
 def loads(chunks: int, cache: int, microbatches: int) -> int:
     """Returns the number of chunks fetched in a step.
 
-    Each pass visits the chunks in the reverse order of the previous pass, so that it finds `cache` chunks on the device.
-    After an update, the device has to fetch all chunks again.
+    Each pass visits the chunks in the reverse order of the previous pass, whose last `cache` chunks are still on the
+    device. After an update, the device has to fetch all chunks again.
     """
     cache = min(cache, chunks)
     return 2 * microbatches * chunks - (2 * microbatches - 1) * cache
