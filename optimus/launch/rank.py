@@ -230,8 +230,7 @@ def _last_words() -> Iterator[None]:
 def run_as_rank(words: Sequence[str], more: Sequence[Hook] = ()) -> None:
     """Runs a rank that a launcher has started, with `more` hooks, and exits.
 
-    `words` are CONFIG [--resume] [--node NAME] [--parent PID] [--holder TOKEN] [--hooks FILE]. Errors go to the
-    launcher.
+    `words` are CONFIG [--resume] [--node NAME] --parent PID --holder TOKEN [--hooks FILE]. Errors go to the launcher.
     """
     config, *options = words
     names = ("--node", "--parent", "--holder", "--hooks")
