@@ -53,8 +53,8 @@ class _Later(TyperCommand):
 
 
 class _Bench(CommandGroup):
-    """The group of benchmark commands, including those of a checkout; an installed package prints where to find the commands
-    of a checkout."""
+    """The group of benchmark commands, including those of a source checkout. Without a checkout, an unknown command
+    raises a `UserError` that says how to get a checkout."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -83,8 +83,8 @@ Report = dict[str, Any] | None  # None on all ranks except the first
 
 
 def _in_a_folder(path: Path | None) -> Path | None:
-    """Returns the path of the report. Raises `UserError` if its folder is missing, before a command spends minutes on a
-    report that it cannot write."""
+    """Returns the path of the report. Raises `UserError` if the path's folder is missing, before a command spends
+    minutes on a report that the command cannot write."""
     path = None if path is None else user_path(path)
     if path is not None and not path.absolute().parent.is_dir():
         raise UserError(f"--output {path}: the folder {path.absolute().parent} does not exist: create it first")

@@ -126,7 +126,7 @@ def generate(
     if not asked:
         raise UserError("nothing to continue: give --prompt TEXT, or --prompts FILE")
     if len(asked) == 1 and not as_json:  # shows the text while it is written
-        before = [] if chat else [asked[0]]  # shown with the first piece: an error comes alone
+        before = [] if chat else [asked[0]]  # printed only with the first piece, so not before an error
 
         def show_piece(_: int, piece: str) -> None:
             print(*before, piece, sep="", end="", flush=True)

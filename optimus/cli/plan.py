@@ -112,7 +112,7 @@ def plan(
         plot = check_plot(plot)
     import torch
 
-    torch.set_num_threads(1)  # the planner computes only shapes: more threads would wait for each other
+    torch.set_num_threads(1)  # the planner computes only shapes, for which more threads would only wait for each other
     question: dict[str, Any] = {
         "machine": machine,
         "ranks": ranks,
@@ -144,7 +144,8 @@ def plan(
 
 
 def _print(found: Any, page: Path | None, explain: int | None, *, wide: bool) -> None:
-    """Prints a result of the planner as a table."""
+    """Prints a result of the planner as a table with notes, and the explanation of the plan in row `explain`, if
+    given."""
     from optimus.observe.table import print_table
 
     print_table(found.rows(wide=wide), found.title(), None if wide else _WIDTH)

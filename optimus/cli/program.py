@@ -1,4 +1,4 @@
-"""The program `optimus`: all commands, in the order of its help."""
+"""The program `optimus`: all commands, in the order in which the help lists the commands."""
 
 import io
 import sys
@@ -24,7 +24,7 @@ _GROUPS = (
 
 
 def main() -> None:
-    """Runs the program; a `UserError` becomes one line and its exit code (2 by default), never a traceback."""
+    """Runs the program. Prints a `UserError` without a traceback, and exits with the error's code (2 by default)."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # folder names may not be Unicode; stderr escapes them by default
         sys.stdout.reconfigure(errors="backslashreplace")
     try:

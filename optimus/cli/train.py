@@ -72,7 +72,7 @@ def train(
     signalled = None if check else summary["stopped_by"]
     ended = typer.Exit(0 if signalled is None else 128 + signal.Signals[signalled])
     if os.environ.get("RANK", "0") != "0":
-        raise ended  # under torchrun, only rank 0 prints the result
+        raise ended  # only rank 0 prints the result
     if check:
         show_ready(config, summary, as_json, verbose=verbose)
         return

@@ -3,8 +3,8 @@
 Only an export to a narrower dtype rounds weights.
 
 `keys.py` applies the key table of a family; `config_json.py` translates the architecture; `tensors.py` reads and writes
-safetensors files; `published.py` reads and adapts a folder's other metadata. Independently, `drop_in.py` makes models of
-`transformers` use the expert kernels.
+safetensors files; `published.py` reads and adapts a folder's other metadata. Independently of these modules,
+`drop_in.py` makes models of `transformers` use the expert kernels.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
 """Translates the architecture between `config.json` and our `ModelConfig`, by the fields that the family declares.
 
-The translation refuses fields that our models cannot express, and names them: the worst outcome would be a model that loads
-but computes something else. This module does not need `transformers`.
+The translation refuses fields that our models cannot express, because the worst outcome would be a model that loads but
+computes something else. This module does not need `transformers`.
 """
 
 import json
@@ -23,7 +23,8 @@ FILE = "config.json"
 def read_model_folder(path: Path) -> dict[str, Any]:
     """Returns the configuration sections for a Hugging Face folder: `model`, and `checkpoint` if the folder has weights.
 
-    Raises `UserError` that names the field of config.json that is missing or that our models cannot express.
+    Raises `UserError` for a folder with pickled weights only, and for a config.json that is missing or damaged. Raises
+    `UserError`, which names the field, for a missing field, and for a field that our models cannot express.
     """
     model = read_model(path)
     usual = families()[model.family].defaults
@@ -35,7 +36,8 @@ def read_model_folder(path: Path) -> dict[str, Any]:
 
 
 def has_weights(path: Path) -> bool:
-    """Returns True if the folder `path` has safetensors files. Raises `UserError` if it has only pickled weights."""
+    """Returns True if the folder `path` has safetensors files. Raises `UserError` for a folder with pickled weights
+    only."""
     if any(path.glob("*.safetensors")):
         return True
     if pickled := sorted([*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")]):
@@ -82,7 +84,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def integer_field(raw: dict[str, Any], field: str, file: Path) -> int:
-    """Returns `raw[field]`. Raises `UserError` unless the field is a whole number in the range of sizes and counts."""
+    """Returns `raw[field]`. Raises `UserError` unless the field is a whole number from 0 to 2**31 - 1."""
     value = raw.get(field)
     if type(value) is not int:
         raise UserError(f"{file}: {field} is {'missing' if value is None else repr(value)}: it must be a whole number")
@@ -141,14 +143,15 @@ def no_export(model: ModelConfig) -> str | None:
 def write_config(
     model: ModelConfig, folder: Path, *, context: int, dtype: str, further: Mapping[str, Any] = {}
 ) -> None:
-    """Writes config.json with the `further` fields. To suit `transformers` 4 and 5, the file has `rope_parameters` only for
-    families whose layers with a window have their own rotary parameters (`_rope_parameters`).
+    """Writes config.json with the `further` fields, for `transformers` 4 and 5.
 
-    The `model` must be exportable (`no_export`).
+    The file has `rope_parameters` only for families whose layers with a window have their own rotary parameters
+    (`_rope_parameters`). The `model` must be exportable (`no_export`).
     """
     family = families()[model.family]
     raw: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
-    # No padding token unless `further` has one: `transformers` would give its row of the embedding no gradient.
+    # No padding token unless `further` has one: `transformers` gives the embedding's row of the padding token no
+    # gradient.
     raw |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **further}
     raw |= dict.fromkeys(family.dropout, 0.0) | _constants(family, dict(model))
     raw |= {family.further.field: 0} if family.further else {}
@@ -247,8 +250,8 @@ def _value(ours: str, raw: dict[str, Any], theirs: Field, file: Path, *, optiona
 
 
 def _is_null(ours: str, raw: dict[str, Any], theirs: Field) -> bool:
-    """Returns True if config.json states our field `ours`, whose value was read as None. The statement is null, or for
-    `rope_scaling` any rotary parameters."""
+    """Returns True if config.json sets our field `ours`, which was read as None: by null or, for `rope_scaling`, by any
+    rotary parameters."""
     if ours == "rope_scaling":  # null leaves the field to the family's default
         return bool(raw.get("rope_parameters") or raw.get("rope_scaling"))
     name = _name(theirs)
@@ -298,9 +301,9 @@ _RULES = {"linear": ("factor",), "llama3": ("factor", *_LLAMA3), "yarn": ("facto
 def _rope(raw: dict[str, Any], file: Path, layers: str = "full_attention", base: str = "rope_theta") -> dict[str, Any]:
     """Reads the rotary parameters of one kind of `layers`: `rope_theta`, if stated, and the fields of the scaling.
 
-    `base` is the name of `rope_theta` in `transformers` 4. Version 5 stores the parameters in rope_parameters, either once
-    or for each kind of layers. Version 4 stores them among the other fields, and its scaling does not apply to layers with
-    a window.
+    `base` is the name of `rope_theta` in `transformers` 4. Version 5 stores the parameters in rope_parameters, either
+    once or for each kind of layers. Version 4 stores the parameters among the other fields, and its scaling does not
+    apply to layers with a window.
     """
     parameters, scaling = (_object(raw, name, file) for name in ("rope_parameters", "rope_scaling"))
     of = _object(parameters, layers, file) if layers in parameters else parameters

@@ -1,8 +1,8 @@
 """The expert kernels inside models of `transformers`: as an experts implementation, and as a replacement of OLMoE's block.
 
 `transformers` 5 stores a layer's experts in `gate_up_proj` [E, 2 I, H], gate before up, and `down_proj` [E, H, I]. The
-layout of `kernels.expert_mlp` is the same, so the kernels need no copies or conversions. Only calls of the functions
-below import `transformers`.
+layout of `kernels.expert_mlp` is the same, so the kernels need no transposed copies. An import of this module does not
+import `transformers`.
 
 Legend: B batch, S sequence, T tokens, K experts per token, E experts, H hidden, I intermediate, J = 2 I.
 """
@@ -26,9 +26,9 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def register_experts() -> None:
     """Registers `experts_implementation="optimus"` with `transformers`, for models loaded afterwards.
 
-    The implementation supports every model whose experts are two bias-free projections with SwiGLU in between, for example
-    OLMoE, Qwen3-MoE and Mixtral. Other models raise `UserError` in their first forward pass. Repeated calls have no effect.
-    Raises `UserError` without `transformers` 5.17 or newer.
+    The implementation supports models whose experts are two bias-free projections with SwiGLU in between, for example
+    OLMoE, Qwen3-MoE and Mixtral. Other models raise `UserError` in their first forward pass. Repeated calls have no
+    effect. Raises `UserError` without `transformers` 5.17 or newer.
 
     Example:
         optimus.register_experts()
@@ -46,11 +46,11 @@ def register_experts() -> None:
 def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Runs the forward pass of an experts module of `transformers`, with its signature.
 
-    The result is [T, H] in the dtype of `hidden_states`. `experts` is a module decorated with `use_experts_implementation`;
-    `hidden_states` is [T, H], and the other tensors are [T, K]. In `transformers`' expert parallelism, an index of E or
-    more is a choice of another rank's expert, which adds nothing. Like the eager form, matmuls are in the dtype of the
-    weights or, under autocast, in autocast's dtype. Routing weights are rounded to that dtype too, for example Mixtral's
-    fp32 weights.
+    The result is [T, H] in the dtype of `hidden_states`. `experts` is a module decorated with
+    `use_experts_implementation`; `hidden_states` is [T, H], and the other tensors are [T, K]. In `transformers`' expert
+    parallelism, an index of E or more is a choice of another rank's expert, which adds nothing. As in the eager form,
+    matmuls are in the dtype of the weights or, under autocast, in autocast's dtype. The function rounds routing weights
+    to that dtype too, for example Mixtral's fp32 weights.
 
     Raises `UserError` for experts of another form, before computing anything.
     """
@@ -66,9 +66,9 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
 class FastSparseMoEBlock(nn.Module):
     """Replaces `OlmoeSparseMoeBlock` of `transformers` with our kernels, for any experts implementation of the model.
 
-    Parameters, state dict, initial values, recorded router logits, arguments and result equal those of the original block.
-    The name comes from the Optimus paper, section 3.1. Raises `UserError` if the config's activation is not SiLU, and
-    without `transformers` 5.17 or newer.
+    Parameters, state dict, initial values, recorded router logits and arguments equal those of the original block, and
+    the result equals that of the original block up to rounding. The name comes from the Optimus paper, section 3.1.
+    Raises `UserError` if the config's activation is not SiLU, and without `transformers` 5.17 or newer.
 
     Example:
         block = optimus.FastSparseMoEBlock(model.config)

@@ -1,6 +1,6 @@
 """Exports a model or a checkpoint to a folder that `transformers` loads.
 
-The export writes the folder as `.NAME.partial` next to its final path, and renames it when complete.
+The export writes `.NAME.partial` next to the final folder NAME, and renames this folder when it is complete.
 """
 
 import shutil
@@ -30,7 +30,7 @@ from optimus.model import Transformer
 from optimus.model.parameters import named_tensors
 from optimus.plugins import load_plugins, note_changed_plugins
 
-_MAX_FILE = 5_000_000_000  # maximum number of bytes of a file, as in `transformers`
+_MAX_FILE = 5_000_000_000  # maximum number of bytes of the tensors in a file of several tensors
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _PADDING = ("<|padding|>", "<|pad|>", "<pad>", "[PAD]")
 
@@ -40,8 +40,9 @@ def export_checkpoint(
 ) -> dict[str, Any]:
     """Writes a checkpoint (or the newest of a run) in Hugging Face format; returns the result of `export_model`.
 
-    `dtype` is float32 (exact) or bfloat16. `output` may be a URL that fsspec writes. `plugins` names the plugins that the
-    checkpoint's model needs. Raises `UserError`, and never touches existing files.
+    `dtype` is float32 (exact) or bfloat16. `output` may be a URL that fsspec writes. `plugins` names the plugins that
+    the checkpoint's model needs. Raises `UserError` like `export_model`, for another `dtype`, and for a checkpoint that
+    is missing or damaged.
 
     Example:
         optimus.export("runs/first", "huggingface")
@@ -91,8 +92,10 @@ def export_model(
     training started from (`Description.published`), and `chat` is the chat template of the training data
     (`Description.chat`). The exported folder includes the metadata that still apply and, with a tokenizer, the template.
 
-    Returns `output`, `files` (name to bytes), `bytes`, `tensors`, `parameters` and `dtype`. Raises `UserError` if `output`
-    is not empty, the disk is too small or the architecture has no equivalent in `transformers`.
+    Returns `output`, `files` (sizes in bytes by name), `bytes` (their sum), `tensors` and `parameters` (numbers) and
+    `dtype`. Raises `UserError` if `output` is neither a new path nor an empty folder, or if the disk is too small or
+    fails. Raises `UserError` for an unreadable tokenizer, and for an architecture without an equivalent in
+    `transformers`.
     """
     output = output.absolute()
     _check_free(output)
@@ -159,7 +162,7 @@ def export_model(
 
 
 class SpecialTokens(NamedTuple):
-    """A tokenizer's special tokens for generation. Without a padding token, the end-of-text token is used for padding."""
+    """A tokenizer's special tokens for generation. Without a padding token, the end-of-text token serves as one."""
 
     eos: str | None
     pad: str | None
@@ -200,7 +203,7 @@ def _special_tokens(tokenizer: Path | None, eos_id: int | None) -> SpecialTokens
 
 
 def _tokenizer_config(special: SpecialTokens, context: int) -> dict[str, Any]:
-    """Returns a tokenizer_config.json for a tokenizer that has none."""
+    """Returns the content of a tokenizer_config.json for a tokenizer without this file."""
     raw: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,

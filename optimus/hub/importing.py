@@ -30,10 +30,10 @@ from optimus.plugins import load_plugins
 def import_folder(hf_dir: str | Path, output: str | Path, *, plugins: Sequence[str] = ()) -> dict[str, Any]:
     """Converts a Hugging Face folder into a checkpoint of weights: bfloat16 if all the folder's weights are, else float32.
 
-    Returns `checkpoint`, `family`, `parameters`, `context`, `dtype`, `eos_id`, `tokenizer` (true if the folder has one) and
-    `left_out` (a description of omitted parts of the folder; usually None). `plugins` names the plugin with the folder's
-    family, if the library does not have it. Raises `UserError` that names the field, tensor
-    or file at fault, or if `output` exists.
+    Returns `checkpoint`, `family`, `parameters`, `context`, `dtype`, `eos_id`, `tokenizer` (true if the folder has one)
+    and `left_out` (a description of omitted layers, or None). `plugins` names the plugin with the folder's family, if
+    the library does not have the family. Raises `UserError` if `output` exists, and for a field, tensor or file at
+    fault, which the message names.
 
     Example:
         optimus.import_folder("huggingface", "imported")
@@ -114,8 +114,8 @@ class FolderReader:
 def read_masks(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     """Reads the masks in a Hugging Face folder, by key; empty if no parameter is pruned.
 
-    `shapes` are the shapes of the model's parameters. Raises `UserError` for a file that is damaged or was not exported by
-    Optimus, and for masks of other parameters.
+    `shapes` are the shapes of the model's parameters. Raises `UserError` for a file that is damaged or that Optimus did
+    not export, and for masks of other parameters.
     """
     file = path / MASKS
     if not file.is_file():
@@ -141,15 +141,17 @@ def _shapes(model: Transformer) -> dict[str, tuple[int, ...]]:
 def load_weights(model: Transformer, path: Path) -> None:
     """Fills the parameters of `model` from the safetensors of a Hugging Face folder, after checks of all tensors.
 
-    Both forms of experts are supported: one tensor per expert (published) and one per layer (fused). Raises `UserError` for
-    another architecture, for missing, unexpected or mis-shaped tensors, and for a dtype that would be rounded.
+    The function reads both forms of experts: one tensor per expert (published) and one per layer (fused). Raises
+    `UserError` for another architecture, for missing, unexpected or mis-shaped tensors, and for a dtype that `model`
+    would round.
     """
     check_same_model(read_model(path), model.config, path / FILE)
     _fill(model, FolderTensors(path), path)
 
 
 def omitted_layers(path: Path) -> str | None:
-    """Describes the multi-token prediction layers of the folder `path`, which the model omits; None without any."""
+    """Describes the multi-token prediction layers of the folder `path`, which the model omits; None without such
+    layers."""
     tensors = _further_tensors(path, FolderTensors(path))
     if not tensors:
         return None
@@ -199,7 +201,8 @@ def _stored(name: str, family: str, tensors: FolderTensors) -> str:
 
 
 def _is_no_parameter(name: str, model: Transformer, tensors: FolderTensors) -> bool:
-    """Returns True for tensors that are no parameters: buffers (for example causal masks), or a copy of a tied embedding."""
+    """Returns True for a tensor that is no parameter: a buffer (for example a causal mask), or a copy of a tied
+    embedding."""
     if any(re.fullmatch(pattern, name) for pattern in families()[model.config.family].no_parameters):
         return True
     ((embedding, *_),) = published(model.config.family, "embedding.weight", model.embedding.weight)
@@ -217,7 +220,7 @@ def _check_fits(name: str, target: Published, tensors: FolderTensors) -> None:
 
 
 def _eos_id(raw: dict[str, Any], vocab: int) -> int | None:
-    """Returns the end-of-text token, or the first of several; None if it is not in the vocabulary."""
+    """Returns the end-of-text token, or the first of several; None if the token is absent or not in the vocabulary."""
     given = raw.get("eos_token_id")
     first = given[0] if isinstance(given, list) and given else given
     return first if type(first) is int and 0 <= first < vocab else None

@@ -1,9 +1,9 @@
 """Metadata of a Hugging Face folder, besides architecture and weights, for programs that serve the model.
 
 The metadata are special tokens, the tokenizer's configuration and generation settings. The imported checkpoint and all
-checkpoints derived from it have the metadata (`Description.published`), and an export writes it again. An export omits
-metadata that training invalidates: if the checkpoint has another tokenizer, all metadata about tokens. A file whose content
-has not changed is exported byte by byte.
+checkpoints derived from this checkpoint have the metadata (`Description.published`), and an export writes the metadata
+again. An export omits metadata that training invalidates: if the checkpoint has another tokenizer, all metadata about
+tokens. An export copies a file byte by byte if its content has not changed.
 """
 
 import base64
@@ -30,9 +30,9 @@ _OF_A_FOLDER = (*_VERSIONS, "auto_map")
 def read_published(path: Path) -> dict[str, Any]:
     """Reads the metadata of the folder `path`.
 
-    The result has the content of the folder's files by name, the `further_fields` of config.json, the `sha256` of
-    tokenizer.json, if any, and under `bytes` the bytes of all files in base64. Raises `UserError` that names the file
-    that cannot be read.
+    The result has the content of the metadata files by name, the `further_fields` of config.json under its name, and
+    the `sha256` of tokenizer.json or None. Under `bytes`, the result has the bytes of the metadata files, and of other
+    forms of the tokenizer, in base64. Raises `UserError`, which names the file, for a file that is damaged.
     """
     tokenizer = path / "tokenizer.json"
     found: dict[str, Any] = {FILE: further_fields(read_config(path))}
@@ -49,12 +49,12 @@ class Remarks(NamedTuple):
 
     config: dict[str, Any]  # fields of config.json
     generation: dict[str, Any]  # fields of generation_config.json
-    file_bytes: dict[str, bytes]  # published files
+    file_bytes: dict[str, bytes]  # the bytes of the published files, by name
     files: dict[str, Any]  # other files, by name: a JSON object, a text or bytes
 
     def bytes_of(self, name: str, content: Any) -> bytes | None:
-        """Returns the published bytes of the file `name`, if `content` is what they say but for the version of the program
-        that wrote them."""
+        """Returns the published bytes of the file `name` if their content equals `content`, apart from fields about the
+        program that wrote the file; otherwise None."""
         if (content_bytes := self.file_bytes.get(name)) is None:
             return None
         text = content_bytes.decode("utf-8", "replace").replace("\r\n", "\n")
@@ -67,13 +67,14 @@ class Remarks(NamedTuple):
 def published_again(
     said: Mapping[str, Any], *, vocab: int, tokenizer: Path | None, eos_id: int | None, pad_id: int | None, context: int
 ) -> Remarks:
-    """Returns the metadata `said` of the model that training started from, adapted to a checkpoint with these tokens.
+    """Returns the metadata `said` of the model that training started from, adapted to a checkpoint.
 
-    `eos_id` ends documents in training. The result has `eos_id` before the published stop tokens, unless it is one of them.
+    `vocab`, `tokenizer`, `eos_id`, `pad_id` and `context` are those of the checkpoint. `eos_id` ends documents in
+    training. The result has `eos_id` before the published stop tokens, unless it is one of them.
     """
     sha256 = said.get("sha256")
     same = tokenizer is not None and sha256 is not None and _sha256(tokenizer) == sha256
-    unknown = tokenizer is None or sha256 is None  # without both tokenizers, the fields about tokens stay
+    unknown = tokenizer is None or sha256 is None  # if either tokenizer is missing, the fields about tokens stay
     config, generation = (
         {
             field: _in_vocabulary(value, vocab) if field.endswith(_TOKEN) else value
@@ -114,7 +115,7 @@ def _sha256(file: Path) -> str:
 
 
 def _in_vocabulary(value: Any, vocab: int) -> Any:
-    """Returns the token or tokens in `value` that belong to the vocabulary."""
+    """Returns the token or tokens in `value` that belong to the vocabulary; None if there are none."""
     if isinstance(value, list):
         return [token for token in value if _in_vocabulary(token, vocab) is not None] or None
     return value if type(value) is int and 0 <= value < vocab else None

@@ -24,7 +24,7 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 class FolderTensors:
-    """The tensors of a Hugging Face folder, in one file or several, which are read one tensor at a time.
+    """The tensors of a Hugging Face folder, in one file or several; `read` reads one tensor at a time.
 
     Raises `UserError` if files are missing or damaged. `where` maps a tensor's name to its file.
     """
@@ -51,7 +51,7 @@ class FolderTensors:
         return tuple(self._open[self.where[name]].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        """Returns the dtype of a tensor. Raises `UserError` for unsupported dtypes of weights (quantised ones)."""
+        """Returns the dtype of a tensor. Raises `UserError` for a dtype other than fp64, fp32, fp16 and bf16."""
         code = self._open[self.where[name]].get_slice(name).get_dtype()
         if code not in _DTYPES:
             raise UserError(f"{self.where[name]}: {name} has type {code}: only {', '.join(_DTYPES)} can be read")
@@ -86,7 +86,7 @@ class OutputTensor(NamedTuple):
 
 
 def write_tensors(tensors: Iterable[OutputTensor], folder: Path, max_bytes: int) -> None:
-    """Writes `tensors` into files of at most `max_bytes` each. A larger tensor gets a separate file.
+    """Writes `tensors` into files with at most `max_bytes` of tensors each. A larger tensor gets a separate file.
 
     A single file is `model.safetensors`; several files have an index.
     """

@@ -44,9 +44,10 @@ def train_or_check(
     check: bool,
     objects: UserObjects = NO_OBJECTS,
 ) -> dict[str, Any]:
-    """Trains, or with `check` only checks the run.
+    """Returns the summary of the trained run or, with `check`, the report of `verify_data`.
 
-    `train` calls this function after it has validated the configuration and the data.
+    The caller has validated the configuration `tree` and the `data`. Raises `UserError` for a run that cannot start, or
+    that fails.
     """
     users_hooks(tree.train.hooks, objects.hooks)  # reports invalid hooks early; each rank makes its own hooks
     launched = "WORLD_SIZE" in os.environ
@@ -89,9 +90,10 @@ def train_or_check(
 
 
 def _number_of_ranks(tree: RunConfig, ranks: int | Literal["auto"] | None) -> int:
-    """Returns the launcher's number of ranks if there is a launcher, otherwise `ranks`: "auto" is one for each device.
+    """Returns the launcher's number of ranks if there is a launcher, otherwise `ranks`.
 
-    Raises `UserError` if `ranks` is another number than the launcher's.
+    With "auto", the number is one for each accelerator. On a CPU, "auto" and None stand for the fewest ranks that the
+    configuration needs. Raises `UserError` if `ranks` is another number than the launcher's.
     """
     if "WORLD_SIZE" in os.environ:
         launched = int(os.environ["WORLD_SIZE"])
@@ -108,7 +110,7 @@ def _number_of_ranks(tree: RunConfig, ranks: int | Literal["auto"] | None) -> in
 
 
 def _begin_optimizer(run: Path) -> None:
-    """Makes `run` resume from the weights of its newest checkpoint, with fresh moments.
+    """Makes `run` resume from the weights of its newest checkpoint, if any, with zeroed moments.
 
     Raises `UserError` like `rollback`.
     """
@@ -138,7 +140,7 @@ def check_run(config: RunConfig, data: TrainingData, mesh: Mesh, resume: bool) -
 
     Raises `UserError` for problems that this process finds and that would keep the ranks of `mesh` from running.
     """
-    # A process that is not a rank is a launcher, which must not use device memory.
+    # Only a rank may use device memory: another process would take the memory from the ranks.
     rank_here = mesh.size == 1 or "WORLD_SIZE" in os.environ
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = (use_device if rank_here else find_device)(config.train.device, "train.device", local_rank)

@@ -1,7 +1,7 @@
 """Finds the ranks that another launcher has started: torchrun, Slurm's `srun`, and `mpiexec` of several MPI libraries.
 
-Every launcher describes a task by environment variables of its own. This module translates them to those of torchrun,
-which the other modules read: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+Every launcher describes a task by environment variables of its own. This module translates these variables to those of
+torchrun, which the other modules read: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 """
 
 import os
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from optimus.errors import UserError
 
 LOOPBACK = "127.0.0.1"  # only this machine reaches this address
-_PORTS = range(20_000, 32_000)  # below the ports that Linux gives to outgoing connections
+_PORTS = range(20_000, 32_000)  # below the ports that Linux by default gives to outgoing connections
 
 
 class _Launcher(NamedTuple):
@@ -53,7 +53,8 @@ _LAUNCHERS = (
 def join() -> None:
     """Adds the variables of `rank_variables` to the environment. Raises `UserError` like that function.
 
-    Without a launcher, removes what an earlier program has left of them, since the rank alone would mislead a run.
+    Without WORLD_SIZE, removes RANK, LOCAL_RANK and LOCAL_WORLD_SIZE, which an earlier program may have left: the rank
+    alone would mislead a run.
     """
     os.environ.update(rank_variables(os.environ))
     if "WORLD_SIZE" not in os.environ:
@@ -67,10 +68,10 @@ def meet(run: str | Path) -> None:
 
 
 def rank_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Returns RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE of a launcher's task with the environment `env`. Returns
-    nothing without a launcher, for a single task, and if WORLD_SIZE is set already.
+    """Returns RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE of a launcher's task with the environment `env`. The
+    result is empty without a launcher, for a single task, and if WORLD_SIZE is set already.
 
-    Raises `UserError` if the variables do not say which rank this process is.
+    Raises `UserError` if the variables do not say which rank this process is, or contradict one another.
     """
     if "WORLD_SIZE" in env:
         _check_complete(env)
@@ -99,8 +100,9 @@ def rank_variables(env: Mapping[str, str]) -> dict[str, str]:
 def master_of(env: Mapping[str, str], run: str | Path) -> dict[str, str]:
     """Returns MASTER_ADDR and MASTER_PORT, where the ranks of the run folder `run` meet, unless `env` has them.
 
-    All ranks of a run name the same folder, and no other run may write to it, so the port follows from the folder. Raises
-    `UserError` if the ranks are on several nodes and the launcher does not name the first.
+    All ranks of a run name the same folder, and no other run may write to this folder, so the port follows from the
+    folder. Raises `UserError` if the ranks are on several nodes, and neither `env` nor Slurm names a first node that
+    this machine knows.
     """
     found = {}
     if "MASTER_ADDR" not in env:
@@ -163,7 +165,8 @@ def _check_complete(env: Mapping[str, str]) -> None:
 
 
 def _above(env: Mapping[str, str], name: str, least: int, end: int | None) -> int:
-    """Returns the number in the variable `name`. Raises `UserError` unless it is at least `least` and below `end`."""
+    """Returns the number in the variable `name`. Raises `UserError` unless the number is at least `least` and below
+    `end`."""
     text = env[name]
     if not text.isdecimal() or int(text) < least or (end is not None and int(text) >= end):
         limit = "" if end is None else f" below {end}"

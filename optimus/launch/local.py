@@ -26,10 +26,8 @@ BACKEND = "optimus-local"  # name of the rendezvous backend in TorchElastic
 
 
 class LocalRendezvous(StaticTCPRendezvous):
-    """The rendezvous of a single node. The store of this class listens on the loopback interface only.
-
-    The store of the base class listens on all interfaces.
-    """
+    """The rendezvous of a single node, with a store that listens on the loopback interface only. The store of the base
+    class listens on all interfaces."""
 
     def __init__(self, params: rendezvous.RendezvousParameters) -> None:
         self._served = serve(0)
@@ -61,7 +59,7 @@ def name_interface(address: str) -> None:
 def start_ranks(config: str, resume: bool, ranks: int, holder: str, objects: bytes | None = None) -> int:
     """Starts the ranks on this machine, each as a process, and waits for all ranks. `objects` are `UserObjects.dumps`.
 
-    Returns the signal that has ended the run early, or 0.
+    Returns the signal that has ended the run early, or 0. Raises `UserError` when a rank has failed.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we report failed ranks ourselves
     with tempfile.TemporaryDirectory() as folder:

@@ -12,7 +12,8 @@ from optimus.resilience.exits import error_in, how_ended
 def explain(failures: Mapping[int, ProcessFailure]) -> str:
     """Returns one message about the failed ranks.
 
-    The message states the cause and, if a rank or the connection was lost, where the other ranks stopped.
+    The message states the cause and, if a rank or the connection was lost, the collective that failed on another rank,
+    if known.
     """
     said = {rank: text for rank, failure in failures.items() if (text := error_in(failure.message)) is not None}
     stopped = {rank: text for rank, text in said.items() if text.startswith("CollectiveError: ")}

@@ -83,8 +83,9 @@ def run_node(
     `restarted` or `failed`.
 
     Raises `LeaseError` when another run holds the lease of the folder. Raises `UserError` when the node is excluded,
-    the rendezvous does not answer or stops answering, clocks are too far apart, too few nodes join, or the run restarts
-    too often without progress.
+    the rendezvous does not answer or stops answering, or another program writes to the store. Raises `UserError` when
+    clocks are too far apart, too few nodes join, the run restarts too often without progress, or the launch has ended
+    before the run has finished.
     """
     check_not_excluded(launch.run, launch.node)
 
@@ -173,10 +174,9 @@ class _Member:
         return outcome
 
     def _come_too_late(self) -> None:
-        """Prints why a node that joins a closed launch has nothing to do.
+        """Prints that the launch has ended, for a node (such as a spare) that joins after the run has finished.
 
-        A spare may join after the run has finished. Raises `UserError` if the run has not finished, since only a new
-        launch can then continue the run.
+        Raises `UserError` if the run has not finished, since only a new launch can then continue the run.
         """
         why = f"the launch {self._launch.name} at {self._launch.endpoint} has ended already"
         cure = "to train again, give another --name or restart `optimus rendezvous`"
@@ -244,10 +244,10 @@ class _Member:
         return decision.do
 
     def _claim_spare(self) -> bool:
-        """Claims a spare that replaces this node, and returns whether a spare is left that no other node has claimed.
+        """Claims a spare that replaces this node. Returns False if other nodes have claimed all spares.
 
-        This node's list of present nodes may be seconds old, and include nodes that have left. The nodes therefore record
-        all claims in the store.
+        This node's list of present nodes may be seconds old, and may include nodes that have left. The nodes therefore
+        record all claims in the store.
         """
         claims = f"leaving/{self._round}"
         number = self._store.add(self._key(claims), 1)
@@ -331,7 +331,7 @@ def _said(value: bytes, what: str) -> Any:
 def _holding(launch: Launch, store: Store) -> Iterator[str]:
     """Holds the lease of the run folder together with the other nodes of the launch, and yields the token of the lease.
 
-    The last node to leave releases the lease.
+    The last node to leave releases the lease; a node that has lost the store does not.
     """
     token = store.compare_set(f"{launch.name}/holder", "", uuid.uuid4().hex).decode("utf-8", "replace")
     if re.fullmatch("[0-9a-f]{32}", token) is None:

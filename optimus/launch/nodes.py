@@ -32,8 +32,8 @@ from optimus.training.finalize import announce
 from optimus.training.hooks.users import users_hooks
 from optimus.training.reading import read_run
 
-# A batch job starts no node again within a launch, so the nodes that are left only wait for one another: until a stuck
-# rank is killed, which TorchElastic does after 30 seconds.
+# Seconds that nodes have to join again in a batch job. The job starts no node again within a launch, so the remaining
+# nodes only wait until all of them have stopped their ranks.
 _REJOIN = 35.0
 
 
@@ -43,9 +43,9 @@ def launch(
     """Runs this node's part of `job`, from the newest checkpoint if there is one.
 
     All `nodes` + `spares` nodes must call this function with the same arguments except `node`. The nodes share the file
-    system of `train.output`. `rendezvous` is the HOST:PORT of a store that all nodes reach. `node` is this node's name, by
-    default the machine's name. `name` distinguishes launches that use one store. `program` is the module of a rank and its
-    first arguments, instead of `optimus.launch.rank`.
+    system of `train.output`. `rendezvous` is the HOST:PORT of a store that all nodes reach. `node` is this node's name,
+    by default the machine's name. `name` distinguishes launches that use one store. `program` is the module that runs a
+    rank, by default `optimus.launch.rank`, followed by the first arguments of the module.
 
     Returns None when the job is done or no longer needs this node, and an `Exit` when a signal has ended the run.
     Returns `Do.LEAVE` when this node has been excluded, and `Do.STOP` when a failure has ended the run for good.
@@ -110,7 +110,8 @@ def write_batch_script(
     directives: Sequence[str] = (),
     inject: str | Path | None = None,
 ) -> str:
-    """Writes a batch script that runs `optimus launch` on the nodes of a job until the run has finished, at most ten times.
+    """Writes a batch script that runs `optimus launch` on all nodes of a job until the run has finished, in at most ten
+    launches.
 
     `time` is the job's time limit as HOURS:MINUTES:SECONDS. `directives` are further lines for the batch system.
     `inject` is the path of a plan of faults to inject. The job resolves relative paths from the folder in which this
@@ -142,10 +143,11 @@ def write_batch_script(
 def write_manifest(
     job: NodeJob, *, platform: Platform, path: Path, directives: Sequence[str] = (), inject: str | Path | None = None
 ) -> str:
-    """Writes a manifest (or, for Ray, a script) that runs a job on a platform. Returns the command that submits it.
+    """Writes a manifest (or, for Ray, a script) that runs a job on a platform. Returns the command that submits the
+    file.
 
-    `directives` are NAME=VALUE, with the names of `manifests.PLATFORMS`. The configuration's paths are those that the nodes
-    see. Raises `UserError` when the configured mesh or batch does not fit the ranks, and like `manifest`.
+    `directives` are NAME=VALUE, with the names of `manifests.PLATFORMS`. The job uses the configuration's paths as they
+    are on its nodes. Raises `UserError` when the configured mesh or batch does not fit the ranks, and like `manifest`.
     """
     tree = _fitting(job)
     name = re.sub(r"[^a-z0-9]+", "-", Path(tree.train.output).name.lower()).strip("-") or "run"
@@ -172,7 +174,8 @@ def _fitting(job: NodeJob) -> RunConfig:
 
 
 def _options(job: NodeJob, inject: str | Path | None) -> list[str]:
-    """Returns the options of `optimus launch` that are the same for all attempts and nodes, besides their numbers."""
+    """Returns the options of `optimus launch` that are the same for all attempts and nodes, except the numbers of
+    nodes, spares and ranks."""
     return [
         *("--keep-alive", "{}x{}".format(*job.keep_alive), "--wait", f"{job.wait:g}"),
         *("--rejoin-wait", f"{_REJOIN if job.rejoin_wait is None else job.rejoin_wait:g}"),

@@ -2,9 +2,9 @@
 
 As a program, this module takes the arguments `words` of `run_as_rank`.
 
-When a rank is lost, a collective fails on every other rank, or the device waits until `_deadline` ends the rank.
+When a rank is lost, a collective fails on the other ranks, or their devices wait until `_deadline` ends the ranks.
 `_last_words` lets each rank report the step of the failure, and `_ranks_together` keeps ranks from waiting for lost
-ones. On one machine, `messages.explain` tells the user which rank was lost.
+ranks. On one machine, `messages.explain` tells the user which rank was lost.
 """
 
 import atexit
@@ -54,7 +54,7 @@ def run_rank(
 ) -> int:
     """Runs one rank from start to end, in the launcher's environment if there is a launcher.
 
-    Returns the signal that has ended the run early, or 0; all ranks return the same, after all have saved.
+    Returns the signal that has ended the run early, or 0; all ranks return the same number, after all have saved.
 
     `node` is the name of the node under `optimus launch`, and otherwise None. `holder` is the token of the lease on the run
     folder. `more` are hooks of Optimus. `users` are the objects that `optimus.train` takes beside the configuration.

@@ -31,8 +31,8 @@ def parse(endpoint: str) -> tuple[str, int]:
 def serve(port: int, address: str = LOOPBACK) -> TCPStore:
     """Starts a store on `port` of this machine's `address`; port 0 takes any free port.
 
-    The store serves as long as the returned object lives. Raises `UserError` when the port is taken or `address` does not
-    belong to this machine.
+    The store serves as long as the returned object lives. Raises `UserError` when the store cannot listen, for example
+    because the port is taken or `address` does not belong to this machine.
     """
     if not 0 <= port < 65536:
         raise UserError(f"--port {port}: give a number from 1 to 65535")
@@ -71,14 +71,15 @@ def serve_until_ended(port: int, address: str = LOOPBACK, as_json: bool = False)
 
 
 def connect(endpoint: str, wait: float, waiting: Callable[[str], None] = lambda _: None) -> TCPStore:
-    """Connects to the store at HOST:PORT, and calls `waiting` with a description of the wait after each failed attempt.
+    """Connects to the store at HOST:PORT, and calls `waiting` with a description of the wait before each further
+    attempt.
 
     Raises `UserError` when no store answers within `wait` seconds.
     """
     host, port = parse(endpoint)
     deadline = time.monotonic() + wait
     while True:
-        try:  # TCPStore retries for minutes, and its error message fills a page
+        try:  # TCPStore itself would retry for minutes, and its error message would fill a page
             socket.create_connection((host, port), timeout=max(0.1, min(5.0, deadline - time.monotonic()))).close()
             break
         except OSError as error:
@@ -93,9 +94,9 @@ def connect(endpoint: str, wait: float, waiting: Callable[[str], None] = lambda 
 
 
 def own_address(endpoint: str) -> str:
-    """Returns this machine's address on the network of the store, at which other nodes can reach this machine.
+    """Returns the address from which this machine reaches the store, for connections from other nodes.
 
-    Raises `UserError` when there is no route to the store.
+    Raises `UserError` when there is no route to the store, or the host's name is unknown.
     """
     host, port = parse(endpoint)
     try:
@@ -107,7 +108,7 @@ def own_address(endpoint: str) -> str:
 
 
 def _number_of(address: str) -> str:
-    """Returns the IPv4 address for `address`, a number or name of this machine.
+    """Returns the IPv4 address for `address`, an IPv4 address or a name.
 
     Raises `UserError` for an unknown name, and for a name other than `localhost` that stands for a loopback address.
     """

@@ -1,11 +1,11 @@
 """All uses of TorchElastic's private API, with reasons; `tests/launch/test_torch_elastic.py` fails when the API changes.
 
-torchrun of torch 2.13 supports spare nodes badly in five respects (1 to 5), and trusts its network in two (6 and 7). Each
-item states the problem and then the remedy in this module:
+torchrun of torch 2.13 supports spare nodes badly in five respects (1 to 5), and trusts its network in two respects (6
+and 7). Each item states the problem and then the remedy in this module:
 
 1. A survivor that stays rank 0 does not publish the address of the ranks' store again. Here, every world gets a new store.
 2. A waiting spare makes a full world restart for ever. Here, no node counts as waiting while the world is full.
-3. A spare that was never used ends with an error when the job is done. Here, a closed rendezvous ends a spare without error.
+3. An unused spare ends with an error when the job is done. Here, a closed rendezvous ends a spare without error.
 4. A failing agent closes the rendezvous for all nodes. Here, a node can leave without closing the rendezvous.
 5. A spare that fails to get a free position in the world stays on the wait list of the next round, where it times out. Here,
    nodes on the wait list become spares again while the world is full.
@@ -72,7 +72,7 @@ class _Backend(C10dRendezvousBackend):
 
 
 class _StateHolder(dynamic._BackendRendezvousStateHolder):
-    """Reports the silent nodes that this node removes from the state, since no other node sees them afterwards.
+    """Reports the silent nodes that this node removes from the state, since no other node sees these nodes afterwards.
 
     Also turns nodes that wait while the world is full into spares.
     """
@@ -102,7 +102,7 @@ class _StateHolder(dynamic._BackendRendezvousStateHolder):
 
 
 class Rendezvous(dynamic.DynamicRendezvousHandler):
-    """The rendezvous of nodes, which gives more information about nodes than its base class."""
+    """The rendezvous of nodes, which also names the present nodes, counts spares and lets a node leave."""
 
     _state_holder: _StateHolder
     _waiting: Callable[[str], None]  # called with a description of what this node waits for
@@ -202,9 +202,10 @@ class Rendezvous(dynamic.DynamicRendezvousHandler):
 class Agent(LocalElasticAgent):
     """Starts and watches the ranks of one node, together with the agents of the other nodes.
 
-    Before the ranks of a new world start, the agent calls `joined` with the number of the world, the index of this node, the
-    number of nodes and the store. The agent calls `failed` with this node's failed ranks, and does what `failed` returns.
-    `say` prints messages about the agent's actions. `logs` is a folder for TorchElastic's logs of the ranks.
+    When a new world has formed, before its ranks start, the agent calls `joined` with the number of the world, the
+    index of this node, the number of nodes and the store. The agent calls `failed` with this node's failed ranks by
+    global rank, and does what `failed` returns. `say` prints messages about the agent's actions. `logs` is a folder for
+    TorchElastic's logs of the ranks.
     """
 
     def __init__(
@@ -259,7 +260,8 @@ class Agent(LocalElasticAgent):
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         """Stops the ranks by SIGTERM, and by SIGKILL after `_LAST_WORDS` seconds.
 
-        The ranks wait in a collective for lost ranks, so they could not use a longer time to finish their step and save.
+        The ranks wait in a collective for lost ranks, so that more time would not let the ranks finish their step and
+        save.
         """
         self._shutdown(timeout=_LAST_WORDS)
 

@@ -1,4 +1,4 @@
-"""Reduces the points of a curve without visible change: peaks and gaps remain."""
+"""Reduces the points of a curve, but keeps peaks and gaps."""
 
 import itertools
 from collections.abc import Sequence
@@ -7,7 +7,8 @@ import numpy as np
 
 
 def downsample(values: Sequence[float | None], most: int) -> list[int]:
-    """Selects at most about `most` ascending indices of `values`, or all indices if `values` is not longer.
+    """Selects at most `most` ascending indices of `values` (at most five if `most` is below five), or all indices if
+    `values` is not longer than `most`.
 
     Each bucket of neighbouring values contributes its first, last, smallest and largest value, and its first value that
     is missing or not finite.

@@ -60,7 +60,8 @@ class RunFolder:
         return printable(self.path.resolve().name)
 
     def setting(self, key: str, default: Any = None) -> Any:
-        """Returns the configuration's value for a key such as `train.steps`."""
+        """Returns the configuration's value for a key such as `train.steps`; `default` if the value is missing or
+        null."""
         node: Any = self.config
         for part in key.split("."):
             node = node.get(part) if isinstance(node, Mapping) else None
@@ -120,8 +121,8 @@ class RunFolder:
         return "failed", "the run left no reason: its process was killed, or its machine was lost"
 
     def step_at(self, moment: float | None) -> int | None:
-        """Returns the last step that was complete at `moment` (seconds since 1970), for events without a step. Returns
-        None if a record has no time."""
+        """Returns the last step that was complete at `moment` (seconds since 1970), 0 if there was none. Returns None
+        if `moment` is no number, if there are no records, or if a record has no time."""
         times = [time for time in self.column("time") if time is not None]
         if not isinstance(moment, float | int) or not times or len(times) < len(self.records):
             return None
@@ -184,17 +185,17 @@ def read_folder(run_folder: str | Path, *, ended: bool = False) -> RunFolder:
 
 
 def is_run(path: Path) -> bool:
-    """Returns True if a folder is the folder of a run."""
+    """Returns True if a folder has metrics.jsonl, or both config.yaml and environment.jsonl, as a run folder does."""
     return (path / "metrics.jsonl").is_file() or (
         (path / "config.yaml").is_file() and (path / "environment.jsonl").is_file()
     )
 
 
 def _lines(path: Path, most: int | None = None) -> tuple[list[dict[str, Any]], int]:
-    """Reads the mappings of a file, one per line. Returns the mappings and the number of other lines; nothing for a missing
-    file.
+    """Reads the mappings of a file, one per line. Returns the mappings and the number of other lines that are not
+    blank; an empty list and 0 for a missing file.
 
-    Reads at most `most` lines, evenly spaced and including the last line.
+    Parses at most `most` lines, evenly spaced and including the last line. Raises `UserError` for an unreadable file.
     """
     try:
         texts = [line for line in path.read_bytes().split(b"\n") if line.strip()]
@@ -228,8 +229,8 @@ def _parsed_or_none(line: bytes) -> Any:
 
 
 def _parsed(text: bytes) -> Any:
-    """Parses JSON into values that a page can show: numbers within the range of floats, and valid Unicode. Raises
-    ValueError."""
+    """Parses JSON into values that a page can show: integers of many digits become floats, and text becomes valid
+    Unicode. Raises `ValueError` for text that is not JSON."""
     value = parse_json(text, parse_int=lambda digits: int(digits) if len(digits) < _DIGITS else float(digits))
     return _with_printable_text(value) if b"\\ud" in text.lower() else value
 
@@ -287,8 +288,8 @@ def _are_samples(samples: Any) -> bool:
 
 
 def _is_timeline(found: Mapping[str, Any]) -> bool:
-    """Returns True if all events of a pipeline, and of its simulation if there is one, are (rank, kind, stage,
-    microbatch, start, end)."""
+    """Returns True if the number of ranks is valid and all events of a pipeline, and of its simulation if there is one,
+    are (rank, kind, stage, microbatch, start, end)."""
     ranks, timelines = found.get("ranks"), (found.get("events"), found.get("simulated", []))
     return (
         isinstance(ranks, int)
@@ -328,7 +329,8 @@ def mapping(value: Any) -> Mapping[str, Any]:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Returns True for a number, including NaN and infinity, but not for integers beyond the range of floats."""
+    """Returns True for a float, including NaN and infinity, and for an integer below 1e300 in magnitude; False for a
+    bool."""
     return type(value) is float or (type(value) is int and abs(value) < 1e300)
 
 

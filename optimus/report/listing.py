@@ -20,7 +20,7 @@ COLUMNS = (
 def runs(
     folder: str | Path, *, state: str | None = None, match: str | None = None, sort: str = "name", reverse: bool = False
 ) -> list[dict[str, Any]]:
-    """Lists the runs in `folder` and its subfolders, with one mapping per run.
+    """Lists the runs in `folder` and in up to four levels of subfolders, with one mapping per run.
 
     The keys are `name`, `state`, `step`, `steps`, `loss`, `bits_per_byte`, `tokens_per_second`, `parameters`, `model`,
     `why`, `tokens`, `path` and `skipped_lines`. `state` selects runs that are running, finished, stopped or failed, or

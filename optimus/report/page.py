@@ -25,8 +25,8 @@ _STACKED = 600  # maximum number of steps of a stacked chart
 _CELLS = 400_000  # maximum number of cells of a run's heat map of experts
 _STATIC = Path(__file__).with_name("static")
 
-# (group, title, unit, metrics), in the order of the page. A metric that is in no row gets a separate chart in the last
-# group.
+# (group, title, unit, metrics), in the order of the page. A metric of `_curves` that is in no row gets a separate chart
+# in the last group.
 _CHARTS = [
     ("Training", "Loss", "nats per token", ["loss"]),
     ("Training", "Learning rate", "", ["lr"]),
@@ -70,7 +70,7 @@ def write_report(runs: str | Path | Sequence[str | Path], output: str | Path | N
 
 
 def write_page(data: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Writes the page of `report_data`; see `write_report`."""
+    """Writes the page of `report_data` to `path`. Returns and raises like `write_report`."""
     text = render(data)
     with naming_disk_errors(path, "Make room, or choose another place for --output"):
         path.write_text(text, encoding="utf-8")
@@ -78,9 +78,10 @@ def write_page(data: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def report_data(runs: Sequence[str | Path], *, ended: bool = False) -> dict[str, Any]:
-    """Returns the data of the page of these runs, for JSON: curves are lists of points, NaN and infinity are text.
+    """Returns the data of the page of these runs, for JSON: NaN and infinity are text.
 
-    `ended` is True if the runs have ended although their leases still exist.
+    `ended` is True if the runs have ended although their leases still exist. Raises `UserError` without runs, and for a
+    folder without a run.
     """
     if not runs:
         raise UserError("a report needs a run folder: name one, or several to compare")
@@ -212,7 +213,7 @@ def _charts(folders: Sequence[RunFolder], hidden: set[str]) -> list[dict[str, An
 def curve(folder: RunFolder, key: str) -> dict[str, list[Any]]:
     """Returns the points of a metric: `step` and `value`, with None for a record that lacks the metric.
 
-    Metrics that few records have, such as those of a validation, have points only at these records.
+    A metric that fewer than half of the records have, such as one of a validation, has points only at these records.
     """
     values, there = folder.column(key), range(len(folder.records))
     if 2 * values.count(None) > len(values):
@@ -236,8 +237,9 @@ def _clock(folder: RunFolder) -> dict[str, list[Any]]:
 
 
 def stack(folder: RunFolder, kind: str) -> dict[str, Any] | None:
-    """Returns the metrics `kind/...` at the steps that have them, in order of decreasing sums. The step with the
-    largest sum represents each bucket of steps."""
+    """Returns the metrics `kind/...` at the steps that have such metrics, first the metric with the largest sum over
+    these steps; None without such metrics. If these steps are more than `_STACKED`, keeps the step with the largest
+    total of each of `_STACKED` buckets."""
     names = [key for key in folder.metrics if key.startswith(f"{kind}/")]
     if not names:
         return None
@@ -255,7 +257,8 @@ def stack(folder: RunFolder, kind: str) -> dict[str, Any] | None:
 
 
 def expert_loads(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Returns the tokens of each expert in per cent of its layer's mean: `load[step][layer][expert]`."""
+    """Returns the tokens of each expert in per cent of its layer's mean, by index: `load[step][layer][expert]`. Returns
+    None without `records`, and thins out many records."""
     if not records:
         return None
     layers = sorted({int(layer) for each in records for layer in each["load"]})
@@ -286,7 +289,7 @@ def evaluations(files: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _events(folder: RunFolder) -> list[dict[str, Any]]:
-    """Lists the events of the event log and the resumes in order of time; those without a time come last."""
+    """Lists the events of the event log and the resumes in order of time; entries without a time come last."""
     events = [{**each, "step": _step_of(each, folder)} for each in map(_event, folder.events)]
     for each in folder.environment[1:]:
         if type(step := each.get("step")) is int:

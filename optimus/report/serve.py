@@ -1,4 +1,4 @@
-"""Serves reports over HTTP while the runs continue. Every request reads the run folders again."""
+"""Serves reports over HTTP while the runs continue. Reads the run folders again for every answer."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Summarises a run in a sentence and four numbers, or names the best of several runs in each measure."""
+"""Summarises a run in a sentence and at most four numbers, or names the best of several runs in each measure."""
 
 import math
 from collections import Counter
@@ -14,8 +14,8 @@ _LAST = 100  # maximum number of steps in a statistic of the last steps
 
 
 def verdict(folder: RunFolder) -> str:
-    """Describes a run's steps and time, its best validation (else the last loss), and the part of a step that takes the
-    most time.
+    """Describes a run's steps and time, its best validation (without validation, the last loss), and the part of a step
+    that takes the most time.
 
     An example is "finished after 300 of 300 steps in 9 min; best 1.93 bits per byte; slowest: computation, 99.8 %".
     """
@@ -39,7 +39,8 @@ def verdict(folder: RunFolder) -> str:
 
 
 def large_numbers(folder: RunFolder) -> list[dict[str, Any]]:
-    """Returns the first four known numbers: a `label`, a `value` for JSON, and a `note` that qualifies the value."""
+    """Returns the first known numbers, at most four: a `label`, a `value` for JSON, and a `note` that qualifies the
+    value."""
     best, over, seconds = best_bits(folder), _last_steps(folder), training_seconds(folder)
     rate, tokens, parameters = median_rate(folder), folder.last("tokens"), folder.described("parameters")
     known: list[tuple[str, float | None, str]] = [
@@ -56,7 +57,7 @@ def large_numbers(folder: RunFolder) -> list[dict[str, Any]]:
 
 def compared(runs: Mapping[str, RunFolder], with_loss: bool) -> tuple[str, list[dict[str, Any]]]:
     """Compares `runs`, a mapping from names to runs. Returns a sentence and the large numbers: the best values of the
-    first four known measures, each with the name of the run in `note`.
+    first known measures, at most four, each with the name of the run in `note`.
 
     `with_loss` is True if the losses of the runs are comparable.
     """
@@ -99,14 +100,14 @@ def best_bits(folder: RunFolder) -> tuple[float, int] | None:
 
 
 def last_loss(folder: RunFolder) -> float | None:
-    """Returns the mean loss of the last tenth of the steps, at most 100 steps. The mean is not finite if one of the
-    losses is not finite."""
+    """Returns the mean loss of the last tenth of the steps, from one to 100 steps; None if these steps have no loss.
+    The mean is not finite if one of the losses is not finite."""
     values = [value for value in folder.column("loss")[-_last_steps(folder) :] if value is not None]
     return sum(values) / len(values) if values else None
 
 
 def median_rate(folder: RunFolder) -> float | None:
-    """Returns the median of the tokens per second of the last 100 steps."""
+    """Returns the median of the tokens per second of the last 100 steps; None if these steps have no such number."""
     rates = sorted(value for value in folder.column("tokens_per_second")[-_LAST:] if value is not None)
     return rates[len(rates) // 2] if rates else None
 
@@ -128,7 +129,8 @@ def _last_steps(folder: RunFolder) -> int:
 
 
 def _slowest(folder: RunFolder) -> tuple[str, float] | None:
-    """Returns the name of the largest part of the steps' measured time, and the share of this part."""
+    """Returns the name of the largest part of the steps' measured time, and the share of this part; None without
+    measured time."""
     sums = {
         name.removeprefix("time/"): sum(
             value for value in folder.column(name) if value is not None and math.isfinite(value)

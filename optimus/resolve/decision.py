@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 class Decision(NamedTuple):
     """A decision on an open option: its key, the value and the reason.
 
-    A resumed run reuses a `persistent` decision, because the decision is part of the run. Other decisions depend on the
-    machine, and each start makes them anew. `said` is False for a decision without an alternative, which messages to the
-    user omit.
+    A `persistent` decision is part of the run: the configuration in the run folder has its value, and a resumed run
+    reuses the values of the keys `length.PERSISTENT`. Each start makes the other decisions anew. `said` is False for a
+    decision that the summary of a run omits.
     """
 
     key: str

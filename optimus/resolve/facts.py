@@ -1,7 +1,8 @@
 """Facts about a machine, which all ranks measure together or the planner reads from a machine file.
 
-`measure_facts` measures memory and times only if an open option of the configuration depends on them. The function caches
-timings per chip (`tuning.cache`), and rounds free memory down to a coarse step, so that two starts find the same value.
+`measure_facts` measures memory and times only if an open option of the configuration depends on them. The function
+caches memory and times (`tuning.cache`), and rounds free memory down to a coarse step, so that two starts usually find
+the same values.
 """
 
 import time
@@ -74,9 +75,9 @@ def measure_facts(
 ) -> Facts:
     """Returns the facts of this machine.
 
-    With `world`, all of its ranks must call and get the same facts. Without `world`, the function times nothing. A process
-    that only starts ranks sets `touches` to False: the function then does not use the accelerator and counts all of its
-    memory as free.
+    With `world`, all ranks of `world` must call the function, which returns the same facts on all of them. Without
+    `world`, the function times nothing. A process that only starts ranks sets `touches` to False: the function then
+    allocates nothing on the accelerator, and counts all memory of the accelerator as free.
     """
     native = bfloat16_of(device) if world is None else world.on_first(lambda: bfloat16_of(device))
     per_node = mesh.ranks_per_node or mesh.size
@@ -111,8 +112,8 @@ def _memory_to_count_on(
 ) -> tuple[int, list[str]]:
     """Returns (device bytes that a rank may fill, lines for the user).
 
-    The bytes are a rank's part of the lowest free memory of all ranks' devices. That memory is rounded down to a coarse step
-    and cached, so that small changes do not affect decisions.
+    The bytes are a rank's part of the lowest free memory of the devices of all ranks of `world`, or of this process.
+    The function caches that memory, rounded down to a coarse step, so that small changes do not affect decisions.
     """
     if world is None:
         free = (free_memory if touches or device.type == "cpu" else total_memory)(device)
@@ -125,8 +126,8 @@ def _memory_to_count_on(
 
 
 def _timings(mesh: Mesh, world: Group, device: torch.device, dtype: str, known: Measurements) -> Timings:
-    """Returns the cached timings for this number of ranks per node, number of threads, host and dtype, or measures them
-    now."""
+    """Returns the cached timings for this device, number of ranks per node, number of threads, host and dtype, or
+    measures and caches these timings."""
     ranks, host = min(mesh.size, mesh.ranks_per_node or mesh.size), device_name(torch.device("cpu"))
     name = f"offload, {ranks} ranks of {torch.get_num_threads()} threads, {host}, {dtype}"
     found: Timings | None = world.on_first(lambda: known.timings().get(name))

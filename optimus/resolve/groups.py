@@ -35,8 +35,8 @@ class Communicators(NamedTuple):
 
 
 def shared_groups(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout]) -> list[PlannedGroups]:
-    """Returns the partitions of the ranks into groups, except those that only messages or vocabulary parallelism need. Omits
-    repeated partitions and partitions into groups of one rank.
+    """Returns the partitions of the ranks into groups, except the partitions that `run_groups` adds. Omits repeated
+    partitions and partitions into groups of one rank.
 
     `layouts` are those of the parameters of all stages, so that all ranks find the same partitions in the same order.
     """
@@ -86,11 +86,11 @@ def run_groups(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout], *, 
 def communicators(
     config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout], ranks: Sequence[int]
 ) -> list[list[Communicators]]:
-    """Returns the most communicators that each of `ranks` may have, for backends that create a communicator at a group's
-    first collective.
+    """Returns an upper bound of the communicators of each of `ranks`, for backends that create a communicator at a
+    group's first collective.
 
-    NCCL, RCCL and oneCCL are such backends. For messages, these backends create one communicator per sender and receiver; a
-    rank needs only those between its stages and their neighbours.
+    NCCL, RCCL and oneCCL are such backends. For messages, these backends create one communicator per sender and
+    receiver; a rank needs only the communicators between its stages and their neighbours.
     """
     found: list[list[Communicators]] = [[] for _ in ranks]
     for what, partition, apart, messages in run_groups(config, mesh, layouts, tags=False):

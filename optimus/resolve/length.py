@@ -1,6 +1,6 @@
-"""Decides the length of a run in steps, its warm-up and its cooldown, without importing torch.
+"""Decides the length of a run in steps, its warm-up and its cooldown.
 
-Neither this module nor any of its imports may import torch.
+Neither this module nor any module that it imports may import torch.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,7 +27,8 @@ PERSISTENT = (
 def length(config: RunConfig, sequences: int | None) -> Decided:
     """Decides the steps of a run whose length is given in tokens, or in epochs over `sequences` sequences.
 
-    Raises `UserError` for a length below one step, and for a length that ends before `train.stop_at`.
+    Raises `UserError` if epochs give less than one step, if the number of sequences is unknown or `data.sources` are
+    set, and if the steps contradict other options or end before `train.stop_at`.
     """
     train, why = config.train, ""
     steps = train.steps
@@ -65,7 +66,7 @@ def _steps_of_epochs(config: RunConfig, sequences: int | None) -> int:
 
 
 def _check(config: RunConfig, steps: int) -> None:
-    """Checks combinations of options that depend on the number of steps."""
+    """Raises `UserError` when other options contradict the number of steps that `train.epochs` gives."""
     try:
         check_combinations(config)
     except ValueError as error:
@@ -103,7 +104,7 @@ def _schedules(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
 
 
 def previous_decisions(run: Path) -> dict[str, Any]:
-    """Reads the decisions that a resumed run keeps from earlier starts; returns none without a readable configuration.
+    """Reads the decisions that a resumed run keeps from earlier starts, by key; empty without a readable configuration.
 
     Raises `UserError` for a value that is invalid for its key.
     """

@@ -80,10 +80,11 @@ class LiveBytes(NamedTuple):
 
 
 def memory(run: ResolvedRun, rank: int, load: float = 1.0, *, fullest: bool = False) -> MemoryAccount:
-    """Returns the largest account of `rank` over the run's prunings, in the phase whose microbatches have the most tokens.
-    With `fullest`, returns the account of the rank with the most state in the same stage.
+    """Returns the account of `rank` in the phase whose microbatches have the most tokens. With `fullest`, returns the
+    account of the rank with the most state in the same stage.
 
-    The experts on the rank get `load` times the mean number of tokens.
+    The account is that of the pruning with the most bytes on the device, with the largest `host` and `disk` of all
+    prunings. The experts on the rank get `load` times the mean number of tokens.
     """
     plans = (run.chunk_plans(rank, state_spec=spec) for spec in state_specs_of(run))
     accounts = [account(run, rank, each, load, fullest=fullest) for each in plans]
@@ -94,8 +95,8 @@ def memory(run: ResolvedRun, rank: int, load: float = 1.0, *, fullest: bool = Fa
 
 
 def memories(run: ResolvedRun, load: float = 1.0) -> list[MemoryAccount]:
-    """Returns, for each pipeline rank, `memory` of the fullest rank of its stages. Pipeline ranks whose parameters have the
-    same layouts, rules and pruning share one plan."""
+    """Returns, for each pipeline rank, `memory` of the fullest rank of its stages. Computes the state only once for
+    pipeline ranks whose parameters have the same layouts, rules and pruning."""
     rules, unpruned = run.state_spec.rules, run.state_spec.unpruned
     known, found = dict[object, MemoryAccount](), list[MemoryAccount]()
     for rank in run.stage_ranks:
@@ -201,8 +202,8 @@ def gradients_in_use(config: RunConfig, plans: Sequence[ChunkPlan], microbatches
 class AtRest(NamedTuple):
     """Bytes of the state at rest on the fullest device and in the memory of the fullest node.
 
-    `node` counts every rank with the mean of its stage, and does not include the copies for checkpoints, which `copies`
-    counts.
+    `node` counts every rank with the mean of its stage. `copies` counts the copies for checkpoints, which are not in
+    `node`.
     """
 
     device: float
@@ -213,7 +214,8 @@ class AtRest(NamedTuple):
 
 
 def at_rest(run: ResolvedRun, *, shared: bool) -> AtRest:
-    """Returns the maximum over the run's prunings. With `shared`, devices use the memory of the host, like CPUs."""
+    """Returns the maximum of each number over the run's prunings. With `shared`, devices use the memory of the host,
+    like CPUs."""
     return AtRest(*map(max, zip(*(_at_rest(run, spec, shared=shared) for spec in state_specs_of(run)))))
 
 
@@ -231,8 +233,8 @@ def _at_rest(run: ResolvedRun, spec: StateSpec, *, shared: bool) -> AtRest:
 
 
 def fullest_shards(plans: Sequence[ChunkPlan], residency: Residency = "device") -> dict[str, int]:
-    """Returns the bytes by kind, like `bytes_by_kind`, of the rank with the most state. Ranks differ because the shards of a
-    matrix rule differ in length."""
+    """Returns the bytes by kind, like `bytes_by_kind`, of the largest shard; if the chunks have several shardings, adds
+    the largest shards of all shardings. Only the shards of a matrix rule differ in length."""
     found = [of_shards[of_shards.sum(1).argmax()] for of_shards in _by_shards(plans, (residency,))]
     return {kind: sum(int(sizes[number]) for sizes in found) for number, kind in enumerate(KINDS)}
 
@@ -260,8 +262,8 @@ def _by_shards(plans: Sequence[ChunkPlan], residencies: tuple[Residency, ...]) -
 
 
 def _buffer_elements(alike: Sequence[ChunkPlan], buffer: Buffer) -> "int | Table":
-    """Returns the number of elements of a buffer on each rank that shares these chunks, or a single number if it is equal on
-    all ranks."""
+    """Returns the number of elements of a buffer on each rank that shares these chunks, or a single number if all ranks
+    have equally many."""
     first = alike[0]
     if first.mask is not None and buffer.extent != "compressed":
         return sum(plan.elements(buffer) for plan in alike)
@@ -275,8 +277,8 @@ def _alike(plans: Sequence[ChunkPlan]) -> Iterator[list[ChunkPlan]]:
 
 
 def _node_bytes(run: ResolvedRun, held: Sequence[float], copied: Mapping[int, int]) -> Iterator[tuple[float, int]]:
-    """Yields, for each node, the bytes of the state of its ranks and the bytes of their copies. `held` is the state of a
-    rank of each stage, and `copied` the copies of each rank."""
+    """Yields, for each node, the bytes of the state of its ranks and the bytes of their copies. `held` has the mean
+    bytes of state of a rank by pipeline rank, and `copied` the bytes of copies by rank."""
     mesh = run.mesh
     node = mesh.ranks_per_node or mesh.size
     for first in range(0, mesh.size, node):

@@ -12,7 +12,7 @@ from optimus.resolve.decision import Decided
 from optimus.resolve.ranks import mesh_of
 from optimus.resolve.stages import schedule_of
 
-# Pipeline bubble (idle over computing time) that `microbatches: auto` does not exceed if it can choose.
+# The largest pipeline bubble (idle over computing time) of `microbatches: auto`, unless every size has a larger bubble.
 _IDLE = 0.1
 
 
@@ -86,7 +86,8 @@ def _asked(number: int, most: int, sequences: int) -> int:
 
 
 def _idle(config: RunConfig, microbatches: int) -> float:
-    """Returns the pipeline bubble, idle over computing time, for stages that take equally long."""
+    """Returns the pipeline bubble, idle over computing time, for stages that take equally long; infinity if the
+    schedule does not support the number of microbatches."""
     try:
         if config.parallel.executor == "message-driven":
             caps, per_rank = config.parallel.max_in_flight, config.parallel.stages_per_rank
@@ -94,5 +95,5 @@ def _idle(config: RunConfig, microbatches: int) -> float:
                 config.parallel.pipeline, microbatches, caps=caps, stages_per_rank=per_rank
             ).bubble
         return simulate(schedule_of(config, microbatches)).bubble
-    except UserError:  # the schedule does not support these numbers, for example too few microbatches
+    except UserError:
         return float("inf")

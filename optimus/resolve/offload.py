@@ -1,9 +1,9 @@
 """Chooses the state that stays on the device when the rest is offloaded: as configured or, with `auto`, the fastest choice
 that fits.
 
-On an accelerator, the equations of `offload_times` use the measured speed of the link and of updates. A CPU has no link, so
-that memory alone determines the choice. With `recompute: auto`, memory and time assume no recomputation; a later decision
-chooses the recomputation from the memory that remains.
+With timings, the equations of `offload_times` use the measured speed of the link and of updates. Without timings, as on
+a CPU, which has no link, memory alone determines the choice. With `recompute: auto`, memory and time assume no
+recomputation; a later decision chooses the recomputation from the memory that remains.
 """
 
 import math
@@ -65,8 +65,8 @@ def placement(run: ResolvedRun) -> Decided:
 def accumulation(run: ResolvedRun) -> Decided:
     """Decides on the device or the host for accumulating the gradients of several microbatches.
 
-    Decides on the host if the device of any rank lacks memory for these gradients besides the required parameter blocks and
-    resident state. On a CPU, decides on the device, because device and host have the same memory.
+    Decides on the host only if the device of some rank lacks memory for these gradients besides the required parameter
+    blocks and resident state. On a CPU, decides on the device, because device and host have the same memory.
     """
     state = run.config.state
     if state.accumulate_on != "auto":
@@ -96,7 +96,8 @@ def residency(run: ResolvedRun) -> Decided:
     """Decides the number of cached parameter chunks, the fraction of resident state, and the device or host for updates of
     offloaded state.
 
-    Finds the fastest choice for each pipeline rank and combines the choices such that the result fits on every rank.
+    Finds the fastest choice that fits for each pipeline rank. The run gets the smallest fraction, the smallest number
+    of cached chunks, and the device or host that the first pipeline rank chose.
     """
     state = run.config.state
     open_ = {
@@ -171,8 +172,8 @@ def _why(machine: _Machine, shape: StepShape, found: OffloadChoice) -> str:
 def _device_memory(
     run: ResolvedRun, rank: int, elsewhere: Sequence[ChunkPlan], resident: Sequence[ChunkPlan]
 ) -> _DeviceMemory:
-    """Computes the device memory that the rest of the account, gathered parameters excepted, leaves for chunks. `elsewhere`
-    and `resident` are the chunks with offloaded state and with resident state."""
+    """Computes the device memory for chunks: what the account with the chunks `elsewhere` leaves, gathered parameters
+    not counted. `elsewhere` and `resident` are the same chunks with offloaded state and with resident state."""
     state = run.config.state
     cached = [plan for plan in elsewhere if plan.lifetime == "cache"]
     block = max((plan.block for plan in cached), default=0)

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 from optimus.state.buffers import RESIDENCES
 
 UpdatePlace = Literal["device", "host"]
-_TILES = 4  # approximate tiles of an offloaded chunk; reading the next tile overlaps with writing back the previous one
+_TILES = 4  # approximate number of tiles of a chunk; reading the next tile overlaps with writing back the previous one
 _BUFFERS = 3  # buffers of a disk: one to read into, one to update, one to write from
 _MASTER_AND_MOMENTS = 12  # bytes per element of AdamW
 
@@ -74,8 +74,8 @@ class UpdateBytes(NamedTuple):
 
 
 def update_bytes(shape: StepShape, on: UpdatePlace) -> UpdateBytes:
-    """Returns the link traffic of an update. An update on the device transfers state to the device and back; an update on
-    the host transfers only gradients and parameters that are resident on the device."""
+    """Returns the link traffic of an update. An update on the device transfers state to the device and back; an update
+    on the host transfers only gradients and parameters, and only if these are resident on the device."""
     home, waiting, _ = RESIDENCES[shape.offload]
     if on == "device":
         return UpdateBytes(
@@ -91,16 +91,16 @@ def update_bytes(shape: StepShape, on: UpdatePlace) -> UpdateBytes:
 def loads(chunks: int, cache: int, microbatches: int) -> int:
     """Returns the number of chunks fetched in a step.
 
-    Each pass visits the chunks in the reverse order of the previous pass, so that it finds `cache` chunks on the device.
-    After an update, the device has to fetch all chunks again.
+    Each pass visits the chunks in the reverse order of the previous pass, whose last `cache` chunks are still on the
+    device. After an update, the device has to fetch all chunks again.
     """
     cache = min(cache, chunks)
     return 2 * microbatches * chunks - (2 * microbatches - 1) * cache
 
 
 def update_seconds(shape: StepShape, rates: Rates, on: UpdatePlace) -> float:
-    """Returns the seconds to update one of many chunks, which are those of the slowest concurrent operation. Leaves out disk
-    writes, because no other operation waits for them."""
+    """Returns the seconds to update one of many chunks: the time of the slowest concurrent operation. Leaves out disk
+    writes, which `first_pass_seconds` counts."""
     part, link = shape.elements / shape.shards, update_bytes(shape, on)
     work = rates.host_update if on == "host" else rates.device_update
     disk = _MASTER_AND_MOMENTS if RESIDENCES[shape.offload][2] == "disk" else 0
@@ -125,8 +125,8 @@ def pass_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice, computin
 
 
 def backward_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice) -> float:
-    """Returns the seconds of any backward pass but the last one. The time includes the transfer of gradients to the host,
-    which overlaps with computation."""
+    """Returns the seconds of any backward pass but the last one. If the host accumulates gradients, includes their
+    transfer, which overlaps with computation."""
     computing = pass_seconds(shape, rates, choice, shape.backward)
     sent = (shape.chunks - choice.device) * shape.elements / shape.shards * shape.gradient / rates.down
     return max(computing, sent) if shape.sends else computing

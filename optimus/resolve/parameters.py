@@ -40,7 +40,8 @@ def full_model(config: RunConfig) -> Transformer:
 def state_spec_of(config: RunConfig, model: Transformer, inputs: RunInputs) -> StateSpec:
     """Returns the specification of the state of the unsharded `model` at the start of the run.
 
-    Raises `UserError` for pruned parameters whose update rule needs whole matrices.
+    Raises `UserError` like `rules_of` and `pruned_by`, and if the initial weights prune a parameter whose update rule
+    needs whole matrices.
     """
     rules, pruning = rules_of(config.optimizer, model, config.train.freeze), config.pruning
     targets = pruned_by(pruning, model, rules, tied=config.model.tie_embeddings)

@@ -12,7 +12,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def precision(config: RunConfig, bfloat16: tuple[bool, str], previous: Mapping[str, Any]) -> Decided:
-    """Decides on bfloat16 for devices with native support, CPUs included; a resumed run keeps its precision.
+    """Decides on bfloat16 for a device or CPU with native support, otherwise on float32. A resumed run keeps its
+    precision.
 
     `bfloat16` is a pair: True if the device has native support, and the evidence.
     """

@@ -16,8 +16,9 @@ _SHARE = 0.9  # usable share of the free memory
 def recomputation(run: ResolvedRun) -> Decided:
     """Decides the least activation recomputation that fits.
 
-    With `recompute_budget`, the activations of a microbatch must fit into the budget. Otherwise, the live activations of
-    each rank must fit into the memory that the rest of its account leaves. Raises `UserError` when nothing fits.
+    With `recompute_budget`, the activations of a microbatch in the whole model must fit into the budget. Otherwise, the
+    live activations of each rank must fit into the memory that the rest of its account leaves. Raises `UserError` when
+    nothing fits.
     """
     config = run.config
     if config.recompute != ["auto"]:
@@ -34,8 +35,8 @@ def _free_bytes(run: ResolvedRun) -> tuple[int, Callable[[Recomputation], Activa
     """Returns (least free bytes of all ranks, a function that returns the activations of the rank with the largest adjusted
     peak).
 
-    The adjusted peak of a rank is its peak minus the bytes that it has free beyond the least, so that one budget applies to
-    all ranks.
+    The adjusted peak of a rank is its peak minus its free bytes beyond the least, so that one budget applies to all
+    ranks.
     """
     free_bytes = dict[int, int]()
     for rank in run.stage_ranks:

@@ -1,9 +1,10 @@
 """The least activation recomputation that fits into a number of bytes.
 
 Candidates are all sets of modules in every n-th block, for every n, and segments of n whole blocks. The dissertation on
-AxoNN (section 3.3.1, equation 3.1) takes n near the root of the number of blocks N: N / n inputs are saved, and n blocks are
-live at a time. That choice is optimal if a block saves no more than its input, but a block saves many times that. This
-module therefore computes bytes; the root only breaks ties between candidates that recompute equally much.
+AxoNN (section 3.3.1, equation 3.1) takes n near the square root of the number of blocks N: the model saves N / n
+inputs, and n blocks are live at a time. The square root is optimal if a block saves no more than its input, but a block
+saves many times as much. This module therefore computes bytes; the root only breaks ties between candidates that
+recompute equally much.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from optimus.parallel.activations import Activations
 from optimus.parallel.recompute import Recomputation
 
 _MARGIN = 1.01  # allows for scalars and other small tensors that `activation_bytes` leaves out
-BUSY = 1.5  # assumed load imbalance (max/mean) of the experts, above that of routers with a balance loss
+BUSY = 1.5  # assumed load imbalance (max/mean) of the experts
 
 
 def choose_recomputation(

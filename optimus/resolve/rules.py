@@ -35,8 +35,9 @@ def rules_of(config: OptimizerConfig, model: nn.Module, freeze: Sequence[str] = 
     """Returns the rule of each parameter of the whole `model`, by name; parameters matched by `freeze` get the rule
     `Frozen`, except low-rank factors.
 
-    Raises `UserError` for a group or an entry of `freeze` that matches no parameter, and for a model without trainable
-    parameters. Raises `UserError` for a group whose rule cannot update the role of a parameter.
+    Raises `UserError` for an entry of a group or of `freeze` that matches no parameter, and for a model without
+    trainable parameters. Raises `UserError` for a group whose rule cannot update the role of a parameter, and for wrong
+    `optimizer.options`.
     """
     roles = {name: declared.role for name, declared in declarations(model)}
     for number, group in enumerate(config.groups):
@@ -48,9 +49,10 @@ def rules_of(config: OptimizerConfig, model: nn.Module, freeze: Sequence[str] = 
 
 
 def matching(where: str, matches: Sequence[str], roles: Mapping[str, Role]) -> list[str]:
-    """Returns the names of the parameters that match by role or by a shell pattern of names.
+    """Returns the names of the parameters that have a role in `matches`, or whose name matches a shell pattern in
+    `matches`.
 
-    `roles` holds the role of each parameter by name. Raises `UserError`, which names the key `where`, for an entry that
+    `roles` has the role of each parameter by name. Raises `UserError`, which names the key `where`, for an entry that
     matches no parameter.
     """
     _check_matches(where, matches, roles)
@@ -107,7 +109,8 @@ def pruned_by(
 
 
 def check_prunable(where: str, names: Iterable[str], rules: Mapping[str, Rule]) -> None:
-    """Raises `UserError` for a pruned parameter whose rule needs whole matrices; the message names the key `where`."""
+    """Raises `UserError` for one of the pruned parameters `names` that the run trains by a rule that needs whole
+    matrices; the message begins with `where`."""
     for name in names:
         if rules[name].trains and rules[name].tiling != "flat":
             raise UserError(
@@ -117,7 +120,7 @@ def check_prunable(where: str, names: Iterable[str], rules: Mapping[str, Rule]) 
 
 
 def default_rule() -> Rule:
-    """Returns the rule of a parameter under the default configuration."""
+    """Returns the rule of a vector under the default configuration."""
     return _rule(OptimizerConfig(), "", "vector")
 
 
@@ -161,7 +164,7 @@ def _hyperparameters(config: OptimizerConfig, rule: str) -> dict[str, Any]:
 
 
 def _options(rule: str) -> "dict[str, Field[Any]]":
-    """Returns the fields of an update rule that `optimizer.options` gives, by name."""
+    """Returns the fields of an update rule that only `optimizer.options` can set, by name."""
     row, common = RULES[rule], {field.name for field in fields(UpdateRule)}
     return {field.name: field for field in fields(row.kind) if field.name not in common | row.keys.keys()}
 

@@ -144,8 +144,8 @@ class ResolvedRun:
         return self._held[rank]
 
     def divided(self, rank: int) -> Mapping[int, list[ChunkPlan]]:
-        """Returns the chunks of each stage on `rank`. Caches them, because pruning and placement do not change the division
-        into chunks."""
+        """Returns the chunks of each stage on `rank`. Caches the chunks, because pruning and placement do not change
+        the division into chunks."""
         if rank not in self._divided:
             stages = self.held(rank)
             here = {name: self.layouts[name] for name in stages}
@@ -172,7 +172,7 @@ class ResolvedRun:
     def chunks(self) -> Decided:
         """The largest chunk of each stage, in elements, if `state.chunk` leaves the size open.
 
-        The configuration does not store these sizes, because they differ between stages.
+        The configuration does not store these sizes, because each stage may have another size.
         """
         if self.config.state.chunk is not None:
             return Decided()
@@ -214,6 +214,6 @@ class ResolvedRun:
     def activations(self, recomputation: Recomputation | None = None, **selection: Any) -> Activations:
         """Returns the activations of a microbatch. `recomputation` replaces the configured recomputation.
 
-        `selection` selects blocks with arguments of `activation_bytes`; by default, the whole model.
+        `selection` selects blocks with arguments of `activation_bytes`; the default is the whole model.
         """
         return activation_bytes(self.config.model, recomputation or self.recomputation, **self.shapes, **selection)

@@ -30,8 +30,8 @@ def partition_of(config: RunConfig, mesh: Mesh, rank: int) -> StagePartition:
 
 
 def pipeline_options(config: RunConfig) -> Decided:
-    """Decides the layers per stage and the microbatches in flight of a pipeline, and sequence parallelism in a
-    tensor-parallel group."""
+    """Decides the layers per stage of a pipeline, the microbatches in flight of the message-driven executor, and
+    sequence parallelism in a tensor-parallel group."""
     parallel, values = config.parallel, dict[str, object]()
     if parallel.sequence is None:
         values["parallel.sequence"] = parallel.splits_sequence
@@ -53,8 +53,8 @@ def blocks_of_stages(model: ModelConfig, stages: int, *, divided: bool) -> list[
 
 
 def _weights(model: ModelConfig, *, divided: bool) -> tuple[Weights, Weights]:
-    """Returns two weights of each block, the embedding and the output layer: active parameters per token, proportional to
-    time, and total parameters.
+    """Returns two weights of each block, the embedding and the output layer: active parameters per token, as an
+    estimate of time, and total parameters.
 
     With the vocabulary `divided` over all ranks, embedding and output layer have no weight, because all ranks have equal
     shares of them.
@@ -90,7 +90,8 @@ def live_of(config: RunConfig, microbatches: int) -> Sequence[Sequence[Live]]:
     """Returns the live microbatches of each stage of each pipeline rank, in a step of `microbatches` (see
     `live_microbatches`).
 
-    With the message-driven executor, the number is the limit of microbatches in flight.
+    With the message-driven executor, the number is a stage's limit of microbatches in flight, but at most
+    `microbatches`.
     """
     parallel, pp = config.parallel, config.parallel.pipeline
     if parallel.executor == "message-driven":

@@ -9,7 +9,7 @@ from optimus.errors import UserError
 
 def teacher_models(config: RunConfig) -> tuple[ModelConfig, ...]:
     """Returns the configurations of the teacher's models; an empty tuple without a teacher. Raises `UserError` when a
-    checkpoint is missing."""
+    checkpoint is missing or damaged."""
     teacher = config.train.teacher
     return () if teacher is None else tuple(described_teacher(path).model for path in teacher.checkpoints)
 

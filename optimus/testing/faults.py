@@ -1,7 +1,7 @@
 """Fault injection: a plan of faults by rank and step, to rehearse a run's recovery.
 
-Every fault of a plan, except `slow`, happens once in the life of a run, even if the run repeats the step after a restart,
-because the event log records the faults that have happened. This module, run as a program, runs a rank of a launch with a
+The event log records the faults that have happened, so that every fault of a plan, except `slow`, happens at most once
+in the life of a run, even if the run repeats the step. This module, run as a program, runs a rank of a launch with a
 plan. The program's arguments are PLAN and the arguments of `optimus.launch.rank`.
 """
 
@@ -37,7 +37,7 @@ FaultKind = Literal["kill", "kill_agent", "nan", "hang", "slow", "tear_checkpoin
 
 
 class Fault(Section):
-    """A fault on `rank` at the start of `step`, or when the rank writes the checkpoint of `step` (faults of checkpoints)."""
+    """A fault on `rank` at the start of `step` or, for `tear_checkpoint`, after the checkpoint of `step` is written."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -71,11 +71,11 @@ class FaultPlan:
         return self._with("cut", rank, step)
 
     def nan(self, rank: int, step: int) -> "FaultPlan":
-        """Makes the rank compute non-finite numbers in its first block."""
+        """Makes the rank compute non-finite numbers in its first block in `step`."""
         return self._with("nan", rank, step)
 
     def hang(self, rank: int, step: int) -> "FaultPlan":
-        """Makes the rank hang."""
+        """Makes the rank hang for ever at the start of `step`."""
         return self._with("hang", rank, step)
 
     def slow(self, rank: int, factor: float, step: int = 1) -> "FaultPlan":
@@ -87,7 +87,7 @@ class FaultPlan:
         return self._with("tear_checkpoint", rank, step)
 
     def fill_disk(self, rank: int, step: int) -> "FaultPlan":
-        """Simulates a full disk when the rank writes its file of the checkpoint of `step`."""
+        """Simulates a full disk at the rank's first write to a checkpoint after the start of `step`."""
         return self._with("fill_disk", rank, step)
 
     def _with(self, kind: FaultKind, rank: int, step: int, factor: float = 1.0) -> "FaultPlan":
@@ -103,7 +103,10 @@ class FaultPlan:
 
     @classmethod
     def read(cls, path: str | Path) -> "FaultPlan":
-        """Reads a plan from a YAML file, a list of entries like `{kind: kill, rank: 1, step: 12}`. Raises `UserError`."""
+        """Reads a plan from a YAML file, a list of entries like `{kind: kill, rank: 1, step: 12}`.
+
+        Raises `UserError` for a file that cannot be read, and for other content.
+        """
         try:
             text = user_path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

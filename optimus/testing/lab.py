@@ -1,8 +1,8 @@
 """A cluster on one machine to rehearse node failures: hosts are network namespaces joined by a bridge.
 
-Each host has its own address and its own link, whose bandwidth can be limited and which can be cut. A host runs
-`optimus launch` like a node. The rendezvous store runs on a separate host. Namespaces need root on Linux. If namespaces
-are not allowed, hosts are plain process groups on this machine, without links to limit or cut.
+Each host has its own address and its own link, whose bandwidth can be limited and which can be cut. A host runs one
+node of a launch. The rendezvous store runs on a separate host. Namespaces need root on Linux. Without namespaces, hosts
+are plain process groups on this machine, without links to limit or cut.
 """
 
 import json
@@ -75,7 +75,8 @@ class Lab:
             process.wait()
 
     def _pids(self, host: str) -> list[int]:
-        """Returns the ids of all processes on a host, including its ranks, which are in separate sessions."""
+        """Returns the ids of the processes in a host's namespace or, without namespaces, of those that its command has
+        started. Includes the ranks, which are in separate sessions."""
         if self.isolated:
             return [int(pid) for pid in _output("ip", "netns", "pids", host).split()]
         with suppress(psutil.NoSuchProcess):
@@ -95,12 +96,12 @@ def rehearse(
 ) -> dict[str, Any]:
     """Launches `job` on nodes and spares created on this machine, with the faults in the file `inject`.
 
-    The rehearsal ends when all nodes have ended, `grace` seconds after the run has finished, or after `limit` seconds. The
-    output of each node goes to `lab/NODE.log` in the run folder. With `plain`, nodes are processes on one network. `say` is
-    called with each event when the event happens.
+    The rehearsal ends when all nodes have ended, `grace` seconds after the run has finished, or after `limit` seconds.
+    The output of each node goes to `lab/NODE.log` in the run folder. With `plain`, nodes are processes on one network.
+    The rehearsal calls `say` with each new event.
 
     Returns `output`, `finished`, `exit_codes` by node (None if the node was still running at the end and was killed),
-    `events` and `isolated` (true if the nodes were network namespaces). Raises `UserError` before starting any process if
+    `events` and `isolated` (true if the nodes were network namespaces). Raises `UserError` before starting any node if
     the run is impossible as configured.
     """
     tree, data = read_run(job.config, job.overrides)
@@ -192,7 +193,8 @@ def lab(nodes: int, *, isolated: bool, bandwidth: str | None = None) -> Iterator
 def _signals_end_it() -> Iterator[Callable[[], None]]:
     """Makes SIGTERM and SIGHUP raise an exception inside the context, as Ctrl-C does; the exit code is 128 plus the signal.
 
-    The context yields a function that ignores all three signals from then on, so that the cleanup completes.
+    The context yields a function that makes the process ignore all three signals until the end of the context, so that
+    the cleanup completes. Outside the main thread, signals keep their handlers.
     """
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set signal handlers
         yield lambda: None

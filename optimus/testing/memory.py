@@ -44,7 +44,7 @@ class Allocations:
     def allocated(self, storage: UntypedStorage) -> None:
         """Counts the current memory of `storage`.
 
-        The storage's previous memory counts until this call, because a resize copies the contents.
+        For the peak, the storage's previous memory also counts, because a resize copies the contents.
         """
         key, size = storage._cdata, storage.nbytes()
         with self._lock:
@@ -75,9 +75,9 @@ class Allocations:
 def tracking() -> Iterator[Allocations]:
     """Counts the bytes allocated inside the context.
 
-    A resized storage counts with its new bytes, even if it existed before the context. The old bytes of the storage no
-    longer count, if they did. For example, take a storage of n bytes from before the context: `resize_(0)` changes nothing,
-    a following `resize_(n)` adds n, and another `resize_(0)` subtracts n.
+    A resized storage counts with its new bytes, even if the storage existed before the context. For example, take a
+    storage of n bytes from before the context: `resize_(0)` changes nothing, a following `resize_(n)` adds n, and
+    another `resize_(0)` subtracts n.
     """
     allocations = Allocations()
     with _Mode(allocations), resizes(allocations):
@@ -88,7 +88,7 @@ def tracking() -> Iterator[Allocations]:
 
 
 class _Mode(TorchDispatchMode):
-    """Intercepts every operator, after autograd and before the device."""
+    """Intercepts the operators that this thread calls, after autograd and before the device."""
 
     def __init__(self, allocations: Allocations) -> None:
         super().__init__()
@@ -112,9 +112,9 @@ class _Mode(TorchDispatchMode):
 
 
 def _storages(values: Any) -> list[UntypedStorage]:
-    """Returns all storages in `values`, nested at any depth, including tensors' storages.
+    """Returns the storages in `values`, nested at any depth, including tensors' storages.
 
-    Sparse and meta tensors have no storage.
+    Leaves out sparse and meta tensors, which have no memory in a storage.
     """
     leaves = tree_leaves(values)
     tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout == torch.strided)
@@ -150,7 +150,8 @@ def resizes(
 
 
 def allocated(chunks: Iterable[Chunk]) -> dict[str, int]:
-    """Returns the current bytes of all chunks' buffers by kind. `master` is 0 if the parameters are the master weights."""
+    """Returns the current bytes of all chunks' buffers by kind. A storage counts once, so `master` is 0 if the
+    parameters are the master weights."""
     counted: set[int] = set()
 
     def count(*buffers: Tensor) -> int:

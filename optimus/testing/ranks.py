@@ -6,9 +6,9 @@ destroys one process group. The rendezvous store of a call is a file, because a 
 addresses, and a slow name server stalls a connection for seconds. Calls do not affect each other, except by changes that
 the function leaves in its process, for example a patched module.
 
-If a rank fails, the caller kills all ranks of the call, because the others may wait forever for the failed rank; the next
-call forks new processes. The error names the culprit rank: a dead rank, because a death makes other ranks raise, or
-otherwise the first rank that raised.
+If a rank fails, the caller kills all ranks of the call, because the others may wait for the failed rank until the
+timeout; the next call forks new processes. The error names the culprit rank: a dead rank, because a death makes other
+ranks raise, or otherwise the first rank that raised. After a timeout, the error names all ranks that had not finished.
 """
 
 import atexit
@@ -49,7 +49,7 @@ on few cores, the ranks of two calls slow each other down."""
 
 
 class RankError(Exception):
-    """Ranks failed. `ranks` are the culprits; the message has their tracebacks."""
+    """Ranks failed. `ranks` are the culprits; the message has their tracebacks, or says how they died."""
 
     def __init__(self, ranks: Sequence[int], message: str) -> None:
         super().__init__(message)
@@ -67,7 +67,8 @@ def run_ranks(
     end with the call.
 
     Raises:
-        RankError: a rank raised, died, or had not finished `timeout` seconds after the call. All ranks are then killed.
+        RankError: a rank raised, died, or had not finished after `timeout` seconds. The caller then kills all ranks.
+        ValueError: `n` is less than 1.
     """
     if n < 1:
         raise ValueError(f"run_ranks needs at least one rank, not {n}")
@@ -148,9 +149,9 @@ def _exchange(workers: Sequence[_Worker], requests: Sequence[Any], deadline: flo
 
 
 def _deaths(workers: Sequence[_Worker], ranks: Sequence[int], answers: dict[int, _Answer]) -> dict[int, _Answer]:
-    """Returns the answers of `ranks` that arrive until one of all ranks has died, for at most a second.
+    """Returns the answers of `ranks` that arrive until any rank has died, for at most `_DYING` seconds.
 
-    A rank that fails because another one has died may be the first to report.
+    A rank that fails because of the death of another rank may be the first to report.
     """
     found, end = dict[int, _Answer](), time.monotonic() + _DYING
     while not any(answer.died for answer in (answers | found).values()):
@@ -210,7 +211,7 @@ class _Pool:
 
     @contextlib.contextmanager
     def lend(self, n: int, reuse: bool = True) -> Iterator[tuple[list[_Worker], str]]:
-        """Lends `n` workers, and a file for their rendezvous.
+        """Lends `n` workers, and the path of a new file for their rendezvous.
 
         After an exception, the pool kills the workers instead of reusing them.
         """
@@ -279,7 +280,7 @@ def _serve(connection: Connection, folder: str) -> None:
 
 
 def _end_with_parent(folder: str) -> None:
-    """Ends this rank and removes the pool's folder if the caller is killed and cannot do it."""
+    """Ends this rank and removes the pool's folder once the caller has ended, since a killed caller cannot do so."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

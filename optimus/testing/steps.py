@@ -63,7 +63,8 @@ def build(config: RunConfig, groups: Groups, device: torch.device = _CPU) -> tup
 
 
 def random_batch(config: RunConfig, step: int) -> Tensor:
-    """Returns the global batch of a step [global_batch, context], the same on every rank. Low tokens are more frequent."""
+    """Returns the global batch of a step, int64 [global_batch, sequence_length], the same on every rank. Low tokens are
+    more frequent."""
     generator = torch.Generator().manual_seed(step)
     shape = config.train.global_batch, config.train.sequence_length
     return (torch.rand(shape, generator=generator).square() * config.model.vocab).long()

@@ -1,8 +1,9 @@
 """Counts the calls of this process to `torch.distributed`, so that tests can compare communication with theory.
 
-Inside the context, wrappers replace the functions of `torch.distributed`, so calls of the form `dist.all_reduce(...)` count.
-Calls by names that `from torch.distributed import all_reduce` has bound earlier do not count. DDP's reducer and functional
-collectives do not count either, because they do not call these functions. Nested calls (`send` calls `isend`) count once.
+Inside the context of `counting`, wrappers replace functions of `torch.distributed`, so that calls of the form
+`dist.all_reduce(...)` count. Calls by names that `from torch.distributed import all_reduce` has bound earlier do not
+count. DDP's reducer and functional collectives do not count, because neither calls these functions. Nested calls
+(`send` calls `isend`) count once.
 """
 
 import functools
@@ -45,9 +46,9 @@ _COUNTED: dict[str, tuple[str, tuple[str, ...]]] = {
 class Traffic:
     """Calls and payload bytes of this process, by collective.
 
-    The payload is the whole tensor of the collective: the full tensor of all_reduce and broadcast, the output of
-    all_gather, the input of reduce_scatter, input plus output of all_to_all (including the part that stays on the rank),
-    and this rank's tensor otherwise. Asynchronous calls count when issued.
+    The payload is the output of all_gather, the input of reduce_scatter, and input plus output of all_to_all, including
+    the part that stays on the rank. For other calls, the payload is this rank's tensor. Asynchronous calls count when
+    issued.
     """
 
     calls: Counter[str] = field(default_factory=Counter)
@@ -58,7 +59,7 @@ class Traffic:
 
 @contextmanager
 def counting() -> Iterator[Traffic]:
-    """Counts the collectives called inside the context, by any thread."""
+    """Counts the collectives, sends and receives that any thread of this process calls inside the context."""
     traffic = Traffic()
     counter = _Counter(traffic)
     originals = {name: getattr(dist, name) for name in _COUNTED if hasattr(dist, name)}

@@ -1,4 +1,4 @@
-/* Draws the data of `report_data`. Curves come as points; NaN and infinity come as text, a missing value as null. */
+/* Draws the data of `report_data`. NaN and infinity come as text, and a missing value comes as null. */
 const RUN_COLOURS = Array.from({ length: 8 }, (_, number) => "--run-" + number);  // of the style sheet
 const runColour = number => RUN_COLOURS[number % RUN_COLOURS.length];
 const KIND_COLOURS = { forward: "#8fb8de", backward: "#f2b880", backward_input: "#f2d479", backward_weights: "#9fce9f",
@@ -22,7 +22,7 @@ function along(run, step) {
   if (at[high] === at[low]) return to[low];
   return to[low] + (to[high] - to[low]) * (step - at[low]) / (at[high] - at[low]);
 }
-/* Lists the axes that all runs have; the clock of older runs may lack one. Runs of different lengths are compared on tokens. */
+/* Lists the axes that all runs have; the clock of older runs may lack the tokens. */
 function axesOfAll() {
   const has = name => data.runs.every(run => run.clock.step.length && run.clock[name].every(value => typeof value === "number"));
   return Object.keys(AXES).filter(name => name === "step" || name === "share" || has(name));
@@ -61,8 +61,8 @@ const alongName = () => axis === "seconds" || axis === "share" ? AXES[axis] : ax
 const alongText = (x, number) => x === null ? "-" : axis === "seconds" ? duration(x) : axis === "share" ? +x.toFixed(1) + " %" : number(x);
 /* A legend shows the values under the cursor or, without a cursor, the last values. */
 const alongSeries = () => ({ label: alongName(), value: (_, x, __, at) => at === null ? "last" : alongText(x, text) });
-/* Returns a curve's value at the cursor: the latest value at or before this point of the axis, or the last value. The index that
-   uPlot gives a legend is that of the nearest value, which may come later. */
+/* Returns a curve's value at the cursor: the latest value at or before this point of the axis, with "(last)" beyond the end of
+   the curve. The index that uPlot gives a legend is the index of the nearest value, which may come later. */
 function valueAt(chart, series) {
   const values = chart.data[series];
   const at = chart.cursor.idx;
@@ -119,7 +119,7 @@ function heightAt(chart, series, x) {
   for (let i = 0; i < xs.length; i++) if (typeof values[i] === "number" && (best < 0 || Math.abs(xs[i] - x) < Math.abs(xs[best] - x))) best = i;
   return best < 0 ? null : chart.valToPos(values[best], "y", true);
 }
-/* Makes the entries of a legend show and hide their curves by keys, too; a smoothed curve together with its raw values. */
+/* Makes the entries of a legend show and hide their curves by keys, too. A smoothed curve shows and hides its raw values with it. */
 function byKeys(chart, holder) {
   const rows = [...holder.querySelectorAll(".u-series")];
   rows.forEach((row, number) => { if (chart.series[number].measured) row.style.display = "none"; });
