@@ -23,7 +23,7 @@ def embedding(row_T: Tensor, w_VH: Tensor) -> Tensor:
 
 
 def embedding_reference(row_T: Tensor, w_VH: Tensor) -> Tensor:
-    """Reference implementation, for tests and for fp32 tables."""
+    """Reference implementation, for tests and for tables in fp32 or float64."""
     return F.embedding(row_T, w_VH)
 
 

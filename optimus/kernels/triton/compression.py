@@ -43,7 +43,7 @@ def _unpruned_indices(words_W, before_B, P, BLOCK: tl.constexpr, WORD: tl.conste
 @triton.jit
 def _compress(x_P, words_W, before_B, compressed_K, P, BLOCK: tl.constexpr, WORD: tl.constexpr):
     p, unpruned, index = _unpruned_indices(words_W, before_B, P, BLOCK, WORD)
-    x = tl.load(x_P + p, mask=p < P)  # pruned elements too: the memory fetches their cache lines in any case
+    x = tl.load(x_P + p, mask=p < P)  # pruned elements too, because they share cache lines with unpruned elements
     tl.store(compressed_K + index, x, mask=unpruned)
 
 

@@ -31,7 +31,8 @@ def expert_reduce(y_PH: Tensor, weights_TK: Tensor | None, position_TK: Tensor) 
 
 
 def expert_reduce_backward(weight_grad_PC: Tensor, weights_TK: Tensor, position_TK: Tensor) -> Tensor:
-    """Returns the gradient of the routing weights in their dtype: the sum of each row's parts, 0 without a row."""
+    """Returns the gradient of the routing weights in their dtype: the sum of each row's parts, 0 for a choice without a
+    row."""
     weights_grad_TK = weights_TK.new_empty(weights_TK.shape)
     choices = weights_TK.numel()
     _sum_parts[(max(1, triton.cdiv(choices, _CHOICES)),)](
