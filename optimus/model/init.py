@@ -20,8 +20,8 @@ _CUT = 3.0
 
 
 def initialize(model: nn.Module, seed: int, std: float) -> None:
-    """Fills every parameter of `model` in place as declared: a constant, or a truncated normal of standard deviation
-    `std`."""
+    """Fills every parameter of `model` in place as declared: a constant, or a normal distribution of standard deviation
+    `std`, truncated at three deviations."""
     for name, declared in declarations(model):
         initialize_parameter(name, model.get_parameter(name), declared.initial, seed, std)
 

@@ -9,7 +9,8 @@ from optimus.model.moe.statistics import RouterStats
 
 
 class TokenSplit:
-    """Maps the residual stream to the whole tokens that this device processes, and back. Here both are the same."""
+    """Maps the residual stream to the whole tokens that this device processes, and back. Here the device processes all
+    tokens."""
 
     def take(self, x_TH: Tensor) -> Tensor:
         """Returns the whole tokens that this device processes [U, H]."""
