@@ -75,7 +75,8 @@ class HarnessModel(TemplateLM):
         return [log_likelihood for log_likelihood, _ in self._score(windows)]
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Generates text up to the first stop string, end-of-text or `max_gen_toks`; greedy unless the request samples."""
+        """Generates text up to the first stop string, end-of-text or `max_gen_toks`; greedily unless the request
+        samples. Raises `UserError` for a model that is not a `Transformer`."""
         if not isinstance(self.model, Transformer):
             raise UserError("tasks that generate text cannot be run with an ensemble: evaluate its members one by one")
         found: list[str] = []
