@@ -22,8 +22,8 @@ from optimus.model import KVCache, Transformer
 ROWS = 64  # sequences that `Generation` decodes together by default
 _CACHE_BYTES = 4 << 30  # bytes of keys and values of all layers, at most, unless one sequence needs more
 _PREFILL_TOKENS = 8192  # tokens of a forward pass over several prompts, padding included, at most
-_PADDED = 1.15  # tokens of such a pass over tokens of its prompts, at most
-_MOST_HELD = 64  # tokens without a complete character at their end that `TextStream` holds back
+_PADDED = 1.15  # maximum ratio of the tokens of such a pass, padding included, to the tokens of its prompts
+_MOST_HELD = 64  # maximum number of tokens for which `TextStream` waits until a character is complete
 
 
 class Request(NamedTuple):
@@ -43,7 +43,8 @@ class Request(NamedTuple):
     stops: Collection[int] = ()
 
     def fitted(self, context: int | None) -> "Request":
-        """Returns this request with the last tokens of the prompt that fit into `context` with `max_tokens` tokens.
+        """Returns this request with the last tokens of the prompt that fit into `context` together with `max_tokens`
+        new tokens.
 
         Raises `UserError` for options out of range.
         """
@@ -221,8 +222,9 @@ def generate(
     """Generates the texts that continue `prompts`, without the prompts. A text ends before an end-of-text token.
 
     `tokenizer` is a `tokenizers.Tokenizer`. An empty prompt starts a new document after end-of-text. `options` are
-    those of `Request`, the same for all prompts. `on_text`, if given, is called with (number of the prompt, new piece
-    of its text) as soon as the piece is known. Raises `UserError` for options out of range and for invalid prompts.
+    those of `Request`, the same for all prompts. The function calls `on_text`, if given, with (number of the prompt,
+    new piece of its text) as soon as the piece is known. Raises `UserError` for options out of range and for invalid
+    prompts.
     """
     check_prompts(prompts)
     encode = encoder(tokenizer)
@@ -281,9 +283,10 @@ def texts(
     until: Sequence[Sequence[str]] | None = None,
     on_text: Callable[[int, str], None] | None = None,
 ) -> list[str]:
-    """Decodes the text of each request, up to the first of its strings of `until`. Calls `on_text` like `generate`.
+    """Decodes the text of each request, up to the first string of the request's `until`. Calls `on_text` like
+    `generate`.
 
-    Text that may be the beginning of a string of `until` is held back from `on_text`.
+    Holds back from `on_text` the text that may begin a string of `until`.
     """
     streams = [
         TextStream(tokenizer, request.prompt, () if until is None else until[number])

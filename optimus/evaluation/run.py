@@ -145,9 +145,9 @@ def generate_text(
 ) -> str | list[str]:
     """Generates text after `prompt` with a checkpoint (or the newest of a run); greedily unless `temperature` is above 0.
 
-    Several prompts are decoded together, up to 64 at a time, and the result is the list of their texts. `on_text`, if
-    given, is called with (number of the prompt, new piece of its text) as soon as a piece is known. With `chat`, the
-    checkpoint's chat template formats each prompt as a user's message, and the text is the assistant's answer.
+    Decodes several prompts together, up to 64 at a time, and returns the list of their texts. The function calls
+    `on_text`, if given, with (number of the prompt, new piece of its text) as soon as a piece is known. With `chat`,
+    the checkpoint's chat template formats each prompt as a user's message, and the text is the assistant's answer.
 
     A prompt that does not fit into the model's context together with `max_tokens` loses its beginning. The tokenizer
     encodes the spelling of a special token as ordinary text, or with `parse_special` as that token. `plugins` names the

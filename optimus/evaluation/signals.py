@@ -20,7 +20,7 @@ from optimus.errors import UserError, naming_disk_errors
 from optimus.observe.metrics import read_metrics
 
 _LOWER_IS_BETTER = ("bits_per_byte",)
-_LEAST = 3  # measurements that a run needs
+_LEAST = 3  # minimum number of measurements of a run
 
 
 class TaskCurve(NamedTuple):

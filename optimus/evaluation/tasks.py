@@ -74,7 +74,7 @@ def run_tasks(
     """Runs the tasks and returns `{name: {"acc", "acc_norm", "bits_per_byte", "margin", "n"}}`; `n` is the number of
     documents.
 
-    The results of mmlu and mmlu_continuation are means over all subjects, weighted by their size.
+    The results of mmlu and mmlu_continuation are means over all subjects, weighted by numbers of documents.
 
     `model` is an `lm_eval` model. `limit` is the maximum number of documents of each task, or of each subject for mmlu.
     """

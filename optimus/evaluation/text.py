@@ -1,10 +1,10 @@
 """Measures bits per byte of text, which is informative for small models too, and comparable across tokenizers.
 
-No document is context of another one. The model predicts the first token of a document from an end-of-text token, as in
-training, where end-of-text tokens separate the documents. A document longer than the context becomes several disjoint
-windows. The model predicts the first token of a window from the last token of the previous window, so it predicts each
-token exactly once, but no end-of-text tokens. The number of bytes is that of the UTF-8 text, even if the tokenizer
-drops some of the text; for prepared data, the number is an estimate.
+A document is never the context of another document. The model predicts the first token of a document from an
+end-of-text token, as in training, where end-of-text tokens separate the documents. A document longer than the context
+becomes several disjoint windows. The model predicts the first token of a window from the last token of the previous
+window, so it predicts each token exactly once, but no end-of-text tokens. The number of bytes is that of the UTF-8
+text, even if the tokenizer drops some of the text; for prepared data, the number is an estimate.
 """
 
 import math
@@ -69,7 +69,8 @@ def measure(
     """Measures the text of `parts`; see `bits_per_byte`.
 
     If the model is partitioned over the ranks of `group`, all of them must call this function together. Only the first
-    rank of `group` reads the text, and it broadcasts each part to the others. All ranks raise a read error.
+    rank of `group` reads the text, and it broadcasts each part to the others. If reading fails, all ranks raise the
+    error.
     """
     nats, part = 0.0, Part([], 0, 0)
     reader = parts if group is None else iter(lambda: group.on_first(lambda: next(parts, None)), None)

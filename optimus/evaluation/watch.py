@@ -73,8 +73,8 @@ def _scores(folder: Path, name: str, checkpoint: Path) -> Path:
 
 
 def _is_scored(checkpoint: Path, scores: Path) -> bool:
-    """Returns True if the file `scores` has the scores of this checkpoint, not of an earlier one of the same step, which a
-    rollback has dropped."""
+    """Returns True if the file `scores` has the scores of this checkpoint, not of an earlier checkpoint of the same
+    step that a rollback has dropped."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         found = parse_json(scores.read_bytes())
         return bool(found["checkpoint"]["sha256"] == file_sha256(checkpoint / DESCRIPTION))

@@ -1,4 +1,4 @@
-"""Softmax attention over blocks of keys, which combine to attention over any longer sequence.
+"""Softmax attention over blocks of keys. The results of several blocks combine to attention over a longer sequence.
 
 The softmax over two sets of keys follows from the softmax over each set and their log-sum-exps (Rabe and Staats 2021;
 ring attention, Liu et al. 2023). The gradients are sums over the blocks; a block's gradients need the attention and the
@@ -339,7 +339,8 @@ def _heads_first(*tensors_BSND: Tensor) -> list[Tensor]:
 
 
 def blocks_before(new: int, seen: int, distance: int, window: int | None) -> Iterator[AttentionBlock]:
-    """Yields the blocks by which `new` positions attend to `seen` >= `new` positions that begin `distance` earlier."""
+    """Yields the blocks of `new` queries over `seen` >= `new` keys; the first key is `distance` before the first
+    query."""
     reach = new if window is None else min(window - distance, new)  # query i attends to key j where i - j < reach
     if reach > 0:
         yield AttentionBlock(slice(0, reach), slice(0, seen), "none")

@@ -1,4 +1,4 @@
-"""Selects the path of an operation: Triton on an accelerator, PyTorch on the CPU."""
+"""Selects the path of an operation, Triton or PyTorch, and the dtypes of its computation."""
 
 from functools import cache
 

@@ -8,11 +8,11 @@ implements the other stages:
 - 4, expert computation (lines 75-79): the loop over experts
 - 5, output reduction (lines 81-96): `_sum_of_rows`
 
-Rows are sorted by expert, so each expert's rows are one contiguous slice and every product is an ordinary matmul.
-Padding makes the length of each slice a multiple of 16, or of 2 in generation with few rows: CPU libraries compile a
-kernel for every shape, and the number of rows of an expert changes from batch to batch. Padding rows repeat a row of
-the same expert with weight zero, so they contribute nothing. The loop gathers an expert's rows just before use and adds
-the expert's weight gradients in place, so the expert's working set stays in the CPU's cache.
+Rows are sorted by expert, so each expert's rows are one contiguous slice and every product is an ordinary matmul. CPU
+libraries compile a kernel for every shape, and the number of rows of an expert changes from batch to batch. Therefore,
+padding makes the length of each slice a multiple of 16, or of 2 in generation with few rows. Padding rows repeat a row
+of the same expert with weight zero, so they contribute nothing. The loop gathers an expert's rows just before use and
+adds the expert's weight gradients in place, so the expert's working set stays in the CPU's cache.
 
 The forward pass saves x, the weights, the pre-activation z and the indices. The gradient of a routing weight is
 <h, down^T g>, so the experts' outputs are not saved. The input's gradient is a sum over the inverse index, so no operation

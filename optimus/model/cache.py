@@ -32,9 +32,9 @@ class KVCache:
     def begin(self, tokens_BS: Tensor) -> Tensor:
         """Begins a forward pass over new tokens, and returns the tokens as the sequences of this pass.
 
-        The first pass adds the rows. One token of every row makes a single sequence [1, B], in which every token has
-        the position that follows in its row. Raises `ValueError` for another number of rows, and for several tokens of
-        rows of different lengths.
+        The first pass adds the rows. One token of every row makes a single sequence [1, B], in which the position of a
+        token is the length of the token's row. Raises `ValueError` for another number of rows, and for several tokens
+        of rows of different lengths.
         """
         self.lengths = self.lengths or [0] * len(tokens_BS)
         if len(tokens_BS) != len(self.lengths):
@@ -77,7 +77,7 @@ class KVCache:
         self.lengths += other.lengths
 
     def remove(self, row: int) -> None:
-        """Removes a row. The last row takes its place."""
+        """Removes a row; the last row takes its place."""
         last = len(self.lengths) - 1
         if row != last:
             for layer in self.layers:
@@ -131,7 +131,7 @@ class LayerCache:
 
     def move(self, source: int, target: int) -> None:
         """Copies the row `source` to `target`."""
-        length = max(self._cache.lengths[source], self._cache.lengths[target])  # also clears the rest of the old row
+        length = max(self._cache.lengths[source], self._cache.lengths[target])  # overwrites all of the old row
         for buffer in self._buffers:
             buffer[target, :, :length] = buffer[source, :, :length]
 

@@ -44,8 +44,8 @@ def count_parts(config: ModelConfig) -> dict[str, ParameterCount]:
 def too_large(config: ModelConfig, tensors: int, elements: int) -> bool:
     """Returns True if a model has far more layers or parameters than `tensors` tensors of `elements` elements in total.
 
-    Callers check a configuration from another program before they build its model, which could take all memory or never
-    end.
+    Callers check a configuration from another program before they build its model, because the building could take all
+    memory or never end.
     """
     try:
         return config.layers > tensors + 1000 or count_parameters(config).total > 4 * elements + (1 << 26)

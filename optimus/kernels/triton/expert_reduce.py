@@ -1,8 +1,8 @@
 """Stage 5, output reduction (Algorithm 1 of the Optimus paper, lines 81-96), and sums of its backward pass (lines 98-113).
 
-With the dense inverse index, exactly one program computes an output element, as a sum over k in the order of the choices.
-The same kernel, without weights, sums the gradient of the block's input. `expert_down` implements the scaling of line 107
-and the dot products of line 108, and returns partial sums of each row's weight gradient.
+With the dense inverse index, exactly one program computes an output element, as a sum over k in the order of the
+choices. The same kernel, without weights, sums the gradient of the block's input. `expert_down` implements the scaling
+of line 107 and the dot products of line 108, and returns partial sums of the gradient of each row's routing weight.
 
 Legend: T tokens, K experts per token, P routed rows, H hidden, C parts of a row's weight gradient.
 """

@@ -1,8 +1,8 @@
 """Tiled matmuls of the experts' rows with the experts' weights, for stages 4a, 4b and their backward passes.
 
-If the chip has TMA (`tuning.by_descriptors`), kernels load contiguous operands by descriptors. Each processor then runs one
-persistent program, which prefetches the next tile while it finishes the current one. Kernels always load gathered rows by
-pointers, and also all operands if the dtype, the widths or the chip do not allow descriptors.
+If the chip has TMA (`tuning.by_descriptors`), kernels load contiguous operands by descriptors. Each processor then runs
+at most one program, which is persistent and prefetches the next tile while it finishes the current one. Kernels always
+load gathered rows by pointers, and also all operands if the dtype, the widths or the chip do not allow descriptors.
 
 Legend: T tokens, P routed rows, E experts, R tiles of rows; A [P, L] @ B [E, L, N] -> [P, N], where [X, Y] is [L, N] or
 [N, L]; a weight's gradient is [E, M, N], from G columns of tokens and O columns of rows.

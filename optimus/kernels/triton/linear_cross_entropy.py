@@ -68,7 +68,7 @@ def _softmax_gradient(
     """Stores the row's loss; if WITH_GRADIENT, replaces the row's logits by `scale` times the gradient of the loss."""
     t = tl.program_id(0)
     row = logits_TV + t.to(tl.int64) * V
-    # The target's logit is loaded before any store, with the loop's barriers in between: other threads overwrite logits.
+    # The first loop's barriers make all threads load the target's logit before any thread overwrites logits.
     target = tl.load(target_T + t)
     counted = target >= 0
     target_logit = _tanh_capped(tl.load(row + target, mask=counted, other=0), CAP)

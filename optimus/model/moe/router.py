@@ -25,15 +25,16 @@ class Router(ProjectionModule):
     - `score`: scores are a softmax or a sigmoid of the logits.
     - `groups`: a token chooses experts only in the `groups_per_token` groups whose two largest scores have the largest
       sums.
-    - `renormalise` and `scale`: the weights of a token are normalised to sum to 1, and multiplied by `scale`.
-    - `bias`: a bias per expert is added to the scores for the choice only (DeepSeek-V3, section 2.1.2). `move_biases`
-      updates the bias.
+    - `renormalise` and `scale`: the router normalises the weights of a token to sum to 1, and multiplies the weights by
+      `scale`.
+    - `bias`: the router adds a bias per expert to the scores, for the choice only (DeepSeek-V3, section 2.1.2).
+      `move_biases` updates the bias.
     - `logit_bias`: the projection has a bias, which is a parameter.
 
     `force_balanced` forces the uniform routing of the Optimus paper (section 2.3), with the router's scores as weights:
-    token t of a sequence or document goes to experts t*K ... t*K + K-1 modulo E. In each sequence or document, all experts
-    get the same number of tokens, or one more where E does not divide the number of choices. A token's experts depend on
-    its position alone, not on the other tokens of its batch or rank.
+    token t of a sequence or document goes to experts t*K ... t*K + K-1 modulo E. In each sequence or document, the
+    numbers of tokens of any two experts differ by at most one. A token's experts depend on its position alone, not on
+    the other tokens of its batch or rank.
     """
 
     replaceable = (*ProjectionModule.replaceable, "step")

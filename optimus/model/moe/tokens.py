@@ -1,4 +1,5 @@
-"""The tokens that one device processes in a sparse layer: here all of them. `parallel.tokens` splits them over ranks.
+"""The tokens that one device processes in a sparse layer: here all of them. `parallel.tokens` splits the tokens over
+ranks.
 
 Legend: T tokens, H hidden, U tokens processed on this rank.
 """
