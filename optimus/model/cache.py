@@ -63,8 +63,7 @@ class KVCache:
         self.lengths = list(lengths)
 
     def reserve(self, rows: int, length: int) -> tuple[int, int]:
-        """Raises the cache's rows and capacity if `rows` sequences of `length` positions need more, and returns
-        both."""
+        """Returns the cache's rows and capacity, increased if `rows` sequences of `length` positions need more."""
         self.rows = max(self.rows, rows)
         while self.capacity < length:
             self.capacity *= 2

@@ -12,8 +12,8 @@ The sparse block is Algorithm 1 of the Optimus paper (FastSparseMoE), with these
 Rules for all kernels:
 
 - Sums have a fixed order and the same bits every time: no two programs add to one element.
-- The host never waits for the device. The host may not know the number of routed rows, so grids and buffers have the size
-  of an upper bound, and programs without rows return immediately. A CUDA graph can capture all kernels.
+- The host never waits for the device. The host may not know the number of routed rows, so grids and buffers have the
+  size of an upper bound, and programs without rows return immediately. A CUDA graph can capture all kernels.
 - Kernels compute in fp32, but matmuls read their operands in the stored dtype, and sums of squares may be float64.
 - Triton's interpreter gives wrong results for bf16. Without an accelerator, the tests therefore check the kernels in
   fp32 and fp16.
