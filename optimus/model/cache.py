@@ -59,7 +59,7 @@ class KVCache:
         self.keep([length + self._new for length in self.lengths])
 
     def keep(self, lengths: Sequence[int]) -> None:
-        """Sets the number of cached positions of each row. Later positions in the buffers belong to padding."""
+        """Keeps the first `lengths` positions of each row. Later positions in the buffers belong to padding."""
         self.lengths = list(lengths)
 
     def reserve(self, rows: int, length: int) -> tuple[int, int]:
