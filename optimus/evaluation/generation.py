@@ -1,5 +1,5 @@
-"""Generates text. `Generation` decodes many prompts of different lengths together with a KV cache, greedily unless the
-caller sets a temperature. `continuations` also decodes with a model that is partitioned over ranks, greedily.
+"""Generates text. `Generation` decodes many prompts of different lengths together with a KV cache, greedily unless a
+request has a temperature. `continuations` always decodes greedily, also with a model that is partitioned over ranks.
 
 Legend: B rows, S positions, H hidden, V vocabulary.
 """
@@ -21,9 +21,9 @@ from optimus.model import KVCache, Transformer
 
 ROWS = 64  # sequences that `Generation` decodes together by default
 _CACHE_BYTES = 4 << 30  # bytes of keys and values of all layers, at most, unless one sequence needs more
-_PREFILL_TOKENS = 8192  # tokens of prompts, padding included, that one forward pass reads
-_PADDED = 1.15  # tokens of such a pass over tokens of its prompts, at most
-_MOST_HELD = 64  # tokens without a complete character at their end that `TextStream` holds back
+_PREFILL_TOKENS = 8192  # tokens of a forward pass over several prompts, padding included, at most
+_PADDED = 1.15  # maximum ratio of the tokens of such a pass, padding included, to the tokens of its prompts
+_MOST_HELD = 64  # maximum number of tokens for which `TextStream` waits until a character is complete
 
 
 class Request(NamedTuple):
@@ -31,8 +31,8 @@ class Request(NamedTuple):
 
     The continuation ends after `max_tokens` tokens, or before the first token of `stops`. Temperature 0 takes the most
     probable token. Other temperatures draw a token from the softmax of logits / temperature, restricted to the fewest
-    tokens whose probability is at least `top_p` together (nucleus sampling, Holtzman et al. 2020, section 3.1). The same
-    `seed` draws the same tokens.
+    tokens whose probability is at least `top_p` together (nucleus sampling, Holtzman et al. 2020, section 3.1). The
+    same `seed` draws the same tokens if the probabilities are the same.
     """
 
     prompt: Sequence[int]
@@ -43,7 +43,8 @@ class Request(NamedTuple):
     stops: Collection[int] = ()
 
     def fitted(self, context: int | None) -> "Request":
-        """Returns this request with the last tokens of the prompt that fit into `context` with `max_tokens` tokens.
+        """Returns this request with the last tokens of the prompt that fit into `context` together with `max_tokens`
+        new tokens.
 
         Raises `UserError` for options out of range.
         """
@@ -108,7 +109,7 @@ class Generation:
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         while True:
-            # Not around the loop: the caller may use the model between two tokens.
+            # The block does not enclose the loop, because the caller may use the model between two tokens.
             with evaluating(self._model), torch.inference_mode():
                 self._drop_ended()
                 if not self._rows and not self._waiting:
@@ -155,7 +156,7 @@ class Generation:
     def _read(self, new: list[_Row]) -> None:
         """Reads the prompts of `new` in one forward pass, and adds these rows with their first tokens."""
         lengths = [len(row.request.prompt) for row in new]
-        # Padding is at the end of a row, where a causal model's predictions do not depend on it.
+        # Padding is at the end of a row, so a causal model's predictions for the prompt do not depend on the padding.
         tokens_BS = torch.zeros(len(new), max(lengths), dtype=torch.long)
         for tokens_S, row, length in zip(tokens_BS, new, lengths, strict=True):
             tokens_S[:length] = torch.tensor(row.request.prompt)
@@ -184,7 +185,7 @@ class Generation:
 
 
 def _cache_bytes(model: Transformer) -> int:
-    """Returns the bytes of the keys and values of one position."""
+    """Returns the bytes of the keys and values of one position in all layers."""
     config = model.config
     latent, heads = config.latent, 2 * config.kv_heads * config.head_size
     numbers = heads if latent is None else latent.keys + latent.rotary
@@ -198,7 +199,7 @@ def sampled(logits_BV: Tensor, requests: Sequence[Request], randoms: Sequence[to
     top_p_B = torch.tensor([request.top_p for request in requests], dtype=torch.float64)
     drawn_B = torch.cat([torch.rand(1, generator=random, dtype=torch.float64) for random in randoms])
     logits_BV = logits_BV.float().cpu()
-    below_BV = logits_BV.double() - logits_BV.amax(-1, keepdim=True)  # of at most 0, so that no quotient is infinite
+    below_BV = logits_BV.double() - logits_BV.amax(-1, keepdim=True)  # at most 0, so that no quotient is plus infinity
     p_BV, order_BV = torch.softmax(below_BV / temperature_B[:, None], -1).sort(descending=True, stable=True)
     before_BV = p_BV.cumsum(-1) - p_BV  # total probability of the tokens that are more probable than each token
     p_BV[before_BV >= top_p_B[:, None]] = 0
@@ -220,9 +221,10 @@ def generate(
 ) -> list[str]:
     """Generates the texts that continue `prompts`, without the prompts. A text ends before an end-of-text token.
 
-    `tokenizer` is a `tokenizers.Tokenizer`. An empty prompt starts a new document after end-of-text. `options` are those of
-    `Request`, the same for all prompts. `on_text`, if given, is called with (number of the prompt, new piece of its text)
-    as soon as the piece is known. Raises `UserError` for options out of range.
+    `tokenizer` is a `tokenizers.Tokenizer`. An empty prompt starts a new document after end-of-text. `options` are
+    those of `Request`, the same for all prompts. The function calls `on_text`, if given, with (number of the prompt,
+    new piece of its text) as soon as the piece is known. Raises `UserError` for options out of range and for invalid
+    prompts.
     """
     check_prompts(prompts)
     encode = encoder(tokenizer)
@@ -237,7 +239,7 @@ def generate(
 
 
 def check_prompts(prompts: Sequence[Any]) -> None:
-    """Raises `UserError` for a prompt that is no text."""
+    """Raises `UserError` for a prompt that is not a string, or that UTF-8 cannot encode."""
     for prompt in prompts:
         try:
             prompt.encode()
@@ -281,9 +283,10 @@ def texts(
     until: Sequence[Sequence[str]] | None = None,
     on_text: Callable[[int, str], None] | None = None,
 ) -> list[str]:
-    """Decodes the text of each request, up to the first of its strings of `until`. Calls `on_text` like `generate`.
+    """Decodes the text of each request, up to the first string of the request's `until`. Calls `on_text` like
+    `generate`.
 
-    Text that may be the beginning of a string of `until` is held back from `on_text`.
+    Holds back from `on_text` the text that may begin a string of `until`.
     """
     streams = [
         TextStream(tokenizer, request.prompt, () if until is None else until[number])
@@ -311,11 +314,11 @@ class TextStream:
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], until: Sequence[str] = ()) -> None:
         self._tokenizer, self._until = tokenizer, tuple(until)
         self._before, self._new = list(prompt_ids[-1:]), list[int]()
-        self._held = ""  # decoded text that is not returned yet: it may be the beginning of an end
+        self._held = ""  # decoded text that is not returned yet, because it may begin a string of `until`
         self.text, self.ended = "", False
 
     def add(self, token: int) -> str:
-        """Adds a token, and returns the text that is now known: nothing while a character is incomplete."""
+        """Adds a token, and returns the text that is now known, which may be empty."""
         self._new.append(token)
         text = _decode_after(self._tokenizer, self._before, self._new)
         if text.endswith("\ufffd") and len(self._new) < _MOST_HELD:
@@ -333,7 +336,8 @@ class TextStream:
         return piece + held
 
     def _released(self, text: str) -> str:
-        """Returns the held and the new text, but for an end of it that may begin a string of `until`."""
+        """Returns the held and the new text up to a string of `until`. Holds back the end of the text if this end may
+        begin such a string."""
         text = self._held + text
         ends = [text.index(end) for end in self._until if end in text]
         if ends:
@@ -350,8 +354,8 @@ class TextStream:
 def continuations(
     model: Scored, prompts: Sequence[Sequence[int]], *, max_tokens: int, eos_id: int, group: Group | None = None
 ) -> list[list[int]]:
-    """Generates the most probable tokens after each prompt (of at least one token), at most `max_tokens`.
-    A continuation ends before the first end-of-text token.
+    """Generates the most probable tokens after each prompt (of at least one token), up to the first end-of-text token
+    and at most `max_tokens`. The result does not include the end-of-text token.
 
     If the model is partitioned over ranks, all ranks of `group` must call this function together. All ranks continue
     with the tokens that the group's first rank finds. A partitioned model has no KV cache, so every forward pass
@@ -369,14 +373,15 @@ def continuations(
         tokens_B = model.head(hidden_BH).float().argmax(-1)
         return torch.stack(
             [tokens_B, tokens_B], 1
-        ).float()  # fp32 represents every token id exactly; `at_tokens` expects two columns
+        ).float()  # fp32 is exact for token ids below 2^24; `at_tokens` expects two columns
 
     with evaluating(model):
         for _ in range(max_tokens):
             at = [row * tokens_BS.shape[1] + len(tokens) - 1 for row, tokens in enumerate(rows)]
             found_B2 = model.at_tokens(tokens_BS.to(device), torch.tensor(at, device=device), most_probable)
             found: list[int] = found_B2[:, 0].long().tolist()
-            if group is not None:  # other ranks may round differently if two tokens are equally probable
+            # Ranks may round differently, and so choose different tokens if two tokens are almost equally probable.
+            if group is not None:
                 found = group.broadcast_object(found)
             for row, token in enumerate(found):
                 ended[row] |= token == eos_id
@@ -403,4 +408,5 @@ def _decode_after(tokenizer: Any, before_ids: list[int], new_ids: list[int]) -> 
     text = tokenizer.decode(before_ids + new_ids, skip_special_tokens=False)
     if text.startswith(before):
         return str(text[len(before) :])
-    return str(tokenizer.decode(new_ids, skip_special_tokens=False))  # `new_ids` complete a character of `before_ids`
+    # `new_ids` may complete a character of `before_ids`.
+    return str(tokenizer.decode(new_ids, skip_special_tokens=False))

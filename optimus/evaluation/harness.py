@@ -29,8 +29,8 @@ _GENERATED_AT_ONCE = 256
 class HarnessModel(TemplateLM):
     """A `model` with its `tokenizer` (a `tokenizers.Tokenizer`), for inputs of at most `context` tokens.
 
-    `progress`, if given, is called with (requests done, total requests). `score(windows, tokens_per_batch)`, if given,
-    replaces `optimus.evaluation.score.score`.
+    The model calls `progress`, if given, with (requests done, total requests). `score(windows, tokens_per_batch)`, if
+    given, replaces `optimus.evaluation.score.score`.
     """
 
     def __init__(
@@ -75,7 +75,8 @@ class HarnessModel(TemplateLM):
         return [log_likelihood for log_likelihood, _ in self._score(windows)]
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Generates text up to the first stop string, end-of-text or `max_gen_toks`; greedy unless the request samples."""
+        """Generates text up to the first stop string, end-of-text or `max_gen_toks`; greedily unless the request
+        samples. Raises `UserError` for a model that is not a `Transformer`."""
         if not isinstance(self.model, Transformer):
             raise UserError("tasks that generate text cannot be run with an ensemble: evaluate its members one by one")
         found: list[str] = []

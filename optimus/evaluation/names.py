@@ -9,16 +9,16 @@ from optimus.plugins import Table
 class TaskRow:
     """A task of lm-eval, which runs on local documents.
 
-    `definition` is the folder with the task's YAML file: relative to lm-eval's folder `tasks`, or an absolute path. `splits`
-    are the splits of the data to evaluate, in order of preference. For a task that lm-eval divides by subjects, `subjects`
-    is the pattern of lm-eval's names, and `data` the name of the files of all subjects.
+    `definition` is the folder with the task's YAML file: relative to lm-eval's folder `tasks`, or an absolute path.
+    `splits` are the splits of the data to evaluate, in order of preference. For a task that lm-eval divides by
+    subjects, `subjects` is the pattern of lm-eval's names. `data` is the name of the data files, by default `name`.
     """
 
     name: str
     definition: str
     splits: tuple[str, ...] = ("test", "validation")
     subjects: str | None = None
-    data: str | None = None  # name of the data files, if it is not the name of the task
+    data: str | None = None
 
 
 _VALIDATION = ("validation",)  # the test labels are unpublished

@@ -50,17 +50,18 @@ def evaluate(
     """Scores a checkpoint (or the newest of a run) on `tasks`, whose data is in the folder `task_data`, and on `text`.
 
     Returns `{"tasks": {name: {"acc", "acc_norm", "bits_per_byte", "margin", "n"}}, "bits_per_byte": float or None}`,
-    extended by the settings and the versions. Writes the same mapping to the JSON file `output`, completely or not at all.
-    With `hub`, the tasks are any of lm-eval's, by its own definitions and on its own data sets, which are downloaded unless
-    they are in the cache of `datasets`; their metrics are lm-eval's.
+    extended by settings, splits, checkpoint, model and versions. If `output` is given, writes the same mapping to this
+    JSON file, completely or not at all. With `hub`, `tasks` names any tasks of lm-eval. These tasks have the metrics of
+    lm-eval's definitions, and run on lm-eval's data sets, which the library `datasets` downloads or has in its cache.
 
     For a task on local data, `bits_per_byte` is the bits per byte of the right answer, and `margin` is the bits per
     byte of the best wrong answer minus this value. Several checkpoints with the same tokenizer form an ensemble, whose
     logits are the mean of the members' logits. `limit` is the maximum number of documents per task (per subject for
-    mmlu). `fewshot` is the number of examples in each prompt (none by default). `max_bytes` is the maximum number of
-    bytes of text. The tokenizer encodes the spelling of a special token as ordinary text, or with `parse_special` as
-    that token. The computation is in fp32. `plugins` names the plugins that the checkpoint's model or the tasks need.
-    Raises `UserError`, where possible before loading the model.
+    mmlu). `fewshot` is the number of examples in each prompt (by default 0, or with `hub` the number of the task's
+    definition). `max_bytes` is the maximum number of bytes of text. The tokenizer encodes the spelling of a special
+    token as ordinary text, or with `parse_special` as that token. The computation is in fp32. `plugins` names the
+    plugins that the checkpoint's model or the tasks need. Raises `UserError` for invalid arguments or data, where
+    possible before loading the model.
 
     Example:
         optimus.evaluate("runs/first", text="held-out/")["bits_per_byte"]
@@ -144,9 +145,9 @@ def generate_text(
 ) -> str | list[str]:
     """Generates text after `prompt` with a checkpoint (or the newest of a run); greedily unless `temperature` is above 0.
 
-    Several prompts are decoded together, up to 64 at a time, and the result is the list of their texts. `on_text`, if
-    given, is called with (number of the prompt, new piece of its text) as soon as a piece is known. With `chat`, the
-    checkpoint's chat template formats each prompt as a user's message, and the text is the assistant's answer.
+    Decodes several prompts together, up to 64 at a time, and returns the list of their texts. The function calls
+    `on_text`, if given, with (number of the prompt, new piece of its text) as soon as a piece is known. With `chat`,
+    the checkpoint's chat template formats each prompt as a user's message, and the text is the assistant's answer.
 
     A prompt that does not fit into the model's context together with `max_tokens` loses its beginning. The tokenizer
     encodes the spelling of a special token as ordinary text, or with `parse_special` as that token. `plugins` names the

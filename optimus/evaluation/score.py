@@ -86,7 +86,8 @@ def split_long(context: Sequence[int], continuation: Sequence[int], limit: int) 
 def score(model: Scored, windows: Sequence[Window], tokens_per_batch: int = TOKENS_PER_BATCH) -> list[Score]:
     """Returns the score of each window, in order. A batch has at most `tokens_per_batch` inputs, but at least one row.
 
-    Computes log-probabilities in fp32 from logits of the model's dtype, and sums them in fp64.
+    Computes log-probabilities in fp32 from logits of the model's dtype, and sums the log-probabilities in fp64. Raises
+    `ValueError` for a window without context.
     """
     rows: dict[tuple[int, ...], list[int]] = {}  # the indices of the windows with the same input, by this input
     for index, (context, continuation) in enumerate(windows):
@@ -111,7 +112,7 @@ def score(model: Scored, windows: Sequence[Window], tokens_per_batch: int = TOKE
 def _score_batch(model: Scored, inputs: list[tuple[int, ...]], asked: list[tuple[int, Window]]) -> Iterator[Score]:
     """Yields the score of each window of `asked`, which pairs a window with the index of its row in `inputs`."""
     device = next(model.parameters()).device
-    # Padding is at the end of a row, where a causal model's predictions do not depend on it.
+    # Padding is at the end of a row, so a causal model's predictions for the tokens do not depend on the padding.
     tokens_BS = torch.zeros(len(inputs), len(inputs[0]), dtype=torch.long)
     for row, tokens in enumerate(inputs):
         tokens_BS[row, : len(tokens)] = torch.tensor(tokens)

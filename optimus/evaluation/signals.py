@@ -20,7 +20,7 @@ from optimus.errors import UserError, naming_disk_errors
 from optimus.observe.metrics import read_metrics
 
 _LOWER_IS_BETTER = ("bits_per_byte",)
-_LEAST = 3  # measurements that a run needs
+_LEAST = 3  # minimum number of measurements of a run
 
 
 class TaskCurve(NamedTuple):
@@ -34,8 +34,8 @@ TaskCurves = dict[tuple[str, str], list[TaskCurve]]  # one curve per run, by tas
 
 
 def read_curves(runs: Sequence[str | Path]) -> TaskCurves:
-    """Reads the tasks' metrics that all `runs` have. Raises `UserError` for a run with too few measurements, and if the
-    runs have no task in common."""
+    """Reads the tasks' metrics that all `runs` have. Raises `UserError` for a folder that is not a run folder, for a
+    run with too few measurements, and if the runs have no task in common."""
     found: list[dict[tuple[str, str], TaskCurve]] = []
     for given in runs:
         folder = user_path(given)
@@ -79,7 +79,8 @@ def signals(curves: TaskCurves) -> list[dict[str, Any]]:
 
 
 def spearman(x_N: NDArray[Any], y_N: NDArray[Any]) -> float:
-    """Returns the correlation of the ranks, where equal values share the mean of their ranks; 0 if all values are equal."""
+    """Returns the correlation of the ranks, where equal values share the mean of their ranks. Returns 0 if all values
+    of `x_N`, or all values of `y_N`, are equal."""
     ranks = [_ranks(values) - (len(values) - 1) / 2 for values in (x_N, y_N)]
     size = float(np.sqrt((ranks[0] ** 2).sum() * (ranks[1] ** 2).sum()))
     return float((ranks[0] * ranks[1]).sum()) / size if size else 0.0

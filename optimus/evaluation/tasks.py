@@ -1,19 +1,20 @@
-"""Runs the paper's tasks (Optimus, table 2) with lm-eval on local data, without downloads.
+"""Runs the paper's tasks (Optimus, table 2) with lm-eval on local data, or any tasks of lm-eval on lm-eval's data sets.
 
-Prompts, choices and metrics are those of lm-eval's task definitions; this module replaces only the source of the
-documents. Results are comparable with published results if the documents are the same. A task runs on the test
-split if its labels are published and the folder has the split, otherwise on the validation split. Every task reports
-`acc_norm`, the accuracy by log-likelihood per character of the choice, even if lm-eval's definition lists `acc` alone.
+On local data, prompts and choices are those of lm-eval's task definitions; this module replaces the source of the
+documents and the list of metrics. Results are comparable with published results if the documents are the same. A task
+runs on the test split if the labels of this split are published and the folder has the split, otherwise on the
+validation split. Every task reports `acc_norm`, the accuracy by log-likelihood per character of the choice, even if
+lm-eval's definition lists `acc` alone.
 
-Small models and early checkpoints guess, so accuracies say little about them. Two other numbers improve from the first
-steps on: `bits_per_byte` of the right answer, given the question, and `margin`, the bits per byte of the best wrong
-answer minus those of the right one. `bits_per_byte` and `margin` are means over the documents.
+Small models and early checkpoints guess, so accuracies say little about them. Two other numbers usually improve from
+the first steps on: `bits_per_byte` of the right answer, given the question, and `margin`, the bits per byte of the best
+wrong answer minus those of the right one. `bits_per_byte` and `margin` are means over the documents.
 
 mmlu_continuation is mmlu with the text of the answers instead of their letters, because small models cannot yet choose by
 letters.
 
-Few-shot examples come from the split that lm-eval names (train; dev for mmlu) if the folder has that split. Otherwise
-they come from the evaluated split, without the document that they precede.
+Few-shot examples come from the training split if the folder has one, otherwise, and for HellaSwag's ready-made
+requests, from the evaluated split without the document in question. Examples for mmlu must come from the split `dev`.
 """
 
 import contextlib
@@ -73,9 +74,9 @@ def run_tasks(
     """Runs the tasks and returns `{name: {"acc", "acc_norm", "bits_per_byte", "margin", "n"}}`; `n` is the number of
     documents.
 
-    The results of mmlu and mmlu_continuation are means over all subjects, weighted by their size.
+    The results of mmlu and mmlu_continuation are means over all subjects, weighted by numbers of documents.
 
-    `model` is an `lm_eval` model. `limit` is the number of documents of each task, or of each subject for mmlu.
+    `model` is an `lm_eval` model. `limit` is the maximum number of documents of each task, or of each subject for mmlu.
     """
     from lm_eval.evaluator import evaluate
 
@@ -100,8 +101,8 @@ def run_hub_tasks(
     """Runs tasks or groups of lm-eval by its own definitions and data sets, which the library `datasets` downloads or has in
     its cache. Returns `{name: {metric: number, "n": documents}}`, with the metrics of the definitions.
 
-    A definition's own number of few-shot examples applies if `fewshot` is 0. Raises `UserError` for an unknown name, and
-    for data that is neither in the cache nor to be had.
+    A definition's own number of few-shot examples applies if `fewshot` is 0. Raises `UserError` for an unknown name,
+    and for data that the library can neither find in its cache nor download.
     """
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.tasks import TaskManager

@@ -1,10 +1,10 @@
 """Measures bits per byte of text, which is informative for small models too, and comparable across tokenizers.
 
-No document is context of another one. The model predicts the first token of a document from an end-of-text token, as in
-training, where end-of-text tokens separate the documents. A document longer than the context becomes several disjoint
-windows. The model predicts the first token of a window from the last token of the previous window, so it predicts each
-token exactly once, but no end-of-text tokens. The number of bytes is that of the UTF-8 text, even if the tokenizer drops
-some of the text.
+A document is never the context of another document. The model predicts the first token of a document from an
+end-of-text token, as in training, where end-of-text tokens separate the documents. A document longer than the context
+becomes several disjoint windows. The model predicts the first token of a window from the last token of the previous
+window, so it predicts each token exactly once, but no end-of-text tokens. The number of bytes is that of the UTF-8
+text, even if the tokenizer drops some of the text; for prepared data, the number is an estimate.
 """
 
 import math
@@ -49,10 +49,10 @@ def bits_per_byte(
 ) -> dict[str, Any]:
     """Returns `{"loss": float, "bits_per_byte": float, "bytes": int, "tokens": int}` of a file, folder or glob of text.
 
-    `tokenizer` is a `tokenizers.Tokenizer`. `context` is the longest input in tokens. `max_bytes` limits the text to its
-    first bytes in reading order. The model may be in training: this function restores its mode, and leaves gradients
-    unchanged. The function calls `progress` with the number of bytes measured so far. Raises `UserError` for unreadable
-    files, and if there is no text.
+    `loss` is in nats per token. `tokenizer` is a `tokenizers.Tokenizer`. `context` is the longest input in tokens.
+    `max_bytes` limits the text to its first bytes in reading order. The model may be in training: this function
+    restores its mode, and leaves gradients unchanged. The function calls `progress` with the number of bytes measured
+    so far. Raises `UserError` for unreadable files, and if there is no text.
     """
     parts = read_parts(tokenizer, text_path, eos_id=eos_id, context=context, max_bytes=max_bytes, text_field=text_field)
     return measure(model, parts, tokens_per_batch=tokens_per_batch, progress=progress)
@@ -69,7 +69,8 @@ def measure(
     """Measures the text of `parts`; see `bits_per_byte`.
 
     If the model is partitioned over the ranks of `group`, all of them must call this function together. Only the first
-    rank of `group` reads the text, and it broadcasts each part to the others. All ranks raise a read error.
+    rank of `group` reads the text, and it broadcasts each part to the others. If reading fails, all ranks raise the
+    error.
     """
     nats, part = 0.0, Part([], 0, 0)
     reader = parts if group is None else iter(lambda: group.on_first(lambda: next(parts, None)), None)
@@ -156,7 +157,7 @@ def read_rows(shards: Shards, max_tokens: int) -> Iterator[Part]:
 
 
 class _Cutter:
-    """Cuts the tokens of documents, which may come in pieces, into windows of `context` inputs."""
+    """Cuts the tokens of documents, which may come in pieces, into windows of at most `context` inputs."""
 
     def __init__(self, eos_id: int, context: int) -> None:
         self._eos, self._context = eos_id, context

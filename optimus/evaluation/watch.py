@@ -1,4 +1,4 @@
-"""Scores the checkpoints of a training while it runs, each once, for `optimus evaluate --watch`."""
+"""Scores each checkpoint of a run once, during the training, for `optimus evaluate --watch`."""
 
 import re
 import sys
@@ -26,12 +26,13 @@ def watch(
     run: str | Path, *, name: str = "watch", every: float = _EVERY, **options: Any
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Scores each checkpoint of `run` once, the newest first, and yields (step, result of `evaluate`). Ends when the
-    training has finished and all its checkpoints are scored.
+    training has finished and no checkpoint waits for its scores.
 
-    The result of step N is in the run folder, in `evaluations/NAME-N.json`; a checkpoint with such a file of its own is not
-    scored again. `options` are those of `evaluate`. The training passes the scores to its metric sinks; after the training,
-    this function does. Says so and goes on where a checkpoint cannot be scored, for example because it has diverged or the
-    training has removed it. Raises `UserError` for arguments with which no checkpoint can be scored.
+    Writes the result of step N to `evaluations/NAME-N.json` in the run folder (N has at least eight digits), and scores
+    no checkpoint whose result is already there. `options` are those of `evaluate`. The training passes the scores to
+    the run's metric sinks; after the training, this function passes them. If a checkpoint cannot be scored, for example
+    because the model has diverged or the training has removed the checkpoint, prints a message to stderr and continues.
+    Raises `UserError` if `run` is not a run folder, and for arguments with which no checkpoint can be scored.
 
     Example:
         for step, scores in api.watch("runs/first", text="held-out/"):
@@ -42,9 +43,9 @@ def watch(
     about = "tasks", "task_data", "hub", "text", "limit", "fewshot", "max_bytes"
     check_request(**{key: value for key, value in options.items() if key in about})
     folder, passed_over = user_path(run), set[str]()
-    read_folder(folder)  # raises if it is no run
+    read_folder(folder)  # raises `UserError` if the folder is not a run folder
     while True:
-        trains = living_holder(folder) is not None  # before the look at its checkpoints, so that none is missed
+        trains = living_holder(folder) is not None  # before the checkpoints are listed, so that no checkpoint is missed
         waiting = [
             path
             for path in list_checkpoints(folder, "step", "weights")
@@ -72,8 +73,8 @@ def _scores(folder: Path, name: str, checkpoint: Path) -> Path:
 
 
 def _is_scored(checkpoint: Path, scores: Path) -> bool:
-    """Returns True if the file `scores` has the scores of this checkpoint, not of an earlier one of the same step, which a
-    rollback has dropped."""
+    """Returns True if the file `scores` has the scores of this checkpoint, not of an earlier checkpoint of the same
+    step that a rollback has dropped."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         found = parse_json(scores.read_bytes())
         return bool(found["checkpoint"]["sha256"] == file_sha256(checkpoint / DESCRIPTION))

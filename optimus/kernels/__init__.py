@@ -1,1 +1,1 @@
-"""Kernels, one operation per file. A file has the optimized path and a plain reference, both with the same signature."""
+"""Kernels: the optimized path of an operation and, for most operations, a plain reference for tests."""

@@ -1,8 +1,8 @@
 """AdamW on the host in one pass over memory: 28 bytes per element with gradients and compute copy in bf16.
 
-The fused kernel of torch runs at memory speed, but needs scaled fp32 gradients and does not write the compute copy. The
-extra passes would double the bytes. Here `torch.compile` fuses everything into one loop. If compilation fails, for example
-without a C++ compiler, this module warns once and runs the same arithmetic uncompiled.
+The fused kernel of torch needs scaled fp32 gradients and does not write the compute copy, so it needs extra passes.
+Here `torch.compile` fuses all operations into one loop. If compilation fails, for example without a C++ compiler, this
+module warns once and runs the same arithmetic uncompiled.
 """
 
 import math
@@ -19,7 +19,7 @@ class AdamWFactors(NamedTuple):
     """The factors of one step as fp32 scalar tensors, because Python numbers would cause a recompilation in every step."""
 
     gradient_scale: Tensor
-    decay: Tensor  # factor of the weights: weight decay
+    decay: Tensor  # factor of the weights: 1 - learning rate * weight decay
     beta1: Tensor
     beta2: Tensor
     step_size: Tensor  # learning rate divided by the bias correction of the first moment
@@ -46,7 +46,8 @@ class AdamWFactors(NamedTuple):
 def adamw_in_one_pass(
     weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, copy: Tensor | None, factors: AdamWFactors
 ) -> None:
-    """Updates flat fp32 `weight`, `m` and `v` on the CPU in place, and fills `copy`, which may alias the gradient."""
+    """Updates flat fp32 `weight`, `m` and `v` on the CPU in place, and fills `copy`, if given; `copy` may alias the
+    gradient."""
     # An in-place loop is slower, so `_update` writes an aliased copy to a new tensor first.
     same = copy is not None and copy.data_ptr() == gradient.data_ptr()
     made = torch.empty_like(gradient) if same else copy

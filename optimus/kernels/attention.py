@@ -1,13 +1,13 @@
-"""Softmax attention over blocks of keys, which combine to attention over any longer sequence.
+"""Softmax attention over blocks of keys. The results of several blocks combine to attention over a longer sequence.
 
-The softmax over two sets of keys follows from the softmax over each set and their log-sum-exps (Rabe and Staats 2021; ring
-attention, Liu et al. 2023). Gradients combine likewise: the gradient of a block needs the log-sum-exp over all keys. Scores
-are q . k / sqrt(D). Log-sum-exps use the natural logarithm and are in fp32 (float64 for float64). No path materializes the
-scores of more than one block.
+The softmax over two sets of keys follows from the softmax over each set and their log-sum-exps (Rabe and Staats 2021;
+ring attention, Liu et al. 2023). The gradients are sums over the blocks; a block's gradients need the attention and the
+log-sum-exp over all keys. Scores are q . k / sqrt(D). Log-sum-exps use the natural logarithm and are in fp32 (float64
+for float64).
 
-A sink is an additional key that every query of a head attends to, with a learned score and no value (gpt-oss; Xiao et al.
-2023). Attention merges the sink like a block. The sink only enters the normaliser, so the code for the blocks' gradients is
-the same.
+A sink is an additional key that every query of a head attends to, with a learned score and no value (gpt-oss; Xiao et
+al. 2023). Attention merges the sink like a block. The sink enters only the normaliser, so the code for the blocks'
+gradients is the same with and without a sink.
 
 Legend: B batch, S queries, P keys, N heads, M heads of keys and values (N / M heads share one), D head size, X any
 further dims.
@@ -28,14 +28,14 @@ from optimus.kernels.backend import compute_dtype
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
-_BLOCK_ELEMENTS = 1 << 22  # scores of one block in the path that materializes scores
+_BLOCK_ELEMENTS = 1 << 22  # scores that `_plain` materializes at a time, unless one position of the queries has more
 
 
 class Scoring(NamedTuple):
     """Options of the attention scores: window, cap and sinks."""
 
     window: int | None = None  # number of positions that a position attends to, including itself; None: all
-    cap: float | None = None  # scores s are cap * tanh(s / cap) (Gemma 2, section 2)
+    cap: float | None = None  # scores s become cap * tanh(s / cap) (Gemma 2, section 2)
     sink_N: Tensor | None = None  # the scores of the sinks
 
 
@@ -43,9 +43,9 @@ PLAIN = Scoring()
 
 
 def causal_attention(q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-    """Computes attention of the last S of P positions over all earlier positions and themselves, [B, S, N, D].
+    """Computes attention of the last S of P positions over the positions up to themselves, [B, S, N, D].
 
-    N is a multiple of M: consecutive heads share keys and values.
+    A window in `scoring` limits these positions. N is a multiple of M: consecutive heads share keys and values.
     """
     window, cap, sink_N = scoring
     new = q_BSND.shape[1]
@@ -68,8 +68,8 @@ def causal_attention(q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, scoring: Sc
 def attend_last(q_BND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, last_B: Tensor, scoring: Scoring = PLAIN) -> Tensor:
     """Computes attention of each row's query, at position `last_B`, over the row's keys up to this position: [B, N, D].
 
-    Rows of different lengths share one call: `last_B` may differ between rows, and keys behind it are not read into the
-    result. Without autograd, for generation.
+    `last_B` may differ between rows. Keys and values behind `last_B` get weight 0, so they must be finite. Generation
+    calls this function without autograd.
     """
     window, cap, sink_N = scoring
     q, k, v = q_BND.unflatten(1, (k_BPMD.shape[2], -1)), k_BPMD.transpose(1, 2), v_BPMD.transpose(1, 2)
@@ -97,8 +97,8 @@ def attend_blocks(
 ) -> Tensor:
     """Computes attention of all queries over the keys of their blocks, [B, S, N, D].
 
-    Autograd saves keys once, even if several heads or blocks share them. Every query is in exactly one causal block, which
-    must precede the query's other blocks.
+    Autograd saves keys once, even if several heads or blocks share them. Every query must be in exactly one causal
+    block, which must precede the query's other blocks.
     """
     return _Blocks.apply(q_BSND, k_BPMD, v_BPMD, sink_N, blocks)
 
@@ -126,7 +126,7 @@ def attention_block_backward(
     causal: bool,
     cap: float | None = None,
 ) -> Gradients:
-    """Returns a block's contribution to the gradient of q, and the gradients of its keys and values.
+    """Returns a block's contributions to the gradients of its queries, keys and values.
 
     Gradients have the dtypes of their tensors. `out_BSND` and `lse_BNS` must be over all keys of the queries, not only over
     the keys of this block.
@@ -141,7 +141,7 @@ def attention_block_backward(
 
 
 def merge_block(out_BSND: Tensor, lse_BNS: Tensor, block_BSND: Tensor, block_lse_BNS: Tensor) -> None:
-    """Merges another block's attention and log-sum-exp into `out_BSND` (fp32) and `lse_BNS`, in place."""
+    """Merges another block's attention and log-sum-exp into `out_BSND` (fp32 or float64) and `lse_BNS`, in place."""
     weight_BNS = torch.sigmoid(block_lse_BNS - lse_BNS)
     out_BSND.lerp_(block_BSND.to(out_BSND.dtype), weight_BNS.transpose(1, 2)[..., None])
     lse_BNS.copy_(torch.logaddexp(lse_BNS, block_lse_BNS))
@@ -156,7 +156,7 @@ def add_attention_sink(out_BSND: Tensor, lse_BNS: Tensor, sink_N: Tensor | None)
 
 
 def sink_gradient(out_grad_BSND: Tensor, out_BSND: Tensor, lse_BNS: Tensor, sink_N: Tensor | None) -> Tensor | None:
-    """Returns the gradient of `sink_N` [N]. `out_BSND` and `lse_BNS` must be over all keys, including the sink."""
+    """Returns the gradient [N] of the sinks, None without sinks. `out_BSND` and `lse_BNS` must include the sinks."""
     if sink_N is None:
         return None
     owed_BNS = torch.linalg.vecdot(out_grad_BSND.to(lse_BNS.dtype), out_BSND.to(lse_BNS.dtype)).transpose(1, 2)
@@ -234,7 +234,8 @@ class _Blocks(torch.autograd.Function):
 
 
 def _merged(blocks: "Sequence[AttentionBlock]") -> bool:
-    """Returns True if any block's result is merged into another one's. Causal blocks alone share no queries or keys."""
+    """Returns True if any block's result is merged into another block's result. Causal blocks alone share no queries or
+    keys."""
     return any(block.mask != "causal" for block in blocks)
 
 
@@ -273,7 +274,8 @@ class AttentionBlock(NamedTuple):
     def backward(
         self, out_grad_BSND: Tensor, q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, out_BSND: Tensor, lse_BNS: Tensor
     ) -> Gradients:
-        """Returns the gradients of the block's queries, keys and values. `out_BSND` and `lse_BNS` are over all keys."""
+        """Returns the block's contributions to the gradients of its queries, keys and values. `out_BSND` and `lse_BNS`
+        are over all keys."""
         out_grad, q, out = (self._rows(self.queries, t) for t in (out_grad_BSND, q_BSND, out_BSND))
         k, v = self._rows(self.keys, k_BPMD), self._rows(self.keys, v_BPMD)
         lse = self._rows(self.queries, lse_BNS.mT).mT
@@ -305,7 +307,7 @@ def no_attention(q_BSND: Tensor, merged: bool = True) -> tuple[Tensor, Tensor]:
 def blocks_of(new: int, seen: int, window: int | None) -> Iterator[AttentionBlock]:
     """Yields the blocks for the last `new` of `seen` positions. A position attends to `window` positions up to itself.
 
-    A group of queries is at most one window long, and its causal block comes first.
+    With a window, each group of at most `window` queries has its own blocks; the causal block comes first.
     """
     before = seen - new
     if window is None or window >= seen:
@@ -337,7 +339,8 @@ def _heads_first(*tensors_BSND: Tensor) -> list[Tensor]:
 
 
 def blocks_before(new: int, seen: int, distance: int, window: int | None) -> Iterator[AttentionBlock]:
-    """Yields the blocks by which `new` positions attend to `seen` >= `new` positions that begin `distance` earlier."""
+    """Yields the blocks of `new` queries over `seen` >= `new` keys; the first key is `distance` before the first
+    query."""
     reach = new if window is None else min(window - distance, new)  # query i attends to key j where i - j < reach
     if reach > 0:
         yield AttentionBlock(slice(0, reach), slice(0, seen), "none")

@@ -1,4 +1,4 @@
-"""Selects the path of an operation: Triton on an accelerator, PyTorch on the CPU."""
+"""Selects the path of an operation, Triton or PyTorch, and the dtypes of its computation."""
 
 from functools import cache
 
@@ -8,10 +8,10 @@ from torch.utils._triton import has_triton_package
 
 
 def use_triton(x: Tensor) -> bool:
-    """Returns True if operations on `x` run as Triton kernels.
+    """Returns True if the operations that have a Triton kernel use that kernel for `x`.
 
-    Kernels compute in fp32, so PyTorch computes float64, which only precision checks use. PyTorch also computes if
-    the package triton is missing, and on devices whose module sets `runs_triton` to false.
+    PyTorch computes on the CPU and the meta device, in float64 (which only precision checks use), without the package
+    triton, and on devices whose module sets `runs_triton` to false.
     """
     return x.device.type not in ("cpu", "meta") and x.dtype != torch.float64 and _has_kernels(x.device.type)
 
@@ -31,9 +31,9 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def scaled(x: Tensor, scale: Tensor) -> Tensor:
-    """Returns `x` times `scale`, a scalar of a wider dtype, in the dtype of x, rounded once.
+    """Returns `x` times `scale`, a scalar of the same or a wider dtype, in the dtype of x, rounded once.
 
-    In torch's own multiplication, a scalar tensor without dims would first be rounded to the dtype of x, which gives every
-    element the same error.
+    The multiplication operator of torch would first round a scalar tensor without dims to the dtype of x, which gives
+    every element the same relative error.
     """
     return torch.mul(x, scale.view((1,) * x.dim()), out=torch.empty_like(x))

@@ -40,7 +40,7 @@ UNKNOWN = Chip("unknown", "", 64, 48 * _KIB, 32, 255, False, False, 16 * _GIB)
 
 
 def chip_of(device: torch.device) -> Chip:
-    """Returns the properties of a device: the row of its architecture, updated with the values that torch reports."""
+    """Returns the properties of a device (see `chip_from`); `UNKNOWN` for the CPU and the meta device."""
     if device.type in ("cpu", "meta"):  # where Triton interprets the kernels
         return UNKNOWN
     return _chip(
@@ -67,7 +67,7 @@ def chip_from(properties: Any) -> Chip:
 
 def _architecture(properties: Any) -> str:
     gfx = str(getattr(properties, "gcnArchName", "")).split(":")[0]
-    if gfx.startswith("gfx"):  # for other vendors' devices, this field has the name of the device
+    if gfx.startswith("gfx"):  # on NVIDIA's devices, this field is the name of the device
         return gfx
     if hasattr(properties, "major"):
         return f"sm_{properties.major}{properties.minor}"

@@ -1,7 +1,8 @@
 """Causal attention within concatenated documents, without computing scores between two documents.
 
-Documents that all have one length form a batch. If flash attention supports the scores, one of its calls processes
-documents of several lengths (`torch.nn.attention.varlen`). Otherwise, these documents become attention blocks.
+Documents of equal length form a batch. One call of flash attention processes documents of several lengths
+(`torch.nn.attention.varlen`), if the device has flash attention and the scores have no cap and no sink. Otherwise,
+these documents become attention blocks.
 
 Legend: T tokens of all documents, N heads, M heads of keys and values, D head size.
 """
@@ -29,7 +30,8 @@ from optimus.kernels.attention import (
 class Documents:
     """The boundaries of a batch's documents in its concatenated sequences. Every sequence begins a new document.
 
-    `lengths` are the lengths of all documents in tokens; all sequences have the same length.
+    `lengths` are the lengths of all documents in tokens. `sequences` is the number of sequences, which have equal
+    lengths.
     """
 
     def __init__(self, lengths: Sequence[int], sequences: int) -> None:

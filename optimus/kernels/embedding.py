@@ -1,4 +1,4 @@
-"""Embedding look-up that accumulates its gradient in fp32: a common token has thousands of gradients in one microbatch.
+"""Embedding look-up that accumulates its gradient in fp32: a microbatch can repeat a common token thousands of times.
 
 In bf16, a sum of equal gradients stalls after 256 of them, because rounding then drops the next gradient.
 
@@ -23,7 +23,7 @@ def embedding(row_T: Tensor, w_VH: Tensor) -> Tensor:
 
 
 def embedding_reference(row_T: Tensor, w_VH: Tensor) -> Tensor:
-    """Reference implementation, for tests and for fp32 tables."""
+    """Reference implementation, for tests and for tables in fp32 or float64."""
     return F.embedding(row_T, w_VH)
 
 

@@ -1,15 +1,18 @@
 """The experts' feed-forward layers in one autograd function: gather, two matmuls per expert, weighted sum.
 
 The method is FastSparseMoE, Algorithm 1 of the Optimus paper, without stage 1, token communication (lines 5-13), which the
-dispatcher implements. On the CPU the other stages are: 2, token counting (lines 15-43), and 3, index generation (lines
-45-72), `make_routes`; 4, expert computation (lines 75-79), the loop over experts; 5, output reduction (lines 81-96),
-`_sum_of_rows`. On an accelerator each stage is a kernel in a separate file in `kernels/triton`.
+dispatcher implements. On an accelerator, the other stages are kernels in `kernels/triton`. On the CPU, this module
+implements the other stages:
 
-Rows are sorted by expert, so each expert's rows are one contiguous slice and every product is an ordinary matmul. Each
-slice is padded to a multiple of 16 rows: CPU libraries compile a kernel for every shape, and the number of rows of an
-expert changes from batch to batch. Padding rows repeat a row of the same expert, have weight zero, and their results are
-never read. The loop gathers an expert's rows just before use and adds its weight gradients in place, so the expert's
-working set stays in the CPU's cache.
+- 2, token counting (lines 15-43), and 3, index generation (lines 45-72): `make_routes`
+- 4, expert computation (lines 75-79): the loop over experts
+- 5, output reduction (lines 81-96): `_sum_of_rows`
+
+Rows are sorted by expert, so each expert's rows are one contiguous slice and every product is an ordinary matmul. CPU
+libraries compile a kernel for every shape, and the number of rows of an expert changes from batch to batch. Therefore,
+padding makes the length of each slice a multiple of 16, or of 2 in generation with few rows. Padding rows repeat a row
+of the same expert with weight zero, so they contribute nothing. The loop gathers an expert's rows just before use and
+adds the expert's weight gradients in place, so the expert's working set stays in the CPU's cache.
 
 The forward pass saves x, the weights, the pre-activation z and the indices. The gradient of a routing weight is
 <h, down^T g>, so the experts' outputs are not saved. The input's gradient is a sum over the inverse index, so no operation
@@ -32,14 +35,14 @@ from optimus.kernels.matmul import matmul
 from optimus.step_context import Forms
 
 PADDING = 16  # the number of an expert's rows, with padding, is a multiple of 16
-_FEW_PADDING = 2  # in generation, where most experts have fewer rows: padding would be most of the work
+_FEW_PADDING = 2  # the multiple in generation if experts have few rows: padding to 16 would be most of the work
 
 
 class Routes(NamedTuple):
     """The positions of all choices (t, k) among the rows sorted by expert."""
 
     choice_P: Tensor  # t * K + k of every row; padding rows repeat a choice of the same expert, the spare row has 0
-    real_P: Tensor  # 1 for rows of a choice, 0 for padding; in the dtype of the weights
+    real_P: Tensor  # 1 for rows of a choice, 0 for padding and the spare row; in the dtype of the weights
     position_TK: Tensor  # the row of every choice; the spare row, the last one, for a choice of -1
     skipped_TK: Tensor | None  # True where the choice is -1; None without such choices, and then there is no spare row
     slices: list[tuple[int, slice]]  # (expert, rows of the expert), without experts that have no rows
@@ -63,9 +66,9 @@ class Routes(NamedTuple):
 
 
 def make_routes(indices_TK: Tensor, experts: int, dtype: torch.dtype, local_choices: int | None = None) -> Routes:
-    """Sorts the choices by expert, stably; each expert's rows begin at a multiple of `PADDING`, or in inference mode of 2 if
-    experts have fewer than `PADDING` rows on average.
+    """Sorts the choices by expert, stably, and pads each expert's rows to a multiple of `PADDING`.
 
+    In inference mode, pads the rows to a multiple of 2 if the experts have fewer than `PADDING` rows on average.
     `local_choices` is the number of choices that are not -1, if the caller knows it.
     """
     choices = indices_TK.flatten()
@@ -108,11 +111,12 @@ def expert_mlp(
 ) -> Tensor:
     """Returns the sum over k of weights[t, k] * down_e(silu(gate_e(x_t)) * up_e(x_t)) with e = indices[t, k]; [T, H].
 
-    A choice with e = -1 is skipped: it adds nothing to the output or a gradient, for any values of its token and weight.
-    `gate_up_EJH` holds gate, then up. Gradients flow to x, the weights and the parameters. The backward pass adds the
-    gradient of a parameter with a gradient buffer to that buffer, and returns None to autograd. `forms` chooses the operand
-    forms of matmuls. `kind` is the activation; the accelerator kernels support silu and `clamped_silu`. `bias_EJ` is the
-    bias of gate and up. `choices` is the number of choices that are not -1, if the caller knows it.
+    A choice with e = -1 is skipped: it adds nothing to the output or a gradient, for any values of its token and
+    weight. `gate_up_EJH` holds gate, then up. Gradients flow to x, the weights and the parameters. The backward pass
+    adds the gradient of a parameter with a gradient buffer to that buffer, and returns None to autograd. `forms`
+    chooses the operand forms of matmuls on the PyTorch path. `kind` is the activation; the Triton kernels support silu
+    and `clamped_silu`. `bias_EJ` is the bias of gate and up. `choices` is the number of choices that are not -1, if the
+    caller knows it.
     """
     if backend.use_triton(x_TH) and kind in ("silu", "clamped_silu"):
         from optimus.kernels.triton import expert_mlp as kernels

@@ -1,7 +1,7 @@
 """Gradient buffers: kernels accumulate weight gradients in them, instead of returning new tensors to autograd.
 
-For the experts of a large layer, new tensors would take hundreds of megabytes per pass. Allocating, clearing, writing and
-reading them would take more time than many of the matmuls.
+For the experts of a large layer, new tensors would take hundreds of megabytes per pass. Allocating, clearing, writing
+and reading these tensors would take more time than many of the matmuls.
 
 A weight gradient that bypasses autograd can also be deferred. The backward pass then computes only the input gradients,
 which other pipeline ranks wait for (Zero Bubble Pipeline Parallelism).
@@ -49,7 +49,7 @@ class GradientBuffer(ABC):
         """
 
     def add(self, write: Callable[[Tensor], object]) -> None:
-        """Calls `write` with the tensor to add the gradient to: now, or later while weight gradients are deferred.
+        """Calls `write` with the tensor to add the gradient to: now, or later if weight gradients are deferred.
 
         From this call on, the owner of the parameter may free the parameter's memory.
         """
@@ -136,7 +136,7 @@ class WeightGradient:
             self._deferred.append((0, self._weight_EAB.new_empty(a, rows), self._weight_EAB.new_empty(rows, b)))
 
     def close(self) -> Tensor | None:
-        """Returns the gradient for autograd, or None if the gradient is in a buffer or is not wanted."""
+        """Returns the gradient for autograd, or None if the gradient goes to a buffer or is not wanted."""
         if not self._wanted:
             return None
         if self._buffer is None:

@@ -1,3 +1,3 @@
-"""Constants of gpt-oss's activation (gpt-oss model card, section 2.3), which all kernels of this activation share."""
+"""Constants of gpt-oss's SwiGLU (gpt-oss model card, section 2): the sigmoid's slope and the clamping limit."""
 
 SLOPE, LIMIT = 1.702, 7.0

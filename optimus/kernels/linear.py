@@ -1,4 +1,4 @@
-"""A matmul with a weight matrix, which accumulates the weight's gradient in a gradient buffer.
+"""A matmul with a weight matrix, whose gradient can accumulate in a gradient buffer.
 
 Legend: L inputs, N outputs, T rows (tokens).
 """
@@ -16,7 +16,7 @@ from optimus.step_context import StepContext
 
 
 class MatrixProduct:
-    """The three matmuls of a projection with this rank's weight, forward and backward, in the dtype of the operands.
+    """The three matmuls of a projection with this rank's weight: forward, input gradient and weight gradient.
 
     Autograd (`linear`) and communication (`parallel.tensor`) wrap these matmuls. Subclasses implement other matmuls, for
     example in another precision. All matrices are contiguous. `step` chooses the operand forms of the matmuls.

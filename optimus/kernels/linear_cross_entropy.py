@@ -1,8 +1,8 @@
 """Output layer and cross-entropy in one operation, a block of rows at a time.
 
-The logits of a long sequence over a vocabulary of 50304 would be the largest tensor of a training step. Here the logits of
-only one block of rows exist at a time. The forward pass computes a block's gradient along with its loss, because the
-gradient of the mean loss does not depend on later rows. The backward pass only scales the saved gradients.
+The logits of a long sequence over a vocabulary of 50304 would often be the largest tensor of a training step. Here the
+logits of only one block of rows exist at a time. The forward pass computes a block's gradient along with its loss,
+because the gradient of the mean loss does not depend on later rows. The backward pass only scales the saved gradients.
 
 The vocabulary may be sharded. Then a device has some of the weight's rows, and completes the softmax's normaliser by
 communication with the other devices.
@@ -26,7 +26,7 @@ from optimus.step_context import Forms
 
 Gradients = tuple[Tensor | None, Tensor | None]  # gradients of x and w; None for one that autograd does not need
 
-_BLOCK_ELEMENTS = 1 << 21  # fp32 logits of one block: 8 MB, which stays in a CPU's cache
+_BLOCK_ELEMENTS = 1 << 21  # fp32 logits of one block (8 MB, for a CPU's cache), unless `_LEAST_ROWS` rows have more
 # Minimum number of rows of a block: with fewer, reading the weight and adding to its gradient dominate.
 _LEAST_ROWS = 512
 
@@ -54,12 +54,13 @@ def linear_cross_entropy(
     cap: float | None = None,
     rows_T: Tensor | None = None,
 ) -> Tensor:
-    """Returns the summed cross-entropy of `x_TH @ w_VH.T` against `target_T`, divided by `count`, as an fp32 scalar.
+    """Returns the summed cross-entropy of `x_TH @ w_VH.T` against `target_T`, divided by `count`, as a scalar.
 
-    By default `count` is T. Rows with a negative target are ignored. Softmax and loss are computed in fp32. Gradients flow
-    to `x_TH` and `w_VH`. With a `part`, the loss is over the whole vocabulary, and the gradient of x is this shard's
-    contribution. `forms` chooses the operand forms of matmuls. With a `cap`, the logits are `soft_capped`. `rows_T` (fp32),
-    if given, is filled with the cross-entropy of each row.
+    By default `count` is T. Rows with a negative target are ignored. Softmax and loss are in fp32 (float64 for
+    float64). Gradients flow to `x_TH` and `w_VH`. With a `part`, the loss is over the whole vocabulary, and the
+    gradient of x is this shard's contribution. `forms` chooses the operand forms of matmuls on the PyTorch path. With a
+    `cap`, the logits are `soft_capped`. `rows_T` (fp32), if given, is filled with the cross-entropy of each row, 0 for
+    ignored rows.
     """
     count = float(len(x_TH)) if count is None else count
     find = partial(_in_blocks, target_T=target_T, count=count, part=part, forms=forms, cap=cap, rows_T=rows_T)
@@ -80,7 +81,7 @@ def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
 def linear_cross_entropy_reference(
     x_TH: Tensor, w_VH: Tensor, target_T: Tensor, count: float | None = None, cap: float | None = None
 ) -> Tensor:
-    """Reference implementation for tests."""
+    """Reference implementation for tests; ignores rows with a target of -1."""
     logits_TV = soft_capped(F.linear(x_TH, w_VH).to(compute_dtype(x_TH.dtype)), cap)
     total = F.cross_entropy(logits_TV, target_T, ignore_index=-1, reduction="sum")
     return total / (len(x_TH) if count is None else count)
@@ -123,7 +124,8 @@ def _in_blocks(
     part: VocabularyPart | None, forms: Forms | None, cap: float | None, rows_T: Tensor | None,
 ) -> Tensor:  # fmt: skip
     wide = compute_dtype(x_TH.dtype)
-    block = block_rows(len(w_VH) if part is None else part.largest)  # shards communicate after every block
+    # Shards communicate in every block, so all shards need the same blocks.
+    block = block_rows(len(w_VH) if part is None else part.largest)
     total = torch.zeros((), dtype=wide, device=x_TH.device)
     # All blocks reuse this memory: the allocator could return freed memory to the system, which causes page faults later.
     logits_scratch = x_TH.new_empty(min(block, len(x_TH)), len(w_VH))
@@ -168,7 +170,7 @@ class PartialSoftmax(NamedTuple):
 
     p_TV: Tensor
     lse_T: Tensor
-    chosen_T: Tensor  # the target's logit; 0 if the target is in another shard
+    chosen_T: Tensor  # the target's logit; 0 if this shard does not have the target
     target_T: Tensor
     first: int  # the vocabulary entry of the first column
 
@@ -176,7 +178,7 @@ class PartialSoftmax(NamedTuple):
 def partial_softmax(logits_TV: Tensor, target_T: Tensor, first: int, out_TV: Tensor) -> PartialSoftmax:
     """Computes the softmax over the vocabulary entries from `first` on, and writes it to `out_TV` in that tensor's dtype.
 
-    The normaliser is computed from the largest probability, because the target's probability may underflow in fp32.
+    Computes the normaliser from the largest probability, because the target's probability may underflow in fp32.
     """
     row_T = target_T - first
     here_T = (row_T >= 0) & (row_T < logits_TV.shape[1])
@@ -184,7 +186,7 @@ def partial_softmax(logits_TV: Tensor, target_T: Tensor, first: int, out_TV: Ten
     wide, p_TV = out_TV.dtype, torch.softmax(out_TV.copy_(logits_TV), -1, out=out_TV)
     lse_T = (
         logits_TV.amax(-1).to(wide) - p_TV.amax(-1).log()
-    )  # the probability of the token with the largest logit; the argmax would take ten times as long
+    )  # both maxima belong to one token; finding that token by `argmax` would take ten times as long
     chosen_T = logits_TV.gather(1, row_T1)[:, 0].to(wide).masked_fill(~here_T, 0)
     return PartialSoftmax(p_TV, lse_T, chosen_T, target_T, first)
 
@@ -202,6 +204,6 @@ def complete_softmax(part: PartialSoftmax, lse_T: Tensor) -> Tensor:
     here_T = (row_T >= 0) & (row_T < p_TV.shape[1])
     p_TV.scatter_add_(1, row_T.clamp(0, p_TV.shape[1] - 1)[:, None], -here_T[:, None].to(p_TV.dtype))
     counted_T = target_T >= 0
-    if p_TV.device.type != "cpu" or not counted_T.all():  # on a device, the test would make the host wait
+    if p_TV.device.type != "cpu" or not counted_T.all():  # on an accelerator, the test would make the host wait
         p_TV *= counted_T[:, None]
     return p_TV

@@ -28,8 +28,9 @@ def linear_divergence(
 ) -> Tensor:
     """Returns the sum over rows of KL(teacher || student), times the temperature squared, divided by `count`.
 
-    Both distributions are at `soft.temperature` (Hinton et al. 2015, section 2). The result is an fp32 scalar. The
-    student's logits are `x_TH @ w_VH.T`, `soft_capped` if there is a `cap`. Rows with a negative target are ignored.
+    Both distributions are at `soft.temperature` (Hinton et al. 2015, section 2). The result is a scalar in fp32
+    (float64 for float64). The student's logits are `x_TH @ w_VH.T`, `soft_capped` if there is a `cap`. Rows with a
+    negative target are ignored.
     """
     find = partial(_in_blocks, soft=soft, target_T=target_T, count=count, cap=cap)
     return LinearLoss.apply(x_TH, w_VH, find, torch.is_grad_enabled())
@@ -38,7 +39,7 @@ def linear_divergence(
 def linear_divergence_reference(
     x_TH: Tensor, w_VH: Tensor, teacher_TV: Tensor, temperature: float, target_T: Tensor, cap: float | None = None
 ) -> Tensor:
-    """Reference implementation for tests: the sum over the rows."""
+    """Reference implementation for tests: the sum over the rows, not divided by a count."""
     student_TV = soft_capped(F.linear(x_TH, w_VH).to(compute_dtype(x_TH.dtype)), cap) / temperature
     q_TV = torch.softmax(teacher_TV / temperature, -1)
     kl_T = (q_TV * (q_TV.log() - torch.log_softmax(student_TV, -1))).sum(-1)

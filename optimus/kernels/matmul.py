@@ -1,13 +1,13 @@
 """Computes matmuls in the operand form that is fastest on the chip.
 
-The form of a matmul is NN, NT or TN after its operands: N is row-major, T is column-major. Libraries are not equally fast
-in the three forms: on one chip a TN matmul was eight times slower than the same matmul as NN (AxoNN, section 5.1.3). While a
-`MatmulForms` measures, it times every large matmul in all three forms, including the transposition of operands. Once the
-ranks have agreed (`choose`), matmuls of the same sizes and dtype use a clearly faster form. Before the agreement, and
-without a `MatmulForms`, matmuls use their operands as given.
+The form of a matmul (NN, NT or TN) gives the layouts of its two operands: N is row-major, T is column-major. Libraries
+are not equally fast in the three forms: on one chip a TN matmul was eight times slower than the same matmul as NN
+(AxoNN, section 5.1.3). While a `MatmulForms` measures, it times the first large matmul of each shape in all three
+forms, including the transposition of operands. Once the ranks have agreed (`choose`), matmuls of the same sizes and
+dtype use a clearly faster form. Before the agreement, and without a `MatmulForms`, matmuls use their operands as given.
 
-Results of different forms differ in their last bits. Ranks with the same computation must use the same form, or a token
-could go to other experts on one of the ranks.
+Results of different forms may differ in their last bits. Ranks with the same computation must use the same form, or a
+token could go to different experts on different ranks.
 
 Legend: A [M, L] @ B [L, N] -> [M, N].
 """
@@ -54,12 +54,13 @@ class MatmulForms:
         self._chosen: dict[MatmulShape, Form] = {}
 
     def choose(self, timings: dict[MatmulShape, FormTimings]) -> None:
-        """Chooses forms by `timings`, which replace this rank's measurements and must be the same on all ranks."""
+        """Chooses forms by `timings`, which replace this rank's timings of the same matmuls and must be equal on all
+        ranks."""
         self.timings.update(timings)
         self._chosen |= {product: clear_choice(product.form, each) for product, each in timings.items()}
 
     def form(self, shape: MatmulShape, a_ML: Tensor, b_LN: Tensor) -> Form:
-        """Returns the form for a matmul. While measuring, first times a matmul that has no timings yet."""
+        """Returns the form for a matmul. While measuring, first times a large matmul that has no timings yet."""
         if self.measuring and 2 * shape.m * shape.l * shape.n >= _LEAST_WORK:
             self.made.add(shape)
             if shape not in self.timings:
@@ -79,9 +80,9 @@ def matmul(
 ) -> Tensor:
     """Computes A @ B, [M, N], of two matrices of one dtype, each contiguous or the transpose of a contiguous one.
 
-    With `out`, writes the result to `out`. With `out` and `add`, adds the result to `out`, which may have another dtype.
-    `rows_vary`: the number of tokens (M, or L if A is transposed) differs between batches, so `forms` chooses one form for
-    all numbers up to the next power of two. `forms` chooses the form.
+    With `out`, writes the result to `out`. With `out` and `add`, adds the result to `out`, which may have another
+    dtype. `rows_vary`: the number of tokens (M, or L if A is transposed) differs between batches, so `forms` chooses
+    one form for all numbers with the same next power of two. Without `forms`, the operands stay as given.
     """
     if forms is not None:
         form = form_of(a_ML, b_LN)
@@ -100,7 +101,8 @@ def matmul(
 
 
 def wide_matmul(a_ML: Tensor, b_LN: Tensor, forms: Forms | None = None) -> Tensor:
-    """Computes A @ B in fp32 if the device can add it unrounded to an fp32 matrix, else in the operands' dtype."""
+    """Computes A @ B in the operands' dtype, or in fp32 if 16-bit operands are on a device that adds matmuls
+    unrounded."""
     if a_ML.dtype.itemsize > 2 or not _adds_wide(a_ML.device.type):
         return matmul(a_ML, b_LN, forms=forms)
     out_MN = a_ML.new_zeros(len(a_ML), b_LN.shape[1], dtype=torch.float32)

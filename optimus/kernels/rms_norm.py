@@ -1,4 +1,4 @@
-"""RMSNorm: y = w * x / sqrt(mean(x^2) + eps), computed in fp32 for any dtype of x.
+"""RMSNorm: y = w * x / sqrt(mean(x^2) + eps), where the mean and the quotient are in fp32 (float64 for float64).
 
 One autograd function replaces a chain of operations, and saves only x, w and one number per row for the backward pass.
 

@@ -1,8 +1,9 @@
-"""The model's architecture: the `model` section of a configuration. A preset, a Hugging Face folder or the user fills it.
+"""The model's architecture: the `model` section of a configuration. A preset, a Hugging Face folder or the user fills
+this section.
 
-Modules are built from these fields alone. The family provides the values that its models share, and the format of Hugging
-Face folders; it selects no code. This module does not import torch, because every program that reads a configuration
-imports this module.
+Modules read the architecture from these fields alone. The family provides the values that its models share, and the
+format of Hugging Face folders; it selects no code. This module does not import torch, because every program that reads
+a configuration imports this module.
 """
 
 from collections.abc import Mapping

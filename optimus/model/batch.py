@@ -1,4 +1,4 @@
-"""Training batches: sequences of tokens with the mask, document and source of each token.
+"""Training batches: sequences of tokens, with optional masks, documents and sources.
 
 Legend: B batch, S sequence.
 """
@@ -72,7 +72,8 @@ class Batch(NamedTuple):
 
     @property
     def _chosen_BS(self) -> Tensor | None:
-        """Mask of the predicted tokens [B, S - 1], without each sequence's first token; None if all are predicted."""
+        """Mask of the predicted tokens [B, S - 1], without each sequence's first token; None without mask and
+        documents."""
         mask_BS = None if self.target_mask_BS is None else self.target_mask_BS[:, 1:]
         if self.document_BS is None:
             return mask_BS

@@ -1,7 +1,7 @@
 """Keys and values that generation caches. The rows of a cache are sequences, which may have different lengths.
 
-Every layer allocates its buffers once, for `rows` sequences of `capacity` positions, and doubles the capacity when a
-sequence outgrows it. A row that ends leaves its place to the last row, so that the other rows stay where they are.
+Every layer allocates buffers for `rows` sequences of `capacity` positions, and doubles the capacity when a sequence
+outgrows the buffers. A row that ends leaves its place to the last row, so that the other rows stay where they are.
 
 Legend: B rows, S new positions of every row, P positions in the cache, N heads, M heads of keys and values, D head size.
 """
@@ -32,8 +32,9 @@ class KVCache:
     def begin(self, tokens_BS: Tensor) -> Tensor:
         """Begins a forward pass over new tokens, and returns the tokens as the sequences of this pass.
 
-        The first pass adds the rows. One token of every row makes a single sequence [1, B], in which every token has its
-        own position, as documents have.
+        The first pass adds the rows. One token of every row makes a single sequence [1, B], in which the position of a
+        token is the length of the token's row. Raises `ValueError` for another number of rows, and for several tokens
+        of rows of different lengths.
         """
         self.lengths = self.lengths or [0] * len(tokens_BS)
         if len(tokens_BS) != len(self.lengths):
@@ -58,11 +59,11 @@ class KVCache:
         self.keep([length + self._new for length in self.lengths])
 
     def keep(self, lengths: Sequence[int]) -> None:
-        """Keeps the first positions of each row, and forgets later ones, which belong to padding."""
+        """Keeps the first `lengths` positions of each row. Later positions in the buffers belong to padding."""
         self.lengths = list(lengths)
 
     def reserve(self, rows: int, length: int) -> tuple[int, int]:
-        """Returns the rows and the capacity of buffers for `rows` sequences of `length` positions."""
+        """Returns the cache's rows and capacity, increased if `rows` sequences of `length` positions need more."""
         self.rows = max(self.rows, rows)
         while self.capacity < length:
             self.capacity *= 2
@@ -75,7 +76,7 @@ class KVCache:
         self.lengths += other.lengths
 
     def remove(self, row: int) -> None:
-        """Removes a row. The last row takes its place."""
+        """Removes a row; the last row takes its place."""
         last = len(self.lengths) - 1
         if row != last:
             for layer in self.layers:
@@ -94,7 +95,7 @@ class LayerCache:
     def append(self, k_BSMD: Tensor, v_BSMD: Tensor) -> tuple[Tensor, Tensor]:
         """Appends new keys and new values, and returns all keys and all values of the rows [B, P, M, D].
 
-        Behind the last position of a shorter row are zeros or the numbers of padding.
+        Behind the last position of a shorter row, keys and values are zeros or belong to padding.
         """
         cache, rows = self._cache, len(self._cache.lengths)
         end = cache.start + k_BSMD.shape[1] if cache.last_B is None else max(cache.lengths) + 1
@@ -129,7 +130,7 @@ class LayerCache:
 
     def move(self, source: int, target: int) -> None:
         """Copies the row `source` to `target`."""
-        length = max(self._cache.lengths[source], self._cache.lengths[target])  # also clears the rest of the old row
+        length = max(self._cache.lengths[source], self._cache.lengths[target])  # overwrites all of the old row
         for buffer in self._buffers:
             buffer[target, :, :length] = buffer[source, :, :length]
 

@@ -44,8 +44,8 @@ def count_parts(config: ModelConfig) -> dict[str, ParameterCount]:
 def too_large(config: ModelConfig, tensors: int, elements: int) -> bool:
     """Returns True if a model has far more layers or parameters than `tensors` tensors of `elements` elements in total.
 
-    Callers check a configuration from another program before they build its model, which could take all memory or never
-    end.
+    Callers check a configuration from another program before they build its model, because the building could take all
+    memory or never end.
     """
     try:
         return config.layers > tensors + 1000 or count_parameters(config).total > 4 * elements + (1 << 26)
@@ -68,7 +68,8 @@ def flops_per_token(config: ModelConfig, context: int) -> float:
 def forward_flops(config: ModelConfig, context: int) -> dict[str, float]:
     """Returns the forward floating point operations per token of a block's modules, averaged over all blocks.
 
-    The keys are kinds of modules: attention, and mlp, moe or both. Attention counts only the scores inside the causal mask.
+    The keys are kinds of modules: attention, and mlp, moe or both. Counts only the attention scores inside the causal
+    mask.
     """
     counts = _counts(config)
     found = {kind: 2.0 * weights / config.layers for kind, weights in counts.multiplied.items() if kind != "head"}

@@ -1,4 +1,5 @@
-"""Initial weights by name and position: the same values for any layout, number of ranks or device.
+"""Initial weights by name and position: the same values for any layout and number of ranks, and on any device up to
+rounding.
 
 Each element is a pure function of (seed, parameter name, index of the element in the global tensor). A SplitMix64 hash gives
 a uniform number. The inverse error function maps this number to a normal distribution truncated at three standard deviations
@@ -20,8 +21,8 @@ _CUT = 3.0
 
 
 def initialize(model: nn.Module, seed: int, std: float) -> None:
-    """Fills every parameter of `model` in place as declared: a constant, or a truncated normal of standard deviation
-    `std`."""
+    """Fills every parameter of `model` in place as declared: a constant, or a normal distribution of standard deviation
+    `std`, truncated at three deviations."""
     for name, declared in declarations(model):
         initialize_parameter(name, model.get_parameter(name), declared.initial, seed, std)
 

@@ -1,8 +1,8 @@
 """Multi-head latent attention (DeepSeek-V2, section 2.1): keys and values are projections of one latent vector per token.
 
-A head's query and key have columns without position, projected from the latent vectors, and columns with rotary positions.
-All heads share the rotary columns of the keys. Every tensor-parallel rank computes whole latent vectors, for its own rows
-of the residual stream. A rank projects the latent vectors of all rows, but only for its own heads.
+A head's query and key have columns without position and columns with rotary positions. All heads share the rotary
+columns of the keys. Every tensor-parallel rank computes whole latent vectors, for its own rows of the residual stream.
+A rank projects the latent vectors of all rows, but only for its own heads.
 
 Legend: B batch, S sequence, N heads, D head size, T = B * S tokens, P positions in the cache, R rows and H columns of
 the residual stream on this rank; X columns of a projection.

@@ -62,8 +62,8 @@ class Linear(ProjectionModule):
     def add_factors(self, rank: int) -> None:
         """Adds low-rank factors `lora_b` [*outputs, rank] and `lora_a` [rank, inputs] to the weight.
 
-        The weight should be frozen; see `low_rank.py`. `pruned` then says whether the weight has zeros: whoever changes the
-        weight sets `pruned` to None, and the next forward pass looks.
+        The weight should be frozen; see `low_rank.py`. `pruned` says whether the weight has zeros. Code that changes
+        the weight must set `pruned` to None, so that the next forward pass looks for zeros again.
         """
         dims = declaration(self, "weight").dims
         *outputs, inputs = map(Size, dims, self.weight.shape)
@@ -79,7 +79,7 @@ class Linear(ProjectionModule):
                 self.pruned = has_zeros(weight)
             factors = MaskedFactors if self.pruned else ThinFactors
             product = product.around(factors(product.inner, self.lora_b, self.lora_a, self.gradients))
-            # The frozen weight needs a gradient, for which autograd asks the factors' product.
+            # The weight must require a gradient, or autograd would not call the factors' `weight_gradient`.
             weight = nn.Parameter(weight.detach(), requires_grad=torch.is_grad_enabled())
         y = product(x, weight, buffer)
         return y if self.bias is None else y + self.bias.flatten()

@@ -26,8 +26,8 @@ def has_zeros(w: Tensor) -> bool:
 class ThinFactors(MatrixProduct):
     """The matmuls of `inner`, plus those of two thin factors: x W.T + (x A.T) B.T.
 
-    `b` is [*outputs, R]. The backward pass adds the gradients of the factors to `buffers`. Every rank may have a shard of
-    the weight and the matching shards of the factors: results and gradients are sums over the inputs' and outputs' shards.
+    `b` is [*outputs, R]. The backward pass adds the gradients of the factors to `buffers`. A rank may have a shard of
+    the weight and the matching shards of the factors. The rank's results and gradients may then be partial sums.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ThinFactors(MatrixProduct):
         self, y_grad_TN: Tensor, x_TL: Tensor, w_NL: Tensor, buffer: GradientBuffer | None
     ) -> Tensor | None:
         """Adds the gradients of the factors to their buffers. Returns None: the weight is frozen."""
-        # Computed now, not deferred: by the time of a deferred weight gradient, the factors may have been resharded.
+        # These matmuls are not deferred, because the factors may be resharded before a deferred weight gradient.
         self._add(
             wide_matmul(y_grad_TN.T, x_TL @ self._a_RL.T), wide_matmul((y_grad_TN @ self._b_NR).T.contiguous(), x_TL)
         )
@@ -66,8 +66,8 @@ class ThinFactors(MatrixProduct):
 
 
 class MaskedFactors(ThinFactors):
-    """The matmuls of `inner` with the merged weight of a pruned weight. Each matmul merges again, and no pass saves the
-    merged weight."""
+    """The matmuls of `inner` with the `merged` weight, for a pruned weight. Each pass merges again, so autograd does
+    not save the merged weight."""
 
     def forward(self, x_TL: Tensor, w_NL: Tensor) -> Tensor:
         return self._inner.forward(x_TL, self._merged(w_NL))

@@ -54,7 +54,7 @@ class RMSNorm(Norm):
 
 
 class LayerNorm(Norm):
-    """LayerNorm, computed in fp32 for any dtype of x: with weight and bias, or without both (OLMo's non-parametric norm)."""
+    """LayerNorm, computed in at least fp32: with weight and bias, or without both (OLMo's non-parametric norm)."""
 
     def __init__(self, columns: Size, eps: float, *, affine: bool = False) -> None:
         super().__init__(columns, eps)

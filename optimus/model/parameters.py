@@ -30,7 +30,7 @@ Dim = Literal[
     "hidden",  # columns of a whole token, the input of routers and experts
     "positions",  # learned positions
     "stack",  # projections of one input, stacked so that one matmul computes them
-    "rank",  # columns of low-rank factors
+    "rank",  # inner dim of the product of two low-rank factors
 ]
 Role = Literal["matrix", "vector", "embedding", "head", "router", "expert", "factor"]  # selects the optimizer's rule
 Initial = float | Literal["normal"]  # a constant, or a normal distribution truncated at three deviations (`model.init`)
@@ -48,8 +48,9 @@ class Size(NamedTuple):
 class Declaration:
     """A parameter's declaration by its module.
 
-    `dims` are the logical dims of the whole tensor, in order. A low-rank factor or a scale has in `factor_of` the dims of
-    the matrix or the columns that it belongs to. If any of these dims is sharded, a rank's gradient is a partial sum.
+    `dims` are the logical dims of the whole tensor, in order. A low-rank factor or a scale has in `factor_of` the dims
+    of the matrix or the columns that it belongs to. If one of these dims is sharded and the parameter itself lacks the
+    dim, a rank's gradient is a partial sum.
     """
 
     dims: tuple[Dim, ...]
@@ -90,7 +91,7 @@ def declare(
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (name, tensor) of all parameters and buffers of a model.
 
-    Modules update their buffers themselves. Every rank that has the module has the whole buffer.
+    The optimizer does not update buffers. Every rank that has a module has the module's whole buffers.
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         yield name, tensor.detach()

@@ -90,7 +90,7 @@ def _scaled(frequencies_D: Tensor, theta: float, scaling: RopeScaling) -> Tensor
 
 
 def _attention_factor(scaling: RopeScaling) -> float:
-    """Returns YaRN's factor of queries and keys (YaRN, section 3.4)."""
+    """Returns YaRN's factor of queries and keys (YaRN, section 3.4); 1 for other kinds of scaling."""
     if scaling.kind != "yarn":
         return 1.0
     if scaling.mscale and scaling.mscale_all_dim:

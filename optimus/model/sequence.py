@@ -28,10 +28,10 @@ class SequenceSplit:
         return torch.arange(length, device=device)
 
     def attend(self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-        """Computes causal softmax attention of this device's positions over all earlier positions and themselves.
+        """Computes softmax attention of this device's positions over all positions up to themselves.
 
-        The result is [B, S, N, D]. With documents, B is 1, and dim S has the positions of all sequences, one sequence after
-        the other.
+        A window in `scoring` limits these positions. The result is [B, S, N, D]. With documents, B is 1, and dim S has
+        the positions of all sequences, one sequence after the other.
         """
         if self._documents is None:
             return causal_attention(q_BSND, k_BSMD, v_BSMD, scoring)

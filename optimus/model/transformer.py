@@ -32,7 +32,8 @@ from optimus.step_context import StepContext
 
 
 class Losses(NamedTuple):
-    """The losses of a microbatch as fp32 scalars. The router's losses are zero for a dense model."""
+    """The losses of a microbatch as scalars, and the router's statistics. The router's losses are zero for a dense
+    model."""
 
     cross_entropy: Tensor  # nats, summed over predicted tokens and divided by `count`
     router: RouterStats | None
@@ -139,7 +140,8 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """The output layer. Computes logits, or the cross-entropy against targets without ever materializing all logits.
+    """The output layer. Computes logits, or the cross-entropy against targets, which needs memory for only one block of
+    logits at a time.
 
     `weight` is a parameter of the output layer, or the embedding's weight when the two are `tied`.
     """
@@ -208,7 +210,6 @@ class Transformer(nn.Module):
         self.embedding = Embedding(config.vocab, config.hidden)
         learned = config.learned_positions
         self.positions = LearnedPositions(learned, config.position_offset, config.hidden) if learned else None
-        # No other code chooses the kind of block.
         self.blocks = Blocks(Block(config, layer, force_balanced) for layer in numbers)
         self.final_norm = norm_of(config, Size("residual", config.hidden))
         tied = self.embedding.weight if config.tie_embeddings else None
@@ -225,14 +226,14 @@ class Transformer(nn.Module):
     def hidden_states(self, tokens_BS: Tensor, cache: KVCache | None = None) -> Tensor:
         """Returns the output of the final norm [B, S, H], whole on every device.
 
-        Only for evaluation: if the model is sharded, no gradients flow through the result.
+        This method is only for evaluation: if the model is sharded, no gradients flow through the result.
         """
         shape = tokens_BS.shape
         if cache is not None:
             tokens_BS = cache.begin(tokens_BS)
         self.check_length(shape[1] + (max(cache.lengths) if cache is not None else 0))
         rows, length = tokens_BS.shape
-        # A causal model does not see the padding.
+        # The padding follows the tokens, and no token attends to later positions.
         tokens_BS = F.pad(tokens_BS, (0, -length % self.head.vocabulary.multiple))
         _, positions = self.full_positions(tokens_BS, cache)
         x_TH, _ = self.blocks(self.embedded(tokens_BS.flatten(), positions), positions, cache)
@@ -262,12 +263,13 @@ class Transformer(nn.Module):
     def at_tokens(self, tokens_BS: Tensor, at_N: Tensor, find: Callable[[Tensor], Tensor]) -> Tensor:
         """Applies `find` to the hidden states [N, H] at the tokens `at_N`, and returns the result.
 
-        `at_N` are indices into the flattened tokens [B * S]. Only for evaluation.
+        `at_N` are indices into the flattened tokens [B * S]. This method is only for evaluation.
         """
         return find(self.hidden_states(tokens_BS).flatten(0, 1)[at_N])
 
     def losses(self, inputs: Tensor | Batch, count: float | None = None) -> Losses:
-        """Computes the loss of predicting each token but the first from the tokens before it, and the router's statistics.
+        """Computes the loss of predicting each target token from the tokens before the target, and the router's
+        statistics.
 
         Sums the cross-entropies and divides them by `count`. With the default `count`, the mean over the devices that share
         the sequences is the mean over the predicted tokens, or 0 if no token is predicted.

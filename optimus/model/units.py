@@ -1,6 +1,6 @@
 """Units: groups of modules that run in sequence, with all their parameters all-gathered.
 
-A unit's runner all-gathers the parameters, recomputes activations and reshards (`parallel.recompute`). The code of the
+A unit's runner may all-gather the parameters, recompute activations and reshard (`parallel.recompute`). The code of the
 unit and of the block that calls the unit does not depend on the runner.
 """
 
@@ -39,7 +39,8 @@ class Unit:
 
 
 def in_turn(calls: Sequence[tuple[Callable[..., Any], bool]], x: Any, *args: Any) -> Any:
-    """Runs the calls in turn, each on the result of the previous call. A call with a true flag also gets `args`."""
+    """Runs the calls in turn, each on the first result of the previous call, and appends all other results to the final
+    result. A call with a true flag also gets `args`."""
     rest: tuple[Any, ...] = ()
     for call, takes in calls:
         made = call(x, *args) if takes else call(x)
@@ -56,5 +57,5 @@ def replace_all(model: nn.Module, made: Mapping[str, Callable[[Any], Any]]) -> N
 
 
 def units_of(module: nn.Module) -> list[Unit]:
-    """Returns the units that `module` itself calls."""
+    """Returns the units that are attributes of `module`."""
     return [each for each in vars(module).values() if isinstance(each, Unit)]

@@ -1,4 +1,4 @@
-"""Triton kernels: one file per operation, and one file per stage of the sparse block.
+"""Triton kernels. Most files have the kernels of one operation, or of a stage of the sparse block.
 
 The sparse block is Algorithm 1 of the Optimus paper (FastSparseMoE), with these stages:
 
@@ -12,12 +12,13 @@ The sparse block is Algorithm 1 of the Optimus paper (FastSparseMoE), with these
 Rules for all kernels:
 
 - Sums have a fixed order and the same bits every time: no two programs add to one element.
-- The host never waits for the device. Only the device knows the number of routed rows, so grids and buffers have the size
-  of an upper bound, and programs without rows return immediately. A CUDA graph can capture all kernels.
-- Kernels widen tiles to fp32 after loading, except operands of matmuls. Sums are fp32; sums of squares may be float64.
-- Triton's interpreter is wrong for bf16. Without an accelerator, the tests therefore check the kernels in fp32 and fp16.
+- The host never waits for the device. The host may not know the number of routed rows, so grids and buffers have the
+  size of an upper bound, and programs without rows return immediately. A CUDA graph can capture all kernels.
+- Kernels compute in fp32, but matmuls read their operands in the stored dtype, and sums of squares may be float64.
+- Triton's interpreter gives wrong results for bf16. Without an accelerator, the tests therefore check the kernels in
+  fp32 and fp16.
 - Kernels are not specialised on numbers that change from batch to batch, so another number of tokens compiles nothing.
 - Zero tokens are allowed: a grid has at least one program, whose masks exclude all elements, or no kernel is launched.
 
-Only this package imports triton, and callers import it only on devices that run Triton (see `kernels.backend`).
+Only this package imports triton. Callers import this package only on devices that run Triton (see `kernels.backend`).
 """

@@ -39,7 +39,7 @@ def _adamw(
     weight, gradient, m, v, copy, size, gradient_scale, decay, one_minus_beta1, beta2, one_minus_beta2, eps,
     step_size, root_scale, COPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # The compiler specialises on chunk sizes being multiples of 16: a mask that may end anywhere makes loads scalar.
+    # The compiler specialises for chunk sizes divisible by 16: a mask that may end anywhere makes loads scalar.
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     real = i < size
     g = tl.load(gradient + i, mask=real, other=0).to(tl.float32) * gradient_scale

@@ -1,7 +1,7 @@
 """Conversion of a buffer between its dense and its compressed form, by a bit mask; see `state.masks`.
 
-A program converts one block of positions. The block's unpruned elements are consecutive in the compressed form, starting at
-the number of unpruned elements before the block. The kernels use no atomics, so the order is always the same.
+A program converts one block of positions. The block's unpruned elements are consecutive in the compressed form,
+starting at the number of unpruned elements before the block.
 
 Legend: P positions of the dense form, W = P / 32 words of bits, B blocks, K unpruned positions.
 """
@@ -32,7 +32,8 @@ def expand(compressed_K: Tensor, words_W: Tensor, before_B: Tensor, x_P: Tensor,
 
 @triton.jit
 def _unpruned_indices(words_W, before_B, P, BLOCK: tl.constexpr, WORD: tl.constexpr):
-    """Returns (positions of this program's block, mask of the unpruned ones, their indices among all unpruned elements)."""
+    """Returns (positions of this program's block, mask of the unpruned positions, their indices among all unpruned
+    positions)."""
     p = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     word = tl.load(words_W + p // WORD, mask=p < P, other=0)
     unpruned = (word >> (p % WORD).to(tl.int32)) & 1
@@ -43,7 +44,7 @@ def _unpruned_indices(words_W, before_B, P, BLOCK: tl.constexpr, WORD: tl.conste
 @triton.jit
 def _compress(x_P, words_W, before_B, compressed_K, P, BLOCK: tl.constexpr, WORD: tl.constexpr):
     p, unpruned, index = _unpruned_indices(words_W, before_B, P, BLOCK, WORD)
-    x = tl.load(x_P + p, mask=p < P)  # pruned elements too: the memory fetches their cache lines in any case
+    x = tl.load(x_P + p, mask=p < P)  # pruned elements too, because they share cache lines with unpruned elements
     tl.store(compressed_K + index, x, mask=unpruned)
 
 

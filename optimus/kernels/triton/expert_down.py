@@ -45,7 +45,7 @@ def expert_down_backward(
     *,
     clamped: bool = False,
 ) -> DownGradients:
-    """Computes `DownGradients` from the output's gradient; the activation is `clamped_silu` or silu."""
+    """Computes `DownGradients` from the output's gradient. The activation is silu, or `clamped_silu` if `clamped`."""
     H, I = down_EHI.shape[1:]
     t = tiles("down_backward", y_grad_TH, routes.row_tile, max(I, 32), H)  # the epilogue halves the tile
     column_tiles = triton.cdiv(I, t.columns)

@@ -1,8 +1,8 @@
 """Stage 5, output reduction (Algorithm 1 of the Optimus paper, lines 81-96), and sums of its backward pass (lines 98-113).
 
-With the dense inverse index, exactly one program computes an output element, as a sum over k in the order of the choices.
-The same kernel, without weights, sums the gradient of the block's input. `expert_down` implements the scaling of line 107
-and the dot products of line 108, and returns partial sums of each row's weight gradient.
+With the dense inverse index, exactly one program computes an output element, as a sum over k in the order of the
+choices. The same kernel, without weights, sums the gradient of the block's input. `expert_down` implements the scaling
+of line 107 and the dot products of line 108, and returns partial sums of the gradient of each row's routing weight.
 
 Legend: T tokens, K experts per token, P routed rows, H hidden, C parts of a row's weight gradient.
 """
@@ -31,7 +31,8 @@ def expert_reduce(y_PH: Tensor, weights_TK: Tensor | None, position_TK: Tensor) 
 
 
 def expert_reduce_backward(weight_grad_PC: Tensor, weights_TK: Tensor, position_TK: Tensor) -> Tensor:
-    """Returns the gradient of the routing weights in their dtype: the sum of each row's parts, 0 without a row."""
+    """Returns the gradient of the routing weights in their dtype: the sum of each row's parts, 0 for a choice without a
+    row."""
     weights_grad_TK = weights_TK.new_empty(weights_TK.shape)
     choices = weights_TK.numel()
     _sum_parts[(max(1, triton.cdiv(choices, _CHOICES)),)](

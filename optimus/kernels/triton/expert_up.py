@@ -32,7 +32,7 @@ def expert_up(
 ) -> tuple[Tensor, Tensor]:
     """Returns (z_PJ, h_PI) in x's dtype: gate and up projections of every row's token, and their activation.
 
-    `bias_EJ` is an optional bias of the projections. The activation is `clamped_silu` or silu.
+    `bias_EJ` is an optional bias of the projections. The activation is silu, or `clamped_silu` if `clamped`.
     """
     J, H = gate_up_EJH.shape[1:]
     I, P = J // 2, len(token_P)
@@ -124,7 +124,8 @@ def _activated(
     gate, up, z, h, row, real, column, I: tl.constexpr, CLAMPED: tl.constexpr, ROW_TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Stores gate, up and the activation in columns from `column` on, a clamped activation in steps of a few columns."""
+    """Stores gate, up and the activation in columns from `column` on, a clamped activation in steps of `_AT_ONCE`
+    columns."""
     if CLAMPED and COLUMNS > _AT_ONCE:
         gate_left, gate_right = halves(gate, ROW_TILE, COLUMNS // 2)
         up_left, up_right = halves(up, ROW_TILE, COLUMNS // 2)

@@ -1,8 +1,8 @@
 """Tiled matmuls of the experts' rows with the experts' weights, for stages 4a, 4b and their backward passes.
 
-If the chip has TMA (`tuning.by_descriptors`), kernels load contiguous operands by descriptors. Each processor then runs one
-persistent program, which prefetches the next tile while it finishes the current one. Kernels always load gathered rows by
-pointers, and also all operands if the dtype, the widths or the chip do not allow descriptors.
+If the chip has TMA (`tuning.by_descriptors`), kernels load contiguous operands by descriptors. Each processor then runs
+at most one program, which is persistent and prefetches the next tile while it finishes the current one. Kernels always
+load gathered rows by pointers, and also all operands if the dtype, the widths or the chip do not allow descriptors.
 
 Legend: T tokens, P routed rows, E experts, R tiles of rows; A [P, L] @ B [E, L, N] -> [P, N], where [X, Y] is [L, N] or
 [N, L]; a weight's gradient is [E, M, N], from G columns of tokens and O columns of rows.
@@ -46,7 +46,7 @@ def weight_gradient(
     tokens_TG: Tensor, rows_PO: Tensor, token_P: Tensor, routes: TokenIndex, *, rows_first: bool, into: Tensor,
     accumulate: bool,
 ) -> Tensor:  # fmt: skip
-    """Computes for each expert the sum over its rows of outer products of `tokens_TG` and `rows_PO`.
+    """Computes for each expert the sum over its rows of the outer product of the row's token and the row of `rows_PO`.
 
     The result is [E, G, O], or [E, O, G] with `rows_first`. The function writes the result to `into`, or adds it there
     if `accumulate`, and returns `into`. One program computes a tile of one expert's gradient: it sums over the expert's
@@ -82,7 +82,7 @@ def halves(x, ROWS: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def inner_tile(pointers, l, L: tl.constexpr, INNER: tl.constexpr, AXIS: tl.constexpr):
-    """Loads `pointers` [.., INNER, ..]; 0 where `l` plus the index in dim AXIS is past L."""
+    """Loads `pointers` [.., INNER, ..]; 0 where `l` plus the index in dim AXIS is at least L."""
     if L % INNER == 0:
         return tl.load(pointers)
     else:
@@ -148,7 +148,7 @@ def _weight_gradient(
             o, g, first_o = m, n, first_m
         else:
             o, g, first_o = n, m, first_n
-        if TMA:  # the descriptor ends at the expert's last row and loads zeros from there on
+        if TMA:  # the descriptor ends at the expert's last row and loads zeros beyond this row
             own = tl.make_tensor_descriptor(
                 rows_PO + start.to(tl.int64) * O, [tl.maximum(end - start, 1), O], [O, 1], [ROWS, TILE_O]
             )

@@ -1,7 +1,8 @@
 """Output layer and cross-entropy, a block of rows at a time; see `kernels.linear_cross_entropy` for the method.
 
-torch computes the matmuls. Between them, one kernel replaces a block's logits by their gradient in place, so the operation
-needs memory for only one block. The loss is a sum over rows, and a row's gradient depends on that row alone.
+torch computes the matmuls. Between them, one kernel replaces a block's logits by their gradient in place, so the
+operation needs memory for the logits of only one block. The loss is a sum over rows, and a row's gradient depends on
+that row alone.
 
 Legend: T rows (tokens), H hidden, V vocabulary.
 """
@@ -64,10 +65,10 @@ def _softmax_gradient(
     logits_TV, target_T, loss_T, scale,
     V: tl.constexpr, CAP: tl.constexpr, WITH_GRADIENT: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Stores the row's loss, and replaces its logits by `scale` times the gradient of the loss."""
+    """Stores the row's loss; if WITH_GRADIENT, replaces the row's logits by `scale` times the gradient of the loss."""
     t = tl.program_id(0)
     row = logits_TV + t.to(tl.int64) * V
-    # The target's logit is loaded before any store, with the loop's barriers in between: other threads overwrite logits.
+    # The first loop's barriers make all threads load the target's logit before any thread overwrites logits.
     target = tl.load(target_T + t)
     counted = target >= 0
     target_logit = _tanh_capped(tl.load(row + target, mask=counted, other=0), CAP)
@@ -79,7 +80,7 @@ def _softmax_gradient(
         larger = tl.maximum(largest, tl.max(logits, axis=0))
         total = total * tl.exp(largest - larger) + tl.sum(tl.exp(logits - larger), axis=0)
         largest = larger
-    # The difference of logits comes first: an unlikely target's probability may underflow in fp32.
+    # The loss comes from the logits, because an unlikely target's probability may underflow in fp32.
     loss = largest - target_logit + tl.log(total)
     tl.store(loss_T + t, tl.where(counted, loss, 0.0))
     scale = tl.where(counted, scale, 0.0)

@@ -108,7 +108,7 @@ def _route(
     p, lse, logits = _softmax(logits_TE, t, T, E, EXPERTS)
     # Renormalised weights are a softmax of the chosen logits: the chosen probabilities may all underflow in fp32.
     weighed = logits if RENORMALISE else p
-    # Comparisons with NaN are false, so each thread would find another maximum. Therefore NaN counts as 0 here.
+    # Comparisons with NaN are false, so threads could find different maxima. Therefore NaN counts as 0 here.
     # Without RENORMALISE, the token still gets NaN as all of its weights. -1 marks experts that are already chosen or do
     # not exist.
     candidates = tl.where((e < E)[None, :], tl.where(p == p, p, 0.0), -1.0)

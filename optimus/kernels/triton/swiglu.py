@@ -24,7 +24,7 @@ def swiglu(z_TJ: Tensor) -> Tensor:
 
 
 def swiglu_backward(h_grad_TI: Tensor, z_TJ: Tensor) -> Tensor:
-    """Returns the gradient of z."""
+    """Returns the gradient of z, [..., 2 I]."""
     z_TJ, h_grad_TI = z_TJ.contiguous(), h_grad_TI.contiguous()
     z_grad_TJ = torch.empty_like(z_TJ)
     if h_grad_TI.numel():

@@ -36,7 +36,8 @@ class TokenIndex(NamedTuple):
     row_tile: int  # number of rows per tile; an expert's last tile may have fewer
 
     def token_P(self) -> Tensor:
-        """Returns the token of every row. Each pass computes it once for all kernels; autograd does not save it."""
+        """Returns the token of every row. Each pass calls this method once for all kernels; autograd does not save the
+        result."""
         return self.choice_P.div(self.position_TK.shape[1], rounding_mode="floor")
 
 

@@ -1,8 +1,8 @@
-"""Tile sizes of the kernels: a table per architecture, by dtype and size. Training runs no measurements for them.
+"""Tile sizes of the kernels: a table per architecture, by dtype and size. Training does not measure tile sizes.
 
-Tile sizes depend on the layer's shape and on the mean number of rows per expert, rounded to a power of two. Tile sizes
-never depend on the exact number of tokens, so another batch length compiles nothing. `testing/trial.py` times
-candidates on a chip; developers copy the fastest into `_PREFERRED`.
+Tile sizes depend on the layer's shape and on the mean number of rows per expert, rounded to a power of two. Batches of
+similar lengths usually have the same tile sizes, and so the same compiled kernels. `testing/trial.py` times candidates
+on a chip; developers copy the fastest into `_PREFERRED`.
 
 Legend: T tokens, K experts per token.
 """

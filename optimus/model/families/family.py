@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 class Key(NamedTuple):
     """The published tensors of one kind of parameter.
 
-    Each tensor is a view of our parameter, obtained by indexing leading dims. If the name contains {e}, the first index is
-    the expert e. If the parameter stacks several tensors, the next index is n for the n-th name. {i} is the layer. Newer
-    `transformers` may save the experts of a layer as one tensor with flattened middle dims, under the name `fused`.
+    Without the flags below, each tensor is a view of our parameter, obtained by indexing leading dims. In a name, {i}
+    is the layer. If the name contains {e}, the first index is the expert e. If the parameter stacks several tensors,
+    the next index is n for the n-th name. Newer `transformers` may save the experts of a layer as one tensor with
+    flattened middle dims, under the name `fused`.
     """
 
     names: tuple[str, ...]

@@ -1,5 +1,5 @@
-"""Gemma 3, text only: Gemma 2 with windows in five of six layers, a separate rotary base in window layers, and norms of q
-and k instead of score caps (Gemma 3 Technical Report, section 2)."""
+"""Gemma 3, text only: Gemma 2 with windows in five of six layers, a separate rotary base for windows, and norms of q
+and k instead of soft caps (Gemma 3 Technical Report, section 2)."""
 
 from dataclasses import replace
 

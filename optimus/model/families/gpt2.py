@@ -1,4 +1,5 @@
-"""GPT-2: learned positions, LayerNorm, GELU and biases everywhere (Language Models are Unsupervised Multitask Learners)."""
+"""GPT-2: learned positions, LayerNorm, GELU, biases in all blocks (Language Models are Unsupervised Multitask
+Learners)."""
 
 from optimus.model.families.common import affine
 from optimus.model.families.family import Family, Key, Multiple

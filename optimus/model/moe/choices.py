@@ -40,7 +40,8 @@ SOFTMAX = RouterConfig()
 
 
 def local_indices(indices_TK: Tensor, first: int, count: int) -> Tensor:
-    """Returns the choices as indices among the `count` experts from `first` on of one rank; -1 for other ranks' experts."""
+    """Returns the choices as indices among the `count` experts of a rank, which begin at expert `first`; -1 for other
+    experts."""
     local_TK = indices_TK - first
     return local_TK.masked_fill((local_TK < 0) | (local_TK >= count), -1)
 
@@ -48,7 +49,7 @@ def local_indices(indices_TK: Tensor, first: int, count: int) -> Tensor:
 def choices_of(indices: Tensor, count: int) -> Tensor:
     """Counts how often each of 0 ... count - 1 occurs in `indices`: [count], int64. Ignores -1.
 
-    The host does not wait for the device. The host would wait in `torch.bincount`, whose result has a data-dependent length.
+    The host does not wait for the device, unlike in `torch.bincount`, whose result has a data-dependent length.
     """
     found = torch.zeros(1 + count, dtype=torch.int64, device=indices.device)
     targets = indices.flatten().long() + 1

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 
 class OverlappedWork:
-    """A layer's computation that overlaps with its token exchange, in two parts. In this base class both are empty."""
+    """A layer's computation that overlaps with the layer's token communication, in two parts. In this base class both
+    parts are empty."""
 
     def during_dispatch(self) -> None:
         """Computes while tokens travel to their experts."""

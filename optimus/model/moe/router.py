@@ -23,17 +23,18 @@ class Router(ProjectionModule):
     `router_config` has these settings:
 
     - `score`: scores are a softmax or a sigmoid of the logits.
-    - `groups`: a token only chooses experts in the `groups_per_token` groups whose two largest scores have the largest
+    - `groups`: a token chooses experts only in the `groups_per_token` groups whose two largest scores have the largest
       sums.
-    - `renormalise` and `scale`: the weights of a token are normalised to sum to 1, and multiplied by `scale`.
-    - `bias`: a bias per expert is added to the scores for the choice only (DeepSeek-V3, section 2.1.2). `move_biases`
-      updates the bias.
+    - `renormalise` and `scale`: the router normalises the weights of a token to sum to 1, and multiplies the weights by
+      `scale`.
+    - `bias`: the router adds a bias per expert to the scores, for the choice only (DeepSeek-V3, section 2.1.2).
+      `move_biases` updates the bias.
     - `logit_bias`: the projection has a bias, which is a parameter.
 
     `force_balanced` forces the uniform routing of the Optimus paper (section 2.3), with the router's scores as weights:
-    token t of a sequence or document goes to experts t*K ... t*K + K-1 modulo E. In each sequence or document, all experts
-    get the same number of tokens, or one more where E does not divide the number of choices. A token's experts depend on
-    its position alone, not on the other tokens of its batch or rank.
+    token t of a sequence or document goes to experts t*K ... t*K + K-1 modulo E. In each sequence or document, the
+    numbers of tokens of any two experts differ by at most one. A token's experts depend on its position alone, not on
+    the other tokens of its batch or rank.
     """
 
     replaceable = (*ProjectionModule.replaceable, "step")
@@ -63,7 +64,8 @@ class Router(ProjectionModule):
         )
 
     def forward(self, x_TH: Tensor, position_T: Tensor | None = None) -> tuple[Tensor, Tensor, RouterStats]:
-        """Returns (weights_TK in x's dtype, expert indices_TK int64, statistics). Scores and statistics are fp32.
+        """Returns (weights_TK in x's dtype, expert indices_TK int64, statistics). Scores and statistics are at least
+        fp32.
 
         `position_T` is the position of every token in its sequence or document; by default all tokens are one sequence.
         """
@@ -125,7 +127,7 @@ class Router(ProjectionModule):
     def take_choices(self) -> Tensor:
         """Returns the number of choices of each expert in training since the last call; [E], int64.
 
-        Recomputation counts a forward pass twice, and it does so for every microbatch.
+        With recomputation of the router, every forward pass counts twice.
         """
         assert self.bias is not None
         chosen_E, self._chosen_E = self._chosen_E, None

@@ -1,4 +1,5 @@
-"""The tokens that one device processes in a sparse layer: here all of them. `parallel.tokens` splits them over ranks.
+"""The tokens that one device processes in a sparse layer: here all of them. `parallel.tokens` splits the tokens over
+ranks.
 
 Legend: T tokens, H hidden, U tokens processed on this rank.
 """
@@ -9,7 +10,8 @@ from optimus.model.moe.statistics import RouterStats
 
 
 class TokenSplit:
-    """Maps the residual stream to the whole tokens that this device processes, and back. Here both are the same."""
+    """Maps the residual stream to the whole tokens that this device processes, and back. Here the device processes all
+    tokens."""
 
     def take(self, x_TH: Tensor) -> Tensor:
         """Returns the whole tokens that this device processes [U, H]."""
