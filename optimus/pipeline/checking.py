@@ -100,7 +100,7 @@ def _check_channels(schedule: Schedule) -> None:
 def _check_rendezvous(schedule: Schedule) -> None:
     """Simulates the ranks' lists of actions: a transfer happens when both of its ranks have reached the transfer.
 
-    A vocabulary pass runs when the passes that it needs from other ranks are done. Raises `ScheduleError` for a deadlock.
+    A computation runs after all computations, on any rank, for which it waits. Raises `ScheduleError` for a deadlock.
     """
     done: set[Action] = set()
     position = [0] * schedule.ranks

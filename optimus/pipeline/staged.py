@@ -99,7 +99,8 @@ class StagePartition(NamedTuple):
         )
 
     def local_stage_of(self, name: str) -> int:
-        """Returns the stage of this rank that holds a parameter: for a tied embedding the first or the last stage."""
+        """Returns the stage of this rank that holds a parameter: for a tied embedding the first or the last stage, for
+        a split vocabulary -1."""
         stage = self.stage_of(name)
         return stage if stage in (-1, *self.local_stages) else len(self.blocks) - 1
 
@@ -380,7 +381,7 @@ class _Training(_Forward):
         return gradients
 
     def vocabulary(self, kind: Kind, microbatch: int) -> None:
-        with self._gradients.backward(-1, microbatch):  # the shards of output layer and embedding have the stage -1
+        with self._gradients.backward(-1, microbatch):  # this rank's shard of the vocabulary has the stage -1
             super().vocabulary(kind, microbatch)
         if kind is Kind.EMBED_BACKWARD and microbatch == len(self._microbatches) - 1:
             self._gradients.start_reduction(-1)

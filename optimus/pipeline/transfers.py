@@ -19,7 +19,7 @@ def with_transfers(schedule: Schedule) -> Schedule:
     In the steady state of 1F1B, the forward send and the backward receive between two neighbours are simultaneous, and
     therefore adjacent in the lists.
 
-    Raises `ScheduleError` when ranks wait for each other in a circle.
+    Raises `ScheduleError` when a rank waits for a computation that never runs.
     """
     times = replay(schedule, schedule.actions, USUAL.durations(schedule.stages, schedule.microbatches))
     events: list[tuple[float, bool, Action]] = []  # a transfer is named by its send
