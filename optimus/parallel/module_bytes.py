@@ -104,7 +104,7 @@ class ModuleBytes(NamedTuple):
     saved: float  # bytes saved from the forward to the backward pass, including the input
     works: Sequence[float]  # transient bytes after each operation of the backward pass
     waiting: float = 0.0  # bytes after the backward pass, for deferred weight gradients
-    source: tuple[int, ...] = ()  # position of the first module with the same input; the two save their input only once
+    source: tuple[int, ...] = ()  # position of the first module with the same input, which is saved only once
 
     @property
     def work(self) -> float:
@@ -265,7 +265,7 @@ class _Measuring:
     """Runs a block, whose modules may run in any order, and attributes bytes to its modules.
 
     The storages that a module creates count with this module, except inputs of other modules: an input counts with the
-    first module that reads it. Storages that the block creates between two modules count with the later one.
+    first module that reads it. Storages that the block creates between two modules count with the later module.
     """
 
     def __init__(self, block: nn.Module, shapes: Shapes, *, step: StepContext, experts: bool, again: bool) -> None:
@@ -303,7 +303,8 @@ class _Measuring:
         return in_turn(calls, x, *args)
 
     def _run(self, position: ModulePosition, kind: str, module: nn.Module, x: Tensor, *args: Any) -> Any:
-        """Runs a measured module. Replaces any other by an operation that has the same output shapes and saves nothing."""
+        """Runs a measured module. Replaces any other module by an operation that has the same output shapes and saves
+        nothing."""
         if self._again:  # a separate tensor, so that the input is not another module's cached result of a collective
             x = x * 1
         if (kind == "moe") == self._experts:

@@ -25,7 +25,8 @@ from optimus.step_context import CollectiveCache, StepContext
 
 
 class Recomputation(NamedTuple):
-    """The kinds of modules to recompute in every n-th block: norm, attention, mlp, moe; or `block` for segments of n."""
+    """The kinds of modules to recompute in every n-th block: norm, attention, mlp, moe; or `block` for segments of n
+    blocks."""
 
     kinds: tuple[str, ...] = ()
     every: int = 1

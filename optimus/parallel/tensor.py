@@ -74,7 +74,8 @@ class SplitProduct(Product):
         return Result(lambda: found)
 
     def add_up(self, y_TN: Tensor) -> Tensor:
-        """Sums the results of the ranks with other inputs, by an all-reduce or a reduce-scatter. May overwrite `y_TN`."""
+        """Returns the sum of `y_TN` over the ranks of `inputs`, by an all-reduce or a reduce-scatter. The method may
+        overwrite `y_TN`."""
         return (reduce_scatter_async if self.scatters else all_reduce_async)(y_TN, self.inputs).wait()
 
 
@@ -121,5 +122,8 @@ def products(groups: Groups, options: StageOptions, inner: MatrixProduct) -> Cal
 
 
 def row_gathering(groups: Groups, options: StageOptions) -> Callable[[Tensor], Tensor]:
-    """Returns a function that all-gathers the rows of the residual stream if they are sharded."""
+    """Returns a function that all-gathers the rows of the residual stream if the rows are sharded.
+
+    Otherwise, the function only all-reduces the rows' gradient in the backward pass.
+    """
     return partial(all_gather_rows if options.sequence else copy_to_group, group=groups.along("tp_out"))

@@ -51,7 +51,8 @@ class SplitTokens(TokenSplit):
         return y_TH if self.sequence else join_rows(y_TH, self.rows)
 
     def sum(self, stats: RouterStats) -> RouterStats:
-        """Sums over the grid, whose ranks compute one loss, and over `parts`, whose ranks compute shares of the loss."""
+        """Sums statistics over `parts`, whose ranks compute shares of the loss, and without `duplicates` over the grid,
+        whose ranks compute one loss."""
         sums = torch.cat([stats.counts_E, stats.probabilities_E, stats.z[None]])
         tokens = stats.tokens * self.parts.size
         if not self.duplicates:

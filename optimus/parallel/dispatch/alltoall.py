@@ -2,7 +2,7 @@
 
 A rank sends a token with all its routing weights and choices. The rank of the experts returns one row per received token:
 the weighted sum over its experts. The token's rank adds these rows in rank order. An index gathers the copies of tokens,
-and sums over the inverse index combine the results; each is the other's backward pass. So no operation scatters, and every
+and sums over the inverse index combine the results. The gather and the sums are each other's backward pass, so every
 addition has a fixed order.
 
 Legend: N ranks of the group, T tokens of this rank, S copies sent, R copies received, H hidden, K experts per token, P

@@ -1,7 +1,7 @@
-"""Chooses the faster dispatcher, from measured or simulated times of its collectives (`comm/costs.py`).
+"""Chooses the faster dispatcher, from measured or simulated times of the collectives (`comm/costs.py`).
 
 All-gathers are few and regular, but their bytes grow with the number of ranks. All-to-alls send each token only to ranks
-that hold its experts. So all-gathers are faster for few tokens on few ranks.
+that hold its experts. So all-gathers tend to be faster for few tokens on few ranks.
 """
 
 from math import comb
@@ -35,10 +35,11 @@ def dispatcher(
     itemsize: int,
     measured: Measured | None = None,
 ) -> Dispatcher:
-    """Returns the configured dispatcher `asked`; for "auto", the faster one.
+    """Returns the configured dispatcher `asked`; for "auto", the dispatcher with the shorter expected time.
 
-    `tokens` is the number of a rank's tokens, whose elements have `itemsize` bytes. All arguments must be the same on all
-    ranks, so that all ranks choose the same dispatcher.
+    For "auto", the result is "alltoall" for one rank, for groups that are unevenly divided among nodes, and if measured
+    times of all-gathers are not clearly shorter (`GAIN`). `tokens` is the number of a rank's tokens, whose elements
+    have `itemsize` bytes. All arguments must be the same on all ranks, so that all ranks choose the same dispatcher.
     """
     if asked != "auto":
         return asked
