@@ -139,7 +139,8 @@ def all_folders(run: Path, *kinds: str) -> list[Path]:
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """Returns the checkpoint folder that `path` names: `path` itself, or the newest checkpoint of the run folder `path`.
+    """Returns the checkpoint folder that `path` names: `path` itself, or the newest complete checkpoint of the run
+    `path`.
 
     Raises `UserError` if there is no checkpoint.
     """

@@ -54,8 +54,8 @@ def show(path: str | Path) -> dict[str, Any]:
     """Describes a checkpoint (or the newest of a run) and the distribution of its bytes over nodes.
 
     In addition to some fields of the description, the result has `bytes`, `tensors` (number of global tensors),
-    `parameters`, `slices`, `writers` (number of ranks that wrote a file) and `bytes_by_node`. Raises `UserError` if the
-    checkpoint cannot be read.
+    `parameters`, `slices`, `writers` (number of ranks that wrote a file) and `bytes_by_node`. Bytes and writers do not
+    include the folder of frozen parameters. Raises `UserError` if the checkpoint cannot be read.
     """
     path = find_checkpoint(path)
     reader = Reader.open(path)

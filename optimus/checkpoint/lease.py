@@ -1,7 +1,7 @@
 """Leases on run folders: only one run at a time may write into a folder, and the run has a lease on the folder meanwhile.
 
 `lease.json` names the holder: its token, host and process. All processes of a run share one token, including the nodes of a
-launch and its restarts, so each of them may continue immediately when another one has ended. The holders of a lease
+launch and its restarts, so each process may continue immediately when another process has ended. The holders of a lease
 rewrite the file every few seconds. The scheme needs no locks on shared file systems.
 
 Another run takes over a lease in two cases: the holder, the only process of its run, was on this machine and is dead;

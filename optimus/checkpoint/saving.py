@@ -172,11 +172,11 @@ class Saver:
         return ""
 
     def abandon(self) -> None:
-        """Stops this rank's writing, except the final phase on rank 0. Not collective, because this rank alone may have
-        failed."""
+        """Stops this rank's writing, except the final phase on rank 0. The method is not collective, because this rank
+        alone may have failed."""
         self._abandoned.set()
         if self._thread is None or self._world.size > 1:
-            return  # no wait: among other ranks, this process must end and report its failure immediately
+            return  # if there are other ranks, this process must end and report its failure without waiting
         self._thread.join()
         self._abandon_write(remove=not self._committing)
 
@@ -343,7 +343,7 @@ def complete(partial: Path, folder: Path, stored: Sequence[StoredSlice], descrip
     for file in partial.iterdir():
         sync(file)
     sync(partial)
-    if folder.exists():  # the same step before a rollback. If killed now, the run will reach this step again
+    if folder.exists():  # the same step before a rollback; after a kill at this point, the run reaches the step again
         remove(folder)
     partial.rename(folder)
     sync(folder.parent)

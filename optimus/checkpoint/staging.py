@@ -1,7 +1,7 @@
 """Copies of state in host memory. A thread makes the copies in the background, before the optimizer changes the state.
 
 State is constant between two updates, so the training need not wait for the copies. The optimizer waits for the copy of a
-chunk only if it is not finished when the chunk's update begins (DataStates-LLM: lazy asynchronous checkpoints).
+chunk only if the copy is not finished when the chunk's update begins (DataStates-LLM: lazy asynchronous checkpoints).
 """
 
 import threading
@@ -56,7 +56,7 @@ class Staging:
         self._ready = torch.accelerator.current_stream().record_event() if on_device else None
 
     def run(self) -> None:
-        """Makes the copies in the order of the chunks. Must run in another thread than the training."""
+        """Makes the copies in the order of the chunks. Callers run this method in another thread than the training."""
         try:
             for updated, buffers, copied in self._plan:
                 if buffers:

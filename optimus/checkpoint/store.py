@@ -83,7 +83,7 @@ def load_state(
 ) -> tuple[Description, int]:
     """Fills `state` from checkpoint `path`; returns the description and the number of ranks that read tensors.
 
-    Collective. Rank 0 reads everything but the tensors and broadcasts it; `load_slices` reads the tensors.
+    Collective. Rank 0 reads and broadcasts everything but the tensors; `load_slices` reads the tensors.
 
     `model` is the architecture of `state`. With `run`, a run resumes the checkpoint, which must agree with every key of
     `run`. Without `run`, adds low-rank factors of the checkpoint to their weights, and sets the state's factors to zero.

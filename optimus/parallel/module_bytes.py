@@ -76,7 +76,7 @@ class ModuleSetting(NamedTuple):
 
     @property
     def without_experts(self) -> "ModuleSetting":
-        """The same setting with the options of expert parallelism reset, for modules that do not depend on them."""
+        """The same setting without expert parallelism, for modules that do not depend on expert parallelism."""
         options = replace(self.options, duplicates=False, dispatch="alltoall")
         return self._replace(mesh=replace(self.mesh, dp=1, ep=1, etp=1), options=options, load=1.0)
 
@@ -122,7 +122,7 @@ def block_bytes(
     module, with cached results of collectives.
     """
     config, mesh, least = setting.model, setting.mesh, 1
-    if not experts:  # the other modules do not depend on expert parallelism, so all its settings share measurements
+    if not experts:  # all settings of expert parallelism share the measurements of the other modules
         setting = setting.without_experts
     elif number := config.experts_of(layer):
         setting = setting.for_experts
@@ -179,7 +179,7 @@ def _block_bytes(
     """Measures the sparse layer of block `layer` if `experts`, else all its other modules."""
     stage = _stage(setting)
     config, ranks = stage.model.config, setting.mesh.ep
-    # The overloaded experts: all experts of this rank, or one expert if this rank has all.
+    # The overloaded experts: all experts of this rank, or one expert if this rank has all experts.
     busy = config.experts_of(layer) // ranks if ranks > 1 else 1
     with stage.shapes(setting.load, busy, sequences) as shapes:
         _, positions = stage.model.local_positions(_batch(setting, sequences))

@@ -73,7 +73,8 @@ class Recompute:
             self.arrange_unit(unit)
 
     def arrange_unit(self, unit: Unit, kinds: Collection[str] = ()) -> None:
-        """Sets itself as the runner of a unit, and recomputes its modules of these kinds, neighbouring ones together."""
+        """Sets itself as the runner of a unit, and recomputes the unit's modules of these kinds, neighbours
+        together."""
         calls = []
         for again, steps in groupby(unit.steps, lambda step: step[0] in kinds):
             modules = tuple(module for _, module in steps)

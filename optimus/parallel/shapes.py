@@ -129,10 +129,10 @@ class Shapes(TorchDispatchMode):
         return tuple(self._made(each, columns) for each in made)
 
     def _made(self, made: "_Specification | None", columns: int | None) -> Tensor | None:
-        """Creates a result.
+        """Creates a result, or returns None for None.
 
-        Integers get values. If they are the indices of a `topk` over `columns` columns, which route tokens, the values are
-        drawn at random; otherwise they are 0.
+        Indices of a `topk` over `columns` columns, which route tokens, are drawn at random. Other integers and booleans
+        are 0.
         """
         if made is None or made.dtype.is_floating_point:
             return (

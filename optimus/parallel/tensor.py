@@ -5,10 +5,10 @@ first group, and the input's gradient is a partial sum over the second. If one o
 projection is Megatron-LM's column- or row-parallel layer. AxoNN's third dimension is the sharding of parameters
 (`state.shard_ranks`).
 
-With sequence parallelism (Korthikanti et al. 2022), the rows of the residual stream are sharded over `tp_out`. Projections
-then all-gather rows on entry to a module and reduce-scatter them on exit, instead of all-reducing over `tp_out`, and
-autograd saves only a shard of the rows. Any assignment of rows to ranks is correct, because outside the modules nothing
-connects tokens.
+With sequence parallelism (Korthikanti et al. 2022), the rows of the residual stream are sharded over `tp_out`.
+Projections then all-gather rows on entry to a module and reduce-scatter them on exit, instead of all-reducing over
+`tp_out`, and autograd saves only a shard of the rows. Any assignment of rows to ranks is correct, because only modules
+that all-gather rows connect tokens.
 
 Legend: T rows, L inputs and N outputs of a weight on this rank.
 """

@@ -63,7 +63,8 @@ class SplitTokens(TokenSplit):
 
 
 def token_split(groups: Groups, options: StageOptions) -> TokenSplit:
-    """Returns the token split of this rank's sparse layers."""
+    """Returns the token split of this rank's sparse layers over the tensor-parallel grid and the context-parallel
+    ranks."""
     rows, columns, parts = (groups.along(axis) for axis in ("tp_out", "tp_in", "cp"))
     if rows.size * columns.size * parts.size == 1:
         return TokenSplit()

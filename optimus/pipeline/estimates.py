@@ -112,8 +112,8 @@ def least_seconds(name: str, microbatches: int, times: Sequence[StageTimes], bus
 
 
 def _few(name: str, ranks: int, microbatches: int) -> int:
-    """Returns a number of microbatches that is enough to simulate all phases of the step; further ones only extend the
-    steady state.
+    """Returns a number of microbatches that is enough to simulate all phases of the step; further microbatches only
+    extend the steady state.
 
     Where the schedule runs in rounds, the number has the same remainder modulo `ranks` as `microbatches`.
     """

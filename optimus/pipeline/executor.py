@@ -155,7 +155,7 @@ class StageRunner:
 
 
 class ScheduledExecutor:
-    """Runs the actions of this rank of `schedule` in their order."""
+    """Runs this rank's actions of `schedule`, in order."""
 
     def __init__(self, schedule: Schedule, links: StageLinks, work: ForwardWork) -> None:
         self._actions = schedule.actions[links.rank]

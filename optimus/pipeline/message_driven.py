@@ -4,8 +4,8 @@ For each stage of a rank, one thread receives the messages of the previous stage
 next stage. A neighbouring stage on the same rank needs no thread. Each thread waits for one message after the other,
 because Gloo reports an arrival only to a waiting caller. On an accelerator, each thread waits for a separate stream.
 
-Ranks that share a stage must run the same computations, because they take part in the same collectives: the first of these
-ranks chooses for all.
+Ranks that share a stage must run the same computations in the same order, because these ranks take part in the same
+collectives. Therefore the first of these ranks chooses for all.
 """
 
 import threading

@@ -14,7 +14,7 @@ Placement = Literal["loop", "v"]
 
 
 class Kind(str, Enum):
-    """The kind of an action."""
+    """The kind of an action: a computation, or the sending or receiving side of a transfer."""
 
     FORWARD = "forward"
     BACKWARD = "backward"  # gradients of the input and of the weights in one action

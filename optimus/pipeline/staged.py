@@ -30,7 +30,7 @@ from optimus.pipeline.vocabulary import VocabularyLinks, VocabularyPasses
 
 
 class Objective(Protocol):
-    """The objective that a step minimises."""
+    """The objective that a step minimises: a function of the losses of a microbatch."""
 
     count: float  # the divisor of the sum of a microbatch's cross-entropies
     scale: float  # the gradient of the minimised value with respect to the cross-entropy
@@ -126,9 +126,9 @@ class PipelineStages(nn.Module):
 
     `share` gives the numbers of parts into which the ranks split rows and columns of the residual stream. The residual
     stream has type `dtype`. `execute` (made by `training/stages.py`) runs a `ForwardWork` for a number of microbatches,
-    with or without backward passes. `pipeline` is the group of the pipeline's ranks, and `last` is the rank in it with
-    the last stage. `at_tokens` pads sequences to a multiple of `multiple` tokens. `links` is None unless every rank has
-    a shard of the vocabulary.
+    with or without backward passes. `pipeline` is the group of the pipeline's ranks, and `last` is the group's rank
+    with the last stage. `at_tokens` pads sequences to a multiple of `multiple` tokens. `links` is None unless every
+    rank has a shard of the vocabulary.
     """
 
     def __init__(

@@ -92,8 +92,8 @@ class AllToAllDispatch:
 
     The group `parts` may shard the experts; each of its ranks then has another `group`. The ranks of `parts` all-gather the
     tokens that they received, and sum the results of their shards of the experts (TED, section 7.2; algorithm 5 drops the
-    tokens that the other ranks send). With `duplicates`, all ranks of `parts` send and receive the same tokens, so they
-    only sum.
+    tokens that the other ranks send). With `duplicates`, all ranks of `parts` send and receive the same tokens, so the
+    ranks only sum.
 
     T may differ between ranks, and may be 0. `overlapped` computation runs during communication (Megatron-Core's overlap of
     shared experts), in the backward pass too.

@@ -44,7 +44,7 @@ def make_schedule(
     vocabulary: bool = False,
     transfers: bool = True,
 ) -> Schedule:
-    """Makes the schedule with this name.
+    """Makes the schedule `name`: the actions of every rank for one step.
 
     Args:
         name: a key of `schedules()`.
