@@ -1,7 +1,7 @@
 """Copies of a run's checkpoints at a URL (`checkpoint.copy_to`), from which a run whose folder is lost can resume.
 
-The URL has the layout of a run folder: `checkpoints/step-N/...`, and the small files of the run. The manifest of a
-checkpoint is copied last and removed first, so a copy is complete if it has a valid manifest and all the manifest's
+The URL has the layout of a run folder: `checkpoints/step-N/...`, and the small files of the run. A copy gets the
+checkpoint's manifest last and loses it first. So a copy is complete if it has a valid manifest and all the manifest's
 files.
 """
 

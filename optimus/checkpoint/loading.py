@@ -121,7 +121,7 @@ def _read_and_send(transfers: Sequence[_Transfer], read: Read, send: Send) -> Us
     """Reads and sends the buffers of all transfers; returns a failure of this rank, or None.
 
     After a failure, a rank continues to send, so that no other rank waits for it. Each rank reads its next chunk while
-    other chunks are sent.
+    the ranks send other chunks.
     """
     failure = None
     with ThreadPoolExecutor(1) as pool:

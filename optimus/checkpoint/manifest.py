@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: every file with its size and checksums, written last.
+"""The manifest of a checkpoint: every other file with its size and checksums; writers write the manifest last.
 
 A folder without a manifest is not complete. Checksums are CRC-32. A file of tensors has one checksum per slice, so that a
 reader can check a slice without reading the rest of the file. Any other file has one checksum, including the manifest.

@@ -36,9 +36,9 @@ def merge(
     """Writes the weighted average of the weights of `checkpoints` as a new checkpoint. A run stands for its newest
     checkpoint.
 
-    A mapping gives the weights of the average, which are normalised by their sum; a sequence gives equal weights. With
-    `last`, the only entry of `checkpoints` is a run, and its last `last` checkpoints are averaged. The result is a
-    checkpoint of weights. `plugins` names the plugins that the models need.
+    A mapping gives the weights of the average, which the function divides by their sum; a sequence gives equal weights.
+    With `last`, the only entry of `checkpoints` is a run, and the function averages the run's newest `last` checkpoints
+    with equal weights. The result is a checkpoint of weights. `plugins` names the plugins that the models need.
 
     Sums are in float64 and the averages are in fp32. The averages do not depend on the layouts that wrote the
     checkpoints. The function averages one tile at a time, to save memory.

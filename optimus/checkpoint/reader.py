@@ -128,7 +128,7 @@ class Reader:
             raise damaged(self.path, f"{where} have changed since they were written")
         try:
             tensor = read_slice(content)
-        except Exception as error:  # torch raises any exception for bytes that are no tensor
+        except Exception as error:  # torch may raise any exception for bytes that are not a tensor
             raise damaged(self.path, f"{where}: not a tensor ({repr(error).splitlines()[0][:200]})") from error
         if tuple(tensor.shape) != stored.sizes or tensor.dtype != getattr(torch, stored.dtype):
             raise damaged(self.path, f"{where}: shape or dtype differs from {METADATA}")
@@ -180,7 +180,7 @@ def _read_all_but_tensors(path: Path) -> tuple[Description, dict[str, list[Store
         # Stored slices do not overlap, so their sizes add up to the size of a complete tensor.
         there = {key: sum(math.prod(slice_.sizes) for slice_ in found) for key, found in stored.items()}
         lacking = {key: math.prod(found[0].shape) - there[key] for key, found in stored.items()}
-    except Exception as error:  # unpickling raises any exception for bytes that are no metadata
+    except Exception as error:  # unpickling may raise any exception for bytes that are not metadata
         raise damaged(path, f"{METADATA} cannot be read ({error!r})") from error
     for key, found in stored.items():
         if math.prod(found[0].shape) > _MANY * sum(each.length for each in found) + _FEW:

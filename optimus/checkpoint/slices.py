@@ -91,7 +91,8 @@ def _capped(
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Yields the slices of a range, with at most `longest` elements each.
 
-    The range is divided at multiples of the largest block of trailing dims that has at most `longest` elements.
+    The function divides the range at multiples of the largest block of trailing dims that has at most `longest`
+    elements.
     """
     if start >= end:  # also the case for tensors without elements
         return

@@ -1,9 +1,9 @@
 """Activation bytes of a model's modules, measured by running the modules on shapes alone, forward and backward.
 
-This module builds the modules for one rank of a mesh, with that rank's shards of the parameters, and runs them on tensors
-without data (`shapes.py`). Blocks of the same shapes share their measurements. Bytes of many sequences are
-extrapolated from two measurements with few: after every operation, the number of live bytes grows linearly with the number
-of sequences.
+This module builds the modules for one rank of a mesh, with that rank's shards of the parameters, and runs them on
+tensors without data (`shapes.py`). Blocks of the same shapes share their measurements. The module extrapolates the
+bytes of many sequences from two measurements with few sequences: after every operation, the number of live bytes grows
+linearly with the number of sequences.
 
 Tokens choose experts at random, all experts alike, or this rank's experts `load` times as often as the mean.
 """
@@ -116,10 +116,10 @@ class ModuleBytes(NamedTuple):
 def block_bytes(
     setting: ModuleSetting, layer: int, sequences: int, *, experts: bool, again: bool = False
 ) -> dict[ModulePosition, ModuleBytes]:
-    """Returns the bytes, by position, of the modules of block `layer`: its sparse layer, if any, or all others in order.
+    """Returns the bytes, by position, of modules of block `layer`, which runs with `sequences` sequences.
 
-    `experts` selects the sparse layer. The block runs with `sequences` sequences. `again`: the backward pass recomputes each
-    module, with cached results of collectives.
+    With `experts`, the result has only the sparse layer, if there is one; otherwise the result has all other modules.
+    `again`: the backward pass recomputes each module, with cached results of collectives.
     """
     config, mesh, least = setting.model, setting.mesh, 1
     if not experts:  # all settings of expert parallelism share the measurements of the other modules

@@ -1,7 +1,8 @@
 """Runs a rank's modules on shapes alone, without computing data, and counts live bytes.
 
 Floating-point tensors are on the meta device. Integers and booleans determine the lengths of other tensors, so tokens,
-routes and counts are real tensors on the CPU. Only one rank of the mesh is simulated, as if all ranks had the same data.
+routes and counts are real tensors on the CPU. The module simulates only one rank of the mesh, as if all ranks had the
+same data.
 """
 
 import weakref

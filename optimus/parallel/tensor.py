@@ -85,7 +85,7 @@ class _SplitProduct(torch.autograd.Function):
         ctx.save_for_backward(x_TL, w_NL)
         ctx.how, ctx.buffer = how, buffer
         multiply = how.inner.forward
-        if how.inputs.size > 1:  # with the sum cached, the matmul is not recomputed
+        if how.inputs.size > 1:  # with a cached sum, recomputation skips the matmul
             return cached(lambda: how.add_up(multiply(how.gathered_rows(x_TL), w_NL)), how.inputs)
         return multiply(cached(lambda: how.gathered_rows(x_TL), how.outputs) if how.gathers else x_TL, w_NL)
 

@@ -1,8 +1,9 @@
 """Holds the stages of a model that are on one rank, and runs their passes. Without a pipeline there is one stage, and a step
 alternates forward and backward passes.
 
-A stage's output is the residual stream and the router statistics of all blocks so far. Router losses depend on sums over all
-layers. Therefore only the last stage computes the router losses, and their gradients flow back through the earlier stages.
+A stage's output is the residual stream and, in a model with experts, the router statistics of all blocks so far. Router
+losses depend on sums over all layers. Therefore only the last stage computes the router losses, and their gradients
+flow back through the earlier stages.
 
 Legend: B sequences, S positions, T rows and H columns of the residual stream, N selected tokens, V vocabulary, E
 experts.

@@ -1,4 +1,4 @@
-"""Describes the simulated or measured timeline of a pipeline: start and end of every action, and metrics."""
+"""Describes the simulated or measured timeline of a pipeline: start and end of actions, and metrics."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

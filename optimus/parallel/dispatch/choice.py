@@ -73,10 +73,8 @@ def dispatcher(
 
 
 def copies(experts: int, parts: int, chosen: int) -> float:
-    """Returns the expected number of parts with any of a token's `chosen` random experts.
-
-    The experts are divided into `parts` equal parts.
-    """
+    """Divides the experts into `parts` equal parts, and returns the expected number of parts with any of a token's
+    `chosen` random experts."""
     elsewhere = comb(experts - experts // parts, chosen) / comb(experts, chosen)
     return parts * (1 - elsewhere)
 
