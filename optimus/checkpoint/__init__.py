@@ -1,1 +1,4 @@
-"""Checkpoints: writers complete them atomically, and readers check every byte. Start with `folder.py`."""
+"""Checkpoints: writers complete a checkpoint atomically, and readers check every byte that they read.
+
+Start with `folder.py`.
+"""

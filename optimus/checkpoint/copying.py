@@ -1,7 +1,8 @@
 """Copies of a run's checkpoints at a URL (`checkpoint.copy_to`), from which a run whose folder is lost can resume.
 
-The URL has the layout of a run folder: `checkpoints/step-N/...`, and the small files of the run. The manifest of a
-checkpoint is copied last and removed first, so a copy is complete if it has a valid manifest and all its files.
+The URL has the layout of a run folder: `checkpoints/step-N/...`, and the small files of the run. A copy gets the
+checkpoint's manifest last and loses it first. So a copy is complete if it has a valid manifest and all the manifest's
+files.
 """
 
 import json
@@ -22,10 +23,10 @@ CHECKPOINTS = "checkpoints"
 
 
 def copier(url: str, run: str, keep: int | None, weights_keep: int) -> Callable[[str], str]:
-    """Returns the function that copies a checkpoint of the run folder `run`; it returns the name of the checkpoint.
+    """Returns a function that copies a checkpoint of the run folder `run`, given its name, and returns the name.
 
-    After copying, the function removes the oldest copies of full checkpoints beyond `keep`, earlier weights whose steps are
-    not multiples of `weights_keep`, and checkpoints of later steps, which a rollback has abandoned.
+    After copying, the returned function removes the oldest copies of full checkpoints beyond `keep`, earlier weights
+    whose steps are not multiples of `weights_keep`, and checkpoints of later steps, which a rollback has abandoned.
     """
     folder, copies = Path(run), RemoteCopies(url)
 
@@ -45,9 +46,9 @@ def complete_copies(copies: RemoteCopies) -> list[str]:
 
 def fetch_run(url: str, run: Path) -> str | None:
     """Fills an empty or lost run folder from the newest complete copy. Returns the name of the checkpoint, or None without
-    a copy.
+    a complete copy.
 
-    Raises `UserError` if the server fails, or the disk.
+    Raises `UserError` if the server or the disk fails.
     """
     copies = RemoteCopies(url)
     for name in complete_copies(copies):
@@ -64,8 +65,8 @@ def fetch_run(url: str, run: Path) -> str | None:
 def local_checkpoint(path_or_url: str | Path) -> Path:
     """Returns the checkpoint folder that a path names, like `find_checkpoint`.
 
-    For the URL of a run's copies, downloads the newest complete checkpoint into a cache in the user's home.
-    Raises `UserError` if there is no checkpoint.
+    For the URL of a run's copies, returns the newest complete full checkpoint in a cache in the user's home, after
+    downloading the checkpoint unless the cache has it. Raises `UserError` if there is no checkpoint.
     """
     if not is_url(path_or_url):
         return find_checkpoint(path_or_url)

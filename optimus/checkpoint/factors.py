@@ -1,7 +1,8 @@
 """Low-rank factors in checkpoints: `model.X.lora_b` and `model.X.lora_a`, in addition to the frozen `model.X.weight`.
 
-A resumed run reads all three tensors. All other readers (models, exports, averages, and runs that start from the
-checkpoint) get no factors, but the weight plus their product, which is zero where the weight is pruned.
+A resumed run reads all three tensors, as does the conversion into one file of tensors. Models, exports, averages and
+runs that start from the checkpoint get no factors, but the weight plus the factors' product, which is zero where the
+weight is zero.
 """
 
 _WEIGHT, _FACTORS = ".weight", (".lora_b", ".lora_a")

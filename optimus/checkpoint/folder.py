@@ -5,10 +5,11 @@
     .metadata, *.distcp     the tensors; see `format.py`
     manifest.json           sizes and checksums of all these files; written last; see `manifest.py`
 
-In `checkpoints/`, a run writes full checkpoints `step-N`, of which it resumes the newest, and `weights-N` with weights
-only. A run writes frozen parameters once, into `frozen-K`, which full checkpoints refer to. `weights-N` are
-self-contained, because users may move them or archive them. A folder gets its name only when complete: the run writes
-it as `.NAME.partial`, and then renames it. A rollback moves later checkpoints to `checkpoints/abandoned-K`.
+In `checkpoints/`, a run writes full checkpoints `step-N`, and `weights-N` with weights only. Without a rollback, a run
+resumes from the newest intact `step-N`. A run writes frozen parameters once, into `frozen-K`, which full checkpoints
+refer to. `weights-N` are self-contained, because users may move them or archive them. A folder gets its name only when
+complete: the run writes it as `.NAME.partial`, and then renames it. A rollback moves later checkpoints to
+`checkpoints/abandoned-K`.
 """
 
 import json
@@ -114,7 +115,10 @@ def frozen_beside(path: Path, description: Description) -> Path | None:
 
 
 def step_of(path: Path) -> int:
-    """Returns the step in a checkpoint's name."""
+    """Returns the number at the end of a checkpoint's name: its step, or the K of `frozen-K`.
+
+    Raises `ValueError` if the name ends in no number.
+    """
     return int(path.name.rpartition("-")[2])
 
 
@@ -127,14 +131,16 @@ def list_checkpoints(run: Path, *kinds: str) -> list[Path]:
 
 
 def all_folders(run: Path, *kinds: str) -> list[Path]:
-    """Returns all folders in a run with names of checkpoints of these `kinds`, oldest first, including damaged ones."""
+    """Returns all folders in a run with names of checkpoints of these `kinds` (`step`, `weights`; by default both),
+    oldest first, including damaged checkpoints."""
     found = [path for path in (run / "checkpoints").glob("*-*") if _NAME.match(path.name)]
     wanted = [path for path in found if not kinds or path.name.partition("-")[0] in kinds]
     return sorted(wanted, key=lambda path: (step_of(path), path.name))
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """Returns the checkpoint folder that `path` names: `path` itself, or the newest checkpoint of the run folder `path`.
+    """Returns the checkpoint folder that `path` names: `path` itself, or the newest complete checkpoint of the run
+    `path`.
 
     Raises `UserError` if there is no checkpoint.
     """
@@ -156,7 +162,10 @@ def find_checkpoint(path: str | Path) -> Path:
 
 
 def _describe_foreign(path: Path) -> str | None:
-    """Describes a file or folder that another program has written, with a remedy; None if its format is unknown."""
+    """Describes a file or folder that another program has written, with a remedy.
+
+    Returns None for a folder with a description or a manifest, and for an unknown format.
+    """
     cure = "save the model as a Hugging Face folder (save_pretrained), and convert the folder with `optimus import`"
     if path.is_file():
         if _is_torch_save_file(path):
@@ -224,6 +233,9 @@ def write_description(folder: Path, description: Description) -> None:
 
 
 def differences(saved: dict[str, Any], current: dict[str, Any]) -> str:
-    """Returns `KEY is A there and B here` for every key whose values differ, for messages; empty if all values agree."""
+    """Returns `KEY is A there and B here` for every key of `current` whose values differ, for messages.
+
+    The text is empty if all values agree.
+    """
     keys = [key for key in current if saved.get(key) != current[key]]
     return ", ".join(f"{key} is {saved.get(key)!r} there and {current[key]!r} here" for key in keys)

@@ -1,4 +1,4 @@
-"""The files of tensors, in the format of torch.distributed.checkpoint (DCP), readable by any of its tools.
+"""The files of tensors, in the format of torch.distributed.checkpoint (DCP), which DCP's tools can read.
 
 Each writing rank has one file, `__RANK_0.distcp`, of concatenated slices; each slice is an archive of `torch.save`.
 `.metadata` locates every slice of every global tensor. This module implements the format itself. DCP's writer computes no
@@ -38,7 +38,7 @@ AnySlice = TypeVar("AnySlice", StoredSlice, TensorSlice)
 
 
 class _Summing(io.RawIOBase):
-    """A file that computes a CRC-32 of its content. The CRC-32 detects any flipped bit, in 10 % of the writing time."""
+    """A file for writing that computes the CRC-32 and the length of its content."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -96,8 +96,8 @@ def write_slices(file: BinaryIO, name: str, slices: Iterable[TensorSlice]) -> li
 def _with_own_storage(tensor: Tensor) -> Tensor:
     """Returns the tensor on the host, with a storage that has only the tensor's bytes.
 
-    `torch.save` would write the whole storage of a view. The new storage shares memory with the tensor on the host, because
-    copying each slice would take longer than its two checksums.
+    `torch.save` would write the whole storage of a view. The new storage shares memory with a contiguous tensor on the
+    host, to save a copy.
     """
     here = tensor.detach().cpu().contiguous()
     start = here.storage_offset() * here.itemsize
@@ -106,7 +106,7 @@ def _with_own_storage(tensor: Tensor) -> Tensor:
 
 
 def read_slice(content: bytes) -> Tensor:
-    """Returns the tensor in the bytes of a slice. Raises an exception if they are anything but a tensor."""
+    """Returns the tensor in the bytes of a slice. Raises an exception of any type if the bytes are not a tensor."""
     tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     if not isinstance(tensor, Tensor):
         raise ValueError(f"a {type(tensor).__name__} where a tensor should be")
@@ -144,7 +144,8 @@ def pack_metadata(stored: Iterable[StoredSlice]) -> bytes:
 def unpack_metadata(content: bytes) -> Iterator[StoredSlice]:
     """Yields the slices in `.metadata`, with checksums of zero.
 
-    Raises `pickle.UnpicklingError` for anything that DCP does not write.
+    Raises `pickle.UnpicklingError` for classes that DCP does not write, and an exception of any type for damaged
+    content.
     """
     metadata = _Unpickler(io.BytesIO(content)).load()
     if not isinstance(metadata, _Plain) or metadata.name != "Metadata":
@@ -178,7 +179,7 @@ class _Plain:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Admits only the classes that DCP writes into `.metadata`, and replaces them by stand-ins."""
+    """Admits only the classes that DCP writes into `.metadata`, and replaces DCP's own classes by stand-ins."""
 
     _METADATA = (
         "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata",

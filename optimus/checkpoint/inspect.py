@@ -54,8 +54,8 @@ def show(path: str | Path) -> dict[str, Any]:
     """Describes a checkpoint (or the newest of a run) and the distribution of its bytes over nodes.
 
     In addition to some fields of the description, the result has `bytes`, `tensors` (number of global tensors),
-    `parameters`, `slices`, `writers` (number of ranks that wrote a file) and `bytes_by_node`. Raises `UserError` if the
-    checkpoint cannot be read.
+    `parameters`, `slices`, `writers` (number of ranks that wrote a file) and `bytes_by_node`. Bytes and writers do not
+    include the folder of frozen parameters. Raises `UserError` if the checkpoint cannot be read.
     """
     path = find_checkpoint(path)
     reader = Reader.open(path)
@@ -89,10 +89,12 @@ def show(path: str | Path) -> dict[str, Any]:
 def convert(path: str | Path, output: str | Path, to: To = "weights", dtype: str | None = None) -> dict[str, Any]:
     """Converts a checkpoint (or the newest of a run) into another form; returns `output`, `bytes` and `tensors`.
 
-    The forms are weights: a checkpoint of the weights alone, like `weights-N` of a run; torch: one file of all tensors by
-    key, for `torch.load(weights_only=True)`; safetensors: the same tensors in a safetensors file. `dtype` (float32,
-    bfloat16) is the dtype of the weights; by default it is unchanged. The conversion reads all tensors into memory. Raises
-    `UserError`, and never touches existing files.
+    The forms are weights: a checkpoint of the weights alone, like `weights-N` of a run; torch: one file of all tensors
+    by key, for `torch.load(weights_only=True)`; safetensors: the same tensors in a safetensors file. `dtype` (float32,
+    bfloat16) is the dtype of the weights. By default, a checkpoint of weights has the precision in the description, and
+    a file has the dtypes of the checkpoint's tensors. The conversion reads the converted tensors into memory.
+
+    Raises `UserError` if the checkpoint cannot be read, if `output` exists, or if the disk fails.
     """
     if to not in get_args(To):
         raise UserError(f"`to` is {to!r}: choose one of {', '.join(get_args(To))}")

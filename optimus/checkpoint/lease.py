@@ -1,11 +1,11 @@
 """Leases on run folders: only one run at a time may write into a folder, and the run has a lease on the folder meanwhile.
 
 `lease.json` names the holder: its token, host and process. All processes of a run share one token, including the nodes of a
-launch and its restarts, so each of them may continue immediately when another one has ended. A holder rewrites the file
-every few seconds. The scheme needs no locks on shared file systems.
+launch and its restarts, so each process may continue immediately when another process has ended. The holders of a lease
+rewrite the file every few seconds. The scheme needs no locks on shared file systems.
 
 Another run takes over a lease in two cases: the holder, the only process of its run, was on this machine and is dead;
-or nobody has renewed the lease for a minute, by the file system's clock or by this process's clock while it watches.
+or nobody has renewed the lease for a minute, by the file system's clock or by the clock of the process that watches.
 """
 
 import fcntl
@@ -71,7 +71,7 @@ class Holder:
 
 
 def living_holder(run: Path) -> Holder | None:
-    """Returns the current holder of `run`, without waiting for renewals.
+    """Returns the current holder of `run`, or None, without waiting for renewals.
 
     If this process cannot tell whether the holder lives, the holder counts as alive for a minute after its last renewal.
     """
@@ -82,7 +82,7 @@ def living_holder(run: Path) -> Holder | None:
 
 
 def check_free(run: Path) -> None:
-    """Raises `LeaseError` if a run has the lease of the folder `run`."""
+    """Raises `LeaseError` if a live run has the lease of the folder `run`."""
     if (holder := living_holder(run)) is not None:
         raise _held(run, holder)
 
@@ -106,8 +106,9 @@ class Lease:
 
     Entering raises `LeaseError` if another live run holds the lease. Detecting that a holder is dead may take a minute;
     lines on stderr report the wait and the takeover. If `retained`, the lease stays after the context for the other
-    processes of the run; `retained` is initially true if `several` processes may hold the lease. If another run has taken
-    the lease while this process was stopped, this process does not renew it: writers call `check_lease` to notice.
+    processes of the run; `retained` is initially true if `several` processes may hold the lease. If another run has
+    taken the lease while this process was stopped, this process does not renew the lease: writers call `check_lease` to
+    notice.
     """
 
     def __init__(
@@ -121,7 +122,10 @@ class Lease:
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
 
     def wait(self) -> None:
-        """Waits until it is certain that no other run has the lease. Raises `LeaseError` like entering the context."""
+        """Waits until no other run has the lease, or the run that has the lease counts as dead.
+
+        Raises `LeaseError` if another live run has the lease.
+        """
         began, first = time.monotonic(), None
         while (found := _look(self._path)) is not None and found.holder.token != self.token:
             first = first or found

@@ -61,15 +61,17 @@ def load_slices(
     pruned: bool = False,
     factors: bool = False,
 ) -> int:
-    """Fills the weights, and with `full` the state of the update rules; refreshes the compute copies.
+    """Fills the weights and the modules' buffers, and with `full` the state of the update rules; refreshes the compute
+    copies.
 
     Collective. Without `full`, resets the state of the update rules. The ranks with the same parameters take turns: one
     rank reads a chunk and sends it to the others by broadcast or all-reduce (the Optimus paper, section 4: model
     broadcasting). With `send` "none", every rank reads its own shard. `read` fills the tensors of slices. `pruned`: the
-    weights must be zero where the state is pruned. With `factors`, reads low-rank factors; otherwise sets them to zero.
+    weights must be zero where the state is pruned. With `factors`, reads low-rank factors; otherwise sets low-rank
+    factors to zero, or with `send` "none" leaves them unchanged.
 
-    Returns the number of ranks that have read chunks. A `UserError` of `read` on one rank is raised on all ranks; the
-    state is unusable then.
+    Returns the number of ranks that have read chunks. Raises, on all ranks, a `UserError` of `read` on one rank, or one
+    for pruned weights that are not zero; the state is unusable then.
     """
     device, world = state.chunks[0].parameter.device, state.groups.world
     if not factors:
@@ -116,10 +118,10 @@ def _read_local(transfers: Sequence[_Transfer], read: Read) -> UserError | None:
 
 
 def _read_and_send(transfers: Sequence[_Transfer], read: Read, send: Send) -> UserError | None:
-    """Reads and sends all transfers; returns this rank's first failure, or None.
+    """Reads and sends the buffers of all transfers; returns a failure of this rank, or None.
 
     After a failure, a rank continues to send, so that no other rank waits for it. Each rank reads its next chunk while
-    other chunks are sent.
+    the ranks send other chunks.
     """
     failure = None
     with ThreadPoolExecutor(1) as pool:

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: every file with its size and checksums, written last.
+"""The manifest of a checkpoint: every other file with its size and checksums; writers write the manifest last.
 
 A folder without a manifest is not complete. Checksums are CRC-32. A file of tensors has one checksum per slice, so that a
 reader can check a slice without reading the rest of the file. Any other file has one checksum, including the manifest.
@@ -60,7 +60,7 @@ def write_manifest(folder: Path, stored: Iterable[StoredSlice]) -> None:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Returns the files in the manifest of the checkpoint in `folder`, after checking that all exist with the right sizes.
 
-    Raises `DamagedError` that names the missing or differing file.
+    Raises `DamagedError` if the manifest cannot be read, or if a file is missing or has another size.
     """
     path = folder / MANIFEST
     try:
@@ -98,8 +98,9 @@ def manifest_files(text: str) -> dict[str, Any]:
 def read_checked_description(folder: Path) -> tuple[Description, dict[str, Any]]:
     """Returns the checked description of the checkpoint in `folder`, and the files that its manifest names.
 
-    Raises `DamagedError` if the description has changed since it was written, or if files that it refers to are missing.
-    Raises `UserError` if an unchanged description is newer than this code.
+    Raises `DamagedError` if the description has changed since it was written, if a file in the manifest is missing or
+    has another size, or if the folder of frozen parameters is not complete. Raises `UserError` if this code does not
+    know the version or model of an unchanged description.
     """
     try:
         description = read_description(folder)
@@ -119,7 +120,8 @@ def read_checked_description(folder: Path) -> tuple[Description, dict[str, Any]]
 
 
 def read_checked(folder: Path, name: str, files: Mapping[str, Any]) -> bytes:
-    """Returns the content of a file without tensors. Raises `DamagedError` if it has changed since it was written."""
+    """Returns the content of a file without tensors. Raises `DamagedError` if the file cannot be read, or has changed
+    since it was written."""
     try:
         content = (folder / name).read_bytes()
     except OSError as error:
@@ -130,7 +132,10 @@ def read_checked(folder: Path, name: str, files: Mapping[str, Any]) -> bytes:
 
 
 def _size_of(path: Path) -> int | None:
-    """Returns the size of a file after opening it, because network file systems only then fetch other nodes' writes."""
+    """Returns the size of a file after opening it, because network file systems only then fetch other nodes' writes.
+
+    Returns None if there is no such file.
+    """
     try:
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_size

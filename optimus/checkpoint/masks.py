@@ -1,9 +1,9 @@
 """Masks of pruned parameters in checkpoints: `mask.NAME`, one bit per weight, in addition to dense weights with zeros.
 
-Bits are packed along the last dim, eight to a byte, the first weight in the lowest bit. If shards of rows do not begin at
-whole bytes, the mask has one byte per weight instead. So any layout can read masks of any other layout, and readers that
-ignore masks read the dense weights. Full checkpoints of a run that searches for an early-bird ticket also have
-`drawn.NAME`: the masks that the run drew last.
+Bits are packed along the last dim, eight to a byte, the first weight in the lowest bit. If shards of the last dim do
+not begin at whole bytes, the mask has one byte per weight instead. So any layout can read masks of any other layout.
+Readers that ignore masks read the dense weights. Full checkpoints of a run that searches for an early-bird ticket also
+have `drawn.NAME`: the masks that the run drew last.
 """
 
 from collections.abc import Iterator, Mapping
@@ -124,7 +124,8 @@ def all_masks(reader: Reader) -> dict[str, Tensor]:
 def follow_masks(state: ModelState, source: WeightSource) -> bool:
     """Prunes `state`, which has no values yet, like the checkpoint. Returns True if the checkpoint is pruned. Collective.
 
-    Raises `UserError` on all ranks for masks that do not fit the parameters.
+    Raises `UserError` on all ranks for masks that do not fit the parameters, or of parameters that `state` cannot
+    prune.
     """
     there = any(key.startswith(PREFIX) for key in source.shapes)
     if not (there or any(share is not None for share in state.spec.unpruned.values())):
@@ -171,5 +172,6 @@ def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 
 
 def shares_in(source: WeightSource) -> dict[str, float]:
-    """Returns the approximate unpruned fraction of each pruned parameter of a checkpoint."""
+    """Returns, by name of each pruned parameter of a checkpoint, the unpruned fraction of all these parameters
+    together."""
     return {key.removeprefix(PREFIX): source.unpruned for key in source.shapes if key.startswith(PREFIX)}

@@ -1,6 +1,6 @@
 """Weighted averages of the weights of checkpoints: `optimus merge`.
 
-The average of models that started from one checkpoint approximates a model trained on the mixture of their data. The
+The average of models that started from one checkpoint can approximate a model trained on the mixture of their data. The
 average of a run's last checkpoints can replace a cooldown of the learning rate.
 """
 
@@ -36,15 +36,15 @@ def merge(
     """Writes the weighted average of the weights of `checkpoints` as a new checkpoint. A run stands for its newest
     checkpoint.
 
-    A mapping gives the weights of the average, which are normalised by their sum; a sequence gives equal weights. With
-    `last`, the only entry of `checkpoints` is a run, and its last `last` checkpoints are averaged. The result is a
-    checkpoint of weights. `plugins` names the plugins that the models need.
+    A mapping gives the weights of the average, which the function divides by their sum; a sequence gives equal weights.
+    With `last`, the only entry of `checkpoints` is a run, and the function averages the run's newest `last` checkpoints
+    with equal weights. The result is a checkpoint of weights. `plugins` names the plugins that the models need.
 
-    Sums are in float64 and the result is in fp32. The bytes do not depend on the layouts that wrote the checkpoints. Memory
-    has only one tile of each checkpoint at a time.
+    Sums are in float64 and the averages are in fp32. The averages do not depend on the layouts that wrote the
+    checkpoints. The function averages one tile at a time, to save memory.
 
-    Returns `output`, `parameters`, and `weights` by path. Raises `UserError` for different models or tokenizers, weights
-    without a positive sum, and an existing `output`.
+    Returns `output`, `parameters`, and `weights` by path. Raises `UserError` for fewer than two checkpoints, different
+    models or tokenizers, weights without a positive sum, and an existing `output`.
 
     Example:
         optimus.merge({"runs/web": 0.3, "runs/math": 0.7}, "merged")

@@ -37,7 +37,7 @@ class WeightSource(Protocol):
         """The unpruned fraction of the source's pruned parameters."""
 
     def fill(self, slices: Iterable[TensorSlice]) -> None:
-        """Fills the tensors of `slices` in place. Raises `UserError`."""
+        """Fills the tensors of `slices` in place. Raises `UserError` if the source cannot fill a slice."""
 
 
 @dataclass
@@ -50,9 +50,11 @@ class Reader:
 
     @classmethod
     def open(cls, path: Path) -> "Reader":
-        """Reads everything but the tensors. Raises `DamagedError` if anything has changed since it was written.
+        """Reads everything but the tensors.
 
-        Raises `UserError` if this code does not know the checkpoint's version or model.
+        Raises `DamagedError` if a file without tensors has changed since it was written, if a file is missing or has
+        another size, or if a tensor is incomplete. Raises `UserError` if this code does not know the checkpoint's
+        version or model.
         """
         description, stored = _read_all_but_tensors(path)
         if (beside := frozen_beside(path, description)) is not None:
@@ -82,8 +84,9 @@ class Reader:
     def fill(self, slices: Iterable[TensorSlice], *, apart: bool = False) -> None:
         """Fills the tensors of `slices` in place, in any dtype and on any device.
 
-        Adds the product of low-rank factors to their weight, unless `apart`. Raises `UserError` if the checkpoint lacks any
-        of the slices, and `DamagedError` if bytes have changed since they were written.
+        Adds the product of low-rank factors to their weight, unless `apart`. Raises `UserError` if the checkpoint lacks
+        a slice's tensor or has the tensor in another shape, and `DamagedError` if bytes have changed since they were
+        written.
         """
         wanted = by_key(slices)
         for key, targets in wanted.items():
@@ -125,7 +128,7 @@ class Reader:
             raise damaged(self.path, f"{where} have changed since they were written")
         try:
             tensor = read_slice(content)
-        except Exception as error:  # torch raises any exception for bytes that are no tensor
+        except Exception as error:  # torch may raise any exception for bytes that are not a tensor
             raise damaged(self.path, f"{where}: not a tensor ({repr(error).splitlines()[0][:200]})") from error
         if tuple(tensor.shape) != stored.sizes or tensor.dtype != getattr(torch, stored.dtype):
             raise damaged(self.path, f"{where}: shape or dtype differs from {METADATA}")
@@ -162,7 +165,7 @@ def verify(path: Path) -> list[str]:
 
 
 def _read_all_but_tensors(path: Path) -> tuple[Description, dict[str, list[StoredSlice]]]:
-    """Returns the description of a folder, and the slices in its files by key."""
+    """Returns the description of a folder, and the slices in the folder's files by key. Raises like `Reader.open`."""
     description, files = read_checked_description(path)
     for name, file in files.items():
         if "crc" in file and name != METADATA:
@@ -177,7 +180,7 @@ def _read_all_but_tensors(path: Path) -> tuple[Description, dict[str, list[Store
         # Stored slices do not overlap, so their sizes add up to the size of a complete tensor.
         there = {key: sum(math.prod(slice_.sizes) for slice_ in found) for key, found in stored.items()}
         lacking = {key: math.prod(found[0].shape) - there[key] for key, found in stored.items()}
-    except Exception as error:  # unpickling raises any exception for bytes that are no metadata
+    except Exception as error:  # unpickling may raise any exception for bytes that are not metadata
         raise damaged(path, f"{METADATA} cannot be read ({error!r})") from error
     for key, found in stored.items():
         if math.prod(found[0].shape) > _MANY * sum(each.length for each in found) + _FEW:

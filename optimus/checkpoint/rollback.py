@@ -58,8 +58,8 @@ def rollback(run: str | Path, step: int, *, held: bool = False) -> dict[str, Any
     `held`: the caller has the lease of the run folder. Otherwise raises `LeaseError` if a live run has the lease.
 
     Returns `checkpoint`, `step`, `moved` (the names of newer checkpoints) and `to`, the new folder of these checkpoints,
-    which also gets a copy of the metrics so far. Raises `UserError`, without changing any file, if there are no weights of
-    that step or if they are damaged.
+    which also gets a copy of the metrics so far. Without newer checkpoints and metrics, there is no new folder. Raises
+    `UserError`, without changing any file, if there is no checkpoint of that step or if the checkpoint is damaged.
     """
     run = user_path(run)
     if not held:

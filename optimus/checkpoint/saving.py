@@ -3,11 +3,12 @@
 Saving has three phases. All ranks end each phase together, so that all ranks report a failure of one rank:
 
 1. Rank 0 creates the partial folder.
-2. One rank of each replica group writes its slices into a separate file, and sends the positions of the slices to rank 0.
+2. For each shard, one rank of the replica group writes the shard's slices into the rank's file. All ranks send the
+   positions of their slices to rank 0.
 3. Rank 0 adds metadata, description and manifest, and renames the folder to its final name.
 
-In background saving, the second and third phases run in a thread, from copies (`staging.py`). At the end of every step the
-ranks check whether all their threads are done.
+In background saving, the second and the third phase run in threads, and the second phase writes copies of device
+buffers (`staging.py`). At the end of every step the ranks check whether all their threads are done.
 """
 
 import shutil
@@ -46,7 +47,7 @@ class Target(NamedTuple):
     """A checkpoint to write: of the whole state if its description says `full`, otherwise of the weights alone.
 
     With `frozen`, the checkpoint has only the frozen weights, and the descriptions of other checkpoints may refer to it.
-    Weights alone are in the compute dtype: 2 bytes per parameter in bf16, where the whole state has 12.
+    Weights alone are in the compute dtype: 2 bytes per parameter in bf16, while the whole state with AdamW has 12.
     """
 
     folder: Path
@@ -83,7 +84,8 @@ class Target(NamedTuple):
 
 
 class Saver:
-    """Writes checkpoints of `state`, one after another. Collective: all ranks create a saver and call its methods together.
+    """Writes checkpoints of `state`. Collective: all ranks create a saver, and call its methods except `abandon`
+    together.
 
     `scattered` distributes the writing over the ranks of replica groups (`writers.py`). With `beside`, saving runs in the
     background of the training.
@@ -112,10 +114,11 @@ class Saver:
         self.write: Write = lambda *file: write_slices(*file)  # fault injection replaces `write`
 
     def save(self, *targets: Target) -> list[Path]:
-        """Writes checkpoints. In background saving, first completes those in progress, and then only starts the new ones.
+        """Completes checkpoints in progress, and writes `targets`; in background saving, only starts to write
+        `targets`.
 
-        Returns newly completed checkpoints. Raises `UserError` on all ranks if the disk of one rank fails; older
-        checkpoints then stay unchanged.
+        Returns newly completed checkpoints. Raises `UserError` on all ranks if the disk of one rank fails; the newest
+        earlier checkpoint then stays unchanged.
         """
         done = self.finish()
         self._state.skip()  # discards an unfinished step
@@ -135,7 +138,8 @@ class Saver:
         return done if self._beside else done + self.finish()
 
     def poll(self) -> list[Path]:
-        """Returns the checkpoints that all ranks have completed. Must be called after every step. Raises like `save`."""
+        """Returns newly completed checkpoints, without waiting for writes. All ranks call the method after every step.
+        Raises like `save`."""
         if not self._targets:
             return []
         with self._waiting():
@@ -154,10 +158,10 @@ class Saver:
         return done
 
     def complete(self) -> str:
-        """Completes checkpoints in progress when the run ends for another reason with all ranks alive.
+        """Completes checkpoints in progress when the run ends with an error while all ranks are alive.
 
-        Otherwise the run would lose the steps since the last complete checkpoint. If a disk fails, returns text to add to
-        the message of the other reason.
+        Otherwise the run would lose the steps since the last complete checkpoint. Returns text to add to the error's
+        message if a disk fails, or else an empty text.
         """
         try:
             self.finish()
@@ -168,10 +172,11 @@ class Saver:
         return ""
 
     def abandon(self) -> None:
-        """Stops all writing except rank 0's final phase, because this rank alone may have failed."""
+        """Stops this rank's writing, except the final phase on rank 0. The method is not collective, because this rank
+        alone may have failed."""
         self._abandoned.set()
         if self._thread is None or self._world.size > 1:
-            return  # no wait: among other ranks, this process must end and report its failure immediately
+            return  # if there are other ranks, this process must end and report its failure without waiting
         self._thread.join()
         self._abandon_write(remove=not self._committing)
 
@@ -338,7 +343,7 @@ def complete(partial: Path, folder: Path, stored: Sequence[StoredSlice], descrip
     for file in partial.iterdir():
         sync(file)
     sync(partial)
-    if folder.exists():  # the same step before a rollback. If killed now, the run will reach this step again
+    if folder.exists():  # the same step before a rollback; after a kill at this point, the run reaches the step again
         remove(folder)
     partial.rename(folder)
     sync(folder.parent)

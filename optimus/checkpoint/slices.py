@@ -1,7 +1,7 @@
 """Shards of flat buffers as slices of global tensors, the common form for writing, reading and comparing state.
 
-A contiguous range of a row-major block of d dims consists of at most 2d - 1 contiguous slices. So a rank's shard of a chunk
-consists of a few slices per parameter for any borders of shards. Any layout can read the slices of another layout.
+A contiguous range of a row-major block of d dims consists of at most 2d - 1 contiguous slices. So every shard of a
+chunk consists of slices, for any borders of shards. Any layout can read the slices of another layout.
 """
 
 import math
@@ -89,7 +89,11 @@ def _in_row(shape: Sequence[int], row: int, start: int, end: int) -> Iterator[tu
 def _capped(
     shape: Sequence[int], start: int, end: int, longest: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yields the slices of a range, with at most `longest` elements each. Divides between rows if rows are short."""
+    """Yields the slices of a range, with at most `longest` elements each.
+
+    The function divides the range at multiples of the largest block of trailing dims that has at most `longest`
+    elements.
+    """
     if start >= end:  # also the case for tensors without elements
         return
     row = next(size for size in (math.prod(shape[dim:]) for dim in range(len(shape) + 1)) if size <= longest)

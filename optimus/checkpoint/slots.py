@@ -25,8 +25,8 @@ def retire(run: Path, keep: int, new: Path | None = None) -> None:
     4).
 
     `new`, a checkpoint about to be written, counts towards `keep`, but the newest existing checkpoint always stays. The
-    weights that a run was rolled back to count as a full checkpoint while the run resumes from them. Once these weights are
-    beyond `keep`, the function deletes the rollback marker.
+    weights that a run was rolled back to count as a full checkpoint while the rollback marker exists. Once these
+    weights are beyond `keep`, the function deletes the marker.
     """
     found = [point.path for point in resume_points(run) if point.path != new and (point.path / MANIFEST).is_file()]
     marked = rolled_back_to(run)
@@ -66,7 +66,8 @@ def retire_frozen(run: Path, name: str | None) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Renames a checkpoint that is damaged or in the way. The run then neither resumes from the checkpoint nor counts it."""
+    """Renames a checkpoint that is damaged or in the way, and returns the new path. The run then neither resumes from
+    the checkpoint nor counts it."""
     aside, number = path.with_name(f"{path.name}.aside"), 1
     while aside.exists():
         number += 1
@@ -75,7 +76,8 @@ def set_aside(path: Path) -> Path:
 
 
 def set_newer_aside(run: Path, step: int) -> list[Path]:
-    """Sets aside the full checkpoints and the rollback marker of steps after `step`, from which the run resumes.
+    """Sets aside the full checkpoints and the rollback marker of steps after `step`, the step that the run resumes
+    from.
 
     Returns the new paths.
     """

@@ -1,7 +1,7 @@
 """Copies of state in host memory. A thread makes the copies in the background, before the optimizer changes the state.
 
 State is constant between two updates, so the training need not wait for the copies. The optimizer waits for the copy of a
-chunk only if it is not finished when the chunk's update begins (DataStates-LLM: lazy asynchronous checkpoints).
+chunk only if the copy is not finished when the chunk's update begins (DataStates-LLM: lazy asynchronous checkpoints).
 """
 
 import threading
@@ -32,8 +32,9 @@ class Staging:
     ) -> None:
         """Schedules copies of `buffers` in their current state, and blocks updates of the chunks until the copies exist.
 
-        A chunk with an event in `written` also waits for this event, because part of it is written without a copy. The
-        update waits by calling `waiting` with a blocking function. `weights`: some of the buffers are compute copies.
+        The update of a chunk with an event in `written` also waits for this event, because the saver writes part of the
+        chunk without a copy. The update waits by calling `waiting` with a blocking function. `weights`: some of the
+        buffers are compute copies.
         """
         self._plan = []
         for chunk, those in buffers.items():
@@ -55,7 +56,7 @@ class Staging:
         self._ready = torch.accelerator.current_stream().record_event() if on_device else None
 
     def run(self) -> None:
-        """Makes the copies in the order of the chunks. Must run in another thread than the training."""
+        """Makes the copies in the order of the chunks. Callers run this method in another thread than the training."""
         try:
             for updated, buffers, copied in self._plan:
                 if buffers:

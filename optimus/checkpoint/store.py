@@ -62,7 +62,8 @@ def save_model(
 def write_model(
     model: Transformer, folder: Path, description: Description, masks: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Writes the parameters of `model` unchanged, with a description and `masks`. Raises like `save_model`."""
+    """Writes the parameters and buffers of `model` unchanged, with a description and `masks`. Raises like
+    `save_model`."""
     if folder.exists():
         raise UserError(f"{folder} exists already: choose another output folder or remove it")
     slices = [*full_slices(named_tensors(model)), *full_slices((masks or {}).items(), prefix="")]
@@ -82,13 +83,13 @@ def load_state(
 ) -> tuple[Description, int]:
     """Fills `state` from checkpoint `path`; returns the description and the number of ranks that read tensors.
 
-    Collective. Rank 0 reads everything but the tensors and broadcasts it; `load_slices` reads the tensors.
+    Collective. Rank 0 reads and broadcasts everything but the tensors; `load_slices` reads the tensors.
 
     `model` is the architecture of `state`. With `run`, a run resumes the checkpoint, which must agree with every key of
     `run`. Without `run`, adds low-rank factors of the checkpoint to their weights, and sets the state's factors to zero.
     Without `full`, loads only the weights and resets the state of the update rules. Prunes `state` like the checkpoint, or
     leaves its masks unchanged without `masks`. `reader_type` may be a subclass that counts reads. Raises `UserError` on all
-    ranks, and `DamagedError` if another checkpoint may be intact.
+    ranks if the checkpoint does not fit, and `DamagedError` if the checkpoint is damaged.
     """
 
     def open_it() -> Reader:
@@ -122,9 +123,10 @@ def load_model(
     *,
     plugins: Sequence[str] = (),
 ) -> Transformer:
-    """Loads the model of a checkpoint, or of a run's newest checkpoint, in evaluation mode.
+    """Loads the model of a checkpoint, or of a run's newest checkpoint, in evaluation mode and without gradients.
 
-    The model maps `tokens_BS` to `logits_BSV`. `plugins` names the plugins that the model needs.
+    The model maps `tokens_BS` to `logits_BSV`. `plugins` names the plugins that the model needs. Raises `UserError` if
+    there is no checkpoint, or if the checkpoint cannot be read.
 
     Example:
         model = optimus.load_model("runs/first")
@@ -165,7 +167,8 @@ def _check_update_state(reader: Reader, rules: Mapping[str, Rule]) -> None:
 
 
 def check_same_model(saved: ModelConfig, current: ModelConfig, path: Path) -> None:
-    """Raises `UserError` that names the differences if the weights in `path` have another architecture than `current`."""
+    """Raises `UserError`, which names the differences, if the model `saved` in `path` has another architecture than
+    `current`."""
     unasked = {"init_std", *(saved.derived & current.derived)}
     if not (saved.has_dense_layers or current.has_dense_layers):
         unasked = unasked - {"expert_intermediate"} | {"intermediate"}

@@ -1,4 +1,4 @@
-"""Assigns the writing of a state to ranks. Every rank computes the same assignment from the plans of the chunks."""
+"""Assigns the writing of a state to ranks. All ranks of a stage compute the same assignment from the chunks' plans."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -36,9 +36,10 @@ def holders(mesh: Mesh, layout: Layout, options: StateConfig) -> list[list[int]]
 def writers(plans: Sequence[ChunkPlan], mesh: Mesh, rank: int, options: StateConfig, *, scattered: bool) -> list[int]:
     """Returns the writer of each chunk of `rank`: one of the ranks that hold the same shard of the chunk.
 
-    If `scattered`, the writer is on the node with the fewest bytes to write so far, so that nodes share the writing. (In
-    the Optimus paper, section 4: DP-scattered, rank m % DP of the holders writes part m.) Otherwise the first holder
-    writes. All ranks of a stage have shards of the same chunks, so each of them can compute the writers of all shards.
+    If `scattered`, the writer is on the node with the fewest bytes to write so far, so that nodes share the writing; a
+    fixed rule assigns tied embeddings. (In the Optimus paper, section 4: DP-scattered, rank m % DP of the holders
+    writes part m.) Otherwise the first holder writes. All ranks of a stage have shards of the same chunks, so each of
+    them can compute the writers of all shards.
     """
     found, _ = _shared_writing(plans, mesh, rank, options, scattered)
     return found
@@ -57,7 +58,8 @@ def bytes_copied(
 
 
 def saved_bytes(plan: ChunkPlan) -> int:
-    """Returns the bytes of a rank's shard of a chunk in checkpoints: fp32 weights and the state of the update rule.
+    """Returns the bytes of a rank's shard of a chunk in full checkpoints: fp32 weights and the state of the update
+    rule.
 
     Frozen chunks have only the weights, in the compute dtype.
     """

@@ -3,9 +3,10 @@
 `module_bytes.py` measures the bytes of each module from shapes. This module combines the measurements for any number of
 blocks and any choice of recomputation.
 
-At any time of the backward pass, memory consists of the saved bytes and the current module's recomputed activations and
-transient bytes. A walk through the modules in backward order, which frees each module's saved bytes, finds the peak. The
-package `state` accounts for the gradients of parameters, except those that a module has just computed.
+At any time of the backward pass, memory consists of the saved bytes, the recomputed activations, the current module's
+transient bytes, and the bytes for deferred weight gradients. A walk through the modules in backward order, which frees
+each module's saved bytes, finds the peak. The package `state` accounts for the gradients of parameters, except the
+gradients that a module has just computed.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -20,7 +21,8 @@ from optimus.parallel.module_bytes import ModuleBytes, ModulePosition, ModuleSet
 from optimus.parallel.options import StageOptions
 from optimus.parallel.recompute import Recomputation
 
-Row = Sequence[tuple[ModuleBytes, ModuleBytes | None]]  # (bytes of a module, bytes if recomputed with a cache) each
+# For each module: bytes, and bytes if recomputed with a cache of collectives.
+Row = Sequence[tuple[ModuleBytes, ModuleBytes | None]]
 _Sources = set[tuple[int, ...]]  # `ModuleBytes.source` of the inputs that are saved already
 
 
@@ -93,7 +95,7 @@ def activation_bytes(
 def _groups(numbers: Sequence[int], chosen: Recomputation) -> Iterator[tuple[tuple[int, ...], tuple[str, ...]]]:
     """Yields (blocks of a group, kinds of modules to recompute in the group).
 
-    A group is a segment of n blocks if whole blocks are recomputed, else one block.
+    A group is a segment of up to `chosen.every` blocks if whole blocks are recomputed, else one block.
     """
     if "block" in chosen.kinds:
         for start in range(0, len(numbers), chosen.every):

@@ -1,9 +1,10 @@
 """Context parallelism: the ranks of a group split every sequence, and attention over the whole sequence is exact.
 
-In `RingSequence`, keys and values travel around the ranks, and each rank computes with one rank's keys while it receives
-the next (ring attention, Liu et al. 2023). Each rank has a piece near the beginning and its mirror image near the end
-(zig-zag order), which balances the computation. `UlyssesSequence` uses one all-to-all to turn splits of the sequence into
-splits of the heads, and another all-to-all for the way back (DeepSpeed-Ulysses, Jacobs et al. 2023).
+In `RingSequence`, keys and values travel around the ranks, and each rank computes with one rank's keys while it
+receives the next (ring attention, Liu et al. 2023). Each rank has a piece of the first half and the piece's mirror
+image in the second half (zig-zag order), which balances the computation. `UlyssesSequence` uses one all-to-all to turn
+splits of the sequence into splits of the heads, and another all-to-all for the way back (DeepSpeed-Ulysses, Jacobs et
+al. 2023).
 
 Legend: n ranks, B batch, L positions of a whole sequence, S = L / n positions of this rank, N heads, M heads of keys and
 values, D head size.
@@ -75,8 +76,8 @@ class UlyssesSequence(SequenceSplit):
     """A `SequenceSplit` by all-to-all: rank i has the i-th of n pieces; during attention, the i-th of n groups of heads.
 
     N and M must be multiples of n. In the forward pass, one all-to-all sends q, k and v, and another one sends the output.
-    The two send 2 B S (N + M) D numbers, of which the fraction (n - 1) / n leaves the rank. The backward pass sends the same
-    number.
+    These all-to-alls send 2 B S (N + M) D numbers, of which the fraction (n - 1) / n leaves the rank. The backward pass
+    sends the same number.
     """
 
     def __init__(self, group: Group, documents: Documents | None = None) -> None:
@@ -109,7 +110,7 @@ class UlyssesSequence(SequenceSplit):
         return type(self)(self._group, documents)
 
     def _to_heads(self, *tensors_BSND: Tensor) -> tuple[Tensor, ...]:
-        """Returns each tensor for this rank's heads and the whole sequence, [B, L, N / n, D]."""
+        """Returns each tensor [B, S, N or M, D] for this rank's heads and the whole sequence, [B, L, heads / n, D]."""
         per_rank = [t.unflatten(2, (self.parts, -1)).permute(2, 0, 1, 3, 4) for t in tensors_BSND]
         came = self._exchange(torch.cat(per_rank, 3)).permute(1, 0, 2, 3, 4).flatten(1, 2)
         return came.split([t.shape[3] for t in per_rank], 2)

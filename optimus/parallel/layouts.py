@@ -49,6 +49,9 @@ def parameter_layouts(
     - whole tokens differ along both axes, except with `duplicates` (TED without duplicate token dropping),
     - inner activations differ along `tp_out`, where every rank has other columns.
 
+    The gradient of a low-rank factor or of a scale is also a partial sum along an axis that shards a dim of
+    `Declaration.factor_of`.
+
     `tied_embeddings`: the first and the last stage hold the embedding. `vocabulary`: all pipeline ranks have a shard of the
     vocabulary.
     """

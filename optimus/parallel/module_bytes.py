@@ -1,9 +1,9 @@
 """Activation bytes of a model's modules, measured by running the modules on shapes alone, forward and backward.
 
-This module builds the modules for one rank of a mesh, with that rank's shards of the parameters, and runs them on tensors
-without data (`shapes.py`). Blocks of the same shapes share their measurements. Bytes of many sequences are
-extrapolated from two measurements with few: after every operation, the number of live bytes grows linearly with the number
-of sequences.
+This module builds the modules for one rank of a mesh, with that rank's shards of the parameters, and runs them on
+tensors without data (`shapes.py`). Blocks of the same shapes share their measurements. The module extrapolates the
+bytes of many sequences from two measurements with few sequences: after every operation, the number of live bytes grows
+linearly with the number of sequences.
 
 Tokens choose experts at random, all experts alike, or this rank's experts `load` times as often as the mean.
 """
@@ -76,7 +76,7 @@ class ModuleSetting(NamedTuple):
 
     @property
     def without_experts(self) -> "ModuleSetting":
-        """The same setting with the options of expert parallelism reset, for modules that do not depend on them."""
+        """The same setting without expert parallelism, for modules that do not depend on expert parallelism."""
         options = replace(self.options, duplicates=False, dispatch="alltoall")
         return self._replace(mesh=replace(self.mesh, dp=1, ep=1, etp=1), options=options, load=1.0)
 
@@ -104,7 +104,7 @@ class ModuleBytes(NamedTuple):
     saved: float  # bytes saved from the forward to the backward pass, including the input
     works: Sequence[float]  # transient bytes after each operation of the backward pass
     waiting: float = 0.0  # bytes after the backward pass, for deferred weight gradients
-    source: tuple[int, ...] = ()  # position of the first module with the same input; the two save their input only once
+    source: tuple[int, ...] = ()  # position of the first module with the same input, which is saved only once
 
     @property
     def work(self) -> float:
@@ -116,13 +116,13 @@ class ModuleBytes(NamedTuple):
 def block_bytes(
     setting: ModuleSetting, layer: int, sequences: int, *, experts: bool, again: bool = False
 ) -> dict[ModulePosition, ModuleBytes]:
-    """Returns the bytes, by position, of the modules of block `layer`: its sparse layer, if any, or all others in order.
+    """Returns the bytes, by position, of modules of block `layer`, which runs with `sequences` sequences.
 
-    `experts` selects the sparse layer. The block runs with `sequences` sequences. `again`: the backward pass recomputes each
-    module, with cached results of collectives.
+    With `experts`, the result has only the sparse layer, if there is one; otherwise the result has all other modules.
+    `again`: the backward pass recomputes each module, with cached results of collectives.
     """
     config, mesh, least = setting.model, setting.mesh, 1
-    if not experts:  # the other modules do not depend on expert parallelism, so all its settings share measurements
+    if not experts:  # all settings of expert parallelism share the measurements of the other modules
         setting = setting.without_experts
     elif number := config.experts_of(layer):
         setting = setting.for_experts
@@ -179,7 +179,7 @@ def _block_bytes(
     """Measures the sparse layer of block `layer` if `experts`, else all its other modules."""
     stage = _stage(setting)
     config, ranks = stage.model.config, setting.mesh.ep
-    # The overloaded experts: all experts of this rank, or one expert if this rank has all.
+    # The overloaded experts: all experts of this rank, or one expert if this rank has all experts.
     busy = config.experts_of(layer) // ranks if ranks > 1 else 1
     with stage.shapes(setting.load, busy, sequences) as shapes:
         _, positions = stage.model.local_positions(_batch(setting, sequences))
@@ -265,7 +265,7 @@ class _Measuring:
     """Runs a block, whose modules may run in any order, and attributes bytes to its modules.
 
     The storages that a module creates count with this module, except inputs of other modules: an input counts with the
-    first module that reads it. Storages that the block creates between two modules count with the later one.
+    first module that reads it. Storages that the block creates between two modules count with the later module.
     """
 
     def __init__(self, block: nn.Module, shapes: Shapes, *, step: StepContext, experts: bool, again: bool) -> None:
@@ -303,7 +303,8 @@ class _Measuring:
         return in_turn(calls, x, *args)
 
     def _run(self, position: ModulePosition, kind: str, module: nn.Module, x: Tensor, *args: Any) -> Any:
-        """Runs a measured module. Replaces any other by an operation that has the same output shapes and saves nothing."""
+        """Runs a measured module. Replaces any other module by an operation that has the same output shapes and saves
+        nothing."""
         if self._again:  # a separate tensor, so that the input is not another module's cached result of a collective
             x = x * 1
         if (kind == "moe") == self._experts:

@@ -1,7 +1,8 @@
 """Turns a model written for one device into a model for a mesh.
 
-`parallelize` is a list of replacements in any order. Each replaces one attribute of some modules, for example the matmul of
-projections. Modules and parameters keep their names; `layouts.py` determines the shard of each parameter that a rank holds.
+`parallelize` makes replacements, whose order does not matter. Each replacement sets one attribute of some modules, for
+example the matmul of projections. Modules and parameters keep their names; `layouts.py` determines the shard of each
+parameter that a rank holds.
 
 A class declares its replaceable attributes itself (`replaceable`), so `parallelize` also works on user-defined modules.
 """

@@ -1,9 +1,9 @@
 """Activation checkpointing: the chosen modules save only their inputs, and the backward pass recomputes their activations.
 
-Users choose modules of every n-th block (selective activation checkpointing, the Optimus paper, section 1), or segments of
-n whole blocks (the dissertation on AxoNN, section 3.3.1, where n is called ac). If a norm and the module that reads its
-output are both chosen, the backward pass recomputes them together, so that the activation between the two is not saved
-either.
+Users choose modules of every n-th block (selective activation checkpointing, the Optimus paper, section 1), or segments
+of n whole blocks (the dissertation on AxoNN, section 3.3.1, where n is called ac). If users choose a norm and the
+module that reads the norm's output, the backward pass recomputes both modules together, and autograd does not save the
+activation between the modules either.
 
 The router's statistics are ordinary outputs, so recomputation does not count them twice. No module draws random numbers, so
 no generator state is saved. By default, recomputation reuses cached results of collectives (communication-aware
@@ -25,7 +25,8 @@ from optimus.step_context import CollectiveCache, StepContext
 
 
 class Recomputation(NamedTuple):
-    """The kinds of modules to recompute in every n-th block: norm, attention, mlp, moe; or `block` for segments of n."""
+    """The kinds of modules to recompute in every n-th block: norm, attention, mlp, moe; or `block` for segments of n
+    blocks."""
 
     kinds: tuple[str, ...] = ()
     every: int = 1
@@ -72,7 +73,8 @@ class Recompute:
             self.arrange_unit(unit)
 
     def arrange_unit(self, unit: Unit, kinds: Collection[str] = ()) -> None:
-        """Sets itself as the runner of a unit, and recomputes its modules of these kinds, neighbouring ones together."""
+        """Sets itself as the runner of a unit, and recomputes the unit's modules of these kinds, neighbours
+        together."""
         calls = []
         for again, steps in groupby(unit.steps, lambda step: step[0] in kinds):
             modules = tuple(module for _, module in steps)

@@ -1,7 +1,8 @@
 """Runs a rank's modules on shapes alone, without computing data, and counts live bytes.
 
 Floating-point tensors are on the meta device. Integers and booleans determine the lengths of other tensors, so tokens,
-routes and counts are real tensors on the CPU. Only one rank of the mesh is simulated, as if all ranks had the same data.
+routes and counts are real tensors on the CPU. The module simulates only one rank of the mesh, as if all ranks had the
+same data.
 """
 
 import weakref
@@ -129,10 +130,10 @@ class Shapes(TorchDispatchMode):
         return tuple(self._made(each, columns) for each in made)
 
     def _made(self, made: "_Specification | None", columns: int | None) -> Tensor | None:
-        """Creates a result.
+        """Creates a result, or returns None for None.
 
-        Integers get values. If they are the indices of a `topk` over `columns` columns, which route tokens, the values are
-        drawn at random; otherwise they are 0.
+        Indices of a `topk` over `columns` columns, which route tokens, are drawn at random. Other integers and booleans
+        are 0.
         """
         if made is None or made.dtype.is_floating_point:
             return (

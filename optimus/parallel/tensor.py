@@ -5,10 +5,10 @@ first group, and the input's gradient is a partial sum over the second. If one o
 projection is Megatron-LM's column- or row-parallel layer. AxoNN's third dimension is the sharding of parameters
 (`state.shard_ranks`).
 
-With sequence parallelism (Korthikanti et al. 2022), the rows of the residual stream are sharded over `tp_out`. Projections
-then all-gather rows on entry to a module and reduce-scatter them on exit, instead of all-reducing over `tp_out`, and
-autograd saves only a shard of the rows. Any assignment of rows to ranks is correct, because outside the modules nothing
-connects tokens.
+With sequence parallelism (Korthikanti et al. 2022), the rows of the residual stream are sharded over `tp_out`.
+Projections then all-gather rows on entry to a module and reduce-scatter them on exit, instead of all-reducing over
+`tp_out`, and autograd saves only a shard of the rows. Any assignment of rows to ranks is correct, because only modules
+that all-gather rows connect tokens.
 
 Legend: T rows, L inputs and N outputs of a weight on this rank.
 """
@@ -74,7 +74,8 @@ class SplitProduct(Product):
         return Result(lambda: found)
 
     def add_up(self, y_TN: Tensor) -> Tensor:
-        """Sums the results of the ranks with other inputs, by an all-reduce or a reduce-scatter. May overwrite `y_TN`."""
+        """Returns the sum of `y_TN` over the ranks of `inputs`, by an all-reduce or a reduce-scatter. The method may
+        overwrite `y_TN`."""
         return (reduce_scatter_async if self.scatters else all_reduce_async)(y_TN, self.inputs).wait()
 
 
@@ -84,7 +85,7 @@ class _SplitProduct(torch.autograd.Function):
         ctx.save_for_backward(x_TL, w_NL)
         ctx.how, ctx.buffer = how, buffer
         multiply = how.inner.forward
-        if how.inputs.size > 1:  # with the sum cached, the matmul is not recomputed
+        if how.inputs.size > 1:  # with a cached sum, recomputation skips the matmul
             return cached(lambda: how.add_up(multiply(how.gathered_rows(x_TL), w_NL)), how.inputs)
         return multiply(cached(lambda: how.gathered_rows(x_TL), how.outputs) if how.gathers else x_TL, w_NL)
 
@@ -121,5 +122,8 @@ def products(groups: Groups, options: StageOptions, inner: MatrixProduct) -> Cal
 
 
 def row_gathering(groups: Groups, options: StageOptions) -> Callable[[Tensor], Tensor]:
-    """Returns a function that all-gathers the rows of the residual stream if they are sharded."""
+    """Returns a function that all-gathers the rows of the residual stream if the rows are sharded.
+
+    Otherwise, the function only all-reduces the rows' gradient in the backward pass.
+    """
     return partial(all_gather_rows if options.sequence else copy_to_group, group=groups.along("tp_out"))

@@ -51,7 +51,8 @@ class SplitTokens(TokenSplit):
         return y_TH if self.sequence else join_rows(y_TH, self.rows)
 
     def sum(self, stats: RouterStats) -> RouterStats:
-        """Sums over the grid, whose ranks compute one loss, and over `parts`, whose ranks compute shares of the loss."""
+        """Sums statistics over `parts`, whose ranks compute shares of the loss, and without `duplicates` over the grid,
+        whose ranks compute one loss."""
         sums = torch.cat([stats.counts_E, stats.probabilities_E, stats.z[None]])
         tokens = stats.tokens * self.parts.size
         if not self.duplicates:
@@ -62,7 +63,8 @@ class SplitTokens(TokenSplit):
 
 
 def token_split(groups: Groups, options: StageOptions) -> TokenSplit:
-    """Returns the token split of this rank's sparse layers."""
+    """Returns the token split of this rank's sparse layers over the tensor-parallel grid and the context-parallel
+    ranks."""
     rows, columns, parts = (groups.along(axis) for axis in ("tp_out", "tp_in", "cp"))
     if rows.size * columns.size * parts.size == 1:
         return TokenSplit()

@@ -109,7 +109,7 @@ def _gather_columns(x_TC: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
 
 
 def vocabulary_split(groups: Groups, options: StageOptions, vocab: int) -> Vocabulary:
-    """Returns the `Vocabulary` of embedding and output layer for this rank's groups."""
+    """Returns the `Vocabulary` of the embedding and the output layer for this rank's groups."""
     axes = ("pp", "tp_out") if options.vocabulary else ("tp_out",)
     everyone, rows, columns = groups.along(*axes), groups.along("tp_out"), groups.along("tp_in")
     if everyone.size * columns.size == 1:

@@ -9,9 +9,11 @@ from optimus.pipeline.schedule import VOCABULARY, Action, Kind, Schedule, partne
 def check(schedule: Schedule) -> None:
     """Proves that a schedule is correct:
 
-    - Every rank has each action of its stages exactly once and no other action. The actions are the passes of every
-      microbatch and the transfers between stages of different ranks.
-    - Each action comes after the actions it needs on its rank; the microbatches pass a stage in ascending order.
+    - Every rank has each of its actions exactly once and no other action. The actions are the passes of every
+      microbatch, with a split vocabulary also the vocabulary passes, and the transfers between stages of different
+      ranks.
+    - Each action comes after the actions that it needs on its rank. Each kind of action of a stage processes the
+      microbatches in ascending order.
     - A rank receives the messages of another rank in the order in which that rank sends them.
     - All ranks finish, even if transfers run one at a time and every send lasts until the other rank reaches the receive.
 
@@ -100,7 +102,7 @@ def _check_channels(schedule: Schedule) -> None:
 def _check_rendezvous(schedule: Schedule) -> None:
     """Simulates the ranks' lists of actions: a transfer happens when both of its ranks have reached the transfer.
 
-    A vocabulary pass runs when the passes that it needs from other ranks are done. Raises `ScheduleError` for a deadlock.
+    A computation runs after all computations, on any rank, for which it waits. Raises `ScheduleError` for a deadlock.
     """
     done: set[Action] = set()
     position = [0] * schedule.ranks

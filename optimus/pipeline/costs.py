@@ -16,7 +16,7 @@ class Costs:
     """The times of actions, all in one arbitrary unit. A cost of type `PerStage` is one number for all stages, or one number
     per stage.
 
-    Raises `UserError` for a negative number.
+    Raises `UserError` for a negative time or jitter.
     """
 
     forward: PerStage = 1.0
@@ -46,7 +46,7 @@ class Costs:
                 raise UserError(f"pipeline costs: {name} is {getattr(self, name)}; give zero or more")
 
     def durations(self, stages: int, microbatches: int) -> Callable[[Action], float]:
-        """Returns a function that returns the time of each computation.
+        """Returns a function from a computation to its time.
 
         Raises `UserError` when a sequence of costs does not have one number per stage.
         """
@@ -83,9 +83,10 @@ class Costs:
 
 
 def per_stage(value: T | Sequence[T], stages: int, what: str = "pipeline costs: {} numbers") -> list[T]:
-    """Returns one number per stage: `value` for each stage, or its elements.
+    """Returns one number per stage: the number `value` for each stage, or the elements of the sequence `value`.
 
-    Raises `UserError`, whose text begins with `what`, when the sequence does not have one number per stage.
+    Raises `UserError` when the sequence does not have one number per stage. The text begins with `what`, formatted with
+    the length of the sequence.
     """
     numbers = list(value) if isinstance(value, Sequence) else [value] * stages
     if len(numbers) != stages:

@@ -23,7 +23,7 @@ _COLOURS = {
     Kind.LOSS: "#6a3fb0",
     Kind.EMBED_BACKWARD: "#c0504d",
 }
-_PALEST = 0.55  # fraction of white in the shade of a rank's last stage
+_PALEST = 0.55  # fraction of white in the shade of the last of a rank's several stages
 # Fraction of the makespan: the minimum width of a bar, so that computations without duration are visible.
 _THINNEST = 0.002
 UNIT = "time, in forward passes of a stage"
@@ -34,9 +34,9 @@ def text_timeline(timeline: Timeline, width: int) -> str | None:
     """Draws one line of text per rank: `F0` is the forward pass of microbatch 0, `B0` the backward pass, and `I0` and `W0`
     are the two parts of a split backward pass.
 
-    Dashes fill the time of a computation, and points are idle time. A small letter distinguishes the stages of a rank.
-    The function omits the labels of computations without duration and shortens no other label; it returns None if the lines
-    need more than `width` characters.
+    Dashes fill the time of a computation, and points are idle time. If a rank has several stages, a small letter
+    distinguishes the stages. The function omits the labels of computations without duration and shortens no other
+    label; it returns None if the lines need more than `width` characters.
     """
     labels = {event: _label(timeline, event) for events in timeline.computations for event in events}
     shortest = min((event.end - event.start for event in labels if event.end > event.start), default=1.0)
@@ -56,13 +56,13 @@ def text_timeline(timeline: Timeline, width: int) -> str | None:
 
 
 def draw(timelines: Mapping[str, Timeline], path: Path, units: Mapping[str, str] | None = None) -> None:
-    """Writes a PNG with one panel per simulated or measured timeline. The panel has the timeline's name and a separate time
-    axis.
+    """Writes a PNG with one panel per simulated or measured timeline. Each panel has the timeline's name and a separate
+    time axis.
 
     The first stage of a rank is dark, and each later stage is paler. `units` gives, by timeline name, the label of a time
     axis whose unit is not the forward pass of a stage.
 
-    Raises `UserError` when the file cannot be written.
+    Raises `UserError` when `path` does not end in .png, when matplotlib is missing, or when the file cannot be written.
     """
     path = check_plot(path)
     from matplotlib.figure import Figure

@@ -38,9 +38,11 @@ class StageTimes(NamedTuple):
 def pipeline_seconds(
     name: str, ranks: int, microbatches: int, times: Sequence[StageTimes], link: float, *, blocking: bool = False
 ) -> float:
-    """Returns the seconds of a step of `microbatches`, given the `times` of each stage; `link` is the seconds of a message.
+    """Estimates the seconds of a step of `microbatches`, given the `times` of each stage.
 
-    Raises `UserError` when the schedule `name` does not support these sizes.
+    `link` is the seconds of a message. With `blocking`, ranks wait for their transfers as in `Costs.blocking`.
+
+    Raises `UserError` when `ranks` is above 1 and the schedule `name` does not support these sizes.
     """
     if ranks == 1:
         return microbatches * sum(stage.seconds for stage in times)
@@ -78,7 +80,8 @@ def _replayed(name: str, ranks: int, microbatches: int, stages_per_rank: int) ->
     """Returns the computations of a schedule in a feasible order, as four columns.
 
     The first column is the rank. The second is four times the stage plus the index of the pass in `_PARTS`. The third is the
-    row of the computation that this computation waits for, or -1. The fourth is 1 if the two are on different ranks, or 0.
+    row of the computation that this computation waits for, or -1. The fourth is 1 if these two computations are on
+    different ranks, and 0 otherwise.
     """
     plan = _schedule(name, ranks, microbatches, stages_per_rank, transfers=False)
     done = {action: number for number, action in enumerate(replay(plan, plan.actions, lambda action: 0.0))}
@@ -109,8 +112,8 @@ def least_seconds(name: str, microbatches: int, times: Sequence[StageTimes], bus
 
 
 def _few(name: str, ranks: int, microbatches: int) -> int:
-    """Returns a number of microbatches that is enough to simulate all phases of the step; further ones only extend the
-    steady state.
+    """Returns a number of microbatches that is enough to simulate all phases of the step; further microbatches only
+    extend the steady state.
 
     Where the schedule runs in rounds, the number has the same remainder modulo `ranks` as `microbatches`.
     """
@@ -145,9 +148,8 @@ def live_microbatches(
 ) -> tuple[tuple[Live, ...], ...]:
     """Returns, for each rank, the peaks of saved data at the beginning of a backward pass.
 
-    The peaks of a rank are all states that no other state exceeds or equals in every stage. With `vocabulary`, all ranks
-    share the vocabulary, and more microbatches are live; likewise with a `warmup_factor` above 1. The peaks depend only on
-    the order of a rank's passes, not on their times.
+    The peaks of a rank are all states that no other state exceeds or equals in every stage. With `vocabulary`, every
+    rank has a shard of the vocabulary. The peaks depend only on the order of a rank's passes, not on their times.
     """
     if ranks == 1:
         return ((Live((1,), (0,)),),)

@@ -1,7 +1,7 @@
 """Runs a schedule on the ranks of a pipeline: computations are callables, and messages are tuples of tensors.
 
-Transfers never block: a send proceeds while the rank runs later computations. The executor posts a receive one computation
-ahead of the computation that needs its message, so that the transfer overlaps with a computation.
+Transfers overlap with computations: a send proceeds while the rank runs later computations. The executor posts a
+receive one computation before the receive's position in the schedule.
 """
 
 import time
@@ -39,15 +39,18 @@ class StageWork(ForwardWork, Protocol):
     """The computations of a rank's stages in forward and backward passes."""
 
     def backward(self, stage: int, microbatch: int, received: Message | None, defer: bool) -> Message | None:
-        """Returns the input gradient, given the output gradient. Adds the weight gradients, or with `defer` leaves them to
-        `backward_weights`."""
+        """Runs a backward pass and returns the gradient of the stage's input, or None for the first stage.
+
+        `received` is the gradient of the stage's output, or None for the last stage. The method adds the weight
+        gradients, or with `defer` leaves the weight gradients to `backward_weights`.
+        """
 
     def backward_weights(self, stage: int, microbatch: int) -> None:
         """Adds the weight gradients that a backward pass has deferred."""
 
 
 class Executed(NamedTuple):
-    """An executed action; times are seconds of `time.perf_counter`."""
+    """An executed computation; times are seconds of `time.perf_counter`."""
 
     kind: Kind
     stage: int
@@ -60,7 +63,7 @@ class StageLinks:
     """Transfers messages between the ranks of a pipeline.
 
     Every stage has two of the `streams`: one for messages from the previous stage, one for messages from the next stage.
-    Therefore the order of messages matters only between two stages, and no receive waits for a send.
+    Therefore the order of messages matters only within one direction between two stages.
     """
 
     def __init__(self, schedule: Schedule, streams: Sequence[Group]) -> None:
@@ -70,9 +73,9 @@ class StageLinks:
         self._sending: deque[tuple[Message, list[Handle]]] = deque()
 
     def send(self, send: Action, message: Message) -> None:
-        """Begins to send `message`, and references the tensors until they have arrived.
+        """Begins to send `message`, and references its tensors until the send is complete.
 
-        At most twice as many sends as the pipeline has stages may be running: the method waits for older sends.
+        At most twice as many messages as the pipeline has stages may be under way: the method waits for older sends.
         """
         stream, peer = self._stream(partner(send)), self._schedule.peer(send)
         where = f"{send} to rank {stream.ranks[peer]}"
@@ -97,7 +100,7 @@ class StageLinks:
         return self._streams[0].waiting("receive of a message")
 
     def finish(self, but: int = 0) -> None:
-        """Waits until all sent messages have arrived, except the last `but` messages."""
+        """Waits until the sends of all messages except the last `but` messages are complete."""
         while len(self._sending) > but:
             for handle in self._sending.popleft()[1]:
                 handle.wait()
@@ -152,7 +155,7 @@ class StageRunner:
 
 
 class ScheduledExecutor:
-    """Runs the actions of this rank of `schedule` in their order."""
+    """Runs this rank's actions of `schedule`, in order."""
 
     def __init__(self, schedule: Schedule, links: StageLinks, work: ForwardWork) -> None:
         self._actions = schedule.actions[links.rank]
@@ -161,8 +164,10 @@ class ScheduledExecutor:
         self._coming: dict[Action, Result[Message]] = {}  # posted receives, by action
 
     def run(self) -> list[Executed]:
-        """Runs all actions of a step and returns the trace. Raises `CollectiveError`, which names action and peer, when
-        another rank is lost."""
+        """Runs all actions of a step and returns the trace of the computations.
+
+        Raises `CollectiveError`, which names the action and the peer, when another rank is lost.
+        """
         posts = self._posts()
         for action in self._actions:
             if action.kind.computes:

@@ -1,12 +1,11 @@
 """Runs a pipeline whose ranks compute in the order of arriving messages (AxoNN, chapter 3, algorithm 2).
 
-For each stage, one thread posts the receives from the previous stage, and another thread posts the receives from the next
-stage. Each thread waits for one message after the other, because Gloo reports an arrival only to a waiting caller. On an
-accelerator, each thread waits for a separate stream. Therefore a rank notices messages as soon as they arrive, and their
-arrival decides the next computation.
+For each stage of a rank, one thread receives the messages of the previous stage, and another thread the messages of the
+next stage. A neighbouring stage on the same rank needs no thread. Each thread waits for one message after the other,
+because Gloo reports an arrival only to a waiting caller. On an accelerator, each thread waits for a separate stream.
 
-Ranks that share a stage must run the same computations, because they take part in the same collectives: the first of these
-ranks chooses for all.
+Ranks that share a stage must run the same computations in the same order, because these ranks take part in the same
+collectives. Therefore the first of these ranks chooses for all.
 """
 
 import threading
@@ -49,8 +48,10 @@ class MessageDrivenExecutor:
         self._messages: dict[Action, Message] = {}
 
     def run(self) -> list[Executed]:
-        """Runs all computations of a step and returns the trace. Raises `CollectiveError`, which names action and peer, when
-        another rank is lost."""
+        """Runs all computations of a step and returns the trace.
+
+        Raises `CollectiveError`, which names the action and the peer, when another rank is lost.
+        """
         stages = self._schedule.stages_of(self._links.rank)
         for first in (Action(kind, stage, 0) for stage in stages for kind in _KINDS):
             # One thread receives all messages of a stage from one neighbouring stage.
@@ -121,7 +122,10 @@ class MessageDrivenExecutor:
 
 
 def _own_stream(device: torch.device) -> tuple[nullcontext[None] | torch.Stream, Callable[[], None]]:
-    """Returns a stream for this thread, and a function that waits for all operations of that stream."""
+    """Returns a stream for this thread, and a function that waits for all operations of that stream.
+
+    On the CPU, the stream is an empty context, and the function does nothing.
+    """
     if device.type == "cpu":
         return nullcontext(), lambda: None
     torch.accelerator.set_device_index(device.index or 0)  # each thread has its own current device

@@ -25,7 +25,7 @@ def simulate_message_driven(
     Backward passes are not split, and transfers never block: the function ignores `costs.blocking`. Stage s is on rank s mod
     `ranks`.
 
-    Raises `UserError` for a cap below one and for costs or caps whose number is not the number of stages.
+    Raises `UserError` for a cap below one and for a sequence of costs or caps that does not have one number per stage.
     """
     schedule, costs = message_driven(ranks, microbatches, stages_per_rank), costs or Costs()
     duration = costs.durations(schedule.stages, microbatches)

@@ -9,7 +9,7 @@ Interval = tuple[float, float]
 
 
 class ScheduleError(UserError):
-    """An error in a schedule. The message names the rank and the action."""
+    """An error in a schedule, which the message names."""
 
 
 def replay(
@@ -24,7 +24,7 @@ def replay(
         orders: the computations of each rank, in order.
         duration: the time of a computation, in the unit of `link`.
 
-    Raises `ScheduleError` when ranks wait for each other in a circle.
+    Raises `ScheduleError` when a rank waits for a computation that never runs.
     """
     done: dict[Action, Interval] = {}
     position = [0] * schedule.ranks

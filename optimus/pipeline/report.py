@@ -42,8 +42,8 @@ def run(
         plot: the path of the PNG.
         output: the path of the JSON file for `summary`.
 
-    Raises `UserError` for input that `make_schedule`, `Costs`, `read_timeline` or `draw` refuse, and when it cannot write a
-    file.
+    Raises `UserError` for input that `make_schedule`, `Costs`, `simulate`, `read_timeline` or `draw` refuse, and when a
+    file cannot be written.
     """
     schedule = make_schedule(name, ranks, microbatches, stages_per_rank, warmup_factor, vocabulary=vocabulary)
     check(schedule)

@@ -1,4 +1,4 @@
-"""Describes a pipeline schedule as data: for each rank the list of its actions, in the order in which they begin.
+"""Describes a pipeline schedule as data: for each rank the list of its actions, in order.
 
 A *stage* consists of consecutive layers; a rank has one stage or several. Stage s gets activations from stage s - 1 and
 gradients from stage s + 1. Between stages of different ranks, a send and a receive, which are separate actions, transfer the
@@ -14,7 +14,7 @@ Placement = Literal["loop", "v"]
 
 
 class Kind(str, Enum):
-    """The kind of an action."""
+    """The kind of an action: a computation, or the sending or receiving side of a transfer."""
 
     FORWARD = "forward"
     BACKWARD = "backward"  # gradients of the input and of the weights in one action
@@ -96,12 +96,14 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of every rank in order, from the first forward pass of a step to its last backward pass.
+    """The actions of every rank in order, for a training step or for forward passes alone.
+
+    A schedule without actions only maps stages to ranks.
 
     `with_transfers` places the transfers so that every rank's list is a part of one global order, in which a send and its
     receive are one event. Therefore no ranks wait in a circle, even if every send lasts until the other rank reaches its
     receive. For the same reason, a rank sends messages to another rank in the order in which that rank receives them. An
-    executor may post receives earlier, and may post adjacent transfers as one batch: both only make data ready sooner.
+    executor may post receives earlier, and may post adjacent transfers as one batch.
     """
 
     name: str
@@ -132,9 +134,9 @@ class Schedule:
         return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
 
     def input_of(self, action: Action) -> Action | None:
-        """Returns the stage computation, on any rank, whose result `action` receives.
+        """Returns the stage's computation, on any rank, whose result the computation `action` uses.
 
-        Returns None for forward passes of the first stage, and for passes of the vocabulary, which the ranks run together.
+        Returns None for forward passes of the first stage and for vocabulary passes.
         """
         kind, stage, microbatch = action
         if kind.is_vocabulary:
@@ -153,17 +155,17 @@ class Schedule:
         return Kind.BACKWARD_INPUT if self.splits_backward else Kind.BACKWARD
 
     def inputs_of(self, action: Action) -> list[Action]:
-        """Returns all computations, on any ranks, that must end before `action` can begin."""
+        """Returns the computations, on any ranks, for which the computation `action` waits directly."""
         found, of_all = self.waits_for(action)
         if of_all is not None:
             found += [Action(of_all, rank, action.microbatch) for rank in range(self.ranks)]
         return found
 
     def waits_for(self, action: Action) -> tuple[list[Action], Kind | None]:
-        """Returns the stage computations that must end before `action` can begin, and the kind of vocabulary pass that all
-        ranks must end before, for the same microbatch.
+        """Returns (computations of stages, kind of vocabulary pass) for which the computation `action` waits directly.
 
-        The kind is None if `action` waits for no vocabulary pass.
+        `action` waits for the vocabulary passes of its microbatch on all ranks. The kind is None if `action` waits for
+        no vocabulary pass.
         """
         kind, stage, microbatch = action
         source = self.input_of(action)
@@ -187,7 +189,10 @@ class Schedule:
         return found, None
 
     def receive_for(self, action: Action) -> Action | None:
-        """Returns the receive of a computation's input; None if the computation has no input from another rank."""
+        """Returns the receive of a computation's input from a stage on another rank.
+
+        Returns None for vocabulary passes, and if no stage on another rank produces the input.
+        """
         source = self.input_of(action)
         if source is None or self.rank_of(source.stage) == self.rank_of(action.stage):
             return None
@@ -195,7 +200,10 @@ class Schedule:
         return Action(kind, action.stage, action.microbatch)
 
     def send_of(self, action: Action) -> Action | None:
-        """Returns the send of a computation's result; None if no other rank needs the result."""
+        """Returns the send of a computation's result to a stage on another rank.
+
+        Returns None for vocabulary passes, and if no stage on another rank needs the result.
+        """
         kind, stage, microbatch = action
         if kind is Kind.BACKWARD_WEIGHTS or kind.is_vocabulary:
             return None

@@ -1,8 +1,9 @@
 """Holds the stages of a model that are on one rank, and runs their passes. Without a pipeline there is one stage, and a step
 alternates forward and backward passes.
 
-A stage's output is the residual stream and the router statistics of all blocks so far. Router losses depend on sums over all
-layers. Therefore only the last stage computes the router losses, and their gradients flow back through the earlier stages.
+A stage's output is the residual stream and, in a model with experts, the router statistics of all blocks so far. Router
+losses depend on sums over all layers. Therefore only the last stage computes the router losses, and their gradients
+flow back through the earlier stages.
 
 Legend: B sequences, S positions, T rows and H columns of the residual stream, N selected tokens, V vocabulary, E
 experts.
@@ -30,7 +31,7 @@ from optimus.pipeline.vocabulary import VocabularyLinks, VocabularyPasses
 
 
 class Objective(Protocol):
-    """The objective that a step minimises."""
+    """The objective that a step minimises: a function of the losses of a microbatch."""
 
     count: float  # the divisor of the sum of a microbatch's cross-entropies
     scale: float  # the gradient of the minimised value with respect to the cross-entropy
@@ -99,7 +100,8 @@ class StagePartition(NamedTuple):
         )
 
     def local_stage_of(self, name: str) -> int:
-        """Returns the stage of this rank that holds a parameter: for a tied embedding the first or the last stage."""
+        """Returns the stage of this rank that holds a parameter: for a tied embedding the first or the last stage, for
+        a split vocabulary -1."""
         stage = self.stage_of(name)
         return stage if stage in (-1, *self.local_stages) else len(self.blocks) - 1
 
@@ -125,9 +127,9 @@ class PipelineStages(nn.Module):
 
     `share` gives the numbers of parts into which the ranks split rows and columns of the residual stream. The residual
     stream has type `dtype`. `execute` (made by `training/stages.py`) runs a `ForwardWork` for a number of microbatches,
-    with or without backward passes. `pipeline` is the group of the pipeline's ranks, and `last` is the rank in it with
-    the last stage. `at_tokens` pads sequences to a multiple of `multiple` tokens. `links` is None unless every rank has
-    a shard of the vocabulary.
+    with or without backward passes. `pipeline` is the group of the pipeline's ranks, and `last` is the group's rank
+    with the last stage. `at_tokens` pads sequences to a multiple of `multiple` tokens. `links` is None unless every
+    rank has a shard of the vocabulary.
     """
 
     def __init__(
@@ -380,7 +382,7 @@ class _Training(_Forward):
         return gradients
 
     def vocabulary(self, kind: Kind, microbatch: int) -> None:
-        with self._gradients.backward(-1, microbatch):  # the shards of output layer and embedding have the stage -1
+        with self._gradients.backward(-1, microbatch):  # this rank's shard of the vocabulary has the stage -1
             super().vocabulary(kind, microbatch)
         if kind is Kind.EMBED_BACKWARD and microbatch == len(self._microbatches) - 1:
             self._gradients.start_reduction(-1)

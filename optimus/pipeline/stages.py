@@ -44,8 +44,8 @@ def divide(time: Weights, stages: int, memory: Weights | None = None) -> list[ra
     held = taken if memory is None else _sums(memory, stages)
 
     def within(limit: float, cost: Callable[[int, int, int], float]) -> float:
-        """Returns the smallest possible largest cost of a stage, plus a tolerance, over partitions in which each stage takes
-        at most the time `limit`."""
+        """Returns the minimum, over partitions whose stages take at most the time `limit`, of the largest `cost` of a
+        stage, plus a tolerance."""
         return (
             _MORE
             * _search(blocks, stages, lambda *stage: (cost(*stage) if taken(*stage) <= limit else inf, 0.0)).largest
@@ -81,10 +81,11 @@ def _sums(weights: Weights, stages: int) -> Callable[[int, int, int], float]:
 
 
 def _search(blocks: int, stages: int, cost: Callable[[int, int, int], tuple[float, float]]) -> _Split:
-    """Returns the partition whose largest cost is minimal, and among equal partitions the one whose sum is minimal.
+    """Returns a partition whose largest cost is minimal.
 
-    The search decides ties at every prefix of stages. `cost` of (stage, start, end) is a pair for a stage with the blocks
-    `start` to `end - 1`. The first element is the cost: it does not fall with more blocks, and is infinite for forbidden
+    For each stage and end, the search keeps the best partition of the blocks before the end: it compares first the
+    largest costs, then the sums. `cost` of (stage, start, end) is a pair for a stage with the blocks from `start` to
+    before `end`. The first element is the cost: it does not fall with more blocks, and is infinite for forbidden
     blocks. The second element is the term of the sum.
     """
     ends = [blocks]  # for each stage, the earliest end for which the later stages can have the remaining blocks

@@ -1,4 +1,4 @@
-"""Describes the simulated or measured timeline of a pipeline: start and end of every action, and metrics."""
+"""Describes the simulated or measured timeline of a pipeline: start and end of actions, and metrics."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -66,7 +66,7 @@ class Timeline:
     @property
     def bubbles(self) -> list[float]:
         """The bubble of each rank: idle time divided by computing time, where idle time is the makespan minus the computing
-        time."""
+        time. The bubble of a rank without computing time is infinite."""
         return [(self.makespan - busy) / busy if busy else float("inf") for busy in self.busy]
 
     @property
@@ -94,8 +94,8 @@ def write_timeline(path: Path, timeline: Timeline, simulated: Timeline | None = 
 
 
 def read_timeline(path: Path) -> Timeline:
-    """Reads a timeline, for example of a measured run. Raises `UserError` when the file is missing or has another
-    content."""
+    """Reads a timeline, for example of a measured run. Raises `UserError` when the file cannot be read or contains no
+    valid timeline."""
     path = user_path(path)
     try:
         content = parse_json(path.read_text(encoding="utf-8"))

@@ -19,10 +19,10 @@ def with_transfers(schedule: Schedule) -> Schedule:
     In the steady state of 1F1B, the forward send and the backward receive between two neighbours are simultaneous, and
     therefore adjacent in the lists.
 
-    Raises `ScheduleError` when ranks wait for each other in a circle.
+    Raises `ScheduleError` when a rank waits for a computation that never runs.
     """
     times = replay(schedule, schedule.actions, USUAL.durations(schedule.stages, schedule.microbatches))
-    events: list[tuple[float, bool, Action]] = []  # a transfer is named by its send
+    events: list[tuple[float, bool, Action]] = []  # the send stands for the whole transfer
     for action, (start, end) in times.items():
         events.append((start, True, action))
         send = schedule.send_of(action)

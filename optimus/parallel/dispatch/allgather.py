@@ -1,7 +1,7 @@
 """All-gather dispatch: every rank gets every token and runs its experts (stage 1 of the Optimus paper, section 3.1).
 
-For any routing, the collective in each direction moves (N - 1) times the tokens of a rank. Regular collectives take less
-time than an irregular exchange if N is small, or if the network favours regular traffic.
+For any routing, a rank receives the tokens of N - 1 other ranks. Regular collectives can take less time than an
+irregular exchange if N is small, or if the network favours regular traffic.
 
 Legend: N ranks of the group, T tokens of this rank, A = N * T, H hidden, K experts per token.
 """

@@ -2,7 +2,7 @@
 
 A rank sends a token with all its routing weights and choices. The rank of the experts returns one row per received token:
 the weighted sum over its experts. The token's rank adds these rows in rank order. An index gathers the copies of tokens,
-and sums over the inverse index combine the results; each is the other's backward pass. So no operation scatters, and every
+and sums over the inverse index combine the results. The gather and the sums are each other's backward pass, so every
 addition has a fixed order.
 
 Legend: N ranks of the group, T tokens of this rank, S copies sent, R copies received, H hidden, K experts per token, P
@@ -92,8 +92,8 @@ class AllToAllDispatch:
 
     The group `parts` may shard the experts; each of its ranks then has another `group`. The ranks of `parts` all-gather the
     tokens that they received, and sum the results of their shards of the experts (TED, section 7.2; algorithm 5 drops the
-    tokens that the other ranks send). With `duplicates`, all ranks of `parts` send and receive the same tokens, so they
-    only sum.
+    tokens that the other ranks send). With `duplicates`, all ranks of `parts` send and receive the same tokens, so the
+    ranks only sum.
 
     T may differ between ranks, and may be 0. `overlapped` computation runs during communication (Megatron-Core's overlap of
     shared experts), in the backward pass too.

@@ -1,7 +1,7 @@
-"""Chooses the faster dispatcher, from measured or simulated times of its collectives (`comm/costs.py`).
+"""Chooses the faster dispatcher, from measured or simulated times of the collectives (`comm/costs.py`).
 
 All-gathers are few and regular, but their bytes grow with the number of ranks. All-to-alls send each token only to ranks
-that hold its experts. So all-gathers are faster for few tokens on few ranks.
+that hold its experts. So all-gathers tend to be faster for few tokens on few ranks.
 """
 
 from math import comb
@@ -35,10 +35,11 @@ def dispatcher(
     itemsize: int,
     measured: Measured | None = None,
 ) -> Dispatcher:
-    """Returns the configured dispatcher `asked`; for "auto", the faster one.
+    """Returns the configured dispatcher `asked`; for "auto", the dispatcher with the shorter expected time.
 
-    `tokens` is the number of a rank's tokens, whose elements have `itemsize` bytes. All arguments must be the same on all
-    ranks, so that all ranks choose the same dispatcher.
+    For "auto", the result is "alltoall" for one rank, for groups that are unevenly divided among nodes, and if measured
+    times of all-gathers are not clearly shorter (`GAIN`). `tokens` is the number of a rank's tokens, whose elements
+    have `itemsize` bytes. All arguments must be the same on all ranks, so that all ranks choose the same dispatcher.
     """
     if asked != "auto":
         return asked
@@ -72,10 +73,8 @@ def dispatcher(
 
 
 def copies(experts: int, parts: int, chosen: int) -> float:
-    """Returns the expected number of parts with any of a token's `chosen` random experts.
-
-    The experts are divided into `parts` equal parts.
-    """
+    """Divides the experts into `parts` equal parts, and returns the expected number of parts with any of a token's
+    `chosen` random experts."""
     elsewhere = comb(experts - experts // parts, chosen) / comb(experts, chosen)
     return parts * (1 - elsewhere)
 

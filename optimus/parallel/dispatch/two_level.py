@@ -65,7 +65,8 @@ class TwoLevelDispatch:
     def _exchange_counts(self, indices_TK: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yields the counts of the level across nodes, then of the level within the node.
 
-        This rank dispatches within its node the rows that other nodes send to it, so those nodes send these counts too.
+        This rank dispatches within its node the rows that other nodes send to this rank. Therefore the other nodes also
+        send the counts for this dispatch.
         """
         nodes, ranks = self.across.group.size, self.within.group.size
         rank_TK = indices_TK // self.within.experts_per_rank

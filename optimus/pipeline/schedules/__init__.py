@@ -44,17 +44,17 @@ def make_schedule(
     vocabulary: bool = False,
     transfers: bool = True,
 ) -> Schedule:
-    """Makes the schedule with this name.
+    """Makes the schedule `name`: the actions of every rank for one step.
 
     Args:
         name: a key of `schedules()`.
         ranks: the number of ranks of the pipeline.
         microbatches: the number of microbatches of a step.
         stages_per_rank: the number of stages of each rank; the default is the smallest number that the schedule supports.
-        warmup_factor: the live activations that a stage may have, relative to the usual number; only some schedules support
-            a factor other than 1.
-        vocabulary: gives every rank a shard of the vocabulary; 1F1B and interleaved 1F1B then run forward passes two
-            microbatches further ahead.
+        warmup_factor: multiplies the number of live activations that a stage may have; only some schedules support a
+            factor other than 1.
+        vocabulary: gives every rank a shard of the vocabulary; 1F1B and interleaved 1F1B then run two more forward
+            passes in the warm-up.
         transfers: False omits sends and receives, for callers that need computations alone.
 
     Raises `UserError` for an unknown name and for numbers that the schedule does not support.

@@ -9,10 +9,11 @@ from optimus.pipeline.transfers import with_transfers
 
 
 def gpipe(sizes: Sizes) -> Schedule:
-    """Makes the GPipe schedule: every stage saves the activations of all microbatches. Bubble: (ranks - 1) / microbatches.
+    """Makes the GPipe schedule: every stage saves the activations of all microbatches.
 
-    The backward passes process the microbatches in the order of the forward passes, so that gradients accumulate in the same
-    order as in the other schedules.
+    If all stages take equal times, the bubble is (ranks - 1) / microbatches. The backward passes process the
+    microbatches in the order of the forward passes, so that gradients accumulate in the same order as in the other
+    schedules.
     """
     ranks, microbatches = sizes.ranks, sizes.microbatches
     orders = [
@@ -23,8 +24,11 @@ def gpipe(sizes: Sizes) -> Schedule:
 
 
 def forward_only(placement: Schedule, microbatches: int, *, vocabulary: bool = False) -> Schedule:
-    """Makes a schedule of forward passes alone, with the map from stages to ranks of `placement`. A rank with several stages
-    runs all microbatches through one stage before the next stage."""
+    """Makes a schedule of forward passes alone; with `vocabulary`, the schedule also has embedding passes.
+
+    `placement` maps stages to ranks. A rank with several stages runs all microbatches through one stage before the next
+    stage.
+    """
     orders = [
         [Action(Kind.FORWARD, stage, number) for stage in placement.stages_of(rank) for number in range(microbatches)]
         for rank in range(placement.ranks)
@@ -33,5 +37,5 @@ def forward_only(placement: Schedule, microbatches: int, *, vocabulary: bool = F
     return with_transfers(with_vocabulary(made, backward=False) if vocabulary else made)
 
 
-# GPipe is dominated: 1F1B takes the same time with fewer live activations.
+# GPipe is dominated: 1F1B takes about the same time with at most as many live activations.
 ROWS = (ScheduleRow("gpipe", gpipe, dominated=True, live=lambda sizes, rank: sizes.microbatches),)

@@ -9,13 +9,14 @@ from optimus.pipeline.schedules.row import ScheduleRow, Sizes
 
 
 def one_f_one_b(sizes: Sizes) -> Schedule:
-    """Makes 1F1B: stage s saves the activations of ranks - s microbatches. Bubble: (ranks - 1) / microbatches, like GPipe.
+    """Makes 1F1B: stage s saves the activations of at most ranks - s microbatches.
 
-    With `warmup_factor` c > 1, a stage runs c * (ranks - s) forward passes, rounded down, before its first backward pass,
-    and then saves the activations of at most that number of microbatches. `ahead` adds to that number. If all times are
-    equal, a longer warm-up changes nothing; otherwise it hides link times and jitter.
+    If all stages take equal times, the bubble is (ranks - 1) / microbatches, like that of GPipe. With a `warmup_factor`
+    c > 1, stage s runs c * (ranks - s) forward passes, rounded down, before its first backward pass, and saves the
+    activations of at most that number of microbatches. `ahead` adds to that number. A longer warm-up hides link times
+    and jitter.
 
-    Raises `UserError` for a `warmup_factor` below 1, with which stages would wait for each other in a circle.
+    Raises `UserError` for a `warmup_factor` below 1, with which stages could wait for each other in a circle.
     """
     if sizes.warmup_factor < 1:
         raise UserError(

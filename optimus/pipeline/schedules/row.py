@@ -1,4 +1,4 @@
-"""The properties of a schedule: one row of the table `schedules()`, which all other modules query."""
+"""The properties of a schedule: one row of the table `schedules()`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from optimus.pipeline.schedule import Placement, Schedule
 class Sizes(NamedTuple):
     """The sizes of a schedule.
 
-    `warmup_factor` is the number of live activations that a stage may have, relative to the usual number. `ahead` is the
-    number of additional microbatches by which forward passes run ahead of backward passes.
+    `warmup_factor` multiplies the number of live activations that a stage may have. `ahead` is the number of additional
+    forward passes in the warm-up of every rank.
     """
 
     ranks: int
@@ -23,7 +23,10 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class ScheduleRow:
-    """A schedule. `make` lists the computations of every rank in order; `with_transfers` adds sends and receives later."""
+    """The generator and the properties of a schedule.
+
+    `make` lists the computations of every rank in order; `with_transfers` adds sends and receives later.
+    """
 
     name: str
     make: Callable[[Sizes], Schedule]
@@ -34,7 +37,7 @@ class ScheduleRow:
     """True if the schedule runs rounds of one microbatch per rank. Such a schedule needs at least one microbatch per rank,
     and an incomplete round takes the time of a whole round."""
     deepens: bool = False  # True if the schedule supports a `warmup_factor` other than 1
-    # Another schedule takes the same time with fewer live activations, so no search tries this schedule.
+    # Another schedule takes about the same time with at most as many live activations, so no search tries this schedule.
     dominated: bool = False
     idle: Callable[[float, float], float] = lambda forward, all_passes: all_passes
     """Returns a lower bound on the idle time that a stage causes on the later ranks in a step. The arguments are the seconds

@@ -25,14 +25,17 @@ activations)."""
 
 
 def with_vocabulary(schedule: Schedule, *, backward: bool = True) -> Schedule:
-    """Inserts the vocabulary passes into `schedule`, which must contain only computations and no transfers.
+    """Inserts the vocabulary passes into `schedule`, which must contain only computations.
 
     The order of the other computations stays. Without `backward`, the schedule must contain only forward passes, and
     the function inserts only the embedding passes.
 
-    The function simulates the computations with the times `USUAL`. Whenever a rank is idle, passes for which other
-    computations wait come first. The gradients of the embedding, for which no rank waits, come last, unless more
-    than `_HELD` of them are ready.
+    The function simulates the computations with the times `USUAL`. A rank runs the computation that can begin earliest.
+    Among computations that can begin at the same time, passes for which other computations wait come first. The
+    gradients of the embedding, for which no rank waits, come last, but come first if more than `_HELD` of them are
+    ready.
+
+    Raises `ScheduleError` if the order leaves no place for the vocabulary passes.
     """
     playing = _Playing(replace(schedule, splits_vocabulary=True), backward)
     while playing.remaining:
@@ -130,7 +133,10 @@ class _Playing:
                 yield _Option(max(self._free[rank], ready), priority, rank, action)
 
     def _ready(self, action: Action) -> float | None:
-        """Returns the time when all inputs of the action have ended; None if some input has not run yet."""
+        """Returns the end of the last computation for which `action` waits, or 0 if there is none.
+
+        Returns None if one of these computations has not run yet.
+        """
         sources, of_all = self.schedule.waits_for(action)
         times = [self._end_times.get(source) for source in sources]
         if of_all is not None:

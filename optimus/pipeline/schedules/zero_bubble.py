@@ -34,17 +34,18 @@ def zb_h1(sizes: Sizes) -> Schedule:
 def zbv(sizes: Sizes) -> Schedule:
     """Makes ZBV: rank r has stages r and 2 * ranks - 1 - r.
 
-    A rank saves at most 2 * ranks activations of one stage, in bytes the maximum of 1F1B. If the three passes take equal
-    times and there are at least `ranks` microbatches, the bubble is (ranks - 1) / (6 * microbatches). This bubble remains
-    because rank r can begin only when r forward passes have ended.
+    A rank saves at most 2 * ranks activations of one stage: as many bytes as the maximum of 1F1B, whose stages are
+    twice as large. If the three passes take equal times and there are at least `ranks` microbatches, the bubble is
+    (ranks - 1) / (6 * microbatches). This bubble remains because rank r can begin only when r forward passes have
+    ended.
 
     The order comes from a simulation with equal times: an idle rank runs the first possible action in a fixed order of
     preference. First comes a forward pass, of the second stage if possible, unless the rank has 2 * ranks live activations.
     Next come the input part and then the weight part of a backward pass of the first stage, and last these two parts of the
     second stage.
 
-    The paper has only a picture, which is valid for at least 2 * ranks - 1 microbatches. The order of preference here is one
-    of the few that reach the bubble above for every number of microbatches of at least `ranks`; tests check this bubble.
+    The paper has only a picture, which is valid for at least 2 * ranks - 1 microbatches. Tests check that the order of
+    preference here reaches the bubble above.
     """
     ranks, microbatches = sizes.ranks, sizes.microbatches
     schedule = Schedule("zbv", ranks, microbatches, (), stages_per_rank=2, placement="v", splits_backward=True)
