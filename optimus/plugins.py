@@ -99,9 +99,13 @@ _TABLES: list[Table[Any]] = []
 
 @dataclass(frozen=True, eq=False)
 class NameIn:
-    """Restricts a text of the configuration to the names of a table, as `Literal` does for fixed names."""
+    """Restricts a text of the configuration to the names of a table, as `Literal` does for fixed names.
+
+    `object_of` names the argument of `optimus.train` whose object has a name with a dot.
+    """
 
     table: Mapping[str, Any]
+    object_of: str | None = None
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         return core_schema.no_info_after_validator_function(self._checked, handler(source))
@@ -110,6 +114,8 @@ class NameIn:
         if name not in self.table:
             *most, last = map(repr, self.table)
             expected = f"{', '.join(most)} or {last}" if most else last
+            if self.object_of is not None and "." in name:
+                expected += f", or the rule that is the argument `{self.object_of}` of `optimus.train`"
             raise PydanticKnownError("literal_error", {"expected": expected})
         return name
 

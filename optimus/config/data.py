@@ -77,7 +77,7 @@ class DataConfig(Section):
     def _sources(self) -> "DataConfig":
         given = [key for key in ("path", "sources", "dataset") if getattr(self, key)]
         if len(given) != 1:
-            which = f"{' and '.join(given)} are all given" if given else "path, sources and dataset are missing"
+            which = f"{' and '.join(given)} are given" if given else "path, sources and dataset are missing"
             raise ValueError(f"{which}: give one of them")
         if self.tokenizer is not None and self.dataset is None:
             raise ValueError("tokenizer applies to dataset only; a prepared folder has its tokenizer: remove it")

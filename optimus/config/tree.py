@@ -145,7 +145,7 @@ def _check_nesting(shard: str, ranks: ShardRanks) -> None:
             )
 
 
-RuleName = Annotated[str, NameIn(RULES)]
+RuleName = Annotated[str, NameIn(RULES, object_of="optimizer")]
 
 
 class OptimizerGroup(Section):

@@ -32,19 +32,20 @@ ARGUMENT = "argument"
 
 _NOT_PREDICTED = -100  # the label of a token that is not predicted, as in `transformers`
 _FINGERPRINTED = 8  # first items of a dataset that its fingerprint hashes
-_KEPT = (
-    64  # states of a stream that are kept: more than the batches that a loader reads ahead of the step that is saved
-)
+# States of a stream to keep: more than the batches that a loader reads ahead of the step of a checkpoint.
+_STATES = 64
 _INSTEAD = {"position_ids": "document_ids", "cu_seqlens": "document_ids", "seq_idx": "document_ids"}
 
 
-def rows_of(dataset: str, given: Any, *, tokenizer: str | None, context: int, seed: int) -> "DatasetRows | StreamRows":
-    """Opens the dataset of the section `data`: the object `given`, or the object that `dataset` names.
+def rows_of(
+    dataset: str, argument: Any, *, tokenizer: str | None, context: int, seed: int
+) -> "DatasetRows | StreamRows":
+    """Opens the dataset of the section `data`: the object `argument`, or the object that `dataset` names.
 
     `tokenizer` is the value of `data.tokenizer`. Raises `UserError` for an object that is neither a map-style dataset nor
     a resumable iterator, and for a first item that is no row.
     """
-    if dataset == ARGUMENT and given is None:
+    if dataset == ARGUMENT and argument is None:
         raise UserError(
             f"data.dataset is {ARGUMENT}, so the dataset of this run is an object: pass it as "
             "`optimus.train(..., data=...)`, or name it here as package.module.name"
@@ -55,7 +56,7 @@ def rows_of(dataset: str, given: Any, *, tokenizer: str | None, context: int, se
             "tokenizer.json, or a folder that contains one"
         )
     where = "data" if dataset == ARGUMENT else f"data.dataset: {dataset}"
-    found = given if dataset == ARGUMENT else _named(dataset, where)
+    found = argument if dataset == ARGUMENT else _named(dataset, where)
     info = tokenizers.inspect(user_path(tokenizer))
     if all(hasattr(type(found), each) for each in ("__len__", "__getitem__")) and not isinstance(found, str | Mapping):
         return DatasetRows(found, where, info, context, seed)
@@ -93,7 +94,7 @@ def _asked(function: Callable[..., Any], where: str, *arguments: Any) -> Any:
         raise UserError(f"{where} failed ({said}): correct its code") from error
 
 
-class _Rows:
+class _ItemRows:
     """Turns the items of a dataset into rows, and has the other attributes of `Rows`."""
 
     padded = False  # padding is marked as not predicted
@@ -140,27 +141,27 @@ class _Rows:
         ids_N = _integers(item["input_ids"], f"{where}: input_ids")
         if "attention_mask" in item:
             present_N = _as_long(item, "attention_mask", ids_N, where) != 0
-            kept = int(present_N.sum())
-            if not present_N[:kept].all():
+            size = int(present_N.sum())
+            if not present_N[:size].all():
                 raise UserError(f"{where}: attention_mask is 0 before the end: put the padding at the end")
         else:
-            kept = len(ids_N)
-        if not 0 < kept <= self.context:
+            size = len(ids_N)
+        if not 0 < size <= self.context:
             raise UserError(
-                f"{where} has {kept} tokens, but a row has 1 to {self.context} (train.sequence_length): cut longer items, "
+                f"{where} has {size} tokens, but a row has 1 to {self.context} (train.sequence_length): cut longer items, "
                 "and leave out empty ones"
             )
-        if not 0 <= ids_N[:kept].min() <= ids_N[:kept].max() < self.vocab_size:
-            wrong_id = next(each for each in ids_N[:kept].tolist() if not 0 <= each < self.vocab_size)
+        if not 0 <= ids_N[:size].min() <= ids_N[:size].max() < self.vocab_size:
+            wrong_id = next(each for each in ids_N[:size].tolist() if not 0 <= each < self.vocab_size)
             raise UserError(
                 f"{where} has the token {wrong_id}, but {self.tokenizer_path} has the tokens 0 to {self.vocab_size - 1}"
             )
         row_S = np.full(self.context, self.eos_id | NOT_PREDICTED, dtype=np.uint32)
-        row_S[:kept] = ids_N[:kept]
+        row_S[:size] = ids_N[:size]
         if item.get("labels") is not None:
-            row_S[:kept] |= self._flags_of_labels(_as_long(item, "labels", ids_N, where)[:kept], ids_N[:kept], where)
+            row_S[:size] |= self._flags_of_labels(_as_long(item, "labels", ids_N, where)[:size], ids_N[:size], where)
         if item.get("document_ids") is not None:
-            row_S[:kept] |= self._flags_of_documents(_as_long(item, "document_ids", ids_N, where)[:kept], ids_N[:kept])
+            row_S[:size] |= self._flags_of_documents(_as_long(item, "document_ids", ids_N, where)[:size], ids_N[:size])
         return row_S
 
     def _flags_of_labels(self, labels_N: NDArray[np.int64], ids_N: NDArray[np.int64], where: str) -> NDArray[np.uint32]:
@@ -182,7 +183,7 @@ class _Rows:
         return flags_N
 
 
-class DatasetRows(_Rows):
+class DatasetRows(_ItemRows):
     """Rows of a map-style dataset. Row i is the item that a permutation of the run's `seed` puts at place i."""
 
     def __init__(self, dataset: Any, where: str, info: tokenizers.TokenizerInfo, context: int, seed: int) -> None:
@@ -204,7 +205,7 @@ class DatasetRows(_Rows):
         return self.row(_asked(self._dataset.__getitem__, f"{self.where}: item {number}", number), number)
 
 
-class StreamRows(_Rows):
+class StreamRows(_ItemRows):
     """Rows of a resumable iterator, in the order of the iterator. At the end of the stream, iterates anew.
 
     Keeps the iterator's states at recent rows, for checkpoints.
@@ -215,7 +216,7 @@ class StreamRows(_Rows):
         self._stream, self._where = stream, where
         self._items: Iterator[Any] | None = None
         self._next = 0  # number of the row that the iterator yields next
-        self._states: deque[tuple[int, Any]] = deque(maxlen=_KEPT)  # states of the stream before a row
+        self._states: deque[tuple[int, Any]] = deque(maxlen=_STATES)  # states of the stream before a row
         self._lock = threading.Lock()
 
     def stored_rows(self, start: int, stop: int) -> NDArray[np.uint32]:
@@ -234,7 +235,7 @@ class StreamRows(_Rows):
             return next(({"row": at, "state": state} for at, state in reversed(self._states) if at <= row), {})
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continues from a state of `state_before`. The stream must not have been read."""
+        """Loads a state of `state_before`. The stream must not have been read."""
         _asked(self._stream.load_state_dict, f"{self._where}: its load_state_dict", state["state"])
         self._next = state["row"]
         self._states.append((self._next, state["state"]))

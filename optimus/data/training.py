@@ -98,9 +98,9 @@ class DataPhase(NamedTuple):
         return self.mixture.counts((step - self.first) * self.global_batch)
 
 
-def open_sources(config: RunConfig, given: Any = None) -> dict[str, Rows]:
-    """Opens the prepared folders and the datasets of all phases, by `SourceConfig.folder`. `given` is the dataset that is
-    the argument `data` of `optimus.train`.
+def open_sources(config: RunConfig, dataset: Any = None) -> dict[str, Rows]:
+    """Opens the prepared folders and the datasets of all phases, by `SourceConfig.folder`. `dataset` is the
+    argument `data` of `optimus.train`.
 
     Raises `UserError` for sources with different tokenizers or chat templates, and for a wrong dataset.
     """
@@ -115,7 +115,7 @@ def open_sources(config: RunConfig, given: Any = None) -> dict[str, Rows]:
                 lengths = [phase.sequence_length or config.train.sequence_length for phase in config.phases]
                 context, seed = max(lengths or [config.train.sequence_length]), config.train.seed
                 folders[source.folder] = rows_of(
-                    data.dataset, given, tokenizer=data.tokenizer, context=context, seed=seed
+                    data.dataset, dataset, tokenizer=data.tokenizer, context=context, seed=seed
                 )
     one, *others = folders.values()
     for other in others:

@@ -1,4 +1,4 @@
-"""Objects of the user that `optimus.train` takes beside the configuration: hooks, an update rule and a dataset."""
+"""The objects that `optimus.train` takes beside the configuration: hooks, an update rule and a dataset."""
 
 import inspect
 import json
@@ -56,21 +56,21 @@ def user_objects(hooks: Any, optimizer: Any, data: Any) -> tuple[UserObjects, li
     return found, [*overrides, *([] if data is None else [f"data.dataset={ARGUMENT}"])]
 
 
-def _row(given: Any) -> tuple[RuleRow, list[str]]:
+def _row(optimizer: Any) -> tuple[RuleRow, list[str]]:
     """Returns a row for an update rule, and overrides with the hyperparameters of an instance."""
     from optimus.optim.rule import UpdateRule
 
-    kind = given if isinstance(given, type) else type(given)
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
     if not issubclass(kind, UpdateRule) or inspect.isabstract(kind):
         raise UserError(
-            f"optimizer is {'the class' if isinstance(given, type) else 'a'} {kind.__module__}.{kind.__qualname__}: give an "
-            "`optimus.extend.UpdateRule`, a dataclass whose method `apply(now, tile)` updates a flat part of the weights. "
+            f"`optimizer` is a {kind.__module__}.{kind.__qualname__}: give an `optimus.extend.UpdateRule`, "
+            "a dataclass whose method `apply(now, tile)` updates a flat part of the weights. "
             "Shards, tiles and offloaded state need such a rule, and a torch.optim.Optimizer cannot update them"
         )
     name = f"{kind.__module__}.{kind.__qualname__}"
     overrides = [f"optimizer.name={json.dumps(name)}"]
-    if given is not kind:
+    if optimizer is not kind:
         common = {field.name for field in fields(UpdateRule)}
-        own = {field.name: getattr(given, field.name) for field in fields(given) if field.name not in common}
-        overrides += [f"optimizer.options={json.dumps(own)}", f"optimizer.weight_decay={given.weight_decay}"]
+        own = {field.name: getattr(optimizer, field.name) for field in fields(optimizer) if field.name not in common}
+        overrides += [f"optimizer.options={json.dumps(own)}", f"optimizer.weight_decay={optimizer.weight_decay}"]
     return RuleRow(name, kind), overrides

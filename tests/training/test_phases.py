@@ -284,7 +284,7 @@ def test_tokens_and_epochs_are_read_exactly(small_run: dict[str, Any], folders: 
         ({"data": [{"path": "model"}, {"path": "model"}]}, "two sources are named model: give each a different name"),
         ({"data": [{"path": "model", "tokens": 5, "epochs": 1.0}]}, "tokens and epochs are given: keep one of them"),
         ({"data": [{"path": "model", "wieght": 1}]}, "unknown key 'data.sources.0.wieght'.* 'data.sources.0.weight'"),
-        ({"data": []}, "path and sources are missing: give one of them"),
+        ({"data": []}, "path, sources and dataset are missing: give one of them"),
         (
             {"data": [{"path": "model"}], "steps": 9999},
             "source model has .* tokens, .* its share is .* replace the weight by `epochs`",

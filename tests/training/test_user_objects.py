@@ -1,0 +1,328 @@
+"""Objects that `optimus.train` takes: a dataset and an update rule."""
+
+import abc
+import dataclasses
+import json
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import optimus
+from helpers.items import LENGTH, SIZE, Items, Stream, item
+from helpers.launched import launched
+from optimus import api, functions
+from optimus.checkpoint.folder import list_checkpoints, read_description
+from optimus.config import load_config
+from optimus.data.dataset import DatasetRows, StreamRows, rows_of
+from optimus.data.loader import TokenLoader
+from optimus.data.shards import Shards
+from optimus.data.training import TrainingData, open_sources
+from optimus.extend import OptimizerStep, Tile, UpdateRule
+from optimus.launch import here
+from optimus.observe.metrics import read_metrics
+from optimus.optim.rules import RULES
+from optimus.training.objects import UserObjects
+
+MODEL = {"family": "olmo", "hidden": 16, "layers": 2, "heads": 2, "intermediate": 32, "vocab": 320}
+LAYOUTS: list[tuple[int, list[str]]] = [
+    (2, []),
+    (2, ["parallel.context=2"]),
+    (2, ["parallel.pipeline=2"]),
+    (4, ["parallel.tensor=2", "state.shard=parameters"]),
+]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Momentum(UpdateRule):
+    """SGD with momentum."""
+
+    kinds = ("momentum.sum",)
+    momentum: float = 0.9
+
+    def apply(self, now: OptimizerStep, tile: Tile) -> None:
+        (total,) = tile.moments
+        total.mul_(self.momentum).add_(tile.gradient)
+        tile.weight.mul_(1 - self.rate(now) * self.weight_decay).add_(total, alpha=-self.rate(now))
+
+
+def config_of(tokenizer: Path, output: Path, /, **data: Any) -> dict[str, Any]:
+    sizes = {"steps": 6, "global_batch": 8, "micro_batch": 1, "sequence_length": LENGTH, "precision": "float32"}
+    return {
+        "model": MODEL,
+        "data": {"tokenizer": str(tokenizer), "documents": "mask", **data},
+        "train": {"output": str(output), **sizes},
+        "lr_schedule": {"lr": 1e-2, "warmup_steps": 2},
+        "checkpoint": {"every": 2, "keep": None},
+        "observe": {"tensorboard": False, "report": False},
+    }
+
+
+def losses(output: Path) -> list[float]:
+    return [each["loss"] for each in read_metrics(output)]
+
+
+# ---- Rows ----
+
+
+def rows(item: Any, tokenizer: Path, context: int = 6) -> np.ndarray[Any, Any]:
+    return rows_of("argument", [item], tokenizer=str(tokenizer), context=context, seed=0).stored_rows(0, 1)
+
+
+def batch(item: Any, tokenizer: Path, tmp_path: Path) -> tuple[Any, ...]:
+    """Returns tokens, mask and documents of the item, as a loader yields them."""
+    changes = ["train.global_batch=1", "train.sequence_length=6"]
+    config = load_config(config_of(tokenizer, tmp_path, dataset="argument"), changes)
+    data = TrainingData(config, open_sources(config, [item]))
+    with TokenLoader(data.phases) as loader:
+        found = next(loader)
+    assert found.target_mask_BS is not None
+    assert found.document_BS is not None
+    return found.tokens_BS[0].tolist(), found.target_mask_BS[0].tolist(), found.document_BS[0].tolist()
+
+
+def test_flags_of_an_item(prepared: Path, tmp_path: Path) -> None:
+    eos = Shards(prepared).eos_id
+    tokens, mask, documents = batch({"input_ids": [5, 6, 7, 8, 9, 10]}, prepared, tmp_path)
+    assert (tokens, mask, documents) == ([5, 6, 7, 8, 9, 10], [True] * 6, [0] * 6)
+    tokens, mask, documents = batch(
+        {"input_ids": torch.tensor([5, 6, 7, eos]), "labels": np.array([-100, 6, -100, eos])}, prepared, tmp_path
+    )
+    assert tokens == [5, 6, 7, eos, eos, eos]
+    assert mask == [False, True, False, True, False, False]
+    tokens, mask, documents = batch(
+        {"input_ids": [5, 6, eos, 7, eos, 8], "document_ids": [3, 1, 1, 1, 1, 2]}, prepared, tmp_path
+    )
+    assert (tokens, mask, documents) == ([5, 6, eos, 7, eos, 8], [True] * 6, [0, 1, 1, 1, 1, 2])
+    tokens, mask, _ = batch(
+        {"input_ids": [5, 6, 7, 7, 7, 7, 7, 7], "attention_mask": [1] * 3 + [0] * 5}, prepared, tmp_path
+    )
+    assert (tokens[:3], mask) == ([5, 6, 7], [True] * 3 + [False] * 3)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ([1, 2], "item 0 is list: give a mapping with input_ids"),
+        ({"tokens": [1]}, "item 0 has the keys tokens: give a mapping with input_ids"),
+        ({"input_ids": [[1, 2]]}, r"has the shape \[1, 2\] and the type int64: yield items one by one"),
+        ({"input_ids": [1.5]}, "the type float64: give a list of integers"),
+        ({"input_ids": []}, "the type float64|has 0 tokens"),
+        ({"input_ids": [1] * 7}, r"item 0 has 7 tokens, but a row has 1 to 6 \(train.sequence_length\)"),
+        ({"input_ids": [1, 320]}, "has the token 320, but .* has the tokens 0 to"),
+        ({"input_ids": [1, -1]}, "has the token -1"),
+        (
+            {"input_ids": [1, 2], "labels": [2, 3]},
+            "label 0 is 2 and token 0 is 1: labels are the tokens themselves, not shifted",
+        ),
+        ({"input_ids": [1, 2], "labels": [1]}, "has 2 input_ids but 1 labels"),
+        ({"input_ids": [1, 2], "attention_mask": [0, 1]}, "attention_mask is 0 before the end"),
+        ({"input_ids": [1, 2], "position_ids": [0, 1]}, "has position_ids: give document_ids"),
+    ],
+)
+def test_wrong_items_are_named(wrong: Any, message: str, prepared: Path) -> None:
+    with pytest.raises(optimus.UserError, match=message):
+        rows(wrong, prepared)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (iter([1]), "is a builtins.list_iterator: give a map-style dataset.*or an iterator that can be resumed"),
+        ({"input_ids": [1]}, "is a builtins.dict"),
+        (torch.utils.data.DataLoader(Items()), "pass the dataset of the DataLoader"),  # type: ignore[arg-type]
+        ([], "data has no items"),
+    ],
+    ids=["iterator", "mapping", "loader", "empty"],
+)
+def test_what_is_no_dataset_is_named(wrong: Any, message: str, prepared: Path) -> None:
+    with pytest.raises(optimus.UserError, match=message):
+        rows_of("argument", wrong, tokenizer=str(prepared), context=8, seed=0)
+
+
+def test_errors_of_the_dataset_are_named(prepared: Path) -> None:
+    class Broken(Items):
+        def __getitem__(self, number: int) -> dict[str, Any]:
+            if number == 13:
+                raise OSError("the disk is gone")
+            return item(number)
+
+    found = rows_of("argument", Broken(), tokenizer=str(prepared), context=LENGTH, seed=0)
+    with pytest.raises(
+        optimus.UserError, match=r"data: item 13 failed \(OSError: the disk is gone\): correct its code"
+    ):
+        found.stored_rows(0, SIZE)
+
+
+def test_a_pass_reads_each_item_once_in_a_seeded_order(prepared: Path) -> None:
+    first, again, other = (
+        rows_of("argument", Items(), tokenizer=str(prepared), context=LENGTH, seed=seed) for seed in (1, 1, 2)
+    )
+    assert isinstance(first, DatasetRows)
+    own = [first.row(item(number), number).tobytes() for number in range(SIZE)]
+    found = [row.tobytes() for row in first.stored_rows(0, SIZE)]
+    assert sorted(found) == sorted(own)
+    assert found != own
+    assert found == [row.tobytes() for row in again.stored_rows(0, SIZE)]
+    assert found != [row.tobytes() for row in other.stored_rows(0, SIZE)]
+
+
+def test_a_stream_begins_anew_at_its_end_and_continues_from_a_state(prepared: Path) -> None:
+    def opened() -> StreamRows:
+        found = rows_of("argument", Stream(), tokenizer=str(prepared), context=LENGTH, seed=0)
+        assert isinstance(found, StreamRows)
+        return found
+
+    stream, other, late = opened(), opened(), opened()
+    rows = np.concatenate([stream.stored_rows(first, first + 8) for first in range(0, 2 * SIZE, 8)])
+    assert np.array_equal(rows[:SIZE], rows[SIZE:])
+    assert np.array_equal(other.stored_rows(SIZE + 3, SIZE + 5), rows[SIZE + 3 : SIZE + 5])  # a rank that skips rows
+    state = json.loads(json.dumps(stream.state_before(50)))
+    assert state == {"row": 48, "state": {"next": 8}}
+    late.load_state(state)
+    assert np.array_equal(late.stored_rows(50, 60), rows[50:60])
+    with pytest.raises(optimus.UserError, match="row 40 is past: a stream cannot be read again"):
+        late.stored_rows(40, 48)
+
+
+def test_a_stream_without_more_items_is_named(prepared: Path) -> None:
+    class Once(Stream):
+        def __iter__(self) -> Any:
+            yield from (item(number) for number in range(3) if not self.asked)
+            self.asked = [3]
+
+    found = rows_of("argument", Once(), tokenizer=str(prepared), context=LENGTH, seed=0)
+    with pytest.raises(optimus.UserError, match="data has no more items after 3: shorten the run, or yield more"):
+        found.stored_rows(0, 4)
+
+
+# ---- Runs ----
+
+
+@pytest.mark.parametrize("kind", [Items, Stream])
+def test_every_layout_has_the_numbers_of_one_process(
+    kind: type, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs that stop and resume on another layout have these numbers, too."""
+    monkeypatch.setattr(here, "start_ranks", launched)
+    rule = Momentum(weight_decay=0.05, momentum=0.8)
+    optimus.train(config_of(prepared, tmp_path / "one"), data=kind(), optimizer=rule)
+    expected = losses(tmp_path / "one")
+    assert len(expected) == 6
+    for number, (ranks, overrides) in enumerate(LAYOUTS):
+        config = config_of(prepared, tmp_path / str(number))
+        other = {"ranks": 1} if number else {"ranks": 4, "overrides": ["parallel.expert=1"]}
+        optimus.train(config, [*overrides, "train.stop_at=3"], ranks=ranks, data=kind(), optimizer=rule)
+        optimus.train(config, other.pop("overrides", []), **other, resume=True, data=kind(), optimizer=rule)  # type: ignore[arg-type]
+        assert losses(tmp_path / str(number)) == pytest.approx(expected, rel=2e-5)
+    saved = read_description(list_checkpoints(tmp_path / "one")[-1]).progress
+    assert saved.get("streams") == ({"dataset": {"row": 40, "state": {"next": 40}}} if kind is Stream else None)
+
+
+def test_a_resumed_stream_is_not_read_from_its_beginning(prepared: Path, tmp_path: Path) -> None:
+    config = config_of(prepared, tmp_path / "run")
+    optimus.train(config, ["train.stop_at=4"], data=Stream())
+    optimus.train(config, resume=True, data=(stream := Stream()))
+    assert stream.asked[0] == 3 * 8
+
+
+def test_the_object_is_the_plugin(prepared: Path, tmp_path: Path) -> None:
+    """A rule as an instance, as a class and as a row of the table have the same bits."""
+    found = []
+    for name, rule, more in (
+        ("instance", Momentum(weight_decay=0.1, momentum=0.7), []),
+        ("class", Momentum, ["optimizer.options={momentum: 0.7}"]),
+    ):
+        optimus.train(config_of(prepared, tmp_path / name, dataset="helpers.items.items"), more, optimizer=rule)
+        found.append(losses(tmp_path / name))
+    assert found[0] == found[1]
+    optimus.train(config_of(prepared, tmp_path / "adamw", dataset="helpers.items.items"))
+    assert losses(tmp_path / "adamw") != found[0]
+
+
+def test_what_was_trained_is_evaluated_without_the_objects(
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    optimus.train(config_of(prepared, run), data=Items(), optimizer=Momentum(weight_decay=0.1))
+    monkeypatch.setattr(RULES, "_added", {})  # as in another process
+    assert isinstance(optimus.generate(run, "the", max_tokens=2), str)
+    optimus.export(run, tmp_path / "folder")
+    assert api.runs(run)[0]["step"] == 6
+    for missing, message in (
+        (
+            {"data": Items()},
+            "'optimizer.name' is '.*Momentum': it must be .*, or the rule that is the argument `optimizer`",
+        ),
+        ({"optimizer": Momentum}, "data.dataset is argument, so the dataset of this run is an object"),
+    ):
+        with pytest.raises(optimus.UserError, match=message):
+            optimus.train(run / "config.yaml", resume=True, **missing)
+
+
+def test_named_datasets_and_the_check(prepared: Path, tmp_path: Path) -> None:
+    config = config_of(prepared, tmp_path / "run", dataset="helpers.items.items")
+    report = optimus.train(config, check=True)
+    assert report["data_tokens"] == SIZE * LENGTH
+    report = optimus.train(config | {"data": config["data"] | {"dataset": "helpers.items.Stream"}}, check=True)
+    assert report["data_tokens"] is None
+    for name, message in (
+        ("items", "names no module: give package.module.name"),
+        ("helpers.items.itms", "helpers.items has no itms: did you mean 'items'"),
+        ("helpers.no_such", "cannot be imported|has no no_such"),
+    ):
+        with pytest.raises(optimus.UserError, match=message):
+            optimus.train(config | {"data": config["data"] | {"dataset": name}}, check=True)
+
+
+@pytest.mark.parametrize(
+    ("data", "given", "message"),
+    [
+        ({"path": "data"}, Items, "path and dataset are given: give one of them"),
+        ({"tokenizer": None}, Items, "data.tokenizer is missing"),
+        ({}, None, "path, sources and dataset are missing"),
+        ({"tokenizer": "nowhere"}, Items, "tokenizer not found: nowhere"),
+    ],
+)
+def test_sections_that_do_not_fit(
+    data: dict[str, Any], given: Any, message: str, prepared: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(optimus.UserError, match=message):
+        optimus.train(config_of(prepared, tmp_path / "run", **data), data=given and given(), check=True)
+
+
+def test_a_stream_has_no_epochs_and_is_not_replayed(prepared: Path, tmp_path: Path) -> None:
+    config = config_of(prepared, tmp_path / "run")
+    del config["train"]["steps"]
+    with pytest.raises(optimus.UserError, match=r"train\.epochs: the number of steps depends on the data"):
+        optimus.train(config, ["train.epochs=2"], data=Stream(), check=True)
+    assert optimus.train(config, ["train.epochs=2"], data=Items(), check=True)["steps"] == 2 * SIZE // 8
+    config["phases"] = [{"steps": 2}, {"steps": 2, "replay": 0.5}]
+    with pytest.raises(optimus.UserError, match="dataset is a stream, which cannot be read again: remove replay"):
+        optimus.train(config, data=Stream(), check=True)
+
+
+@pytest.mark.parametrize("wrong", [torch.optim.SGD([torch.zeros(1)]), torch.optim.AdamW, UpdateRule, "adamw"], ids=str)
+def test_what_is_no_rule_is_named(wrong: Any, prepared: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        optimus.UserError, match=re.escape("give an `optimus.extend.UpdateRule`, a dataclass whose method")
+    ):
+        optimus.train(config_of(prepared, tmp_path / "run"), data=Items(), optimizer=wrong)
+
+
+def test_what_cannot_be_sent_says_how_to_name_it() -> None:
+    with pytest.raises(optimus.UserError, match=r"`data` cannot be pickled .*in data.dataset"):
+        UserObjects(data=[threading.Lock()]).dumps()
+
+
+def test_classes_with_a_base_that_python_contains_frozen() -> None:
+    class Own(UpdateRule):
+        """Has the metaclass of `abc`."""
+
+        def apply(self, now: OptimizerStep, tile: Tile) -> None: ...
+
+    assert type(functions.loads(functions.dumps(Own))) is abc.ABCMeta
