@@ -15,6 +15,7 @@ _HOMES = {
     "Field": "optimus.model.families",
     "HookRow": "optimus.training.hooks.users",
     "Key": "optimus.model.families",
+    "LossRow": "optimus.optim.losses",
     "LrRow": "optimus.optim.schedule",
     "LrSchedule": "optimus.optim.schedule",
     "MachineRow": "optimus.plan.machine",
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from optimus.model.families import Choice, Family, Field, Key
     from optimus.model.families import common as family_parts
     from optimus.observe.sinks import Sink, SinkRow
+    from optimus.optim.losses import LossRow
     from optimus.optim.rule import OptimizerStep, Tile, UpdateRule
     from optimus.optim.rules import RuleRow
     from optimus.optim.schedule import LrRow, LrSchedule
@@ -60,6 +62,7 @@ __all__ = [
     "Field",
     "HookRow",
     "Key",
+    "LossRow",
     "LrRow",
     "LrSchedule",
     "MachineRow",

@@ -2,6 +2,7 @@
 
 from optimus.config.phases import phases_of
 from optimus.config.tree import RunConfig
+from optimus.optim.losses import CROSS_ENTROPY
 
 
 def check_combinations(config: RunConfig) -> None:
@@ -28,6 +29,7 @@ def _check_sections(config: RunConfig) -> None:
         raise ValueError("moe.bias_rate: the routers of the model have no bias: remove it")
     for check in (
         _check_teacher,
+        _check_loss,
         _check_schedule,
         _check_pruning,
         _check_recomputation,
@@ -57,6 +59,15 @@ def _check_teacher(config: RunConfig) -> None:
     if config.train.teacher is not None and key is not None:
         raise ValueError(
             f"train.teacher needs whole logits, but parallel.{key} shards the vocabulary: remove one of them"
+        )
+
+
+def _check_loss(config: RunConfig) -> None:
+    """Raises `ValueError` when a loss needs whole logits but all pipeline ranks share the vocabulary."""
+    if config.train.loss.name != CROSS_ENTROPY and config.parallel.vocabulary:
+        raise ValueError(
+            f"train.loss {config.train.loss.name} needs whole logits on the last stage, but parallel.vocabulary shards the "
+            "vocabulary over the stages: set it to false"
         )
 
 

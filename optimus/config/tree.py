@@ -17,6 +17,7 @@ from optimus.config.pruning import PruningConfig
 from optimus.config.sizes import parse_size
 from optimus.errors import nearest
 from optimus.model.architecture import ModelConfig
+from optimus.optim.losses import LOSSES
 from optimus.optim.rules import RULES
 from optimus.optim.schedule import SCHEDULES
 from optimus.plugins import NameIn
@@ -216,6 +217,13 @@ class OptimizerConfig(Section):
         return self
 
 
+def _check_options(options: Mapping[str, float], known: Mapping[str, float], of: str) -> None:
+    """Raises `ValueError` for an option that is not one of the `known` parameters `of` a row."""
+    if unknown := [name for name in options if name not in known]:
+        cure = nearest(unknown[0], known) if known else "remove it"
+        raise ValueError(f"options.{unknown[0]}: {of} has no such parameter: {cure}")
+
+
 class LrScheduleConfig(Section):
     """The learning rate over the steps."""
 
@@ -241,10 +249,7 @@ class LrScheduleConfig(Section):
             raise ValueError(f"min_lr {self.min_lr} is above lr {self.lr}: lower it")
         if self.name != "wsd" and (given := self.non_default("cooldown", "cooldown_steps")):
             raise ValueError(f"{given[0]}: a {self.name} schedule has no cooldown: remove it, or set name: wsd")
-        known = SCHEDULES[self.name].options
-        if unknown := [name for name in self.options if name not in known]:
-            cure = nearest(unknown[0], known) if known else "remove it"
-            raise ValueError(f"options.{unknown[0]}: the {self.name} schedule has no such parameter: {cure}")
+        _check_options(self.options, SCHEDULES[self.name].options, f"the {self.name} schedule")
         return self
 
 
@@ -289,6 +294,25 @@ class TeacherConfig(Section):
         return {"checkpoints": named} if isinstance(named, list) else named
 
 
+class LossConfig(Section):
+    """The loss of predicted tokens. A name may replace the section. Validation measures the cross-entropy in any case."""
+
+    name: Annotated[str, NameIn(LOSSES)] = "cross-entropy"
+    """cross-entropy; label-smoothing: against a mix of the token and the uniform distribution; z-loss: cross-entropy plus
+    the squared logarithm of the softmax's normaliser; or a loss of a plugin."""
+    options: dict[str, float] = Field({}, description="Parameters: smoothing (0.1), coefficient (1e-4), or a plugin's.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _check(self) -> "LossConfig":
+        _check_options(self.options, LOSSES[self.name].options, f"the loss {self.name}")
+        return self
+
+
 class TrainConfig(Section):
     """The run: its length, batches and precision."""
 
@@ -315,6 +339,7 @@ class TrainConfig(Section):
     """Rank of low-rank factors (LoRA) that are trained in addition to the frozen projections. The model computes with W + B
     A where W is not zero, so that pruned weights stay pruned. Programs that load a checkpoint get the sum; a run that
     resumes gets the factors."""
+    loss: LossConfig = Field(default_factory=LossConfig)
     teacher: TeacherConfig | None = None
     """Teacher checkpoint, or several as an ensemble, whose probabilities the model also learns (distillation). Ranks with
     the last stage hold the whole teacher, in the type of the computation."""

@@ -40,6 +40,9 @@ class VocabularyPart(Protocol):
     def complete(self, logits_TV: Tensor) -> None:
         """All-reduces the logits in place over the devices that have the same rows of the weight, but other columns."""
 
+    def gather(self, logits_TV: Tensor) -> Tensor:
+        """Returns the logits of the whole vocabulary from those of all shards."""
+
     def combine(self, lse_T: Tensor, chosen_T: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (log-sum-exp of `lse_T`, sum of `chosen_T`) over all shards of the vocabulary."""
 

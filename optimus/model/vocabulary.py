@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from optimus.kernels.embedding import embedding
 from optimus.kernels.linear import MatrixProduct, linear
-from optimus.kernels.linear_cross_entropy import linear_cross_entropy
+from optimus.kernels.linear_cross_entropy import VocabularyPart, linear_cross_entropy
+from optimus.kernels.linear_token_loss import TokenLossFunction, linear_token_loss
 from optimus.step_context import StepContext
 
 
@@ -17,8 +18,8 @@ class Vocabulary:
     multiple: int = 1  # sequence lengths must be multiples of this number
     first: int = 0  # the vocabulary entry of the weight's first row on this rank
 
-    def __init__(self, step: StepContext | None = None) -> None:
-        self._step = step or StepContext()
+    def __init__(self, step: StepContext | None = None, token_loss: TokenLossFunction | None = None) -> None:
+        self._step, self._token_loss = step or StepContext(), token_loss
         self._product = MatrixProduct(self._step)
 
     def embed(self, tokens_T: Tensor, weight: nn.Parameter) -> Tensor:
@@ -45,9 +46,18 @@ class Vocabulary:
         self, x_TH: Tensor, weight: nn.Parameter, target_T: Tensor, count: float, cap: float | None = None,
         rows_T: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Returns the summed cross-entropy of the residual stream's logits against `target_T`, divided by `count`.
+        """Returns the summed loss of the residual stream's logits against `target_T`, divided by `count`.
 
-        Negative targets are ignored. With a `cap`, the logits are `soft_capped`. `rows_T`, if given, is filled with the
-        cross-entropy of each row.
+        The loss is the cross-entropy, unless the run has another `token_loss`. Negative targets are ignored. With a `cap`,
+        the logits are `soft_capped`. `rows_T`, if not None, is filled with the loss of each row.
         """
-        return linear_cross_entropy(x_TH, weight, target_T, count, forms=self._step.forms, cap=cap, rows_T=rows_T)
+        return self._loss(x_TH, weight, target_T, count, None, cap, rows_T)
+
+    def _loss(
+        self, x_TH: Tensor, weight: nn.Parameter, target_T: Tensor, count: float, part: VocabularyPart | None,
+        cap: float | None, rows_T: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        forms = self._step.forms
+        if self._token_loss is None:
+            return linear_cross_entropy(x_TH, weight, target_T, count, part, forms, cap, rows_T)
+        return linear_token_loss(x_TH, weight, target_T, count, self._token_loss, part, forms, cap, rows_T)

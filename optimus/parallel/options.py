@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from optimus.optim.losses import TokenLoss
 from optimus.parallel.recompute import Recomputation
 
 
@@ -12,7 +13,7 @@ class StageOptions:
 
     `sequence`: rows of the residual stream are sharded over `tp_out`. `overlap`: a projection's communication overlaps with
     its matmuls. `vocabulary`: all pipeline ranks have a shard of the vocabulary. `duplicates`: all ranks of a
-    tensor-parallel grid send the same tokens to the experts.
+    tensor-parallel grid send the same tokens to the experts. `loss`: the loss of tokens, None for cross-entropy.
     """
 
     force_balanced: bool = False
@@ -24,3 +25,4 @@ class StageOptions:
     dispatch: Literal["alltoall", "allgather"] = "alltoall"
     recomputation: Recomputation = field(default_factory=Recomputation)
     keep_collectives: bool = True
+    loss: TokenLoss | None = None

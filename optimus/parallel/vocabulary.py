@@ -24,7 +24,7 @@ from optimus.comm.functional import (
 )
 from optimus.kernels.embedding import embedding
 from optimus.kernels.linear import linear
-from optimus.kernels.linear_cross_entropy import linear_cross_entropy
+from optimus.kernels.linear_token_loss import TokenLossFunction
 from optimus.mesh import Layout
 from optimus.model.vocabulary import Vocabulary
 from optimus.parallel.options import StageOptions
@@ -48,8 +48,9 @@ class SplitVocabulary(Vocabulary):
         sequence: bool,
         everyone: Group | None = None,
         step: StepContext | None = None,
+        token_loss: TokenLossFunction | None = None,
     ) -> None:
-        super().__init__(step)
+        super().__init__(step, token_loss)
         self.parts, self.columns, self.sequence = parts, columns, sequence
         self.everyone = everyone or parts
         self.first = tokens[self.everyone.rank].start
@@ -84,10 +85,13 @@ class SplitVocabulary(Vocabulary):
         rows_T: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         rows_TH = all_gather_rows(x_TH, self.parts) if self.sequence else copy_to_group(x_TH, self.parts)
-        return linear_cross_entropy(rows_TH, weight, target_T, count, self, self._step.forms, cap, rows_T)
+        return self._loss(rows_TH, weight, target_T, count, self, cap, rows_T)
 
     def complete(self, logits_TV: Tensor) -> None:
         self.columns.all_reduce(logits_TV)
+
+    def gather(self, logits_TV: Tensor) -> Tensor:
+        return _gather_columns(logits_TV, self.parts, self.sizes)
 
     def combine(self, lse_T: Tensor, chosen_T: Tensor) -> tuple[Tensor, Tensor]:
         all_P2T = all_gather(torch.stack([lse_T, chosen_T])[None], self.parts)
@@ -113,5 +117,6 @@ def vocabulary_split(groups: Groups, options: StageOptions, vocab: int) -> Vocab
     axes = ("pp", "tp_out") if options.vocabulary else ("tp_out",)
     everyone, rows, columns = groups.along(*axes), groups.along("tp_out"), groups.along("tp_in")
     if everyone.size * columns.size == 1:
-        return Vocabulary(groups.step)
-    return SplitVocabulary(rows, columns, tokens_along(groups, vocab, *axes), options.sequence, everyone, groups.step)
+        return Vocabulary(groups.step, options.loss)
+    tokens = tokens_along(groups, vocab, *axes)
+    return SplitVocabulary(rows, columns, tokens, options.sequence, everyone, groups.step, options.loss)

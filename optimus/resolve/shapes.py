@@ -5,6 +5,7 @@ from typing import Any
 
 from optimus.config import ModelConfig, RunConfig
 from optimus.mesh import Mesh
+from optimus.optim.losses import token_loss
 from optimus.parallel.options import StageOptions
 from optimus.parallel.recompute import Recomputation
 from optimus.resolve.precision import DTYPES
@@ -24,6 +25,7 @@ def stage_options(config: RunConfig, recomputation: Recomputation | None = None)
         dispatch=config.moe.dispatch,
         recomputation=recomputation or Recomputation(),
         keep_collectives=config.recompute_collectives == "keep",
+        loss=token_loss(config.train.loss.name, config.train.loss.options),
     )
 
 

@@ -142,6 +142,7 @@ OPTIONS = {
     "parallel.microbatches": ("1", "2", "4", "8", "auto"),
     "parallel.pipeline_stride": ("1", "2", "4"),
     "optimizer.name": ("adamw", "muon", "lion", "schedule-free"),
+    "train.loss": ("cross-entropy", "z-loss", "label-smoothing"),
     "train.freeze": ("[]", "[embedding,blocks.0.*]", "[blocks.1.*]", "[blocks.*.attention.*]"),
     "pruning.at": ("0", "1", "[1,2]"),
     "pruning.rewind": ("0",),
@@ -168,6 +169,7 @@ PAIRED = (
     "state.accumulate_on",
     "recompute_collectives",
     "optimizer.name",
+    "train.loss",
     "train.freeze",
 )
 

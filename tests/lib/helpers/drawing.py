@@ -100,6 +100,7 @@ def drawn(number: int) -> tuple[str, Layout]:
     per_node = ranks // draw.of(*nodes, *nodes[1:-1])
     _draw_residency(draw)
     _draw_pruning(draw, shape)
+    _draw_loss(draw)
     return model, Layout(ranks, draw.overrides, per_node)
 
 
@@ -230,6 +231,12 @@ def _draw_rule(draw: Draw) -> None:
 def _draw_frozen(draw: Draw) -> None:
     """Draws the frozen parameters: none, all before some block, a later block, or some of every block."""
     draw.set("train.freeze", [], [], ["embedding", "blocks.0.*"], ["blocks.1.*"], ["blocks.*.attention.*"])
+
+
+def _draw_loss(draw: Draw) -> None:
+    """Draws the loss, which needs whole logits on the last stage."""
+    if "parallel.vocabulary=true" not in draw.overrides:
+        draw.set("train.loss", "cross-entropy", "cross-entropy", "z-loss", "label-smoothing")
 
 
 def _draw_pruning(draw: Draw, shape: dict[str, Any]) -> None:

@@ -1,0 +1,85 @@
+"""Output layer and any loss of tokens in one operation, a block of rows at a time; see `linear_cross_entropy`.
+
+Autograd computes a block's gradient with respect to the logits. If the vocabulary is sharded, every device all-gathers the
+logits of a block and uses its columns of the gradient.
+
+Legend: T rows (tokens), H hidden, V rows of the weight on this device, or the whole vocabulary.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from optimus.errors import UserError
+from optimus.kernels.backend import compute_dtype
+from optimus.kernels.linear_cross_entropy import Gradients, LinearLoss, VocabularyPart, block_rows, soft_capped
+from optimus.kernels.matmul import matmul
+from optimus.step_context import Forms
+
+TokenLossFunction = Callable[[Tensor, Tensor], Tensor]  # maps logits [T, V] and targets [T] to losses [T]
+
+
+def linear_token_loss(
+    x_TH: Tensor, w_VH: Tensor, target_T: Tensor, count: float, loss: TokenLossFunction,
+    part: VocabularyPart | None = None, forms: Forms | None = None, cap: float | None = None,
+    rows_T: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Returns the sum of `loss` over rows, divided by `count`, as a scalar; see `linear_cross_entropy` for the arguments.
+
+    The logits are in fp32 (float64 for float64). `loss` sees target 0 in ignored rows. Raises `UserError` for a `loss`
+    whose result is not one number for each row.
+    """
+    find = partial(
+        _in_blocks, target_T=target_T, count=count, loss=loss, part=part, forms=forms, cap=cap, rows_T=rows_T
+    )
+    return LinearLoss.apply(x_TH, w_VH, find, torch.is_grad_enabled())
+
+
+def _in_blocks(
+    x_TH: Tensor, w_VH: Tensor, gradients: Gradients | None, target_T: Tensor, count: float, loss: TokenLossFunction,
+    part: VocabularyPart | None, forms: Forms | None, cap: float | None, rows_T: Tensor | None,
+) -> Tensor:  # fmt: skip
+    wide, first = compute_dtype(x_TH.dtype), 0 if part is None else part.first
+    block = block_rows(len(w_VH) if part is None else part.largest)  # shards communicate, so all need the same blocks
+    total = torch.zeros((), dtype=wide, device=x_TH.device)
+    for start in range(0, len(x_TH), block):
+        rows = slice(start, start + block)
+        x, target = x_TH[rows], target_T[rows]
+        logits = matmul(x, w_VH.T, forms=forms)
+        if part is not None:
+            part.complete(logits)
+        own = soft_capped(logits.to(wide), cap)
+        losses, gradient = _losses(own if part is None else part.gather(own), target, loss, gradients is not None)
+        total += losses.sum()
+        if rows_T is not None:
+            rows_T[rows] = losses
+        if gradients is None or gradient is None:
+            continue
+        p = gradient[:, first : first + len(w_VH)] / count
+        if cap is not None:
+            p *= 1 - (own / cap).square_()
+        narrow = p.to(x.dtype)
+        if gradients[0] is not None:
+            matmul(narrow, w_VH, out=gradients[0][rows], forms=forms)
+        if gradients[1] is not None:
+            matmul(narrow.T, x, out=gradients[1], add=True, forms=forms)
+    return total / count
+
+
+def _losses(
+    logits_TV: Tensor, target_T: Tensor, loss: TokenLossFunction, with_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the loss of each row [T], 0 for ignored rows, and the gradient [T, V] of their sum."""
+    with torch.set_grad_enabled(with_gradient):
+        logits_TV = logits_TV.detach().requires_grad_(with_gradient)
+        losses_T = loss(logits_TV, target_T.clamp(min=0))
+        if losses_T.shape != target_T.shape:
+            raise UserError(
+                f"train.loss: the loss function returns the shape {[*losses_T.shape]} for {len(target_T)} tokens: "
+                "return one number for each token"
+            )
+        losses_T = torch.where(target_T >= 0, losses_T, losses_T.new_zeros(()))
+        gradient = torch.autograd.grad(losses_T.sum(), logits_TV)[0] if with_gradient else None
+    return losses_T.detach(), gradient
