@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from optimus.evaluation.run import evaluate
     from optimus.evaluation.run import generate_text as generate
     from optimus.evaluation.watch import watch
-    from optimus.hub import FastSparseMoEBlock, import_folder, register_experts
+    from optimus.hub import FastSparseMoEBlock, export_adapter, import_folder, register_experts
     from optimus.hub import export_checkpoint as export
     from optimus.observe.doctor import examine as doctor
     from optimus.plan.job_builder import plan
@@ -45,6 +45,7 @@ __all__ = [
     "doctor",
     "evaluate",
     "export",
+    "export_adapter",
     "generate",
     "import_folder",
     "list_checkpoints",
@@ -77,6 +78,7 @@ __getattr__, __dir__ = lazy_exports(
         "doctor": "optimus.observe.doctor:examine",
         "evaluate": "optimus.evaluation.run",
         "export": "optimus.hub:export_checkpoint",
+        "export_adapter": "optimus.hub",
         "generate": "optimus.evaluation.run:generate_text",
         "watch": "optimus.evaluation.watch:watch",
         "import_folder": "optimus.hub",

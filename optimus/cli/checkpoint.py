@@ -139,12 +139,30 @@ def export(
     checkpoint: Annotated[Path, Argument(metavar="CHECKPOINT", help="Checkpoint or run folder.")],
     output: Annotated[Path, Option(help="Folder to create.")],
     dtype: Annotated[str, Option(help="Type of the weights: float32 or bfloat16.")] = "float32",
+    adapter: Annotated[
+        bool, Option("--adapter", help="Write the low-rank factors alone (train.lora_rank), as an adapter for PEFT.")
+    ] = False,
+    base: Annotated[
+        str | None, Option(help="With --adapter: folder or name of the published model; default: checkpoint.load_path.")
+    ] = None,
     plugins: Plugins = None,
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint in Hugging Face format."""
     from optimus.api import export as run
+    from optimus.api import export_adapter
 
+    if base is not None and not adapter:
+        raise UserError("--base applies to --adapter only: add --adapter, or leave --base out")
+    if adapter:
+        if dtype != "float32":
+            raise UserError("--dtype: an adapter has the type of its factors: leave --dtype out")
+        show(
+            export_adapter(checkpoint, output, base, plugins=plugins or ()),
+            as_json,
+            f"{output}: load it with peft.PeftModel.from_pretrained(model, {str(output)!r})",
+        )
+        return
     show(
         run(checkpoint, output, dtype=dtype, plugins=plugins or ()),
         as_json,

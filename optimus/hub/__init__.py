@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from optimus.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from optimus.hub.adapters import export_adapter
     from optimus.hub.config_json import context_of, no_export, read_model_folder
     from optimus.hub.drop_in import FastSparseMoEBlock, register_experts
     from optimus.hub.exporting import export_checkpoint, export_model
@@ -22,6 +23,7 @@ __all__ = [
     "FastSparseMoEBlock",
     "FolderReader",
     "context_of",
+    "export_adapter",
     "export_checkpoint",
     "export_model",
     "import_folder",
@@ -40,6 +42,7 @@ __getattr__, __dir__ = lazy_exports(
     {
         "FastSparseMoEBlock": _DROP_IN,
         "FolderReader": _IMPORTING,
+        "export_adapter": "optimus.hub.adapters",
         "context_of": _CONFIG,
         "export_checkpoint": _EXPORTING,
         "export_model": _EXPORTING,

@@ -4,7 +4,8 @@ The export writes `.NAME.partial` next to the final folder NAME, and renames thi
 """
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,7 +56,7 @@ def export_checkpoint(
         made = copied(output, FILE, lambda folder: export_checkpoint(checkpoint, folder, dtype))
         return made | {"output": url_text(output)}
     output = user_path(output)
-    _check_free(output)
+    check_free(output)
     path = local_checkpoint(checkpoint)
     about, reader = read_description(path), Reader.open(path)
     note_changed_plugins(about.plugins, path)
@@ -98,17 +99,14 @@ def export_model(
     `transformers`.
     """
     output = output.absolute()
-    _check_free(output)
+    check_free(output)
     if (why := no_export(model.config)) is not None:
         raise UserError(why)
     tensors = _tensors(model, dtype)
     size = sum(map(stored_bytes, tensors))
     special = _special_tokens(tokenizer, eos_id)
     stored_as = str(dtype or model.embedding.weight.dtype).removeprefix("torch.")
-    partial = output.with_name(f".{output.name}.partial")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+    with new_folder(output) as partial:
         if size > (free := shutil.disk_usage(partial).free):
             raise UserError(
                 f"{partial.parent} has {size_text(free)} free, but the weights take {size_text(size)}: make room or choose "
@@ -143,13 +141,6 @@ def export_model(
         write_tensors(tensors, partial, max_file_bytes)
         if masks:
             save_file(dict(masks), partial / MASKS)
-        partial.rename(output)
-    except OSError as error:
-        raise UserError(
-            f"cannot write {output}: {error.strerror or error}; make room or choose another output folder"
-        ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     sizes = {file.name: file.stat().st_size for file in sorted(output.iterdir())}
     return {
         "output": str(output),
@@ -179,7 +170,28 @@ def _tensors(model: Transformer, dtype: torch.dtype | None) -> list[OutputTensor
     ]
 
 
-def _check_free(output: Path) -> None:
+@contextmanager
+def new_folder(output: Path) -> Iterator[Path]:
+    """Yields an empty folder beside `output`, and renames this folder to `output` at the end of the block.
+
+    After an error, removes the folder. Raises `UserError` for an `OSError` in the block.
+    """
+    partial = output.with_name(f".{output.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        partial.rename(output)
+    except OSError as error:
+        raise UserError(
+            f"cannot write {output}: {error.strerror or error}; make room or choose another output folder"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_free(output: Path) -> None:
+    """Raises `UserError` unless `output` is a new path or an empty folder."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output} exists already: choose another output folder or remove it")
 

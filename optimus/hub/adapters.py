@@ -1,0 +1,143 @@
+"""Exports the low-rank factors of a run (`train.lora_rank`) as an adapter in the format of PEFT.
+
+The published model has separate matrices where ours has one matrix for several outputs (q, k and v; gate and up). Each of
+these matrices gets the rows of our factor B, and the whole factor A.
+
+Legend: R rank, L inputs.
+"""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from optimus.checkpoint.copying import local_checkpoint
+from optimus.checkpoint.factors import factors_of, is_factor
+from optimus.checkpoint.folder import frozen_beside, read_description
+from optimus.checkpoint.reader import Reader
+from optimus.checkpoint.slices import full_slices
+from optimus.copies import copied, is_url, url_text
+from optimus.disk import user_path
+from optimus.errors import UserError
+from optimus.hub.config_json import no_export, write_json
+from optimus.hub.exporting import check_free, new_folder
+from optimus.hub.keys import published
+from optimus.model.families import families
+from optimus.model.low_rank import has_zeros
+from optimus.plugins import load_plugins, note_changed_plugins
+
+_OURS, _THEIRS = "model.", "base_model.model."
+_WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+def export_adapter(
+    checkpoint: str | Path, output: str | Path, base: str | None = None, *, plugins: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Writes the low-rank factors of a full checkpoint, and the other trained parameters, as an adapter for PEFT.
+
+    `base` is the folder or the hub's name of the published model that training started from; by default, the folder
+    `checkpoint.load_path` of the run. Returns `output`, `rank`, `modules` (number of adapted matrices), `tensors`, `saved`
+    (other trained modules) and `bytes`.
+
+    Raises `UserError` for a checkpoint without factors, for one of the weights alone, for a pruned model (PEFT adds the
+    factors' product where weights are zero), and like `export_model`.
+    """
+    load_plugins([*plugins])
+    if is_url(output):
+        made = copied(output, _CONFIG, lambda folder: export_adapter(checkpoint, folder, base))
+        return made | {"output": url_text(output)}
+    output, path = user_path(output), local_checkpoint(checkpoint)
+    check_free(output)
+    about, reader = read_description(path), Reader.open(path)
+    note_changed_plugins(about.plugins, path)
+    if (why := no_export(about.model)) is not None:
+        raise UserError(why)
+    weights = [
+        key for key in reader.stored if factors_of(key) and all(each in reader.stored for each in factors_of(key))
+    ]
+    if not weights:
+        raise UserError(
+            f"{path} has no low-rank factors: an adapter needs a full checkpoint of a run with train.lora_rank. Leave "
+            "`adapter` out to export the whole model"
+        )
+    beside = frozen_beside(path, about)
+    frozen = set() if beside is None else {*Reader.open(beside).stored}
+    if pruned := [key for key in weights if has_zeros(_read(reader, key))]:
+        raise UserError(
+            f"{path} is pruned ({pruned[0]} has zeros): PEFT would fill the zeros. Leave `adapter` out to export the whole "
+            "model"
+        )
+    family, tensors, modules = about.model.family, dict[str, Tensor](), list[str]()
+    rank = 0
+    for key in weights:
+        b, a = (_read(reader, each) for each in factors_of(key))
+        rank = len(a)
+        name = key.removeprefix(_OURS)
+        for each in published(family, name, b):
+            module = each.name.removesuffix(".weight")
+            transposed = families()[family].keys[re.sub(r"^blocks\.\d+\.", "blocks.{i}.", name)].transposed
+            modules.append(module)
+            tensors[f"{_THEIRS}{module}.lora_A.weight"] = a.clone()
+            tensors[f"{_THEIRS}{module}.lora_B.weight"] = (each.view.mT if transposed else each.view).reshape(-1, rank)
+    others = {
+        key: _modules(family, key, reader) for key in reader.stored if key.startswith(_OURS) and not is_factor(key)
+    }
+    saved = {module for key, named in others.items() if key not in frozen for module in named} - {*modules}
+    if around := [each for each in sorted(saved) if any(module.startswith(f"{each}.") for module in modules)]:
+        raise UserError(
+            f"{path} trains parameters of {around[0]} itself, which PEFT cannot save beside the factors of its "
+            "matrices: add them to train.freeze, or leave `adapter` out to export the whole model"
+        )
+    biases = False
+    for key, named in others.items():
+        if key in frozen and not saved.intersection(named):
+            continue
+        for module, each in zip(named, published(family, key.removeprefix(_OURS), _read(reader, key))):
+            parameter = each.name.removeprefix(f"{module}.")
+            if module in saved:
+                tensors[f"{_THEIRS}{each.name}"] = each.view.reshape(each.shape)
+            elif key not in frozen:  # the bias of a matrix with factors
+                biases = True
+                tensors[f"{_THEIRS}{module}.base_layer.{parameter}"] = each.view.reshape(each.shape)
+    base = base or about.config.get("checkpoint", {}).get("load_path")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": rank,  # a factor of 1
+        "lora_dropout": 0.0,
+        "bias": "lora_only" if biases else "none",
+        "target_modules": sorted(modules),
+        "modules_to_save": sorted(saved) or None,
+        "fan_in_fan_out": any(key.transposed for key in families()[family].keys.values()),
+        "inference_mode": True,
+    }
+    with new_folder(output) as folder:
+        save_file({name: each.contiguous() for name, each in tensors.items()}, folder / _WEIGHTS, {"format": "pt"})
+        write_json(folder / _CONFIG, config)
+    return {
+        "output": str(output),
+        "rank": rank,
+        "modules": len(modules),
+        "tensors": len(tensors),
+        "saved": sorted(saved),
+        "base": base,
+        "bytes": sum(file.stat().st_size for file in output.iterdir()),
+    }
+
+
+def _modules(family: str, key: str, reader: Reader) -> list[str]:
+    """Returns the published modules that have the tensors of our parameter `key`."""
+    shapes = torch.empty(reader.shapes[key], device="meta")
+    return [each.name.rpartition(".")[0] for each in published(family, key.removeprefix(_OURS), shapes)]
+
+
+def _read(reader: Reader, key: str) -> Tensor:
+    tensor = torch.empty(reader.shapes[key])
+    reader.fill(full_slices([(key, tensor)], prefix=""), apart=True)
+    return tensor
