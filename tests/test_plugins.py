@@ -338,6 +338,42 @@ def test_two_ranks_train_with_the_example_like_one(folder: Path, environment: di
     assert (recorded[0]["name"], recorded[0]["module"], recorded[0]["version"]) == ("example", "optimus_example", "1.0")
 
 
+WITH_A_SPARE = """
+import json, sys
+from pathlib import Path
+from optimus.launch.nodes import NodeJob
+from optimus.testing.faults import FaultPlan
+from optimus.testing.lab import rehearse
+
+FaultPlan().kill_agent(1, 3).write(Path("plan.yaml"))
+job = NodeJob(Path("run.yaml"), ["train.output=spare"], 2, 1, 1, (1, 4), 60.0)
+print(json.dumps(rehearse(job, inject=Path("plan.yaml"), limit=240.0, plain=True)))
+"""
+
+
+@pytest.mark.in_turn(1, 3)
+def test_a_spare_takes_over_with_the_example(folder: Path, environment: dict[str, str]) -> None:
+    """Three nodes load the plugin from the wheel; the spare replaces the node that is killed in the third step."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITH_A_SPARE], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["finished"]
+    assert [event["kind"] for event in result["events"] if event["kind"] != "injected"] == [
+        "failure",
+        "restart",
+        "recovered",
+        "finished",
+    ]
+    losses = [
+        [json.loads(line)["loss"] for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("run", "spare")
+    ]
+    assert len(losses[0]) == 4
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 @pytest.mark.parametrize(
     "command",
     in_turns(
