@@ -92,6 +92,11 @@ class LayerCache:
         self._cache = cache
         self._buffers: tuple[Tensor, ...] = ()  # keys and values, [rows, M, capacity, D]
 
+    @property
+    def one_each(self) -> bool:
+        """True if the pass has one token of every row."""
+        return self._cache.last_B is not None
+
     def append(self, k_BSMD: Tensor, v_BSMD: Tensor) -> tuple[Tensor, Tensor]:
         """Appends new keys and new values, and returns all keys and all values of the rows [B, P, M, D].
 

@@ -77,8 +77,27 @@ class LatentAttention(nn.Module):
             y_BSND = positions.sequence.attend(q, *self._keys_and_values(c_RX, turned_BS1D))
         else:
             c_BP1X, turned_BP1D = cache.append(c_RX.view(-1, length, 1, low.keys), turned_BS1D)
-            y_BSND = cache.attend(q, *self._keys_and_values(c_BP1X.flatten(0, 2), turned_BP1D))
+            if cache.one_each and self.kv_up.lora_b is None:
+                y_BSND = self._attend_latent(q, c_BP1X, turned_BP1D, cache)
+            else:
+                y_BSND = cache.attend(q, *self._keys_and_values(c_BP1X.flatten(0, 2), turned_BP1D))
         return self.out(y_BSND[..., : low.value].flatten(2).flatten(0, 1))
+
+    def _attend_latent(self, q: Tensor, c_BP1X: Tensor, turned_BP1D: Tensor, cache: LayerCache) -> Tensor:
+        """Computes attention over the latent vectors themselves, which all heads share.
+
+        The projection of keys moves to the queries, and that of values to the results, so that a step projects one token of
+        a row and not all its positions (DeepSeek-V2, section 2.1.2).
+        """
+        low = self.latent
+        keys, values = self.kv_up.weight.view(-1, self.plain + low.value, low.keys).split([self.plain, low.value], 1)
+        q_plain, q_turned = q[..., : self.plain + low.rotary].split([self.plain, low.rotary], -1)
+        shared = torch.cat([torch.einsum("bsnd,ndx->bsnx", q_plain, keys), q_turned], -1)
+        shared = shared * math.sqrt(
+            shared.shape[-1] / self._widest
+        )  # attention divides by the square root of the width
+        y_BSNX = cache.attend(shared, torch.cat([c_BP1X, turned_BP1D], -1), c_BP1X)
+        return torch.einsum("bsnx,nvx->bsnv", y_BSNX, values)
 
     def _keys_and_values(self, c: Tensor, turned_BP1D: Tensor) -> tuple[Tensor, Tensor]:
         kv, each = self.kv_up(c), self.plain + self.latent.value
