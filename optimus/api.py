@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from optimus.evaluation.run import generate_text as generate
     from optimus.evaluation.watch import watch
     from optimus.hub import FastSparseMoEBlock, import_folder, register_experts
+    from optimus.hub import convert_to_gguf as gguf
     from optimus.hub import export_checkpoint as export
     from optimus.observe.doctor import examine as doctor
     from optimus.plan.job_builder import plan
@@ -46,6 +47,7 @@ __all__ = [
     "evaluate",
     "export",
     "generate",
+    "gguf",
     "import_folder",
     "list_checkpoints",
     "load_model",
@@ -78,6 +80,7 @@ __getattr__, __dir__ = lazy_exports(
         "evaluate": "optimus.evaluation.run",
         "export": "optimus.hub:export_checkpoint",
         "generate": "optimus.evaluation.run:generate_text",
+        "gguf": "optimus.hub:convert_to_gguf",
         "watch": "optimus.evaluation.watch:watch",
         "import_folder": "optimus.hub",
         "list_checkpoints": "optimus.checkpoint.inspect:list_run",

@@ -3,8 +3,8 @@
 Only an export to a narrower dtype rounds weights.
 
 `keys.py` applies the key table of a family; `config_json.py` translates the architecture; `tensors.py` reads and writes
-safetensors files; `published.py` reads and adapts a folder's other metadata. Independently, `drop_in.py` makes models of
-`transformers` use the expert kernels.
+safetensors files; `published.py` reads and adapts a folder's other metadata; `gguf.py` converts an exported folder with the
+converter of llama.cpp. Independently, `drop_in.py` makes models of `transformers` use the expert kernels.
 """
 
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from optimus.hub.config_json import context_of, no_export, read_model_folder
     from optimus.hub.drop_in import FastSparseMoEBlock, register_experts
     from optimus.hub.exporting import export_checkpoint, export_model
+    from optimus.hub.gguf import convert_to_gguf
     from optimus.hub.importing import FolderReader, import_folder, load_weights, omitted_layers
     from optimus.hub.published import read_published
 
@@ -22,6 +23,7 @@ __all__ = [
     "FastSparseMoEBlock",
     "FolderReader",
     "context_of",
+    "convert_to_gguf",
     "export_checkpoint",
     "export_model",
     "import_folder",
@@ -41,6 +43,7 @@ __getattr__, __dir__ = lazy_exports(
         "FastSparseMoEBlock": _DROP_IN,
         "FolderReader": _IMPORTING,
         "context_of": _CONFIG,
+        "convert_to_gguf": "optimus.hub.gguf",
         "export_checkpoint": _EXPORTING,
         "export_model": _EXPORTING,
         "import_folder": _IMPORTING,

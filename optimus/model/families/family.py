@@ -74,6 +74,9 @@ class Family:
     no_parameters: tuple[str, ...] = ()  # patterns of the names of tensors in published files that are not parameters
     further: Further | None = None
     without_effect: tuple[str, ...] = ()  # other fields of config.json: exports repeat the imported model's values
+    copies: Mapping[str, str] = field(
+        default_factory=dict
+    )  # fields without effect that other programs need: exports write the value of the field named here
 
     @property
     def name(self) -> str:

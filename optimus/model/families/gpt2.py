@@ -72,4 +72,5 @@ FAMILY = Family(
         "summary_type",
         "summary_use_proj",
     ),
+    copies={"n_ctx": "n_positions"},  # the converter of llama.cpp reads n_ctx
 )
