@@ -1,7 +1,7 @@
 """Converts Hugging Face folders to GGUF files with the converter of a llama.cpp checkout, which stays as it is.
 
-The converter recognises a pre-tokenizer by a hash of the token ids of a text. The hash depends on the vocabulary, so the
-converter knows only tokenizers on its list, and none that was trained later. `pre_tokenizer` recognises the form instead.
+The converter recognises a pre-tokenizer by a hash of the token ids of a text. The hash depends on the vocabulary, so
+the converter knows the tokenizers on its list, and none that was trained later. `pre_tokenizer` recognises the form.
 """
 
 import os
@@ -21,6 +21,9 @@ _RUN = Path(__file__).with_name("gguf_converter.py")
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 _SPLITS = ("add_prefix_space", "use_regex")  # the options of ByteLevel that change how a text is split
 _PLAIN = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges")
+# What llama.cpp has for the family: whether attention has biases, and the pattern of windows.
+_BIASES = dict.fromkeys(("gemma3_text", "olmo2", "olmo3", "qwen3", "qwen3_moe"), False) | {"gpt_oss": True}
+_FULL_EVERY = {"gemma3_text": 6, "gpt_oss": 2}
 
 
 def convert_to_gguf(
@@ -28,10 +31,10 @@ def convert_to_gguf(
 ) -> dict[str, Any]:
     """Converts an exported folder to a GGUF file with the converter of llama.cpp; returns `output`, `bytes` and `pre`.
 
-    `llama_cpp` is a llama.cpp checkout. `outtype` is the converter's: f32, f16, bf16, q8_0, or auto for 16 bits. `python` is
-    an interpreter with the converter's packages (torch, transformers, sentencepiece); by default this one. `pre` is the
-    name of the pre-tokenizer that Optimus gave the converter, or None. Raises `UserError`, also for a model that llama.cpp
-    computes otherwise, and never touches existing files.
+    `llama_cpp` is a llama.cpp checkout. `outtype` is the converter's: f32, f16, bf16, q8_0, or auto for 16 bits.
+    `python` is an interpreter with the converter's packages (torch, transformers); by default this one. `pre` is the
+    name of the pre-tokenizer for a tokenizer that the converter does not recognise, or None if Optimus knows no name.
+    Raises `UserError`, also for a model that llama.cpp computes otherwise, and never touches existing files.
 
     Example:
         api.gguf("huggingface", "llama.cpp", "model.gguf")
@@ -44,9 +47,10 @@ def convert_to_gguf(
     if output.exists():
         raise UserError(f"{output} exists already: choose another output file or remove it")
     raw = _read(folder / CONFIG)
-    if (why := other_result(raw)) is not None:
+    tokenizer = _read(folder / TOKENIZER)
+    if (why := other_result(raw, _tokens(tokenizer))) is not None:
         raise UserError(f"{folder / CONFIG}: {why}")
-    pre = pre_tokenizer(folder / TOKENIZER)
+    pre = pre_tokenizer(tokenizer)
     partial = output.with_name(f".{output.name}.partial")
     words = [python or sys.executable, str(_RUN), str(llama_cpp), pre or ""]
     words += [str(folder), "--outfile", str(partial), "--outtype", outtype]
@@ -65,12 +69,11 @@ def convert_to_gguf(
     return {"output": str(output), "bytes": output.stat().st_size, "pre": pre}
 
 
-def pre_tokenizer(tokenizer: Path) -> str | None:
-    """Returns llama.cpp's name of the pre-tokenizer in a tokenizer.json; None if the form is another than GPT-2's.
+def pre_tokenizer(raw: dict[str, Any]) -> str | None:
+    """Returns llama.cpp's name of the pre-tokenizer of a tokenizer.json; None if the form is another than GPT-2's.
 
     A tokenizer of `optimus prepare` has GPT-2's form: byte-level BPE on the text as it is, split by GPT-2's pattern.
     """
-    raw = _read(tokenizer)
     model, split = raw.get("model"), raw.get("pre_tokenizer")
     if not isinstance(model, dict) or not isinstance(split, dict):
         return None
@@ -79,25 +82,62 @@ def pre_tokenizer(tokenizer: Path) -> str | None:
     return "gpt-2" if plain and raw.get("normalizer") is None and form == _BYTE_LEVEL else None
 
 
-def other_result(raw: dict[str, Any]) -> str | None:
-    """Returns why llama.cpp would compute something else than a model with this config.json; None if it computes the same.
+def other_result(raw: dict[str, Any], tokens: int) -> str | None:
+    """Returns why llama.cpp does not compute the model of this config.json; None if it does.
 
-    The converter itself passes over these fields.
+    `tokens` is the number of tokens of its tokenizer. The converter passes over these fields without a word: the file
+    would not load, or hold another model.
     """
-    family, window = raw.get("model_type"), raw.get("sliding_window")
-    context = raw.get("max_position_embeddings")
+    family, own = raw.get("model_type"), raw.get
+    window, context, layers = own("sliding_window"), own("max_position_embeddings"), own("num_hidden_layers")
     if family in ("mistral", "mixtral") and window is not None and (context is None or window < context):
         return (
-            f"sliding_window is {window}, and llama.cpp lets this model see all tokens: they agree on texts of {window} "
-            f"tokens, for which max_position_embeddings must be at most {window}"
+            f"sliding_window is {window}, and llama.cpp lets this model see all tokens. Both agree on texts of at most "
+            f"{window} tokens: set max_position_embeddings to {window}, or sliding_window to null for all tokens"
         )
-    if family == "qwen3_moe" and not raw.get("norm_topk_prob", False):
-        return "norm_topk_prob is false, and llama.cpp always renormalises the weights of this model's experts"
-    if family == "olmoe" and raw.get("norm_topk_prob", False):
-        return "norm_topk_prob is true, and llama.cpp never renormalises the weights of this model's experts"
-    if family == "olmoe" and raw.get("rms_norm_eps", 1e-5) != 1e-5:
-        return f"rms_norm_eps is {raw['rms_norm_eps']}, and llama.cpp computes this model with 1e-05"
+    if family == "qwen3_moe" and not own("norm_topk_prob"):
+        return "norm_topk_prob is false, and llama.cpp always renormalises the weights of this family's experts"
+    if family == "olmoe" and own("norm_topk_prob"):
+        return "norm_topk_prob is true, and llama.cpp never renormalises the weights of this family's experts"
+    if family == "olmoe" and own("rms_norm_eps", 1e-5) != 1e-5:
+        return f"rms_norm_eps is {raw['rms_norm_eps']}, and llama.cpp computes this family with 1e-05"
+    if (biases := _BIASES.get(str(family))) is not None and own("attention_bias", biases) is not biases:
+        which = "only with" if biases else "only without"
+        return f"attention_bias is {str(own('attention_bias')).lower()}: llama.cpp has this family {which} these biases"
+    if family == "gpt2" and own("n_inner") not in (None, 4 * own("n_embd", 0)):
+        return f"n_inner is {raw['n_inner']}: llama.cpp has this family only with 4 times n_embd"
+    if family == "deepseek_v3" and own("q_lora_rank") is None:
+        return "q_lora_rank is null: llama.cpp has this family only with latent queries"
+    if (every := _FULL_EVERY.get(str(family))) is not None and not _full_every(own("layer_types"), every):
+        return (
+            f"layer_types is {raw['layer_types']}: llama.cpp has full attention in each {every}th layer of this family"
+        )
+    if family == "gemma3_text" and own("vocab_size", 0) > tokens:
+        return (
+            f"vocab_size is {raw['vocab_size']}, and the converter cuts this family's to the {tokens} of the tokenizer"
+        )
+    if family == "gemma3_text":
+        # llama.cpp knows Gemma 3 27B, with a scale of its own, by its layers.
+        known = own("hidden_size", 0) // own("num_attention_heads", 1) if layers == 62 else own("head_dim", 256)
+        if (scale := own("query_pre_attn_scalar", 256)) != known:
+            return f"query_pre_attn_scalar is {scale}, and llama.cpp computes this model with {known}"
+    kinds = [kind for kind in (own("rope_parameters") or {}).values() if isinstance(kind, dict)]  # of layers
+    if family == "olmo3" and len(thetas := {float(kind["rope_theta"]) for kind in kinds}) > 1:
+        return f"rope_parameters has the rope_theta {sorted(thetas)}: llama.cpp has one for all layers of this family"
     return None
+
+
+def _full_every(kinds: list[str] | None, every: int) -> bool:
+    return kinds is None or all(
+        (kind == "full_attention") == ((layer + 1) % every == 0) for layer, kind in enumerate(kinds)
+    )
+
+
+def _tokens(raw: dict[str, Any]) -> int:
+    """Returns the number of tokens of a tokenizer.json."""
+    vocabulary: Any = raw.get("model", {}).get("vocab", {})
+    names = set(vocabulary) if isinstance(vocabulary, dict) else {piece for piece, _ in vocabulary}
+    return len(names | {token["content"] for token in raw.get("added_tokens", [])})
 
 
 def _environment() -> dict[str, str]:

@@ -8,6 +8,9 @@ A program of its own, which imports nothing of Optimus: the converter may need a
 import importlib
 import logging
 import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 
@@ -17,6 +20,7 @@ def main() -> None:
     sys.path[0] = folder  # in place of this program's folder, which has a gguf.py of its own
     converter = importlib.import_module("convert_hf_to_gguf")
     if pre:
+        _forgo_sentencepiece(Path(arguments[0]))
         _name_unknown(_text_model(converter), pre)
     sys.argv = [str(converter.__file__), *arguments]
     converter.main()
@@ -28,6 +32,17 @@ def _text_model(converter: Any) -> Any:
         return importlib.import_module("conversion.base").TextModel
     except ModuleNotFoundError:
         return converter.TextModel
+
+
+def _forgo_sentencepiece(model: Path) -> None:
+    """Lets the converter import sentencepiece, where it is not installed, for a folder without a file to read with it.
+
+    The converter of some families imports it before it looks for the file.
+    """
+    if find_spec("sentencepiece") is None and not (model / "tokenizer.model").exists():
+        stand_in = ModuleType("sentencepiece")
+        stand_in.SentencePieceProcessor = None  # type: ignore[attr-defined]
+        sys.modules["sentencepiece"] = stand_in
 
 
 def _name_unknown(model: Any, pre: str) -> None:
