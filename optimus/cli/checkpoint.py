@@ -155,7 +155,7 @@ def export(
 @app.command()
 def gguf(
     folder: Annotated[Path, Argument(metavar="HF_DIR", help="Folder that optimus export wrote.")],
-    llama_cpp: Annotated[Path, Option(help="llama.cpp checkout, whose converter runs.")],
+    converter: Annotated[Path, Option(help="llama.cpp checkout, whose converter runs.")],
     output: Annotated[Path, Option(help="GGUF file to create.")],
     outtype: Annotated[str, Option(help="Type of the weights: auto (16 bits), f32, f16, bf16 or q8_0.")] = "auto",
     python: Annotated[
@@ -166,7 +166,7 @@ def gguf(
     """Convert an exported folder to a GGUF file for llama.cpp."""
     from optimus.api import gguf as run
 
-    made = run(folder, llama_cpp, output, outtype, python=python)
+    made = run(folder, converter, output, outtype, python=python)
     show(made, as_json, f"{output}: load it with llama.cpp")
 
 

@@ -2,7 +2,7 @@
 
 A program of its own, which imports nothing of Optimus: the converter may need another interpreter.
 
-    python gguf_converter.py LLAMA_CPP PRE [arguments of convert_hf_to_gguf.py]
+    python gguf_converter.py CHECKOUT PRE [arguments of convert_hf_to_gguf.py]
 """
 
 import importlib

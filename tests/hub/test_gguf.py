@@ -34,7 +34,7 @@ CONTEXT, NEW_TOKENS = 128, 24
 
 EXACT = 1e-5  # of logits whose standard deviation is about 2
 # llama.cpp reads GELU from a table of 16-bit floats, and rounds the bounds of YaRN to whole dims (`truncate`).
-GELU, YARN = 2e-3, 2e-2
+GELU, YARN = 1e-2, 4e-2
 LATENT = {"queries": 24, "keys": 16, "rotary": 8, "value": 16}
 SPARSE = {"intermediate": 64, "experts": 4, "experts_per_token": 2}
 THREE = {"kind": "llama3", "factor": 8.0, "original_context": 32}
@@ -170,7 +170,7 @@ def test_llama_cpp_continues_as_the_checkpoint(
     encode = of_data.encoder(loaded)
     fields = {"family": name.partition("-")[0], "vocab": info.vocab_size, **fields}
     fields["vocab"] = fields["vocab"] or info.vocab_size
-    model = learned(fields, torch.tensor(encode(text)), 40)
+    model = learned(fields, torch.tensor(encode(text)), 80)
     save_model(model, tmp_path / "checkpoint", context=CONTEXT, tokenizer=trained, eos_id=info.eos_id)
     export_checkpoint(tmp_path / "checkpoint", tmp_path / "hf")
     made = api.gguf(tmp_path / "hf", llama_cpp, tmp_path / "model.gguf", "f32")
@@ -185,17 +185,20 @@ def test_llama_cpp_continues_as_the_checkpoint(
     theirs = read_by_llama(llama_python, tmp_path / "model.gguf", texts=prompts + HARD, paths=paths, prompts=prompts)
     assert theirs["encoded"][: len(prompts)] == prompt_ids
     assert theirs["encoded"][len(prompts) :] == [encode(each) for each in HARD]
-    clear = []
-    for path, ids, logits in zip(paths, prompt_ids, theirs["logits"], strict=True):
+    sure = 0
+    for path, ids, logits, said in zip(paths, prompt_ids, theirs["logits"], theirs["continued"], strict=True):
         with torch.no_grad():
             ours_SV = model(torch.tensor([path]))[0]
-        assert (torch.tensor(logits) - ours_SV).abs().max() < tolerance
-        best = ours_SV[len(ids) - 1 :].topk(2).values
-        clear.append(bool((best[:, 0] - best[:, 1]).min() > 2 * tolerance))
-    assert sum(clear) > 1  # a draw between two tokens is one for both programs, and may end otherwise
-    assert [each for each, is_clear in zip(theirs["continued"], clear, strict=True) if is_clear] == [
-        each for each, is_clear in zip(ours, clear, strict=True) if is_clear
-    ]
+        assert float((torch.tensor(logits) - ours_SV).abs().max()) < tolerance
+        best = ours_SV[len(ids) - 1 : -1].topk(2).values
+        # From a draw between two tokens on, both texts are right.
+        drawn = (best[:, 0] - best[:, 1] <= 2 * tolerance).nonzero().flatten().tolist()
+        end = len(ids) + drawn[0] if drawn else len(path)
+        assert said.startswith(loaded.decode(path[len(ids) : end]))
+        sure += end - len(ids)
+    assert sure > 2 * NEW_TOKENS
+    if tolerance == EXACT:
+        assert theirs["continued"] == ours
 
 
 @pytest.mark.parametrize("family", REFUSED)
@@ -216,7 +219,7 @@ def test_every_family_is_tested() -> None:
 
 
 def test_the_tokens_of_texts_of_all_kinds(llama_cpp: Path, llama_python: str, tmp_path: Path) -> None:
-    """llama.cpp splits as `tokenizers`, for a vocabulary of all pairs of bytes, whose tokens show where a text was split.
+    """llama.cpp splits as `tokenizers`. The vocabulary has all pairs of bytes: its tokens show where a text was split.
 
     Letters of Unicode 16 and later, which llama.cpp does not know yet, are left out.
     """
@@ -319,17 +322,17 @@ def test_another_form_has_no_name(where: tuple[str, ...], value: Any, trained: P
         ({"model_type": "olmoe", "norm_topk_prob": True}, "norm_topk_prob is true"),
         ({"model_type": "olmoe", "norm_topk_prob": False, "rms_norm_eps": 1e-5}, None),
         ({"model_type": "olmoe", "rms_norm_eps": 1e-6}, "rms_norm_eps is 1e-06"),
-        ({"model_type": "olmo2", "attention_bias": True}, "only without"),
+        ({"model_type": "olmo2", "attention_bias": True}, "with false"),
         ({"model_type": "qwen3", "attention_bias": False}, None),
-        ({"model_type": "gpt_oss", "attention_bias": False}, "only with these"),
-        ({"model_type": "gpt_oss", "layer_types": ["full_attention", "sliding_attention"]}, "each 2th layer"),
+        ({"model_type": "gpt_oss", "attention_bias": False}, "with true"),
+        ({"model_type": "gpt_oss", "layer_types": ["full_attention", "sliding_attention"]}, "one layer of 2"),
         ({"model_type": "gpt_oss", "layer_types": ["sliding_attention", "full_attention"]}, None),
         ({"model_type": "gpt2", "n_embd": 8, "n_inner": 16}, "n_inner is 16"),
         ({"model_type": "gpt2", "n_embd": 8, "n_inner": 32}, None),
         ({"model_type": "gpt2", "n_embd": 8, "n_inner": None}, None),
         ({"model_type": "deepseek_v3", "q_lora_rank": None}, "q_lora_rank is null"),
-        ({"model_type": "gemma3_text", "vocab_size": 301}, "vocab_size is 301"),
-        ({"model_type": "gemma3_text", "head_dim": 16, "query_pre_attn_scalar": 8}, "computes this model with 16"),
+        ({"model_type": "gemma3_text", "vocab_size": 301, "head_dim": 256}, "vocab_size is 301"),
+        ({"model_type": "gemma3_text", "head_dim": 16, "query_pre_attn_scalar": 8}, "with 16"),
         ({"model_type": "gemma3_text", "head_dim": 16, "query_pre_attn_scalar": 16}, None),
         (
             {
@@ -347,7 +350,7 @@ def test_another_form_has_no_name(where: tuple[str, ...], value: Any, trained: P
                 "model_type": "olmo3",
                 "rope_parameters": {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 1e4}},
             },
-            "rope_theta [10000.0, 500000.0]",
+            "with one rope_theta",
         ),
         ({"model_type": "olmo3", "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, None),
         ({"model_type": "llama", "sliding_window": 3}, None),

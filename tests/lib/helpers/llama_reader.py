@@ -1,4 +1,4 @@
-"""Runs a GGUF file with llama-cpp-python, by the interpreter that has it: JSON on standard input, JSON on standard output.
+"""Runs a GGUF file with llama-cpp-python, by the interpreter that has it: JSON on standard input and output.
 
 `texts` are encoded. Each of `paths`, the ids of a prompt and of what follows, is read for the logits after each token.
 Each of `prompts` is continued greedily by `tokens` tokens.
