@@ -34,7 +34,7 @@ CONTEXT, NEW_TOKENS = 128, 24
 
 EXACT = 1e-5  # of logits whose standard deviation is about 2
 # llama.cpp reads GELU from a table of 16-bit floats, and rounds the bounds of YaRN to whole dims (`truncate`).
-GELU, YARN = 1e-2, 4e-2
+GELU, YARN = 5e-3, 1e-2
 LATENT = {"queries": 24, "keys": 16, "rotary": 8, "value": 16}
 SPARSE = {"intermediate": 64, "experts": 4, "experts_per_token": 2}
 THREE = {"kind": "llama3", "factor": 8.0, "original_context": 32}
@@ -170,7 +170,8 @@ def test_llama_cpp_continues_as_the_checkpoint(
     encode = of_data.encoder(loaded)
     fields = {"family": name.partition("-")[0], "vocab": info.vocab_size, **fields}
     fields["vocab"] = fields["vocab"] or info.vocab_size
-    model = learned(fields, torch.tensor(encode(text)), 80)
+    # Learned positions take their time.
+    model = learned(fields, torch.tensor(encode(text)), 80 if "learned_positions" not in fields else 400)
     save_model(model, tmp_path / "checkpoint", context=CONTEXT, tokenizer=trained, eos_id=info.eos_id)
     export_checkpoint(tmp_path / "checkpoint", tmp_path / "hf")
     made = api.gguf(tmp_path / "hf", llama_cpp, tmp_path / "model.gguf", "f32")
@@ -196,7 +197,7 @@ def test_llama_cpp_continues_as_the_checkpoint(
         end = len(ids) + drawn[0] if drawn else len(path)
         assert said.startswith(loaded.decode(path[len(ids) : end]))
         sure += end - len(ids)
-    assert sure > 2 * NEW_TOKENS
+    assert sure >= NEW_TOKENS
     if tolerance == EXACT:
         assert theirs["continued"] == ours
 
