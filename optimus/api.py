@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from optimus.evaluation.run import generate_text as generate
     from optimus.evaluation.watch import watch
     from optimus.hub import FastSparseMoEBlock, export_adapter, import_folder, register_experts
+    from optimus.hub import convert_to_gguf as gguf
     from optimus.hub import export_checkpoint as export
     from optimus.observe.doctor import examine as doctor
     from optimus.plan.job_builder import plan
@@ -47,6 +48,7 @@ __all__ = [
     "export",
     "export_adapter",
     "generate",
+    "gguf",
     "import_folder",
     "list_checkpoints",
     "load_model",
@@ -80,6 +82,7 @@ __getattr__, __dir__ = lazy_exports(
         "export": "optimus.hub:export_checkpoint",
         "export_adapter": "optimus.hub",
         "generate": "optimus.evaluation.run:generate_text",
+        "gguf": "optimus.hub:convert_to_gguf",
         "watch": "optimus.evaluation.watch:watch",
         "import_folder": "optimus.hub",
         "list_checkpoints": "optimus.checkpoint.inspect:list_run",

@@ -204,6 +204,7 @@ def test_an_error_is_one_line() -> None:
         ["evaluate", "no-such-checkpoint"],
         ["generate", "no-such-checkpoint", "--prompt", "x"],
         ["export", "no-such-checkpoint", "--output", "OUT"],
+        ["gguf", "no-such-folder", "--converter", "no-such-checkout", "--output", "OUT"],
         ["import", "no-such-folder", "--output", "OUT"],
         ["prepare", "no-such-file", "--output", "OUT", "--train-tokenizer", "300"],
         ["prepare", "SELF", "--output", "OUT"],

@@ -49,6 +49,7 @@ OF_OTHER_PROGRAMS = {
     "--account": "sbatch",
     "--corpus": "benchmarks.experiments",
     "--dependency": "sbatch",
+    "--depth": "git",
     "--gpus-per-node": "sbatch",
     "--gpus-per-task": "srun",
     "--hostfile": "mpiexec",
@@ -314,8 +315,8 @@ def test_pages_about_more_ranks(name: str, trained: Path, reader: Reader) -> Non
 
 def test_no_page_is_left_out() -> None:
     """Every page with steps is read. Some programs are tested elsewhere: those that download a published model, with
-    small models in tests/hub; those on hooks, in tests/training/test_users_hooks.py; those on plugins, in
-    tests/test_plugins.py."""
+    small models in tests/hub; those on serving, in tests/hub/test_gguf.py; those on hooks, in
+    tests/training/test_users_hooks.py; those on plugins, in tests/test_plugins.py."""
     read = {
         "tutorial",
         "checkpoints",
@@ -325,6 +326,7 @@ def test_no_page_is_left_out() -> None:
         "pipeline",
         "resilience",
         "transformers",
+        "serving",
         "hooks",
         "plugins",
     }

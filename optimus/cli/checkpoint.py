@@ -170,6 +170,24 @@ def export(
     )
 
 
+@app.command()
+def gguf(
+    folder: Annotated[Path, Argument(metavar="HF_DIR", help="Folder that optimus export wrote.")],
+    converter: Annotated[Path, Option(help="llama.cpp checkout, whose converter runs.")],
+    output: Annotated[Path, Option(help="GGUF file to create.")],
+    outtype: Annotated[str, Option(help="Type of the weights: auto (16 bits), f32, f16, bf16 or q8_0.")] = "auto",
+    python: Annotated[
+        str | None, Option(help="Python with the converter's packages. Default: the one of this command.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Convert an exported folder to a GGUF file for llama.cpp."""
+    from optimus.api import gguf as run
+
+    made = run(folder, converter, output, outtype, python=python)
+    show(made, as_json, f"{output}: load it with llama.cpp")
+
+
 @app.command(name="import")
 def import_(
     folder: Annotated[Path, Argument(metavar="HF_DIR", help="Hugging Face folder of a model of a supported family.")],

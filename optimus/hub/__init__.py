@@ -3,8 +3,9 @@
 Only an export to a narrower dtype rounds weights.
 
 `keys.py` applies the key table of a family; `config_json.py` translates the architecture; `tensors.py` reads and writes
-safetensors files; `published.py` reads and adapts a folder's other metadata. Independently of these modules,
-`drop_in.py` makes models of `transformers` use the expert kernels.
+safetensors files; `published.py` reads and adapts a folder's other metadata; `adapters.py` writes low-rank factors for
+PEFT; `gguf.py` converts an exported folder with the converter of llama.cpp. Independently of these modules, `drop_in.py`
+makes models of `transformers` use the expert kernels.
 """
 
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from optimus.hub.config_json import context_of, no_export, read_model_folder
     from optimus.hub.drop_in import FastSparseMoEBlock, register_experts
     from optimus.hub.exporting import export_checkpoint, export_model
+    from optimus.hub.gguf import convert_to_gguf
     from optimus.hub.importing import FolderReader, import_folder, load_weights, omitted_layers
     from optimus.hub.published import read_published
 
@@ -23,6 +25,7 @@ __all__ = [
     "FastSparseMoEBlock",
     "FolderReader",
     "context_of",
+    "convert_to_gguf",
     "export_adapter",
     "export_checkpoint",
     "export_model",
@@ -44,6 +47,7 @@ __getattr__, __dir__ = lazy_exports(
         "FolderReader": _IMPORTING,
         "export_adapter": "optimus.hub.adapters",
         "context_of": _CONFIG,
+        "convert_to_gguf": "optimus.hub.gguf",
         "export_checkpoint": _EXPORTING,
         "export_model": _EXPORTING,
         "import_folder": _IMPORTING,

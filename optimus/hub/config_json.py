@@ -158,6 +158,7 @@ def write_config(
     for ours, theirs in {**family.optional, **family.fields}.items():
         raw |= _published(ours, theirs, model)
     raw |= {"max_position_embeddings": model.learned_positions or context, "torch_dtype": dtype}
+    raw |= {copy: raw[field] for copy, field in family.copies.items()}
     write_json(folder / FILE, {field: value for field, value in raw.items() if field != "quantization_config"})
 
 

@@ -1,8 +1,9 @@
 """Fields of config.json and names of tensors that most families share."""
 
+from collections.abc import Mapping
 from typing import Any
 
-from optimus.model.families.family import Choice, Field, Key
+from optimus.model.families.family import Choice, Field, Key, Only
 
 LAYER, ATTENTION, MLP = "model.layers.{i}.", "model.layers.{i}.self_attn.", "model.layers.{i}.mlp."
 
@@ -80,3 +81,22 @@ def experts(
 BEFORE = norms(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm")
 AFTER = norms(attention_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm")
 VOCABULARY = {"embedding.weight": Key(("model.embed_tokens.weight",)), "head.weight": Key(("lm_head.weight",))}
+
+
+def no_window(raw: Mapping[str, Any], tokens: int) -> str | None:
+    """Returns what the window must be for an implementation without windows, which agrees on texts within it."""
+    window, context = raw.get("sliding_window"), raw.get("max_position_embeddings")
+    if window is None or (context is not None and context <= window):
+        return None
+    return f"null, for all tokens, or with a max_position_embeddings of at most {window}"
+
+
+def full_attention_every(every: int) -> Only:
+    """Returns the `Only` of `layer_types` for an implementation with one pattern of windows."""
+
+    def only(raw: Mapping[str, Any], tokens: int) -> str | None:
+        kinds = raw.get("layer_types") or []
+        right = [(kind == "full_attention") == ((layer + 1) % every == 0) for layer, kind in enumerate(kinds)]
+        return None if all(right) else f"full attention in one layer of {every}, the last"
+
+    return only

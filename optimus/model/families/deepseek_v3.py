@@ -3,6 +3,9 @@
 Our models leave out the layers for multi-token prediction.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from optimus.model.families.common import (
     ATTENTION,
     BEFORE,
@@ -30,6 +33,11 @@ _ATTENTION = {
     "out": "o_proj",
 }
 _SHARED = tuple(f"{MLP}shared_experts.{name}_proj.weight" for name in ("gate", "up", "down"))
+
+
+def _latent_queries(raw: Mapping[str, Any], tokens: int) -> str | None:
+    return None if raw.get("q_lora_rank") is not None else "latent queries"
+
 
 FAMILY = Family(
     model_type="deepseek_v3",
@@ -72,4 +80,5 @@ FAMILY = Family(
     further=Further("num_nextn_predict_layers", LAYER),
     # head_dim and qk_head_dim follow from other fields.
     without_effect=(*ROUTER, "head_dim", "qk_head_dim", "pretraining_tp", "ep_size", "aux_loss_alpha", "seq_aux"),
+    gguf={"q_lora_rank": _latent_queries},
 )

@@ -4,7 +4,7 @@ A family adds no code: the fields of `ModelConfig` determine the computation. A 
 models of the family share, the names of the other fields in `config.json`, and the published names of our parameters.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -54,6 +54,8 @@ class Further(NamedTuple):
 
 
 Field = str | Choice | Multiple
+# Takes config.json and the number of the tokenizer's tokens; returns what the field must be, or None if it is that.
+Only = Callable[[Mapping[str, Any], int], str | None]
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,12 @@ class Family:
     no_parameters: tuple[str, ...] = ()  # patterns of the names of tensors in published files that are not parameters
     further: Further | None = None
     without_effect: tuple[str, ...] = ()  # other fields of config.json: exports repeat the imported model's values
+    copies: Mapping[str, str] = field(
+        default_factory=dict
+    )  # fields without effect that other programs need: exports write the value of the field named here
+    gguf: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # fields of config.json that llama.cpp ignores: the value with which it computes the model, or an `Only`
 
     @property
     def name(self) -> str:

@@ -1,12 +1,26 @@
 """Gemma 3, text only: Gemma 2 with windows in five of six layers, a separate rotary base for windows, and norms of q
 and k instead of soft caps (Gemma 3 Technical Report, section 2)."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from optimus.model.families import gemma2
-from optimus.model.families.common import attention
+from optimus.model.families.common import attention, full_attention_every
 
 _TWO = gemma2.FAMILY
+
+
+def _scale(raw: Mapping[str, Any], tokens: int) -> str | None:
+    # llama.cpp knows Gemma 3 27B, which has a scale of its own, by its layers.
+    large = raw.get("num_hidden_layers") == 62
+    scale = raw["hidden_size"] // raw["num_attention_heads"] if large else raw.get("head_dim", 256)
+    return None if raw.get("query_pre_attn_scalar", 256) == scale else str(scale)
+
+
+def _rows(raw: Mapping[str, Any], tokens: int) -> str | None:
+    return None if raw.get("vocab_size", 0) <= tokens else f"the {tokens} tokens of the tokenizer, or fewer"
+
 
 FAMILY = replace(
     _TWO,
@@ -26,4 +40,10 @@ FAMILY = replace(
     aliases={"_sliding_window_pattern": "sliding_window_pattern"},
     keys={**_TWO.keys, **attention(bias=True, norms=True)},
     without_effect=(),
+    gguf={
+        "attention_bias": False,
+        "layer_types": full_attention_every(6),
+        "query_pre_attn_scalar": _scale,
+        "vocab_size": _rows,
+    },
 )

@@ -1,6 +1,9 @@
 """GPT-2: learned positions, LayerNorm, GELU, biases in all blocks (Language Models are Unsupervised Multitask
 Learners)."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from optimus.model.families.common import affine
 from optimus.model.families.family import Family, Key, Multiple
 
@@ -13,6 +16,10 @@ def _transposed(ours: str, theirs: str, *, joined: bool = False) -> dict[str, Ke
         f"blocks.{{i}}.{ours}.weight": Key((f"{_LAYER}{theirs}.weight",), joined=joined, transposed=True),
         f"blocks.{{i}}.{ours}.bias": Key((f"{_LAYER}{theirs}.bias",), joined=joined),
     }
+
+
+def _four_times(raw: Mapping[str, Any], tokens: int) -> str | None:
+    return None if raw.get("n_inner") in (None, 4 * raw.get("n_embd", 0)) else "4 times n_embd"
 
 
 FAMILY = Family(
@@ -73,4 +80,6 @@ FAMILY = Family(
         "summary_type",
         "summary_use_proj",
     ),
+    copies={"n_ctx": "n_positions"},  # the converter of llama.cpp reads n_ctx
+    gguf={"n_inner": _four_times},
 )

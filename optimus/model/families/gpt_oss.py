@@ -14,6 +14,7 @@ from optimus.model.families.common import (
     SIZES,
     VOCABULARY,
     attention,
+    full_attention_every,
 )
 from optimus.model.families.family import Family, Key, Same
 
@@ -55,4 +56,5 @@ FAMILY = Family(
         "blocks.{i}.moe.down_bias": Key((_EXPERTS + "down_proj_bias",)),
     },
     without_effect=(*ROUTER, "initial_context_length"),
+    gguf={"attention_bias": True, "layer_types": full_attention_every(2)},
 )

@@ -1,6 +1,6 @@
 """Mistral: Llama, optionally with an attention window in all layers (Mistral 7B, section 2)."""
 
-from optimus.model.families.common import BEFORE, CONSTANTS, OPTIONAL, RMS, SIZES, VOCABULARY, attention, mlp
+from optimus.model.families.common import BEFORE, CONSTANTS, OPTIONAL, RMS, SIZES, VOCABULARY, attention, mlp, no_window
 from optimus.model.families.family import Family
 
 FAMILY = Family(
@@ -11,4 +11,5 @@ FAMILY = Family(
     optional=OPTIONAL | RMS | {"head_size": "head_dim"},
     constants=CONSTANTS,
     keys=VOCABULARY | BEFORE | attention() | mlp(),
+    gguf={"sliding_window": no_window},
 )

@@ -11,6 +11,7 @@ from optimus.model.families.common import (
     VOCABULARY,
     attention,
     experts,
+    no_window,
 )
 from optimus.model.families.family import Family
 
@@ -24,4 +25,5 @@ FAMILY = Family(
     constants=CONSTANTS | {"router_jitter_noise": 0.0},
     keys=VOCABULARY | BEFORE | attention() | experts(LAYER + "block_sparse_moe.", gate="w1", up="w3", down="w2"),
     without_effect=ROUTER,
+    gguf={"sliding_window": no_window},
 )

@@ -11,4 +11,5 @@ FAMILY = Family(
     optional=OPTIONAL | RMS | BIASES,
     constants=CONSTANTS,
     keys=VOCABULARY | AFTER | attention(bias=True, norms=True) | mlp(),
+    gguf={"attention_bias": False},
 )

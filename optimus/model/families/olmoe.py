@@ -24,4 +24,5 @@ FAMILY = Family(
     constants=CONSTANTS | {"attention_bias": False, "clip_qkv": None},
     keys=VOCABULARY | BEFORE | attention(norms=True) | experts(),
     without_effect=ROUTER,
+    gguf={"norm_topk_prob": False, "rms_norm_eps": 1e-5},
 )

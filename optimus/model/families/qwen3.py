@@ -23,4 +23,5 @@ FAMILY = Family(
     constants=CONSTANTS | {"use_sliding_window": False, "use_mrope": False},
     keys=VOCABULARY | BEFORE | attention(bias=True, norms=True) | mlp(),
     without_effect=QWEN,
+    gguf={"attention_bias": False},
 )

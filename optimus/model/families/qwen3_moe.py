@@ -30,4 +30,5 @@ FAMILY = Family(
     aliases={"num_local_experts": "num_experts"},
     keys=VOCABULARY | BEFORE | common.attention(bias=True, norms=True) | common.experts() | common.mlp(),
     without_effect=(*ROUTER, *QWEN),
+    gguf={"norm_topk_prob": True, "attention_bias": False},
 )

@@ -1,0 +1,65 @@
+"""Runs the converter of llama.cpp and tells it the name of a pre-tokenizer that it does not recognise.
+
+A program of its own, which imports nothing of Optimus: the converter may need another interpreter.
+
+    python gguf_converter.py CHECKOUT PRE [arguments of convert_hf_to_gguf.py]
+"""
+
+import importlib
+import logging
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def main() -> None:
+    """Runs `convert_hf_to_gguf.py` of a checkout with the arguments that are left."""
+    _, folder, pre, *arguments = sys.argv
+    sys.path[0] = folder  # in place of this program's folder, which has a gguf.py of its own
+    converter = importlib.import_module("convert_hf_to_gguf")
+    if pre:
+        _forgo_sentencepiece(Path(arguments[0]))
+        _name_unknown(_text_model(converter), pre)
+    sys.argv = [str(converter.__file__), *arguments]
+    converter.main()
+
+
+def _text_model(converter: Any) -> Any:
+    """Returns the class that recognises pre-tokenizers. Older checkouts have all classes in the script."""
+    try:
+        return importlib.import_module("conversion.base").TextModel
+    except ModuleNotFoundError:
+        return converter.TextModel
+
+
+def _forgo_sentencepiece(model: Path) -> None:
+    """Lets the converter import sentencepiece, where it is not installed, for a folder without a file to read with it.
+
+    The converter of some families imports it before it looks for the file.
+    """
+    if find_spec("sentencepiece") is None and not (model / "tokenizer.model").exists():
+        stand_in = ModuleType("sentencepiece")
+        stand_in.SentencePieceProcessor = None  # type: ignore[attr-defined]
+        sys.modules["sentencepiece"] = stand_in
+
+
+def _name_unknown(model: Any, pre: str) -> None:
+    """Makes `model.get_vocab_base_pre` return `pre` for a tokenizer that the converter does not recognise."""
+    recognise = model.get_vocab_base_pre
+
+    def named(self: Any, tokenizer: Any) -> str:
+        logging.disable(logging.WARNING)  # the converter warns at length before it gives up
+        try:
+            return str(recognise(self, tokenizer))
+        except NotImplementedError:
+            return pre
+        finally:
+            logging.disable(logging.NOTSET)
+
+    model.get_vocab_base_pre = named
+
+
+if __name__ == "__main__":
+    main()
