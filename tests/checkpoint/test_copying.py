@@ -10,6 +10,7 @@ import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import fsspec
@@ -27,6 +28,7 @@ from optimus.config import ModelConfig
 from optimus.copies import RemoteCopies, copied, is_url, local_run, local_runs, url_text
 from optimus.errors import UserError
 from optimus.model import Transformer
+from optimus.training.hooks.copies import CopyCheckpoints
 
 SMALL = ModelConfig(family="olmo", hidden=16, layers=2, heads=2, intermediate=32, vocab=64)
 
@@ -218,6 +220,34 @@ def test_a_server_that_hangs_ends_an_attempt(
     url = f"faulty://{tmp_path}/copy"
     copier(url, str(tmp_path / "run"), keep=2, weights_keep=1)("step-00000002")
     assert complete_copies(RemoteCopies(url)) == ["step-00000002"]
+
+
+def test_a_copy_that_fails_in_any_way_is_told(tmp_path: Path, model: Transformer) -> None:
+    """A run says that a checkpoint is not copied, and copies the next checkpoint."""
+
+    def copy(name: str) -> str:
+        if name == "step-00000002":
+            raise ValueError("a client's own error")
+        return name
+
+    said: list[str] = []
+    trainer: Any = SimpleNamespace(
+        folder=tmp_path,
+        is_done=True,
+        ending=None,
+        say=said.append,
+        config=SimpleNamespace(checkpoint=SimpleNamespace(copy_to="s3://bucket/run")),
+    )
+    hook = CopyCheckpoints()
+    hook._copy = copy
+    for step in (2, 4):
+        save(tmp_path, model, step)
+        hook.after_training(trainer)
+    assert said == [
+        "checkpoint.copy_to: step-00000002 is not copied: ValueError: a client's own error; the run goes on, and copies the "
+        "next one",
+        "step-00000004 is copied to s3://bucket/run",
+    ]
 
 
 def test_incomplete_copies_are_none(tmp_path: Path, model: Transformer) -> None:
