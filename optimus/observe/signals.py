@@ -22,7 +22,7 @@ def ending_signals() -> list[signal.Signals]:
     return [number for number in ENDING if not (ignored and number == signal.SIGHUP)]
 
 
-def restore_handlers(handlers: Mapping[int, Any]) -> None:
+def restore_handlers(handlers: Mapping[signal.Signals, Any]) -> None:
     """Restores the handlers of signals. In place of a handler that does not come from Python (None), which Python cannot
     restore, sets the default action."""
     for number, handler in handlers.items():

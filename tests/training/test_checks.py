@@ -345,6 +345,15 @@ def test_the_dry_run_counts_the_activations(small_run: dict[str, Any], recompute
     assert one > 32 * 32 * 2 * 2  # at least the input of every block
 
 
+def dry_run_of_a_stage(config: dict[str, Any]) -> str:
+    return checks.dry_run(build_run(load_config(config), torch.device("cpu"), resume=False))
+
+
+def test_the_dry_run_of_a_pipeline_names_its_microbatches(small_run: dict[str, Any]) -> None:
+    for said in run_ranks(dry_run_of_a_stage, 2, edited(small_run, parallel={"pipeline": 2})):
+        assert re.search(r"activations of 2 microbatches [0-9.]+ [kM]B; ", said)
+
+
 def test_activations_that_do_not_fit(small_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The message names the largest microbatch that fits, and a run with that microbatch is accepted."""
     one = direct_count(small_run)

@@ -19,7 +19,7 @@ class Interrupt(Hook):
 
     def __init__(self) -> None:
         self._signalled = 0
-        self._previous: dict[int, Any] = {}
+        self._previous: dict[signal.Signals, Any] = {}
 
     def before_training(self, trainer: Trainer) -> None:
         self._speaks = trainer.groups.rank == 0
