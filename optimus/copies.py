@@ -8,6 +8,7 @@ import hashlib
 import re
 import shutil
 import sys
+import tempfile
 import threading
 import time
 import zlib
@@ -66,8 +67,11 @@ class RemoteCopies:
         except Exception as error:
             raise UserError(f"{self.url} cannot be opened ({type(error).__name__}: {error})") from error
 
-    def names(self, below: str = "") -> dict[str, int]:
-        """Returns the sizes in bytes of the entries of the folder `below`, by name; {} if there is no such folder."""
+    def names(self, below: str = "", *, folders: bool | None = None) -> dict[str, int]:
+        """Returns the sizes in bytes of the entries of the folder `below`, by name; {} if there is no such folder.
+
+        `folders` selects only folders (True) or only files (False).
+        """
 
         def found() -> dict[str, int]:
             self._system.invalidate_cache()
@@ -75,7 +79,11 @@ class RemoteCopies:
                 entries = self._system.ls(self._path(below), detail=True)
             except (FileNotFoundError, NotADirectoryError):
                 return {}
-            return {Path(each["name"].rstrip("/")).name: int(each.get("size") or 0) for each in entries}
+            return {
+                Path(each["name"].rstrip("/")).name: int(each.get("size") or 0)
+                for each in entries
+                if folders in (None, each["type"] == "directory")
+            }
 
         return self._attempted(f"list {self.url}/{below}", found)
 
@@ -176,7 +184,8 @@ def cache_of(url: str) -> Path:
 def small_files(copies: RemoteCopies, below: str = "") -> list[str]:
     """Returns the names of the files directly in a run folder, such as metrics and events. Leaves out names without a
     dot, empty files and files larger than `LARGEST`."""
-    return [name for name, size in copies.names(below).items() if 0 < size <= LARGEST and "." in name]
+    files = copies.names(below, folders=False)
+    return [name for name, size in files.items() if 0 < size <= LARGEST and "." in name]
 
 
 def local_run(path_or_url: str | Path) -> str | Path:
@@ -189,40 +198,59 @@ def local_run(path_or_url: str | Path) -> str | Path:
     copies = RemoteCopies(path_or_url)
     if not (names := small_files(copies)):
         raise UserError(f"{copies.url} has no files of a run: name the `checkpoint.copy_to` of a run")
-    copies.get_folder("", cache_of(copies.url), names)
-    return cache_of(copies.url)
+    cache = cache_of(copies.url)
+    for path in cache.iterdir() if cache.is_dir() else ():
+        if path.is_file() and path.name not in names:  # the URL had this file earlier
+            path.unlink()
+    copies.get_folder("", cache, names)
+    return cache
 
 
 def local_runs(path_or_url: str | Path) -> str | Path:
     """Returns a path unchanged. For a URL with copies of runs, returns a cache folder with the `small_files` of each
-    run. Ignores run folders with a dot in the name."""
+    run."""
     if not is_url(path_or_url):
         return path_or_url
     copies = RemoteCopies(path_or_url)
     cache = cache_of(copies.url)
     shutil.rmtree(cache, ignore_errors=True)
     cache.mkdir(parents=True)
-    for below in ("", *(name for name in copies.names() if "." not in name)):
+    for below in ("", *copies.names(folders=True)):
         if "metrics.jsonl" in (names := small_files(copies, below)):
             copies.get_folder(below, cache / below, names)
     return cache
 
 
-def copied(url: str | Path, last: str, write: Callable[[Path], T]) -> T:
+def copied(url: str | Path, last: str, write: Callable[[Path], T], *, again: bool = False) -> T:
     """Lets `write` create a local folder, copies the folder to a URL, and removes the local folder. Returns the result
     of `write`.
 
-    Copies the file `last` last. Raises `UserError` if the URL already has a file of this name. After an interrupted
-    call, a call with the same URL passes the same local folder to `write`.
+    Copies the file `last` last. If the URL already has a file of this name, raises `UserError` or, with `again`, returns
+    what `write` returns for a folder with only this file. After an interrupted call, a call with the same URL passes the
+    same local folder to `write`.
     """
     copies = RemoteCopies(url)
     if last in copies.names():
+        if again:
+            return _written_again(copies, last, write)
         raise UserError(f"{copies.url} exists already: choose another URL, or remove it")
-    folder = cache_of(copies.url) / "output"
+    cache = cache_of(copies.url)
+    folder = cache.with_name(f"{cache.name}.output")  # outside the cache, which `local_runs` removes
     result = write(folder)
     copies.put_folder(folder, "", last)
     shutil.rmtree(folder)
     return result
+
+
+def _written_again(copies: RemoteCopies, last: str, write: Callable[[Path], T]) -> T:
+    """Calls `write` for a temporary folder with the file `last` of the URL. A `UserError` names the URL in place of the
+    folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        copies.get_folder("", Path(folder), [last])
+        try:
+            return write(Path(folder))
+        except UserError as error:
+            raise UserError(str(error).replace(folder, copies.url)) from error
 
 
 def _limited(work: Callable[[], T], seconds: float) -> tuple[bool, Any]:

@@ -237,7 +237,7 @@ READERS = """
         for number, line in enumerate(file):
             if line.startswith(b"bad"):
                 raise ValueError("it is bad")
-            yield 3 if line.startswith(b"three") else {"text": line.decode()}
+            yield {b"three\\n": 3, b"none\\n": None}.get(line, {"text": line.decode()})
 
     ROWS = [record_reader("lines", (".lines",), records)]
 """
@@ -248,6 +248,7 @@ READERS = """
     [
         (b"good\nbad\n", "the reader lines failed after 1 records (ValueError: it is bad)"),
         (b"good\ngood\nthree\n", "record 3 of the reader lines is no text or mapping: 3"),
+        (b"good\nnone\ngood\n", "record 2 of the reader lines is no text or mapping: None"),
     ],
 )
 def test_a_reader_that_fails_is_named(content: bytes, message: str, module: Any, tmp_path: Path) -> None:

@@ -311,11 +311,14 @@ def _suggest(section: list[str], key: str, root: type[BaseModel]) -> str:
 
 
 def keys_of_section(path: Sequence[str], root: type[BaseModel]) -> Iterable[str]:
-    """Returns the keys of the section at `path`. Numbers in a list and free keys of a mapping also lead to sections."""
+    """Returns the keys of the section at `path`. Numbers in a list and free keys of a mapping also lead to sections.
+
+    Raises KeyError for a path that leads through no section, such as one below a plain key.
+    """
     node: typing.Any = root
     for name in path:
         arguments = typing.get_args(node)
-        node = arguments[-1] if arguments else node.model_fields[name].annotation
+        node = arguments[-1] if arguments else getattr(node, "model_fields", {})[name].annotation
     return _fields_of(node)
 
 

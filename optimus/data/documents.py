@@ -401,18 +401,18 @@ def record_reader(
 
 
 def _named_failures(records: Iterable[Any], reader: str, source: Source) -> Iterator[Any]:
-    """Yields `records` up to the first None. Raises `UserError`, which names the reader and the file, for any exception
-    of the reader's code and for a record that is no text or mapping."""
+    """Yields `records`. Raises `UserError`, which names the reader and the file, for any exception of the reader's code
+    and for a record that is no text or mapping."""
     rows = iter(records)
     for number in itertools.count(1):
         try:
-            record = next(rows, None)
+            record = next(rows)
+        except StopIteration:
+            return
         except Exception as error:
             raise UserError(
                 f"{source.path}: the reader {reader} failed after {number - 1} records ({type(error).__name__}: {error})"
             ) from error
-        if record is None:
-            return
         if not isinstance(record, str | Mapping):
             raise UserError(
                 f"{source.path}: record {number} of the reader {reader} is no text or mapping: {record!r:.80}"

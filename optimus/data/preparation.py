@@ -154,8 +154,8 @@ def prepare(
     files. With `skip_bad`, `prepare` excludes the unreadable files, and the index lists them as `bad_files`. `plugins` names
     plugins with readers of further files. `prepare` calls `progress(stage, done, total)` now and then; `total` may be None.
 
-    A new call resumes where an interrupted call stopped. If a local `output` is already complete with the same
-    settings, the call returns its index. Raises `UserError` for bad input, too little disk space, or an `output` with
+    A new call resumes where an interrupted call stopped. If `output` is already complete with the same settings, the
+    call returns its index. Raises `UserError` for bad input, too little disk space, or an `output` with
     other content.
 
     Example:
@@ -164,7 +164,7 @@ def prepare(
     """
     arguments = {**locals()}
     if is_url(output):
-        return copied(output, shards.INDEX, lambda folder: prepare(**(arguments | {"output": folder})))
+        return copied(output, shards.INDEX, lambda folder: prepare(**(arguments | {"output": folder})), again=True)
     loaded = load_plugins(plugins)
     output = Path(os.path.abspath(user_path(output)))
     workers = usable_cores() if workers is None else workers

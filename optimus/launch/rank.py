@@ -31,6 +31,7 @@ from optimus.errors import UserError
 from optimus.launch.local import name_interface
 from optimus.launch.store import LOOPBACK
 from optimus.observe.machine import use_device
+from optimus.observe.signals import restore_handlers
 from optimus.parent import end_with
 from optimus.resilience.events import EventLog
 from optimus.resilience.exits import EndedError, Exit
@@ -224,7 +225,7 @@ def _last_words() -> Iterator[None]:
         raise
     finally:
         if not speaking:
-            signal.signal(signal.SIGTERM, previous)
+            restore_handlers({signal.SIGTERM: previous})
 
 
 def run_as_rank(words: Sequence[str], more: Sequence[Hook] = ()) -> None:

@@ -95,10 +95,11 @@ def _append(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def _open_after(path: Path, step: int) -> Any:
-    if path.exists():
-        numbered = [record for record in read_json_lines(path) if isinstance(record.get("step"), int)]
-        earlier = [record for record in numbered if record["step"] <= step]
-        partial = path.with_suffix(".jsonl.partial")
-        partial.write_text("".join(json.dumps(record) + "\n" for record in earlier), encoding="utf-8")
-        os.replace(partial, path)
-    return path.open("a", encoding="utf-8")
+    with naming_disk_errors(path, FULL):
+        if path.exists():
+            numbered = [record for record in read_json_lines(path) if isinstance(record.get("step"), int)]
+            earlier = [record for record in numbered if record["step"] <= step]
+            partial = path.with_suffix(".jsonl.partial")
+            partial.write_text("".join(json.dumps(record) + "\n" for record in earlier), encoding="utf-8")
+            os.replace(partial, path)
+        return path.open("a", encoding="utf-8")

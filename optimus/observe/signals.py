@@ -2,9 +2,10 @@
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from optimus.observe.terminal import say_at_once
 
@@ -21,6 +22,13 @@ def ending_signals() -> list[signal.Signals]:
     return [number for number in ENDING if not (ignored and number == signal.SIGHUP)]
 
 
+def restore_handlers(handlers: Mapping[signal.Signals, Any]) -> None:
+    """Restores the handlers of signals. In place of a handler that does not come from Python (None), which Python cannot
+    restore, sets the default action."""
+    for number, handler in handlers.items():
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
 @contextmanager
 def ended_by_signals(say: str) -> Iterator[None]:
     """Handles signals inside the `with` block: prints `say`, ends the block by a `KeyboardInterrupt`, and raises
@@ -34,12 +42,8 @@ def ended_by_signals(say: str) -> Iterator[None]:
         return
     previous = {number: signal.getsignal(number) for number in ENDING if signal.getsignal(number) != signal.SIG_IGN}
 
-    def restore() -> None:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
     def end(number: int, frame: FrameType | None) -> None:
-        restore()
+        restore_handlers(previous)
         say_at_once(f"{signal.Signals(number).name}: {say}")
         raise _SignalledError(number)
 
@@ -50,4 +54,4 @@ def ended_by_signals(say: str) -> Iterator[None]:
     except _SignalledError as signalled:
         raise SystemExit(128 + signalled.args[0]) from signalled
     finally:
-        restore()
+        restore_handlers(previous)

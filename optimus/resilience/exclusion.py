@@ -3,6 +3,7 @@
 Each line is one name.
 """
 
+import os
 from pathlib import Path
 
 from optimus.disk import sync
@@ -20,6 +21,9 @@ def exclude(run: str | Path, node: str) -> None:
     """Excludes `node` from all later launches of `run`, until a user removes the name from the file."""
     if node not in excluded(run):
         path = Path(run) / _FILE
-        with path.open("a", encoding="utf-8") as file:
-            file.write(f"{node}\n")
+        with path.open("a+b") as file:
+            # A text editor may have left the last line without a newline.
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+            newline = b"" if file.read(1) in (b"", b"\n") else b"\n"
+            file.write(newline + f"{node}\n".encode())
         sync(path)

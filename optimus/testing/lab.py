@@ -26,6 +26,7 @@ from optimus.disk import user_path
 from optimus.errors import UserError
 from optimus.launch.here import check_run
 from optimus.launch.nodes import NodeJob, exit_code, launch
+from optimus.observe.signals import restore_handlers
 from optimus.resilience.events import EventLog
 from optimus.resolve.ranks import mesh_of
 from optimus.testing.faults import FaultPlan, rank_program
@@ -216,8 +217,7 @@ def _signals_end_it() -> Iterator[Callable[[], None]]:
     try:
         yield ignore
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        restore_handlers(previous)
 
 
 def _join_all(names: Sequence[str], switch: str, bandwidth: str | None) -> None:

@@ -293,7 +293,7 @@ def dry_run(run: Run) -> str:
     run.state.clear_gradients()
     at_rest = bytes_by_kind([chunk.plan for chunk in run.state.chunks])
     kinds = ", ".join(f"{kind} {size_text(size)}" for kind, size in at_rest.items() if size)
-    return f"memory per rank: {kinds}, activations of a microbatch {size_text(needed)}; {size_text(free)} free"
+    return f"memory per rank: {kinds}, activations of {_microbatches(run)} {size_text(needed)}; {size_text(free)} free"
 
 
 def _saved_bytes(run: Run, tokens_BS: torch.Tensor) -> int:
@@ -313,11 +313,17 @@ def _saved_bytes(run: Run, tokens_BS: torch.Tensor) -> int:
     return sum(saved.values())
 
 
+def _microbatches(run: Run) -> str:
+    """Names the microbatches whose activations `dry_run` measures."""
+    in_flight = run.config.parallel.pipeline
+    return f"{in_flight} microbatches" if in_flight > 1 else "a microbatch"
+
+
 def _too_large(needed: int, free: int, one: int, run: Run) -> str:
     fitting = free // max(1, one * ranks_sharing_memory(run.groups.mesh, run.device))
     fitting = min(fitting, run.config.train.micro_batch - 1)  # transient memory may be lacking even if activations fit
     cure = f"set train.micro_batch to at most {fitting}" if fitting else "shorten train.sequence_length"
     return (
-        f"the activations of a microbatch of {run.config.train.micro_batch} sequences need {size_text(needed)}, but "
+        f"the activations of {_microbatches(run)} of {run.config.train.micro_batch} sequences need {size_text(needed)}, but "
         f"{run.device} has {size_text(free)} free: {cure}, or recompute some activations (recompute: [norm, attention, ...])"
     )

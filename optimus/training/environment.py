@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 from datetime import datetime, timezone
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ def record_start(run: Run, step: int) -> None:
     with naming_disk_errors(path, "Make room or choose another train.output"):
         run.folder.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.read_text(encoding="utf-8") != text:
-            path.rename(path.with_name(f"config.until-step-{step}.yaml"))
+            names = (f"config.until-step-{step}{more}.yaml" for more in chain([""], (f"-{n}" for n in count(2))))
+            path.rename(next(earlier for name in names if not (earlier := path.with_name(name)).exists()))
         path.write_text(text, encoding="utf-8")
         decisions = [decision.written for decision in run.resolved.decisions]
         (run.folder / "decisions.yaml").write_text(yaml.safe_dump(decisions, sort_keys=False), encoding="utf-8")

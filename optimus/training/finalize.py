@@ -24,7 +24,7 @@ def conclude(
     """Records the end of a run. Returns the `summary` with the `seconds` since `began` (`time.time`) and the path of the
     `report`.
 
-    `failure` is the error that ended the run, if any. Prints errors of the report and of the notification to stderr
+    `failure` is the error that ended the run, if any. Prints errors of the event, the report and the notification to stderr
     instead of raising them, because they must not hide the result of the run. For a run that failed before it wrote
     anything, writes no files. After a `DamagedError`, the run's folder stays unchanged.
     """
@@ -32,11 +32,15 @@ def conclude(
     found = {**(summary or {}), "seconds": time.time() - began, "report": None}
     if is_run(folder) and not isinstance(failure, DamagedError):
         stopped = summary is not None and summary["step"] < summary["steps"]
-        if failure is not None:
-            EventLog(folder).write("error", detail=str(failure))
-        elif stopped and summary is not None:
-            why = "at train.stop_at" if summary["step"] == config.train.stop_at else "by a hook"
-            EventLog(folder).write("stopped", step=summary["step"], detail=summary["stopped_by"] or why)
+        events = EventLog(folder)
+        try:
+            if failure is not None:
+                events.write("error", detail=str(failure))
+            elif stopped and summary is not None:
+                why = "at train.stop_at" if summary["step"] == config.train.stop_at else "by a hook"
+                events.write("stopped", step=summary["step"], detail=summary["stopped_by"] or why)
+        except OSError as error:
+            print(f"cannot write {events.path}: {error.strerror or error}", file=sys.stderr)
         found["report"] = _report(config, ended=True)
     kind = "failed" if failure is not None else "finished" if found["step"] >= found["steps"] else "stopped"
     _tell(config, kind, str(failure or ""), found)

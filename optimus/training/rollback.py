@@ -21,8 +21,9 @@ def ended_by(trainer: Trainer, at_fault: bool, detail: str) -> EndedError:
 def go_back(trainer: Trainer, detail: str) -> int:
     """Prepares a restart from saved weights of an earlier step. All ranks must call this function and then end.
 
-    The run's first rollback takes the newest weights of an earlier step. Each further rollback skips one more of the
-    newest weights, but never the oldest. `detail` is the reason. Returns the step of the weights.
+    The run's first rollback takes the newest weights of an earlier step. A further rollback skips one of the newest weights
+    for each earlier rollback whose weights are still there, but never the oldest. `detail` is the reason. Returns the step
+    of the weights.
 
     Raises `UserError` on all ranks when no earlier weights are saved, or after `resilience.max_rollbacks` rollbacks.
     """
@@ -32,7 +33,8 @@ def go_back(trainer: Trainer, detail: str) -> int:
 
 def _go_back(trainer: Trainer, detail: str) -> int:
     events, limit = EventLog(trainer.folder), trainer.config.resilience.max_rollbacks
-    rollbacks = sum(event["kind"] == "rollback" for event in events.read())
+    earlier = [event["step"] for event in events.read() if event["kind"] == "rollback"]
+    rollbacks = len(earlier)
     steps = [
         step for path in list_checkpoints(trainer.folder, "weights") if (step := step_of(path)) < trainer.progress.step
     ]
@@ -42,7 +44,8 @@ def _go_back(trainer: Trainer, detail: str) -> int:
             why = f"the run has already gone back {rollbacks} times (resilience.max_rollbacks)"
         events.write("failure", step=trainer.progress.step, detail=f"{detail}; {why}")
         raise UserError(f"{detail}; {why}. Lower lr_schedule.lr, or look at the data of that step")
-    back = steps[max(0, len(steps) - 1 - rollbacks)]
+    skipped = sum(step in steps for step in earlier)  # a rollback has moved the weights after its own away
+    back = steps[max(0, len(steps) - 1 - skipped)]
     events.write("failure", step=trainer.progress.step, detail=detail)
     rollback(trainer.folder, back, held=True)
     events.write("rollback", step=back, detail=f"back to the weights of step {back}: {detail}")

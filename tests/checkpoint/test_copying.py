@@ -10,6 +10,7 @@ import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import fsspec
@@ -24,9 +25,10 @@ from optimus.checkpoint.folder import MANIFEST
 from optimus.checkpoint.inspect import verify_all
 from optimus.checkpoint.store import save_model
 from optimus.config import ModelConfig
-from optimus.copies import RemoteCopies, is_url, url_text
+from optimus.copies import RemoteCopies, copied, is_url, local_run, local_runs, url_text
 from optimus.errors import UserError
 from optimus.model import Transformer
+from optimus.training.hooks.copies import CopyCheckpoints
 
 SMALL = ModelConfig(family="olmo", hidden=16, layers=2, heads=2, intermediate=32, vocab=64)
 
@@ -220,6 +222,34 @@ def test_a_server_that_hangs_ends_an_attempt(
     assert complete_copies(RemoteCopies(url)) == ["step-00000002"]
 
 
+def test_a_copy_that_fails_in_any_way_is_told(tmp_path: Path, model: Transformer) -> None:
+    """A run says that a checkpoint is not copied, and copies the next checkpoint."""
+
+    def copy(name: str) -> str:
+        if name == "step-00000002":
+            raise ValueError("a client's own error")
+        return name
+
+    said: list[str] = []
+    trainer: Any = SimpleNamespace(
+        folder=tmp_path,
+        is_done=True,
+        ending=None,
+        say=said.append,
+        config=SimpleNamespace(checkpoint=SimpleNamespace(copy_to="s3://bucket/run")),
+    )
+    hook = CopyCheckpoints()
+    hook._copy = copy
+    for step in (2, 4):
+        save(tmp_path, model, step)
+        hook.after_training(trainer)
+    assert said == [
+        "checkpoint.copy_to: step-00000002 is not copied: ValueError: a client's own error; the run goes on, and copies the "
+        "next one",
+        "step-00000004 is copied to s3://bucket/run",
+    ]
+
+
 def test_incomplete_copies_are_none(tmp_path: Path, model: Transformer) -> None:
     run, url = tmp_path / "run", f"file://{tmp_path}/copy"
     save(run, model, 2, 4)
@@ -302,11 +332,15 @@ def test_prepared_data_and_exports_at_urls_are_those_of_folders(tmp_path: Path, 
     local = optimus.prepare([tmp_path / "text.md"], tmp_path / "data", **how)
     assert optimus.prepare([tmp_path / "text.md"], f"file://{tmp_path}/remote", **how) == local
     assert contents(tmp_path / "remote") == contents(tmp_path / "data")
-    with pytest.raises(UserError, match="exists already: choose another URL"):
-        optimus.prepare([tmp_path / "text.md"], f"file://{tmp_path}/remote", **how)
+    assert optimus.prepare([tmp_path / "text.md"], f"file://{tmp_path}/remote", **how) == local
+    with pytest.raises(UserError, match=rf"^file://{tmp_path}/remote is the output of another run \(context"):
+        optimus.prepare([tmp_path / "text.md"], f"file://{tmp_path}/remote", **how | {"context": 8})
+    assert contents(tmp_path / "remote") == contents(tmp_path / "data")
     save(tmp_path / "run", model, 2)
     optimus.export(tmp_path / "run", tmp_path / "hf")
     made = optimus.export(tmp_path / "run", f"file://{tmp_path}/hf-remote")
+    with pytest.raises(UserError, match="exists already: choose another URL"):
+        optimus.export(tmp_path / "run", f"file://{tmp_path}/hf-remote")
     assert made["output"] == f"file://{tmp_path}/hf-remote"
     assert contents(tmp_path / "hf-remote") == contents(tmp_path / "hf")
 
@@ -324,6 +358,39 @@ def test_copies_of_runs_are_read_like_runs(tmp_path: Path, model: Transformer) -
     assert torch.equal(loaded(tokens_BS), optimus.load_model(tmp_path / "second")(tokens_BS))
     with pytest.raises(UserError, match="has no complete copy of a checkpoint"):
         optimus.load_model(f"file://{tmp_path}/copies")
+
+
+def test_local_copies_of_runs_are_those_at_the_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder or a file in the cache has a counterpart at the URL; a prepared folder that is not complete stays."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    url = f"file://{tmp_path}/copies"
+    for name in ("lr-1.5e-4", "lr.2"):
+        (tmp_path / "copies" / name).mkdir(parents=True)
+        (tmp_path / "copies" / name / "metrics.jsonl").write_text("{}\n")
+    (tmp_path / "copies" / "notes.txt").write_text("notes")
+    (tmp_path / "copies" / "lr.2" / "events.jsonl").write_text("{}\n")
+    assert {*contents(Path(local_runs(url)))} == {
+        "lr-1.5e-4/metrics.jsonl",
+        "lr.2/metrics.jsonl",
+        "lr.2/events.jsonl",
+    }
+    assert {*contents(Path(local_run(f"{url}/lr.2")))} == {"metrics.jsonl", "events.jsonl"}
+    (tmp_path / "copies" / "lr.2" / "events.jsonl").unlink()
+    assert {*contents(Path(local_run(f"{url}/lr.2")))} == {"metrics.jsonl"}
+
+    written: list[Path] = []
+
+    def write(folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        written.extend(folder.iterdir())
+        (folder / "part").write_text("part")
+        raise KeyboardInterrupt
+
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            copied(url, "last", write)
+        local_runs(url)
+    assert [path.name for path in written] == ["part"]
 
 
 # ---- A run with a real S3 server ----

@@ -69,7 +69,8 @@ def test_show_and_diff(tmp_path: Path) -> None:
     ("typed", "found"),
     [
         ("train.st", ["train.steps=", "train.stop_at="]), ("lr", ["lr_schedule."]), ("recompute_b", ["recompute_budget="]),
-        ("train.steps=1", []), ("nothing.at", []), ("", None),
+        ("train.steps=1", []), ("nothing.at", []), ("train.global_batch.x.", []),
+        ("pruning.at.x.y", []), ("", None),
     ],
 )  # fmt: skip
 def test_completion(typed: str, found: list[str] | None) -> None:

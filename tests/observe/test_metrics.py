@@ -76,7 +76,7 @@ def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
     assert b"optimizer.weight_decay" in given
 
 
-def refuse(*_: object) -> None:
+def refuse(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -88,6 +88,14 @@ def test_a_full_disk(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot write /dev/full: No space left on device\. Make room, then run again"):
         writer.write({"step": 1, "loss": 1.0})
     writer.close()  # the error is raised only once
+
+
+def test_a_full_disk_at_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, 0, range(1, 4), 1.0)
+    monkeypatch.setattr(Path, "write_text", refuse)
+    with pytest.raises(UserError, match=r"cannot write .*metrics\.jsonl: No space left on device\. Make room, then"):
+        MetricsWriter(tmp_path, config(), 2)
+    assert len(read_metrics(tmp_path)) == 3
 
 
 def test_a_full_disk_under_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import socket
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -18,6 +19,8 @@ def test_a_command(tmp_path: Path) -> None:
     words = [sys.executable, "-c", program, str(tmp_path / "told")]
     assert notify(shlex.join(words), MESSAGE) is None
     assert json.loads((tmp_path / "told").read_text()) == MESSAGE
+    assert notify(shlex.join(words), MESSAGE | {"loss": float("nan"), "bits_per_byte": float("inf")}) is None
+    assert json.loads((tmp_path / "told").read_text()) == MESSAGE | {"loss": None, "bits_per_byte": None}
 
 
 def test_a_webhook() -> None:
@@ -38,6 +41,19 @@ def test_a_webhook() -> None:
         assert told == [MESSAGE]
         assert "500" in str(notify(f"{url}/wrong", MESSAGE))
         server.shutdown()
+
+
+def test_an_answer_that_is_not_http() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"hello\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        assert "hello" in str(notify(f"http://127.0.0.1:{server.getsockname()[1]}/", MESSAGE))
 
 
 def test_what_goes_wrong() -> None:

@@ -60,6 +60,10 @@ def test_a_row_is_one_line_of_a_file(shown: Any) -> None:
     assert "\x1b" not in shown(ROWS)
 
 
+def test_truth_values_are_words(shown: Any) -> None:
+    assert "│ one │ True │" in shown([{"key": "one", "exact": True}]).replace("  ", " ")
+
+
 def test_rows_that_are_alike(shown: Any) -> None:
     assert "in all rows: text words" in shown([{"name": "one", "text": "words " * 20}] * 2, 40)
 

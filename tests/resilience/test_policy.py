@@ -149,3 +149,6 @@ def test_exclusion(tmp_path: Path) -> None:
     assert excluded(tmp_path) == ["n2"]
     exclude(tmp_path, "n1")
     assert excluded(tmp_path) == ["n2", "n1"]
+    (tmp_path / "excluded.txt").write_text("n1")  # an editor that writes no last newline
+    exclude(tmp_path, "n2")
+    assert excluded(tmp_path) == ["n1", "n2"]

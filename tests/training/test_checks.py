@@ -29,6 +29,7 @@ from optimus.testing import run_ranks
 from optimus.testing.memory import allocated
 from optimus.training import checks
 from optimus.training.build import build_run
+from optimus.training.environment import record_start
 
 
 def edited(config: dict[str, Any], **sections: Any) -> dict[str, Any]:
@@ -344,6 +345,15 @@ def test_the_dry_run_counts_the_activations(small_run: dict[str, Any], recompute
     assert one > 32 * 32 * 2 * 2  # at least the input of every block
 
 
+def dry_run_of_a_stage(config: dict[str, Any]) -> str:
+    return checks.dry_run(build_run(load_config(config), torch.device("cpu"), resume=False))
+
+
+def test_the_dry_run_of_a_pipeline_names_its_microbatches(small_run: dict[str, Any]) -> None:
+    for said in run_ranks(dry_run_of_a_stage, 2, edited(small_run, parallel={"pipeline": 2})):
+        assert re.search(r"activations of 2 microbatches [0-9.]+ [kM]B; ", said)
+
+
 def test_activations_that_do_not_fit(small_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The message names the largest microbatch that fits, and a run with that microbatch is accepted."""
     one = direct_count(small_run)
@@ -404,6 +414,16 @@ def test_the_run_folder_keeps_an_earlier_configuration(small_run: dict[str, Any]
     folder = Path(small_run["train"]["output"])
     assert load_config(folder / "config.yaml").checkpoint.every == 3
     assert yaml.safe_load((folder / "config.until-step-2.yaml").read_text())["train"]["stop_at"] == 2
+
+
+def test_configurations_until_one_step(small_run: dict[str, Any]) -> None:
+    """The run folder has each configuration of a run that resumes from the same step with several changes."""
+    for every in (2, 3, 4, 5):
+        run = build_run(load_config(edited(small_run, checkpoint={"every": every})), torch.device("cpu"), resume=False)
+        record_start(run, 2)
+    saved = Path(small_run["train"]["output"]).glob("config.until-step-2*.yaml")
+    found = {path.name: yaml.safe_load(path.read_text())["checkpoint"]["every"] for path in saved}
+    assert found == {f"config.until-step-2{more}.yaml": every for every, more in ((2, ""), (3, "-2"), (4, "-3"))}
 
 
 def test_what_is_needed_later_is_looked_for_first(small_run: dict[str, Any], tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The end of a run: events with the reason, the report, a notification and the summary."""
 
+import errno
 import json
 import shlex
 import signal
@@ -91,6 +92,22 @@ def test_what_nodes_say_of_a_run_while_they_hold_it(small_run: dict[str, Any]) -
         assert page_state(folder) == "failed"
         conclude(config, 0.0, {"step": 2, "steps": 6, "stopped_by": "SIGTERM"})
         assert page_state(folder) == "stopped"
+
+
+def test_a_full_disk_does_not_hide_the_failure(
+    small_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_config(small_run)
+    folder = Path(config.train.output)
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(EventLog, "write", full)
+    conclude(config, 0.0, None, UserError("the cause"))
+    assert f"cannot write {folder / 'events.jsonl'}: No space left on device" in capsys.readouterr().err
 
 
 def test_a_run_to_its_end(small_run: dict[str, Any]) -> None:

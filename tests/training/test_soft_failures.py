@@ -170,14 +170,14 @@ def test_the_same_step_on_another_node_has_diverged(small_run: dict[str, Any]) -
 
 
 def test_it_goes_back_further_each_time_and_then_ends(small_run: dict[str, Any]) -> None:
-    trial = Trial(small_run, resilience={"max_rollbacks": 2})
+    trial = Trial(small_run, checkpoint={"every": 1, "weights_every": 1}, resilience={"max_rollbacks": 3})
     plan = FaultPlan()
-    for step in (5, 5, 3):
+    for step in (5, 5, 4, 3):
         plan = plan.nan(0, step).nan(3, step)
         ended = trial.go(plan)
     assert ended == [Exit.USER] * RANKS
-    assert all("the run has already gone back 2 times (resilience.max_rollbacks)" in text for text in trial.said)
-    assert [event["step"] for event in trial.events if event["kind"] == "rollback"] == [4, 2]
+    assert all("the run has already gone back 3 times (resilience.max_rollbacks)" in text for text in trial.said)
+    assert [event["step"] for event in trial.events if event["kind"] == "rollback"] == [4, 3, 2]
     assert trial.events[-1]["kind"] == "failure"
 
 

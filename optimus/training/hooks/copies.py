@@ -85,5 +85,5 @@ class CopyCheckpoints(Hook):
             self._outcome = name, ""
         except UserError as error:
             self._outcome = name, str(error)
-        except OSError as error:  # for example, the run has removed the checkpoint meanwhile
+        except Exception as error:  # for example, the run has removed the checkpoint meanwhile
             self._outcome = name, f"{type(error).__name__}: {error}"

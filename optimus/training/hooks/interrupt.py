@@ -5,7 +5,7 @@ import threading
 from types import FrameType
 from typing import Any
 
-from optimus.observe.signals import ending_signals
+from optimus.observe.signals import ending_signals, restore_handlers
 from optimus.observe.terminal import let_go_if_gone, say_at_once
 from optimus.training.record import StepRecord
 from optimus.training.trainer import Hook, Order, Trainer
@@ -19,7 +19,7 @@ class Interrupt(Hook):
 
     def __init__(self) -> None:
         self._signalled = 0
-        self._previous: dict[int, Any] = {}
+        self._previous: dict[signal.Signals, Any] = {}
 
     def before_training(self, trainer: Trainer) -> None:
         self._speaks = trainer.groups.rank == 0
@@ -39,5 +39,4 @@ class Interrupt(Hook):
             trainer.stop(signal=self._signalled)
 
     def after_training(self, trainer: Trainer) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        restore_handlers(self._previous)
