@@ -106,7 +106,7 @@ def _section(item: tuple[str, FieldInfo]) -> str:
     text = " ".join(filter(None, [(section.__doc__ or "").strip(), field.description]))
     rows = [_row(f"{name}.{key}", inner) for key, inner in section.model_fields.items()]
     for key, inner in section.model_fields.items():
-        nested = [each for each in typing.get_args(inner.annotation) if _is_section(each)]
+        nested = [each for each in (inner.annotation, *typing.get_args(inner.annotation)) if _is_section(each)]
         rows += [_row(f"{name}.{key}.{own}", of) for each in nested for own, of in each.model_fields.items()]
     return f"### `{name}`\n\n{text}\n\n{_table(head, rows)}"
 
@@ -116,7 +116,9 @@ def _is_section(kind: Any) -> bool:
 
 
 def _row(path: str, field: FieldInfo) -> list[str]:
-    if field.default_factory_takes_validated_data:
+    if _is_section(field.annotation):
+        default = "of its keys"
+    elif field.default_factory_takes_validated_data:
         default = "from others"
     else:
         default = "required" if field.is_required() else f"`{_value(field.default)}`"

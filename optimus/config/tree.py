@@ -339,7 +339,7 @@ class TrainConfig(Section):
     """Rank of low-rank factors (LoRA) that are trained in addition to the frozen projections. The model computes with W + B
     A where W is not zero, so that pruned weights stay pruned. Programs that load a checkpoint get the sum; a run that
     resumes gets the factors."""
-    loss: LossConfig = Field(default_factory=LossConfig)
+    loss: LossConfig = Field(default_factory=LossConfig, description="Loss of predicted tokens, or its name.")
     teacher: TeacherConfig | None = None
     """Teacher checkpoint, or several as an ensemble, whose probabilities the model also learns (distillation). Ranks with
     the last stage hold the whole teacher, in the type of the computation."""
