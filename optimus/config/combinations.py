@@ -6,7 +6,7 @@ from optimus.optim.losses import CROSS_ENTROPY
 
 
 def check_combinations(config: RunConfig) -> None:
-    """Raises `ValueError` for sections that contradict each other in the run or in a phase. The message names the
+    """Raises `ValueError` for sections that contradict each other in the run or in a phase. The message names a wrong
     phase."""
     _check_sections(config)
     if config.phases:

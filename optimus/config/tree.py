@@ -259,8 +259,8 @@ class MoeConfig(Section):
     balance_coefficient: float = Field(0.01, ge=0, description="Weight of the load-balancing loss.")
     z_coefficient: float = Field(0.001, ge=0, description="Weight of the router z-loss.")
     bias_rate: float = Field(1e-3, ge=0)
-    """For models with router_bias: amount by which the bias of an underloaded expert rises after each step, and that of an
-    overloaded one falls."""
+    """For models with router_bias: amount by which the bias of an underloaded expert rises, and the bias of an overloaded expert
+    falls, after each step."""
     force_balanced: bool = False
     """Forced uniform routing by position in the sequence: every expert gets the same number of tokens of each sequence, or
     one more if the tokens do not divide evenly."""
@@ -402,8 +402,8 @@ class PhaseConfig(Section):
     sequence_length: int | None = Field(None, gt=1, description="Tokens per sequence.")
     global_batch: int | None = Field(None, gt=0, description="Sequences per step.")
     lr_schedule: LrScheduleConfig | None = None
-    """A separate schedule over the phase's steps, without a warm-up by default; the defaults of its other keys are those of
-    the run. Default: the run's schedule continues."""
+    """A separate schedule over the phase's steps. After the first phase, warmup_steps is 0 by default; the defaults of the
+    other keys are the values of the run's schedule. Default: the run's schedule continues."""
 
 
 def _resolved(phase: PhaseConfig, number: int, run: "RunConfig") -> PhaseConfig:
@@ -652,8 +652,8 @@ class RunConfig(Section):
     observe: ObserveConfig = ObserveConfig()
     tuning: TuningConfig = Field(default_factory=TuningConfig)  # the default needs the user's home folder
     plugins: list[str] = Field([])
-    """Modules or entry points (group optimus.plugins) that add update rules, schedules, model families and so on. They are
-    imported in every process of the run."""
+    """Modules or entry points (group optimus.plugins) that add update rules, schedules, model families and so on. Every
+    process of the run imports the plugins."""
 
     def changed(self, **sections: Mapping[str, Any]) -> "RunConfig":
         """Returns a copy with other values in sections: `config.changed(train={"steps": 5})`. Does not check the

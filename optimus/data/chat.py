@@ -38,7 +38,7 @@ OURS = (
 )
 _FILES = ("special_tokens_map.json", "tokenizer_config.json", FILE)  # files of a tokenizer; later files take precedence
 _ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-_THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # fields with the assistant's reasoning; the first one found counts
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names of the assistant's reasoning; the first found counts
 _MARKS = "".join(map(chr, range(0xFDD0, 0xFDF0)))  # noncharacters: Unicode reserves them for programs
 _DAY = datetime(2024, 7, 26)  # the date for templates; data must not depend on the day of its preparation
 
@@ -368,7 +368,8 @@ def _unused(text: str, where: str) -> tuple[str, str, str]:
 
 
 def _quoted(value: Any, special: Sequence[str], quote: str) -> Any:
-    """Replaces each spelling of a special token, also in nested values, by the token's number between two `quote` characters."""
+    """Replaces each spelling of a special token, also in nested values, by the token's number between two `quote`
+    characters."""
     if isinstance(value, str):
         for number, token in enumerate(special):
             value = value.replace(token, f"{quote}{number}{quote}")

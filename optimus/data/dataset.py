@@ -71,7 +71,8 @@ def rows_of(
 
 
 def _named(name: str, where: str) -> Any:
-    """Returns the object with the name package.module.name. Calls a callable that is no dataset, and returns its result."""
+    """Returns the object with the name package.module.name. If the object is callable and no dataset, returns the result
+    of a call."""
     module, _, attribute = name.rpartition(".")
     if not module:
         raise UserError(f"{where} names no module: give package.module.name")
@@ -219,7 +220,7 @@ class StreamRows(_ItemRows):
         self._stream, self._where = stream, where
         self._items: Iterator[Any] | None = None
         self._next = 0  # number of the row that the iterator yields next
-        self._states: deque[tuple[int, Any]] = deque(maxlen=_STATES)  # pairs of a row and the stream's state before the row
+        self._states: deque[tuple[int, Any]] = deque(maxlen=_STATES)  # (row, the stream's state before this row)
         self._lock = threading.Lock()
 
     def stored_rows(self, start: int, stop: int) -> NDArray[np.uint32]:
@@ -233,8 +234,8 @@ class StreamRows(_ItemRows):
         return np.stack([self.row(self._item(), self._next - 1) for _ in range(stop - start)])
 
     def state_before(self, row: int) -> dict[str, Any]:
-        """Returns the newest kept state before `row` or an earlier row, for `load_state`. Returns an empty dict if no such
-        state is kept."""
+        """Returns the newest kept state before `row` or an earlier row, for `load_state`. Returns an empty dict if there
+        is no such state."""
         with self._lock:
             return next(({"row": at, "state": state} for at, state in reversed(self._states) if at <= row), {})
 

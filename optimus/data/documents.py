@@ -26,8 +26,8 @@ from optimus.disk import parse_json
 from optimus.errors import UserError
 
 BLOCK = 1 << 20  # approximate bytes of a batch
-# Maximum bytes of a JSON line, which a line may exceed by up to `BLOCK`. The parser reads a whole line, and needs memory
-# of several times the size of the line. Text files have no limit.
+# Maximum bytes of a JSON line, which a line may exceed by up to `BLOCK`. The parser reads a whole line, and needs
+# several times the size of the line in memory. Text files have no limit.
 LONGEST_LINE = 64 << 20
 PARQUET_ROWS = 64
 
@@ -53,7 +53,7 @@ class Position(NamedTuple):
 
 @dataclass
 class DocumentBatch:
-    """A batch of `lines` (whole JSON lines of the file `path`, from line `first_line` on), of `texts`, or without content.
+    """A batch of `lines` (whole JSON lines of the file `path`, from line `first_line` on) or of `texts`, or an empty batch.
 
     `ends_document[i]` is True if `texts[i]` ends its document. `after` is the position after the batch, or None where
     reading cannot resume. `read` counts the bytes of all input files read so far, for progress.
@@ -186,8 +186,8 @@ def _read_table(source: Source, start: Position, text_field: str | TextField, en
 
 
 def decode(source: Source, stream: BinaryIO, offset: int) -> Iterator[str]:
-    """Decodes the rest of a stream that is at byte `offset`, in chunks of at most `PIECE` characters. Raises `UserError`
-    for bytes that are not UTF-8."""
+    """Decodes the rest of a stream that is at byte `offset`, in chunks of at most `PIECE` characters. Raises
+    `UserError` for bytes that are not UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     while True:
         data = stream.read(PIECE)

@@ -59,7 +59,7 @@ class TextField:
 
 
 class ChatField(TextField):
-    """A field with a list of messages, each with a role, and with content or tool calls. The record may also have `tools`.
+    """A field with a list of messages, each with a role, and with content or tool calls. The record may have `tools`.
 
     `template` renders the messages. The spelling of one of the tokenizer's `special` tokens in a message stays ordinary
     text, unless `parse_special` is True.

@@ -28,8 +28,8 @@ IndexArray = NDArray[np.int64]
 class Mixture:
     """A mixture of sources in proportion to integer `weights`, of which at least one is above 0.
 
-    Rounds weights whose sum, in lowest terms, is 2^30 or more. For every n, source i has `n * weights[i] /
-    sum(weights)` of the first n positions, up to an error of less than one.
+    Rounds weights whose sum, in lowest terms, is 2^30 or more. With the rounded weights, source i has `n * weights[i] /
+    sum(weights)` of the first n positions for every n, up to an error of less than one.
     """
 
     def __init__(self, weights: Sequence[int]) -> None:

@@ -37,7 +37,7 @@ _BYTES = {"none": 0, "exact": 16, "minhash": 4 * _HASHES}  # bytes of a signatur
 
 @dataclass(frozen=True)
 class Selection:
-    """Leaves out documents outside of the limits, and documents that duplicate an earlier one."""
+    """Leaves out documents outside of the limits, and documents that duplicate an earlier document."""
 
     min_characters: int = 0
     max_characters: int | None = None
@@ -98,7 +98,7 @@ class Document:
     unsigned: str = ""  # the end of the normalised text, not yet in the signature
 
     def add(self, piece: DocumentPiece, dedup: Dedup) -> None:
-        """Adds the next piece."""
+        """Adds the next piece, and joins its signature to the document's signature."""
         signature, before = piece.signature, bytes.fromhex(self.signature)
         if dedup == "exact" and not piece.alone:
             text = piece.signature.decode()

@@ -26,8 +26,8 @@ from optimus.errors import UserError, naming_read_errors
 
 INDEX = "index.json"
 SUMS = "sums.npy"  # CRC-32 of the bytes of each instance, an array [instances]
-NOT_PREDICTED = 1 << 31  # a bit of a stored token that the model does not predict, in data of conversations
-INSIDE = 1 << 30  # a bit of a stored end-of-text token that ends a turn but not its conversation
+NOT_PREDICTED = 1 << 31  # a bit of a stored token that the model does not predict
+INSIDE = 1 << 30  # a bit of a stored end-of-text token that does not end its document
 BEGINS = 1 << 29  # a bit of the first token of a document that no end-of-text token precedes, in items of a dataset
 ENDLESS = 1 << 62  # the number of rows of a stream
 CACHE = "~/.cache/optimus/data"  # default folder for copies of files at URLs
@@ -120,7 +120,7 @@ class Shards:
 
     Opening checks the index, the tokenizer and, in a local folder, the presence, shape and size of every shard. Each read of
     an instance checks the checksum of the instance. Older data has no checksums of instances, so the first read from a shard
-    checks the checksum of the whole shard. Each failure is a `UserError`. Threads may share one object.
+    checks the checksum of the whole shard. Each failed check raises `UserError`. Threads may share one object.
 
     For a folder at a URL, this class copies files into `cache`: a shard at the first read from it, and then the next
     shard in the background.
@@ -162,8 +162,8 @@ class Shards:
         return self.rows(i, i + 1)[0]
 
     def rows(self, start: int, stop: int) -> NDArray[np.unsignedinteger[Any]]:
-        """Returns instances `start` to `stop` as an array [stop - start, context]; a view if the data is not `masked` and
-        all these instances are in one shard."""
+        """Returns instances `start` to `stop` as an array [stop - start, context]. The array is a view if the data is
+        not `masked` and all these instances are in one shard."""
         stored = self.stored_rows(start, stop)
         return np.bitwise_and(stored, INSIDE - 1, dtype=stored.dtype) if self.masked else stored
 
