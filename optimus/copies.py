@@ -1,4 +1,4 @@
-"""Copies of folders at URLs: s3://, gs://, file:// and all others that fsspec writes.
+"""Copies of folders at URLs that fsspec writes, such as s3://, gs:// and file://.
 
 Every operation has at most `ATTEMPTS` attempts. An attempt to write a file to the URL reads the copy back and compares
 the copy with the file. An attempt that takes too long counts as failed, because a server may never answer.
@@ -30,7 +30,7 @@ _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "hf": "hf"}  # ex
 
 
 def is_url(path: str | Path) -> bool:
-    """Returns whether `path` is a URL; one slash after the protocol suffices, because `Path` merges the two."""
+    """Returns whether `path` is a URL; one slash after the protocol suffices, because `Path` merges two slashes."""
     return _URL.match(str(path)) is not None
 
 
@@ -139,7 +139,8 @@ class RemoteCopies:
             self.get(f"{name}/{file}".lstrip("/"), folder / file)
 
     def remove(self, name: str, first: str) -> None:
-        """Removes a folder, of which `first` goes first: without this file, nobody takes the rest for a complete copy."""
+        """Removes a folder, beginning with the file `first`, so that nobody takes a part of the folder for a complete
+        copy."""
 
         def gone() -> None:
             self._system.invalidate_cache()
@@ -212,7 +213,7 @@ def copied(url: str | Path, last: str, write: Callable[[Path], T]) -> T:
     """Lets `write` create a local folder, copies the folder to a URL, and removes the local folder. Returns the result
     of `write`.
 
-    Copies the file `last` last. Raises `UserError` if the URL already has a file of this name. After an interrupted
+    Copies the file `last` last. Raises `UserError` if the URL already has a file `last`. After an interrupted
     call, a call with the same URL passes the same local folder to `write`.
     """
     copies = RemoteCopies(url)

@@ -100,7 +100,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replaces the file at `path` atomically with one that contains `text`; returns once the file is synced to disk. The
+    """Replaces the content of the file at `path` atomically with `text`; returns once the file is synced to disk. The
     file mode stays."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:

@@ -147,7 +147,8 @@ def load_plugins(names: Sequence[str] | None, where: str = "plugins") -> list[Pl
     A name is that of an entry point in the group `optimus.plugins`, or of a module in the current folder, on PYTHONPATH or
     installed. `where` is the origin of the names, for messages.
 
-    Raises `UserError` for a plugin that cannot be imported, that has no valid `ROWS`, or whose row has the name of another.
+    Raises `UserError` for a plugin that cannot be imported, that has no valid `ROWS`, or whose row has the name of
+    another row.
     """
     names = () if names is None else names
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):

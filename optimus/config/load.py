@@ -43,8 +43,8 @@ def load_config(
     strings `key.path=value` with YAML values. If `model` names a Hugging Face folder, `read_model_folder` (of
     `optimus.hub`) converts the folder to sections of the tree.
 
-    Loads the plugins that the configuration names, unless `of_run` is True, as for the file of a finished run: reading a
-    run must not run code.
+    Loads the plugins that the configuration names, unless `of_run` is True, as for the file of a finished run: reading
+    a run must not run code.
 
     Raises `UserError` naming each wrong key by its path.
     """

@@ -13,7 +13,8 @@ from optimus.errors import UserError, naming_disk_errors
 
 
 class RenamedKey(NamedTuple):
-    """A renaming in a file: the line, the old and the new name, and the range of characters that the new name replaces."""
+    """A renaming in a file: the line, the old and the new name, and the range of characters that the new name
+    replaces."""
 
     line: int
     old: str
@@ -23,7 +24,7 @@ class RenamedKey(NamedTuple):
 
 
 def migrate(config: str | Path) -> list[RenamedKey]:
-    """Gives keys and values of earlier versions their current names, in place in a configuration's YAML file.
+    """Renames keys and values of earlier versions to the current names, in place in a configuration's YAML file.
 
     Returns the renamed keys and values in the order of the file. Comments, order and layout stay. Migrate included
     files separately.

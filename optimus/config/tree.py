@@ -259,8 +259,8 @@ class MoeConfig(Section):
     balance_coefficient: float = Field(0.01, ge=0, description="Weight of the load-balancing loss.")
     z_coefficient: float = Field(0.001, ge=0, description="Weight of the router z-loss.")
     bias_rate: float = Field(1e-3, ge=0)
-    """For models with router_bias: amount by which the bias of an underloaded expert rises, and the bias of an overloaded expert
-    falls, after each step."""
+    """For models with router_bias: amount by which the bias of an underloaded expert rises, and the bias of an
+    overloaded expert falls, after each step."""
     force_balanced: bool = False
     """Forced uniform routing by position in the sequence: every expert gets the same number of tokens of each sequence, or
     one more if the tokens do not divide evenly."""
@@ -402,8 +402,8 @@ class PhaseConfig(Section):
     sequence_length: int | None = Field(None, gt=1, description="Tokens per sequence.")
     global_batch: int | None = Field(None, gt=0, description="Sequences per step.")
     lr_schedule: LrScheduleConfig | None = None
-    """A separate schedule over the phase's steps. After the first phase, warmup_steps is 0 by default; the defaults of the
-    other keys are the values of the run's schedule. Default: the run's schedule continues."""
+    """A separate schedule over the phase's steps. After the first phase, warmup_steps is 0 by default; the defaults of
+    the other keys are the values of the run's schedule. Default: the run's schedule continues."""
 
 
 def _resolved(phase: PhaseConfig, number: int, run: "RunConfig") -> PhaseConfig:

@@ -71,8 +71,8 @@ def rows_of(
 
 
 def _named(name: str, where: str) -> Any:
-    """Returns the object with the name package.module.name. If the object is callable and no dataset, returns the result
-    of a call."""
+    """Returns the object with the name package.module.name. If the object is callable and no dataset, returns the
+    result of a call."""
     module, _, attribute = name.rpartition(".")
     if not module:
         raise UserError(f"{where} names no module: give package.module.name")
@@ -234,8 +234,8 @@ class StreamRows(_ItemRows):
         return np.stack([self.row(self._item(), self._next - 1) for _ in range(stop - start)])
 
     def state_before(self, row: int) -> dict[str, Any]:
-        """Returns the newest kept state before `row` or an earlier row, for `load_state`. Returns an empty dict if there
-        is no such state."""
+        """Returns the newest kept state before `row` or an earlier row, for `load_state`. Returns an empty dict if
+        there is no such state."""
         with self._lock:
             return next(({"row": at, "state": state} for at, state in reversed(self._states) if at <= row), {})
 

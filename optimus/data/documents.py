@@ -53,7 +53,8 @@ class Position(NamedTuple):
 
 @dataclass
 class DocumentBatch:
-    """A batch of `lines` (whole JSON lines of the file `path`, from line `first_line` on) or of `texts`, or an empty batch.
+    """A batch of `lines` (whole JSON lines of the file `path`, from line `first_line` on) or of `texts`, or an empty
+    batch.
 
     `ends_document[i]` is True if `texts[i]` ends its document. `after` is the position after the batch, or None where
     reading cannot resume. `read` counts the bytes of all input files read so far, for progress.

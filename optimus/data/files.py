@@ -112,8 +112,8 @@ class Sources:
 
     @cached_property
     def identity_digests(self) -> list[str]:
-        """Digests of files. Entry k covers the paths on this machine, the sizes and the times of modification of the first
-        k files."""
+        """Digests of files. Entry k covers the paths on this machine, the sizes and the times of modification of the
+        first k files."""
         digests = [""]
         for source in self.files:
             digests.append(_digest([(digests[-1], str(_real(source.path)), source.size, source.modified_ns)]))

@@ -2,8 +2,8 @@
 
 Children of multiprocessing import the caller's main module again, which breaks in scripts without a `__main__` guard,
 and outlive a parent that is killed. A helper is instead a fresh interpreter that receives calls and returns answers
-through two pipes. A helper imports only the modules that its function needs. A helper ends when its pipe of calls closes
-or its parent has ended for any reason.
+through two pipes. A helper imports only the modules that its function needs. A helper ends when its pipe of calls
+closes or its parent has ended for any reason.
 """
 
 import os
@@ -22,8 +22,8 @@ from optimus.parent import end_after
 
 
 class Helpers:
-    """A pool of at most `count` processes, which the first calls start. In each process, `make` returns the function that
-    serves the calls.
+    """A pool of at most `count` processes, which the first calls start. In each process, `make` returns the function
+    that serves the calls.
 
     The pool pickles `make` and its arguments, so `make` must be importable by name. The end of the `with` block ends all
     processes, at once if an exception leaves the block. The libraries of a helper use `threads` threads, one by

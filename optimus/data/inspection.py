@@ -22,7 +22,8 @@ from optimus.errors import UserError
 
 LIMIT = 64 << 20  # bytes of text that the check reads from a file
 REMOTE_LIMIT = 1 << 20  # bytes of text of a remote file, which the check must download
-# If a file is bad and the large files have at most this number of bytes together, `prepare` checks the whole large files.
+# If a file is bad and the large files have at most this number of bytes together, `prepare` checks the whole large
+# files.
 FULL_CHECK_BYTES = 4 << 30
 LISTED = 1000  # maximum number of files that a message lists
 _HEAD = 4096  # bytes that identify the type of a file

@@ -98,7 +98,8 @@ class Journal:
 
 
 def read(folder: Path) -> Journal | None:
-    """Reads the journal in `folder`. Returns None if the folder has no journal. Raises `UserError` for a damaged journal."""
+    """Reads the journal in `folder`. Returns None if the folder has no journal. Raises `UserError` for a damaged
+    journal."""
     path = folder / FILE
     if not path.exists():
         return None

@@ -139,20 +139,21 @@ def prepare(
     tokens. `shard_size` is in bytes. `workers` defaults to the number of cores of this process. The spelling of a
     special token stays ordinary text, unless `parse_special` is True.
 
-    `text_field` is a field of JSON lines or a column of tables, a nested field `meta.body`, or a template of several fields,
-    `{question}\\n{answer}`. `chat:messages` is a field of JSON lines with conversations, of which the model predicts only
-    the answers. With `pack` "concatenate", `prepare` joins all documents and cuts the result every `context` tokens. With
-    "best-fit", `prepare` packs whole documents, and cuts only documents that are longer than the context. Padding, which
-    the loss ignores, fills the rest of an instance.
+    `text_field` is a field of JSON lines or a column of tables, a nested field `meta.body`, or a template of several
+    fields, `{question}\\n{answer}`. `chat:messages` is a field of JSON lines with conversations, of which the model
+    predicts only the answers. With `pack` "concatenate", `prepare` joins all documents and cuts the result every
+    `context` tokens. With "best-fit", `prepare` packs whole documents, and cuts only documents that are longer than the
+    context. Padding, which the loss ignores, fills the rest of an instance.
 
     `prepare` excludes and counts documents with fewer than `min_characters` or `min_tokens` (including the end-of-text
     token), or more than `max_characters` or `max_tokens`. Of equal documents (`dedup` "exact") or near-duplicates
     ("minhash"), `prepare` includes only the first.
 
     Text is UTF-8. If `encoding` is another encoding, `prepare` uses it for files that are not valid UTF-8. Before
-    tokenising, `prepare` checks all files (large files often only at their beginning), and one error lists the unreadable
-    files. With `skip_bad`, `prepare` excludes the unreadable files, and the index lists them as `bad_files`. `plugins` names
-    plugins with readers for other types of files. `prepare` calls `progress(stage, done, total)` now and then; `total` may be None.
+    tokenising, `prepare` checks all files (large files often only at their beginning), and one error lists the
+    unreadable files. With `skip_bad`, `prepare` excludes the unreadable files, and the index lists them as `bad_files`.
+    `plugins` names plugins with readers for other types of files. `prepare` calls `progress(stage, done, total)` now
+    and then; `total` may be None.
 
     A new call resumes where an interrupted call stopped. If a local `output` is already complete with the same
     settings, the call returns its index. Raises `UserError` for bad input, too little disk space, or an `output` with

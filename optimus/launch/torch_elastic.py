@@ -260,8 +260,7 @@ class Agent(LocalElasticAgent):
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         """Stops the ranks by SIGTERM, and by SIGKILL after `_LAST_WORDS` seconds.
 
-        The ranks wait in a collective for lost ranks, so that more time would not let the ranks finish their step and
-        save.
+        The ranks wait in a collective for lost ranks, so more time would not let the ranks finish their step and save.
         """
         self._shutdown(timeout=_LAST_WORDS)
 
