@@ -213,8 +213,8 @@ def copied(url: str | Path, last: str, write: Callable[[Path], T]) -> T:
     """Lets `write` create a local folder, copies the folder to a URL, and removes the local folder. Returns the result
     of `write`.
 
-    Copies the file `last` last. Raises `UserError` if the URL already has a file `last`. After an interrupted
-    call, a call with the same URL passes the same local folder to `write`.
+    Copies the file `last` last. Raises `UserError` if the URL already has a file `last`. After an interrupted call, a
+    call with the same URL passes the same local folder to `write`.
     """
     copies = RemoteCopies(url)
     if last in copies.names():

@@ -1,6 +1,6 @@
 """Reads a dataset that the user gives as a Python object or names in the configuration, in place of a prepared folder.
 
-An item is a mapping with one-dimensional `input_ids`, and optionally with `labels` (-100: a token that is not predicted),
+An item is a mapping with one-dimensional `input_ids`. Optional keys are `labels` (-100: a token that is not predicted),
 `document_ids` (tokens of one document have the same id) and `attention_mask` (0: padding at the end). Each item becomes a
 row. The row of an item that is shorter than the context ends in padding, which the model does not predict.
 
@@ -42,8 +42,8 @@ def rows_of(
 ) -> "DatasetRows | StreamRows":
     """Opens the dataset of the section `data`: the object `argument`, or the object that `dataset` names.
 
-    `tokenizer` is the value of `data.tokenizer`. Raises `UserError` for a missing tokenizer, and for an
-    object that is neither a map-style dataset nor a resumable iterator.
+    `tokenizer` is the value of `data.tokenizer`. Raises `UserError` for a missing tokenizer, and for an object that is
+    neither a map-style dataset nor a resumable iterator.
     """
     if dataset == ARGUMENT and argument is None:
         raise UserError(
@@ -85,8 +85,8 @@ def _named(name: str, where: str) -> Any:
 
 
 def _asked(function: Callable[..., Any], where: str, *arguments: Any) -> Any:
-    """Calls a function of the user. Raises a `UserError` that begins with `where` for any error of the
-    function but `StopIteration`."""
+    """Calls a function of the user. Raises a `UserError` that begins with `where` for any error of the function but
+    `StopIteration`."""
     try:
         return function(*arguments)
     except StopIteration:
@@ -187,8 +187,8 @@ class _ItemRows:
 
 
 class DatasetRows(_ItemRows):
-    """Rows of a map-style dataset. A permutation, which `seed` determines, maps the number of a row to the
-    index of its item."""
+    """Rows of a map-style dataset. A permutation, which `seed` determines, maps the number of a row to the index of its
+    item."""
 
     def __init__(self, dataset: Any, where: str, info: tokenizers.TokenizerInfo, context: int, seed: int) -> None:
         size = _asked(len, f"{where}: its length", dataset)

@@ -84,8 +84,8 @@ def read_batches(
 ) -> Iterator[DocumentBatch]:
     """Yields all batches from `start` on. The position after the last batch of a file is the beginning of the next file.
 
-    `encode` returns the tokens of a text, for the check of cuts. Raises `BadFileError` for a file that
-    cannot be read, and another `UserError` if a disk or a server fails.
+    `encode` returns the tokens of a text, for the check of cuts. Raises `BadFileError` for a file that cannot be read,
+    and another `UserError` if a disk or a server fails.
     """
     read_before = sum(source.size for source in sources.files[: start.file])
     pending = DocumentBatch(0)

@@ -107,7 +107,7 @@ class Sources:
         return Sources(self.inputs, remaining, self.skipped)
 
     def content_digest(self) -> str:
-        """Digests the names and sizes of all files, independently of their folder and their times."""
+        """Digests the names and sizes of all files, but not the folders and the times of modification."""
         return _digest((source.input, source.name, source.size) for source in self.files)
 
     @cached_property
@@ -170,8 +170,8 @@ def resolve(inputs: Sequence[str | Path], leave_out: Sequence[Path] = (), encodi
 
 
 def check_encoding(encoding: str) -> str:
-    """Returns the canonical name of an encoding. Raises `UserError` for an unknown encoding, and for an encoding
-    whose text can be mistaken for UTF-8."""
+    """Returns the canonical name of an encoding. Raises `UserError` for an unknown encoding, and for an encoding whose
+    text can be mistaken for UTF-8."""
     try:
         name = codecs.lookup(encoding).name
         b" ".decode(name, "ignore")  # fails for codecs of bytes to bytes and of text to text
@@ -319,8 +319,8 @@ def unmarked(head: bytes) -> str | None:
 
 
 def _is_utf8(source: Source) -> bool:
-    """Returns True if a whole file is valid UTF-8 and does not look like UTF-16 or UTF-32. The one
-    `encoding` for all files must not change UTF-8 files."""
+    """Returns True if a whole file is valid UTF-8 and does not look like UTF-16 or UTF-32. The one `encoding` for all
+    files must not change UTF-8 files."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     with open_as_stored(source) as (stream, _):
         data = stream.read(READ)

@@ -81,8 +81,8 @@ def check_beginning(sources: Sources, most: float) -> int:
     """Reads the text of the files in order until the text has more than `most` bytes. Returns the number of bytes read,
     which exceeds `most` unless the files end before.
 
-    Raises `UserError`, which lists the read files that `prepare` would refuse. The message suggests no
-    `encoding` or `text_field`, because the callers cannot set either.
+    Raises `UserError`, which lists the read files that `prepare` would refuse. The message suggests no `encoding` or
+    `text_field`, because the callers cannot set either.
     """
     bad, text_bytes = list[tuple[Source, str]](), 0
     for source in sources.files:

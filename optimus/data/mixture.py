@@ -77,8 +77,9 @@ class _Group:
     weights. The group therefore has floor(m R) or ceil(m R) of any m positions. The other positions form a second group
     with the same property. The k-th sequence of a source (from 0) is due between positions floor(k / r) and ceil((k +
     1) / r). Each block is so long that every source is due in the block. By Hall's theorem, the sequences of a block
-    fit if no positions s to t of the block contain fewer positions of the group than sequences that are due from s to
-    t. The rule "earliest deadline first" then finds the schedule (one machine, jobs of unit length).
+    fit under one condition on all positions s and t of the block: from s to t, the group has at least as many positions
+    as sequences that are due. The rule "earliest deadline first" then finds the schedule (one machine, jobs of unit
+    length).
 
     Between s and t within the block, sources with the share Q <= R have sum(floor(t r) - ceil(s r)) <= floor((t - s) Q)
     sequences due, for which the group has enough positions. Let `A` be the sources that have floor(n r) + 1 positions

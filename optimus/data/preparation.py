@@ -4,12 +4,12 @@
    `<output>.partial/tokens.bin`, with an end-of-text token after each document.
    With `pack` "best-fit", `prepare` then packs whole documents into instances, one after the other in `packed.bin`.
 2. Shuffle: instance j of the output is instance `permutation(j)` of the stream.
-3. Shard: helper processes collect the instances in that order into shard files.
+3. Shard: helper processes collect the instances in this order into shard files.
 
 The paper (section 4) cuts instances from the tokens of each file separately, and drops the tail of each file. Here one
-stream runs through all files, and `prepare` drops only the very last tail. With thousands of small files, their tails
-would be most of the text. All bytes of the output depend on the inputs and settings alone, not on the number of workers
-or on interruptions. A local output folder appears complete or not at all, by a rename at the end.
+stream runs through all files, and `prepare` drops only the very last tail. The tails of thousands of small files would
+be most of the text. All bytes of the output depend on the inputs and settings alone, not on the number of workers or on
+interruptions. A local output folder appears complete or not at all, by a rename at the end.
 """
 
 import errno
@@ -98,8 +98,8 @@ class _Run:
         return self.partial / (STREAM if self.pack == "concatenate" else PACKED)
 
     def leave_out(self, bad: Sequence[tuple[files.Source, str]], partly: bool = False) -> None:
-        """Removes the `bad` files from the sources. Raises `UserError`, which lists the files, if `skip_bad` is not
-        set or no other file remains."""
+        """Removes the `bad` files from the sources. Raises `UserError`, which lists the files, if `skip_bad` is not set
+        or no other file remains."""
         total = len(self.sources.files) + len(self.bad)
         if bad and (not self.skip_bad or len(bad) == len(self.sources.files)):
             raise UserError(listing(bad, total, partly))

@@ -1,9 +1,9 @@
 """Selects documents for `prepare`: only documents within the limits of length, and of duplicates or near-duplicates only
 the first.
 
-Exact duplicates are equal in normalised text (Unicode NFKC, case folded, any white space as one space). Near-duplicates have
-sets of five-word shingles with a Jaccard similarity of at least 0.8, estimated from 128 MinHashes (Broder 1997; Lee et al.
-2022, "Deduplicating Training Data Makes Language Models Better", section 4).
+Exact duplicates are equal in normalised text (Unicode NFKC, case folded, any white space as one space). Near-duplicates
+have sets of five-word shingles with a Jaccard similarity of at least 0.8. The estimate is from 128 MinHashes (Broder
+1997; Lee et al. 2022, "Deduplicating Training Data Makes Language Models Better", section 4).
 
 The comparison uses signatures of documents. Helper processes compute the signature of every piece of a document, and
 the writer of the stream joins the signatures of a document. An exact signature covers the whole normalised text, and

@@ -2,7 +2,7 @@
 ids.
 
 The shards are ordinary `.npy` files, mapped into memory. `index.json` lists the shards in order with their checksums,
-and records the settings of their preparation. `prepare` writes the index last, so a folder with an index is complete.
+and records the settings of the preparation. `prepare` writes the index last, so a folder with an index is complete.
 """
 
 import threading
@@ -38,7 +38,7 @@ EARLIER = {"parse_special": True, "pack": "concatenate", "encoding": "utf-8", "p
 
 
 class Rows(Protocol):
-    """Rows of token ids that a run trains on: those of a prepared folder (`Shards`) or of a user's dataset."""
+    """Rows of token ids that a run trains on, from a prepared folder (`Shards`) or a user's dataset."""
 
     folder: Path  # names the rows in messages
     index: dict[str, Any]  # describes everything that determines the rows
@@ -61,7 +61,8 @@ class Rows(Protocol):
         """Raises `UserError` unless a model of `vocab_size` tokens can train on sequences of `context` tokens."""
 
     def verify(self) -> None:
-        """Compares the rows with their checksums, if there are any. Raises `UserError` for rows that differ."""
+        """Compares the rows with their checksums, if the source has checksums. Raises `UserError` for rows that
+        differ."""
 
 
 def read_index(folder: Path) -> dict[str, Any]:

@@ -18,7 +18,8 @@ KNOWN_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """The facts about a tokenizer that the rest of the pipeline needs. `vocab_size` is the largest token id plus one."""
+    """The facts about a tokenizer that tokenisation and training need. `vocab_size` is the largest token id plus
+    one."""
 
     path: Path
     sha256: str
@@ -35,8 +36,8 @@ class TokenizerInfo:
 
 
 def load(path: Path, *, parse_special: bool = False) -> Any:
-    """Loads the `tokenizers.Tokenizer` in a file, without truncation and padding. Raises `UserError` for
-    any other file.
+    """Loads the `tokenizers.Tokenizer` in a file, without truncation and padding. Raises `UserError` for any other
+    file.
 
     The tokenizer encodes the spelling of a special token, such as `<|endoftext|>`, as ordinary text, or with
     `parse_special` as that token.
@@ -61,8 +62,8 @@ def encoder(tokenizer: Any) -> Any:
 
 
 def inspect(file_or_folder: Path) -> TokenizerInfo:
-    """Describes the tokenizer in a file, or in a folder that contains `tokenizer.json`. Raises `UserError` for
-    an invalid tokenizer, and for a tokenizer without an end-of-text token."""
+    """Describes the tokenizer in a file, or in a folder that contains `tokenizer.json`. Raises `UserError` for an
+    invalid tokenizer, and for a tokenizer without an end-of-text token."""
     path = file_or_folder / FILE if file_or_folder.is_dir() else file_or_folder
     if not path.is_file():
         raise UserError(f"tokenizer not found: {path}. Give a tokenizer.json, or a folder that contains one.")

@@ -130,7 +130,7 @@ def open_sources(config: RunConfig, dataset: Any = None) -> dict[str, Rows]:
 
 
 def rows_in(sources: Mapping[str, Rows]) -> int | None:
-    """Returns the number of rows of all sources together; None if one of them is a stream."""
+    """Returns the number of rows of all sources together; None if a source is a stream."""
     instances = [rows.instances for rows in sources.values()]
     return None if ENDLESS in instances else sum(instances)
 
@@ -217,12 +217,12 @@ class TrainingData:
 
     @property
     def instances(self) -> int | None:
-        """The number of rows of all sources together; None if one of them is a stream."""
+        """The number of rows of all sources together; None if a source is a stream."""
         return rows_in(self.folders)
 
     def stream_states(self, steps: int) -> dict[str, Any]:
-        """Returns states from which the streams can continue after `steps` steps, by source. A state precedes the
-        last of these steps, which a loader has certainly read."""
+        """Returns states from which the streams can continue after `steps` steps, by source. A state precedes the last
+        of these steps, which a loader has certainly read."""
         last = max(0, steps - 1)
         phase, found = self.phases[phase_at(self._described, last).number], {}
         for source, number in zip(phase.sources, phase.counts(last)):

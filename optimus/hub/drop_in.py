@@ -66,9 +66,9 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
 class FastSparseMoEBlock(nn.Module):
     """Replaces `OlmoeSparseMoeBlock` of `transformers` with our kernels, for any experts implementation of the model.
 
-    Parameters, state dict, initial values, recorded router logits and arguments equal those of the original block, and
-    the result equals that of the original block up to rounding. The name comes from the Optimus paper, section 3.1.
-    Raises `UserError` if the config's activation is not SiLU, and without `transformers` 5.17 or newer.
+    Parameters, state dict, initial values, recorded router logits and arguments are the same as in the original block.
+    The result is the same up to rounding. The name comes from the Optimus paper, section 3.1. Raises `UserError` if the
+    config's activation is not SiLU, and without `transformers` 5.17 or newer.
 
     Example:
         block = optimus.FastSparseMoEBlock(model.config)

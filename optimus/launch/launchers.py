@@ -1,7 +1,8 @@
 """Finds the ranks that another launcher has started: torchrun, Slurm's `srun`, and `mpiexec` of several MPI libraries.
 
-Every launcher describes a task by environment variables of its own. This module translates these variables to those of
-torchrun, which the other modules read: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+Every launcher describes a task by environment variables of its own. This module translates these variables to the
+variables of torchrun, which other modules read: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
+MASTER_PORT.
 """
 
 import os

@@ -202,10 +202,10 @@ class Rendezvous(dynamic.DynamicRendezvousHandler):
 class Agent(LocalElasticAgent):
     """Starts and watches the ranks of one node, together with the agents of the other nodes.
 
-    When a new world has formed, before its ranks start, the agent calls `joined` with the number of the world, the
-    index of this node, the number of nodes and the store. The agent calls `failed` with this node's failed ranks by
-    global rank, and does what `failed` returns. `say` prints messages about the agent's actions. `logs` is a folder for
-    TorchElastic's logs of the ranks.
+    When a new world has formed, the agent calls `joined` before the ranks start. The arguments are the number of the
+    world, the index of this node, the number of nodes and the store. The agent calls `failed` with this node's failed
+    ranks by global rank, and does what `failed` returns. `say` prints messages about the agent's actions. `logs` is a
+    folder for TorchElastic's logs of the ranks.
     """
 
     def __init__(
