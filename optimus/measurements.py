@@ -99,8 +99,8 @@ class Measurements:
         return self._read()[0]
 
     def add(self, found: Mapping[str, Timings]) -> dict[str, dict[str, Timing]]:
-        """Saves timings. Returns the timings in force for the same names; another process may have saved other timings
-        first."""
+        """Saves timings, but keeps saved timings of the same alternatives. Returns the timings in force for the names
+        in `found`."""
         with self._locked():
             known, free = self._read()
             new = {name: dict(each) for name, each in found.items() if known.get(name, {}).keys() != each.keys()}

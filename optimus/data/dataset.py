@@ -85,8 +85,8 @@ def _named(name: str, where: str) -> Any:
 
 
 def _asked(function: Callable[..., Any], where: str, *arguments: Any) -> Any:
-    """Calls a function of the user. Raises a `UserError` that begins with `where` for any error of the function but
-    `StopIteration`."""
+    """Calls a function of the user. Turns exceptions other than `StopIteration` into a `UserError` that begins with
+    `where`."""
     try:
         return function(*arguments)
     except StopIteration:
@@ -99,7 +99,7 @@ def _asked(function: Callable[..., Any], where: str, *arguments: Any) -> Any:
 class _ItemRows:
     """Turns the items of a dataset into rows. Has the attributes of `Rows` except `stored_rows`."""
 
-    padded = False  # padding is marked as not predicted
+    padded = False  # padding has the flag `NOT_PREDICTED`
     masked = True
     parse_special = False
 

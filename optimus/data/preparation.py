@@ -539,7 +539,8 @@ class _StreamWriter:
             self.commit()
 
     def _end_document(self, counts: Counts) -> None:
-        """Counts the document that ends. The next document overwrites an excluded document.
+        """Counts the current document as included, empty or excluded. The next document overwrites an excluded
+        document.
 
         This method does not truncate the stream at an excluded document. The journal may count the first tokens of that
         document, but a run that resumes from there excludes the document again.

@@ -41,7 +41,7 @@ class Rows(Protocol):
     """Rows of token ids that a run trains on, from a prepared folder (`Shards`) or a user's dataset."""
 
     folder: Path  # names the rows in messages
-    index: dict[str, Any]  # describes everything that determines the rows
+    index: dict[str, Any]  # describes the rows, for the fingerprint of the data
     instances: int  # number of rows
     context: int  # tokens of a row
     vocab_size: int

@@ -231,7 +231,7 @@ class Agent(LocalElasticAgent):
             monitor_interval=0.2,
             local_addr=rendezvous._this_node.addr,
         )
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we report failures ourselves
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # `failed` reports failures
         told_torch_elastic()
         super().__init__(spec, DefaultLogsSpecs(str(logs)), exit_barrier_timeout=60)
         self._shutdown_timeout = SAVING  # torch 2.13 passes this value to `_shutdown`; 2.11 passes none
