@@ -137,15 +137,14 @@ def train(
     `train.output`. "auto" resumes only if the folder holds a run or `checkpoint.copy_to` is set. With
     `fresh_optimizer`, the run resumes from the weights of the checkpoint alone, as after a rollback. `check` validates
     the configuration, the machine and the data, including every checksum, and trains nothing. `hooks` are subclasses of
-    `optimus.Hook` or instances of them; the run calls them in addition to those named in `train.hooks`.
+    `optimus.Hook` or instances of such subclasses; the run also calls the hooks named in `train.hooks`.
 
     `optimizer` is an `optimus.extend.UpdateRule`, as a class or an instance, in place of `optimizer.name`; an instance also
     replaces `optimizer.options` and `optimizer.weight_decay`. `data` is a dataset in place of `data.path`, and
     `data.tokenizer` names its tokenizer. Its items are mappings with `input_ids`, and optionally `labels` (-100: not
     predicted), `document_ids` and `attention_mask`. The run shuffles a map-style dataset (with `__len__` and `__getitem__`).
     An iterable with `state_dict` and `load_state_dict` is one stream for all ranks, in its own order; a resumed run
-    continues it. For ranks in other processes, the function pickles hooks, rule
-    and dataset.
+    continues the stream. For ranks in other processes, the function pickles hooks, rule and dataset.
 
     Raises `UserError` for anything that the user can fix, where possible before starting a process. The error
     is a `LeaseError` when another run holds the folder. When another rank is lost under a launcher, the error is a

@@ -1,4 +1,4 @@
-"""Copies of folders at URLs: s3://, gs://, file:// and all others that fsspec writes.
+"""Copies of folders at URLs that fsspec writes, such as s3://, gs:// and file://.
 
 Every operation has at most `ATTEMPTS` attempts. An attempt to write a file to the URL reads the copy back and compares
 the copy with the file. An attempt that takes too long counts as failed, because a server may never answer.
@@ -31,7 +31,7 @@ _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "hf": "hf"}  # ex
 
 
 def is_url(path: str | Path) -> bool:
-    """Returns whether `path` is a URL; one slash after the protocol suffices, because `Path` merges the two."""
+    """Returns whether `path` is a URL; one slash after the protocol suffices, because `Path` merges two slashes."""
     return _URL.match(str(path)) is not None
 
 
@@ -147,7 +147,8 @@ class RemoteCopies:
             self.get(f"{name}/{file}".lstrip("/"), folder / file)
 
     def remove(self, name: str, first: str) -> None:
-        """Removes a folder, of which `first` goes first: without this file, nobody takes the rest for a complete copy."""
+        """Removes a folder, beginning with the file `first`, so that nobody takes a part of the folder for a complete
+        copy."""
 
         def gone() -> None:
             self._system.invalidate_cache()

@@ -23,8 +23,8 @@ def user_path(path: str | Path) -> Path:
     """Returns the `path` of a user, with `~`, `~name`, `$NAME` and `${NAME}` expanded as in a shell.
 
     Use this function for every path that comes from a user, because a shell does not expand `--output=~/run` or paths
-    in a file. An unset variable or unknown user stays as it is if a file with the resulting path exists; otherwise the
-    function raises `UserError`. Raises `UserError` also for a URL, and for names that no file can have.
+    in a file. An unset variable or unknown user stays unexpanded if a file with the resulting path exists; otherwise
+    the function raises `UserError`. Raises `UserError` also for a URL, and for names that no file can have.
     """
     if is_url(path):
         raise UserError(
@@ -59,7 +59,7 @@ def printable(text: str, keep: str = "") -> str:
     """Returns `text`, such as a file's name, in a form that is safe to write to files and terminals.
 
     Escapes the characters that are invalid Unicode, control a terminal, break lines, or change the direction of the
-    following text, except those in `keep`.
+    following text, except the characters in `keep`.
     """
     return _UNPRINTABLE.sub(lambda found: found[0] if found[0] in keep else _escape(found[0]), text)
 
@@ -100,7 +100,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replaces the file at `path` atomically with one that contains `text`; returns once the file is synced to disk. The
+    """Replaces the content of the file at `path` atomically with `text`; returns once the file is synced to disk. The
     file mode stays."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:

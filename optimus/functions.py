@@ -1,8 +1,8 @@
 """Serialises functions and objects for other processes of this machine, even if those processes cannot import the defining
 module.
 
-`cloudpickle` pickles definitions in `__main__`, and those without a module, by value. This module also pickles by value
-the definitions of modules that another process would not find by name, or whose name would lead to another file.
+`cloudpickle` pickles definitions in `__main__`, and definitions without a module, by value. This module also pickles by
+value the definitions of modules that another process would not find by name, or whose name would lead to another file.
 pytest's importlib mode creates such modules.
 """
 
@@ -40,7 +40,7 @@ def dumps(value: Any, what: str = "the object", instead: str = "create it in the
     buffer = io.BytesIO()
     try:
         _Pickler(buffer).dump(value)
-    except Exception as error:  # errors of the pickler, and those of an object's `__getstate__`
+    except Exception as error:  # errors of the pickler, and errors of an object's `__getstate__`
         raise UserError(
             f"{what} cannot be pickled for another process ({type(error).__name__}: {error}): remove open files, locks and "
             f"threads from it, or {instead}"

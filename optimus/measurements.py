@@ -1,8 +1,8 @@
 """Measurements on this machine, which a file saves for later runs, and choices between alternatives.
 
 Other programs disturb measurements: an operation of two milliseconds may take five. `in_turn` therefore times the
-compared alternatives in turn, so that a lasting disturbance affects all of them. An alternative replaces the default
-only if its median time is clearly below the default's best time.
+compared alternatives in turn, so that a lasting disturbance affects all alternatives. An alternative replaces the
+default only if its median time is clearly below the default's best time.
 """
 
 import bisect
@@ -45,8 +45,7 @@ def in_turn(
     """Times the functions `works`, which return their seconds, one after the other, for `rounds` rounds after a warm-up
     round.
 
-    Adds rounds, up to `most` in total, while the three best times of a function disagree, because a disturbance may have
-    affected them.
+    Adds rounds, up to `most` in total, while the three best times of a function disagree, as after a disturbance.
     """
     for work in works.values():
         work()
@@ -100,8 +99,8 @@ class Measurements:
         return self._read()[0]
 
     def add(self, found: Mapping[str, Timings]) -> dict[str, dict[str, Timing]]:
-        """Saves timings. Returns the timings in force for the same names; another process may have saved other timings
-        first."""
+        """Saves timings, but keeps saved timings of the same alternatives. Returns the timings in force for the names
+        in `found`."""
         with self._locked():
             known, free = self._read()
             new = {name: dict(each) for name, each in found.items() if known.get(name, {}).keys() != each.keys()}

@@ -5,8 +5,8 @@ a Python module with a list `ROWS`. Each entry is a row of a table, of the same 
 `load_plugins` imports plugins and adds their rows; afterwards, the library does not distinguish these rows from its
 own.
 
-Only names from the user lead to imports: those in a configuration, an option or an argument. A checkpoint or a folder
-of data names its plugins, but reading it imports none of them.
+Only names in a configuration, an option or an argument lead to imports. A checkpoint or a folder of data names its
+plugins, but reading the checkpoint or the data imports no plugin.
 """
 
 import hashlib
@@ -60,7 +60,7 @@ R = TypeVar("R", bound=Row)
 
 
 class Table(Mapping[str, R]):
-    """Rows by name: the library's own, and those of the plugins that this process has loaded.
+    """Rows by name: the library's own rows, and the rows of the plugins that this process has loaded.
 
     `what` names a row in messages ("update rule"). `kind` is the class of the rows. `find` returns the library's own rows;
     the table calls `find` at the first use. `check` raises `ValueError` for an invalid row of a plugin.
@@ -142,12 +142,13 @@ def loaded_plugins() -> list[Plugin]:
 
 
 def load_plugins(names: Sequence[str] | None, where: str = "plugins") -> list[Plugin]:
-    """Imports the named plugins and adds their rows to the tables, unless this process has done so.
+    """Imports the named plugins that this process has not loaded yet, and adds their rows to the tables.
 
     A name is that of an entry point in the group `optimus.plugins`, or of a module in the current folder, on PYTHONPATH or
     installed. `where` is the origin of the names, for messages.
 
-    Raises `UserError` for a plugin that cannot be imported, that has no valid `ROWS`, or whose row has the name of another.
+    Raises `UserError` for a plugin that cannot be imported, that has no valid `ROWS`, or whose row has the name of
+    another row.
     """
     names = () if names is None else names
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
@@ -172,7 +173,8 @@ def imported(module: str, where: str, cure: str) -> Any:
 
 
 def naming_missing_plugins(error: UserError, recorded: Sequence[str]) -> UserError:
-    """Returns `error` with the names of the `recorded` plugins that are not loaded, since they may be the cause."""
+    """Returns `error` with the names of the `recorded` plugins that are not loaded, since a missing plugin may be the
+    cause."""
     missing = [name for name in recorded if name not in {*_LOADED, *(each.module for each in loaded_plugins())}]
     if not missing:
         return error
@@ -183,7 +185,7 @@ def naming_missing_plugins(error: UserError, recorded: Sequence[str]) -> UserErr
 
 
 def changed_plugins(recorded: Iterable[Mapping[str, Any]], where: str) -> list[str]:
-    """Returns a line for each loaded plugin whose files differ from those `recorded` in `where`."""
+    """Returns a line for each loaded plugin whose files differ from the files `recorded` in `where`."""
     now = {plugin.module: plugin for plugin in loaded_plugins()}
     lines = []
     for each in recorded:

@@ -63,5 +63,5 @@ class Section(BaseModel):
         super().__setattr__(name, value)
 
     def non_default(self, *keys: str) -> list[str]:
-        """Returns those of `keys` whose values differ from the defaults."""
+        """Returns the `keys` whose values differ from the defaults."""
         return [key for key in keys if getattr(self, key) != type(self).model_fields[key].default]

@@ -30,8 +30,8 @@ class Forms(Protocol):
 
 
 class CollectiveCache:
-    """Results of the collectives of a forward pass, in order; the recomputation of the pass reads them instead of
-    communicating.
+    """Results of the collectives of a forward pass, in order; the recomputation of the pass reads the results instead
+    of communicating.
 
     Implements communication-aware checkpointing (CAC; TED, section 7.3).
     """
@@ -67,13 +67,13 @@ class StepContext:
         self.choices: dict[Any, Tensor] | None = None  # number of choices of each expert, by router
 
     def deferring(self) -> AbstractContextManager[list[Callable[[], None]]]:
-        """Defers additions to gradient buffers inside the block. The yielded list collects the functions that add; call them
-        in order."""
+        """Defers additions to gradient buffers inside the block. Yields a list that collects the functions that add;
+        call these functions in order."""
         return self._having("deferred", list[Callable[[], None]]())
 
     def in_backward(self, stage: int, microbatch: int) -> AbstractContextManager[tuple[int, int]]:
-        """Marks the block as the backward pass of `stage` and `microbatch`, or a part of that pass, so that its gradients
-        can be told from those of other passes."""
+        """Marks the block as a part of the backward pass of `stage` and `microbatch`, to distinguish the gradients of
+        several passes."""
         return self._having("backward", (stage, microbatch))
 
     def recording(self, cache: CollectiveCache) -> AbstractContextManager[CollectiveCache]:
@@ -115,8 +115,8 @@ class StepContext:
 
 
 def _without_history(value: Any) -> Any:
-    """Returns a result with its tensors detached from autograd's graph; they share the memory of the originals. Autograd
-    attaches its graph to the original tensors, which are outputs of a forward pass."""
+    """Returns a result with its tensors detached from autograd's graph. The detached tensors share the memory of the
+    originals. Autograd attaches its graph to the original tensors, which are outputs of a forward pass."""
     if isinstance(value, Tensor):
         return value.detach()
     return tuple(map(_without_history, value)) if isinstance(value, tuple) else value

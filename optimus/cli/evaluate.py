@@ -125,7 +125,7 @@ def generate(
     asked = [*(prompt or []), *(read_prompts(prompts) if prompts is not None else [])]
     if not asked:
         raise UserError("nothing to continue: give --prompt TEXT, or --prompts FILE")
-    if len(asked) == 1 and not as_json:  # shows the text while it is written
+    if len(asked) == 1 and not as_json:  # shows the text during generation
         before = [] if chat else [asked[0]]  # printed only with the first piece, so not before an error
 
         def show_piece(_: int, piece: str) -> None:

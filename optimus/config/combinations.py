@@ -6,8 +6,8 @@ from optimus.optim.losses import CROSS_ENTROPY
 
 
 def check_combinations(config: RunConfig) -> None:
-    """Raises `ValueError` for sections that contradict each other in the run or in a phase. The message names the
-    phase."""
+    """Raises `ValueError` for sections that contradict each other in the run or in a phase. For a phase, the message
+    gives its number."""
     _check_sections(config)
     if config.phases:
         check_phases(config)
@@ -86,8 +86,8 @@ def _check_schedule(config: RunConfig) -> None:
 
 
 def _check_pruning(config: RunConfig) -> None:
-    """Raises `ValueError` when a pruning step is not before the run's last step, when the run does not save the weights to
-    rewind to, or when the run trains low-rank factors."""
+    """Raises `ValueError` when a pruning step is not before the run's last step, or when the run does not save the
+    weights to rewind to. Raises `ValueError` when the run also trains low-rank factors."""
     pruning = config.pruning
     if pruning is None:
         return

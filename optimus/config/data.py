@@ -53,7 +53,7 @@ class SourceConfig(Section):
 
 
 class DataConfig(Section):
-    """The training data: a folder or several sources. A list of sources may replace the section."""
+    """The training data: a folder, a dataset or several sources. A list of sources may replace the section."""
 
     path: PathOrUrl | None = Field(
         None, description="Folder written by `optimus prepare`, or its URL; the short form of a single source."
@@ -65,8 +65,9 @@ class DataConfig(Section):
     tokenizer: str | None = None
     """The tokenizer of dataset: a tokenizer.json, or a folder that contains one."""
     documents: Literal["ignore", "mask"] = "ignore"
-    """Boundaries of documents within a sequence. ignore: tokens attend to earlier documents; mask: attention and positions
-    stay within each document, and its first token is not predicted. Default in a phase: the value of `data.documents`."""
+    """Boundaries of documents within a sequence. ignore: tokens attend to earlier documents; mask: attention and
+    positions stay within each document, and the first token of a document is not predicted. Default in a phase: the
+    value of `data.documents`."""
 
     @model_validator(mode="before")
     @classmethod

@@ -1,7 +1,7 @@
 """Converts YAML, a preset and `key.path=value` overrides to a `RunConfig`, and a `RunConfig` back to YAML.
 
 The order of precedence, lowest first: the tree's defaults, the preset's recipe, the file, the overrides. A single
-`UserError` reports all wrong keys by their paths, and suggests a valid key for each unknown one. A separate `UserError`
+`UserError` reports all wrong keys by their paths, and suggests a valid key for each unknown key. A separate `UserError`
 reports sections that contradict each other.
 """
 
@@ -43,8 +43,8 @@ def load_config(
     strings `key.path=value` with YAML values. If `model` names a Hugging Face folder, `read_model_folder` (of
     `optimus.hub`) converts the folder to sections of the tree.
 
-    The function loads the plugins that the configuration names, unless `of_run` says that the file is in a run folder:
-    reading a run runs no code.
+    Loads the plugins that the configuration names, unless `of_run` is True, as for the file of a finished run: reading
+    a run must not run code.
 
     Raises `UserError` naming each wrong key by its path.
     """
@@ -119,7 +119,7 @@ def resolve_model(name: str, read_model_folder: ModelFolderReader | None = None)
 
 
 def preset_names() -> list[str]:
-    """Names of the presets: the paper's models by size, then the others."""
+    """Names of the presets: the paper's models by size, then other models."""
     return list(_table("presets"))
 
 
@@ -161,7 +161,7 @@ def _read_including(
     """Reads a run's file on top of the files that its key `include` names.
 
     `include` is a name or a list of names, relative to this file; later files take precedence. If this file has keys of the
-    model, expands a preset that another of the files names. The plugins are those of all files.
+    model, expands a preset that another of the files names. The result has the plugins of all files.
     """
     raw = _read_yaml(path, RunConfig)
     written = path.resolve()
@@ -252,7 +252,7 @@ def _copy(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _explain(error: ValidationError, root: type[BaseModel], names: Mapping[str, str]) -> list[str]:
-    """Returns one clause per wrong key: its path, the problem, and a valid key for an unknown one."""
+    """Returns a clause for each wrong key, with its path, the problem, and a valid key in place of an unknown key."""
     clauses: dict[str, str] = {}  # by key: pydantic reports a problem for each possible type of a key
     for problem in error.errors():
         where = [str(part) for part in problem["loc"] if not _TYPE.search(str(part))]

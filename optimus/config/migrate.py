@@ -13,7 +13,8 @@ from optimus.errors import UserError, naming_disk_errors
 
 
 class RenamedKey(NamedTuple):
-    """A key or value in a file whose name has changed: its line, the old and the new name, and its range of characters."""
+    """A renaming in a file: the line, the old and the new name, and the range of characters that the new name
+    replaces."""
 
     line: int
     old: str
@@ -23,10 +24,9 @@ class RenamedKey(NamedTuple):
 
 
 def migrate(config: str | Path) -> list[RenamedKey]:
-    """Renames, in place, the keys and values of a configuration's YAML file whose names have changed since an earlier
-    version.
+    """Renames keys and values of earlier versions to the current names, in place in a configuration's YAML file.
 
-    Returns the renamed keys and values in the order of the file. Comments, order and layout stay; migrate included
+    Returns the renamed keys and values in the order of the file. Comments, order and layout stay. Migrate included
     files separately.
 
     Raises `UserError`, without changing the file, if it cannot be read or is not valid YAML. Raises `UserError` for a key

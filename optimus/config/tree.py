@@ -33,7 +33,7 @@ class ShardRanks(Section):
     model_config = ConfigDict(frozen=True)
 
     parameters: int | None = Field(None, gt=0)
-    """Ranks over which parameters are sharded, such as those of a card or a node."""
+    """Ranks over which parameters are sharded, such as the ranks of a card or a node."""
     gradients: int | None = Field(None, gt=0)
     """Ranks over which gradients are sharded: a multiple of `parameters`."""
     optimizer: int | None = Field(None, gt=0)
@@ -88,10 +88,10 @@ class StateConfig(Section):
     """Location of the update of offloaded state. device: tile by tile through the device (AxoNN); host: on the CPU; auto:
     the faster one in a short measurement, which is cached (tuning.cache)."""
     accumulate_on: Literal["auto", "device", "host"] = "auto"
-    """With offload all or disk: location of gradient accumulation over several microbatches. device: gradients stay on the
-    device during the step; host: each microbatch reduces its gradients and sends them to the host, so that the device needs
-    memory for those of three chunks; auto: device, if the gradients fit. With several ranks, the results of device and host
-    differ by rounding, because the order of additions differs."""
+    """With offload all or disk: location of gradient accumulation over several microbatches. device: gradients stay on
+    the device during the step; host: each microbatch reduces its gradients and sends them to the host, so that the
+    device needs memory for the gradients of three chunks; auto: device, if the gradients fit. With several ranks, the
+    results of device and host differ by rounding, because the order of additions differs."""
     disk: PathText | None = None
     """With offload disk: folder for the file of the state. Default: train.output."""
 
@@ -259,8 +259,8 @@ class MoeConfig(Section):
     balance_coefficient: float = Field(0.01, ge=0, description="Weight of the load-balancing loss.")
     z_coefficient: float = Field(0.001, ge=0, description="Weight of the router z-loss.")
     bias_rate: float = Field(1e-3, ge=0)
-    """For models with router_bias: amount by which the bias of an underloaded expert rises after each step, and that of an
-    overloaded one falls."""
+    """For models with router_bias: amount by which the bias of an underloaded expert rises, and the bias of an
+    overloaded expert falls, after each step."""
     force_balanced: bool = False
     """Forced uniform routing by position in the sequence: every expert gets the same number of tokens of each sequence, or
     one more if the tokens do not divide evenly."""
@@ -388,7 +388,7 @@ def _length(found: str) -> str:
 
 
 class PhaseConfig(Section):
-    """A stretch of steps of a run. Without data, sequence length, batch or schedule, a phase has those of the run."""
+    """A stretch of steps of a run. A phase takes data, sequence length, batch and schedule from the run by default."""
 
     name: str | None = Field(None, description="Name in messages and checkpoints. Default: phase-N.")
     steps: Count | None = Field(None, description="Length of the phase in steps; or give tokens.")
@@ -402,8 +402,8 @@ class PhaseConfig(Section):
     sequence_length: int | None = Field(None, gt=1, description="Tokens per sequence.")
     global_batch: int | None = Field(None, gt=0, description="Sequences per step.")
     lr_schedule: LrScheduleConfig | None = None
-    """A separate schedule over the phase's steps, without a warm-up by default; the defaults of its other keys are those of
-    the run. Default: the run's schedule continues."""
+    """A separate schedule over the phase's steps. After the first phase, warmup_steps is 0 by default; the defaults of
+    the other keys are the values of the run's schedule. Default: the run's schedule continues."""
 
 
 def _resolved(phase: PhaseConfig, number: int, run: "RunConfig") -> PhaseConfig:
@@ -585,8 +585,8 @@ class ObserveConfig(Section):
     wandb_group: str | None = Field(None, description="Group of the run in Weights & Biases.")
     wandb_tags: list[str] = Field([], description="Tags of the run in Weights & Biases.")
     profile_step: int | None = Field(None, gt=0)
-    """Profile this step: trace.json.gz contains the operations of all ranks, for Perfetto, and trace-rank-N.json those of
-    one rank. Units, pipeline actions and collectives have names."""
+    """Profile this step: trace.json.gz contains the operations of all ranks, for Perfetto, and trace-rank-N.json the
+    operations of one rank. Units, pipeline actions and collectives have names."""
     timeline: int | None = Field(None, gt=0)
     """Write the pipeline's timeline of this step to timeline.json, for `optimus schedule --measured`."""
 
@@ -624,7 +624,7 @@ class RunConfig(Section):
     train: TrainConfig
     phases: list[PhaseConfig] = Field([])
     """Stretches of the run with other data, lengths, batches or learning rates, one after the other. The length of the run
-    is the sum of their lengths."""
+    is the sum of the phases' lengths."""
     optimizer: OptimizerConfig = OptimizerConfig()
     lr_schedule: LrScheduleConfig = LrScheduleConfig()
     moe: MoeConfig = MoeConfig()
@@ -638,8 +638,8 @@ class RunConfig(Section):
     recompute_every: int = Field(1, gt=0)
     """Recompute the modules of every n-th block only; with block, save the input of every n-th block only (AxoNN's ac)."""
     recompute_collectives: Literal["keep", "repeat"] = "keep"
-    """Collectives in recomputation. keep: their results are cached (CAC); repeat: they run again, which takes less
-    memory."""
+    """Collectives in recomputation. keep: cache their results (CAC); repeat: run the collectives again, which takes
+    less memory."""
     recompute_budget: Annotated[int, Field(gt=0), BeforeValidator(partial(reported_as_value, parse_size))] | None = None
     """With recompute: auto. Maximum bytes of saved activations of one microbatch on one rank, also as 512MB or 40GiB.
     Default: the activations of all live microbatches fit into nine tenths of the device memory that state and buffers leave
@@ -652,8 +652,8 @@ class RunConfig(Section):
     observe: ObserveConfig = ObserveConfig()
     tuning: TuningConfig = Field(default_factory=TuningConfig)  # the default needs the user's home folder
     plugins: list[str] = Field([])
-    """Modules or entry points (group optimus.plugins) that add update rules, schedules, model families and so on. They are
-    imported in every process of the run."""
+    """Modules or entry points (group optimus.plugins) that add update rules, schedules, model families and so on. Every
+    process of the run imports the plugins."""
 
     def changed(self, **sections: Mapping[str, Any]) -> "RunConfig":
         """Returns a copy with other values in sections: `config.changed(train={"steps": 5})`. Does not check the

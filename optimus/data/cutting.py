@@ -1,10 +1,10 @@
 """Cuts a long document into pieces that keep the document's tokens, as far as a check around each cut can tell.
 
 A tokenizer needs some fifty bytes of memory per byte of text, so a document of 3 GB cannot be tokenised at once. Cuts
-between words keep the tokens of GPT-style tokenizers, but can change the tokens of other tokenizers: a normaliser
-may strip or prepend a space, and an added token may contain spaces. `find_cut` therefore checks every cut: it tokenises
-the text around the cut as a whole and in two halves, and compares the tokens. If no cut passes the check, the piece
-grows, up to `LIMIT`.
+between words keep the tokens of GPT-style tokenizers. Cuts can change the tokens of other tokenizers: a normaliser may
+strip or prepend a space, and an added token may contain spaces. `find_cut` therefore checks every cut: it tokenises the
+text around the cut as a whole and in two halves, and compares the tokens. If no cut passes the check, the piece grows,
+up to `LIMIT`.
 """
 
 import re
@@ -27,11 +27,12 @@ class UncuttableError(ValueError):
 
 
 def pieces(chunks: Iterable[str], encode: Callable[[str], list[int]]) -> Iterator[tuple[str, bool]]:
-    """Cuts the document whose text is the concatenation of `chunks`. Yields (piece, True for the last piece); pieces are
-    about `PIECE` characters.
+    """Cuts the document whose text is the concatenation of `chunks`. Yields (piece, True for the last piece). Most
+    pieces have about `PIECE` characters.
 
-    Each cut depends only on the text since the previous cut, not on the chunks: reading that resumes at a cut finds the same
-    later cuts. `encode` returns the tokens of a text. An empty document has no pieces. Raises `UncuttableError`.
+    Each cut depends only on the text since the previous cut, not on the chunks: reading that resumes at a cut finds the
+    same later cuts. `encode` returns the tokens of a text. An empty document has no pieces. Raises `UncuttableError` if
+    the check accepts no cut in `LIMIT` characters.
     """
     text, seen = "", PIECE + WINDOW  # characters of `text` to search
     for chunk in chunks:
@@ -51,8 +52,8 @@ def pieces(chunks: Iterable[str], encode: Callable[[str], list[int]]) -> Iterato
 
 def find_cut(text: str, encode: Callable[[str], list[int]]) -> int | None:
     """Finds a position of `text`, `WINDOW` characters or more before its end, where a check confirms that a cut does
-    not change the tokens. Tries the last `TRIES` positions between words, then the last `TRIES` between kinds of
-    characters. Returns None if the check accepts none."""
+    not change the tokens. Tries the last `TRIES` positions between words, then the last `TRIES` between word characters
+    and other characters. Returns None if the check accepts none of these positions."""
     for pattern in (BETWEEN_WORDS, BETWEEN_KINDS):
         for cut in islice(_matches(pattern, text), TRIES):
             before, behind = text[max(0, cut - WINDOW) : cut], text[cut : cut + WINDOW]

@@ -1,11 +1,11 @@
 """Reads a dataset that the user gives as a Python object or names in the configuration, in place of a prepared folder.
 
-An item is a mapping with one-dimensional `input_ids`, and optionally with `labels` (-100: a token that is not predicted),
+An item is a mapping with one-dimensional `input_ids`. Optional keys are `labels` (-100: a token that is not predicted),
 `document_ids` (tokens of one document have the same id) and `attention_mask` (0: padding at the end). Each item becomes a
-row. A row that is shorter than the context ends in padding, which is not predicted.
+row. The row of an item that is shorter than the context ends in padding, which the model does not predict.
 
 `DatasetRows` reads a map-style dataset in the order of a permutation. `StreamRows` reads a resumable iterator in its own
-order: every rank iterates over the whole stream, and keeps the rows that it needs.
+order, and skips the rows of other ranks.
 
 Legend: N tokens of an item, S tokens of a row.
 """
@@ -32,7 +32,7 @@ ARGUMENT = "argument"
 
 _NOT_PREDICTED = -100  # the label of a token that is not predicted, as in `transformers`
 _FINGERPRINTED = 8  # first items of a dataset that its fingerprint hashes
-# States of a stream to keep: more than the batches that a loader reads ahead of the step of a checkpoint.
+# Number of recent states of a stream to keep. A loader reads fewer batches ahead of the step of a checkpoint.
 _STATES = 64
 _INSTEAD = {"position_ids": "document_ids", "cu_seqlens": "document_ids", "seq_idx": "document_ids"}
 
@@ -42,8 +42,8 @@ def rows_of(
 ) -> "DatasetRows | StreamRows":
     """Opens the dataset of the section `data`: the object `argument`, or the object that `dataset` names.
 
-    `tokenizer` is the value of `data.tokenizer`. Raises `UserError` for an object that is neither a map-style dataset nor
-    a resumable iterator, and for a first item that is no row.
+    `tokenizer` is the value of `data.tokenizer`. Raises `UserError` for a missing tokenizer, and for an object that is
+    neither a map-style dataset nor a resumable iterator.
     """
     if dataset == ARGUMENT and argument is None:
         raise UserError(
@@ -71,7 +71,8 @@ def rows_of(
 
 
 def _named(name: str, where: str) -> Any:
-    """Returns the object with the name package.module.name, or the result of a function without arguments."""
+    """Returns the object with the name package.module.name. If the object is callable and no dataset, returns the
+    result of a call."""
     module, _, attribute = name.rpartition(".")
     if not module:
         raise UserError(f"{where} names no module: give package.module.name")
@@ -84,7 +85,8 @@ def _named(name: str, where: str) -> Any:
 
 
 def _asked(function: Callable[..., Any], where: str, *arguments: Any) -> Any:
-    """Calls a function of the user. Raises a `UserError` that begins with `where` if the function raises an error."""
+    """Calls a function of the user. Turns exceptions other than `StopIteration` into a `UserError` that begins with
+    `where`."""
     try:
         return function(*arguments)
     except StopIteration:
@@ -95,9 +97,9 @@ def _asked(function: Callable[..., Any], where: str, *arguments: Any) -> Any:
 
 
 class _ItemRows:
-    """Turns the items of a dataset into rows, and has the other attributes of `Rows`."""
+    """Turns the items of a dataset into rows. Has the attributes of `Rows` except `stored_rows`."""
 
-    padded = False  # padding is marked as not predicted
+    padded = False  # padding has the flag `NOT_PREDICTED`
     masked = True
     parse_special = False
 
@@ -175,7 +177,8 @@ class _ItemRows:
         return np.where(ignored_N, np.uint32(NOT_PREDICTED), np.uint32(0))
 
     def _flags_of_documents(self, document_N: NDArray[np.int64], ids_N: NDArray[np.int64]) -> NDArray[np.uint32]:
-        """Marks first tokens of documents that follow no end-of-text token, and end-of-text tokens within documents."""
+        """Returns flags for the first token of a document after no end-of-text token, and for end-of-text tokens within
+        documents."""
         flags_N = np.zeros(len(ids_N), dtype=np.uint32)
         begins_N, ends_N = document_N[1:] != document_N[:-1], ids_N[:-1] == self.eos_id
         flags_N[1:][begins_N & ~ends_N] |= BEGINS
@@ -184,7 +187,8 @@ class _ItemRows:
 
 
 class DatasetRows(_ItemRows):
-    """Rows of a map-style dataset. Row i is the item that a permutation of the run's `seed` puts at place i."""
+    """Rows of a map-style dataset. A permutation, which `seed` determines, maps the number of a row to the index of its
+    item."""
 
     def __init__(self, dataset: Any, where: str, info: tokenizers.TokenizerInfo, context: int, seed: int) -> None:
         size = _asked(len, f"{where}: its length", dataset)
@@ -206,7 +210,7 @@ class DatasetRows(_ItemRows):
 
 
 class StreamRows(_ItemRows):
-    """Rows of a resumable iterator, in the order of the iterator. At the end of the stream, iterates anew.
+    """Rows of a resumable iterator, in the order of the iterator. Iterates again after the end of the stream.
 
     Keeps the iterator's states at recent rows, for checkpoints.
     """
@@ -216,7 +220,7 @@ class StreamRows(_ItemRows):
         self._stream, self._where = stream, where
         self._items: Iterator[Any] | None = None
         self._next = 0  # number of the row that the iterator yields next
-        self._states: deque[tuple[int, Any]] = deque(maxlen=_STATES)  # states of the stream before a row
+        self._states: deque[tuple[int, Any]] = deque(maxlen=_STATES)  # (row, the stream's state before this row)
         self._lock = threading.Lock()
 
     def stored_rows(self, start: int, stop: int) -> NDArray[np.uint32]:
@@ -230,12 +234,13 @@ class StreamRows(_ItemRows):
         return np.stack([self.row(self._item(), self._next - 1) for _ in range(stop - start)])
 
     def state_before(self, row: int) -> dict[str, Any]:
-        """Returns the newest state that is not after `row`, as `load_state` takes it; an empty dict if there is none."""
+        """Returns the newest kept state before `row` or an earlier row, for `load_state`. Returns an empty dict if
+        there is no such state."""
         with self._lock:
             return next(({"row": at, "state": state} for at, state in reversed(self._states) if at <= row), {})
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Loads a state of `state_before`. The stream must not have been read."""
+        """Loads a state that `state_before` returned, before the first call of `stored_rows`."""
         _asked(self._stream.load_state_dict, f"{self._where}: its load_state_dict", state["state"])
         self._next = state["row"]
         self._states.append((self._next, state["state"]))

@@ -1,7 +1,7 @@
-"""Reads input files in order, as batches of the order of 1 MB of text, each with the position after the batch.
+"""Reads input files in order, in batches of about 1 MB of text.
 
 Helper processes tokenise the batches. The helpers receive JSON lines as raw blocks of whole lines, which the helpers
-parse. All other text and very long JSON lines arrive as strings, and long documents arrive in pieces (`cutting`). A
+parse. All other text and very long JSON lines arrive as strings. Long documents arrive in pieces (see `cutting`). A
 position is the border between two documents, or a checked cut in a text file. A reader that starts at a position finds
 the same tokens as a reader that continues there.
 """
@@ -26,8 +26,8 @@ from optimus.disk import parse_json
 from optimus.errors import UserError
 
 BLOCK = 1 << 20  # approximate bytes of a batch
-# Maximum bytes of a JSON line, give or take `BLOCK`: the parser reads a whole line, and needs several times the size of
-# the line in memory. Text files have no limit.
+# Maximum bytes of a JSON line, which a line may exceed by up to `BLOCK`. The parser reads a whole line, and needs
+# several times the size of the line in memory. Text files have no limit.
 LONGEST_LINE = 64 << 20
 PARQUET_ROWS = 64
 
@@ -53,10 +53,11 @@ class Position(NamedTuple):
 
 @dataclass
 class DocumentBatch:
-    """A batch of either `lines` (whole JSON lines of the file `path`, from line `first_line` on) or `texts`.
+    """A batch of `lines` (whole JSON lines of the file `path`, from line `first_line` on) or of `texts`, or an empty
+    batch.
 
-    `ends_document[i]` is True if `texts[i]` ends its document. `after` is the position reached after the batch, or None
-    inside a document. `read` counts the bytes of all input files read so far, for progress.
+    `ends_document[i]` is True if `texts[i]` ends its document. `after` is the position after the batch, or None where
+    reading cannot resume. `read` counts the bytes of all input files read so far, for progress.
     """
 
     input: int
@@ -83,8 +84,8 @@ def read_batches(
 ) -> Iterator[DocumentBatch]:
     """Yields all batches from `start` on. The position after the last batch of a file is the beginning of the next file.
 
-    `encode` returns the tokens of a text, for the check of cuts. Raises `BadFileError`, and `UserError` if a disk or a
-    server fails.
+    `encode` returns the tokens of a text, for the check of cuts. Raises `BadFileError` for a file that cannot be read,
+    and another `UserError` if a disk or a server fails.
     """
     read_before = sum(source.size for source in sources.files[: start.file])
     pending = DocumentBatch(0)
@@ -122,7 +123,7 @@ def read_batches(
 def _parts(
     source: Source, start: Position, text_field: str | TextField, encode: Encode
 ) -> "Iterator[DocumentBatch | _Piece]":
-    """Yields the batches and pieces of one file, with the reader for the file's ending."""
+    """Yields the batches and pieces of one file, from the reader for the ending of the file's name."""
     read = next((row.read for row in READERS.values() if files.ends_in(source.path, row.suffixes)), None)
     with naming_bad_file(str(source.path)):
         if read is None:
@@ -132,8 +133,7 @@ def _parts(
 
 @contextmanager
 def naming_bad_file(path: str) -> Iterator[None]:
-    """Turns a `UserError` whose message begins with `path` into a `BadFileError`. Errors of a disk or a server pass
-    unchanged."""
+    """Turns a `UserError` whose message begins with `path` into a `BadFileError`, unless a disk or a server failed."""
     try:
         yield
     except BadFileError:
@@ -151,8 +151,7 @@ def read_texts(
 ) -> Iterator[tuple[str, bool]]:
     """Yields the text of all documents as (text, True if the text ends its document). Long documents come in pieces.
 
-    Without `encode`, this function does not check the cuts, for callers that do not need the tokens of the whole
-    document.
+    The default `encode` accepts every cut, for callers that do not need the tokens of a whole document.
     """
     for batch in read_batches(sources, Position(0), text_field, encode):
         yield from zip(batch.texts, batch.ends_document)
@@ -188,7 +187,8 @@ def _read_table(source: Source, start: Position, text_field: str | TextField, en
 
 
 def decode(source: Source, stream: BinaryIO, offset: int) -> Iterator[str]:
-    """Decodes the rest of a stream, which is at byte `offset`, in chunks of at most `PIECE` characters."""
+    """Decodes the rest of a stream that is at byte `offset`, in chunks of at most `PIECE` characters. Raises
+    `UserError` for bytes that are not UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     while True:
         data = stream.read(PIECE)
@@ -247,7 +247,7 @@ def _read_lines(
 
 
 def _line_blocks(path: str, stream: BinaryIO, line: int) -> Iterator[bytes]:
-    """Yields blocks of whole lines of at most twice `BLOCK`. A longer line is a separate block."""
+    """Yields blocks of whole lines. A block has at most twice `BLOCK` bytes, unless the block is one longer line."""
     carried: list[bytes] = []  # the beginning of a line whose end is in a later chunk
     size = 0
     while chunk := stream.read(BLOCK):
@@ -310,7 +310,7 @@ def _read_parquet(source: Source, start: Position, text_field: str | TextField, 
             columns = field.columns(
                 file.schema_arrow.names, str(source.path), lambda: _first_record(source, file.iter_batches(1))
             )
-            groups: list[int] = []  # row groups to read: those that end after the position
+            groups: list[int] = []  # row groups that end after the position
             for group in range(file.num_row_groups):
                 rows = file.metadata.row_group(group).num_rows
                 if row + rows <= start.offset and not groups:
@@ -349,7 +349,7 @@ def _first_record(source: Source, batches: Iterable[Any]) -> dict[str, Any]:
 
 
 def _records(source: Source, batches: Iterable[Any], row: int, start: Position) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields the rows from `start` on in record batches, the first of which begins after `row` rows of the file."""
+    """Yields (row number, record) from `start` on. `batches` begin after `row` rows of the file."""
     for batch in batches:
         for number in range(max(0, start.offset - row), batch.num_rows):
             try:

@@ -37,8 +37,8 @@ class TextField:
         self._is_template = bool(names)
 
     def columns(self, known: Sequence[str], where: str, first: Callable[[], Mapping[str, Any]]) -> list[str]:
-        """Returns the names in `known` of the columns that this field needs. Raises `UserError` for a missing column;
-        the message suggests another column from the `first` row."""
+        """Returns the names in `known` of the columns that this field needs. Raises `UserError` for a missing column.
+        The message may suggest another column, with the longest text of the `first` row."""
         found = dict.fromkeys(name if name in known else name.split(".")[0] for name in self.names)
         for name in found:
             if name not in known:
@@ -47,7 +47,7 @@ class TextField:
         return list(found)
 
     def text(self, record: Mapping[str, Any], where: str) -> str:
-        """Returns the text of a record; messages begin with `where`. Raises `UserError` for a field that is missing or is
+        """Returns the text of a record. Raises a `UserError` that begins with `where` for a field that is missing or is
         not valid text."""
         if not self._is_template:
             return _value(record, self.said, where)
@@ -59,7 +59,7 @@ class TextField:
 
 
 class ChatField(TextField):
-    """A list of messages, each with a role, and with content or tool calls. The record may also have `tools`.
+    """A field with a list of messages, each with a role, and with content or tool calls. The record may have `tools`.
 
     `template` renders the messages. The spelling of one of the tokenizer's `special` tokens in a message stays ordinary
     text, unless `parse_special` is True.
@@ -72,7 +72,7 @@ class ChatField(TextField):
         self.template, self._special, self._parse_special = template, special, parse_special
 
     def columns(self, known: Sequence[str], where: str, first: Callable[[], Mapping[str, Any]]) -> list[str]:
-        """Raises `UserError`: tables cannot contain conversations."""
+        """Raises `UserError`, because `prepare` reads no conversations from tables."""
         raise UserError(
             f"{where}: conversations (`text_field` {CHAT}...) are read from JSON lines only: convert the file"
         )
@@ -158,8 +158,8 @@ def _there(found: Any, part: str) -> str:
 
 
 def _texts(record: Mapping[str, Any], above: str = "", deep: int = 4) -> Iterator[tuple[str, str]]:
-    """Yields the texts of a record and of objects nested up to four deep, each with the `text_field` that reads it.
-    Leaves out blank texts."""
+    """Yields (`text_field`, text) for the texts of a record and of the objects in it, nested up to `deep` times. Leaves
+    out blank texts."""
     for name, value in record.items():
         if above and "." in name:
             continue  # no `text_field` can name this field
@@ -170,8 +170,8 @@ def _texts(record: Mapping[str, Any], above: str = "", deep: int = 4) -> Iterato
 
 
 def _how_to_name(record: Mapping[str, Any], missing: str) -> str:
-    """Returns the cure for a record whose text is elsewhere: in a nested field of the name `missing`, or most likely in
-    the field with the longest text."""
+    """Suggests a `text_field` for a record without the field `missing`: a nested field of this name, or the field with
+    the longest text."""
     texts = dict(_texts(record))
     within = next((name for name in texts if name.endswith(f".{missing}")), None)
     if within and not {"{", "}"} & set(within) and not within.startswith(CHAT):
@@ -194,7 +194,7 @@ def _checked(found: str, name: str, where: str) -> str:
 
 
 def field_of(said: str | TextField) -> TextField:
-    """Parses `said` into a field. Conversations get the default chat template."""
+    """Parses `said` into a field, unless `said` is a field. Conversations get the default chat template."""
     return said if isinstance(said, TextField) else _named(said)
 
 

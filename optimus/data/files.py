@@ -44,7 +44,7 @@ READ = 1 << 20
 class Source:
     """One input file. `name` is the path of the file relative to its input, which has the index `input`.
 
-    `encoding` is the encoding of its text if the text is not UTF-8.
+    `encoding` is the encoding of the file's text if the text is not UTF-8.
     """
 
     path: Path | RemoteFile
@@ -107,12 +107,13 @@ class Sources:
         return Sources(self.inputs, remaining, self.skipped)
 
     def content_digest(self) -> str:
-        """Digests the names and sizes of all files, independently of their folder and their times."""
+        """Digests the names and sizes of all files, but not the folders and the times of modification."""
         return _digest((source.input, source.name, source.size) for source in self.files)
 
     @cached_property
     def identity_digests(self) -> list[str]:
-        """Digests of the first k files, as entry k: their paths on this machine, sizes and times of modification."""
+        """Digests of files. Entry k covers the paths on this machine, the sizes and the times of modification of the
+        first k files."""
         digests = [""]
         for source in self.files:
             digests.append(_digest([(digests[-1], str(_real(source.path)), source.size, source.modified_ns)]))
@@ -169,8 +170,8 @@ def resolve(inputs: Sequence[str | Path], leave_out: Sequence[Path] = (), encodi
 
 
 def check_encoding(encoding: str) -> str:
-    """Returns the canonical name of an encoding. Raises `UserError` for an unknown encoding, and for one whose text can
-    be mistaken for UTF-8."""
+    """Returns the canonical name of an encoding. Raises `UserError` for an unknown encoding, and for an encoding whose
+    text can be mistaken for UTF-8."""
     try:
         name = codecs.lookup(encoding).name
         b" ".decode(name, "ignore")  # fails for codecs of bytes to bytes and of text to text
@@ -269,9 +270,8 @@ def _walk(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
 def open_bytes(source: Source) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """Opens a file. Yields the decompressed stream in UTF-8, and the file itself, whose position shows the progress.
 
-    A damaged compressed file or an unreadable one raises a `UserError` that names the file. Bytes that are invalid in
-    the file's encoding raise a `UserError` too. UTF-8 is an exception: the reader of the stream must find invalid
-    bytes.
+    Raises `UserError`, which names the file, for a file that is unreadable or damaged, and for bytes that are invalid
+    in an `encoding` other than UTF-8. The reader of the stream must find bytes that are not UTF-8.
     """
     recode = source.encoding != "utf-8" and not _is_utf8(source)
     with open_as_stored(source) as (stream, raw):
@@ -319,8 +319,8 @@ def unmarked(head: bytes) -> str | None:
 
 
 def _is_utf8(source: Source) -> bool:
-    """Returns True if a whole file is valid UTF-8 and does not look like UTF-16 or UTF-32. One `encoding` applies to
-    all files, but UTF-8 files among them must not change."""
+    """Returns True if a whole file is valid UTF-8 and does not look like UTF-16 or UTF-32. The one `encoding` for all
+    files must not change UTF-8 files."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     with open_as_stored(source) as (stream, _):
         data = stream.read(READ)
@@ -394,7 +394,7 @@ class _ZstdStream(io.RawIOBase):
         self._error = zstandard.ZstdError
         self._new_frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
         self._frame: Any = None  # the incomplete frame
-        self._rest = b""  # compressed bytes after the last frame
+        self._rest = b""  # compressed bytes after the last complete frame
         self._ready = b""  # decompressed bytes that the next read returns
 
     def readable(self) -> bool:

@@ -2,8 +2,8 @@
 
 Children of multiprocessing import the caller's main module again, which breaks in scripts without a `__main__` guard,
 and outlive a parent that is killed. A helper is instead a fresh interpreter that receives calls and returns answers
-through two pipes. A helper imports only the modules that its function needs. A helper ends when its pipe closes or
-its parent has ended for any reason.
+through two pipes. A helper imports only the modules that its function needs. A helper ends when its pipe of calls
+closes or its parent has ended for any reason.
 """
 
 import os
@@ -22,12 +22,12 @@ from optimus.parent import end_after
 
 
 class Helpers:
-    """A pool of `count` processes, started by the first calls. `make` runs once in each process and returns the function to
-    serve.
+    """A pool of at most `count` processes, which the first calls start. In each process, `make` returns the function
+    that serves the calls.
 
     The pool pickles `make` and its arguments, so `make` must be importable by name. The end of the `with` block ends all
-    processes, at once if an exception leaves the block. Parallelism comes from the number of helpers. Each helper has
-    `threads` threads, one by default, because the tokenizer's threads would compete with the other helpers.
+    processes, at once if an exception leaves the block. The libraries of a helper use `threads` threads, one by
+    default, so that helpers do not compete for cores.
     """
 
     def __init__(self, count: int, make: Callable[..., Callable[..., Any]], *args: Any, threads: int = 1) -> None:

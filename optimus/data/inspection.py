@@ -1,7 +1,7 @@
 """Checks each input file before `prepare` tokenises, so that one message lists the unreadable files together.
 
-The check reads a file as `prepare` will, up to `LIMIT` (`REMOTE_LIMIT` for a remote file), but does not tokenise.
-Tokenising finds the faults beyond the limit.
+The check reads a file as `prepare` will, but does not tokenise. Unless the check is full, it stops at `LIMIT`, or at
+`REMOTE_LIMIT` in a remote file. Tokenising finds the faults beyond the limit.
 """
 
 import codecs
@@ -22,8 +22,8 @@ from optimus.errors import UserError
 
 LIMIT = 64 << 20  # bytes of text that the check reads from a file
 REMOTE_LIMIT = 1 << 20  # bytes of text of a remote file, which the check must download
-# bytes; if a file is bad and all large files have at most this size together, `prepare` checks the large files to their
-# ends
+# If a file is bad and the large files have at most this number of bytes together, `prepare` checks the whole large
+# files.
 FULL_CHECK_BYTES = 4 << 30
 LISTED = 1000  # maximum number of files that a message lists
 _HEAD = 4096  # bytes that identify the type of a file
@@ -42,7 +42,7 @@ _KINDS = {
     b"SQLite format 3": "a database",
 }
 _ENDINGS = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1": ".parquet", b"ARROW1": ".arrow"}
-_MARKS = {  # for each byte order mark (longer ones first): the encoding to suggest, and another one that reads the file
+_MARKS = {  # byte order mark (longer marks first): the encoding to suggest, and another encoding that reads the file
     codecs.BOM_UTF32_LE: ("utf-32", "utf-32-le"),
     codecs.BOM_UTF32_BE: ("utf-32", "utf-32-be"),
     codecs.BOM_UTF16_LE: ("utf-16", "utf-16-le"),
@@ -63,7 +63,7 @@ class Look(NamedTuple):
     fault."""
 
     wrong: str | None
-    complete: bool  # True if the check is complete: the file is bad, or the check has read it to its end
+    complete: bool  # True if the file is bad, or the check has read the whole file
 
 
 def look(text_field: TextField, full: bool, source: Source) -> Look:
@@ -81,8 +81,8 @@ def check_beginning(sources: Sources, most: float) -> int:
     """Reads the text of the files in order until the text has more than `most` bytes. Returns the number of bytes read,
     which exceeds `most` unless the files end before.
 
-    Raises `UserError`, which lists the files among those read that `prepare` would refuse. The message suggests no
-    `encoding` or `text_field`, because the callers cannot set either.
+    Raises `UserError`, which lists the read files that `prepare` would refuse. The message suggests no `encoding` or
+    `text_field`, because the callers cannot set either.
     """
     bad, text_bytes = list[tuple[Source, str]](), 0
     for source in sources.files:
@@ -112,7 +112,7 @@ def _without_arguments(what: str) -> str:
 
 
 def _no_file(source: Source) -> str | None:
-    """Describes a path that is no file. Does not open a pipe, which would wait for its other end."""
+    """Describes a path that is no file. Does not open a pipe, because opening would wait for a writer."""
     path = source.path
     if not isinstance(path, Path) or path.is_file():
         return None
@@ -175,8 +175,8 @@ def _kind_cure(source: Source, magic: bytes) -> str:
 
 
 def _is_binary(head: bytes) -> bool:
-    """Returns True if more than one byte of a hundred, and more than three, are control characters that texts do not
-    have."""
+    """Returns True if more than three bytes, and more than one per cent of the bytes, are control characters that texts
+    do not have."""
     controls = len(head) - len(head.translate(None, _CONTROLS))
     return controls > max(3, len(head) // 100)
 
@@ -216,8 +216,8 @@ def with_encoding(source: Source, what: str) -> str:
 
 
 def listing(bad: Sequence[tuple[Source, str]], total: int, partly: bool = False, skip: bool = True) -> str:
-    """Formats one message about bad files among `total`: a line for each, and the cure. `partly` is True if the check
-    has read only parts of large files. `skip` is True if the caller can continue without some files."""
+    """Formats one message about the bad files among `total` files, with the cure. `partly` is True if the check has
+    read only parts of large files. `skip` is True if the caller can continue without some files."""
     skip = skip and len(bad) < total
     apart = _apart(bad, total)
     note = f" So far, only the first {LIMIT >> 20} MB of large files have been checked." if partly else ""

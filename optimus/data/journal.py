@@ -45,7 +45,7 @@ class Counts:
 
 @dataclass
 class Mark:
-    """A position that reading can resume from: everything before `position` gave the first `tokens` of the stream.
+    """A position that reading can resume from. The text before `position` gave the first `tokens` tokens of the stream.
 
     `files` identifies the files read, wholly or partly, up to the position. `document` describes a document that
     continues at the position.
@@ -98,7 +98,8 @@ class Journal:
 
 
 def read(folder: Path) -> Journal | None:
-    """Reads the journal in `folder`; None if there is none. Raises `UserError` for a damaged journal."""
+    """Reads the journal in `folder`. Returns None if the folder has no journal. Raises `UserError` for a damaged
+    journal."""
     path = folder / FILE
     if not path.exists():
         return None
@@ -123,7 +124,7 @@ def _sum(content: dict[str, Any]) -> int:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Describes the differences between two sets of settings; empty if there are none."""
+    """Describes the differences between two sets of settings. Returns "" for equal settings."""
     before = {**EARLIER, **before}
     return ", ".join(
         "other input files" if name == "inputs" else f"{name} {before.get(name)} there and {now[name]} here"

@@ -1,8 +1,8 @@
 """Loads batches of training sequences on a thread, ahead of their use.
 
-The content of a step is a pure function of the configuration and the step, so a run can resume exactly from any step,
-and every rank finds its part without communication. A step uses the next `global_batch` positions of its phase. A batch
-may span the end of a pass over a source. Within a pass, no sequence repeats.
+The content of a step depends only on the configuration, the data and the step. A run can therefore resume exactly from
+any step, and every rank finds its part without communication. A step uses the next `global_batch` positions of its
+phase. A batch may span the end of a pass over a source. Within a pass, no sequence repeats.
 
 Legend: B sequences of this rank, S tokens of a sequence, N positions, K sources of a phase, R distinct rows, C tokens
 of a row.
@@ -31,7 +31,7 @@ class TokenBatch(NamedTuple):
     tokens_BS: NDArray[np.int64]
     target_mask_BS: NDArray[np.bool_] | None = None
     document_BS: NDArray[np.int32] | None = None
-    source_B: NDArray[np.int64] | None = None  # indices into the phase's names, if the phase has several
+    source_B: NDArray[np.int64] | None = None  # indices into the phase's names, if the phase has several names
 
 
 def _as_it_is(batch: TokenBatch) -> Any:

@@ -1,4 +1,4 @@
-"""Extracts the visible text of an HTML page, without scripts and styles, with a line for each block."""
+"""Extracts the visible text of an HTML page, without scripts and styles, with line breaks between blocks."""
 
 import re
 from collections.abc import Iterable, Iterator

@@ -28,8 +28,8 @@ IndexArray = NDArray[np.int64]
 class Mixture:
     """A mixture of sources in proportion to integer `weights`, of which at least one is above 0.
 
-    Rounds weights whose sum, in lowest terms, is 2^30 or more. For every n, source i has `n * weights[i] /
-    sum(weights)` of the first n positions, up to an error of less than one.
+    Rounds weights whose sum, in lowest terms, is 2^30 or more. With the rounded weights, source i has `n * weights[i] /
+    sum(weights)` of the first n positions for every n, up to an error of less than one.
     """
 
     def __init__(self, weights: Sequence[int]) -> None:
@@ -77,8 +77,9 @@ class _Group:
     weights. The group therefore has floor(m R) or ceil(m R) of any m positions. The other positions form a second group
     with the same property. The k-th sequence of a source (from 0) is due between positions floor(k / r) and ceil((k +
     1) / r). Each block is so long that every source is due in the block. By Hall's theorem, the sequences of a block
-    fit if no positions s to t of the block contain fewer positions of the group than sequences that are due from s to
-    t. The rule "earliest deadline first" then finds the schedule (one machine, jobs of unit length).
+    fit under one condition on all positions s and t of the block: from s to t, the group has at least as many positions
+    as sequences that are due. The rule "earliest deadline first" then finds the schedule (one machine, jobs of unit
+    length).
 
     Between s and t within the block, sources with the share Q <= R have sum(floor(t r) - ceil(s r)) <= floor((t - s) Q)
     sequences due, for which the group has enough positions. Let `A` be the sources that have floor(n r) + 1 positions

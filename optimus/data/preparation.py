@@ -4,12 +4,12 @@
    `<output>.partial/tokens.bin`, with an end-of-text token after each document.
    With `pack` "best-fit", `prepare` then packs whole documents into instances, one after the other in `packed.bin`.
 2. Shuffle: instance j of the output is instance `permutation(j)` of the stream.
-3. Shard: helper processes collect the instances in that order into shard files.
+3. Shard: helper processes collect the instances in this order into shard files.
 
 The paper (section 4) cuts instances from the tokens of each file separately, and drops the tail of each file. Here one
-stream runs through all files, and `prepare` drops only the very last tail. With thousands of small files, their tails
-would be most of the text. All bytes of the output depend on the inputs and settings alone, not on the number of workers
-or on interruptions. A local output folder appears complete or not at all, by a rename at the end.
+stream runs through all files, and `prepare` drops only the very last tail. The tails of thousands of small files would
+be most of the text. All bytes of the output depend on the inputs and settings alone, not on the number of workers or on
+interruptions. A local output folder appears complete or not at all, by a rename at the end.
 """
 
 import errno
@@ -98,8 +98,8 @@ class _Run:
         return self.partial / (STREAM if self.pack == "concatenate" else PACKED)
 
     def leave_out(self, bad: Sequence[tuple[files.Source, str]], partly: bool = False) -> None:
-        """Removes the `bad` files from the sources. Raises `UserError`, which lists the files, unless `skip_bad` is set
-        and other files remain."""
+        """Removes the `bad` files from the sources. Raises `UserError`, which lists the files, if `skip_bad` is not set
+        or no other file remains."""
         total = len(self.sources.files) + len(self.bad)
         if bad and (not self.skip_bad or len(bad) == len(self.sources.files)):
             raise UserError(listing(bad, total, partly))
@@ -139,20 +139,21 @@ def prepare(
     tokens. `shard_size` is in bytes. `workers` defaults to the number of cores of this process. The spelling of a
     special token stays ordinary text, unless `parse_special` is True.
 
-    `text_field` is a field of JSON lines or a column of tables, a nested field `meta.body`, or a template of several fields,
-    `{question}\\n{answer}`. `chat:messages` is a field of JSON lines with conversations, of which the model predicts only
-    the answers. With `pack` "concatenate", `prepare` joins all documents and cuts the result every `context` tokens. With
-    "best-fit", `prepare` packs documents and cuts only those that are longer than the context. Padding, which the loss
-    ignores, fills the rest of an instance.
+    `text_field` is a field of JSON lines or a column of tables, a nested field `meta.body`, or a template of several
+    fields, `{question}\\n{answer}`. `chat:messages` is a field of JSON lines with conversations, of which the model
+    predicts only the answers. With `pack` "concatenate", `prepare` joins all documents and cuts the result every
+    `context` tokens. With "best-fit", `prepare` packs whole documents, and cuts only documents that are longer than the
+    context. Padding, which the loss ignores, fills the rest of an instance.
 
     `prepare` excludes and counts documents with fewer than `min_characters` or `min_tokens` (including the end-of-text
     token), or more than `max_characters` or `max_tokens`. Of equal documents (`dedup` "exact") or near-duplicates
     ("minhash"), `prepare` includes only the first.
 
     Text is UTF-8. If `encoding` is another encoding, `prepare` uses it for files that are not valid UTF-8. Before
-    tokenising, `prepare` checks all files (large files often only at their beginning), and one error lists the unreadable
-    files. With `skip_bad`, `prepare` excludes the unreadable files, and the index lists them as `bad_files`. `plugins` names
-    plugins with readers of further files. `prepare` calls `progress(stage, done, total)` now and then; `total` may be None.
+    tokenising, `prepare` checks all files (large files often only at their beginning), and one error lists the
+    unreadable files. With `skip_bad`, `prepare` excludes the unreadable files, and the index lists them as `bad_files`.
+    `plugins` names plugins with readers for other types of files. `prepare` calls `progress(stage, done, total)` now
+    and then; `total` may be None.
 
     A new call resumes where an interrupted call stopped. If `output` is already complete with the same settings, the
     call returns its index. Raises `UserError` for bad input, too little disk space, or an `output` with
@@ -215,7 +216,7 @@ def prepare(
 
 
 def _chat_field(text_field: str, info: TokenizerInfo | None, parse_special: bool) -> ChatField:
-    """Returns the field of conversations, with the tokenizer's chat template, else the default one."""
+    """Returns the field of conversations, with the tokenizer's chat template or the default template."""
     if info is None:
         eos = tokenizers.TRAINED_EOS
         template, special = ChatTemplate(tokens=(("eos_token", eos),)), [eos]
@@ -365,7 +366,7 @@ def _refuse(run: _Run, different: str) -> None:
 def _open_journal(run: _Run, settings: dict[str, Any]) -> Journal:
     """Opens the journal of an interrupted run, at its last mark that is still valid, or starts a new journal.
 
-    Excludes the bad files that the journal lists or a check finds.
+    Excludes the unchanged bad files that the journal lists, and the bad files that a check finds.
     """
     state = journal.read(run.partial)
     if state is None:
@@ -480,11 +481,10 @@ def _tokenise(run: _Run, state: Journal, info: TokenizerInfo) -> None:
 
 
 def _in_order(helpers: Helpers, batches: Iterator[Item]) -> Iterator[tuple[Item, Any]]:
-    """Yields each batch with its tokens, or each other item with its result, in order. Few items are in flight at a time, so
-    memory stays bounded.
+    """Yields each item with its result, in order. Few items are in flight at a time, so memory stays bounded.
 
-    If reading fails, yields all earlier items before raising the error, so that the next run need not repeat these
-    items.
+    If reading raises `UserError`, yields all earlier items before raising the error, so that the next run need not
+    repeat these items.
     """
     waiting: deque[tuple[Item, Future[Any]]] = deque()
     failure: UserError | None = None
@@ -539,7 +539,8 @@ class _StreamWriter:
             self.commit()
 
     def _end_document(self, counts: Counts) -> None:
-        """Counts the document that ends. The next document overwrites an excluded document.
+        """Counts the current document as included, empty or excluded. The next document overwrites an excluded
+        document.
 
         This method does not truncate the stream at an excluded document. The journal may count the first tokens of that
         document, but a run that resumes from there excludes the document again.
@@ -618,7 +619,7 @@ def _check_disk(run: _Run, needed: float) -> None:
 
 
 def _shard(run: _Run, state: Journal, instances: int, info: TokenizerInfo) -> None:
-    """Runs steps 2 and 3: writes the shards that the journal does not list yet."""
+    """Runs steps 2 and 3: writes the shards that are missing in the journal or in the folder."""
     plan = _shard_plan(run, instances, info)
     missing = [
         (name, start, stop)

@@ -1,4 +1,4 @@
-"""Reads inputs of `prepare`, and prepared data, at URLs: s3://, gs://, hf://, https:// and all others that fsspec reads."""
+"""Reads inputs of `prepare`, and prepared data, at URLs that fsspec reads, such as s3://, gs://, hf:// and https://."""
 
 import fcntl
 import hashlib
@@ -96,8 +96,8 @@ def expand(url: str, suffixes: tuple[str, ...]) -> Iterator[tuple[RemoteFile, st
 
 
 class RemoteFolder:
-    """A folder of prepared data at a URL. `fetch` copies its files on demand into the subfolder `local` of `cache`, once
-    for all processes. Changed data gets another subfolder.
+    """A folder of prepared data at a URL. `fetch` copies files on demand into the subfolder `local` of `cache`. All
+    processes share one copy. Changed data gets another subfolder.
 
     Raises `UserError` for an unreachable URL, a URL without prepared data, and a protocol whose package is not
     installed.
@@ -128,7 +128,7 @@ class RemoteFolder:
         (self.local / plain_name(name)).unlink()
 
     def _put(self, path: Path, write: Callable[[Path], object]) -> Path:
-        """Writes `path`, which appears complete or not at all. One process writes while the others wait."""
+        """Writes `path`, which appears complete or not at all. One process writes while other processes wait."""
         if path.exists():
             return path
         with naming_disk_errors(path, "Free some space, or set train.data_cache to another folder"):

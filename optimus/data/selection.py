@@ -1,9 +1,9 @@
 """Selects documents for `prepare`: only documents within the limits of length, and of duplicates or near-duplicates only
 the first.
 
-Exact duplicates are equal in normalised text (Unicode NFKC, case folded, any white space as one space). Near-duplicates have
-sets of five-word shingles with a Jaccard similarity of at least 0.8, estimated from 128 MinHashes (Broder 1997; Lee et al.
-2022, "Deduplicating Training Data Makes Language Models Better", section 4).
+Exact duplicates are equal in normalised text (Unicode NFKC, case folded, any white space as one space). Near-duplicates
+have sets of five-word shingles with a Jaccard similarity of at least 0.8. The estimate is from 128 MinHashes (Broder
+1997; Lee et al. 2022, "Deduplicating Training Data Makes Language Models Better", section 4).
 
 The comparison uses signatures of documents. Helper processes compute the signature of every piece of a document, and
 the writer of the stream joins the signatures of a document. An exact signature covers the whole normalised text, and
@@ -37,7 +37,7 @@ _BYTES = {"none": 0, "exact": 16, "minhash": 4 * _HASHES}  # bytes of a signatur
 
 @dataclass(frozen=True)
 class Selection:
-    """Leaves out documents outside of the limits, and documents that duplicate an earlier one."""
+    """Leaves out documents outside of the limits, and documents that duplicate an earlier document."""
 
     min_characters: int = 0
     max_characters: int | None = None
@@ -98,7 +98,7 @@ class Document:
     unsigned: str = ""  # the end of the normalised text, not yet in the signature
 
     def add(self, piece: DocumentPiece, dedup: Dedup) -> None:
-        """Adds the next piece."""
+        """Adds the next piece, and joins its signature to the document's signature."""
         signature, before = piece.signature, bytes.fromhex(self.signature)
         if dedup == "exact" and not piece.alone:
             text = piece.signature.decode()

@@ -2,7 +2,7 @@
 ids.
 
 The shards are ordinary `.npy` files, mapped into memory. `index.json` lists the shards in order with their checksums,
-and records the settings of their preparation. `prepare` writes the index last, so a folder with an index is complete.
+and records the settings of the preparation. `prepare` writes the index last, so a folder with an index is complete.
 """
 
 import threading
@@ -26,8 +26,8 @@ from optimus.errors import UserError, naming_read_errors
 
 INDEX = "index.json"
 SUMS = "sums.npy"  # CRC-32 of the bytes of each instance, an array [instances]
-NOT_PREDICTED = 1 << 31  # a bit of a stored token that the model does not predict, in data of conversations
-INSIDE = 1 << 30  # a bit of a stored end-of-text token that ends a turn but not its conversation
+NOT_PREDICTED = 1 << 31  # a bit of a stored token that the model does not predict
+INSIDE = 1 << 30  # a bit of a stored end-of-text token that does not end its document
 BEGINS = 1 << 29  # a bit of the first token of a document that no end-of-text token precedes, in items of a dataset
 ENDLESS = 1 << 62  # the number of rows of a stream
 CACHE = "~/.cache/optimus/data"  # default folder for copies of files at URLs
@@ -38,10 +38,10 @@ EARLIER = {"parse_special": True, "pack": "concatenate", "encoding": "utf-8", "p
 
 
 class Rows(Protocol):
-    """Rows of token ids that a run trains on: those of a prepared folder (`Shards`) or of a user's dataset."""
+    """Rows of token ids that a run trains on, from a prepared folder (`Shards`) or a user's dataset."""
 
     folder: Path  # names the rows in messages
-    index: dict[str, Any]  # describes everything that determines the rows
+    index: dict[str, Any]  # describes the rows, for the fingerprint of the data
     instances: int  # number of rows
     context: int  # tokens of a row
     vocab_size: int
@@ -61,7 +61,8 @@ class Rows(Protocol):
         """Raises `UserError` unless a model of `vocab_size` tokens can train on sequences of `context` tokens."""
 
     def verify(self) -> None:
-        """Compares the rows with their checksums, if there are any. Raises `UserError` for rows that differ."""
+        """Compares the rows with their checksums, if the source has checksums. Raises `UserError` for rows that
+        differ."""
 
 
 def read_index(folder: Path) -> dict[str, Any]:
@@ -120,7 +121,7 @@ class Shards:
 
     Opening checks the index, the tokenizer and, in a local folder, the presence, shape and size of every shard. Each read of
     an instance checks the checksum of the instance. Older data has no checksums of instances, so the first read from a shard
-    checks the checksum of the whole shard. Each failure is a `UserError`. Threads may share one object.
+    checks the checksum of the whole shard. Each failed check raises `UserError`. Threads may share one object.
 
     For a folder at a URL, this class copies files into `cache`: a shard at the first read from it, and then the next
     shard in the background.
@@ -162,8 +163,8 @@ class Shards:
         return self.rows(i, i + 1)[0]
 
     def rows(self, start: int, stop: int) -> NDArray[np.unsignedinteger[Any]]:
-        """Returns instances `start` to `stop` as an array [stop - start, context]; a view if the data is not `masked` and
-        all these instances are in one shard."""
+        """Returns instances `start` to `stop` as an array [stop - start, context]. The array is a view if the data is
+        not `masked` and all these instances are in one shard."""
         stored = self.stored_rows(start, stop)
         return np.bitwise_and(stored, INSIDE - 1, dtype=stored.dtype) if self.masked else stored
 

@@ -57,7 +57,7 @@ def records(stream: BinaryIO, where: str, field: TextField, delimiter: str) -> I
 
 
 def _lines(text: io.TextIOWrapper) -> Iterator[str]:
-    """Yields lines of bounded length."""
+    """Yields the lines. Raises `csv.Error` for a line of `LONGEST_CELL` characters or more."""
     while line := text.readline(LONGEST_CELL):
         if len(line) == LONGEST_CELL:
             raise csv.Error(f"a line of {LONGEST_CELL >> 20} MB or more")

@@ -12,13 +12,14 @@ from optimus.errors import UserError
 FILE = "tokenizer.json"
 _LARGEST = (1 << 29) - 1  # three of the 32 bits are flags: `NOT_PREDICTED`, `INSIDE` and `BEGINS` (`shards.py`)
 TRAINED_EOS = "<|endoftext|>"
-# `_eos_token` tries these in order if no configuration in the tokenizer's folder names the end-of-text token.
+# `_eos_token` tries these tokens in order if no configuration in the tokenizer's folder names the end-of-text token.
 KNOWN_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|end▁of▁sentence|>", "[EOS]")
 
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """The facts about a tokenizer that the rest of the pipeline needs. `vocab_size` is the largest token id plus one."""
+    """The facts about a tokenizer that tokenisation and training need. `vocab_size` is the largest token id plus
+    one."""
 
     path: Path
     sha256: str
@@ -26,7 +27,7 @@ class TokenizerInfo:
     eos_id: int
     eos_token: str
     masked: bool = False
-    """True if stored tokens have a bit that marks them as not predicted."""
+    """True if stored tokens may have the bit `NOT_PREDICTED` (`shards.py`)."""
 
     @property
     def dtype(self) -> str:
@@ -35,7 +36,8 @@ class TokenizerInfo:
 
 
 def load(path: Path, *, parse_special: bool = False) -> Any:
-    """Loads the `tokenizers.Tokenizer` in a file, without truncation and padding. Raises `UserError`.
+    """Loads the `tokenizers.Tokenizer` in a file, without truncation and padding. Raises `UserError` for any other
+    file.
 
     The tokenizer encodes the spelling of a special token, such as `<|endoftext|>`, as ordinary text, or with
     `parse_special` as that token.
@@ -60,7 +62,8 @@ def encoder(tokenizer: Any) -> Any:
 
 
 def inspect(file_or_folder: Path) -> TokenizerInfo:
-    """Describes the tokenizer in a file, or in a folder that contains `tokenizer.json`. Raises `UserError`."""
+    """Describes the tokenizer in a file, or in a folder that contains `tokenizer.json`. Raises `UserError` for an
+    invalid tokenizer, and for a tokenizer without an end-of-text token."""
     path = file_or_folder / FILE if file_or_folder.is_dir() else file_or_folder
     if not path.is_file():
         raise UserError(f"tokenizer not found: {path}. Give a tokenizer.json, or a folder that contains one.")

@@ -23,7 +23,7 @@ from optimus.data.permutation import Permutation
 from optimus.data.shards import ENDLESS, Rows, Shards
 from optimus.errors import UserError
 
-_DESCRIBED = 4096  # first positions of a phase, whose sources the fingerprint hashes
+_DESCRIBED = 4096  # number of first positions of a phase whose sources the fingerprint hashes
 
 
 class MixedSource(NamedTuple):
@@ -48,8 +48,7 @@ class MixedSource(NamedTuple):
     def rows(self, index_N: NDArray[np.int64], seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Locates the source's sequences `index_N` of the phase: the row of each, and the part of the row.
 
-        Pass 0 reads the rows in the stored order, which is already shuffled. Each later pass permutes the rows with the key
-        (seed, pass).
+        Pass 0 reads the rows in the stored order. Each later pass permutes the rows with the key (seed, pass).
         """
         passed_N, part_N = np.divmod(self.first + index_N, self.parts)
         pass_N, row_N = np.divmod(passed_N, self.instances)
@@ -131,7 +130,7 @@ def open_sources(config: RunConfig, dataset: Any = None) -> dict[str, Rows]:
 
 
 def rows_in(sources: Mapping[str, Rows]) -> int | None:
-    """Returns the number of rows of all sources together; None if one of them is a stream."""
+    """Returns the number of rows of all sources together; None if a source is a stream."""
     instances = [rows.instances for rows in sources.values()]
     return None if ENDLESS in instances else sum(instances)
 
@@ -218,12 +217,12 @@ class TrainingData:
 
     @property
     def instances(self) -> int | None:
-        """The number of rows of all sources together; None if one of them is a stream."""
+        """The number of rows of all sources together; None if a source is a stream."""
         return rows_in(self.folders)
 
     def stream_states(self, steps: int) -> dict[str, Any]:
-        """Returns states from which the streams can continue after `steps` steps, by source. A state is that before the last
-        of these steps, which a loader has read for certain."""
+        """Returns states from which the streams can continue after `steps` steps, by source. A state precedes the last
+        of these steps, which a loader has certainly read."""
         last = max(0, steps - 1)
         phase, found = self.phases[phase_at(self._described, last).number], {}
         for source, number in zip(phase.sources, phase.counts(last)):

@@ -90,7 +90,7 @@ def _conversation_encoder(info: TokenizerInfo) -> _TokensOf:
 
 
 def tokenizer_trainer(vocab_size: int, path: Path) -> Callable[..., None]:
-    """Returns a function that collects the texts of its calls, and trains a tokenizer on all of them at a call without
+    """Returns a function that collects the texts of its calls. A call without texts trains a tokenizer on the collected
     texts."""
     held: list[str] = []
 

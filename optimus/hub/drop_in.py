@@ -48,11 +48,11 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
 
     The result is [T, H] in the dtype of `hidden_states`. `experts` is a module decorated with
     `use_experts_implementation`; `hidden_states` is [T, H], and the other tensors are [T, K]. In `transformers`' expert
-    parallelism, an index of E or more is a choice of another rank's expert, which adds nothing. As in the eager form,
-    matmuls are in the dtype of the weights or, under autocast, in autocast's dtype. The function rounds routing weights
-    to that dtype too, for example Mixtral's fp32 weights.
+    parallelism, an index of E or more is a choice of another rank's expert, which adds nothing. As in the eager
+    implementation, matmuls are in the dtype of the weights or, under autocast, in autocast's dtype. The function rounds
+    routing weights to that dtype too, for example Mixtral's fp32 weights.
 
-    Raises `UserError` for experts of another form, before computing anything.
+    Raises `UserError` for experts that the kernels cannot compute, before computing anything.
     """
     _check(experts)
     gate_up, down = experts.gate_up_proj, experts.down_proj
@@ -66,9 +66,9 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
 class FastSparseMoEBlock(nn.Module):
     """Replaces `OlmoeSparseMoeBlock` of `transformers` with our kernels, for any experts implementation of the model.
 
-    Parameters, state dict, initial values, recorded router logits and arguments equal those of the original block, and
-    the result equals that of the original block up to rounding. The name comes from the Optimus paper, section 3.1.
-    Raises `UserError` if the config's activation is not SiLU, and without `transformers` 5.17 or newer.
+    Parameters, state dict, initial values, recorded router logits and arguments are the same as in the original block.
+    The result is the same up to rounding. The name comes from the Optimus paper, section 3.1. Raises `UserError` if the
+    config's activation is not SiLU, and without `transformers` 5.17 or newer.
 
     Example:
         block = optimus.FastSparseMoEBlock(model.config)

@@ -153,7 +153,7 @@ def export_model(
 
 
 class SpecialTokens(NamedTuple):
-    """A tokenizer's special tokens for generation. Without a padding token, the end-of-text token serves as one."""
+    """A tokenizer's special tokens for generation. Without a padding token, the end-of-text token takes its place."""
 
     eos: str | None
     pad: str | None

@@ -141,9 +141,8 @@ def _shapes(model: Transformer) -> dict[str, tuple[int, ...]]:
 def load_weights(model: Transformer, path: Path) -> None:
     """Fills the parameters of `model` from the safetensors of a Hugging Face folder, after checks of all tensors.
 
-    The function reads both forms of experts: one tensor per expert (published) and one per layer (fused). Raises
-    `UserError` for another architecture, for missing, unexpected or mis-shaped tensors, and for a dtype that `model`
-    would round.
+    The function reads experts as one tensor per expert (published) or one tensor per layer (fused). Raises `UserError`
+    for another architecture, for missing, unexpected or mis-shaped tensors, and for a dtype that `model` would round.
     """
     check_same_model(read_model(path), model.config, path / FILE)
     _fill(model, FolderTensors(path), path)

@@ -16,8 +16,8 @@ from optimus.model.families import Key, families
 
 
 class Published(NamedTuple):
-    """A published tensor, and a view of our parameter with the same elements in the same order. The two shapes may
-    differ."""
+    """A published tensor, and a view of our parameter with the same elements in the same order. `shape` may differ from
+    the shape of `view`."""
 
     name: str
     view: Tensor

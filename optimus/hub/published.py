@@ -69,8 +69,8 @@ def published_again(
 ) -> Remarks:
     """Returns the metadata `said` of the model that training started from, adapted to a checkpoint.
 
-    `vocab`, `tokenizer`, `eos_id`, `pad_id` and `context` are those of the checkpoint. `eos_id` ends documents in
-    training. The result has `eos_id` before the published stop tokens, unless it is one of them.
+    `vocab`, `tokenizer`, `eos_id`, `pad_id` and `context` describe the checkpoint. `eos_id` ends documents in training.
+    The result has `eos_id` before the published stop tokens, unless these tokens include `eos_id`.
     """
     sha256 = said.get("sha256")
     same = tokenizer is not None and sha256 is not None and _sha256(tokenizer) == sha256

@@ -92,7 +92,7 @@ def train_or_check(
 def _number_of_ranks(tree: RunConfig, ranks: int | Literal["auto"] | None) -> int:
     """Returns the launcher's number of ranks if there is a launcher, otherwise `ranks`.
 
-    With "auto", the number is one for each accelerator. On a CPU, "auto" and None stand for the fewest ranks that the
+    "auto" stands for one rank for each accelerator. None, and "auto" on a CPU, stand for the fewest ranks that the
     configuration needs. Raises `UserError` if `ranks` is another number than the launcher's.
     """
     if "WORLD_SIZE" in os.environ:
@@ -110,7 +110,7 @@ def _number_of_ranks(tree: RunConfig, ranks: int | Literal["auto"] | None) -> in
 
 
 def _begin_optimizer(run: Path) -> None:
-    """Makes `run` resume from the weights of its newest checkpoint, if any, with zeroed moments.
+    """Makes `run` resume from the weights of its newest checkpoint, if any, with a fresh optimizer.
 
     Raises `UserError` like `rollback`.
     """

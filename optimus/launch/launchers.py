@@ -1,7 +1,8 @@
 """Finds the ranks that another launcher has started: torchrun, Slurm's `srun`, and `mpiexec` of several MPI libraries.
 
-Every launcher describes a task by environment variables of its own. This module translates these variables to those of
-torchrun, which the other modules read: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+Every launcher describes a task by environment variables of its own. This module translates these variables to the
+variables of torchrun, which other modules read: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
+MASTER_PORT.
 """
 
 import os
@@ -19,7 +20,7 @@ _PORTS = range(20_000, 32_000)  # below the ports that Linux by default gives to
 
 
 class _Launcher(NamedTuple):
-    """A launcher, and its variables for a task: rank, number of ranks, and both on the task's node."""
+    """A launcher, and its variables for a task: rank and number of ranks, in the run and on the task's node."""
 
     name: str
     rank: str
@@ -51,7 +52,7 @@ _LAUNCHERS = (
 
 
 def join() -> None:
-    """Adds the variables of `rank_variables` to the environment. Raises `UserError` like that function.
+    """Adds the variables of `rank_variables` to the environment. Raises `UserError` like `rank_variables`.
 
     Without WORLD_SIZE, removes RANK, LOCAL_RANK and LOCAL_WORLD_SIZE, which an earlier program may have left: the rank
     alone would mislead a run.
@@ -63,7 +64,7 @@ def join() -> None:
 
 
 def meet(run: str | Path) -> None:
-    """Adds the variables of `master_of` to the environment. Raises `UserError` like that function."""
+    """Adds the variables of `master_of` to the environment. Raises `UserError` like `master_of`."""
     os.environ.update(master_of(os.environ, run))
 
 
@@ -124,7 +125,7 @@ def master_of(env: Mapping[str, str], run: str | Path) -> dict[str, str]:
 
 
 def check_alone(command: str) -> None:
-    """Raises `UserError` if a launcher has started several tasks of `command` on this node, which needs one."""
+    """Raises `UserError` if a launcher has started several tasks of `command` on this node instead of one."""
     if int({**os.environ, **rank_variables(os.environ)}.get("LOCAL_WORLD_SIZE", "1")) > 1:
         raise UserError(
             f"a launcher has started several tasks of `{command}` on this node: start one per node, which starts the ranks "

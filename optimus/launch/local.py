@@ -61,7 +61,7 @@ def start_ranks(config: str, resume: bool, ranks: int, holder: str, objects: byt
 
     Returns the signal that has ended the run early, or 0. Raises `UserError` when a rank has failed.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we report failed ranks ourselves
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # `explain` reports failed ranks
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.yaml"
         file.write_text(config, encoding="utf-8")

@@ -67,7 +67,7 @@ class Launch(NodeJob):
     node: str
     endpoint: str
     name: str = "optimus"  # distinguishes launches in one store
-    aborts: bool = False  # True: the backend sends SIGABRT to ranks that have lost another rank
+    aborts: bool = False  # True if the backend sends SIGABRT to ranks that have lost another rank
 
 
 def run_node(
@@ -253,7 +253,8 @@ class _Member:
         number = self._store.add(self._key(claims), 1)
         self._tell(f"{claims}/{number}", self._rendezvous.member)
         here = self._rendezvous.present()
-        # A claim counts even before its name is in the store. A failed claim, whose name is empty, does not count.
+        # A claim counts even before the store has the name of its node. A failed claim, whose name is empty, does not
+        # count.
         told = [self._told(f"{claims}/{earlier}") for earlier in range(1, number)]
         claimed = sum(member is None or member in here for member in told)
         if self._rendezvous.spares() > claimed:

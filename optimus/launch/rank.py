@@ -93,7 +93,7 @@ def run_rank(
             ):
                 ending = trainer.fit()
                 trainer.state.finish()
-            if ending.signal:  # wait for all ranks: a launcher ends the others once one has exited with an error code
+            if ending.signal:  # wait for all ranks: once a rank has exited with an error code, a launcher ends all
                 trainer.groups.world.any(False)
         if node is not None and trainer.groups.rank == 0 and (trainer.is_done or ending.signal):
             if not ending.signal:

@@ -202,10 +202,10 @@ class Rendezvous(dynamic.DynamicRendezvousHandler):
 class Agent(LocalElasticAgent):
     """Starts and watches the ranks of one node, together with the agents of the other nodes.
 
-    When a new world has formed, before its ranks start, the agent calls `joined` with the number of the world, the
-    index of this node, the number of nodes and the store. The agent calls `failed` with this node's failed ranks by
-    global rank, and does what `failed` returns. `say` prints messages about the agent's actions. `logs` is a folder for
-    TorchElastic's logs of the ranks.
+    When a new world has formed, the agent calls `joined` before the ranks start. The arguments are the number of the
+    world, the index of this node, the number of nodes and the store. The agent calls `failed` with this node's failed
+    ranks by global rank, and does what `failed` returns. `say` prints messages about the agent's actions. `logs` is a
+    folder for TorchElastic's logs of the ranks.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class Agent(LocalElasticAgent):
             monitor_interval=0.2,
             local_addr=rendezvous._this_node.addr,
         )
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we report failures ourselves
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # `failed` reports failures
         told_torch_elastic()
         super().__init__(spec, DefaultLogsSpecs(str(logs)), exit_barrier_timeout=60)
         self._shutdown_timeout = SAVING  # torch 2.13 passes this value to `_shutdown`; 2.11 passes none
@@ -260,8 +260,7 @@ class Agent(LocalElasticAgent):
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         """Stops the ranks by SIGTERM, and by SIGKILL after `_LAST_WORDS` seconds.
 
-        The ranks wait in a collective for lost ranks, so that more time would not let the ranks finish their step and
-        save.
+        The ranks wait in a collective for lost ranks, so more time would not let the ranks finish their step and save.
         """
         self._shutdown(timeout=_LAST_WORDS)
 

@@ -32,5 +32,5 @@ class Waiting:
         self._what, self._said = what, now
 
     def over(self) -> None:
-        """Ends the wait."""
+        """Ends the wait, so that the next call of `on` begins a new wait."""
         self._what = None
