@@ -1,4 +1,4 @@
-"""Computes the process groups of a run, and the number of communicators of a rank, without creating any."""
+"""Computes the process groups of a run, and the number of communicators of a rank, without communication."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -59,7 +59,7 @@ def shared_groups(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout]) 
 
 
 def state_groups(mesh: Mesh, layouts: Mapping[str, Layout], options: StateConfig) -> list[PlannedGroups]:
-    """Returns the partitions that shard parameters of these layouts and their state, and the replica groups of shards."""
+    """Returns the partitions that shard parameters and state with these layouts, and the replica groups of shards."""
     found = []
     for axes in dict.fromkeys(layout.partial_axes for layout in layouts.values()):
         *steps, copies = shard_partitions(mesh, axes, options)
@@ -89,7 +89,7 @@ def communicators(
     """Returns an upper bound of the communicators of each of `ranks`, for backends that create a communicator at a
     group's first collective.
 
-    NCCL, RCCL and oneCCL are such backends. For messages, these backends create one communicator per sender and
+    NCCL, RCCL and oneCCL are such backends. For messages, these backends create one communicator per pair of sender and
     receiver; a rank needs only the communicators between its stages and their neighbours.
     """
     found: list[list[Communicators]] = [[] for _ in ranks]
@@ -104,7 +104,7 @@ def communicators(
 
 
 def _neighbours(config: RunConfig, pipeline_rank: int) -> int:
-    """Counts the boundaries between a stage on this rank and a stage on another rank."""
+    """Counts the boundaries between a stage on `pipeline_rank` and a stage on another pipeline rank."""
     placement = placement_of(config)
     ranks = [placement.rank_of(stage) for stage in range(placement.stages)]
     return sum(pipeline_rank in border and len(set(border)) > 1 for border in pairwise(ranks))

@@ -1,7 +1,7 @@
 """The memory account of a rank, computed from its plan. Checks, choices, plans and dry runs read the account.
 
-The account leaves out transfers in flight: buffers of collectives, messages, and tiles of offloaded updates. An offloaded
-update transfers two tiles at a time between host and device (`state.tile` elements; at least one matrix for a matrix rule).
+The account leaves out buffers of collectives, messages, and tiles of offloaded updates. An offloaded update transfers two
+tiles at a time between host and device. A tile has about `state.tile` elements, but at least one matrix for a matrix rule.
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ from optimus.state.plan import ChunkPlan, StateSpec, bytes_by_kind, shard_sizes
 Table = npt.NDArray[np.int64]  # shape [shards, kinds]
 
 _BESIDE = "host", "disk"  # locations of state other than the device
-_IN_FLIGHT = 3  # unsharded gradients of chunks with offloaded state: the backward pass fills one, two are in flight
+_IN_FLIGHT = 3  # chunks with unsharded gradients at a time, for offloaded state: one in use, two in flight
 
 
 class MemoryAccount(NamedTuple):
@@ -50,7 +50,7 @@ class MemoryAccount(NamedTuple):
 
     @property
     def gathered(self) -> int:
-        """Bytes of gathered parameters and gradients."""
+        """Bytes of parameters and gradients in use."""
         return self.parameters_in_use + self.gradients_in_use
 
     @property
