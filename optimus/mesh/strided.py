@@ -10,8 +10,8 @@ class StridedGroup(NamedTuple):
     """A group of `size` ranks, each `stride` after the previous rank.
 
     If `near` is not 0, the group consists of runs of `near` ranks, because `pipeline_stride` interleaves the pipeline
-    stages. The stride then applies only within a run, and each run begins `far` ranks after the beginning of the previous
-    run.
+    stages. The stride then applies only within a run, and each run begins `far` ranks after the beginning of the
+    previous run.
     """
 
     size: int

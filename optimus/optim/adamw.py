@@ -24,7 +24,8 @@ class AdamW(UpdateRule):
     eps: float
 
     def update(self, now: OptimizerStep, tile: Tile) -> None:
-        """Updates the tile like `UpdateRule.update`, but with Triton in one kernel, and on an accelerator's host in one pass."""
+        """Updates the tile like `UpdateRule.update`, but with Triton in one kernel, and on an accelerator's host in one
+        pass."""
         weight, gradient, (m, v), copy, _ = tile
         factors = self.beta1, self.beta2, self.eps, self.weight_decay
         if backend.use_triton(weight):

@@ -50,7 +50,7 @@ class Rule:
     trains: ClassVar[bool] = False  # True if the rule changes the weights; other weights need no gradient
     kinds: ClassVar[tuple[str, ...]] = ()  # names of the rule's fp32 buffers in checkpoints
     tiling: ClassVar[TilingName] = "flat"  # `flat`: tiles of any length; `matrices`: tiles of matrices
-    averages: ClassVar[bool] = False  # True if the model's weights are averages, and training computes with other weights
+    averages: ClassVar[bool] = False  # True if the model's weights are averages, and training uses other weights
     counters: ClassVar[tuple[str, ...]] = ()  # names of run-wide numbers that the rule needs, as in checkpoints
 
     def begin(self, weight: Tensor, moments: Sequence[Tensor]) -> None:

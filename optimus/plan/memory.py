@@ -163,7 +163,7 @@ def run_activations(job: Job) -> ActivationSizes:
     chosen = Recomputation(kinds, job.config.recompute_every)
     config = job.config.decided(dispatch(job.config, job.mesh, job.machine.collectives).values)
     shapes = activation_shapes(config, job.mesh, job.teachers, int(job.itemsize))
-    # The search also tries layouts that cannot send duplicates of tokens, so the estimate counts none.
+    # The search also tries layouts that cannot send duplicates of tokens, so the estimate counts no duplicates.
     shapes |= {"options": replace(shapes["options"], duplicates=False), "load": job.imbalance}
 
     @cache

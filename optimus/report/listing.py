@@ -1,4 +1,4 @@
-"""Lists the runs below a folder, a row each."""
+"""Lists the runs in a folder and its subfolders, with one row per run."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -51,7 +51,7 @@ def runs(
 
 
 def table_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the rows in a form for people, with `step` and `steps` in one column."""
+    """Returns the rows of a table for people. `step` shares a column with `steps`, and `state` with `why`."""
     shown = []
     for row in rows:
         step = f"{row['step']:,}" + (f" of {row['steps']:,}" if row["steps"] is not None else "")

@@ -1,7 +1,8 @@
 """The memory account of a rank, computed from its plan. Checks, choices, plans and dry runs read the account.
 
-The account leaves out buffers of collectives, messages, and tiles of offloaded updates. An offloaded update transfers two
-tiles at a time between host and device. A tile has about `state.tile` elements, but at least one matrix for a matrix rule.
+The account leaves out buffers of collectives, messages, and tiles of offloaded updates. An offloaded update transfers
+two tiles at a time between host and device. A tile has about `state.tile` elements, but at least one matrix for a
+matrix rule.
 """
 
 from collections import Counter

@@ -109,7 +109,7 @@ class ResolvedRun:
 
     @property
     def stage_ranks(self) -> Sequence[int]:
-        """One rank for each position in the pipeline; the other ranks of a stage have shards of the same chunks."""
+        """One rank for each position in the pipeline: the ranks in the group of rank 0 along `pp`."""
         return self.mesh.group(0, ("pp",))
 
     def partition(self, rank: int) -> StagePartition:
@@ -172,7 +172,7 @@ class ResolvedRun:
     def chunks(self) -> Decided:
         """The largest chunk of each stage, in elements, if `state.chunk` leaves the size open.
 
-        The configuration does not store these sizes, because each stage may have another size.
+        The configuration does not store these sizes, because stages may differ in the size.
         """
         if self.config.state.chunk is not None:
             return Decided()
