@@ -21,7 +21,7 @@ class StridedGroup(NamedTuple):
 
     @property
     def span(self) -> int:
-        """Number of consecutive ranks that this group and its interleaved groups cover.
+        """Distance in ranks from this group to the next group that does not interleave with this group.
 
         Interleaved groups have the same size and strides, and begin between two ranks of this group.
         """

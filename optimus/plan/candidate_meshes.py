@@ -60,7 +60,7 @@ class Candidate(NamedTuple):
 
     @property
     def job(self) -> Job:
-        """The candidate's job. Sharding of the state and recomputation are those of the job passed to `candidates`."""
+        """The candidate's job. Sharding of the state and recomputation come from the job passed to `candidates`."""
         mesh = replace(self.timing.mesh, pp=self.pp, dp=self.dp)
         order = {"schedule": self.schedule, "stages_per_rank": self.stages_per_rank}
         return self.timing.work.job.changed(mesh, parallel=order)

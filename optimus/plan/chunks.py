@@ -288,7 +288,7 @@ def held_in(job: Job, stages: Iterable[PartCounts]) -> Iterator[PartCounts]:
 
 def chunk_groups(job: Job, stages: Sequence[PartCounts]) -> list[ChunkGroup]:
     """Returns the chunks of a rank with these stages, grouped by replicas, update rule and masks, without offloading.
-    In a run with pruning, the chunks are in their state after the last pruning."""
+    In a run with pruning, the chunks have the sparsity after the last pruning."""
     state = job.state if job.state.offload == "none" else job.state.model_copy(update={"offload": "none"})
     unpruned = 1 - job.config.pruning.sparsity if job.config.pruning is not None else None
     found: dict[tuple[object, ...], ChunkGroup] = {}
@@ -343,7 +343,7 @@ def _sharding(
     axes: tuple[str, ...], mesh: Mesh, over_data: bool, widths: tuple[int | None, ...]
 ) -> tuple[StridedGroup, tuple[StridedGroup, ...], ShardDepths]:
     """Returns the placement of the ranks along `axes`, the groups that shard the state in each step
-    (`state.plan.shard_groups`), and the depths of sharding."""
+    (`state.plan.shard_groups`), and the `ShardDepths`."""
     replicas = shared = _replicas(axes, mesh)
     if over_data and axes != ("edp",):
         several = len({(mesh.coordinate(rank, "ep"), mesh.coordinate(rank, "etp")) for rank in mesh.group(0, axes)})

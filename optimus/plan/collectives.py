@@ -30,9 +30,9 @@ Algorithm = Literal["ring", "hierarchical", "best", "library", "pccl", "chosen"]
 
 
 def ring_bandwidth(group: StridedGroup, machine: Machine) -> float:
-    """Returns the bandwidth of each link of a group's ring while all groups with equal strides communicate.
+    """Returns the bandwidth of each link of a group's ring while all groups with the same size and strides communicate.
 
-    On a node, the bandwidth follows case 1; across nodes, it follows equation 5.7.
+    The bandwidth follows case 1 on a node, and equation 5.7 across nodes.
     """
     if group.nodes(machine.ranks_per_node) == 1:
         return machine.node.groups.get(f"{group.stride}x{group.size}", machine.node.bandwidth)
@@ -92,7 +92,8 @@ def reduce_scatter_seconds(size: int, nbytes: float, bandwidth: float) -> float:
 def collective_seconds(
     kind: CollectiveKind, nbytes: float, group: StridedGroup, machine: Machine, algorithm: Algorithm = "ring"
 ) -> float:
-    """Returns the seconds of a collective among the ranks of `group` while all groups with equal strides communicate.
+    """Returns the seconds of a collective among the ranks of `group` while all groups with the same size and strides
+    communicate.
 
     `nbytes` is the number of bytes that a rank has at the end (all-gather), at the beginning (reduce-scatter, all-to-all) or
     at both (all-reduce).
@@ -156,7 +157,7 @@ def _chooses(machine: Machine) -> bool:
 
 
 def shape_of(group: StridedGroup, machine: Machine) -> Shape | None:
-    """Returns the shape of a group on its nodes, or None if the group's ranks are spread unevenly over the nodes."""
+    """Returns the shape of a group on its nodes, or None if the nodes have unequal numbers of the group's ranks."""
     shape = Shape(group.nodes(machine.ranks_per_node), group.on_a_node(machine.ranks_per_node))
     return shape if shape.ranks == group.size else None
 
@@ -187,8 +188,8 @@ def _by_events(name: str, kind: CollectiveKind, shape: Shape, size: float, links
 
 
 def links_of(machine: Machine, groups: int, bandwidth: float) -> Links:
-    """Returns the links of a group while `groups` groups with equal strides communicate on each node. `bandwidth` is a
-    node's bandwidth to other nodes."""
+    """Returns the links of a group while `groups` groups with the same size and strides communicate on each node.
+    `bandwidth` is a node's bandwidth to other nodes."""
     network, node = machine.network, machine.node
     adapters = max(1, network.rings // groups)
     each = bandwidth / groups / adapters
@@ -306,8 +307,8 @@ def _all_to_all(nbytes: float, group: StridedGroup, machine: Machine) -> float:
 
 
 def transfer_seconds(sent: float, group: StridedGroup, machine: Machine) -> float:
-    """Returns the seconds of a message of `sent` bytes to the next rank of `group` while all ranks send one. The
-    slowest message decides, within a node or between nodes."""
+    """Returns the seconds of a message of `sent` bytes to the next rank of `group` while all ranks send messages of
+    this size. The slowest message decides, within a node or between nodes."""
     pace = machine.node.pace("shift")
     bandwidth = machine.node.groups.get(f"{group.stride}x2", machine.node.bandwidth)
     inside = sent / bandwidth / pace.share + pace.start + pace.step

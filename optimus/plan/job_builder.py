@@ -55,9 +55,9 @@ def plan(
     layout, whether it fits or not. With `largest`, the plans are for the model with as many layers as fit, one plan for
     each offloading. With `scale`, the answer has a plan for each number of ranks in `scale`.
 
-    The experts of the most loaded rank get `imbalance` times the mean number of tokens. `what_if` changes the machine or the
-    profile, and `links` is a file with the bandwidth between nodes. `plugins` names plugins in addition to those of the
-    run's file. Raises `UserError` for an invalid request, and when a search finds no layout that fits.
+    The experts of the most loaded rank get `imbalance` times the mean number of tokens. `what_if` changes the machine
+    or the profile, and `links` is a file with the bandwidth between nodes. `plugins` names plugins in addition to the
+    plugins of the run's file. Raises `UserError` for an invalid request, and when a search finds no layout that fits.
 
     Example:
         plans = api.plan("mula-7b-a1b", machine="dgx-h100", ranks=8, best=3).plans

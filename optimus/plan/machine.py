@@ -133,8 +133,8 @@ class Network(Section):
     """Rounds of recursive doubling between nodes, in which each rank exchanges with ranks of the same local rank on other
     nodes (`profile.collectives: pccl`)."""
     links: list[list[float]] | None = None
-    """Matrix of the bandwidth between each pair of nodes with unequal links, over all adapters of a node, bytes/s. The
-    matrix replaces bandwidth, group_nodes and taper."""
+    """Matrix of the bandwidth between each pair of nodes, for unequal links, bytes/s. A bandwidth counts all adapters
+    of a node. The matrix replaces bandwidth, group_nodes and taper."""
 
     @model_validator(mode="after")
     def _matrix(self) -> "Network":
@@ -313,7 +313,7 @@ def load_machine(name: str) -> Machine:
 
 
 def _check_units(machine: Machine, path: Path) -> None:
-    """Raises `UserError` for a figure that can only be in another unit than the documented one. Measured figures are far
+    """Raises `UserError` for a figure that is impossible in the documented unit. Measured figures are far
     from these limits, even for a slow simulated machine."""
     rates = {f"arithmetic.{kind}.peak": each.peak for kind, each in machine.arithmetic.items()}
     host, network = machine.host, machine.network

@@ -1,8 +1,8 @@
 """Estimates a rank's memory for the search.
 
-The layouts decide the bytes of parameters, gradients and optimizer state. Recomputation and the schedule's live microbatches
-decide the bytes of activations. A plan with this library's profile reports the memory account of its run instead
-(`resolve.memory`), and the search returns only plans that fit by their accounts.
+The layouts decide the bytes of parameters, gradients and optimizer state. Recomputation and the schedule's live
+microbatches decide the bytes of activations. A plan with this library's profile reports the memory account of its run
+(`resolve.memory`) instead of the estimate. The search returns only plans that fit by their accounts.
 
 `parallel.activations` computes the activations of this library's modules. `benchmarks.published.activations` computes
 the activations of the frameworks in published measurements.

@@ -202,8 +202,8 @@ def residencies(job: Job) -> Iterator[Job]:
 
 
 def _accumulations(job: Job) -> Iterator[Job]:
-    """Yields the job and, if gradients are offloaded and a step may have several microbatches, the job that accumulates
-    gradients on the host. If `accumulate_on` is configured, yields only the job."""
+    """Yields the job. With offloaded gradients, `accumulate_on: auto` and more sequences than ranks, also yields
+    the job that accumulates gradients on the host."""
     yield job
     offloads = RESIDENCES[job.state.offload][1] != "device"
     if offloads and job.state.accumulate_on == "auto" and job.train.global_batch > job.mesh.size:
@@ -221,7 +221,7 @@ def recomputed(job: Job, recompute: frozenset[str]) -> Job:
 
 
 def sharded(job: Job) -> Iterator[tuple[Shard, int | ShardRanks | None]]:
-    """Yields the ways to shard the state that the search tries, as (level, width).
+    """Yields the ways to shard the state that the search tries, as (sharding, width).
 
     A width is all replicas (None), or the number of replicas on a node. Further ways shard parameters over the nearest ranks
     of a node, gradients over these ranks or over the node, and the optimizer's state over all replicas.

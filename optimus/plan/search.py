@@ -43,7 +43,7 @@ def search(job: Job, best: int = 10) -> list[Plan]:
     configuration stay. Without configured offloading, the search offloads state only if no layout fits on the devices
     alone.
 
-    Raises `UserError` when no layout divides the batch, or no layout fits. In the latter case the message names the
+    Raises `UserError` when no layout divides the batch, or no layout fits. If no layout fits, the message names the
     smallest known machine with enough memory, if any.
     """
     asked = job.checked().undivided

@@ -303,8 +303,8 @@ def _moving(
 
 
 def _beside(moving: float, computing: float) -> float:
-    """Returns the seconds that collectives add to the computation that overlaps them: their exposed time, and the slowdown
-    of the computation."""
+    """Returns the seconds that collectives add to overlapping computation: the exposed time of the collectives, and the
+    slowdown of the computation."""
     return max(0.0, moving - computing) + _CONTENTION * min(moving, computing)
 
 

@@ -49,14 +49,14 @@ class RunFolder:
     config: dict[str, Any]
     timeline: dict[str, Any] | None
     evaluations: dict[str, dict[str, Any]]  # results that `optimus evaluate` wrote into `evaluations/`, by file name
-    # Numbers of skipped lines, by file name; 1 for a damaged file that is skipped whole.
+    # Numbers of skipped lines, by file name; 1 for a whole damaged file.
     skipped_lines: dict[str, int] = field(default_factory=dict)
     ended: bool = False  # True if the run has ended, even if its lease has not expired yet
     _columns: dict[str, list[float | None]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        """Printable name of the folder."""
+        """Name of the folder, without unprintable characters."""
         return printable(self.path.resolve().name)
 
     def setting(self, key: str, default: Any = None) -> Any:

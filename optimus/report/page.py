@@ -213,7 +213,7 @@ def _charts(folders: Sequence[RunFolder], hidden: set[str]) -> list[dict[str, An
 def curve(folder: RunFolder, key: str) -> dict[str, list[Any]]:
     """Returns the points of a metric that `downsample` selects: `step` and `value`, with None for a missing value.
 
-    A metric that fewer than half of the records have, such as one of a validation, has points only at these records.
+    A metric that fewer than half of the records have, such as a validation's metric, has points only at these records.
     """
     values, there = folder.column(key), range(len(folder.records))
     if 2 * values.count(None) > len(values):

@@ -28,7 +28,7 @@ class Decision(NamedTuple):
 
 
 class Decided(NamedTuple):
-    """Decided values by key, and the reason. `values` is empty if no option was open.
+    """The decided values by key, and the reason. `values` is empty if no option was open.
 
     A value of None clears a key that another decided key replaces.
     """

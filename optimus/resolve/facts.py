@@ -53,7 +53,7 @@ class Facts:
     """Bytes of device memory that a rank may fill; 0 if no open option depends on them."""
     timings: Timings | None = None
     """Timings of the device's link, of updates and of a matmul, by the keys of `AMOUNTS`. All ranks measure concurrently;
-    each timing is that of the slowest rank.
+    each timing comes from the slowest rank.
 
     None without a link or process groups, and if no open option depends on the timings.
     """

@@ -38,7 +38,8 @@ def shared_groups(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout]) 
     """Returns the partitions of the ranks into groups, except the partitions that `run_groups` adds. Omits repeated
     partitions and partitions into groups of one rank.
 
-    `layouts` are those of the parameters of all stages, so that all ranks find the same partitions in the same order.
+    `layouts` has the layouts of the parameters of all stages, so that all ranks find the same partitions in the same
+    order.
     """
     asked = [*_ALWAYS, *([("ep",), ("etp",)] if config.model.experts else [])]
     asked += [("ep", "etp")] if config.model.experts and config.moe.dispatch == "allgather" else []
@@ -90,7 +91,7 @@ def communicators(
     group's first collective.
 
     NCCL, RCCL and oneCCL are such backends. For messages, these backends create one communicator per pair of sender and
-    receiver; a rank needs only the communicators between its stages and their neighbours.
+    receiver; a rank needs only the communicators with the ranks of neighbouring stages.
     """
     found: list[list[Communicators]] = [[] for _ in ranks]
     for what, partition, apart, messages in run_groups(config, mesh, layouts, tags=False):

@@ -27,8 +27,8 @@ PERSISTENT = (
 def length(config: RunConfig, sequences: int | None) -> Decided:
     """Decides the steps of a run whose length is given in tokens, or in epochs over `sequences` sequences.
 
-    For epochs, raises `UserError` if they give less than one step or contradict other options, if `data.sources` are
-    set, or if the number of sequences is unknown. Raises `UserError` for a run that ends before `train.stop_at`.
+    With epochs, raises `UserError` if the epochs give less than one step or contradict other options, if `data.sources`
+    are set, or if the number of sequences is unknown. Raises `UserError` for a run that ends before `train.stop_at`.
     """
     train, why = config.train, ""
     steps = train.steps

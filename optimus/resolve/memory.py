@@ -73,8 +73,8 @@ class MemoryAccount(NamedTuple):
 
 
 class LiveBytes(NamedTuple):
-    """The activation bytes of a rank: those saved for all live microbatches of its stages, and the workspace of a backward
-    pass."""
+    """The activation bytes of a rank: bytes saved for all live microbatches of the rank's stages, and the workspace of
+    a backward pass."""
 
     activations: int
     working: int
@@ -84,7 +84,7 @@ def memory(run: ResolvedRun, rank: int, load: float = 1.0, *, fullest: bool = Fa
     """Returns the account of `rank` in the phase whose microbatches have the most tokens. With `fullest`, returns the
     account of the rank with the most state in the same stage.
 
-    The account is that of the pruning with the most bytes on the device, with the largest `host` and `disk` of all
+    The account is for the pruning with the most bytes on the device, but has the largest `host` and `disk` of all
     prunings. The experts on the rank get `load` times the mean number of tokens.
     """
     plans = (run.chunk_plans(rank, state_spec=spec) for spec in state_specs_of(run))
@@ -141,7 +141,7 @@ def account(
 
 
 def state_specs_of(run: ResolvedRun) -> list[StateSpec]:
-    """Returns the specifications of the run's state: the initial one, and one after each pruning."""
+    """Returns the initial specification of the run's state, and the specification after each pruning."""
     pruning, first = run.config.pruning, run.state_spec
     if pruning is None:
         return [first]

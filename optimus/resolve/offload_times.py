@@ -1,9 +1,9 @@
 """Predicts the time of a step with offloaded state by closed equations, and chooses the resident state.
 
-The equations assume equal chunks: a stage has L chunks of S elements, sharded over n ranks, and a step has M microbatches.
-The forward and backward pass of a chunk take f and b seconds; F = L f, B = L b. C chunks are gathered on the device at a
-time. The state of the first D chunks stays on the device. The updates of the other chunks follow the order of the next
-forward pass. Each update takes `a` seconds, and all updates take A = (L - D) a seconds:
+The equations assume equal chunks: a stage has L chunks of S elements, sharded over n ranks, and a step has M
+microbatches. The forward and backward pass of a chunk take f and b seconds; F = L f, B = L b. The device holds C
+gathered chunks at a time. The state of the first D chunks stays on the device. The updates of the other chunks follow
+the order of the next forward pass. Each update takes `a` seconds, and all updates take A = (L - D) a seconds:
 
     update after the backward       F + B + A
     update in the order of use      B + max(F, A)                      hidden if A <= F
@@ -54,7 +54,7 @@ class StepShape(NamedTuple):
     gradient: int = 2
     prefetch: int = 1
     unsharded: bool = True  # True if chunks with resident state are unsharded on the device and need no block
-    sends: bool = False  # True if the gradients of each microbatch go to the host, which accumulates them
+    sends: bool = False  # True if the host accumulates the gradients of each microbatch
 
 
 class OffloadChoice(NamedTuple):
@@ -74,8 +74,8 @@ class UpdateBytes(NamedTuple):
 
 
 def update_bytes(shape: StepShape, on: UpdatePlace) -> UpdateBytes:
-    """Returns the link traffic of an update. An update on the device transfers state to the device and back; an update
-    on the host transfers only gradients and parameters, and only if these are resident on the device."""
+    """Returns the link traffic of an update. An update on the device transfers state to the device and back. An update
+    on the host transfers only gradients and parameters that are resident on the device."""
     home, waiting, _ = RESIDENCES[shape.offload]
     if on == "device":
         return UpdateBytes(
@@ -165,8 +165,8 @@ def step_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice) -> float
 
 
 def _fetching(shape: StepShape, rates: Rates, choice: OffloadChoice) -> tuple[float, float, int, int]:
-    """Returns (seconds to fetch a chunk over the link, seconds to all-gather it, number of chunks to fetch in a pass,
-    number of chunks to prefetch)."""
+    """Returns (seconds to fetch a chunk over the link, seconds to all-gather the chunk, number of chunks to fetch in a
+    pass, number of chunks to prefetch)."""
     if RESIDENCES[shape.offload][0] == "device":
         return 0.0, 0.0, 0, shape.prefetch
     away = shape.chunks - choice.device

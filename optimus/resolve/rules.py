@@ -109,8 +109,8 @@ def pruned_by(
 
 
 def check_prunable(where: str, names: Iterable[str], rules: Mapping[str, Rule]) -> None:
-    """Raises `UserError` for one of the pruned parameters `names` that the run trains by a rule that needs whole
-    matrices; the message begins with `where`."""
+    """Raises `UserError` for a pruned parameter in `names` whose update rule needs whole matrices. The message begins
+    with `where`."""
     for name in names:
         if rules[name].trains and rules[name].tiling != "flat":
             raise UserError(

@@ -31,7 +31,7 @@ class RunInputs:
     sequences: int | None = None
     """The number of sequences of the training data."""
     previous: Mapping[str, Any] = field(default_factory=dict)
-    """The recorded decisions of the run, if it is resumed."""
+    """The recorded decisions of a resumed run, by key."""
     teachers: tuple[ModelConfig, ...] = ()
     """The configurations of the teacher's models."""
     unpruned: Mapping[str, float] = field(default_factory=dict)

@@ -107,7 +107,7 @@ def splits_backward(config: RunConfig) -> bool:
 
 
 def tied_embeddings(config: RunConfig) -> bool:
-    """Returns True if two ranks of the pipeline hold the tied embedding, one of them as the output layer."""
+    """Returns True if different ranks of the pipeline hold the tied embedding as embedding and as output layer."""
     placement = placement_of(config)
     alone = config.model.tie_embeddings and not config.parallel.vocabulary
     return alone and placement.rank_of(0) != placement.rank_of(placement.stages - 1)

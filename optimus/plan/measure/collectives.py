@@ -1,6 +1,6 @@
 """Measures collectives with several algorithms on the available ranks, and writes the table from which a run chooses.
 
-The table is a part of a machine file. The measured group is that of all ranks. With several nodes of several ranks, the
+The table is a part of a machine file. One measured group has all ranks. With several nodes of several ranks, the
 ranks of a node and the ranks with the same local rank are groups too. All groups of the same shape communicate at once,
 as in a training run.
 """
@@ -103,9 +103,9 @@ def _contestants(per: int) -> Iterator[tuple[CollectiveKind, Shape, str, Group]]
 def _tried(kind: CollectiveKind, shape: Shape) -> list[str]:
     """Returns the algorithms to measure; for all-to-alls, only the backend's algorithm.
 
-    With Gloo, the list includes the backend's algorithm for all-reduces only: Gloo is slow for the other kinds. With other
-    backends, the list has the backend's algorithm and, for several nodes with several ranks, direct rounds on two
-    levels.
+    With Gloo, the list includes the backend's algorithm for all-reduces only: Gloo is slow for other kinds of
+    collectives. With other backends, the list has the backend's algorithm and, for several nodes with several ranks,
+    direct rounds on two levels.
     """
     if kind == "all_to_all":
         return [OWN]

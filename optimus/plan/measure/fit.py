@@ -137,7 +137,8 @@ def _fit_attention(machine: Machine, seen: Observations, stated: Mapping[str, fl
     """Fits the peaks, the share of the peak of 16 bits that attention reaches, and the length of a sequence that reaches
     half of that share.
 
-    A peak is the vendor's figure, or a higher measured rate of matmuls or, in bf16, of attention.
+    A peak is the highest of the vendor's figure, if known, and the measured rates of matmuls and, in bf16, of
+    attention.
     """
     best = {name: max(rates.achieved, stated.get(name, 0.0)) for name, rates in machine.arithmetic.items()}
 
@@ -247,7 +248,7 @@ def least_squares(
 ) -> list[float]:
     """Returns positive numbers between `low` and `high`, near `start`, that minimize the sum of squared residuals.
 
-    The method is that of Levenberg and Marquardt on the logarithms, with finite differences for derivatives. A number whose
+    The method is Levenberg-Marquardt on the logarithms, with finite differences for derivatives. A number whose
     bounds are equal stays fixed.
     """
     lower, upper = np.log(low), np.log(high)

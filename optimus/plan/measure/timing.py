@@ -348,8 +348,8 @@ def _link(clock: Clock, extent: Extent, device: torch.device) -> float | None:
 
 
 def host_bandwidth(clock: Clock, size: int) -> float:
-    """Returns the bytes/s of a rank's part of the host memory. The traffic is like that of an update: the call reads two
-    tensors of `size` bytes and writes one."""
+    """Returns the bytes/s of a rank's part of the host memory. The traffic is like an update's: the call reads two
+    tensors of `size` bytes and writes a third tensor."""
     x, y, z = (torch.ones(size // 4) for _ in range(3))
     return 3 * x.nbytes / clock.seconds(lambda: torch.add(x, y, out=z))
 
