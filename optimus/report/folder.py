@@ -56,7 +56,7 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        """Name of the folder, without unprintable characters."""
+        """Name of the folder, with escapes for unprintable characters."""
         return printable(self.path.resolve().name)
 
     def setting(self, key: str, default: Any = None) -> Any:

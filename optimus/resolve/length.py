@@ -104,7 +104,7 @@ def _schedules(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
 
 
 def previous_decisions(run: Path) -> dict[str, Any]:
-    """Reads the decisions that a resumed run keeps, by key. Returns no decision without a readable configuration.
+    """Reads the decisions that a resumed run keeps, by key. Returns an empty mapping without a readable configuration.
 
     Raises `UserError` for a value that is invalid for its key.
     """

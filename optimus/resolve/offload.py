@@ -99,8 +99,8 @@ def residency(run: ResolvedRun) -> Decided:
     offloaded state.
 
     Finds the fastest choice that fits for each pipeline rank, or the choice with the least memory if no choice fits.
-    The run gets the smallest fraction, and the device or host that the first pipeline rank chose. The number of cached
-    chunks is the smallest of the ranks whose chunks do not all fit into the cache.
+    The run gets the smallest fraction, and the device or host that the first pipeline rank chose. The ranks whose
+    chunks do not all fit into the cache limit the number of cached chunks.
     """
     state = run.config.state
     open_ = {

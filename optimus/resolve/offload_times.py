@@ -8,7 +8,7 @@ the order of the next forward pass. Each update takes `a` seconds, and all updat
     update after the backward       F + B + A
     update in the order of use      B + max(F, A)                      hidden if A <= F
     uploads of a pass               L - C chunks, 2 M L - (2 M - 1) C in a step; hidden while there is computation
-    gradients to the host           L - D chunks after the last backward pass, or each one if the host accumulates
+    gradients to the host           L - D chunks after the last backward pass, or each pass if the host accumulates
 """
 
 import math
