@@ -8,7 +8,7 @@ from optimus.mesh.mesh import Mesh
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a parameter with the global shape `shape`.
+    """The layout of a parameter with the global shape `shape`. A part is the slice that a rank stores.
 
     `sharded_dims` has a pair (tensor dim, mesh axis) for each split; of two splits of one dim, the coarser comes first.
     Along `partial_axes` all ranks have the same part, and the gradient is the sum of the ranks' gradients. Along

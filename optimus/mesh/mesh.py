@@ -8,7 +8,7 @@ have tied embeddings. `tp` is a grid: one axis of the grid shards the outputs of
 inputs (AxoNN's G_x and G_y).
 
 The last axis of a view is innermost: neighbours on the axis have consecutive ranks. Tensor parallelism, which
-communicates most, therefore stays inside a node that has enough ranks. `pp` is outermost by default. `pipeline_stride`
+communicates most, therefore usually stays inside a node. `pp` is outermost by default. `pipeline_stride`
 interleaves the stages: a stage's ranks then form blocks of `pipeline_stride` consecutive ranks, and one block of every
 stage comes before any stage's next block.
 
@@ -31,7 +31,7 @@ EXPERT = ("pp", "edp", "ep", "etp")
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of the axes. The sizes of `edp` and `tp_out` follow from the others.
+    """Sizes of the axes. The sizes of `edp` and `tp_out` follow from the fields.
 
     `ranks_per_node` None means one node. `pipeline_stride` None means that all ranks of a stage are consecutive.
     """
@@ -85,7 +85,8 @@ class Mesh:
         ranks_per_node: int | None = None,
         pipeline_stride: int | None = None,
     ) -> "Mesh":
-        """Returns the mesh of `ranks` ranks; `data` is the size of dp, by default `ranks` divided by the other axes.
+        """Returns the mesh of `ranks` ranks. `data` is the size of dp, by default `ranks` divided by the product of
+        `pipeline`, `context` and `tensor`.
 
         `tensor` is (tp_out, tp_in). Raises `UserError` when the product of the dense view's sizes is not `ranks`, or
         the sizes of the axes do not fit together.
@@ -154,7 +155,7 @@ class Mesh:
         return within // self._inner(axis) % self.axis_size(axis)
 
     def group(self, rank: int, axes: Sequence[str]) -> list[int]:
-        """Returns, in rank order, the ranks that differ from `rank` only on `axes` (of one view): the group of `rank`."""
+        """Returns the group of `rank` along `axes`, in rank order. One view must have all `axes`."""
         view, axes = _view(axes), _single(axes)
         ranges: list[Sequence[int]] = [
             range(self.axis_size(axis)) if axis in axes else (self.coordinate(rank, axis),) for axis in view

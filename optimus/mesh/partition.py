@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Table = NDArray[np.int32]
-"""Groups of equal size, [groups, ranks]."""
+"""An array [groups, ranks] of groups of equal size."""
 
 
 class RankPartition:
@@ -62,5 +62,5 @@ class RankPartition:
         return self.largest if len(self.tables) == 1 else len(self.group(rank))
 
     def cut(self, into: Callable[[Table], Table]) -> "RankPartition":
-        """Divides groups into smaller groups; `into` maps each table of groups of equal size to a table of their parts."""
+        """Returns the partition into smaller groups. `into` maps each table of groups to a table of smaller groups."""
         return RankPartition(map(into, self.tables))

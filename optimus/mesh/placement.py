@@ -33,7 +33,7 @@ def placement(mesh: Mesh) -> list[AxisPlacement]:
 
 
 def describe(mesh: Mesh) -> str:
-    """Formats `placement` as a table, below lines on the number and the order of the ranks."""
+    """Formats `placement` as a table, below lines on the ranks and on the sizes of the axes."""
     nodes = mesh.node(mesh.size - 1) + 1
     table = [("axis", "ranks", "groups", "across nodes", "group of rank 0")]
     table += [(p.axis, str(p.size), str(p.groups), str(p.crossing), _few(p.first)) for p in placement(mesh)]

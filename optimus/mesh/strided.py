@@ -1,4 +1,4 @@
-"""Groups of ranks in arithmetic form: a size and strides between ranks."""
+"""Groups of ranks, described by a size and by strides between ranks."""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -7,10 +7,11 @@ from optimus.mesh.mesh import Mesh
 
 
 class StridedGroup(NamedTuple):
-    """A group of `size` ranks, each `stride` after the previous rank; the ranks between differ on inner mesh axes.
+    """A group of `size` ranks, each `stride` after the previous rank.
 
-    If `pipeline_stride` interleaves the pipeline stages in blocks, the stride applies only within runs of `near` ranks, and
-    each run begins `far` ranks after the beginning of the previous run.
+    If `near` is not 0, the group consists of runs of `near` ranks, because `pipeline_stride` interleaves the pipeline
+    stages. The stride then applies only within a run, and each run begins `far` ranks after the beginning of the
+    previous run.
     """
 
     size: int
@@ -20,9 +21,9 @@ class StridedGroup(NamedTuple):
 
     @property
     def span(self) -> int:
-        """Distance in ranks from the first to the end of the ranks that this group and its interleaved groups cover.
+        """Distance in ranks from this group to the next group that does not interleave with this group.
 
-        Interleaved groups have the form of this group, and begin at the ranks between two ranks of this group.
+        Interleaved groups have the same size and strides, and begin between two ranks of this group.
         """
         return self.size // self.near * self.far if self.near else self.size * self.stride
 
@@ -40,13 +41,16 @@ class StridedGroup(NamedTuple):
         return -(-self.size // self.on_a_node(ranks_per_node))
 
     def groups_on_a_node(self, ranks_per_node: int) -> int:
-        """Returns the number of groups of this form that have ranks on a node, for groups on several nodes."""
+        """Returns the number of groups with this size and these strides that have ranks on a node.
+
+        The group must span several nodes.
+        """
         if self.near and self.near * self.stride <= ranks_per_node:
             return max(1, ranks_per_node // self.on_a_node(ranks_per_node))
         return min(ranks_per_node, self.stride)
 
     def inner(self, count: int) -> "StridedGroup":
-        """Returns the subgroup of the first `count` ranks; each further `count` ranks form a subgroup of the same form."""
+        """Returns the subgroup of the first `count` ranks; each further `count` ranks form an equal subgroup."""
         if not self.near or count > self.near:
             return self._replace(size=count)
         return StridedGroup(count, self.stride)
@@ -62,9 +66,9 @@ class StridedGroup(NamedTuple):
 
 @lru_cache(maxsize=8192)
 def group_along(mesh: Mesh, axes: tuple[str, ...]) -> StridedGroup:
-    """Returns the group of rank 0 along `axes` of `mesh`; the groups of all ranks have the same form.
+    """Returns the group of rank 0 along `axes` of `mesh`. The groups of all ranks have the same size and strides.
 
-    `axes` are `pp` alone, or neighbouring axes of one view; axes of size 1 between them do not matter.
+    `axes` are `pp` alone, or neighbouring axes of one view; axes of size 1 may lie between neighbours.
     """
     if axes == ("pp",):
         return StridedGroup(mesh.pp, mesh.block)

@@ -1,1 +1,1 @@
-"""Update rules that change flat tensors or matrices in place, and learning-rate schedules."""
+"""Update rules, learning-rate schedules and training losses."""

@@ -1,4 +1,4 @@
-"""The table of training losses, which imports no torch. A configuration chooses a loss by name.
+"""The table of training losses. A configuration chooses a loss by name, and the module imports no torch.
 
 Legend: T tokens, V vocabulary.
 """
@@ -21,7 +21,7 @@ class LossRow:
 
     `function(logits_TV, target_T, **options)` returns the loss of each token [T] from fp32 logits of the whole vocabulary;
     autograd computes the gradient. The function gets a block of tokens at a time, so a token's loss must not depend on other
-    tokens. `options` has the names and defaults of the parameters.
+    tokens. The field `options` has the names and default values of the loss's parameters.
     """
 
     name: str
@@ -41,7 +41,7 @@ class TokenLoss:
 
 
 def token_loss(name: str, options: Mapping[str, float]) -> TokenLoss | None:
-    """Returns the loss of this name; None for cross-entropy, which the output layer computes without whole logits."""
+    """Returns the loss of this name; None for cross-entropy, which needs no `TokenLoss`."""
     if name == CROSS_ENTROPY:
         return None
     row = LOSSES[name]
@@ -66,7 +66,7 @@ _OWN = [
     LossRow(CROSS_ENTROPY, _cross_entropy),
     # Cross-entropy against a mix of the target and the uniform distribution (Szegedy et al. 2016, section 7).
     LossRow("label-smoothing", _smoothed, {"smoothing": 0.1}),
-    # Cross-entropy plus the squared log of the softmax's normaliser (PaLM, section 5).
+    # Cross-entropy plus a multiple of the squared log of the softmax's normaliser (PaLM, section 5).
     LossRow("z-loss", _with_z, {"coefficient": 1e-4}),
 ]
 LOSSES = Table("loss", LossRow, lambda: {row.name: row for row in _OWN})

@@ -13,10 +13,11 @@ from torch import Tensor
 from optimus.optim.rule import OptimizerStep, Tile, TilingName, UpdateRule
 from optimus.optim.rules import RuleRow
 
-# Number of steps, and Jordan's coefficients, which give the polynomial a steep slope at zero.
+# Number of Newton-Schulz steps, and Jordan's coefficients, which give the polynomial a steep slope at zero.
 STEPS, _A, _B, _C = 5, 3.4445, -4.7750, 2.0315
 _LEAST_NORM = 1e-7
-# Approximate root mean square of the update, close to that of AdamW, whose learning rate and decay therefore suit Muon.
+# Approximate root mean square of an update. AdamW's updates are about as large, so AdamW's learning rate and decay suit
+# Muon.
 _ROOT_MEAN_SQUARE = 0.2
 
 
@@ -35,7 +36,7 @@ class Muon(UpdateRule):
         scale = 0.0
 
         def direction(x_NRC: Tensor) -> Tensor:
-            nonlocal scale  # `x_NRC` has the whole matrices; `update` may have blocks of them
+            nonlocal scale  # `x_NRC` has whole matrices; `update` may have blocks of matrices
             scale = _ROOT_MEAN_SQUARE * math.sqrt(max(x_NRC.shape[-2:]))
             return orthogonalise(x_NRC)
 
@@ -51,8 +52,8 @@ ROW = RuleRow("muon", Muon, {"momentum": "momentum"}, ("matrix", "expert"), ("ve
 def orthogonalise(x_NRC: Tensor) -> Tensor:
     """Approximates U V^T for each of N matrices X = U S V^T, by five Newton-Schulz steps in the type of X.
 
-    Singular values of the result are between about 0.7 and 1.2, unless those of X are far smaller than the norm of X. A zero
-    matrix gives a zero matrix.
+    A singular value of X becomes about 0.7 to 1.2, unless the value is far smaller than the norm of X or than
+    `_LEAST_NORM`. A zero matrix gives a zero matrix.
     """
     tall = x_NRC.shape[-2] > x_NRC.shape[-1]
     x_Nrc = x_NRC.mT if tall else x_NRC

@@ -1,4 +1,7 @@
-"""Reptile steps around any update rule (Nichol et al. 2018; for continued pretraining Abbes et al. 2025, algorithm 1)."""
+"""Reptile steps around an update rule without averages (Nichol et al. 2018).
+
+For Reptile in continued pretraining, see Abbes et al. 2025, algorithm 1.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +35,7 @@ class Reptile(UpdateRule):
         return self.inner.tiling
 
     def begin(self, weight: Tensor, moments: Sequence[Tensor]) -> None:
-        """Initialises the buffers of the inner rule, and stores `weight` as the first starting point."""
+        """Initialises the buffers of the inner rule, and stores `weight` for the first Reptile step."""
         self.inner.begin(weight, moments[:-1])
         moments[-1].copy_(weight)
 

@@ -18,7 +18,7 @@ MatrixFunction = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 class OptimizerStep(NamedTuple):
     """The current optimizer step."""
 
-    step: int  # number of updates, this step included
+    step: int  # number of updates up to and including this step
     lr: float  # learning rate of the schedule
     gradient_scale: float = 1.0  # factor of all gradients
     counters: Mapping[str, float] = {}  # values of `Rule.counters` after this step
@@ -30,16 +30,16 @@ def local_matrices(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 class Tile(NamedTuple):
-    """The tensors of one update: flat tensors, or [N, R, C] for a rule of matrices.
+    """The tensors of one update: flat tensors, or [N, R, C] with the tiling `matrices`.
 
-    The tensors may be blocks of matrices that are sharded over ranks. `matrix_function(function, x)` applies `function` to
-    the whole matrices of x and returns this rank's block of the result.
+    With the tiling `matrices`, the tensors may be blocks of matrices that ranks share. `matrix_function(function, x)`
+    applies `function` to the whole matrices of x and returns this rank's block of the result.
     """
 
     weight: Tensor  # fp32
     gradient: Tensor  # any floating type; fp32 and scaled when passed to a rule's `apply`
     moments: Sequence[Tensor]  # fp32 buffers, in the order of `Rule.kinds`
-    copy: Tensor | None = None  # compute copy of the weight, in the compute dtype; None: no compute copy
+    copy: Tensor | None = None  # copy of the weight in the compute dtype; None without a copy
     matrix_function: MatrixFunction = local_matrices
 
 
@@ -47,11 +47,11 @@ class Tile(NamedTuple):
 class Rule:
     """The rule by which an optimizer step changes parameters. A chunk contains parameters with equal rules."""
 
-    trains: ClassVar[bool] = False  # False: the weights never change and need no gradient
+    trains: ClassVar[bool] = False  # True if the rule changes the weights; other weights need no gradient
     kinds: ClassVar[tuple[str, ...]] = ()  # names of the rule's fp32 buffers in checkpoints
-    tiling: ClassVar[TilingName] = "flat"  # flat parts of any length, or whole matrices
-    averages: ClassVar[bool] = False  # True: the model's weights are averages, and training computes with other weights
-    counters: ClassVar[tuple[str, ...]] = ()  # names, in checkpoints, of run-wide numbers that the rule needs
+    tiling: ClassVar[TilingName] = "flat"  # `flat`: tiles of any length; `matrices`: tiles of matrices
+    averages: ClassVar[bool] = False  # True if the model's weights are averages, and training uses other weights
+    counters: ClassVar[tuple[str, ...]] = ()  # names of run-wide numbers that the rule needs and checkpoints store
 
     def begin(self, weight: Tensor, moments: Sequence[Tensor]) -> None:
         """Initialises the buffers `moments` before the first update of `weight`."""
@@ -59,7 +59,7 @@ class Rule:
             each.zero_()
 
     def computed(self, weight: Tensor, moments: Sequence[Tensor], out: Tensor) -> None:
-        """Fills `out` with the weights that training computes with."""
+        """Fills `out` with the weights of the forward and backward pass."""
         out.copy_(weight)
 
     def count(self, counters: Mapping[str, float], step: int, lr: float) -> dict[str, float]:
@@ -69,7 +69,7 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRule(Rule, ABC):
-    """A rule that trains parameters. The fields of a rule are hyperparameters."""
+    """A rule that trains parameters. Subclasses declare hyperparameters as fields."""
 
     trains: ClassVar[bool] = True
 

@@ -15,14 +15,14 @@ class RuleRow:
     """An update rule.
 
     `kind` is the class of the rule. `keys` maps hyperparameters of the rule, besides those of `UpdateRule`, to keys of the
-    configuration's section `optimizer`; `betas.0` is the first of `betas`. The key `optimizer.options` gives the other
-    hyperparameters.
+    configuration's section `optimizer`; `betas.0` is the first of `betas`. The key `optimizer.options` sets
+    hyperparameters that `keys` lacks.
     """
 
     name: str
     kind: type["UpdateRule"]
     keys: Mapping[str, str] = field(default_factory=dict)
-    roles: tuple[str, ...] | None = None  # roles of parameters that the rule updates by default; None: all
+    roles: tuple[str, ...] | None = None  # roles of parameters that the rule updates by default; None for all roles
     never: tuple[str, ...] = ()  # roles of parameters that the rule cannot update
 
 

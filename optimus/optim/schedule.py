@@ -50,7 +50,8 @@ _OWN = [
     LrRow("cosine", lambda rule, step: _fall(rule, step, "cosine", rule.warmup_steps)),
     LrRow("constant", lambda rule, step: rule.peak),
     LrRow("linear", lambda rule, step: _fall(rule, step, "linear", rule.warmup_steps)),
-    # Inverse square root of the step, from the peak at the end of the warm-up (Vaswani et al. 2017, section 5.3).
+    # Inverse square root of the step, scaled to the peak at the end of the warm-up, but at least the minimum (Vaswani
+    # et al. 2017, section 5.3).
     LrRow(
         "inverse-sqrt", lambda rule, step: max(rule.minimum, rule.peak * math.sqrt(max(1, rule.warmup_steps) / step))
     ),

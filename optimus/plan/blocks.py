@@ -25,8 +25,8 @@ _DIVIDING = ("tp_out", "etp")  # mesh axes that divide a projection's outputs or
 
 
 class Projection(NamedTuple):
-    """A weight matrix, or several with the same inputs as one matmul. `over` is the side that `tp_out` divides (`etp`
-    in experts)."""
+    """A weight matrix, or several matrices that one matmul multiplies by the same input. `over` is the side that
+    `tp_out` divides, or `etp` in experts."""
 
     inputs: int
     outputs: int
@@ -53,7 +53,8 @@ Factors = tuple[tuple[str, int], ...]  # for each projection with low-rank facto
 def examples(model: ModelConfig, factors: Factors = ()) -> tuple[Transformer, list[int]]:
     """Returns (a model on the meta device with one block of each kind of `model`, the first layer of each kind).
 
-    A projection of the returned model has low-rank factors if `factors` names any projection that it represents.
+    A projection of the returned model has low-rank factors if `factors` names any projection that the projection
+    represents.
     """
     layers = sorted(set(model.alike))
     with torch.device("meta"):
@@ -64,7 +65,7 @@ def examples(model: ModelConfig, factors: Factors = ()) -> tuple[Transformer, li
 
 
 def _example_name(model: ModelConfig, layers: Sequence[int], name: str) -> str:
-    """Returns the name of the module or parameter in `examples` that represents the one called `name` in `model`."""
+    """Returns the name of the module or parameter in `examples` that represents `name` of `model`."""
     part, _, rest = name.partition(".")
     if part != "blocks":
         return name

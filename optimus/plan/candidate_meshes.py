@@ -60,7 +60,7 @@ class Candidate(NamedTuple):
 
     @property
     def job(self) -> Job:
-        """The candidate's job. Sharding of the state and recomputation are those of the job passed to `candidates`."""
+        """The candidate's job. Sharding of the state and recomputation come from the job passed to `candidates`."""
         mesh = replace(self.timing.mesh, pp=self.pp, dp=self.dp)
         order = {"schedule": self.schedule, "stages_per_rank": self.stages_per_rank}
         return self.timing.work.job.changed(mesh, parallel=order)
@@ -154,8 +154,9 @@ class _Order(NamedTuple):
     lent: bool
 
     def bound(self, timing: BlockTiming, microbatches: int) -> float:
-        """Returns a lower bound of the step's seconds: the slowest rank's microbatches, and the bubble before them
-        (`least_seconds`). With `lent`, the bound is the mean of the ranks' seconds without a bubble."""
+        """Returns a lower bound of the step's seconds: the slowest rank's microbatches, and the bubble before the
+        microbatches (`pipeline.estimates.least_seconds`). With `lent`, the bound is the mean of the ranks' seconds
+        without a bubble."""
         block, ends = timing.block, (timing.embedding, timing.head)
         if self.lent:
             blocks = sum(rank.blocks for rank in self.ranks)
@@ -174,7 +175,7 @@ def _orders(job: Job, pp: int) -> Iterator[_Order]:
         for per_rank in range(row.stages, (_MOST_STAGES_PER_RANK if row.any_stages else row.stages) + 1):
             if per_rank * pp <= layers:
                 ranks = _blocks_of_ranks(row, pp, stage_sizes(job.model, pp * per_rank))
-                slowest = {rank[:3]: rank for rank in ranks}  # of ranks with equal blocks, the last one waits longest
+                slowest = {rank[:3]: rank for rank in ranks}  # of ranks with equal blocks, the last rank waits longest
                 yield _Order(row, pp, per_rank, ranks if lent else [*slowest.values()], lent)
 
 

@@ -1,7 +1,7 @@
 """Computes the chunks of one representative rank per set of pipeline stages, and the ranks that shard each chunk.
 
-The chunks are the same as those of the run. The order of parameters in chunks does not depend on the number of
-replicas, so this module computes the order once for jobs that differ only in this number.
+The chunks equal the chunks of the run. The order of parameters in chunks does not depend on the number of replicas, so
+this module computes the order once for jobs that differ only in this number.
 """
 
 import math
@@ -287,8 +287,8 @@ def held_in(job: Job, stages: Iterable[PartCounts]) -> Iterator[PartCounts]:
 
 
 def chunk_groups(job: Job, stages: Sequence[PartCounts]) -> list[ChunkGroup]:
-    """Returns the chunks of a rank with these stages, grouped by replicas and update rule, without offloading. In a run with
-    pruning, the chunks are those after the last pruning."""
+    """Returns the chunks of a rank with these stages, grouped by replicas, update rule and masks, without offloading.
+    In a run with pruning, the chunks have the sparsity after the last pruning."""
     state = job.state if job.state.offload == "none" else job.state.model_copy(update={"offload": "none"})
     unpruned = 1 - job.config.pruning.sparsity if job.config.pruning is not None else None
     found: dict[tuple[object, ...], ChunkGroup] = {}
@@ -308,8 +308,8 @@ def chunk_groups(job: Job, stages: Sequence[PartCounts]) -> list[ChunkGroup]:
 
 
 def chunk_plans(job: Job, counts: PartCounts, unpruned: float | None = None) -> list[ChunkPlan]:
-    """Returns the chunks of a stage with these parts of the model, with the job's offloading. `unpruned` is the share that
-    is left of prunable parameters; None: before pruning."""
+    """Returns the chunks of a stage with these parts of the model, with the job's offloading. `unpruned` is the share
+    of prunable elements that pruning leaves; None: before pruning."""
     part = _chunks_of_part(job, counts)
     plans = [plan for shared, *_ in _shared(job, part, job.state) for plan in shared]
     if job.state.offload != "none":  # a run may leave the state of the first chunks on the device
@@ -343,7 +343,7 @@ def _sharding(
     axes: tuple[str, ...], mesh: Mesh, over_data: bool, widths: tuple[int | None, ...]
 ) -> tuple[StridedGroup, tuple[StridedGroup, ...], ShardDepths]:
     """Returns the placement of the ranks along `axes`, the groups that shard the state in each step
-    (`state.plan.shard_groups`), and the depths of sharding."""
+    (`state.plan.shard_groups`), and the `ShardDepths`."""
     replicas = shared = _replicas(axes, mesh)
     if over_data and axes != ("edp",):
         several = len({(mesh.coordinate(rank, "ep"), mesh.coordinate(rank, "etp")) for rank in mesh.group(0, axes)})
@@ -372,8 +372,8 @@ def max_load(matrices: Sequence[tuple[float, float]], ranks: int) -> float:
 
 
 def written(held: Iterable[ChunkGroup], size: Callable[[Rule], float], *, scattered: bool) -> float:
-    """Returns the bytes that a rank writes into a checkpoint of `size` bytes per element. With `scattered`, replicas of a
-    shard divide the writing among themselves."""
+    """Returns the mean bytes that a rank writes into a checkpoint. `size` returns the bytes per element of a rule. With
+    `scattered`, replicas of a shard divide the writing among themselves."""
     found = defaultdict[float, float](float)
     for each in held:
         shards = each.replicas.size if scattered else each.shards(each.depths.optimizer)

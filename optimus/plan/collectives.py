@@ -1,8 +1,8 @@
 """Predicts the seconds of collectives, by the placement of a group's ranks (the dissertation on AxoNN, section 5.1.2).
 
 Equations 5.1 to 5.5 give the bytes that a ring moves; case 1 and equation 5.7 give the bandwidth of the ring's links. The
-dissertation models large messages only. This module adds the latency of each step, algorithms with fewer steps where those
-are cheaper, and a network with less bandwidth between distant nodes.
+dissertation models large messages only. This module adds the latency of each step, algorithms with fewer steps, and a
+network with less bandwidth between distant nodes.
 
 A run of this library chooses among the algorithms of `comm.algorithms`, and the planner chooses by the same rules. The
 planner predicts the measured seconds of the chosen algorithm. Without a measurement, the planner simulates Gloo's
@@ -30,8 +30,10 @@ Algorithm = Literal["ring", "hierarchical", "best", "library", "pccl", "chosen"]
 
 
 def ring_bandwidth(group: StridedGroup, machine: Machine) -> float:
-    """Returns the bandwidth of each link of a group's ring while all groups of the same form communicate: case 1 on a node,
-    equation 5.7 across nodes."""
+    """Returns the bandwidth of each link of a group's ring while all groups with the same size and strides communicate.
+
+    The bandwidth follows case 1 on a node, and equation 5.7 across nodes.
+    """
     if group.nodes(machine.ranks_per_node) == 1:
         return machine.node.groups.get(f"{group.stride}x{group.size}", machine.node.bandwidth)
     rings = group.groups_on_a_node(machine.ranks_per_node)
@@ -54,16 +56,16 @@ def node_bandwidth(group: StridedGroup, machine: Machine) -> float:
 
 
 def thinnest(group: StridedGroup, machine: Machine) -> float:
-    """Returns the lowest bandwidth of the links that rings of this form use, on a machine with a bandwidth for each pair of
-    nodes. The nodes are in the order of the ranks."""
+    """Returns the lowest bandwidth of the links that rings with these strides use, on a machine with a bandwidth for
+    each pair of nodes. The nodes are in the order of the ranks."""
     links = machine.network.links or []
     return min((links[a][b] for a, b in _neighbours(group, machine.ranks_per_node, len(links))), default=math.inf)
 
 
 @lru_cache(maxsize=1024)
 def _neighbours(group: StridedGroup, ranks: int, nodes: int) -> frozenset[tuple[int, int]]:
-    """Returns the pairs of nodes that follow each other on a ring of any group of this form, with `ranks` ranks on each of
-    `nodes` nodes."""
+    """Returns the pairs of nodes that follow each other on a ring of any group with these strides, with `ranks` ranks
+    on each of `nodes` nodes."""
     near = group.near or group.size
     one = [i % near * group.stride + i // near * group.far for i in range(group.size)]
     blocks = range(0, group.far, near * group.stride) if group.near else range(1)
@@ -90,7 +92,8 @@ def reduce_scatter_seconds(size: int, nbytes: float, bandwidth: float) -> float:
 def collective_seconds(
     kind: CollectiveKind, nbytes: float, group: StridedGroup, machine: Machine, algorithm: Algorithm = "ring"
 ) -> float:
-    """Returns the seconds of a collective among the ranks of `group` while all other groups of the same form communicate.
+    """Returns the seconds of a collective among the ranks of `group` while all groups with the same size and strides
+    communicate.
 
     `nbytes` is the number of bytes that a rank has at the end (all-gather), at the beginning (reduce-scatter, all-to-all) or
     at both (all-reduce).
@@ -98,7 +101,7 @@ def collective_seconds(
     `algorithm` decides how a group on several nodes communicates; chosen also decides for a group on one node:
     - ring: one ring over all ranks;
     - hierarchical: within nodes and between nodes, one after the other; a ring if nodes have one rank or unequal
-    numbers;
+      numbers of ranks;
     - best: the faster of ring and hierarchical;
     - library, pccl: the vendor's library or PCCL, by measured figures, for all-gathers and reduce-scatters; one ring for
       all-reduces;
@@ -154,7 +157,7 @@ def _chooses(machine: Machine) -> bool:
 
 
 def shape_of(group: StridedGroup, machine: Machine) -> Shape | None:
-    """Returns the shape of a group on its nodes, or None if the group's ranks are spread unevenly over the nodes."""
+    """Returns the shape of a group on its nodes, or None if the nodes have unequal numbers of the group's ranks."""
     shape = Shape(group.nodes(machine.ranks_per_node), group.on_a_node(machine.ranks_per_node))
     return shape if shape.ranks == group.size else None
 
@@ -162,8 +165,8 @@ def shape_of(group: StridedGroup, machine: Machine) -> Shape | None:
 def _chosen_seconds(
     name: str, kind: CollectiveKind, nbytes: float, group: StridedGroup, machine: Machine
 ) -> float | None:
-    """Returns the seconds of algorithm `name`: measured or, for Gloo between nodes, simulated. Returns None for any other
-    algorithm without a measurement."""
+    """Returns the seconds of algorithm `name`: measured or, for Gloo between nodes, simulated. Returns None for unknown
+    seconds."""
     shape = shape_of(group, machine) if _chooses(machine) else None
     if shape is None:
         return None
@@ -185,8 +188,8 @@ def _by_events(name: str, kind: CollectiveKind, shape: Shape, size: float, links
 
 
 def links_of(machine: Machine, groups: int, bandwidth: float) -> Links:
-    """Returns the links of a group while `groups` groups of the same form communicate on each node. `bandwidth` is a node's
-    bandwidth to other nodes."""
+    """Returns the links of a group while `groups` groups with the same size and strides communicate on each node.
+    `bandwidth` is a node's bandwidth to other nodes."""
     network, node = machine.network, machine.node
     adapters = max(1, network.rings // groups)
     each = bandwidth / groups / adapters
@@ -267,7 +270,7 @@ def _paced(kind: CollectiveKind, moving: float, group: StridedGroup, machine: Ma
     time.
 
     The exponent is the best fit of measured all-reduces (nccl-tests on 8 A100, 8 H200, 8 and 32 B200, 256 KiB to 16 GiB).
-    The mean error is 7 %; with the plain sum, it would be 12 %.
+    The mean error is 7 %. The mean error of the plain sum would be 12 %.
     """
     moving, latency = moving / machine.node.pace(kind).share, _latency(kind, group, machine)
     return float((moving**_BLEND + latency**_BLEND) ** (1 / _BLEND))
@@ -290,13 +293,13 @@ def _latency(kind: CollectiveKind, group: StridedGroup, machine: Machine) -> flo
 
 
 def _steps(ranks: int) -> float:
-    """Returns the number of steps of a ring, or of a tree (up and down) where a tree has fewer."""
+    """Returns the number of steps of a ring, or of a tree (up and down) where a tree has fewer steps."""
     return min(ranks - 1, 2 * math.log2(ranks) + 1)
 
 
 def _all_to_all(nbytes: float, group: StridedGroup, machine: Machine) -> float:
-    """Returns the seconds of an all-to-all. All ranks of a node send at once; the node's adapters carry the data to other
-    nodes."""
+    """Returns the seconds of an all-to-all without latency. All ranks of a node send at once; the node's adapters carry
+    the data to other nodes."""
     here = group.on_a_node(machine.ranks_per_node)
     inside = nbytes * (here - 1) / group.size / machine.node.bandwidth
     across = nbytes * (group.size - here) / group.size * machine.ranks_per_node / node_bandwidth(group, machine)
@@ -304,8 +307,8 @@ def _all_to_all(nbytes: float, group: StridedGroup, machine: Machine) -> float:
 
 
 def transfer_seconds(sent: float, group: StridedGroup, machine: Machine) -> float:
-    """Returns the seconds of a message of `sent` bytes to the next rank of `group` while all ranks send one. The
-    slowest message decides, within a node or between nodes."""
+    """Returns the seconds of a message of `sent` bytes to the next rank of `group` while all ranks send messages of
+    this size. The slowest message decides, within a node or between nodes."""
     pace = machine.node.pace("shift")
     bandwidth = machine.node.groups.get(f"{group.stride}x2", machine.node.bandwidth)
     inside = sent / bandwidth / pace.share + pace.start + pace.step

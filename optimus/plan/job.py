@@ -231,8 +231,8 @@ def axes_of(mesh: Mesh) -> dict[str, Any]:
 def job_of(
     config: RunConfig, machine: Machine, mesh: Mesh, profile: Profile | None = None, imbalance: float = 1.0
 ) -> Job:
-    """Returns the job of `config`, or of its phase with the longest sequences, on a machine. Raises `UserError` as
-    `Job.checked` does, and when a teacher is missing."""
+    """Returns the job of `config`, or of its phase with the longest sequences, on a machine. Raises `UserError` like
+    `Job.checked`, `state_spec_of` and `teacher_models`."""
     run = config.decided(precision(config, machine_facts(machine, mesh.size).bfloat16, {}).values)
     config = longest(phases_of(run)) if run.phases else run
     model, rank = full_model(config), config.train.lora_rank

@@ -53,11 +53,11 @@ def plan(
 
     `model` is a YAML file of a run, a preset or a Hugging Face folder. With `as_is`, the only plan is the configured
     layout, whether it fits or not. With `largest`, the plans are for the model with as many layers as fit, one plan for
-    each offloading. With `scale`, the answer has a plan for each of these numbers of ranks.
+    each offloading. With `scale`, the answer has a plan for each number of ranks in `scale`.
 
-    The experts of the most loaded rank get `imbalance` times the mean number of tokens. `what_if` changes the machine or the
-    profile, and `links` is a file with the bandwidth between nodes. `plugins` names plugins in addition to those of the
-    run's file. Raises `UserError` for an invalid request, and when a search finds no layout that fits.
+    The experts of the most loaded rank get `imbalance` times the mean number of tokens. `what_if` changes the machine
+    or the profile, and `links` is a file with the bandwidth between nodes. `plugins` names plugins in addition to the
+    plugins of the run's file. Raises `UserError` for an invalid request, and when a search finds no layout that fits.
 
     Example:
         plans = api.plan("mula-7b-a1b", machine="dgx-h100", ranks=8, best=3).plans
@@ -145,7 +145,7 @@ def as_configured(job: Job) -> Job:
 def read_links(path: Path) -> list[list[float]]:
     """Reads the bandwidth between each pair of nodes in bytes/s: one line of comma-separated numbers for each node.
 
-    Raises `UserError` when the file cannot be read, has no lines, or has a value that is not a number.
+    Raises `UserError` when the file is unreadable or empty, or has a value that is not a number.
     """
     path = user_path(path)
     try:

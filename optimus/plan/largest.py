@@ -1,5 +1,5 @@
-"""Finds the largest model that a machine can train: the job's model with as many layers as fit. The state is on the devices
-or offloaded."""
+"""Finds the largest model that a machine can train: the job's model with about as many layers as fit. The state is on
+the devices or offloaded."""
 
 from collections.abc import Iterator
 

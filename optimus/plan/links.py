@@ -1,7 +1,7 @@
 """Orders nodes with unequal links so that neighbours in the order of the ranks have fast links (Pipette; Holmes).
 
 A matrix gives the bandwidth between each pair of nodes. Ranks are on the nodes in order, so the order of the nodes decides
-which links a group's ring uses. All groups of one form wait for the slowest of their links.
+which links a group's ring uses. All groups with the same size and strides wait for the slowest of their links.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,8 +34,11 @@ def in_order(machine: Machine, nodes: Sequence[int]) -> Machine:
 
 
 def chained(machine: Machine, count: int) -> list[int]:
-    """Returns the chain of `count` nodes with the highest total bandwidth between neighbours, over all first nodes tried.
-    Each next node is the one with the highest total bandwidth to the last four nodes of the chain."""
+    """Returns a chain of `count` nodes. Each next node has the highest total bandwidth to the last four nodes of the
+    chain.
+
+    Tries several first nodes, and returns the chain with the highest total bandwidth between neighbours.
+    """
     links = machine.network.links
     assert links is not None
 

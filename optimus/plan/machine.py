@@ -70,15 +70,15 @@ class Node(Section):
     bandwidth: float = Field(gt=0, description="Bandwidth of a rank to its neighbours in a ring, bytes/s.")
     latency: float = Field(ge=0, description="Latency of a message, seconds.")
     groups: dict[str, float] = Field({})
-    """Measured bandwidth of simultaneous rings of G1 ranks, G0 apart ('G0xG1'; the dissertation on AxoNN, section 5.1.2,
-    case 1), where it differs from `bandwidth`."""
+    """Measured bandwidth of simultaneous rings by 'G0xG1': G1 ranks, each G0 after the previous rank (the dissertation
+    on AxoNN, section 5.1.2, case 1). Any other ring has `bandwidth`."""
     paces: dict[Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift"], Pace] = Field({})
     """Measured costs of each kind of collective that `bandwidth` and `latency` do not describe. The kind shift is a message
     to the next rank."""
 
     def nearest(self, stride: int) -> list[int]:
-        """Returns, in ascending order, the sizes of groups of ranks, `stride` apart, that have faster rings than
-        `bandwidth`, for example on one card."""
+        """Returns the sizes of groups whose rings are faster than `bandwidth`, in ascending order. Neighbours in a
+        group are `stride` ranks apart."""
         keys = (key.split("x") for key, bandwidth in self.groups.items() if bandwidth > self.bandwidth)
         return sorted(int(size) for apart, size in keys if int(apart) == stride)
 
@@ -133,8 +133,8 @@ class Network(Section):
     """Rounds of recursive doubling between nodes, in which each rank exchanges with ranks of the same local rank on other
     nodes (`profile.collectives: pccl`)."""
     links: list[list[float]] | None = None
-    """Matrix of the bandwidth between each pair of nodes, over all adapters of a node, bytes/s, for nodes with unequal
-    links. The matrix replaces bandwidth, group_nodes and taper."""
+    """Matrix of the bandwidth between each pair of nodes, for unequal links, bytes/s. A bandwidth counts all adapters
+    of a node. The matrix replaces bandwidth, group_nodes and taper."""
 
     @model_validator(mode="after")
     def _matrix(self) -> "Network":
@@ -175,7 +175,7 @@ class Host(Section):
         gt=0, description="Link between a rank and its host while all ranks of the node use theirs, bytes/s each way."
     )
     bandwidth: float | None = Field(None, gt=0)
-    """Bandwidth of a node's host memory, bytes/s. None: unknown, and the planner offloads no state."""
+    """Bandwidth of a node's host memory, bytes/s. None: unknown, and the planner proposes no offloading."""
     read: float | None = Field(None, gt=0, description="Read rate of a node's own disks, bytes/s; None: no disks.")
     write: float | None = Field(None, gt=0, description="Write rate of these disks, bytes/s.")
     storage: float = Field(1e9, gt=0)
@@ -279,7 +279,7 @@ _BYTES = {"fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4":
 
 @dataclass(frozen=True)
 class MachineRow:
-    """A machine with a name, and the path of its file."""
+    """The name of a machine and the path of its file."""
 
     name: str
     path: Path
@@ -313,7 +313,7 @@ def load_machine(name: str) -> Machine:
 
 
 def _check_units(machine: Machine, path: Path) -> None:
-    """Raises `UserError` for a figure that can only be in another unit than the documented one. Measured figures are far
+    """Raises `UserError` for a figure that is impossible in the documented unit. Measured figures are far
     from these limits, even for a slow simulated machine."""
     rates = {f"arithmetic.{kind}.peak": each.peak for kind, each in machine.arithmetic.items()}
     host, network = machine.host, machine.network

@@ -1,8 +1,8 @@
 """Estimates a rank's memory for the search.
 
-The layouts decide the bytes of parameters, gradients and optimizer state. Recomputation and the schedule's live microbatches
-decide the bytes of activations. A plan with this library's profile reports the memory account of its run instead
-(`resolve.memory`), and the search returns only plans that fit by their accounts.
+The layouts decide the bytes of parameters, gradients and optimizer state. Recomputation and the schedule's live
+microbatches decide the bytes of activations. A plan with this library's profile reports the memory account of its run
+(`resolve.memory`) instead of the estimate. The search returns only plans that fit by their accounts.
 
 `parallel.activations` computes the activations of this library's modules. `benchmarks.published.activations` computes
 the activations of the frameworks in published measurements.
@@ -163,7 +163,7 @@ def run_activations(job: Job) -> ActivationSizes:
     chosen = Recomputation(kinds, job.config.recompute_every)
     config = job.config.decided(dispatch(job.config, job.mesh, job.machine.collectives).values)
     shapes = activation_shapes(config, job.mesh, job.teachers, int(job.itemsize))
-    # The search also tries layouts that cannot send duplicates of tokens, so the estimate counts none.
+    # The search also tries layouts that cannot send duplicates of tokens, so the estimate counts no duplicates.
     shapes |= {"options": replace(shapes["options"], duplicates=False), "load": job.imbalance}
 
     @cache

@@ -31,9 +31,9 @@ from optimus.resolve.stages import splits_backward
 from optimus.state.buffers import RESIDENCES
 from optimus.state.plan import Shard
 
-# Sharding at these levels reduce-scatters gradients or all-gathers parameters in every microbatch. Sharding the optimizer's
-# state alone moves the same bytes once per step, during the last backward pass and the next forward pass. These two passes
-# hide as much communication as the passes of any other microbatch.
+# Sharding of gradients or parameters needs reduce-scatters or all-gathers in every microbatch. Sharding of only the
+# optimizer's state moves the same bytes once per step, during the last backward pass and the next forward pass. These
+# two passes hide as much communication as the passes of any other microbatch.
 _FINER = ("gradients", "parameters")
 
 
@@ -86,7 +86,7 @@ class Fitting:
         work = candidate.timing.work if self._machine.network.links is None else None
         sizes = cache(partial(self._activation_sizes, candidate, job))
         too_slow = set[int | ShardRanks | None]()  # widths over which sharding the optimizer's state alone is too slow
-        enough: dict[int | ShardRanks | None, frozenset[str]] = {}  # recomputation that lower levels need, by width
+        enough: dict[int | ShardRanks | None, frozenset[str]] = {}  # recomputation with the previous sharding, by width
 
         def in_time(jobs: Iterable[Job]) -> list[Job]:
             return [placed for placed in jobs if least_time(placed, work) < limit]
@@ -111,8 +111,8 @@ class Fitting:
         return best
 
     def _is_slower(self, shard: Shard, width: int | ShardRanks | None) -> bool:
-        """True if a step with only the optimizer's state sharded over the same ranks takes no longer, except where the
-        step needs more recomputation."""
+        """Returns True if, with equal recomputation, a step takes no longer when the same ranks shard only the
+        optimizer's state."""
         return self._hides and shard in _FINER and not isinstance(width, ShardRanks)
 
     def _ways_of(self, job: Job) -> list[_Way]:
@@ -202,8 +202,8 @@ def residencies(job: Job) -> Iterator[Job]:
 
 
 def _accumulations(job: Job) -> Iterator[Job]:
-    """Yields the job and, if gradients are offloaded and a step may have several microbatches, the job that accumulates
-    gradients on the host. If `accumulate_on` is configured, yields only the job."""
+    """Yields the job. With offloaded gradients, `accumulate_on: auto` and more sequences than ranks, also yields
+    the job that accumulates gradients on the host."""
     yield job
     offloads = RESIDENCES[job.state.offload][1] != "device"
     if offloads and job.state.accumulate_on == "auto" and job.train.global_batch > job.mesh.size:
@@ -221,7 +221,7 @@ def recomputed(job: Job, recompute: frozenset[str]) -> Job:
 
 
 def sharded(job: Job) -> Iterator[tuple[Shard, int | ShardRanks | None]]:
-    """Yields the ways to shard the state that the search tries, as (level, width).
+    """Yields the ways to shard the state that the search tries, as (sharding, width).
 
     A width is all replicas (None), or the number of replicas on a node. Further ways shard parameters over the nearest ranks
     of a node, gradients over these ranks or over the node, and the optimizer's state over all replicas.

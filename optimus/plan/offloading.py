@@ -23,7 +23,7 @@ _UPDATE = 28
 
 
 class OffloadSeconds(NamedTuple):
-    """Seconds that updates, and fetching of parameters, add to the passes of a step."""
+    """Seconds that updates and the fetching of parameters add to the passes of a step."""
 
     update: float
     fetching: float

@@ -47,16 +47,16 @@ class Profile(Section):
     """Share of the shared experts' computation that overlaps the dispatch of tokens to the chosen experts, and the
     combine."""
     collectives: Algorithm = "chosen"
-    """Algorithm of collectives on several nodes. chosen: this library's choice. ring, hierarchical: one ring or two levels;
-    best: the faster of both. library, pccl: the vendor's library or PCCL, by figures measured on this machine, for
-    all-gathers and reduce-scatters."""
+    """Algorithm of collectives on several nodes. chosen: this library's choice. ring, hierarchical: one ring or two
+    levels; best: the faster of ring and hierarchical. library, pccl: the vendor's library or PCCL, by figures measured
+    on this machine, for all-gathers and reduce-scatters."""
     gathers: int = Field(0, ge=0)
     """Number of collectives that all-gather a block's parameters, and of collectives that reduce-scatter the block's
     gradients; 0: collectives so large that their number makes no difference."""
     copies: Literal["expert", "rank", "node", "levels"] = "levels"
     """Copies of a token that dispatch sends. expert: one to each chosen expert. rank: one to each rank with a chosen expert.
     node: one to each node with a chosen expert; the node forwards the token to its ranks while other tokens arrive. levels:
-    like node, but the node forwards tokens after all have arrived (`parallel.dispatch.two_level`)."""
+    like node, but the node forwards tokens after all tokens have arrived (`parallel.dispatch.two_level`)."""
     broadcast: float = Field(0.0, ge=0)
     """Seconds of one broadcast, for frameworks in which each rank in turn broadcasts the parameters that it has updated; 0:
     one collective all-gathers the updated parameters."""

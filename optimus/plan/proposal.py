@@ -31,8 +31,8 @@ _SHARDING = {
 
 
 def layout_of(job: Job) -> dict[str, Any]:
-    """Returns the layout of `job` as the configuration's keys `parallel`, `state` and `recompute`. The two sections
-    leave out keys that the layout does not use."""
+    """Returns the layout of `job` as the configuration's keys `parallel`, `state` and `recompute`. `parallel` and
+    `state` leave out keys that the layout does not use."""
     mesh, state = job.mesh, job.state
     used = {"data"}
     used |= {"sequence"} if mesh.tp > 1 else set()

@@ -2,7 +2,7 @@
 
 Legend: T tokens of a rank's sequences, R rows and H columns of the rank's residual stream, e bytes of an element.
 
-Seconds are split into terms. The term of a collective is its exposed communication time.
+Each term counts the seconds of one activity. The terms of collectives count only exposed communication time.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence

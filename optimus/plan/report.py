@@ -66,8 +66,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Answer:
-    """A job and the plans for the job. `points` are the points of a scaling study; `largest` marks the search for the
-    largest model."""
+    """A job and the plans for the job. `points` are the points of a scaling study. `largest` is True if the plans are
+    for the largest model."""
 
     job: Job
     plans: Sequence[Plan]
@@ -100,7 +100,7 @@ class Answer:
         return f"{counted(job.mesh.size, 'rank')} of {job.machine.name}, {batch}, {job.precision}"
 
     def notes(self) -> list[str]:
-        """Returns the notes on the first plan, below the table; none for a scaling study."""
+        """Returns the notes on the first plan, below the table; no notes for a scaling study."""
         return [] if self.points else _below_table(self.plans[0])
 
     def explained(self, row: int) -> str:
@@ -179,7 +179,7 @@ class _RunLength(NamedTuple):
 
 
 def _run_length(plan: Plan) -> _RunLength | None:
-    """Returns the length of the run, or None for a run in phases, because its steps differ."""
+    """Returns the length of the run, or None for a run in phases, because the steps of phases differ."""
     job, run = plan.job, plan.job.run or plan.job.config
     if run.phases:
         return None
@@ -289,7 +289,7 @@ def _elsewhere(plan: Plan) -> Iterator[str]:
 
 
 def _collectives(job: Job) -> Iterator[str]:
-    """Yields a line for each kind of group that communicates, smallest group first."""
+    """Yields a line for each size and stride of groups that communicate, smallest group first."""
     work, machine = RankCosts(job), job.placed
     step_time(job, work)
     used: dict[StridedGroup, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
@@ -306,7 +306,7 @@ def _collectives(job: Job) -> Iterator[str]:
 
 
 def verdict(size: float, job: Job) -> tuple[bool, str]:
-    """Returns (whether `size` bytes fit on a rank of the job's machine, a text that says so with the sizes)."""
+    """Returns (True if `size` bytes fit on a rank of the job's machine, a text with the result and the sizes)."""
     capacity, memory = device_capacity(job), job.machine.memory
     fits = size <= capacity
     buffers = buffers_of(job)

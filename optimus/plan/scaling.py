@@ -21,8 +21,8 @@ class ScalingPoint(NamedTuple):
 
 
 def scale(job: Job, ranks: Sequence[int], layout_plan: Plan | None = None) -> list[ScalingPoint]:
-    """Studies weak scaling: the global batch and the data axis grow with the number of ranks. The layout is the one of
-    `layout_plan`, or the best layout on the fewest ranks.
+    """Studies weak scaling: the global batch and the data axis grow with the number of ranks. The layout is
+    `layout_plan`'s, or the best layout on the fewest ranks.
 
     Raises `UserError` when a number of ranks is no multiple of the layout's ranks, and as `search` and `predict` do.
     """

@@ -37,13 +37,13 @@ _TRIES = 5
 
 
 def search(job: Job, best: int = 10) -> list[Plan]:
-    """Returns up to `best` divisions of the job's ranks, the fastest first.
+    """Returns up to `best` plans, the fastest first, each with another division of the job's ranks.
 
-    Each division has the fastest schedule, microbatch, sharding and recomputation that fit; all other settings of the
+    Each plan has the fastest schedule, microbatch, sharding and recomputation that fit; all other settings of the
     configuration stay. Without configured offloading, the search offloads state only if no layout fits on the devices
     alone.
 
-    Raises `UserError` when no layout divides the batch, or no layout fits. In the latter case the message names the
+    Raises `UserError` when no layout divides the batch, or no layout fits. If no layout fits, the message names the
     smallest known machine with enough memory, if any.
     """
     asked = job.checked().undivided
@@ -111,7 +111,7 @@ def _search(job: Job, best: int) -> list[Timed]:
 
 
 def _rearranged(timed: Timed) -> Timed:
-    """Returns the job with its nodes in a better order, and the seconds of its step."""
+    """Returns the job with its nodes in an order that is at least as fast, and the seconds of its step."""
     job, links = timed.job, timed.job.machine.network.links
     assert links is not None
     assert job.nodes is not None
@@ -131,13 +131,13 @@ def fits(job: Job) -> bool:
 
 
 def _tightest(job: Job) -> list[tuple[float, Job]]:
-    """Returns (bytes of the state on the fullest rank, job) for the layout of each division that takes least memory,
-    smallest first."""
+    """Returns (bytes of the state on the fullest rank, job) for the layout of each division that takes the least
+    memory, smallest first."""
     ways = list(candidates(job))
     smallest = min((candidate.timing.micro_batch for candidate in ways), default=0)
     found = [
         candidate.job.changed(state={"shard": "parameters"}, recompute=["block"])
-        for candidate in ways  # no schedule saves fewer activations than the default one
+        for candidate in ways  # the default schedule saves the fewest activations
         if candidate.timing.micro_batch == smallest and candidate.schedule == DEFAULT
     ]
     return sorted(((state_size(each), each) for each in found), key=lambda sized: sized[0])

@@ -58,7 +58,7 @@ class _Stage(NamedTuple):
 
     @property
     def times(self) -> StageTimes:
-        """The stage's times in the form of `pipeline.estimates`."""
+        """The stage's times for the functions of `pipeline.estimates`."""
         besides = (self.gathers + (self.host if self.starting else 0.0)) / 2
         return StageTimes(
             self.forward.seconds + besides, self.backward.seconds + self.again.seconds + besides, self.weights.seconds
@@ -139,8 +139,8 @@ def _all_passes(work: RankCosts, inside: tuple[Any, ...]) -> _Passes:
 def _alike(
     model: ModelConfig, sizes: tuple[int, ...], schedule: str, pp: int
 ) -> tuple[tuple[int, ...], list[tuple[int, ...]], dict[tuple[int, ...], tuple[PartCounts, ...]]]:
-    """Returns three values: the number of the first equal stage for each stage, the tuple of these numbers for each rank's
-    stages, and the parts of the model for each such tuple. Stages are equal if they have the same parts of the model."""
+    """Returns (number of the first equal stage, by stage; tuple of the numbers of a rank's stages, by rank; parts of
+    the model, by tuple). Stages are equal if they have the same parts of the model."""
     first, counts = dict[PartCounts, int](), counts_of(model, sizes)
     alike = tuple(first.setdefault(each, number) for number, each in enumerate(counts))
     ranks = [tuple(alike[stage] for stage in own) for own in stages_of_ranks(schedule, pp, len(sizes) // pp)]
@@ -303,8 +303,8 @@ def _moving(
 
 
 def _beside(moving: float, computing: float) -> float:
-    """Returns the seconds that collectives add to the computation that overlaps them: their exposed time, and the slowdown
-    of the computation."""
+    """Returns the seconds that collectives add to overlapping computation: the exposed time of the collectives, and the
+    slowdown of the computation."""
     return max(0.0, moving - computing) + _CONTENTION * min(moving, computing)
 
 
@@ -360,8 +360,8 @@ def _reduction(work: RankCosts, moved: _StateSeconds, times: Sequence[StageTimes
 
 
 def _update(work: RankCosts, held: Sequence[ChunkGroup]) -> float:
-    """Returns the seconds of the gradient norm and the update, which are memory-bound, and of the matmuls of rules such as
-    Muon."""
+    """Returns the seconds of the gradient norm, the update, the profile's host traffic, and the matmuls of rules such
+    as Muon."""
     profile = work.profile
     elements_by_bytes = defaultdict[float, float](float)  # elements, by the bytes of their state
     for each in held:
@@ -392,8 +392,9 @@ def _orthogonalising(work: RankCosts, held: ChunkGroup) -> float:
 def _saving(work: RankCosts, files: Iterable[tuple[int, float]], step: float) -> float:
     """Returns the seconds that checkpoints add to a step on average. `files` are pairs (interval in steps, bytes).
 
-    Training waits for the copy to host memory. With synchronous checkpoints, training also waits for the file system;
-    with asynchronous ones, only as long as a write exceeds the interval (`checkpoint.saving`).
+    Training waits for the copy to host memory. With synchronous checkpoints, training also waits for the file system.
+    With asynchronous checkpoints, training waits for the part of a write that exceeds the interval
+    (`checkpoint.saving`).
     """
     machine, asynchronous = work.machine, work.job.config.checkpoint.asynchronous
     seconds = 0.0

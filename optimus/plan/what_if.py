@@ -1,4 +1,5 @@
-"""Changes machines and profiles to hypothetical ones: `network.bandwidth=x2`, `memory=128e9`, `profile.collectives=best`."""
+"""Changes figures of machines and profiles, as in `network.bandwidth=x2`, `memory=128e9`,
+`profile.collectives=best`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Finds the differences between runs: keys of their configurations, tokenizers, machines and versions."""
+"""Finds the differences between runs: configurations, tokenizers, versions, machines, commits and numbers of ranks."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,7 +10,8 @@ _MISSING = "-"
 
 
 def differences(folders: Sequence[RunFolder]) -> list[dict[str, Any]]:
-    """Returns a row per key whose value differs between the runs: `key` and `values`, as text, one for each run."""
+    """Returns a row for each key whose value differs between the runs. A row has the `key` and the runs' `values` as
+    text."""
     if len(folders) < 2:
         return []
     found = differing([{**folder.config, **dict(_surroundings(folder))} for folder in folders], _MISSING)

@@ -7,11 +7,10 @@ import numpy as np
 
 
 def downsample(values: Sequence[float | None], most: int) -> list[int]:
-    """Selects at most `most` ascending indices of `values` (at most five if `most` is below five), or all indices if
-    `values` is not longer than `most`.
+    """Selects at most `max(5, most)` indices of `values`, in ascending order.
 
-    Each bucket of neighbouring values contributes its first, last, smallest and largest value, and its first value that
-    is missing or not finite.
+    Selects all indices of at most `most` values. Otherwise, each bucket of neighbouring values contributes its first,
+    last, smallest and largest value, and its first value that is missing or not finite.
     """
     if len(values) <= most:
         return list(range(len(values)))

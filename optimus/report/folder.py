@@ -49,14 +49,14 @@ class RunFolder:
     config: dict[str, Any]
     timeline: dict[str, Any] | None
     evaluations: dict[str, dict[str, Any]]  # results that `optimus evaluate` wrote into `evaluations/`, by file name
-    # Numbers of skipped lines, by file name; 1 for a damaged file that is skipped whole.
+    # Numbers of skipped lines, by file name; 1 for a whole damaged file.
     skipped_lines: dict[str, int] = field(default_factory=dict)
-    ended: bool = False  # True overrides the lease: see `read_folder`
+    ended: bool = False  # True if the run has ended, even if its lease has not expired yet
     _columns: dict[str, list[float | None]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        """Name of the folder, in a form that is safe to print."""
+        """Name of the folder, with escapes for unprintable characters."""
         return printable(self.path.resolve().name)
 
     def setting(self, key: str, default: Any = None) -> Any:
@@ -131,9 +131,10 @@ class RunFolder:
 
 
 def read_folder(run_folder: str | Path, *, ended: bool = False) -> RunFolder:
-    """Reads a run folder. Raises `UserError` for any other folder. Skips and counts damaged content.
+    """Reads a run folder. Skips and counts damaged content.
 
-    `ended` is True if the caller knows that the run has ended, even if its lease has not expired yet.
+    `ended` is True if the caller knows that the run has ended, even if its lease has not expired yet. Raises
+    `UserError` if the folder is not a run folder, and for a file of lines that the process cannot read.
     """
     path = user_path(local_run(run_folder))
     if not path.is_dir():
@@ -288,8 +289,8 @@ def _are_samples(samples: Any) -> bool:
 
 
 def _is_timeline(found: Mapping[str, Any]) -> bool:
-    """Returns True if the number of ranks is valid and all events of a pipeline, and of its simulation if there is one,
-    are (rank, kind, stage, microbatch, start, end)."""
+    """Returns True if the number of ranks is valid, and all measured and simulated events of the pipeline are (rank,
+    kind, stage, microbatch, start, end)."""
     ranks, timelines = found.get("ranks"), (found.get("events"), found.get("simulated", []))
     return (
         isinstance(ranks, int)
@@ -324,7 +325,7 @@ def _is_held(lease: Path) -> bool:
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
-    """Replaces a missing or damaged mapping by an empty one."""
+    """Replaces a value that is not a mapping by an empty mapping."""
     return value if isinstance(value, Mapping) else {}
 
 

@@ -1,4 +1,4 @@
-"""Lists the runs below a folder, a row each."""
+"""Lists the runs in a folder and its subfolders, with one row per run."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,10 +23,10 @@ def runs(
     """Lists the runs in `folder` and in up to four levels of subfolders, with one mapping per run.
 
     The keys are `name`, `state`, `step`, `steps`, `loss`, `bits_per_byte`, `tokens_per_second`, `parameters`, `model`,
-    `why`, `tokens`, `path` and `skipped_lines`. `state` selects runs that are running, finished, stopped or failed, or
-    `unreadable` ones. `match` selects runs whose path or model contains this text. The result is in the order of the
-    column `sort`, with missing values at the end. Raises `UserError` for a folder that does not exist or has no run in
-    it, and for an unknown state or column.
+    `why`, `tokens`, `path` and `skipped_lines`. `state` selects runs that are running, finished, stopped, failed or
+    unreadable. `match` selects runs whose path or model contains this text. The result is in the order of the column
+    `sort`, with missing values at the end. Raises `UserError` for a folder that does not exist or has no run in it, and
+    for an unknown state or column.
 
     Example:
         [(run["name"], run["loss"]) for run in api.runs("runs", state="finished")]
@@ -51,7 +51,7 @@ def runs(
 
 
 def table_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the rows in a form for people, with `step` and `steps` in one column."""
+    """Returns the rows of a table for people. `step` shares a column with `steps`, and `state` with `why`."""
     shown = []
     for row in rows:
         step = f"{row['step']:,}" + (f" of {row['steps']:,}" if row["steps"] is not None else "")

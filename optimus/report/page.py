@@ -22,7 +22,7 @@ from optimus.report.verdict import compared, large_numbers, median_rate, verdict
 
 _POINTS = 2500  # maximum number of points of a curve
 _STACKED = 600  # maximum number of steps of a stacked chart
-_CELLS = 400_000  # maximum number of cells of a run's heat map of experts
+_CELLS = 400_000  # approximate maximum number of cells of a run's heat map of experts
 _STATIC = Path(__file__).with_name("static")
 
 # (group, title, unit, metrics), in the order of the page. A metric of `_curves` that is in no row gets a separate chart
@@ -211,9 +211,9 @@ def _charts(folders: Sequence[RunFolder], hidden: set[str]) -> list[dict[str, An
 
 
 def curve(folder: RunFolder, key: str) -> dict[str, list[Any]]:
-    """Returns the points of a metric: `step` and `value`, with None for a record that lacks the metric.
+    """Returns the points of a metric that `downsample` selects: `step` and `value`, with None for a missing value.
 
-    A metric that fewer than half of the records have, such as one of a validation, has points only at these records.
+    A metric that fewer than half of the records have, such as a validation's metric, has points only at these records.
     """
     values, there = folder.column(key), range(len(folder.records))
     if 2 * values.count(None) > len(values):
@@ -237,9 +237,11 @@ def _clock(folder: RunFolder) -> dict[str, list[Any]]:
 
 
 def stack(folder: RunFolder, kind: str) -> dict[str, Any] | None:
-    """Returns the metrics `kind/...` at the steps that have such metrics, first the metric with the largest sum over
-    these steps; None without such metrics. If these steps are more than `_STACKED`, keeps the step with the largest
-    total of each of `_STACKED` buckets."""
+    """Returns the metrics `kind/...` at the steps that have such metrics; None without such metrics.
+
+    The metric with the largest sum comes first. Of more than `_STACKED` steps, keeps only the step with the largest
+    total of each of `_STACKED` buckets.
+    """
     names = [key for key in folder.metrics if key.startswith(f"{kind}/")]
     if not names:
         return None
@@ -274,7 +276,8 @@ def expert_loads(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 
 
 def evaluations(files: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the results of `optimus evaluate`: for each file a row per task, and a row for the text."""
+    """Returns the results of `optimus evaluate`: for each file, a row per task, and a row for the text if there is
+    one."""
     rows = []
     for name, found in files.items():
         tasks, checkpoint, text = (mapping(found.get(key)) for key in ("tasks", "checkpoint", "text"))
@@ -303,7 +306,7 @@ def _events(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def _seconds(moment: Any) -> float | None:
-    """Converts a time in ISO 8601 to seconds since 1970; None for any other text."""
+    """Converts a time in ISO 8601 to seconds since 1970; None for any other value."""
     try:
         return datetime.fromisoformat(moment).timestamp()
     except (TypeError, ValueError, OverflowError):

@@ -14,8 +14,8 @@ _LAST = 100  # maximum number of steps in a statistic of the last steps
 
 
 def verdict(folder: RunFolder) -> str:
-    """Describes a run's steps and time, its best validation (without validation, the last loss), and the part of a step
-    that takes the most time.
+    """Describes a run's state, steps and time, its best validation or else its last loss, and the slowest part of a
+    step.
 
     An example is "finished after 300 of 300 steps in 9 min; best 1.93 bits per byte; slowest: computation, 99.8 %".
     """
@@ -39,7 +39,7 @@ def verdict(folder: RunFolder) -> str:
 
 
 def large_numbers(folder: RunFolder) -> list[dict[str, Any]]:
-    """Returns the first known numbers, at most four: a `label`, a `value` for JSON, and a `note` that qualifies the
+    """Returns at most four known numbers, each with a `label`, a `value` for JSON, and a `note` that qualifies the
     value."""
     best, over, seconds = best_bits(folder), _last_steps(folder), training_seconds(folder)
     rate, tokens, parameters = median_rate(folder), folder.last("tokens"), folder.described("parameters")
@@ -56,8 +56,9 @@ def large_numbers(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def compared(runs: Mapping[str, RunFolder], with_loss: bool) -> tuple[str, list[dict[str, Any]]]:
-    """Compares `runs`, a mapping from names to runs. Returns a sentence and the large numbers: the best values of the
-    first known measures, at most four, each with the name of the run in `note`.
+    """Compares `runs`, a mapping from names to runs. Returns a sentence and at most four large numbers.
+
+    Each number is the best value of a measure, with the name of the run in `note`.
 
     `with_loss` is True if the losses of the runs are comparable.
     """
@@ -107,7 +108,8 @@ def last_loss(folder: RunFolder) -> float | None:
 
 
 def median_rate(folder: RunFolder) -> float | None:
-    """Returns the median of the tokens per second of the last 100 steps; None if these steps have no such number."""
+    """Returns the upper median of the tokens per second of the last 100 steps; None if these steps have no such
+    number."""
     rates = sorted(value for value in folder.column("tokens_per_second")[-_LAST:] if value is not None)
     return rates[len(rates) // 2] if rates else None
 

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 class Decision(NamedTuple):
     """A decision on an open option: its key, the value and the reason.
 
-    A `persistent` decision is part of the run: the configuration in the run folder has its value, and a resumed run
-    reuses the values of the keys `length.PERSISTENT`. Each start makes the other decisions anew. `said` is False for a
-    decision that the summary of a run omits.
+    A `persistent` decision is part of the run: the configuration in the run folder has the decided value. A resumed run
+    reuses decided values of the keys `length.PERSISTENT` and decides all other keys anew. `said` is True if the summary
+    of a run shows the decision.
     """
 
     key: str
@@ -20,7 +20,7 @@ class Decision(NamedTuple):
 
     @property
     def written(self) -> dict[str, Any]:
-        """The decision in the form in which a run folder stores it."""
+        """The mapping that a run folder stores for the decision."""
         return {"key": self.key, "value": self.value, "why": self.why, "kept": self.persistent}
 
     def __str__(self) -> str:
@@ -28,7 +28,7 @@ class Decision(NamedTuple):
 
 
 class Decided(NamedTuple):
-    """The decided values by the path of their key, and the reason; `values` is empty if no option was open.
+    """The decided values by key, and the reason. `values` is empty if no option was open.
 
     A value of None clears a key that another decided key replaces.
     """

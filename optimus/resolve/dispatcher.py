@@ -9,8 +9,8 @@ from optimus.resolve.precision import DTYPES
 
 
 def dispatch(config: RunConfig, mesh: Mesh, measured: Measured | None) -> Decided:
-    """Decides on `alltoall` or `allgather`: the dispatcher whose collectives take less time for the microbatches of
-    `config`, by the measurements `measured` or, without measurements, by prediction."""
+    """Decides on the dispatcher, `alltoall` or `allgather`, whose collectives take less time for the microbatches of
+    `config`. Predicts the times without the measurements `measured`."""
     if config.moe.dispatch != "auto":
         return Decided()
     train = config.train

@@ -1,4 +1,4 @@
-"""Facts about a machine, which all ranks measure together or the planner reads from a machine file.
+"""Facts about a machine, which a run measures or the planner reads from a machine file.
 
 `measure_facts` measures memory and times only if an open option of the configuration depends on them. The function
 caches memory and times (`tuning.cache`), and rounds free memory down to a coarse step, so that two starts usually find
@@ -53,9 +53,9 @@ class Facts:
     """Bytes of device memory that a rank may fill; 0 if no open option depends on them."""
     timings: Timings | None = None
     """Timings of the device's link, of updates and of a matmul, by the keys of `AMOUNTS`. All ranks measure concurrently;
-    each timing is that of the slowest rank.
+    each timing comes from the slowest rank.
 
-    None if there is no link, or if no open option depends on the timings.
+    None without a link or process groups, and if no open option depends on the timings.
     """
     collectives: Measured | None = None
     """Measurements of collectives, or None if the run only estimates their times."""
@@ -75,7 +75,7 @@ def measure_facts(
 ) -> Facts:
     """Returns the facts of this machine.
 
-    With `world`, all ranks of `world` must call the function, which returns the same facts on all of them. Without
+    With `world`, all ranks of `world` must call the function, which returns the same facts on all ranks. Without
     `world`, the function times nothing. A process that only starts ranks sets `touches` to False: the function then
     allocates nothing on the accelerator, and counts all memory of the accelerator as free.
     """
@@ -112,8 +112,9 @@ def _memory_to_count_on(
 ) -> tuple[int, list[str]]:
     """Returns (device bytes that a rank may fill, lines for the user).
 
-    The bytes are a rank's part of the lowest free memory of the devices of all ranks of `world`, or of this process.
-    The function caches that memory, rounded down to a coarse step, so that small changes do not affect decisions.
+    The bytes are a rank's part of the free memory of its device. With `world`, the free memory is the lowest of all
+    ranks. The function caches the free memory, rounded down to a coarse step, so that small changes do not affect
+    decisions.
     """
     if world is None:
         free = (free_memory if touches or device.type == "cpu" else total_memory)(device)

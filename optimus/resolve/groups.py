@@ -1,4 +1,4 @@
-"""Computes the process groups of a run, and the number of communicators of a rank, without creating any."""
+"""Computes the process groups of a run, and the number of communicators of a rank, without communication."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -38,7 +38,8 @@ def shared_groups(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout]) 
     """Returns the partitions of the ranks into groups, except the partitions that `run_groups` adds. Omits repeated
     partitions and partitions into groups of one rank.
 
-    `layouts` are those of the parameters of all stages, so that all ranks find the same partitions in the same order.
+    `layouts` has the layouts of the parameters of all stages, so that all ranks find the same partitions in the same
+    order.
     """
     asked = [*_ALWAYS, *([("ep",), ("etp",)] if config.model.experts else [])]
     asked += [("ep", "etp")] if config.model.experts and config.moe.dispatch == "allgather" else []
@@ -59,7 +60,7 @@ def shared_groups(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout]) 
 
 
 def state_groups(mesh: Mesh, layouts: Mapping[str, Layout], options: StateConfig) -> list[PlannedGroups]:
-    """Returns the partitions that shard parameters of these layouts and their state, and the replica groups of shards."""
+    """Returns the partitions that shard parameters and state with these layouts, and the replica groups of shards."""
     found = []
     for axes in dict.fromkeys(layout.partial_axes for layout in layouts.values()):
         *steps, copies = shard_partitions(mesh, axes, options)
@@ -89,8 +90,8 @@ def communicators(
     """Returns an upper bound of the communicators of each of `ranks`, for backends that create a communicator at a
     group's first collective.
 
-    NCCL, RCCL and oneCCL are such backends. For messages, these backends create one communicator per sender and
-    receiver; a rank needs only the communicators between its stages and their neighbours.
+    NCCL, RCCL and oneCCL are such backends. For messages, these backends create one communicator per pair of sender and
+    receiver; a rank needs only the communicators with the ranks of neighbouring stages.
     """
     found: list[list[Communicators]] = [[] for _ in ranks]
     for what, partition, apart, messages in run_groups(config, mesh, layouts, tags=False):
@@ -104,7 +105,7 @@ def communicators(
 
 
 def _neighbours(config: RunConfig, pipeline_rank: int) -> int:
-    """Counts the boundaries between a stage on this rank and a stage on another rank."""
+    """Counts the boundaries between a stage on `pipeline_rank` and a stage on another pipeline rank."""
     placement = placement_of(config)
     ranks = [placement.rank_of(stage) for stage in range(placement.stages)]
     return sum(pipeline_rank in border and len(set(border)) > 1 for border in pairwise(ranks))

@@ -27,8 +27,8 @@ PERSISTENT = (
 def length(config: RunConfig, sequences: int | None) -> Decided:
     """Decides the steps of a run whose length is given in tokens, or in epochs over `sequences` sequences.
 
-    Raises `UserError` if epochs give less than one step, if the number of sequences is unknown or `data.sources` are
-    set, and if the steps contradict other options or end before `train.stop_at`.
+    With epochs, raises `UserError` if the epochs give less than one step or contradict other options, if `data.sources`
+    are set, or if the number of sequences is unknown. Raises `UserError` for a run that ends before `train.stop_at`.
     """
     train, why = config.train, ""
     steps = train.steps
@@ -74,7 +74,7 @@ def _check(config: RunConfig, steps: int) -> None:
 
 
 def warmup(config: RunConfig, previous: Mapping[str, Any]) -> Decided:
-    """Decides the warm-up steps of each schedule; a resumed run keeps those of `lr_schedule` from its first start."""
+    """Decides open warm-up steps of each schedule. A resumed run keeps the warm-up steps of `lr_schedule`."""
     values = {
         f"{path}.warmup_steps": each.warmup_steps
         for path, each in _schedules(config)
@@ -86,7 +86,7 @@ def warmup(config: RunConfig, previous: Mapping[str, Any]) -> Decided:
 
 
 def cooldown(config: RunConfig) -> Decided:
-    """Decides the cooldown steps of each schedule that has a cooldown."""
+    """Decides open cooldown steps of each schedule `wsd`."""
     values = {
         f"{path}.cooldown_steps": each.cooldown_steps
         for path, each in _schedules(config)
@@ -104,7 +104,7 @@ def _schedules(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
 
 
 def previous_decisions(run: Path) -> dict[str, Any]:
-    """Reads the decisions that a resumed run keeps from earlier starts, by key; empty without a readable configuration.
+    """Reads the decisions that a resumed run keeps, by key. Returns an empty mapping without a readable configuration.
 
     Raises `UserError` for a value that is invalid for its key.
     """

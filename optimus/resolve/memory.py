@@ -1,7 +1,8 @@
 """The memory account of a rank, computed from its plan. Checks, choices, plans and dry runs read the account.
 
-The account leaves out transfers in flight: buffers of collectives, messages, and tiles of offloaded updates. An offloaded
-update transfers two tiles at a time between host and device (`state.tile` elements; at least one matrix for a matrix rule).
+The account leaves out buffers of collectives, messages, and tiles of offloaded updates. An offloaded update transfers
+two tiles at a time between host and device. A tile has about `state.tile` elements, but at least one matrix for a
+matrix rule.
 """
 
 from collections import Counter
@@ -27,7 +28,7 @@ from optimus.state.plan import ChunkPlan, StateSpec, bytes_by_kind, shard_sizes
 Table = npt.NDArray[np.int64]  # shape [shards, kinds]
 
 _BESIDE = "host", "disk"  # locations of state other than the device
-_IN_FLIGHT = 3  # unsharded gradients of chunks with offloaded state: the backward pass fills one, two are in flight
+_IN_FLIGHT = 3  # chunks with unsharded gradients at a time, for offloaded state: one in use, two in flight
 
 
 class MemoryAccount(NamedTuple):
@@ -50,7 +51,7 @@ class MemoryAccount(NamedTuple):
 
     @property
     def gathered(self) -> int:
-        """Bytes of gathered parameters and gradients."""
+        """Bytes of parameters and gradients in use."""
         return self.parameters_in_use + self.gradients_in_use
 
     @property
@@ -72,8 +73,8 @@ class MemoryAccount(NamedTuple):
 
 
 class LiveBytes(NamedTuple):
-    """The activation bytes of a rank: those saved for all live microbatches of its stages, and the workspace of a backward
-    pass."""
+    """The activation bytes of a rank: bytes saved for all live microbatches of the rank's stages, and the workspace of
+    a backward pass."""
 
     activations: int
     working: int
@@ -83,7 +84,7 @@ def memory(run: ResolvedRun, rank: int, load: float = 1.0, *, fullest: bool = Fa
     """Returns the account of `rank` in the phase whose microbatches have the most tokens. With `fullest`, returns the
     account of the rank with the most state in the same stage.
 
-    The account is that of the pruning with the most bytes on the device, with the largest `host` and `disk` of all
+    The account is for the pruning with the most bytes on the device, but has the largest `host` and `disk` of all
     prunings. The experts on the rank get `load` times the mean number of tokens.
     """
     plans = (run.chunk_plans(rank, state_spec=spec) for spec in state_specs_of(run))
@@ -140,7 +141,7 @@ def account(
 
 
 def state_specs_of(run: ResolvedRun) -> list[StateSpec]:
-    """Returns the specifications of the run's state: the initial one, and one after each pruning."""
+    """Returns the initial specification of the run's state, and the specification after each pruning."""
     pruning, first = run.config.pruning, run.state_spec
     if pruning is None:
         return [first]

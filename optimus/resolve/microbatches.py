@@ -20,7 +20,7 @@ def micro_batch(config: RunConfig, mesh: Mesh, previous: Mapping[str, Any]) -> D
     """Decides `train.micro_batch` from `parallel.microbatches`. With `auto`, the size divides a rank's sequences of a
     step in every phase, and a resumed run reuses its earlier size if possible.
 
-    Raises `UserError` when the sequences of a step cannot be divided into the requested microbatches.
+    Raises `UserError` when the requested microbatches do not divide the sequences of a step.
     """
     number, train = config.parallel.microbatches, config.train
     if number is None:
@@ -43,8 +43,8 @@ def micro_batch(config: RunConfig, mesh: Mesh, previous: Mapping[str, Any]) -> D
 
 
 def with_microbatches(config: RunConfig, ranks: int) -> RunConfig:
-    """Returns `config` with the `train.micro_batch` that `micro_batch` decides for `ranks` ranks, without resolving the rest
-    of the run."""
+    """Returns `config` with the `train.micro_batch` that `micro_batch` decides for `ranks` ranks, without resolving
+    other options."""
     if config.parallel.microbatches is None:
         return config
     return config.decided(micro_batch(config, mesh_of(config, ranks), {}).values)

@@ -1,8 +1,8 @@
-"""Chooses the state that stays on the device when the rest is offloaded: as configured or, with `auto`, the fastest choice
-that fits.
+"""Chooses the state that stays on the device of a run with offloaded state. For `auto`, chooses the fastest choice that
+fits.
 
 With timings, the equations of `offload_times` use the measured speed of the link and of updates. Without timings, as on
-a CPU, which has no link, memory alone determines the choice. With `recompute: auto`, memory and time assume no
+a CPU, memory alone determines the choice. With `recompute: auto`, memory and time assume no
 recomputation; a later decision chooses the recomputation from the memory that remains.
 """
 
@@ -22,7 +22,8 @@ from optimus.state.buffers import RESIDENCES, Residency
 from optimus.state.plan import ChunkPlan
 
 _SHARE = 0.9  # usable share of the free memory
-# Minimum number of parameter blocks besides prefetched ones: for a chunk in use, an arriving one and a waiting one.
+# Minimum number of parameter blocks, without blocks for prefetching: for a chunk in use, an arriving chunk and a
+# waiting chunk.
 BLOCKS = 3
 _NO_LINK = Rates(math.inf, math.inf, math.inf, math.inf)  # all choices take the same time
 
@@ -30,8 +31,9 @@ _NO_LINK = Rates(math.inf, math.inf, math.inf, math.inf)  # all choices take the
 class _DeviceMemory(NamedTuple):
     """Device memory for chunks.
 
-    `free` bytes are available. `block` is the size of a parameter block in bytes, and `resident[D]` that of the state of the
-    first D chunks. `cached` chunks share the blocks, of which the device needs at least `least`.
+    `free` bytes are available. `block` is the size of a parameter block in bytes. `resident[D]` is the number of bytes
+    that the device needs in addition if the state of the first D chunks is resident. `cached` chunks share the blocks.
+    The device needs at least `least` blocks.
     """
 
     free: int
@@ -43,7 +45,7 @@ class _DeviceMemory(NamedTuple):
 
 
 class _Machine(NamedTuple):
-    """Properties of the machine: rates, the FLOP/s of matmuls, and the spread of the measurements."""
+    """Properties of the machine: rates, the FLOP/s of matmuls, and the largest spread of a measurement."""
 
     rates: Rates = _NO_LINK
     compute: float = math.inf
@@ -96,8 +98,9 @@ def residency(run: ResolvedRun) -> Decided:
     """Decides the number of cached parameter chunks, the fraction of resident state, and the device or host for updates of
     offloaded state.
 
-    Finds the fastest choice that fits for each pipeline rank. The run gets the smallest fraction, the smallest number
-    of cached chunks, and the device or host that the first pipeline rank chose.
+    Finds the fastest choice that fits for each pipeline rank, or the choice with the least memory if no choice fits.
+    The run gets the smallest fraction, and the device or host that the first pipeline rank chose. The ranks whose
+    chunks do not all fit into the cache limit the number of cached chunks.
     """
     state = run.config.state
     open_ = {
@@ -172,8 +175,8 @@ def _why(machine: _Machine, shape: StepShape, found: OffloadChoice) -> str:
 def _device_memory(
     run: ResolvedRun, rank: int, elsewhere: Sequence[ChunkPlan], resident: Sequence[ChunkPlan]
 ) -> _DeviceMemory:
-    """Computes the device memory for chunks: what the account with the chunks `elsewhere` leaves, gathered parameters
-    not counted. `elsewhere` and `resident` are the same chunks with offloaded state and with resident state."""
+    """Computes the device memory for chunks: the part that the account with the chunks `elsewhere` leaves, without
+    gathered parameters. `elsewhere` and `resident` are the same chunks with offloaded state and with resident state."""
     state = run.config.state
     cached = [plan for plan in elsewhere if plan.lifetime == "cache"]
     block = max((plan.block for plan in cached), default=0)

@@ -1,14 +1,14 @@
 """Predicts the time of a step with offloaded state by closed equations, and chooses the resident state.
 
-The equations assume equal chunks: a stage has L chunks of S elements, sharded over n ranks, and a step has M microbatches.
-The forward and backward pass of a chunk take f and b seconds; F = L f, B = L b. C chunks are gathered on the device at a
-time. The state of the first D chunks stays on the device. The updates of the other chunks follow the order of the next
-forward pass and take a seconds each, A = (L - D) a in all:
+The equations assume equal chunks: a stage has L chunks of S elements, sharded over n ranks, and a step has M
+microbatches. The forward and backward pass of a chunk take f and b seconds; F = L f, B = L b. The device holds C
+gathered chunks at a time. The state of the first D chunks stays on the device. The updates of the other chunks follow
+the order of the next forward pass. Each update takes `a` seconds, and all updates take A = (L - D) a seconds:
 
     update after the backward       F + B + A
     update in the order of use      B + max(F, A)                      hidden if A <= F
     uploads of a pass               L - C chunks, 2 M L - (2 M - 1) C in a step; hidden while there is computation
-    gradients to the host           L - D chunks after the last backward pass; after each one if the host accumulates
+    gradients to the host           L - D chunks after the last backward pass, or each pass if the host accumulates
 """
 
 import math
@@ -26,8 +26,8 @@ _MASTER_AND_MOMENTS = 12  # bytes per element of AdamW
 class Rates(NamedTuple):
     """Rates of a rank while all ranks of its node are active.
 
-    Rates in bytes/s: `up` and `down`, of the link to the device and back; `gather`, of all-gathers on the devices; `read`
-    and `write`, of a disk. Rates in elements/s: `host_update` and `device_update`, of updates in the memory of host and
+    `up` and `down` are bytes/s of the link to the device and back, `gather` of all-gathers on the devices, `read` and
+    `write` of a disk. `host_update` and `device_update` are elements/s of updates in the memory of the host and of the
     device.
     """
 
@@ -54,12 +54,12 @@ class StepShape(NamedTuple):
     gradient: int = 2
     prefetch: int = 1
     unsharded: bool = True  # True if chunks with resident state are unsharded on the device and need no block
-    sends: bool = False  # True if the gradients of each microbatch go to the host, which accumulates them
+    sends: bool = False  # True if the host accumulates the gradients of each microbatch
 
 
 class OffloadChoice(NamedTuple):
-    """The number of parameter blocks, the number of chunks with resident state, and the device or host for the updates of
-    other chunks."""
+    """The number of parameter blocks, the number of chunks with resident state, and the device or host for the updates
+    of the other chunks."""
 
     cache: int
     device: int
@@ -67,15 +67,15 @@ class OffloadChoice(NamedTuple):
 
 
 class UpdateBytes(NamedTuple):
-    """Bytes per element that cross the link in each direction."""
+    """Bytes per element that an update transfers over the link in each direction."""
 
     up: int
     down: int
 
 
 def update_bytes(shape: StepShape, on: UpdatePlace) -> UpdateBytes:
-    """Returns the link traffic of an update. An update on the device transfers state to the device and back; an update
-    on the host transfers only gradients and parameters, and only if these are resident on the device."""
+    """Returns the link traffic of an update. An update on the device transfers state to the device and back. An update
+    on the host transfers only gradients and parameters that are resident on the device."""
     home, waiting, _ = RESIDENCES[shape.offload]
     if on == "device":
         return UpdateBytes(
@@ -165,8 +165,8 @@ def step_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice) -> float
 
 
 def _fetching(shape: StepShape, rates: Rates, choice: OffloadChoice) -> tuple[float, float, int, int]:
-    """Returns (seconds to fetch a chunk over the link, seconds to all-gather it, number of chunks to fetch in a pass,
-    prefetch depth)."""
+    """Returns (seconds to fetch a chunk over the link, seconds to all-gather the chunk, number of chunks to fetch in a
+    pass, number of chunks to prefetch)."""
     if RESIDENCES[shape.offload][0] == "device":
         return 0.0, 0.0, 0, shape.prefetch
     away = shape.chunks - choice.device
@@ -188,11 +188,11 @@ def choose(
     update_on: Sequence[UpdatePlace] = ("device", "host"),
     spread: float = 0.0,
 ) -> OffloadChoice | None:
-    """Returns the fastest choice for which `free` bytes of the device suffice; None if none fits.
+    """Returns the fastest choice for which `free` bytes of the device suffice; None if no choice fits.
 
-    `block` is the size of a parameter block in bytes; `resident[D]` is that of the state of the first D chunks. Times within
-    the measurements' `spread` of the fastest count as equal. Ties go to the most resident state, then the most blocks, then
-    the first of `update_on`.
+    `block` is the size of a parameter block in bytes. The device needs `resident[D]` additional bytes if the state of
+    the first D chunks is resident. Times within the measurements' `spread` of the fastest count as equal. Ties go to
+    the most resident state, then the most blocks, then the first of `update_on`.
     """
     counts = [*devices]
     fitting = (

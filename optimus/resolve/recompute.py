@@ -17,8 +17,8 @@ def recomputation(run: ResolvedRun) -> Decided:
     """Decides the least activation recomputation that fits.
 
     With `recompute_budget`, the activations of a microbatch in the whole model must fit into the budget. Otherwise, the
-    live activations of each rank must fit into the memory that the rest of its account leaves. Raises `UserError` when
-    nothing fits.
+    live activations of each rank must fit into nine tenths of the memory that the other entries of its account leave.
+    Raises `UserError` when nothing fits.
     """
     config = run.config
     if config.recompute != ["auto"]:

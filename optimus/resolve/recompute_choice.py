@@ -1,10 +1,10 @@
 """The least activation recomputation that fits into a number of bytes.
 
-Candidates are all sets of modules in every n-th block, for every n, and segments of n whole blocks. The dissertation on
-AxoNN (section 3.3.1, equation 3.1) takes n near the square root of the number of blocks N: the model saves N / n
-inputs, and n blocks are live at a time. The square root is optimal if a block saves no more than its input, but a block
-saves many times as much. This module therefore computes bytes; the root only breaks ties between candidates that
-recompute equally much.
+Candidates are no recomputation, all sets of modules in every n-th block, for every n, and segments of n whole blocks.
+The dissertation on AxoNN (section 3.3.1, equation 3.1) takes n near the square root of the number of blocks N. The
+model then saves N / n inputs, and n blocks are live at a time. The square root is optimal if a block saves no more than
+its input, but a block saves many times as much. This module therefore computes bytes; the root only breaks ties between
+candidates that recompute equally much.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ BUSY = 1.5  # assumed load imbalance (max/mean) of the experts
 def choose_recomputation(
     config: ModelConfig, budget: int, context: int, sizes: Callable[[Recomputation], Activations]
 ) -> tuple[Recomputation, Activations]:
-    """Returns (the cheapest recomputation whose peak is at most `budget` bytes, its activations).
+    """Returns (the cheapest recomputation whose peak fits into `budget` bytes with a margin of 1 %, its activations).
 
     `sizes` returns the activations of a choice for sequences of `context` tokens. Raises `UserError`, which names the
     minimum number of bytes, when nothing fits.

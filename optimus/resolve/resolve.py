@@ -23,7 +23,7 @@ def resolve(config: RunConfig, facts: Facts, inputs: RunInputs) -> ResolvedRun:
 
     Raises `UserError`, which names the keys to change, when the run is impossible.
     """
-    config, record = config.model_copy(), config.model_copy()  # `resolve` locks both copies at the end
+    config, record = config.model_copy(), config.model_copy()  # the run locks only its own configurations
     decisions = list[Decision]()
 
     def take(choice: Decided) -> RunConfig:

@@ -23,11 +23,11 @@ T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
 
 
-_BESIDE = "adamw"  # updates the roles that a rule leaves out
+_BESIDE = "adamw"  # name of the rule for roles that the configured rule does not update by default
 
 
 def tilings(config: OptimizerConfig) -> list[Tiling]:
-    """Returns the tilings, which divide chunks into shards, of all update rules in this configuration."""
+    """Returns the tilings of all update rules in this configuration. A tiling divides chunks into shards."""
     return [TILINGS[tiling] for tiling in sorted({RULES[name].kind.tiling for name in config.rules})]
 
 
@@ -109,8 +109,8 @@ def pruned_by(
 
 
 def check_prunable(where: str, names: Iterable[str], rules: Mapping[str, Rule]) -> None:
-    """Raises `UserError` for one of the pruned parameters `names` that the run trains by a rule that needs whole
-    matrices; the message begins with `where`."""
+    """Raises `UserError` for a pruned parameter in `names` whose update rule needs whole matrices. The message begins
+    with `where`."""
     for name in names:
         if rules[name].trains and rules[name].tiling != "flat":
             raise UserError(
@@ -145,9 +145,9 @@ def _rule(config: OptimizerConfig, name: str, role: Role) -> Rule:
 
 
 def _hyperparameters(config: OptimizerConfig, rule: str) -> dict[str, Any]:
-    """Returns the values of the fields that `rule` adds to those of all rules.
+    """Returns the values of the fields that `rule` adds to the fields of `UpdateRule`.
 
-    Raises `UserError` for a field without a value, and for an option that is not a field of any rule in use.
+    Raises `UserError` for a field without a value, and for an option that no rule in use takes.
     """
     row = RULES[rule]
     known = {name: [*_options(name)] for name in config.rules}

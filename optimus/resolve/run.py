@@ -31,7 +31,7 @@ class RunInputs:
     sequences: int | None = None
     """The number of sequences of the training data."""
     previous: Mapping[str, Any] = field(default_factory=dict)
-    """The recorded decisions of the run, if it is resumed."""
+    """The recorded decisions of a resumed run, by key."""
     teachers: tuple[ModelConfig, ...] = ()
     """The configurations of the teacher's models."""
     unpruned: Mapping[str, float] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class ResolvedRun:
 
     @property
     def stage_ranks(self) -> Sequence[int]:
-        """One rank for each position in the pipeline; the other ranks of a stage have shards of the same chunks."""
+        """One rank for each position in the pipeline: the ranks in the group of rank 0 along `pp`."""
         return self.mesh.group(0, ("pp",))
 
     def partition(self, rank: int) -> StagePartition:
@@ -172,7 +172,7 @@ class ResolvedRun:
     def chunks(self) -> Decided:
         """The largest chunk of each stage, in elements, if `state.chunk` leaves the size open.
 
-        The configuration does not store these sizes, because each stage may have another size.
+        The configuration does not store these sizes, because stages may differ in the size.
         """
         if self.config.state.chunk is not None:
             return Decided()

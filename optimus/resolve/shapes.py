@@ -13,7 +13,7 @@ from optimus.resolve.stages import splits_backward
 
 
 def stage_options(config: RunConfig, recomputation: Recomputation | None = None) -> StageOptions:
-    """Returns the options for parallelising and recomputing the model. The token dispatcher must be decided already."""
+    """Returns the options for parallelising and recomputing the model. `moe.dispatch` must not be `auto`."""
     assert config.moe.dispatch != "auto", "`moe.dispatch` must be decided before"
     return StageOptions(
         force_balanced=config.moe.force_balanced,

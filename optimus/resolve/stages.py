@@ -44,7 +44,7 @@ def pipeline_options(config: RunConfig) -> Decided:
 
 
 def blocks_of_stages(model: ModelConfig, stages: int, *, divided: bool) -> list[range]:
-    """Partitions the blocks into stages such that the slowest stage is as fast as possible.
+    """Partitions the blocks into stages such that, by estimate, the slowest stage is as fast as possible.
 
     With `divided`, all pipeline ranks share the vocabulary. Raises `UserError` when there are too few blocks.
     """
@@ -53,11 +53,10 @@ def blocks_of_stages(model: ModelConfig, stages: int, *, divided: bool) -> list[
 
 
 def _weights(model: ModelConfig, *, divided: bool) -> tuple[Weights, Weights]:
-    """Returns two weights of each block, the embedding and the output layer: active parameters per token, as an
-    estimate of time, and total parameters.
+    """Returns the weights of the blocks, the embedding and the output layer, first by time and then by memory.
 
-    With the vocabulary `divided` over all ranks, embedding and output layer have no weight, because all ranks have equal
-    shares of them.
+    Active parameters per token estimate the time, and total parameters the memory. The embedding takes no time. With
+    the vocabulary `divided` over all ranks, token embedding and output layer have no weight.
     """
     parts = count_parts(model)
     met, held = ([getattr(parts[f"blocks.{i}"], of) for i in range(model.layers)] for of in ("active", "total"))
@@ -76,7 +75,7 @@ def schedule_of(config: RunConfig, microbatches: int, *, transfers: bool = True)
     """Returns the schedule of a step of `microbatches` microbatches; for the message-driven executor, the placement of its
     stages.
 
-    Without `transfers`, computes the schedule faster, for callers that need only computations. Raises `UserError` when no
+    Without `transfers`, the schedule has only computations, and takes less time to make. Raises `UserError` when no
     schedule exists for these sizes.
     """
     parallel = config.parallel
@@ -87,10 +86,9 @@ def schedule_of(config: RunConfig, microbatches: int, *, transfers: bool = True)
 
 
 def live_of(config: RunConfig, microbatches: int) -> Sequence[Sequence[Live]]:
-    """Returns the live microbatches of each stage of each pipeline rank, in a step of `microbatches` (see
-    `live_microbatches`).
+    """Returns the peaks of each pipeline rank in a step of `microbatches` microbatches, like `live_microbatches`.
 
-    With the message-driven executor, the number is a stage's limit of microbatches in flight, but at most
+    With the message-driven executor, the only peak has a stage's limit of microbatches in flight, but at most
     `microbatches`.
     """
     parallel, pp = config.parallel, config.parallel.pipeline
@@ -103,13 +101,13 @@ def live_of(config: RunConfig, microbatches: int) -> Sequence[Sequence[Live]]:
 
 
 def splits_backward(config: RunConfig) -> bool:
-    """Returns True if the schedule separates the gradients of inputs from those of weights."""
+    """Returns True if the run has a pipeline whose schedule separates the gradients of inputs and weights."""
     parallel = config.parallel
     return parallel.pipeline > 1 and schedules()[parallel.schedule].splits_backward
 
 
 def tied_embeddings(config: RunConfig) -> bool:
-    """Returns True if two ranks of the pipeline hold the tied embedding, one of them as the output layer."""
+    """Returns True if different ranks of the pipeline hold the tied embedding as embedding and as output layer."""
     placement = placement_of(config)
     alone = config.model.tie_embeddings and not config.parallel.vocabulary
     return alone and placement.rank_of(0) != placement.rank_of(placement.stages - 1)

@@ -1,8 +1,8 @@
 """Measures collectives with several algorithms on the available ranks, and writes the table from which a run chooses.
 
-The table is a part of a machine file. The groups are all ranks together; with several nodes of several ranks, also the
-ranks of a node, and the ranks with the same local rank. All groups of the same shape communicate at once, as in a
-training run.
+The table is a part of a machine file. One measured group has all ranks. With several nodes of several ranks, the
+ranks of a node and the ranks with the same local rank are groups too. All groups of the same shape communicate at once,
+as in a training run.
 """
 
 import re
@@ -41,11 +41,12 @@ class Measurement(NamedTuple):
 
 
 def measure(ranks: int, path: Path, plugins: Sequence[str] = ()) -> list[dict[str, Any]] | None:
-    """Measures on `ranks` fresh ranks of this machine, or on those of torchrun, and writes the results into a machine file.
+    """Measures on `ranks` fresh ranks of this machine, or on torchrun's ranks, and writes the results into a machine
+    file.
 
     Returns a row for each measurement; None on all ranks of torchrun but the first. The function does not change the file's
     earlier results for other shapes. `plugins` names plugins with further algorithms. Before measuring, raises `UserError`
-    for an invalid file.
+    for an invalid file or number of ranks.
     """
     load_plugins(plugins)
     before = _existing(path)
@@ -100,11 +101,11 @@ def _contestants(per: int) -> Iterator[tuple[CollectiveKind, Shape, str, Group]]
 
 
 def _tried(kind: CollectiveKind, shape: Shape) -> list[str]:
-    """Returns the algorithms to measure. All-to-alls have only the backend's algorithm.
+    """Returns the algorithms to measure; for all-to-alls, only the backend's algorithm.
 
-    With Gloo, the list includes the backend's algorithm for all-reduces only: Gloo is slow for the other kinds. With other
-    backends, the list has the backend's algorithm and, for several nodes with several ranks, direct rounds on two
-    levels.
+    With Gloo, the list includes the backend's algorithm for all-reduces only: Gloo is slow for other kinds of
+    collectives. With other backends, the list has the backend's algorithm and, for several nodes with several ranks,
+    direct rounds on two levels.
     """
     if kind == "all_to_all":
         return [OWN]
@@ -148,7 +149,7 @@ def merged(before: Measured, now: Measured) -> Measured:
 
 
 def write(path: Path, measured: Measured) -> None:
-    """Replaces the section `collectives` of the file, or adds it; the rest of the file's text stays as it is."""
+    """Replaces or adds the section `collectives` of the file. Other text of the file stays the same."""
     section = yaml.safe_dump(
         {"collectives": measured.model_dump(exclude_defaults=True)}, sort_keys=False, width=120, default_flow_style=None
     )

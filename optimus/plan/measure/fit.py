@@ -137,7 +137,8 @@ def _fit_attention(machine: Machine, seen: Observations, stated: Mapping[str, fl
     """Fits the peaks, the share of the peak of 16 bits that attention reaches, and the length of a sequence that reaches
     half of that share.
 
-    A peak is the vendor's figure, or the best measured rate of matmuls or attention if that is higher.
+    A peak is the highest of the vendor's figure, if known, and the measured rates of matmuls and, in bf16, of
+    attention.
     """
     best = {name: max(rates.achieved, stated.get(name, 0.0)) for name, rates in machine.arithmetic.items()}
 
@@ -160,8 +161,9 @@ def _fit_attention(machine: Machine, seen: Observations, stated: Mapping[str, fl
 def _fit_node(machine: Machine, seen: Observations) -> Machine:
     """Fits the bandwidth and latency of the node, and then refines the fit.
 
-    The first fit is over all groups on the node. The second fit adds a bandwidth for each form of group, and the last fit a
-    pace for each kind of collective that needs one. The result has bandwidths only of groups that differ from the node.
+    The first fit is over all groups on the node. The second fit adds a bandwidth for each size and stride of groups.
+    The last fit adds a pace for each kind of collective that needs a pace. The result has bandwidths only of groups
+    that differ from the node.
     """
     inside = [talk for talk in seen.talked if talk.group.nodes(machine.ranks_per_node) == 1]
     if not inside:
@@ -246,7 +248,7 @@ def least_squares(
 ) -> list[float]:
     """Returns positive numbers between `low` and `high`, near `start`, that minimize the sum of squared residuals.
 
-    The method is that of Levenberg and Marquardt on the logarithms, with finite differences for derivatives. A number whose
+    The method is Levenberg-Marquardt on the logarithms, with finite differences for derivatives. A number whose
     bounds are equal stays fixed.
     """
     lower, upper = np.log(low), np.log(high)

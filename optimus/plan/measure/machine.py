@@ -29,9 +29,9 @@ def run(ranks: int, output: Path, *, name: str | None = None) -> dict[str, Any] 
     """Measures the machine, writes `output`, and prints the errors of the file's predictions. Under torchrun, only the first
     rank writes and prints.
 
-    Returns the report on the first rank, and None on the other ranks. `name` is the machine's name, by default the file's.
-    Before measuring, raises `UserError` for a file that exists or cannot be written, and for the name of a machine that
-    comes with the library. A number of ranks that the machine does not have also raises `UserError`.
+    Returns the report on the first rank, and None on the other ranks. `name` is the machine's name, by default the
+    file's stem. Before measuring, raises `UserError` for a file that exists or cannot be written, and for the name of a
+    machine that comes with the library. A number of ranks that the machine does not have also raises `UserError`.
     """
     name = name or output.stem
     check_output(output, name)
@@ -91,7 +91,7 @@ def write(machine: Machine, path: Path) -> None:
 
 
 def rows(found: Sequence[FitPoint]) -> list[dict[str, Any]]:
-    """Returns a row for each matmul and other kernel. A collective has one row for each form of group, over all sizes."""
+    """Returns a row for each matmul and other kernel. A collective has one row for each size and stride of groups."""
     table: dict[tuple[str, str], list[FitPoint]] = {}
     for point in found:
         table.setdefault((point.what, "" if _is_talk(point) else point.shape), []).append(point)
@@ -146,7 +146,7 @@ def _source(seen: Observations, peak: float | None) -> str:
 
 
 def check_output(output: Path, name: str) -> None:
-    """Raises `UserError` if the file is not named as YAML, exists or cannot be written, or if `name` is a known machine."""
+    """Raises `UserError` if the file is no YAML file, exists or cannot be written, or if `name` is a known machine."""
     if output.suffix not in (".yaml", ".yml"):
         raise UserError(
             f"--output {output}: end the name in .yaml, so that `--machine` can tell the file from a machine's name"

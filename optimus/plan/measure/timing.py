@@ -35,8 +35,8 @@ from optimus.state.disk import PAGE, StateFile
 from optimus.state.transfers import Transfers
 
 Talk = CollectiveKind | Literal["shift"]
-"""Kinds of measured collectives. In a `shift`, every rank sends to the next rank of the group, and receives from the rank
-before."""
+"""Kinds of measured collectives. In a `shift`, every rank sends to the next rank of the group, and receives from the
+previous rank."""
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FORMS: tuple[Form, ...] = (
@@ -57,7 +57,7 @@ class Extent:
     """Shapes, sizes and durations of the measurements."""
 
     shapes: Sequence[tuple[int, int, int]]  # rows, columns and inner size of matmuls
-    attention: Sequence[tuple[int, int, int, int]]  # sequences, tokens of each, heads, size of a head
+    attention: Sequence[tuple[int, int, int, int]]  # sequences, tokens of a sequence, heads, size of a head
     memory: int  # bytes of a tensor in copies and additions
     sizes: Sequence[int] = tuple(4096 * 4**i for i in range(8))  # bytes of collectives: 4 KiB to 64 MiB
     window: float = 0.05  # seconds for which a clock repeats a call
@@ -96,7 +96,7 @@ class MatmulTime(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """A kernel that only moves memory."""
+    """A memory-bound kernel."""
 
     name: str
     bytes: int
@@ -131,8 +131,8 @@ class Attended(NamedTuple):
 
 
 class Talked(NamedTuple):
-    """A collective in all groups of a form at once. `nbytes` has the meaning of `collective_seconds`; for a shift,
-    `nbytes` is the size of a message."""
+    """A collective in all groups of one size and stride at once. `nbytes` has the meaning of `collective_seconds`; for
+    a shift, `nbytes` is the size of a message."""
 
     kind: Talk
     nbytes: int
@@ -246,7 +246,7 @@ class Clock:
 
 
 def group_forms(ranks: int) -> list[StridedGroup]:
-    """Returns every form of group that divides all ranks evenly."""
+    """Returns every size and stride of groups that divide all ranks evenly."""
     return [
         StridedGroup(size, stride)
         for size in range(2, ranks + 1)
@@ -256,7 +256,7 @@ def group_forms(ranks: int) -> list[StridedGroup]:
 
 
 def groups_of(form: StridedGroup, ranks: int) -> list[range]:
-    """Returns the ranks of each group of `form`."""
+    """Returns the ranks of each group with the size and stride of `form`."""
     block = form.size * form.stride
     return [
         range(first + inner, first + block, form.stride)
@@ -283,7 +283,7 @@ def _itself(device: torch.device, ranks_per_node: int) -> Observations:
 
 
 def _fitting(size: int, seen: Observations) -> int:
-    """Limits `size` to a sixteenth of a rank's memory, or of its part of the host memory if that is less."""
+    """Limits `size` to a sixteenth of the smaller of a rank's memory and the rank's part of the host memory."""
     return min(size, int(min(seen.memory, seen.host_memory / seen.ranks_per_node) / 16))
 
 
@@ -306,8 +306,8 @@ def _precisions(clock: Clock, device: torch.device) -> list[str]:
 
 
 def _product(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
-    """Returns a call that computes a matmul in each form. Consecutive calls use different operands, unless a single
-    pair is as large as `_COLD`."""
+    """Returns a call that computes a matmul in each form. Consecutive calls use different operands, unless two
+    pairs of operands exceed `_COLD`."""
     held = _COLD.get(device.type, _COLD_ACCELERATOR)
     number = min(_SETS, max(1, held // ((m * k + k * n) * dtype.itemsize)))
     pairs = [
@@ -348,8 +348,8 @@ def _link(clock: Clock, extent: Extent, device: torch.device) -> float | None:
 
 
 def host_bandwidth(clock: Clock, size: int) -> float:
-    """Returns the bytes/s of a rank's part of the host memory. The traffic is like that of an update: the call reads two
-    tensors of `size` bytes and writes one."""
+    """Returns the bytes/s of a rank's part of the host memory. The traffic is like an update's: the call reads two
+    tensors of `size` bytes and writes a third tensor."""
     x, y, z = (torch.ones(size // 4) for _ in range(3))
     return 3 * x.nbytes / clock.seconds(lambda: torch.add(x, y, out=z))
 
