@@ -200,7 +200,7 @@ def check_request(
     fewshot: int | None = None,
     max_bytes: int | None = None,
 ) -> None:
-    """Raises `UserError` for arguments of `evaluate` that no checkpoint can be scored with."""
+    """Raises `UserError` for arguments of `evaluate` that are invalid for any checkpoint."""
     if not tasks and text is None:
         raise UserError(
             f"nothing to evaluate: name `tasks` ({', '.join(TASKS)}) and the folder of their data, `task_data`, or "

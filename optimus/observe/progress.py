@@ -19,8 +19,8 @@ def time_left(seconds: float, now: float) -> str:
 class ProgressBar:
     """Shows the progress of one or more stages, with rich on a terminal and in plain lines elsewhere.
 
-    A plain line appears every ten seconds or, with `every`, at multiples of `every` units. Another one appears at the
-    end of a stage.
+    A plain line appears at the first update after ten seconds of silence or, with `every`, at multiples of `every`
+    units. A last line appears at the end of a stage.
     """
 
     def __init__(self, *, every: int | None = None) -> None:

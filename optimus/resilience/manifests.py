@@ -46,7 +46,8 @@ class Manifest:
 
 
 class _Platform(NamedTuple):
-    """A row of the table of platforms. `directives` maps the directives to their meanings."""
+    """A row of the table of platforms. `directives` maps each directive to its meaning. `spares` is True if the
+    platform supports spare nodes."""
 
     write: Callable[[Manifest], str]
     submit: str

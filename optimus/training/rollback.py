@@ -9,8 +9,8 @@ from optimus.training.trainer import Trainer
 
 
 def ended_by(trainer: Trainer, at_fault: bool, detail: str) -> EndedError:
-    """Returns the exception that ends this rank when this or another node is at fault. All ranks must call this
-    function and then end.
+    """Returns the exception that ends this rank because a node is at fault; `at_fault` is True on the ranks of this
+    node. All ranks must call this function and then end.
 
     Completes the checkpoint in progress first, while all ranks are still alive.
     """
@@ -21,8 +21,8 @@ def ended_by(trainer: Trainer, at_fault: bool, detail: str) -> EndedError:
 def go_back(trainer: Trainer, detail: str) -> int:
     """Prepares a restart from saved weights of an earlier step. All ranks must call this function and then end.
 
-    The run's first rollback takes the newest weights of an earlier step. Each further rollback skips one more of the
-    newest weights, but never the oldest. `detail` is the reason. Returns the step of the weights.
+    After n rollbacks of the run, skips the n newest weights of earlier steps, but never the oldest weights. `detail` is
+    the reason. Returns the step of the weights.
 
     Raises `UserError` on all ranks when no earlier weights are saved, or after `resilience.max_rollbacks` rollbacks.
     """

@@ -20,7 +20,7 @@ class SoftFailures(Hook):
     If the non-finite numbers originate on one node, that node is at fault: its ranks end with `BAD_NODE`, the others
     with `LOST`. If the numbers originate on several nodes or on none, or if the same step has failed before, the
     training has diverged. The run then goes back to earlier saved weights (see `go_back`), and all ranks end with
-    `DIVERGED`. After `resilience.max_rollbacks` rollbacks the run fails.
+    `DIVERGED`. After `resilience.max_rollbacks` rollbacks, or without earlier weights, the run fails.
     """
 
     order = Order.WATCH
