@@ -30,8 +30,8 @@ class Request(NamedTuple):
     """A prompt of at least one token, and the options of its continuation.
 
     The continuation ends after `max_tokens` tokens, or before the first token of `stops`. Temperature 0 takes the most
-    probable token. Other temperatures draw a token from the softmax of logits / temperature, restricted to the fewest
-    tokens whose probability is at least `top_p` together (nucleus sampling, Holtzman et al. 2020, section 3.1). The
+    probable token. Other temperatures draw a token from the softmax of logits / temperature. The draw is among the
+    fewest tokens whose total probability is at least `top_p` (nucleus sampling, Holtzman et al. 2020, section 3.1). The
     same `seed` draws the same tokens if the probabilities are the same.
     """
 

@@ -1,8 +1,8 @@
 """Measures how early and how reliably tasks distinguish runs, from the tasks' metrics during training.
 
-The measures per task and metric follow FineWeb2 (Penedo et al. 2025) and "Signal and Noise" (Heineman et al. 2025).
-The measures are the improvement with the step (Spearman's rank correlation), the scatter from one measurement to the
-next, and the agreement between early and final rankings of the runs (Kendall's tau-b).
+The measures per task and metric follow FineWeb2 (Penedo et al. 2025) and "Signal and Noise" (Heineman et al. 2025). Two
+measures are the improvement with the step (Spearman's rank correlation) and the scatter from one measurement to the
+next. The third is the agreement between early and final rankings of the runs (Kendall's tau-b).
 
 Legend: N measurements of a run, R runs, U distinct values.
 """

@@ -1,8 +1,8 @@
 """A cluster on one machine to rehearse node failures: hosts are network namespaces joined by a bridge.
 
-Each host has its own address and its own link, whose bandwidth can be limited and which can be cut. A host runs one
-node of a launch. The rendezvous store runs on a separate host. Namespaces need root on Linux. Without namespaces, hosts
-are plain process groups on this machine, without links to limit or cut.
+Each host has its own address and its own link. A rehearsal can limit the link's bandwidth and cut the link. A host runs
+one node of a launch. The rendezvous store runs on a separate host. Namespaces need root on Linux. Without namespaces,
+hosts are plain process groups on this machine, without links to limit or cut.
 """
 
 import json

@@ -39,7 +39,7 @@ class Allocations:
         self.current = 0
         self.peak = 0
         self._alive: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}  # (storage, bytes) by address
-        self._lock = RLock()  # a storage may be freed in another thread, or in this one while it counts
+        self._lock = RLock()  # a storage may be freed in another thread, or in this thread while the thread counts
 
     def allocated(self, storage: UntypedStorage) -> None:
         """Counts the current memory of `storage`.

@@ -45,7 +45,7 @@ _DYING = 1.0  # seconds to wait after a failure: if another rank dies in this ti
 
 turn: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 """Context around every call. Test processes that run in parallel can set this context so that only one call at a time
-runs its ranks: on few cores, the ranks of two calls slow each other down."""
+runs its ranks. On few cores, the ranks of two calls slow each other down."""
 
 
 class RankError(Exception):

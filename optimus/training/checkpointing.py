@@ -77,8 +77,8 @@ class Checkpointer:
             self.saver.save(*targets)
 
     def _frozen_targets(self, progress: Progress, origin: Origin, hooks: Mapping[str, Any]) -> list[Target]:
-        """Returns the target for the frozen parameters, to which the next full checkpoint refers; an empty list if no
-        parameter is frozen, or if the files of the target are complete."""
+        """Returns the target for the frozen parameters, to which the next full checkpoint refers. Returns an empty list
+        if no parameter is frozen, or if the files of the target are complete."""
         run = self._run
         if not run.config.train.freeze:
             return []

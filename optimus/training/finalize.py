@@ -44,8 +44,8 @@ def conclude(
 
 
 def announce(config: RunConfig, event: str, detail: str) -> None:
-    """Reports on behalf of the node agents that a run was `restarted` or has `failed`: sends a notification and rewrites the
-    report."""
+    """Reports on behalf of the node agents that a run was `restarted` or has `failed`: sends a notification and, if the
+    run folder has a run, rewrites the report."""
     there = is_run(Path(config.train.output))
     _tell(config, event, detail, {"report": _report(config, ended=event == "failed") if there else None})
 

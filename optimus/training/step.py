@@ -27,8 +27,7 @@ _HUGE_NORM = 1e6  # above this norm of clipped gradients, large second moments k
 class StepResult(NamedTuple):
     """The result of a step on the global batch.
 
-    `skipped` is True if the step applied no update, because the loss or the gradients were not finite, the clipped
-    gradient norm was above `LARGEST_NORM`, or the loss was above its limit.
+    `skipped` is True if the step applied no update, because `unfit` is True or because the loss was above its limit.
     """
 
     loss: float  # nats per predicted token; 0 without predicted tokens
@@ -191,7 +190,8 @@ def terms(losses: Losses, choices_E: Tensor | None = None) -> Tensor:
     """Returns the losses [4] of a microbatch: cross-entropy, balance loss, z-loss and divergence from a teacher (0 without a
     teacher).
 
-    The balance loss uses `choices_E`, the choices of each expert per token of the global batch, if they are not None.
+    `choices_E` are the choices of each expert per token of the global batch. The balance loss uses `choices_E`, if
+    given.
     """
     balance = losses.balance if losses.router is None else losses.router.balance_loss(choices_E)
     divergence = torch.zeros_like(losses.cross_entropy) if losses.divergence is None else losses.divergence

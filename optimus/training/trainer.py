@@ -59,9 +59,8 @@ class Hook:
 
     order: Order = Order.MEASURE
     ranks: str = "all"
-    """`all`: every rank calls the hook; `first`: only the first rank calls the hook; `together`: all ranks call the
-    hook, and wait for each other after each call of a user's hook. A user's hook may use collectives only with
-    `together`."""
+    """`all`: every rank calls the hook. `first`: only the first rank calls the hook. `together`: all ranks call the
+    hook, and after a user's hook wait for each other. A user's hook may use collectives only with `together`."""
 
     def before_training(self, trainer: "Trainer") -> None:
         """Runs before the first step of this process."""

@@ -22,7 +22,7 @@ T = TypeVar("T")
 class GuardedHook(Hook):
     """Calls a user's hook.
 
-    If the hook raises an error during training, the run writes a last checkpoint and ends on all ranks with one
+    If the hook raises an error during training, the run saves the last completed step and ends on all ranks with one
     message. The guard then does not call the hook again. A failed collective, an `EndedError` or a `KeyboardInterrupt`
     ends the rank at once.
     """
