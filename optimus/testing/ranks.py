@@ -49,8 +49,8 @@ runs its ranks. On few cores, the ranks of two calls slow each other down."""
 
 
 class RankError(Exception):
-    """The failure of a call. `ranks` are the culprits; the message has their tracebacks or stacks, or says how they
-    died."""
+    """Ranks of a call have failed. `ranks` are the culprits; the message has their tracebacks or stacks, or says how
+    they died."""
 
     def __init__(self, ranks: Sequence[int], message: str) -> None:
         super().__init__(message)
@@ -309,8 +309,8 @@ def _answer(call: _Call | None) -> _Answer:
 
 
 def _join(call: _Call) -> None:
-    """Gives this process the caller's working directory, `sys.path` and environment, and joins the process group of the
-    call."""
+    """Sets this process's working directory, `sys.path` and environment to those of the caller, and joins the process
+    group of the call."""
     os.chdir(call.folder)
     sys.path[:] = call.path
     os.environ.clear()
