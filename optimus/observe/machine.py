@@ -1,4 +1,4 @@
-"""Describes the machine: peak FLOP/s if known, free memory, versions."""
+"""Finds devices and describes the machine: peak FLOP/s if known, free memory, versions."""
 
 import gc
 import importlib.metadata

@@ -31,7 +31,7 @@ class ProgressBar:
         self._on_terminal = can_redraw(sys.stderr.isatty())
 
     def update(self, stage: str, done: int, total: int | None, note: str = "") -> None:
-        """Shows that `done` of `total` units of `stage` are finished. `note` appears next to the bar."""
+        """Shows that `done` of `total` units of `stage` are finished. `note` appears next to these numbers."""
         if self._on_terminal:
             with letting_go():
                 self._bar_of(stage, total).show(done, total, note)

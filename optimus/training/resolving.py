@@ -36,9 +36,9 @@ def resolve_run(
 ) -> ResolvedRun:
     """Resolves `config` on this machine, for `sequences` sequences of data.
 
-    With `Groups`, all ranks must call this function and get the same result. With a `Mesh`, this process resolves the
-    run alone and times nothing. A process that only starts ranks sets `touches` to False, so that the function does not
-    use an accelerator. Raises `UserError` like `resolve`, and for files that cannot be read.
+    With `Groups`, all ranks must call this function, which returns the same result on all ranks. With a `Mesh`, this
+    process resolves the run alone and times nothing. A process that only starts ranks sets `touches` to False, so that
+    the function does not use an accelerator. Raises `UserError` like `resolve`, and for files that cannot be read.
     """
     world = where.world if isinstance(where, Groups) else None
     mesh = where.mesh if isinstance(where, Groups) else where

@@ -1,8 +1,8 @@
 """The trainer: runs the steps of a run and calls hooks around them.
 
-`step.py` computes a step. Hooks measure, judge, record and save: the built-in hooks (`hooks/`) and those of users.
-After a failed collective, in the step or in a hook, the ranks can no longer agree on anything. The training therefore
-ends at once: the trainer only lets the hooks close their resources (`after_training`).
+`step.py` computes a step. Hooks measure, judge, record and save. The library's hooks are in `hooks/`; users may add
+hooks. After a failed collective, in the step or in a hook, the ranks can no longer agree on anything. The training
+therefore ends at once: the trainer only lets the hooks close their resources (`after_training`).
 """
 
 import math
@@ -54,7 +54,7 @@ class Order(IntEnum):
 class Hook:
     """A hook that does nothing; subclasses override the methods they need.
 
-    Among hooks of the same order, the trainer calls those of users last.
+    Among hooks of the same order, users' hooks come last.
     """
 
     order: Order = Order.MEASURE
@@ -169,7 +169,8 @@ class Trainer:
             self._unsaid.append(line)
 
     def stop(self, why: str = "", *, signal: int = 0, error: UserError | None = None) -> None:
-        """Ends the run on all ranks after this step and its checkpoint, even if only one rank calls this method.
+        """Ends the run on all ranks, even if only one rank calls this method. The run ends after the current step, if
+        any, and after that step's checkpoint.
 
         With an `error` the run fails. If a hook calls `stop` after the checkpoints of a step, the run ends after the next
         step.
@@ -191,8 +192,8 @@ class Trainer:
         Calls the hooks in their order, and `after_training` in reverse order, also after an error.
 
         Raises the `UserError` given to `stop` or `fail`; if the training ended because of this error, the hooks have
-        saved the last good state. Raises errors of the library's hooks. Raises `CollectiveError`, whose message says
-        when, if a collective fails, as after the loss of a rank.
+        saved the last good state. Raises errors of the library's hooks. Raises `CollectiveError`, whose message names
+        the step, if a collective fails, as after the loss of a rank.
         """
         try:
             self._train()

@@ -20,9 +20,9 @@ class Spikes(Hook):
     """Handles spikes: losses more than `resilience.spike` standard deviations above the mean of the latest normal
     losses.
 
-    The trainer always skips the update of a step with a spike. With `on_spike: rollback`, the run then goes back to
-    earlier saved weights. If the loss stays high for more than `resilience.max_skipped` steps, the hook accepts the
-    high losses as normal.
+    The trainer skips the update of a step with a spike. With `on_spike: rollback`, the run then goes back to earlier
+    saved weights. If the loss stays high for more than `resilience.max_skipped` steps, the hook accepts the high losses
+    as normal.
     """
 
     order = Order.JUDGE
