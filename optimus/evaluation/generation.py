@@ -20,8 +20,8 @@ from optimus.evaluation.score import Scored, evaluating
 from optimus.model import KVCache, Transformer
 
 ROWS = 64  # sequences that `Generation` decodes together by default
-_CACHE_BYTES = 4 << 30  # bytes of keys and values of all layers, at most, unless one sequence needs more
-_PREFILL_TOKENS = 8192  # tokens of a forward pass over several prompts, padding included, at most
+_CACHE_BYTES = 4 << 30  # maximum bytes of the keys and values of all layers, unless one sequence needs more
+_PREFILL_TOKENS = 8192  # maximum tokens of a forward pass over several prompts, padding included
 _PADDED = 1.15  # maximum ratio of the tokens of such a pass, padding included, to the tokens of its prompts
 _MOST_HELD = 64  # maximum number of tokens for which `TextStream` waits until a character is complete
 
@@ -30,8 +30,8 @@ class Request(NamedTuple):
     """A prompt of at least one token, and the options of its continuation.
 
     The continuation ends after `max_tokens` tokens, or before the first token of `stops`. Temperature 0 takes the most
-    probable token. Other temperatures draw a token from the softmax of logits / temperature, restricted to the fewest
-    tokens whose probability is at least `top_p` together (nucleus sampling, Holtzman et al. 2020, section 3.1). The
+    probable token. Other temperatures draw a token from the softmax of logits / temperature. The draw is among the
+    fewest tokens whose total probability is at least `top_p` (nucleus sampling, Holtzman et al. 2020, section 3.1). The
     same `seed` draws the same tokens if the probabilities are the same.
     """
 
@@ -81,9 +81,9 @@ class Generation:
     """Decodes the continuations of requests, at most `rows` at a time, and fewer if their keys and values would take more
     than 4 GiB. Iterating yields (number of the request, token).
 
-    A request gets the tokens that it would get alone, up to rounding. The next request takes the place of a sequence that
-    has ended. If `context` is set, a prompt loses its first tokens until prompt and continuation fit into `context` tokens.
-    Raises `UserError` for options out of range.
+    A request gets the tokens that it would get alone, up to rounding. Waiting requests start whenever at least a
+    quarter of the rows is free. If `context` is set, a prompt loses its first tokens until prompt and continuation fit
+    into `context` tokens. Raises `UserError` for options out of range.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Generation:
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         while True:
-            # The block does not enclose the loop, because the caller may use the model between two tokens.
+            # The block does not enclose `yield`, because the caller may use the model between two tokens.
             with evaluating(self._model), torch.inference_mode():
                 self._drop_ended()
                 if not self._rows and not self._waiting:
@@ -201,7 +201,7 @@ def sampled(logits_BV: Tensor, requests: Sequence[Request], randoms: Sequence[to
     logits_BV = logits_BV.float().cpu()
     below_BV = logits_BV.double() - logits_BV.amax(-1, keepdim=True)  # at most 0, so that no quotient is plus infinity
     p_BV, order_BV = torch.softmax(below_BV / temperature_B[:, None], -1).sort(descending=True, stable=True)
-    before_BV = p_BV.cumsum(-1) - p_BV  # total probability of the tokens that are more probable than each token
+    before_BV = p_BV.cumsum(-1) - p_BV  # for each token, the total probability of the tokens before it in this order
     p_BV[before_BV >= top_p_B[:, None]] = 0
     upto_BV = p_BV.cumsum(-1)
     at_B1 = torch.searchsorted(upto_BV, (drawn_B * upto_BV[:, -1])[:, None], right=True)
@@ -259,12 +259,12 @@ def answer(
     on_text: Callable[[int, str], None] | None = None,
     **options: Any,
 ) -> list[str]:
-    """Generates the assistant's answers to users' `messages`, in the format of `template`. An answer ends at the end of the
-    assistant's turn.
+    """Generates the assistant's answers to users' `messages`, in the format of `template`. An answer ends where the
+    template ends the assistant's message, or after `max_tokens` tokens.
 
-    `as_tokens` and `as_text` are `tokenizers.Tokenizer` objects: the first parses special tokens, the second encodes
-    their spelling as ordinary text. Further arguments are those of `generate`. Raises `UserError` like `generate`, and if
-    the template cannot render a message.
+    `as_tokens` and `as_text` are `tokenizers.Tokenizer` objects: `as_tokens` encodes the template's text and parses
+    special tokens, and `as_text` encodes the messages. Further arguments are those of `generate`. Raises `UserError`
+    like `generate`, and if the template cannot render a message.
     """
     check_prompts(messages)
     asked = [Answering.to(template, message, as_tokens) for message in messages]
@@ -358,9 +358,9 @@ def continuations(
     and at most `max_tokens`. The result does not include the end-of-text token.
 
     If the model is partitioned over ranks, all ranks of `group` must call this function together. All ranks continue
-    with the tokens that the group's first rank finds. A partitioned model has no KV cache, so every forward pass
-    computes the whole rows. The function pads all rows to the longest possible length from the beginning, so that every
-    forward pass has the same shape.
+    with the tokens that the group's first rank finds. The function uses no KV cache, which a partitioned model lacks,
+    so every forward pass computes the whole rows. The function pads all rows to the longest possible length from the
+    beginning, so that every forward pass has the same shape.
     """
     device = next(model.parameters()).device
     rows, new = [list(prompt) for prompt in prompts], [list[int]() for _ in prompts]

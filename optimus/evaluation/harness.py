@@ -29,8 +29,8 @@ _GENERATED_AT_ONCE = 256
 class HarnessModel(TemplateLM):
     """A `model` with its `tokenizer` (a `tokenizers.Tokenizer`), for inputs of at most `context` tokens.
 
-    The model calls `progress`, if given, with (requests done, total requests). `score(windows, tokens_per_batch)`, if
-    given, replaces `optimus.evaluation.score.score`.
+    `HarnessModel` calls `progress`, if given, with (requests done, total requests). `score(windows, tokens_per_batch)`,
+    if given, replaces `optimus.evaluation.score.score`.
     """
 
     def __init__(

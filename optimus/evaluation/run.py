@@ -54,10 +54,10 @@ def evaluate(
     JSON file, completely or not at all. With `hub`, `tasks` names any tasks of lm-eval. These tasks have the metrics of
     lm-eval's definitions, and run on lm-eval's data sets, which the library `datasets` downloads or has in its cache.
 
-    For a task on local data, `bits_per_byte` is the bits per byte of the right answer, and `margin` is the bits per
-    byte of the best wrong answer minus this value. Several checkpoints with the same tokenizer form an ensemble, whose
-    logits are the mean of the members' logits. `limit` is the maximum number of documents per task (per subject for
-    mmlu). `fewshot` is the number of examples in each prompt (by default 0, or with `hub` the number of the task's
+    For a task on local data, `bits_per_byte` is the bits per byte of the right answer. `margin` is the bits per byte of
+    the best wrong answer minus those of the right answer. Several checkpoints with the same tokenizer form an ensemble,
+    whose logits are the mean of the members' logits. `limit` is the maximum number of documents per task (per subject
+    for mmlu). `fewshot` is the number of examples in each prompt (by default 0, or with `hub` the number of the task's
     definition). `max_bytes` is the maximum number of bytes of text. The tokenizer encodes the spelling of a special
     token as ordinary text, or with `parse_special` as that token. The computation is in fp32. `plugins` names the
     plugins that the checkpoint's model or the tasks need. Raises `UserError` for invalid arguments or data, where
@@ -151,8 +151,8 @@ def generate_text(
 
     A prompt that does not fit into the model's context together with `max_tokens` loses its beginning. The tokenizer
     encodes the spelling of a special token as ordinary text, or with `parse_special` as that token. `plugins` names the
-    plugins that the checkpoint's model needs. Raises `UserError` for options out of range and for a checkpoint that cannot
-    generate text.
+    plugins that the checkpoint's model needs. Raises `UserError` for options out of range, for invalid prompts, and for
+    a checkpoint that cannot generate text.
 
     Example:
         optimus.generate("runs/first", "Once upon a time", max_tokens=40, temperature=0.8, seed=1)
@@ -200,7 +200,7 @@ def check_request(
     fewshot: int | None = None,
     max_bytes: int | None = None,
 ) -> None:
-    """Raises `UserError` for arguments of `evaluate` that no checkpoint can be scored with."""
+    """Raises `UserError` for arguments of `evaluate` that are invalid for any checkpoint."""
     if not tasks and text is None:
         raise UserError(
             f"nothing to evaluate: name `tasks` ({', '.join(TASKS)}) and the folder of their data, `task_data`, or "

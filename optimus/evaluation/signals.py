@@ -1,8 +1,8 @@
 """Measures how early and how reliably tasks distinguish runs, from the tasks' metrics during training.
 
-The measures per task and metric follow FineWeb2 (Penedo et al. 2025) and "Signal and Noise" (Heineman et al. 2025).
-The measures are the improvement with the step (Spearman's rank correlation), the scatter from one measurement to the
-next, and the agreement between early and final rankings of the runs (Kendall's tau-b).
+The measures per task and metric follow FineWeb2 (Penedo et al. 2025) and "Signal and Noise" (Heineman et al. 2025). Two
+measures are the improvement with the step (Spearman's rank correlation) and the scatter from one measurement to the
+next. The third is the agreement between early and final rankings of the runs (Kendall's tau-b).
 
 Legend: N measurements of a run, R runs, U distinct values.
 """
@@ -62,10 +62,10 @@ def read_curves(runs: Sequence[str | Path]) -> TaskCurves:
 def signals(curves: TaskCurves) -> list[dict[str, Any]]:
     """Returns a row per task and metric.
 
-    `spearman` is the rank correlation with the step (1: every measurement is better than those before it). `noise` is
-    the standard deviation of a measurement, in units of the metric. `spearman` and `noise` are means over the runs.
-    `kendall` is the tau-b between the ranking of the runs at a step and their final ranking, as a mean over all common
-    steps before the last. For a single run or fewer than two common steps, `kendall` is None.
+    `spearman` is the rank correlation with the step (1: every measurement is better than those before it). `noise`
+    estimates the standard deviation of a measurement, in units of the metric. `spearman` and `noise` are means over the
+    runs. `kendall` is the tau-b between the ranking of the runs at a step and their final ranking, as a mean over all
+    common steps before the last. For a single run or fewer than two common steps, `kendall` is None.
     """
     rows = []
     for (task, metric), each in curves.items():

@@ -1,10 +1,11 @@
-"""Reads task documents from a local folder, in the form that lm-eval's task definitions expect.
+"""Reads task documents from a local folder, with the fields that lm-eval's task definitions expect.
 
     datasets/TASK.SPLIT.jsonl[.gz]               raw examples with the fields of the published data set
     requests/hellaswag/VARIANT/requests.jsonl.gz   ready-made requests, for HellaSwag if its data set is missing
 
-This module returns documents unchanged, with two exceptions. BoolQ has `answer` where lm-eval's SuperGLUE form has
-`label`. HellaSwag's requests already contain the text that lm-eval builds from a raw example (`query`, `choices`).
+This module returns documents unchanged, with two exceptions. BoolQ's field `answer` becomes the `label` of lm-eval's
+SuperGLUE task. HellaSwag's requests become documents with the text that lm-eval builds from a raw example (`query`,
+`choices`).
 """
 
 import gzip

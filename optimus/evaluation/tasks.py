@@ -7,8 +7,9 @@ validation split. Every task reports `acc_norm`, the accuracy by log-likelihood 
 lm-eval's definition lists `acc` alone.
 
 Small models and early checkpoints guess, so accuracies say little about them. Two other numbers usually improve from
-the first steps on: `bits_per_byte` of the right answer, given the question, and `margin`, the bits per byte of the best
-wrong answer minus those of the right one. `bits_per_byte` and `margin` are means over the documents.
+the first steps on. `bits_per_byte` is the bits per byte of the right answer, given the question. `margin` is the bits
+per byte of the best wrong answer minus those of the right answer. `bits_per_byte` and `margin` are means over the
+documents.
 
 mmlu_continuation is mmlu with the text of the answers instead of their letters, because small models cannot yet choose by
 letters.
@@ -169,7 +170,7 @@ def _load(name: str, folder: Path, fewshot: int) -> LocalTask:
         split, documents = "validation", task_data.read_hellaswag_requests(requests)
         overrides["process_docs"] = None  # the file's documents are already processed
     shots_split = "dev" if row.subjects else "train"
-    # Ready-made HellaSwag documents have another form than raw training examples.
+    # Ready-made HellaSwag documents have other fields than raw training examples.
     shots_path = task_data.find_dataset(folder, data, shots_split) if fewshot and not overrides else None
     if shots_path is None and fewshot and row.subjects:
         raise task_data.missing(folder, data, (shots_split,))

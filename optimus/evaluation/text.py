@@ -1,10 +1,10 @@
 """Measures bits per byte of text, which is informative for small models too, and comparable across tokenizers.
 
-A document is never the context of another document. The model predicts the first token of a document from an
-end-of-text token, as in training, where end-of-text tokens separate the documents. A document longer than the context
-becomes several disjoint windows. The model predicts the first token of a window from the last token of the previous
-window, so it predicts each token exactly once, but no end-of-text tokens. The number of bytes is that of the UTF-8
-text, even if the tokenizer drops some of the text; for prepared data, the number is an estimate.
+In text files, a document is never the context of another document. The model predicts the first token of a document
+from an end-of-text token, as in training, where end-of-text tokens separate the documents. A document longer than the
+context becomes several disjoint windows. The model predicts the first token of a window from the last token of the
+previous window, so it predicts each token exactly once, but no end-of-text tokens. The number of bytes is that of the
+UTF-8 text, even if the tokenizer drops some of the text; for prepared data, the number is an estimate.
 """
 
 import math
@@ -68,8 +68,8 @@ def measure(
 ) -> dict[str, Any]:
     """Measures the text of `parts`; see `bits_per_byte`.
 
-    If the model is partitioned over the ranks of `group`, all of them must call this function together. Only the first
-    rank of `group` reads the text, and it broadcasts each part to the others. If reading fails, all ranks raise the
+    If the model is partitioned over the ranks of `group`, all ranks of `group` must call this function together. Only
+    the first rank reads the text, and broadcasts each part to the other ranks. If reading fails, all ranks raise the
     error.
     """
     nats, part = 0.0, Part([], 0, 0)
@@ -131,7 +131,8 @@ def read_parts(
 
 
 def read_rows(shards: Shards, max_tokens: int) -> Iterator[Part]:
-    """Yields the first rows of prepared data, up to `max_tokens` but at least one row, with a window per predicted span.
+    """Yields the first rows of prepared data, up to `max_tokens` but at least one row, with a window per predicted
+    span. A window's context is the whole row before the span, with all documents in it.
 
     As in training, the model predicts all tokens except the first token of a row, padding and the prompts of
     conversations. The number of bytes is an estimate from the data's mean bytes per token.

@@ -1,4 +1,4 @@
-"""Scores each checkpoint of a run once, during the training, for `optimus evaluate --watch`."""
+"""Scores the checkpoints of a run during and after the training, for `optimus evaluate --watch`."""
 
 import re
 import sys
@@ -25,12 +25,12 @@ _EVERY = 5.0  # seconds between two looks at the run's folder
 def watch(
     run: str | Path, *, name: str = "watch", every: float = _EVERY, **options: Any
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Scores each checkpoint of `run` once, the newest first, and yields (step, result of `evaluate`). Ends when the
+    """Scores the checkpoints of `run`, the newest first, and yields (step, result of `evaluate`). Ends when the
     training has finished and no checkpoint waits for its scores.
 
     Writes the result of step N to `evaluations/NAME-N.json` in the run folder (N has at least eight digits), and scores
     no checkpoint whose result is already there. `options` are those of `evaluate`. The training passes the scores to
-    the run's metric sinks; after the training, this function passes them. If a checkpoint cannot be scored, for example
+    the run's metric sinks; after the training, this function does. If a checkpoint cannot be scored, for example
     because the model has diverged or the training has removed the checkpoint, prints a message to stderr and continues.
     Raises `UserError` if `run` is not a run folder, and for arguments with which no checkpoint can be scored.
 

@@ -18,7 +18,7 @@ from optimus.observe.machine import describe_machine, free_memory, versions
 
 _TRIAL = 64 << 20  # bytes that the check of the file system writes
 _SLOW = 50e6  # bytes/s below which checkpoints are too slow
-_SKEW = 2.0  # seconds between two clocks; with more, events of different nodes can appear in the wrong order
+_SKEW = 2.0  # maximum seconds between two clocks; with more, events of different nodes can appear in the wrong order
 _FILES, _SHARED = 4096, 64 << 20  # smallest adequate limit of open files, and free bytes of shared memory
 _LEAST_FREE = 10 << 30
 

@@ -1,4 +1,4 @@
-"""Describes the machine: peak FLOP/s if known, free memory, versions."""
+"""Finds devices and describes the machine: peak FLOP/s if known, free memory, versions."""
 
 import gc
 import importlib.metadata
@@ -45,7 +45,7 @@ _OLDER_NAMES = {"ONEDNN_MAX_CPU_ISA": "DNNL_MAX_CPU_ISA"}
 
 
 class Bfloat16(NamedTuple):
-    """Support of a device for bf16: True if it multiplies bf16 natively, and the reason."""
+    """Support of a device for bf16. `native` is True if the device multiplies bf16 natively; `why` is the reason."""
 
     native: bool
     why: str
@@ -149,8 +149,8 @@ def _cpu_features() -> set[str]:
 
 
 def free_memory(device: Any) -> int:
-    """Returns the bytes that a torch device can allocate. On an accelerator, first frees the memory that earlier runs of
-    this process still occupy."""
+    """Returns the bytes that a torch device can allocate. On an accelerator, first frees memory that this process no
+    longer uses."""
     import torch
 
     if device.type == "cpu":

@@ -18,8 +18,8 @@ class MetricsWriter:
     """Appends one record per step to `folder/metrics.jsonl`, and passes the record to the sinks."""
 
     def __init__(self, folder: Path, config: RunConfig, after_step: int) -> None:
-        """Opens `metrics.jsonl` and the sinks. Drops records in the run folder of steps after `after_step`, from which
-        the run continues: a run that died may have left records of steps that the resumed run repeats."""
+        """Opens `metrics.jsonl` and the sinks of a run that continues after step `after_step`. Drops the run folder's
+        records of later steps: a run that died may have left records of steps that the resumed run repeats."""
         self._file = _open_after(folder / "metrics.jsonl", after_step)
         self._experts, self._samples = folder / "experts.jsonl", folder / "samples.jsonl"
         for path in (self._experts, self._samples):
@@ -52,7 +52,8 @@ class MetricsWriter:
 
 
 class Sinks:
-    """The metric sinks of a run. Drops a sink whose `write` raises another exception than `UserError`, and says so."""
+    """The metric sinks of a run. Drops a sink, and prints a message, if the sink's `write` raises another exception
+    than `UserError`."""
 
     def __init__(self, folder: Path, config: RunConfig, after_step: int) -> None:
         self._sinks = {row.name: row.make(folder, config, after_step) for row in sinks_of(config)}
@@ -84,8 +85,8 @@ class Sinks:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Reads the complete records of a run folder's `metrics.jsonl`, in order. Skips lines without a step, and
-    incomplete lines."""
+    """Reads the complete records of a run folder's `metrics.jsonl`, in the order of the lines. Skips lines without a
+    step, and incomplete lines."""
     return [record for record in read_json_lines(folder / "metrics.jsonl") if isinstance(record.get("step"), int)]
 
 

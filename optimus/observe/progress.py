@@ -19,8 +19,8 @@ def time_left(seconds: float, now: float) -> str:
 class ProgressBar:
     """Shows the progress of one or more stages, with rich on a terminal and in plain lines elsewhere.
 
-    A plain line appears every ten seconds or, with `every`, at multiples of `every` units. Another one appears at the
-    end of a stage.
+    A plain line appears at the first update after ten seconds of silence or, with `every`, at multiples of `every`
+    units. A last line appears at the end of a stage.
     """
 
     def __init__(self, *, every: int | None = None) -> None:
@@ -31,7 +31,7 @@ class ProgressBar:
         self._on_terminal = can_redraw(sys.stderr.isatty())
 
     def update(self, stage: str, done: int, total: int | None, note: str = "") -> None:
-        """Shows that `done` of `total` units of `stage` are finished. `note` appears next to the bar."""
+        """Shows that `done` of `total` units of `stage` are finished. `note` appears next to these numbers."""
         if self._on_terminal:
             with letting_go():
                 self._bar_of(stage, total).show(done, total, note)

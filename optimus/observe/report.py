@@ -1,4 +1,4 @@
-"""The common form of benchmark results: a table for people, JSON for programs."""
+"""The common format of benchmark results: a table for people, JSON for programs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -28,8 +28,9 @@ class SinkRow:
     """A kind of sink. `make(folder, config, after_step)` opens the sink of a run that continues after step `after_step`.
 
     A run opens the sinks that `observe.sinks` names, and those whose `wanted` returns True for the run's configuration.
-    Before a run, `check_sinks` calls the `check` of every kind of sink, even of an unused kind. `check` raises `UserError`
-    to refuse a configuration, for example because it asks for the sink and a package is missing.
+    Before a run, `check_sinks` calls the `check` of every kind of sink, even of an unused kind. `check` raises
+    `UserError` to refuse a configuration, for example because the configuration asks for the sink and a package is
+    missing.
     """
 
     name: str

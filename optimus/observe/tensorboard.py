@@ -59,8 +59,8 @@ def grouped(name: str) -> str:
 
 
 def _check(config: RunConfig) -> None:
-    """Prints a line if TensorBoard is wanted but not installed. Raises no error, because `observe.tensorboard` is true by
-    default."""
+    """Prints a line if `observe.tensorboard` is true but TensorBoard is not installed. Raises no error, because the
+    option is true by default."""
     if config.observe.tensorboard and not _installed():
         print(
             f"observe.tensorboard: TensorBoard is not installed, so there are no events: {how_to_install('tensorboard')}, "

@@ -1,4 +1,4 @@
-"""Merges the traces of all ranks into one file for Perfetto, with a group of rows for each rank and one time axis."""
+"""Merges the traces of ranks into one file for Perfetto, with a group of rows for each rank and one time axis."""
 
 import gzip
 import json

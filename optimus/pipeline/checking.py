@@ -15,7 +15,8 @@ def check(schedule: Schedule) -> None:
     - Each action comes after the actions that it needs on its rank. Each kind of action of a stage processes the
       microbatches in ascending order.
     - A rank receives the messages of another rank in the order in which that rank sends them.
-    - All ranks finish, even if transfers run one at a time and every send lasts until the other rank reaches the receive.
+    - All ranks finish, even if transfers run one at a time and every send lasts until the receiving rank reaches the
+      receive.
 
     Raises `ScheduleError`, which names the rank and the action.
     """

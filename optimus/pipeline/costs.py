@@ -28,8 +28,8 @@ class Costs:
     link: float = 0.0
     """Time of a message between two ranks; concurrent messages do not slow each other."""
     blocking: bool = False
-    """Makes a rank wait for its sends and receives at their positions in its list of actions; adjacent transfers are one
-    batch. By default transfers overlap with computations."""
+    """True if a rank waits for its sends and receives at their positions in its list of actions; adjacent transfers are
+    one batch. By default transfers overlap with computations."""
     jitter: float = 0.0
     """Standard deviation of the logarithm of a random factor on the time of every computation except vocabulary passes. The
     factor is lognormal, with mean 1."""
@@ -85,8 +85,8 @@ class Costs:
 def per_stage(value: T | Sequence[T], stages: int, what: str = "pipeline costs: {} numbers") -> list[T]:
     """Returns one number per stage: the number `value` for each stage, or the elements of the sequence `value`.
 
-    Raises `UserError` when the sequence does not have one number per stage. The text begins with `what`, formatted with
-    the length of the sequence.
+    Raises `UserError` when the sequence does not have one number per stage. The message begins with `what`, formatted
+    with the length of the sequence.
     """
     numbers = list(value) if isinstance(value, Sequence) else [value] * stages
     if len(numbers) != stages:

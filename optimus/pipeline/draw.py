@@ -31,8 +31,8 @@ _WIDTH, _ROW, _REST = 14.0, 0.35, 1.3  # inches: the picture's width, a rank's h
 
 
 def text_timeline(timeline: Timeline, width: int) -> str | None:
-    """Draws one line of text per rank: `F0` is the forward pass of microbatch 0, `B0` the backward pass, and `I0` and `W0`
-    are the two parts of a split backward pass.
+    """Draws one line of text per rank. `F0` is the forward pass of microbatch 0, `B0` is its backward pass, and `I0`
+    and `W0` are the two parts of a split backward pass.
 
     Dashes fill the time of a computation, and points are idle time. If a rank has several stages, a small letter
     distinguishes the stages. The function omits the labels of computations without duration and shortens no other

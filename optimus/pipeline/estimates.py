@@ -146,7 +146,7 @@ def live_microbatches(
     vocabulary: bool = False,
     warmup_factor: float = 1.0,
 ) -> tuple[tuple[Live, ...], ...]:
-    """Returns, for each rank, the peaks of saved data at the beginning of a backward pass.
+    """Returns, for each rank, the peaks of saved data at the beginnings of backward passes.
 
     The peaks of a rank are all states that no other state exceeds or equals in every stage. With `vocabulary`, every
     rank has a shard of the vocabulary. The peaks depend only on the order of a rank's passes, not on their times.

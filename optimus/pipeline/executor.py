@@ -83,7 +83,7 @@ class StageLinks:
         self.finish(but=2 * self._schedule.stages)
 
     def start_receive(self, receive: Action, receive_buffer: Message) -> Result[Message]:
-        """Begins to receive into the tensors `receive_buffer`; the result's `wait` returns them."""
+        """Begins to receive into the tensors `receive_buffer`; the result's `wait` returns these tensors."""
         stream, peer = self._stream(receive), self._schedule.peer(receive)
         where = f"{receive} from rank {stream.ranks[peer]}"
         handles = [stream.recv_async(tensor, peer, where) for tensor in receive_buffer]

@@ -71,7 +71,7 @@ class MessageDrivenExecutor:
         return self._computing.trace
 
     def _next(self) -> Action:
-        """Waits for the next action and returns it; the first rank of the team chooses."""
+        """Waits for the next action and returns the action, which the first rank of `team` chooses."""
         while not self._queue.empty():
             self._take_in()
         if self._team.rank:

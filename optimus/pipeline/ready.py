@@ -12,8 +12,8 @@ Preference = Literal["forward", "backward", "arrival"]
 
 
 def find_caps(caps: int | Sequence[int] | None, stages: int) -> list[int]:
-    """Returns one cap per stage: the elements of `caps`, one number for all stages, or by default the number of stages
-    (AxoNN's `pipeline_limit`).
+    """Returns the maximum live activations of each stage: the elements of `caps`, one number for all stages, or by
+    default the number of stages (AxoNN's `pipeline_limit`).
 
     Raises `UserError` for a cap below one and for more or fewer caps than stages.
     """
@@ -24,7 +24,8 @@ def find_caps(caps: int | Sequence[int] | None, stages: int) -> list[int]:
 
 
 def message_driven(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
-    """Returns a schedule without actions, because the order is open: it maps stage s to rank s mod `ranks`."""
+    """Returns a schedule that only maps stage s to rank s mod `ranks`; messages determine the order of actions at run
+    time."""
     return Schedule("message-driven", ranks, microbatches, (), stages_per_rank=stages_per_rank)
 
 
@@ -36,7 +37,7 @@ class _Arrived(NamedTuple):
 class ReadyQueue:
     """The computations of `rank` whose input has arrived, and the live activations of the rank's stages.
 
-    `caps` are the maximum live activations of each stage, in a form that `find_caps` accepts. One number for all stages is
+    `caps`, an argument of `find_caps`, limits the live activations of each stage. One number for all stages is
     `pipeline_limit` of the AxoNN dissertation: the maximum number of microbatches in the pipeline.
 
     With `prefer` "forward", forward passes of stages below their caps come before backward passes. With "backward", backward
@@ -73,7 +74,7 @@ class ReadyQueue:
         return any(item.action == action for item in self._arrived)
 
     def begin(self, action: Action) -> None:
-        """Begins `action`, which this rank or another rank of its team has chosen."""
+        """Begins `action`, which this rank or another rank that shares this rank's stages has chosen."""
         self._arrived = [item for item in self._arrived if item.action != action]
         if action.kind is Kind.FORWARD:
             self._live[action.stage] += 1

@@ -35,7 +35,7 @@ def run(
     """Makes, checks and simulates a schedule, writes the requested files, and returns the `summary` and a readable text.
 
     Args:
-        vocabulary: gives every rank a shard of the vocabulary.
+        vocabulary: True if every rank has a shard of the vocabulary.
         output_layer: the time of the output layer's forward pass, which `costs` do not include. The last stage runs the
             output layer, or with `vocabulary` all ranks together.
         measured: a file by `write_timeline` with a second timeline for the text and the PNG.

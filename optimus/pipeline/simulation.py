@@ -40,8 +40,8 @@ def _computations(schedule: Schedule, costs: Costs) -> dict[Action, Interval]:
 
 
 def _blocking(schedule: Schedule, costs: Costs) -> dict[Action, Interval]:
-    """Simulates ranks that post adjacent transfers together and wait for all of them; a transfer begins when both sides have
-    posted it."""
+    """Simulates ranks that post adjacent transfers together and wait until the last of these transfers ends. A transfer
+    begins when its sender and its receiver have posted the transfer."""
     # For each rank, its actions in alternating runs of computations and of transfers.
     runs = [
         (list(run) for _, run in groupby(actions, lambda action: action.kind.computes)) for actions in schedule.actions
@@ -80,6 +80,7 @@ def _blocking(schedule: Schedule, costs: Costs) -> dict[Action, Interval]:
 
 
 def makespan(schedule: Schedule, costs: Costs) -> float:
-    """Returns the end of the last action without making the whole timeline. Raises the errors of `simulate`."""
+    """Returns the makespan of the timeline of `simulate` without making the whole timeline. Raises the errors of
+    `simulate`."""
     times = (_blocking if costs.blocking else _computations)(schedule, costs)
     return max(end for _, end in times.values())

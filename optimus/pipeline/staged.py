@@ -251,7 +251,8 @@ class _Forward:
             )
 
     def _find(self, batch: Batch) -> tuple[Tensor, AttentionPositions]:
-        """Returns the positions of the batch's sequences on this rank, as a tensor and in the form for the blocks."""
+        """Returns the positions of the batch's sequences on this rank, as a tensor and as the `AttentionPositions` of
+        the blocks."""
         model = self._staged.model
         return model.full_positions(batch.tokens_BS) if self._all_positions else model.local_positions(batch)
 

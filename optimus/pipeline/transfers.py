@@ -10,11 +10,11 @@ USUAL = Costs(logits=0.25)  # typical relative times, which choose among several
 def with_transfers(schedule: Schedule) -> Schedule:
     """Inserts the sends and receives between ranks into `schedule`, which has computations alone.
 
-    The function simulates the computations with the times `USUAL`. A transfer is one event at the end of the computation
-    that produces its content. Among simultaneous events, transfers come before computations that begin. Sorted by time, all
-    events form one global order, and each rank's list consists of its events in this order. The earliest remaining event can
-    always happen. Therefore no deadlock is possible, even if a send lasts until the other rank reaches its receive. A
-    transfer to a busy rank comes after the rank's current computation.
+    The function simulates the computations with the times `USUAL`. A transfer is one event at the end of the
+    computation that produces its content. Among simultaneous events, transfers come before computations that begin.
+    Sorted by time, all events form one global order, and each rank's list consists of its events in this order. The
+    earliest remaining event can always happen. Therefore no deadlock is possible, even if a send lasts until the
+    receiving rank reaches the receive. A transfer to a busy rank comes after the rank's current computation.
 
     In the steady state of 1F1B, the forward send and the backward receive between two neighbours are simultaneous, and
     therefore adjacent in the lists.

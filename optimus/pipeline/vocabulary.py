@@ -162,7 +162,7 @@ class VocabularyPasses:
     def _embed_backward(self, microbatch: int) -> None:
         group, what = self._links.embedding_gradients, "gradient of the embeddings"
         x_grad_TH = self._receive(self._input_gradients, group, self._links.first, what, microbatch)
-        # The received gradient depends on both transfers, so both have ended.
+        # The received gradient depends on this rank's embedding and output gradient, so their transfers have ended.
         for what in ("embedding", "output gradient"):
             self._finish(what, microbatch)
         edge = self._embedding_edges.pop(microbatch, None)

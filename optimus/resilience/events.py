@@ -1,4 +1,4 @@
-"""The event log of a run, `events.jsonl`: failures, exclusions, restarts, recoveries and the end, of all nodes."""
+"""The event log of a run, `events.jsonl`: failures, restarts, recoveries and other events of all nodes."""
 
 import fcntl
 import json

@@ -20,7 +20,7 @@ _FOLDER = ".hang"
 def report_folder(run: Path, incarnation: str) -> Path:
     """Returns the folder where the ranks of a hung run report their states.
 
-    `incarnation` is unique, so that no rank reads the reports of an earlier attempt.
+    `incarnation` must be unique, so that no rank reads the reports of an earlier attempt.
     """
     return run / _FOLDER / incarnation
 
@@ -40,17 +40,17 @@ class Verdict(NamedTuple):
 def find_culprits(states: Mapping[int, Mapping[str, Any] | None]) -> Verdict:
     """Finds the culprit ranks of a hang from the state of every rank's `Recorder` (None: the rank did not report).
 
-    If at most half of the ranks did not report, these ranks are the culprits; if more did not report, the verdict has
-    no culprits. If all ranks reported, the culprits are the ranks that wait in no collective while others wait. If all
-    ranks wait, or none does, the culprits are the ranks that lag most behind the others in the number of collectives
-    begun in a group. If no rank lags, the verdict has no culprits.
+    If some ranks, but at most half of all ranks, did not report, these ranks are the culprits; if more ranks did not
+    report, the verdict has no culprits. If all ranks reported, the culprits are the ranks that wait in no collective
+    while others wait. If all ranks wait, or no rank waits, the culprits are the ranks that lag most behind the others
+    in the number of collectives begun in a group. If no rank lags, the verdict has no culprits.
     """
     silent = [rank for rank, state in states.items() if state is None]
     waiting = {rank: state["waiting"] for rank, state in states.items() if state is not None and state["waiting"]}
     what = next(
         (f"{name} (number {number} of ranks {group})" for group, name, number in waiting.values()), "no collective"
     )
-    if silent:  # if most ranks are silent, this rank itself is cut off
+    if silent:  # if most ranks are silent, this rank itself is probably cut off
         return Verdict(silent if len(silent) <= len(states) / 2 else [], what)
     idle = [rank for rank in states if rank not in waiting]
     if idle and waiting:
@@ -91,7 +91,7 @@ class Watchdog:
         self._last = time.monotonic()
 
     def stop(self) -> None:
-        """Stops the watchdog."""
+        """Stops the thread, unless the thread already calls `ended`."""
         self._stopped.set()
 
     def _watch(self) -> None:

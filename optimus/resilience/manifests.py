@@ -46,7 +46,8 @@ class Manifest:
 
 
 class _Platform(NamedTuple):
-    """A row of the table of platforms. `directives` maps the directives to their meanings."""
+    """A row of the table of platforms. `directives` maps each directive to its meaning. `spares` is True if the
+    platform supports spare nodes."""
 
     write: Callable[[Manifest], str]
     submit: str
@@ -58,8 +59,8 @@ class _Platform(NamedTuple):
 def manifest(platform: Platform, job: Manifest, path: Path) -> tuple[str, str]:
     """Returns the text for a platform, and the command that submits the text once it is in the file `path`.
 
-    Raises `UserError` for an unknown or malformed directive, for a missing one that the platform needs, and for spares
-    on a platform that has none.
+    Raises `UserError` for an unknown or malformed directive, for a missing directive that the platform needs, and for
+    spares on a platform without spares.
     """
     row = PLATFORMS[platform]
     for name in job.directives:
@@ -97,7 +98,7 @@ def _jobset(job: Manifest) -> str:
                     "parallelism": count,
                     "completions": count,
                     "completionMode": "Indexed",
-                    # The spares replace lost nodes; only the loss of more nodes fails the job, and starts it again.
+                    # The spares replace lost nodes. Only the loss of more nodes makes the job fail and start again.
                     "backoffLimitPerIndex": 0,
                     "maxFailedIndexes": job.spares,
                     "template": _pod(job, node, _limits(job)),

@@ -1,7 +1,7 @@
 """Batch script of a fault-tolerant run: a job with spare nodes, and a loop that relaunches the run without bad nodes.
 
-The template is `job.sh` in this folder; `slurm.sh` and `pbs.sh` contain the parts for each batch system. This module
-replaces words in capitals between two @ in the template. The script relies on two facts:
+The template is `job.sh` in this folder; `slurm.sh` and `pbs.sh` contain the functions for each batch system. This
+module replaces words in capitals between two @ in the template. The script relies on two facts:
 
 - The run folder contains the names of excluded nodes (`exclusion.py`) and an event log that says when the run has finished.
 - Each attempt is a separate launch in the store, since a closed rendezvous stays closed.
@@ -52,7 +52,7 @@ def write_script(job: BatchJob, path: Path) -> str:
 
 
 def write_new(path: Path, text: str) -> None:
-    """Writes a file. Raises `UserError` when `path` exists or cannot be written."""
+    """Creates a file with `text`. Raises `UserError` when `path` exists or cannot be written."""
     path = user_path(path)
     with naming_disk_errors(path, "Give --output another path"):
         try:

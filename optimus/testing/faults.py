@@ -1,8 +1,8 @@
 """Fault injection: a plan of faults by rank and step, to rehearse a run's recovery.
 
-The event log records the faults that have happened, so that every fault of a plan, except `slow`, happens at most once
-in the life of a run, even if the run repeats the step. This module, run as a program, runs a rank of a launch with a
-plan. The program's arguments are PLAN and the arguments of `optimus.launch.rank`.
+The event log records the faults that have happened. Therefore a fault of a plan, except `slow`, happens at most once in
+a run, even if the run repeats the step. This module, run as a program, runs a rank of a launch with a plan. The
+program's arguments are PLAN and the arguments of `optimus.launch.rank`.
 """
 
 import errno
@@ -37,7 +37,7 @@ FaultKind = Literal["kill", "kill_agent", "nan", "hang", "slow", "tear_checkpoin
 
 
 class Fault(Section):
-    """A fault on `rank` at the start of `step` or, for `tear_checkpoint`, after the checkpoint of `step` is written."""
+    """A fault on `rank` at `step`. The methods of `FaultPlan` describe the kinds of faults."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -54,7 +54,7 @@ class Fault(Section):
 
 @dataclass
 class FaultPlan:
-    """A plan of faults, built by chained methods or read from a YAML file."""
+    """A plan of faults. A method with the name of a kind returns a copy of the plan with one more fault."""
 
     faults: list[Fault] = field(default_factory=list)
 

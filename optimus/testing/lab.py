@@ -1,8 +1,8 @@
 """A cluster on one machine to rehearse node failures: hosts are network namespaces joined by a bridge.
 
-Each host has its own address and its own link, whose bandwidth can be limited and which can be cut. A host runs one
-node of a launch. The rendezvous store runs on a separate host. Namespaces need root on Linux. Without namespaces, hosts
-are plain process groups on this machine, without links to limit or cut.
+Each host has its own address and its own link. A rehearsal can limit the link's bandwidth and cut the link. A host runs
+one node of a launch. The rendezvous store runs on a separate host. Namespaces need root on Linux. Without namespaces,
+hosts are plain process groups on this machine, without links to limit or cut.
 """
 
 import json
@@ -47,7 +47,7 @@ class Lab:
     _processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def start(self, host: str, command: Sequence[str], log: Path) -> None:
-        """Runs a command on a host, with its output appended to `log`."""
+        """Starts a command on a host, and appends the command's output to `log`."""
         prefix = ["ip", "netns", "exec", host] if self.isolated else []
         with log.open("ab") as file:
             self._processes[host] = subprocess.Popen(
@@ -66,7 +66,7 @@ class Lab:
         return codes
 
     def stop(self) -> None:
-        """Kills all processes on every host."""
+        """Kills all processes that `start` has started, and the processes on their hosts."""
         for host, process in self._processes.items():
             for pid in self._pids(host):
                 with suppress(ProcessLookupError):
@@ -76,8 +76,8 @@ class Lab:
             process.wait()
 
     def _pids(self, host: str) -> list[int]:
-        """Returns the ids of the processes in a host's namespace or, without namespaces, of those that its command has
-        started. Includes the ranks, which are in separate sessions."""
+        """Returns the ids of the processes in a host's namespace or, without namespaces, of the descendants of the
+        host's command. Includes the ranks, which are in separate sessions."""
         if self.isolated:
             return [int(pid) for pid in _output("ip", "netns", "pids", host).split()]
         with suppress(psutil.NoSuchProcess):
@@ -98,12 +98,12 @@ def rehearse(
     """Launches `job` on nodes and spares created on this machine, with the faults in the file `inject`.
 
     The rehearsal ends when all nodes have ended, `grace` seconds after the run has finished, or after `limit` seconds.
-    The output of each node goes to `lab/NODE.log` in the run folder. With `plain`, nodes are processes on one network.
-    The rehearsal calls `say` with each new event.
+    The output of each node goes to `lab/NODE.log` in the run folder. With `plain`, or where network namespaces are not
+    allowed, nodes are processes on one network. The rehearsal calls `say` with each new event.
 
     Returns `output`, `finished`, `exit_codes` by node (None if the node was still running at the end and was killed),
     `events` and `isolated` (true if the nodes were network namespaces). Raises `UserError` before starting any node if
-    the run is impossible as configured.
+    the run is impossible as configured, or if the machine cannot create the nodes.
     """
     tree, data = read_run(job.config, job.overrides)
     check_run(tree, data, mesh_of(tree, job.ranks, job.ranks_per_node), resume=True)
@@ -194,8 +194,8 @@ def lab(nodes: int, *, isolated: bool, bandwidth: str | None = None) -> Iterator
 def _signals_end_it() -> Iterator[Callable[[], None]]:
     """Makes SIGTERM and SIGHUP raise an exception inside the context, as Ctrl-C does; the exit code is 128 plus the signal.
 
-    The context yields a function that makes the process ignore all three signals until the end of the context, so that
-    the cleanup completes. Outside the main thread, signals keep their handlers.
+    The context yields a function that makes the process ignore SIGTERM, SIGHUP and SIGINT until the end of the context,
+    so that the cleanup completes. Outside the main thread, signals keep their handlers.
     """
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set signal handlers
         yield lambda: None

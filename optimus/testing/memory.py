@@ -39,7 +39,7 @@ class Allocations:
         self.current = 0
         self.peak = 0
         self._alive: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}  # (storage, bytes) by address
-        self._lock = RLock()  # a storage may be freed in another thread, or in this one while it counts
+        self._lock = RLock()  # a storage may be freed in another thread, or in this thread while the thread counts
 
     def allocated(self, storage: UntypedStorage) -> None:
         """Counts the current memory of `storage`.
@@ -100,7 +100,7 @@ class _Mode(TorchDispatchMode):
             return NotImplemented  # a wrapper (like DTensor) calls the mode again with the wrapped tensors
         given = _storages((args, kwargs))
         before = {storage._cdata: storage.nbytes() for storage in given}
-        if func is torch.ops.aten.lift_fresh.default:  # `torch.tensor` returns a new tensor through it
+        if func is torch.ops.aten.lift_fresh.default:  # `torch.tensor` returns a new tensor through this operator
             before = {}
         result = func(*args, **kwargs)
         for storage in {storage._cdata: storage for storage in _storages(result) + given}.values():
@@ -112,7 +112,7 @@ class _Mode(TorchDispatchMode):
 
 
 def _storages(values: Any) -> list[UntypedStorage]:
-    """Returns the storages in `values`, nested at any depth, including tensors' storages.
+    """Returns the storages in the nested structure `values`, including tensors' storages.
 
     Leaves out sparse and meta tensors, which have no memory in a storage.
     """

@@ -1,10 +1,10 @@
 """Runs a function on N Gloo ranks of this machine, fast enough for hundreds of tests.
 
-The ranks are processes that a server with torch already imported forks (multiprocessing's forkserver); later calls reuse
-the processes. A call sends each rank the function and the caller's folder, `sys.path` and environment, and creates and
-destroys one process group. The rendezvous store of a call is a file, because a TCP store resolves the names of its peers'
-addresses, and a slow name server stalls a connection for seconds. Calls do not affect each other, except by changes that
-the function leaves in its process, for example a patched module.
+A server process that has already imported torch (multiprocessing's forkserver) forks the processes of the ranks; later
+calls reuse the processes. A call sends each rank the function and the caller's working directory, `sys.path` and
+environment. A call creates and destroys one process group. The rendezvous store of a call is a file, because a TCP
+store resolves the names of its peers' addresses, and a slow name server stalls a connection for seconds. Calls do not
+affect each other, except by changes that the function leaves in its process, for example a patched module.
 
 If a rank fails, the caller kills all ranks of the call, because the others may wait for the failed rank until the
 timeout; the next call forks new processes. The error names the culprit rank: a dead rank, because a death makes other
@@ -41,15 +41,16 @@ import torch.distributed as dist
 from optimus import functions
 
 T = TypeVar("T")
-_DYING = 1.0  # seconds after a failure in which the death of another rank counts as its cause
+_DYING = 1.0  # seconds to wait after a failure: if another rank dies in this time, its death counts as the cause
 
 turn: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-"""Context around every call. Test processes that run in parallel can set it so that only one call at a time runs its ranks:
-on few cores, the ranks of two calls slow each other down."""
+"""Context around every call. Test processes that run in parallel can set this context so that only one call at a time
+runs its ranks. On few cores, the ranks of two calls slow each other down."""
 
 
 class RankError(Exception):
-    """Ranks failed. `ranks` are the culprits; the message has their tracebacks, or says how they died."""
+    """Ranks of a call have failed. `ranks` are the culprits; the message has their tracebacks or stacks, or says how
+    they died."""
 
     def __init__(self, ranks: Sequence[int], message: str) -> None:
         super().__init__(message)
@@ -63,8 +64,8 @@ def run_ranks(
 
     `fn` is a function at the top level of any module, including a test module or a script. `args` and results must be
     picklable; tensors are copied. Each rank has one torch thread, and starts with torch's seed 0. Changes that a call
-    leaves in its process are visible only to calls of the same `pool`. Unless `reuse`, the call uses new processes, which
-    end with the call.
+    leaves in its processes are visible only to calls of the same `pool`. Unless `reuse`, the call uses new processes,
+    which end with the call.
 
     Raises:
         RankError: a rank raised, died, or had not finished after `timeout` seconds. The caller then kills all ranks.
@@ -132,7 +133,7 @@ class _Worker:
 
 
 def _exchange(workers: Sequence[_Worker], requests: Sequence[Any], deadline: float, timeout: float) -> list[bytes]:
-    """Sends each worker its request and returns the results; raises the failure of the culprit rank."""
+    """Sends each worker its request and returns the results. Raises `RankError` after a failure and at `deadline`."""
     for worker, request in zip(workers, requests, strict=True):
         with contextlib.suppress(OSError):  # the code below detects a dead worker
             worker.connection.send_bytes(pickle.dumps(request))
@@ -163,7 +164,8 @@ def _deaths(workers: Sequence[_Worker], ranks: Sequence[int], answers: dict[int,
 
 
 def _arrived(workers: Sequence[_Worker], ranks: Sequence[int], timeout: float) -> dict[int, _Answer]:
-    """Returns the answers of all `ranks` that have answered or died; waits for the first answer or death."""
+    """Returns the answers of all `ranks` that have answered or died; waits at most `timeout` seconds for the first
+    one."""
     signs: dict[Any, int] = {}
     for rank in ranks:
         signs[workers[rank].connection] = rank
@@ -289,7 +291,8 @@ def _end_with_parent(folder: str) -> None:
 
 
 def _answer(call: _Call | None) -> _Answer:
-    """Answers one request. After a failure, the process group stays, so that peers do not fail because of its end."""
+    """Runs the function of `call`, or destroys the process group if `call` is None. After a failure, the process group
+    stays, so that its end does not make other ranks fail."""
     try:
         if call is None:
             gc.collect()  # collects pending Gloo work, which must not outlive its process group
@@ -306,13 +309,14 @@ def _answer(call: _Call | None) -> _Answer:
 
 
 def _join(call: _Call) -> None:
-    """Sets the caller's folder, `sys.path` and environment, and joins the process group of the call."""
+    """Sets this process's working directory, `sys.path` and environment to those of the caller, and joins the process
+    group of the call."""
     os.chdir(call.folder)
     sys.path[:] = call.path
     os.environ.clear()
     os.environ.update(call.environment)
     if sys.platform == "linux":
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # without it, Gloo resolves the machine's host name
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # without this variable, Gloo resolves the machine's host name
     torch.set_num_threads(1)
     torch.manual_seed(0)
     limit = timedelta(seconds=call.timeout)

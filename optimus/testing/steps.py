@@ -57,7 +57,8 @@ class Steps:
 
 
 def build(config: RunConfig, groups: Groups, device: torch.device = _CPU) -> tuple[PipelineStages, ModelState]:
-    """Builds this rank's stages of `config`, and their state with uninitialised values. Collective over `groups`."""
+    """Builds this rank's stages of `config`, and their state with uninitialised values. All ranks of `groups` must call
+    this function."""
     plan = resolve_run(config, device, groups).on_rank(groups.rank, tags=groups.tags)
     return build_model(plan, groups, device)
 

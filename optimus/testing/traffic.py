@@ -59,7 +59,7 @@ class Traffic:
 
 @contextmanager
 def counting() -> Iterator[Traffic]:
-    """Counts the collectives, sends and receives that any thread of this process calls inside the context."""
+    """Counts the calls, by any thread of this process inside the context, of the functions in `_COUNTED`."""
     traffic = Traffic()
     counter = _Counter(traffic)
     originals = {name: getattr(dist, name) for name in _COUNTED if hasattr(dist, name)}

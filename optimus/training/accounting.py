@@ -15,10 +15,10 @@ from optimus.training.run import Run
 
 
 def expert_load(run: Run, choices: Mapping[Any, Tensor]) -> dict[int, list[float]]:
-    """Returns the load of each expert relative to the mean of its layer, for all layers of the model that have experts.
-    All ranks must call this function.
+    """Returns, for each layer with experts, the load of each expert relative to the layer's mean, rounded to three
+    digits after the point. All ranks must call this function.
 
-    `choices` maps each router of this rank to its numbers of choices [experts].
+    `choices` maps routers of this rank to the number of choices of each expert [experts].
     """
     model = run.config.model
     layers = {layer: model.experts_of(layer) for layer in range(model.layers) if model.experts_of(layer)}
@@ -42,14 +42,15 @@ def expert_load(run: Run, choices: Mapping[Any, Tensor]) -> dict[int, list[float
 
 
 def imbalance(load: Mapping[int, list[float]]) -> dict[str, float]:
-    """Returns the load imbalance (max/mean): its mean over the layers, and that of the worst layer."""
+    """Returns the mean and the maximum over the layers of the load imbalance: the largest of a layer's relative
+    loads."""
     of_layers = [max(loads) for loads in load.values()]
     return {"experts/imbalance": sum(of_layers) / len(of_layers), "experts/worst_imbalance": max(of_layers)}
 
 
 def seconds_by_kind(times: StepTimes, saving: float) -> dict[str, float]:
-    """Returns the seconds of this rank's last step by kind: computation, exposed communication by kind of collective
-    (waiting for other ranks included), waiting for data, and waiting for checkpoints.
+    """Returns the seconds of a step on this rank by kind: computation, exposed communication by kind of collective,
+    waiting for data, and waiting for checkpoints. Exposed communication includes the wait for other ranks.
 
     `saving` is the number of seconds that this rank has waited for checkpoints since the last record.
     """
@@ -65,8 +66,8 @@ def seconds_by_kind(times: StepTimes, saving: float) -> dict[str, float]:
 def memory_by_kind(run: Run) -> dict[str, int]:
     """Returns the bytes of this rank: the state at rest by kind, and the remainder as `activations_and_other`.
 
-    The total is the peak of allocated memory since the last call on an accelerator, and the resident memory of the
-    process on a CPU.
+    The remainder, at least 0, is the total minus the state. On an accelerator, the total is the peak of allocated
+    memory since the previous call. On a CPU, the total is the resident memory of the process.
     """
     state = bytes_by_kind([chunk.plan for chunk in run.state.chunks])
     if run.device.type == "cpu":

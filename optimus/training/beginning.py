@@ -46,7 +46,7 @@ def begins_anew(config: RunConfig, resume: bool) -> bool:
 
 
 def is_model_folder(path: str | Path) -> bool:
-    """Returns True for a Hugging Face folder, which has a config.json, and False for any other path."""
+    """Returns True if `path` contains a config.json, like a Hugging Face folder."""
     return (Path(path) / "config.json").is_file()
 
 
@@ -73,8 +73,8 @@ def first_weights(
 def begin(run: Run, began_with: str | None, *, masks: bool) -> tuple[Origin, int]:
     """Fills the state of `run` with fresh moments and with initial weights or the weights of `began_with`.
 
-    Returns the origin of the weights (the path of the checkpoint, even if `began_with` is a run folder), and the number
-    of ranks that read the weights.
+    Returns the origin of the weights, and the number of ranks that read the weights. The origin names the checkpoint
+    even if `began_with` is a run folder.
 
     With `masks`, prunes the state like the source; otherwise the masks of the state stay as they are. All ranks must call
     this function. Raises `UserError` on all ranks when the weights cannot be read.

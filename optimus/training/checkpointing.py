@@ -62,7 +62,8 @@ class Checkpointer:
         by name. Raises `UserError` on all ranks, like `Saver.save`."""
         run, step, section = self._run, progress.step, self._run.config.checkpoint
         targets = []
-        # Weights first: a run killed after a full checkpoint alone would resume after this step and never write its weights.
+        # The weights come first: a run killed between the two writes would otherwise resume after this step and never
+        # write the weights.
         if weights:
             every = (section.weights_every or 1) * section.weights_keep
             path = weights_folder(run.folder, step)
@@ -76,8 +77,8 @@ class Checkpointer:
             self.saver.save(*targets)
 
     def _frozen_targets(self, progress: Progress, origin: Origin, hooks: Mapping[str, Any]) -> list[Target]:
-        """Returns the target for the frozen parameters, to which the next full checkpoint refers; an empty list if no
-        parameter is frozen, or if the files of the target are complete."""
+        """Returns the target for the frozen parameters, to which the next full checkpoint refers. Returns an empty list
+        if no parameter is frozen, or if the files of the target are complete."""
         run = self._run
         if not run.config.train.freeze:
             return []
@@ -139,8 +140,8 @@ def describe(
 def _random_states(device: torch.device) -> dict[str, str]:
     """Returns the generator states of this rank; a checkpoint holds those of rank 0.
 
-    The library does not draw random numbers from these generators; a user's model code may, in the same way on all
-    ranks.
+    The library does not draw random numbers from these generators; a user's model code may, if all ranks draw the same
+    numbers.
     """
     states = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":

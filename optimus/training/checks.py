@@ -109,9 +109,10 @@ def _check_text(text: str, key: str, max_bytes: int) -> None:
 
 
 def check_output(config: RunConfig, resume: bool, data: TrainingData) -> None:
-    """Raises `UserError` when the run folder is not writable, or contains another run or other files.
+    """Raises `UserError` when the run folder is not writable.
 
-    With `resume`, the run folder may contain the run to resume.
+    Without `resume`, also raises `UserError` when the folder contains a run or other files than a lease. With `resume`,
+    raises `UserError` when the run in the folder cannot resume with `config`.
     """
     folder = Path(config.train.output)
     if folder.exists() and not folder.is_dir():
@@ -154,7 +155,7 @@ def _check_resumable(config: RunConfig, folder: Path, data: TrainingData) -> Non
         for path in (folder / "checkpoints").glob("[!.]*")
         if not path.name.startswith(("weights-", "frozen-"))
     )
-    if others:  # without these files, the run ended before its first checkpoint
+    if others:  # without such files, the run ended before its first checkpoint
         raise UserError(
             f"{folder / 'checkpoints'} holds no checkpoint step-N to resume, only {', '.join(others)}: rename one of them "
             "to step-N, or choose another train.output"
@@ -209,9 +210,9 @@ def check_memory(run: ResolvedRun, device: torch.device, *, use_total: bool = Fa
     memory.
 
     On an accelerator, checks the device memory of the fullest rank, and the host memory of all ranks of the fullest
-    node, including copies for checkpoints. On a CPU, checks all of these bytes together. Ranks with the last stage also
-    hold the teacher, if any. With `use_total`, counts an accelerator's total memory as free, because querying the free
-    memory would itself allocate device memory.
+    node, including copies for checkpoints. On a CPU, checks the state and the copies of the fullest node together.
+    Ranks with the last stage also hold the teacher, if any. With `use_total`, counts an accelerator's total memory as
+    free, because querying the free memory would itself allocate device memory.
     """
     config, mesh, shared = run.config, run.mesh, device.type == "cpu"
     found, together = at_rest(run, shared=shared), min(mesh.size, mesh.ranks_per_node or mesh.size)
@@ -260,9 +261,9 @@ def dry_run(run: Run) -> str:
     """Runs forward and backward passes on synthetic tokens to find out whether a microbatch fits into the free memory.
     Returns a line with the results.
 
-    First measures the activations of a few sequences; with a pipeline, those of as many microbatches as it has ranks. Then
-    runs a whole microbatch, but not on a CPU, where running out of memory would kill the process without a message. Leaves
-    weights and optimizer state unchanged. Raises `UserError` when a microbatch does not fit.
+    First measures the activations of a few sequences or, with a pipeline, of one microbatch per pipeline rank. Then
+    runs a whole microbatch, but not on a CPU, where running out of memory would kill the process without a message.
+    Leaves weights and optimizer state unchanged. Raises `UserError` when a microbatch does not fit.
     """
     micro_batch, context = run.config.train.micro_batch, run.resolved.widest.train.sequence_length
     tokens = torch.arange(context, device=run.device).remainder(run.config.model.vocab).expand(micro_batch, -1)

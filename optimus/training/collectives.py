@@ -33,10 +33,10 @@ def measured_collectives(config: RunConfig, mesh: Mesh, resume: bool) -> tuple[M
     """Returns the measurements from which a run chooses its algorithms, and notes for the user.
 
     A resumed run uses the measurements, if any, that an earlier start saved in the run's folder. Otherwise, returns
-    None instead of measurements if `collectives.machine` is not set, or if its nodes have another number of ranks than
-    those of the run.
+    None instead of measurements if `collectives.machine` is not set, or if the machine's nodes and the run's nodes have
+    different numbers of ranks.
 
-    Raises `UserError` when the machine file is missing or has no measurements.
+    Raises `UserError` when a file is missing or invalid, or when the machine file has no measurements.
     """
     saved, per_node = Path(config.train.output) / FILE, mesh.ranks_per_node or mesh.size
     if resume and saved.exists():

@@ -1,5 +1,5 @@
-"""Records every start and resume in the run folder: the configuration, the decisions, and the software and hardware (a line
-of `environment.jsonl`).
+"""Records every start and resume in the run folder: the configuration, the decisions, and, as a line of
+`environment.jsonl`, the software and hardware.
 
 Records no environment variables, because they may hold secrets.
 """
@@ -79,8 +79,8 @@ def command_line() -> list[str]:
 
 
 def git_commit(folder: Path) -> dict[str, Any] | None:
-    """Returns the `commit` of the checkout that contains `folder`, and `clean`, which is True if no tracked file differs.
-    Returns None without git, and for a folder outside any checkout."""
+    """Returns the `commit` of the checkout that contains `folder`, and `clean`: True if no tracked file differs, None
+    if git cannot tell. Returns None if git names no commit, for example outside any checkout."""
     commit = _git(folder, "rev-parse", "HEAD")
     changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
     return None if commit is None else {"commit": commit, "clean": None if changes is None else changes == ""}

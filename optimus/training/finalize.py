@@ -1,5 +1,5 @@
-"""Concludes a run: writes its last event and its report, and sends a notification. Also announces a restart or a
-failure on behalf of the node agents."""
+"""Concludes a run: records an error or an early stop, writes the report, and sends a notification. Also announces a
+restart or a failure on behalf of the node agents."""
 
 import signal
 import sys
@@ -21,8 +21,8 @@ from optimus.resilience.events import EventLog
 def conclude(
     config: RunConfig, began: float, summary: Mapping[str, Any] | None, failure: UserError | None = None
 ) -> dict[str, Any]:
-    """Records the end of a run. Returns the `summary` with the `seconds` since `began` (`time.time`) and the path of the
-    `report`.
+    """Records the end of a run. Returns `summary`, extended by the `seconds` since the time `began`, and by the path of
+    the `report` or None.
 
     `failure` is the error that ended the run, if any. Prints errors of the event, the report and the notification to stderr
     instead of raising them, because they must not hide the result of the run. For a run that failed before it wrote
@@ -48,8 +48,8 @@ def conclude(
 
 
 def announce(config: RunConfig, event: str, detail: str) -> None:
-    """Reports on behalf of the node agents that a run was `restarted` or has `failed`: sends a notification and rewrites the
-    report."""
+    """Reports on behalf of the node agents that a run was `restarted` or has `failed`: sends a notification and, if the
+    run folder has a run, rewrites the report."""
     there = is_run(Path(config.train.output))
     _tell(config, event, detail, {"report": _report(config, ended=event == "failed") if there else None})
 
@@ -57,7 +57,7 @@ def announce(config: RunConfig, event: str, detail: str) -> None:
 def _report(config: RunConfig, *, ended: bool) -> str | None:
     """Writes the report and returns its path. Returns None if reports are off or writing fails.
 
-    `ended` says that the run has ended, even if the lease of its folder has not expired yet.
+    `ended` is True if the run has ended, even if the lease of its folder has not expired yet.
     """
     folder = Path(config.train.output)
     try:

@@ -18,5 +18,5 @@ def keep_freed_memory() -> None:
         return
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):  # musl has no mallopt
-        library.mallopt(_M_MMAP_THRESHOLD, _LONG)  # setting either threshold stops glibc from adapting both
+        library.mallopt(_M_MMAP_THRESHOLD, _LONG)  # once one threshold is set, glibc adapts neither threshold
         library.mallopt(_M_TRIM_THRESHOLD, -1)  # never trim

@@ -13,19 +13,21 @@ from optimus.optim.rules import RULES, RuleRow
 
 
 class UserObjects(NamedTuple):
-    """The objects. Each rank has its own copy of `hooks` and `data`."""
+    """The hooks, the update rule and the dataset. Each rank has its own copy of `hooks` and `data`."""
 
     hooks: Sequence[Any] = ()
     rule: RuleRow | None = None
     data: Any = None
 
     def register(self) -> None:
-        """Adds the update rule to the table of this process, where the configuration finds it by name."""
+        """Adds the update rule, if any, to this process's table of rules, in which the configuration finds rules by
+        name."""
         if self.rule is not None:
             RULES.extend({self.rule.name: self.rule})
 
     def dumps(self) -> bytes | None:
-        """Returns the objects for `loads`; None if there is none. Raises `UserError` for one that cannot be pickled."""
+        """Returns the pickled objects, or None if there are none. Raises `UserError` for an object that cannot be
+        pickled."""
         if not self.hooks and self.rule is None and self.data is None:
             return None
         return functions.dumps(
@@ -38,7 +40,7 @@ class UserObjects(NamedTuple):
 
     @classmethod
     def loads(cls, pickled: bytes | None) -> "UserObjects":
-        """Returns the objects that `dumps` has pickled."""
+        """Returns the objects from a result of `dumps`."""
         return cls() if pickled is None else cls(*map(functions.loads, functions.loads(pickled)))
 
 
@@ -46,9 +48,10 @@ NO_OBJECTS = UserObjects()
 
 
 def user_objects(hooks: Any, optimizer: Any, data: Any) -> tuple[UserObjects, list[str]]:
-    """Returns the objects, and the overrides by which a configuration uses them. Raises `UserError` for wrong objects.
+    """Returns the objects, and the overrides by which a configuration uses the update rule and the dataset. Raises
+    `UserError` if `optimizer` is no usable `UpdateRule`.
 
-    The update rule is registered in this process.
+    Registers the update rule in this process.
     """
     rule, overrides = (None, []) if optimizer is None else _row(optimizer)
     found = UserObjects(hooks, rule, data)
@@ -57,7 +60,8 @@ def user_objects(hooks: Any, optimizer: Any, data: Any) -> tuple[UserObjects, li
 
 
 def _row(optimizer: Any) -> tuple[RuleRow, list[str]]:
-    """Returns a row for an update rule, and overrides with the hyperparameters of an instance."""
+    """Returns a row for an update rule, and overrides with the rule's name and, for an instance, its
+    hyperparameters."""
     from optimus.optim.rule import UpdateRule
 
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)

@@ -7,8 +7,7 @@ from optimus.config.phases import Phase, phase_at, tokens_after
 
 @dataclass
 class Progress:
-    """The progress of a run. Checkpoints store `step` and `skipped`; other values that change from step to step are in
-    the model state and in the hooks' states."""
+    """The progress of a run. Checkpoints store `step` and `skipped`."""
 
     phases: list[Phase]
     """The phases of the run; a run without phases has a single phase."""

@@ -23,8 +23,8 @@ from optimus.training.run import Run
 def choose_masks(
     weights: PrunableWeights, config: RunConfig, targets: Mapping[str, int], unpruned: float | None = None
 ) -> dict[str, Tensor]:
-    """Chooses masks by the configured method such that the share `unpruned` of the elements of `targets` remains; by
-    default, the share after the first pruning."""
+    """Chooses masks by the configured method such that about the share `unpruned` of the elements of `targets` remains;
+    by default, the share after the first pruning."""
     pruning = config.pruning
     assert pruning is not None
     of_blocks: Score = block_norms if pruning.scope.startswith("block") else magnitudes
@@ -46,7 +46,7 @@ def after_pruning(run: Run, step: int, began_with: str | None) -> list[str]:
     if pruning.rewind is None:
         return said
     if pruning.rewind == step:
-        state.begin()  # the weights to rewind to are the present ones
+        state.begin()  # the present weights are those of the step to which the run rewinds
     elif pruning.rewind == 0:
         begin(run, began_with, masks=False)
     else:

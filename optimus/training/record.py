@@ -20,7 +20,7 @@ class StepTimes:
     data: float
     """Seconds of `total` spent waiting for data."""
     waited: float
-    """Seconds of `total` spent in collectives waiting for other ranks."""
+    """Seconds of `total` spent waiting for collectives, and so for other ranks."""
     by_kind: dict[str, float]
     """The seconds of `waited`, by kind of collective."""
 
@@ -37,14 +37,15 @@ class StepRecord:
     expert_load: dict[int, list[float]] = field(default_factory=dict)
     """The number of tokens of each expert relative to the mean, by layer; empty in steps without this measurement."""
     samples: list[dict[str, str]] = field(default_factory=list)
-    """The `prompt` and its continuation `text` for each of `evaluate.prompts`; empty in steps that continue none."""
+    """The `prompt` and its continuation `text` for each of `evaluate.prompts`; empty in steps that continue no
+    prompt."""
 
 
 _STEP = {"step", "tokens", "time", "lr", "grad_norm", "skipped_steps", "phase"}
 _LOSSES = {"loss", "balance_loss", "z_loss", "teacher_divergence", "bits_per_byte"}
 _SPEED = {"tokens_per_second", "step_seconds", "data_seconds", "checkpoint_seconds", "model_flops_utilization"}
 OWN_NAMES = _STEP | _LOSSES | _SPEED
-"""Names of the library's metrics; `OWN_BEGINNINGS` holds the prefixes of further ones."""
+"""Names of the library's metrics. Names that begin with one of `OWN_BEGINNINGS` also belong to the library."""
 OWN_BEGINNINGS = ("tokens/", "train_loss/", "loss/", "bits_per_byte/", "tasks/", "time/", "memory/", "experts/")
 
 
@@ -56,8 +57,8 @@ def is_number(value: object) -> bool:
 def added_values(before: StepRecord, after: StepRecord) -> dict[str, float]:
     """Returns the values that a user's hook added to a record, as Python numbers.
 
-    Raises `UserError` for a value that is not a number, and for a name that is not text or that the library or another hook
-    uses. Raises `UserError` when the hook has changed other fields of the record.
+    Raises `UserError` for a value that is not a number, for a name that is empty or not text, and for a name that the
+    library or another hook uses. Raises `UserError` when the hook has changed other values or fields of the record.
     """
     for each in fields(StepRecord):
         if each.name != "values" and getattr(after, each.name) != getattr(before, each.name):

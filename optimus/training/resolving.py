@@ -36,9 +36,9 @@ def resolve_run(
 ) -> ResolvedRun:
     """Resolves `config` on this machine, for `sequences` sequences of data.
 
-    With `Groups`, all ranks must call this function and get the same result. With a `Mesh`, this process resolves the
-    run alone and times nothing. A process that only starts ranks sets `touches` to False, so that the function does not
-    use an accelerator. Raises `UserError` like `resolve`.
+    With `Groups`, all ranks must call this function, which returns the same result on all ranks. With a `Mesh`, this
+    process resolves the run alone and times nothing. A process that only starts ranks sets `touches` to False, so that
+    the function does not use an accelerator. Raises `UserError` like `resolve`, and for files that cannot be read.
     """
     world = where.world if isinstance(where, Groups) else None
     mesh = where.mesh if isinstance(where, Groups) else where
@@ -65,8 +65,7 @@ def resolve_run(
 
 
 def resolve_before_launch(config: RunConfig, ranks: int) -> ResolvedRun:
-    """Resolves `config` for a run of `ranks` ranks on this machine. Opens the data only if the run's length depends on
-    it."""
+    """Resolves `config` for a run of `ranks` ranks on this machine. Opens the data only if `train.epochs` is set."""
     sequences = None
     if config.train.epochs is not None:
         sequences = rows_in(open_sources(config))

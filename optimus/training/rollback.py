@@ -9,8 +9,8 @@ from optimus.training.trainer import Trainer
 
 
 def ended_by(trainer: Trainer, at_fault: bool, detail: str) -> EndedError:
-    """Returns the exception that ends this rank when this or another node is at fault. All ranks must call this
-    function and then end.
+    """Returns the exception that ends this rank because a node is at fault; `at_fault` is True on the ranks of this
+    node. All ranks must call this function and then end.
 
     Completes the checkpoint in progress first, while all ranks are still alive.
     """

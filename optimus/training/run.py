@@ -24,7 +24,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Run:
-    """The parts of a run, constant during training except for the values of model and state."""
+    """The configuration, model, state and data of a run on this rank. Training replaces no field, but changes the
+    values of the model and the state."""
 
     resolved: ResolvedRun
     device: torch.device
@@ -54,13 +55,14 @@ class Run:
 
     @property
     def forward_is_collective(self) -> bool:
-        """True if all ranks must run a forward pass together, because other ranks hold some of its parameters or
+        """True if all ranks must run a forward pass together, because each rank lacks some of the pass's parameters or
         activations."""
         mesh = self.groups.mesh
         return self.state.gathers_on_use or mesh.pp * mesh.ep * mesh.tp * mesh.cp > 1
 
     def batches(self, step: int) -> TokenLoader[Batch]:
-        """Returns a loader that yields this rank's part of every global batch after `step`, on the host."""
+        """Returns a loader that yields this rank's share of the global batch of each step after `step`, in host
+        memory."""
         data = self.groups.along("dp")
         return TokenLoader(
             self.data.phases,
@@ -73,7 +75,8 @@ class Run:
 
 
 def _host_batch(batch: TokenBatch, on_device: bool) -> Batch:
-    """Converts the arrays of a batch to tensors, pinned if `on_device` for asynchronous copies.
+    """Converts the arrays of a batch to tensors. With `on_device`, pins the tensors for asynchronous copies to the
+    device.
 
     Does not pin the document boundaries, because only the host reads them.
     """

@@ -29,7 +29,7 @@ def stages_of(
 ) -> PipelineStages:
     """Builds the stages of this rank and the function that executes the stages.
 
-    All ranks must call this function, because the function connects the links between stages on backends without tags.
+    All ranks must call `stages_of`, which connects the links between stages on backends without tags.
     """
     parallel, mesh = config.parallel, groups.mesh
     streams = groups.streams(2 * parallel.stages, "pp")

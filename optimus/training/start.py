@@ -26,7 +26,7 @@ _DECIDING = (
     "lr_schedule",
     "moe",
     "pruning",
-)  # sections that determine the numerical results of a run
+)  # sections with options that determine the numerical results of a run
 
 
 def start_run(run: Run, resume: bool) -> Start:

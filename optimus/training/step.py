@@ -27,8 +27,7 @@ _HUGE_NORM = 1e6  # above this norm of clipped gradients, large second moments k
 class StepResult(NamedTuple):
     """The result of a step on the global batch.
 
-    `skipped` is True if the step applied no update, because the loss or the gradients were not finite, the clipped
-    gradient norm was above `LARGEST_NORM`, or the loss was above its limit.
+    `skipped` is True if the step applied no update, because `unfit` is True or because the loss was above its limit.
     """
 
     loss: float  # nats per predicted token; 0 without predicted tokens
@@ -49,7 +48,8 @@ class StepResult(NamedTuple):
 
     @property
     def huge(self) -> bool:
-        """True if the gradients are finite, but so large that later updates are likely to stay small for many steps."""
+        """True if the clipped gradient norm is finite, but so large that later updates are likely to stay small for
+        many steps."""
         return _HUGE_NORM < self.clipped_norm < math.inf
 
 
@@ -67,9 +67,11 @@ def training_step(
 
     Skips the update if the loss exceeds `loss_limit` or if `StepResult.unfit` is True.
 
-    With `sources` > 0, the batch names the source of each sequence, and the result holds the loss of each source.
+    If `sources`, the number of sources, is above 0, the batch must name the source of each sequence. The result then
+    has the loss of each source.
 
-    Every rank must have the same number of sequences. If any rank has a mask or documents, all ranks must have them.
+    Every rank must have the same number of sequences. If any rank has a mask, all ranks must have one; the same holds
+    for documents.
     """
     state.begin_step()
     routers = [module for module in model.modules() if isinstance(module, Router)] if config.model.router_bias else []
@@ -109,9 +111,9 @@ def accumulate_gradients(
 
     The tensor is zero except on the ranks of the last stage.
 
-    The gradients are those of this rank's share of the global batch's loss; their sum over the ranks is the gradient of the
-    whole loss. The cross-entropy is a mean over the predicted tokens of the global batch, regardless of how the microbatches
-    divide the tokens. The router's losses are means over the microbatches.
+    The gradients are those of this rank's share of the global batch's loss; their sum over the mesh axes `DATA` is the
+    gradient of the whole loss. The cross-entropy is a mean over the predicted tokens of the global batch, regardless of
+    how the microbatches divide the tokens. The router's losses are means over the microbatches.
     """
     batch = Batch.wrap(inputs)
     microbatches = batch.split(config.train.micro_batch)
@@ -125,10 +127,11 @@ def accumulate_gradients(
 
 
 def predicted_tokens(batch: Batch, data: Group) -> int:
-    """Returns the number of predicted tokens of the global batch; every rank of `data` has the same number of sequences.
+    """Returns the number of predicted tokens of the global batch. Every rank of `data` must have the same number of
+    sequences.
 
-    Without a mask and documents, the shape of the batch determines the number. Otherwise all ranks of `data` must call
-    this function, which all-reduces the counts.
+    Without a mask and documents, the shape of the batch determines the number of predicted tokens. Otherwise all ranks
+    of `data` must call this function, which all-reduces the counts.
     """
     count = batch.predicted()
     if batch.counted_by_shape or data.size == 1:
@@ -139,8 +142,8 @@ def predicted_tokens(batch: Batch, data: Group) -> int:
 
 
 class _Objective:
-    """Computes the contribution of a microbatch, one of `microbatches` on this rank, to the losses of the global batch,
-    which has `predicted` predicted tokens.
+    """Computes the contribution of a microbatch to the losses of the global batch. `microbatches` is the number of this
+    rank's microbatches, and `predicted` the number of predicted tokens of the global batch.
 
     A call of the object takes the losses of a microbatch, whose sum of cross-entropies the caller has divided by
     `count`. The call returns the value to minimise, which is `scale` times the objective, and the unscaled losses [4].
@@ -151,7 +154,7 @@ class _Objective:
         self, config: RunConfig, state: ModelState, microbatches: int, predicted: int, sources_K2: Tensor
     ) -> None:
         self.sources_K2, self.add_rows = sources_K2, self._add_rows if len(sources_K2) else None
-        parts = microbatches * state.groups.along(*DATA).size  # parts of microbatches on all ranks
+        parts = microbatches * state.groups.along(*DATA).size  # shards of microbatches on all ranks
         self.count, self.scale = max(1, predicted) / parts, 1 / parts
         self._config, self._data = config, state.groups.along("dp")
         self._global = config.moe.balance_scope == "global" and config.model.experts is not None
@@ -187,7 +190,8 @@ def terms(losses: Losses, choices_E: Tensor | None = None) -> Tensor:
     """Returns the losses [4] of a microbatch: cross-entropy, balance loss, z-loss and divergence from a teacher (0 without a
     teacher).
 
-    The balance loss uses `choices_E`, the choices of each expert per token of the global batch, if they are not None.
+    `choices_E` are the choices of each expert per token of the global batch. The balance loss uses `choices_E`, if
+    given.
     """
     balance = losses.balance if losses.router is None else losses.router.balance_loss(choices_E)
     divergence = torch.zeros_like(losses.cross_entropy) if losses.divergence is None else losses.divergence
@@ -203,8 +207,8 @@ def objective(terms_4: Tensor, config: RunConfig) -> Tensor:
 
 
 def clip_scale(config: RunConfig, step: int, norm: float) -> float:
-    """Returns the factor, at most 1, that scales the gradient norm down to the limit. Without a limit, and during
-    warm-up unless `clip_during_warmup` is set, the factor is 1."""
+    """Returns the factor, at most 1, that scales the gradient norm down to at most the limit. Without a limit, and
+    during warm-up unless `clip_during_warmup` is set, the factor is 1."""
     limit = config.optimizer.clip_norm
     if limit is None or (step <= config.warmup_steps and not config.optimizer.clip_during_warmup):
         return 1.0

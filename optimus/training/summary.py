@@ -46,7 +46,7 @@ def summarise(run: ResolvedRun, instances: int | None) -> dict[str, Any]:
 
 
 def summary_lines(about: Mapping[str, Any]) -> list[str]:
-    """Formats the results of `summarise`, one labelled line per subject."""
+    """Formats the results of `summarise` as labelled lines."""
     parameters, active = about["parameters"], about["active_parameters"]
     active_too = f", {count_text(active)} active" if active < parameters else ""
     steps, last, warmup, ranks = about["steps"], about["last_step"], about["warmup_steps"], about["ranks"]

@@ -1,8 +1,8 @@
 """The trainer: runs the steps of a run and calls hooks around them.
 
-`step.py` computes a step. Hooks measure, judge, record and save: the built-in hooks (`hooks/`) and those of users.
-After a failed collective, in the step or in a hook, the ranks can no longer agree on anything. The training therefore
-ends at once: the trainer only lets the hooks close their resources (`after_training`).
+`step.py` computes a step. Hooks measure, judge, record and save. The library's hooks are in `hooks/`; users may add
+hooks. After a failed collective, in the step or in a hook, the ranks can no longer agree on anything. The training
+therefore ends at once: the trainer only lets the hooks close their resources (`after_training`).
 """
 
 import math
@@ -34,7 +34,7 @@ class Order(IntEnum):
     FIRST = 0
     """Checks that no other run has taken the folder over, and rehearses faults."""
     WATCH = 1
-    """Looks for nodes at fault, and may end this rank before other hooks measure or save anything."""
+    """Looks for nodes at fault, and may end this rank before later hooks measure or save anything."""
     SIGNALS = 2
     CHANGE = 3
     """Changes the model before its measurement and its checkpoint."""
@@ -54,13 +54,13 @@ class Order(IntEnum):
 class Hook:
     """A hook that does nothing; subclasses override the methods they need.
 
-    Among hooks of the same order, the trainer calls those of users last.
+    Among hooks of the same order, users' hooks come last.
     """
 
     order: Order = Order.MEASURE
     ranks: str = "all"
-    """`all`: every rank calls the hook; `first`: only the first rank calls it; `together`: all ranks call it, and an error
-    on one rank is an error on all. A user's hook may use collectives only with `together`."""
+    """`all`: every rank calls the hook. `first`: only the first rank calls the hook. `together`: all ranks call the
+    hook, and after a user's hook wait for each other. A user's hook may use collectives only with `together`."""
 
     def before_training(self, trainer: "Trainer") -> None:
         """Runs before the first step of this process."""
@@ -69,9 +69,10 @@ class Hook:
         """Runs before a step, after the trainer has read the data of the step."""
 
     def loss_limit(self, trainer: "Trainer") -> float:
-        """Returns the loss above which the trainer skips the update of the next step. All ranks must return the same limit.
+        """Returns the loss above which the trainer skips the update of the next step.
 
-        The trainer applies the lowest limit of all hooks.
+        The trainer applies the lowest limit of all hooks. For a user's hook, the lowest limit of all ranks counts; a
+        hook of the library must return the same limit on all ranks.
         """
         return math.inf
 
@@ -83,7 +84,7 @@ class Hook:
         state is that of the last completed step."""
 
     def after_training(self, trainer: "Trainer") -> None:
-        """Runs at the end of training, also after an error."""
+        """Runs at the end of training, also after an error, if `before_training` has returned."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state that checkpoints save for this hook, a dictionary that JSON can represent.
@@ -93,8 +94,8 @@ class Hook:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the state that `state_dict` returned, if the checkpoint has one. Runs before training, on every rank
-        that calls the hook."""
+        """Restores this hook's state from a checkpoint. If the checkpoint has such a state, runs before training on
+        every rank that calls the hook."""
 
     @property
     def name(self) -> str:
@@ -111,8 +112,8 @@ class Ending(NamedTuple):
 
 
 class Trainer:
-    """Trains `run` on this rank from `start` on. Training changes `progress` and the values of the model and its state; the
-    rest of the run is constant."""
+    """Trains `run` on this rank from `start` on. Training changes `progress`, and the values of the model and of the
+    state."""
 
     def __init__(self, run: Run, start: Start, hooks: Sequence[Hook]) -> None:
         self.run, self.progress, self.origin = run, start.progress, start.origin
@@ -168,7 +169,8 @@ class Trainer:
             self._unsaid.append(line)
 
     def stop(self, why: str = "", *, signal: int = 0, error: UserError | None = None) -> None:
-        """Ends the run on all ranks after this step and its checkpoint, even if only one rank calls this method.
+        """Ends the run on all ranks, even if only one rank calls this method. The run ends after the current step, if
+        any, and after that step's checkpoint.
 
         With an `error` the run fails. If a hook calls `stop` after the checkpoints of a step, the run ends after the next
         step.
@@ -189,9 +191,9 @@ class Trainer:
 
         Calls the hooks in their order, and `after_training` in reverse order, also after an error.
 
-        Raises the `UserError` of bad data, of non-finite numbers or of a user's hook, after the hooks have saved the
-        last good state. Raises `CollectiveError`, which names the step, when a collective fails, as after the loss of a
-        rank.
+        Raises the `UserError` given to `stop` or `fail`; if the training ended because of this error, the hooks have
+        saved the last good state. Raises errors of the library's hooks. Raises `CollectiveError`, whose message names
+        the step, if a collective fails, as after the loss of a rank.
         """
         try:
             self._train()

@@ -53,8 +53,8 @@ def make_schedule(
         stages_per_rank: the number of stages of each rank; the default is the smallest number that the schedule supports.
         warmup_factor: multiplies the number of live activations that a stage may have; only some schedules support a
             factor other than 1.
-        vocabulary: gives every rank a shard of the vocabulary; 1F1B and interleaved 1F1B then run two more forward
-            passes in the warm-up.
+        vocabulary: True if every rank has a shard of the vocabulary; 1F1B and interleaved 1F1B then run two more
+            forward passes in the warm-up.
         transfers: False omits sends and receives, for callers that need computations alone.
 
     Raises `UserError` for an unknown name and for numbers that the schedule does not support.

@@ -12,9 +12,9 @@ def one_f_one_b(sizes: Sizes) -> Schedule:
     """Makes 1F1B: stage s saves the activations of at most ranks - s microbatches.
 
     If all stages take equal times, the bubble is (ranks - 1) / microbatches, like that of GPipe. With a `warmup_factor`
-    c > 1, stage s runs c * (ranks - s) forward passes, rounded down, before its first backward pass, and saves the
-    activations of at most that number of microbatches. `ahead` adds to that number. A longer warm-up hides link times
-    and jitter.
+    c > 1, stage s runs c * (ranks - s) forward passes, rounded down, before its first backward pass. Stage s then saves
+    the activations of at most that number of microbatches. `ahead` adds to that number. A longer warm-up hides link
+    times and jitter.
 
     Raises `UserError` for a `warmup_factor` below 1, with which stages could wait for each other in a circle.
     """

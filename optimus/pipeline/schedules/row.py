@@ -34,10 +34,11 @@ class ScheduleRow:
     stages: int = 1  # number of stages per rank; with `any_stages`, the minimum
     any_stages: bool = False
     in_rounds: bool = False
-    """True if the schedule runs rounds of one microbatch per rank. Such a schedule needs at least one microbatch per rank,
-    and an incomplete round takes the time of a whole round."""
+    """True if the schedule runs rounds of one microbatch per rank. Such a schedule needs at least one microbatch per
+    rank. An incomplete round takes less time than a whole round but enlarges the bubble."""
     deepens: bool = False  # True if the schedule supports a `warmup_factor` other than 1
-    # Another schedule takes about the same time with at most as many live activations, so no search tries this schedule.
+    # True if another schedule takes about the same time with at most as many live activations; searches then skip this
+    # schedule.
     dominated: bool = False
     idle: Callable[[float, float], float] = lambda forward, all_passes: all_passes
     """Returns a lower bound on the idle time that a stage causes on the later ranks in a step. The arguments are the seconds

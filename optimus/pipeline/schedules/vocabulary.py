@@ -16,7 +16,7 @@ from optimus.pipeline.transfers import USUAL
 
 _BEFORE = (Kind.LOSS, Kind.LOGITS, Kind.EMBED)  # passes for which other computations wait
 
-_HELD = 2  # maximum number of deferred embedding gradients of a rank, before they take precedence
+_HELD = 2  # maximum number of ready embedding gradients that a rank defers
 
 AHEAD = 2
 """The number of additional microbatches by which the forward passes of 1F1B must run ahead. The last stage's backward pass
@@ -32,10 +32,10 @@ def with_vocabulary(schedule: Schedule, *, backward: bool = True) -> Schedule:
 
     The function simulates the computations with the times `USUAL`. A rank runs the computation that can begin earliest.
     Among computations that can begin at the same time, passes for which other computations wait come first. The
-    gradients of the embedding, for which no rank waits, come last, but come first if more than `_HELD` of them are
-    ready.
+    gradients of the embedding, for which no rank waits, come last. If more than `_HELD` such gradients are ready on a
+    rank, they come first.
 
-    Raises `ScheduleError` if the order leaves no place for the vocabulary passes.
+    Raises `ScheduleError` if the order of the other computations keeps a vocabulary pass from ever running.
     """
     playing = _Playing(replace(schedule, splits_vocabulary=True), backward)
     while playing.remaining:

@@ -16,8 +16,8 @@ class CopyCheckpoints(Hook):
     """Copies complete checkpoints, one at a time, in a thread of the first rank.
 
     A failed copy only shows a line to the user; the hook goes on with the next checkpoint. After each copy, the hook
-    copies the newest checkpoint and skips those before it. At the end of the run, the hook waits for the copy of the
-    last checkpoint: after a signal for at most 20 seconds, and after an error not at all.
+    copies the newest checkpoint and skips older ones. At the end of the run, the hook waits for the copy of the last
+    checkpoint, after a signal for at most 20 seconds. After an error, the hook does not wait.
     """
 
     order = Order.LAST

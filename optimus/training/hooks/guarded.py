@@ -22,7 +22,7 @@ T = TypeVar("T")
 class GuardedHook(Hook):
     """Calls a user's hook.
 
-    If the hook raises an error during training, the run writes a last checkpoint and ends on all ranks with one
+    If the hook raises an error during training, the run saves the last completed step and ends on all ranks with one
     message. The guard then does not call the hook again. A failed collective, an `EndedError` or a `KeyboardInterrupt`
     ends the rank at once.
     """
@@ -32,7 +32,7 @@ class GuardedHook(Hook):
         self.order, self.ranks = hook.order, hook.ranks
         self._failure: UserError | None = None
         self._roll_call: RollCall | None = None
-        self._state: dict[str, Any] = {}  # the last result of the hook's `state_dict`
+        self._state: dict[str, Any] = {}  # the last result of the hook's `state_dict`, or the state from the checkpoint
 
     @property
     def name(self) -> str:
@@ -134,8 +134,8 @@ class GuardedHook(Hook):
 
 @contextmanager
 def _protecting_state(trainer: Trainer) -> Iterator[None]:
-    """Restores the progress and the working folder after a hook; raises `UserError` if the hook has changed one of
-    them."""
+    """Restores the progress and the working directory after a hook. Raises `UserError` if the hook has changed the
+    progress or the directory."""
     progress, folder = trainer.progress, _working_folder()
     before = replace(progress)
     try:
@@ -154,7 +154,7 @@ def _protecting_state(trainer: Trainer) -> Iterator[None]:
 
 
 def _working_folder() -> str | None:
-    """Returns the working folder; None if it no longer exists."""
+    """Returns the working directory, or None if the directory no longer exists."""
     try:
         return os.getcwd()
     except OSError:

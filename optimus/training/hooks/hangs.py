@@ -42,9 +42,9 @@ class Hangs(Hook):
     def _end(self, verdict: Verdict) -> None:
         """Ends this rank from the watchdog's thread, as the main thread is stuck; the launcher reads the exit code.
 
-        First, one rank, not a culprit if possible, records the verdict. Then the ranks of the culprits' node end, and
-        the others end last. Once a rank has ended, collectives fail on the other ranks, and the launchers end all ranks
-        of their nodes.
+        First, one rank, not a culprit if possible, records the verdict. If all culprits are on one node, the ranks of
+        this node end next. The other ranks end last. Once a rank has ended, collectives fail on the other ranks, and
+        the launchers end all ranks of their nodes.
         """
         told = self._folder / "told"
         culprits = {self._names[rank] for rank in verdict.culprits}

@@ -86,8 +86,8 @@ class Metrics(Hook):
 
 
 def _by_source(trainer: Trainer, record: StepRecord) -> dict[str, float]:
-    """Returns, if there are several sources, the number of tokens read from each source so far and, in steps with
-    losses by source, the loss of each source. With phases, also returns the phase."""
+    """Returns, with several sources, the number of tokens read from each source so far. Also returns the losses by
+    source that the step has, and with phases the number of the phase."""
     tokens = trainer.run.data.tokens_by_source(trainer.progress.step)
     phase = {"phase": trainer.progress.phase.number} if trainer.progress.phase.name else {}
     read = {f"tokens/{name}": count for name, count in tokens.items() if len(tokens) > 1}

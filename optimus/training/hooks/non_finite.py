@@ -1,4 +1,4 @@
-"""A hook that ends a run after several skipped updates in a row."""
+"""A hook that ends a run after several consecutive steps that are unfit for an update."""
 
 from optimus.errors import UserError
 from optimus.training.record import StepRecord

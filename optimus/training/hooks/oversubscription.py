@@ -1,7 +1,7 @@
 """A hook that detects more threads than free cores.
 
-The threads of a matmul wait for each other, so that one preempted thread delays all of them. A step can then take many
-times as long, although nothing fails.
+The threads of a matmul wait for each other, so that one preempted thread delays the whole matmul. A step can then take
+many times as long, although nothing fails.
 """
 
 import os
@@ -17,7 +17,7 @@ from optimus.training.record import StepRecord
 from optimus.training.trainer import Hook, Order, Trainer
 
 WINDOW = 10  # steps per window; the hook compares the median step times of windows
-FACTOR = 3.0  # a window this many times slower than the run's fastest is slow
+FACTOR = 3.0  # a window more than this many times slower than the run's fastest window is slow
 _CROWDED = 1.25  # more runnable threads per core than this are too many
 _STARVED = 0.5  # minimum CPU time of a thread, relative to the wall-clock time
 _AGAIN = 1.5  # the run has recovered once a window is at most this many times slower than the fastest
@@ -35,11 +35,11 @@ def threads_wanted() -> float:
 
 
 class Oversubscription(Hook):
-    """Warns when steps on a CPU are far slower than the run's fastest, or when threads get less than half of the CPU time
-    that they need.
+    """Warns when steps on a CPU are far slower than the run's fastest steps, or when threads get less than half of the
+    CPU time that they need.
 
-    Warns only if there are more than 1.25 runnable threads per core, and not again until the run has recovered. Runs on
-    rank 0.
+    Warns only if the machine's runnable threads, or the threads of the run's ranks on this machine, exceed 1.25 per
+    core. Warns again only after the run has recovered. Runs on rank 0.
     """
 
     order = Order.MEASURE

@@ -1,4 +1,4 @@
-"""A hook that detects ranks that keep the others waiting in every step."""
+"""A hook that detects ranks that are persistently slow."""
 
 import statistics
 from collections import Counter

@@ -17,10 +17,10 @@ class SoftFailures(Hook):
     """Ends the run after a step with a non-finite loss or gradient norm, so that the launcher can restart the run
     without the faulty node or from earlier weights.
 
-    If the non-finite numbers originate on one node, that node is at fault: its ranks end with `BAD_NODE`, the others
-    with `LOST`. If the numbers originate on several nodes or on none, or if the same step has failed before, the
-    training has diverged. The run then goes back to earlier saved weights (see `go_back`), and all ranks end with
-    `DIVERGED`. After `resilience.max_rollbacks` rollbacks the run fails.
+    If the non-finite numbers originate on one node and the same step has not failed before, that node is at fault: its
+    ranks end with `BAD_NODE`, the other ranks with `LOST`. Otherwise the training has diverged. The run then goes back
+    to earlier saved weights (see `go_back`), and all ranks end with `DIVERGED`. After `resilience.max_rollbacks`
+    rollbacks, or without earlier weights, the run fails.
     """
 
     order = Order.WATCH

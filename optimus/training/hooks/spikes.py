@@ -1,4 +1,4 @@
-"""A hook for loss spikes: it skips the update or goes back to earlier weights."""
+"""A hook for loss spikes: the run skips the update, and may go back to earlier weights."""
 
 import math
 import statistics
@@ -12,7 +12,7 @@ from optimus.training.record import StepRecord
 from optimus.training.rollback import go_back
 from optimus.training.trainer import Hook, Order, Trainer
 
-WINDOW = 64  # number of previous losses from which the hook computes the limit
+WINDOW = 64  # maximum number of previous losses from which the hook computes the limit
 LEAST = 16  # minimum number of previous losses for a limit
 
 
@@ -20,9 +20,9 @@ class Spikes(Hook):
     """Handles spikes: losses more than `resilience.spike` standard deviations above the mean of the latest normal
     losses.
 
-    The trainer always skips the update of a step with a spike. With `on_spike: rollback`, the run then goes back to earlier
-    saved weights. If the loss stays high for more than `resilience.max_skipped` steps, the hook accepts the new level as
-    normal.
+    The trainer skips the update of a step with a spike. With `on_spike: rollback`, the run then goes back to earlier
+    saved weights. If the loss stays high for more than `resilience.max_skipped` steps, the hook accepts the high losses
+    as normal.
     """
 
     order = Order.JUDGE

@@ -53,5 +53,5 @@ class Trace(Hook):
             self._profile.start()
 
     def after_training(self, trainer: Trainer) -> None:
-        if self._profile is not None:  # the step failed
+        if self._profile is not None:  # the step failed or never ran
             self._profile.stop()

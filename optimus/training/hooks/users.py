@@ -102,8 +102,8 @@ def _imported(name: str, where: str) -> Any:
 
 
 def _check(hook: Hook, where: str) -> None:
-    """Raises `UserError` for an invalid order or ranks, for methods that the trainer cannot call, and for methods that it
-    never calls."""
+    """Raises `UserError` for an invalid `order` or `ranks`, for a `loss_limit` of the first rank alone, and for methods
+    that the trainer cannot call or never calls."""
     if not isinstance(hook.order, Order):
         raise UserError(f"{where}: its order is {hook.order!r}: give an `optimus.Order`, such as Order.MEASURE")
     if hook.ranks not in ("all", "first", "together"):

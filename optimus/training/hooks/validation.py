@@ -57,13 +57,14 @@ class Validation(Hook):
         return found
 
     def _is_sampled(self, trainer: Trainer, step: int) -> bool:
-        """Returns True if the hook continues prompts after `step`: when it measures text, and at the last step."""
+        """Returns True if there are prompts, and if `step` is the last step or the hook measures a validation set after
+        `step`."""
         every = (None, *(each.every for each in trainer.config.validation))
         return bool(trainer.config.evaluate.prompts) and any(_is_due(trainer, step, each) for each in every)
 
     def _samples(self, trainer: Trainer) -> list[dict[str, str]]:
-        """Returns the `prompt` and its continuation `text` for each prompt. A prompt that is too long for the model loses
-        its beginning."""
+        """Returns the `prompt` and its continuation `text` for each prompt. A prompt loses its beginning if prompt and
+        continuation would exceed the sequence length."""
         from optimus.evaluation.generation import continuations, decode
 
         prompts, world = trainer.config.evaluate.prompts, trainer.groups.world
