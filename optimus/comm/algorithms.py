@@ -93,8 +93,8 @@ _TRIED = [Shape(nodes, per) for nodes, per in ((1, 2), (1, 3), (1, 8), (3, 1), (
 
 
 def _check_gather(row: AllGatherRow) -> None:
-    """Raises `ValueError` if the rounds of an algorithm are wrong for one of a few shapes of groups, or if its name is
-    reserved."""
+    """Raises `ValueError` if the rounds of an algorithm are wrong for one of a few shapes of groups, or if the
+    algorithm's name is reserved."""
     for shape, ranks in _tried(row):
         with _naming(row.name, shape):
             check_gather(ranks)
@@ -147,8 +147,8 @@ def names(kind: CollectiveKind, shape: Shape) -> list[str]:
 def rounds(algorithm: str, kind: CollectiveKind, rank: int, shape: Shape) -> tuple[Round, ...]:
     """Returns the rounds of one rank.
 
-    The rounds of an all-reduce are those of the reduce-scatter, then equally many rounds of the all-gather.
-    Raises `KeyError` for an algorithm that does not exist for the kind, and for `OWN`.
+    The rounds of an all-reduce are those of the reduce-scatter, then equally many rounds of the all-gather. Raises
+    `KeyError` for an algorithm that does not exist for the kind, for `OWN` and for `EVERYONE`.
     """
     if kind == "all_to_all":
         return tuple(EXCHANGES[algorithm].rounds(rank, shape))

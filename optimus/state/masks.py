@@ -60,13 +60,12 @@ class AllElements:
     def expand(self, dense: Tensor, length: int, *, fresh: bool) -> None:
         """Expands `dense` in place; its first `length` elements hold the compressed form.
 
-        The elements behind `length` must be zero where pruned, unless the buffer is `fresh`: then those elements may have
-        any values.
+        Unless the buffer is `fresh`, the elements after the first `length` elements must be zero where pruned.
         """
 
     def compressed(self, dense: Tensor, part: slice, first: int = 0) -> Tensor:
-        """Returns elements `part` of the compressed chunk, with zeros behind the last unpruned element; `dense` begins at
-        element `first` of the dense chunk."""
+        """Returns elements `part` of the compressed chunk, with zeros after the last unpruned element; `dense` begins
+        at element `first` of the dense chunk."""
         return dense[part.start - first : part.stop - first]
 
     def expanded(self, compressed: Tensor, start: int, part: slice) -> Tensor:

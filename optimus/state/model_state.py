@@ -132,7 +132,7 @@ class ModelState:
         for stage, plans in stages.items():
             for plan in plans:
                 made.setdefault(stage, []).append(chunk := make(plan))
-                # `make_parameters` frees the chunk's whole parameters before the next chunk allocates.
+                # `make_parameters` frees the whole parameters of a sharded chunk before the next chunk allocates.
                 parameters.update(chunk.make_parameters())
         if file is not None:
             file.reserve()
@@ -150,8 +150,8 @@ class ModelState:
         self._gathering.hold(self.chunks, self.options.prefetch, self.options.cache)
 
     def _forget_zeros(self) -> None:
-        """Makes each linear layer with low-rank factors check again, in its next forward pass, if its frozen weight has
-        zeros."""
+        """Makes each linear layer with low-rank factors check again, in its next forward pass, whether its frozen
+        weight has zeros."""
         for module in self._module.modules():
             if isinstance(module, Linear):
                 module.pruned = None
@@ -334,8 +334,8 @@ class ModelState:
             chunk.unsharded.wait()
 
     def _limit_reductions(self, begun: GradientReduction) -> None:
-        """Limits the running reductions after `begun` has started: at most `_REDUCING` may use temporary whole buffers;
-        without `overlap`, none continues."""
+        """Limits the running reductions after `begun` has started: at most `_REDUCING` reductions use temporary whole
+        buffers, and without `overlap`, `begun` finishes at once."""
         if not self.options.overlap:
             begun.finish()
         elif begun.chunk.plan.adds_gradients or (begun.offloaded and not begun.alone):
