@@ -3,7 +3,7 @@
     checkpoint.json         the description: model, step, precision, data, configuration
     tokenizer.json          the tokenizer of the training data
     .metadata, *.distcp     the tensors; see `format.py`
-    manifest.json           sizes and checksums of all these files; written last; see `manifest.py`
+    manifest.json           sizes and checksums of the files above; written last; see `manifest.py`
 
 In `checkpoints/`, a run writes full checkpoints `step-N`, and `weights-N` with weights only. Without a rollback, a run
 resumes from the newest intact `step-N`. A run writes frozen parameters once, into `frozen-K`, which full checkpoints

@@ -73,7 +73,8 @@ class Holder:
 def living_holder(run: Path) -> Holder | None:
     """Returns the current holder of `run`, or None, without waiting for renewals.
 
-    If this process cannot tell whether the holder lives, the holder counts as alive for a minute after its last renewal.
+    If this process cannot tell whether the holder lives, the holder counts as alive for a minute after the last renewal
+    of the lease.
     """
     found = _look(run / LEASE)
     if found is None or found.holder.lives is False:

@@ -1,4 +1,4 @@
-"""Differentiable collectives. The backward pass of each function is the transposed operation.
+"""Differentiable collectives. The backward pass of each differentiable function is the transposed operation.
 
 Most functions act on rows, the slices of dim 0. No differentiable function changes its input in place, and in a group
 of one rank every differentiable function returns its input. All ranks of the group must call the functions in the same

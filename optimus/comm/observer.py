@@ -36,7 +36,7 @@ class Observer:
         self._ranks, self._rank, self._gloo = ranks, rank, gloo
         self._tag = f" ({tag})" if tag else ""
         self.name = _few(ranks) + self._tag
-        recorder.begun.setdefault(self.name, 0)  # so that a rank without collectives counts as behind
+        recorder.begun.setdefault(self.name, 0)  # so that a rank that has begun no collective counts as late
 
     def begin(
         self,
