@@ -25,15 +25,15 @@ from optimus.disk import parse_json, plain_name
 from optimus.errors import UserError
 
 _FORMAT, _VERSION = "optimus-manifest", 1
-SLICES = "boxes"  # the key of a file's slices; unchanged, because manifests of the first versions have it
+SLICES = "boxes"  # the key of a file's slices in manifests of all versions
 
 
 def write_manifest(folder: Path, stored: Iterable[StoredSlice]) -> None:
     """Writes the manifest of all files in `folder`.
 
     `stored` are the slices of the files of tensors, which the writers of these files report. Raises `UserError` if the
-    length of such a file differs from the length of its slices. Then the writer and this process do not see the same file
-    system, or part of the file was lost.
+    length of a file of tensors differs from the length of its slices. Then the writer and this process do not see the
+    same file system, or part of the file was lost.
     """
     slices: dict[str, list[list[int]]] = {}
     for each in stored:

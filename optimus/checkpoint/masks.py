@@ -26,7 +26,7 @@ _BYTE = 8
 def mask_slices(state: ModelState, masks: Mapping[str, Tensor], prefix: str) -> Iterator[TensorSlice]:
     """Yields the slices of `masks` that this rank writes, with `prefix` before the names.
 
-    The first rank that has a shard writes it.
+    The first rank that has a shard writes the shard.
     """
     mesh, rank = state.groups.mesh, state.groups.rank
     for chunk in state.chunks:
@@ -122,7 +122,8 @@ def all_masks(reader: Reader) -> dict[str, Tensor]:
 
 
 def follow_masks(state: ModelState, source: WeightSource) -> bool:
-    """Prunes `state`, which has no values yet, like the checkpoint. Returns True if the checkpoint is pruned. Collective.
+    """Prunes the same elements of `state` as the checkpoint; `state` has no values yet. Returns True if the checkpoint
+    is pruned. Collective.
 
     Raises `UserError` on all ranks for masks that do not fit the parameters, or of parameters that `state` cannot
     prune.

@@ -46,8 +46,9 @@ Write = Callable[[BinaryIO, str, Iterable[TensorSlice]], list[StoredSlice]]
 class Target(NamedTuple):
     """A checkpoint to write: of the whole state if its description says `full`, otherwise of the weights alone.
 
-    With `frozen`, the checkpoint has only the frozen weights, and the descriptions of other checkpoints may refer to it.
-    Weights alone are in the compute dtype: 2 bytes per parameter in bf16, while the whole state with AdamW has 12.
+    With `frozen`, the checkpoint has only the frozen weights, and the descriptions of other checkpoints may refer to
+    it. Weights alone are in the compute dtype, unless the update rule averages weights: 2 bytes per parameter in bf16,
+    while the whole state with AdamW has 12.
     """
 
     folder: Path
@@ -74,7 +75,8 @@ class Target(NamedTuple):
         return ("model", *chunk.plan.rule.kinds) if self.description.full else ("model",)
 
     def buffer(self, chunk: Chunk, prefix: str, states: Mapping[str, Tensor]) -> Tensor:
-        """Returns the chunk's buffer that the checkpoint stores with this prefix. `states` are the rule's buffers."""
+        """Returns the chunk's buffer that the checkpoint stores with this prefix. `states` is the chunk's state by
+        prefix."""
         return states[prefix] if self.description.full else chunk.weights(states)
 
     def copied(self, chunk: Chunk, prefix: str) -> bool:

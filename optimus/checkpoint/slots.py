@@ -14,7 +14,7 @@ def remove(path: Path) -> None:
 
 
 def clear_leftovers(run: Path) -> None:
-    """Deletes the remains of interrupted writes and deletions of a killed run."""
+    """Deletes the folders that interrupted writes and deletions of a killed run have left."""
     for pattern in (".*.partial", ".*.old"):
         for path in (run / "checkpoints").glob(pattern):
             shutil.rmtree(path)
@@ -53,8 +53,8 @@ def frozen_folder_of(run: Path, name: str | None) -> tuple[str, bool]:
 
 
 def retire_frozen(run: Path, name: str | None) -> None:
-    """Deletes folders of frozen parameters, except `name` and those that any checkpoint refers to, even one that a rollback
-    moved."""
+    """Deletes folders of frozen parameters, except `name` and the folders that any checkpoint refers to, even a
+    checkpoint that a rollback moved."""
     others = {path.name: path for path in frozen_folders(run) if path.name != name}
     try:
         for file in (run / "checkpoints").rglob(DESCRIPTION) if others else ():

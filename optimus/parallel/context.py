@@ -167,7 +167,7 @@ def _ring_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k and v.
 
-    The gradients of k and v travel around the ring one step behind their keys and values.
+    The gradients of k and v travel around the ring one step after their keys and values.
     """
     wide = lse_BNS.dtype
     q_grad = torch.zeros_like(q_BSND, dtype=wide)
@@ -227,7 +227,7 @@ def _seen(
             return capped([block], cap)
         documents = Documents([ranks * length], 1)
     half //= documents.sequences
-    mine, theirs = ([(0, each), (half, 2 * ranks - 1 - each)] for each in (rank, source))  # (start, piece) of both
+    mine, theirs = ([(0, each), (half, 2 * ranks - 1 - each)] for each in (rank, source))  # (start, piece) of both pieces of a rank
     # The pairs of a piece with itself come first, because they have the causal blocks.
     pairs = sorted(product(mine, theirs), key=lambda pair: pair[0][1] != pair[1][1])
     return capped((block for pair in pairs for block in _seen_in_piece(*pair, half, ranks, documents, window)), cap)

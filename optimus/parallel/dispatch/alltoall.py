@@ -31,10 +31,8 @@ from optimus.model.moe.choices import choices_of, local_indices
 from optimus.model.moe.dispatch import NOTHING, OverlappedWork
 
 Compute = Callable[[Tensor, Tensor, Tensor, int], Tensor]
-"""A module with experts, or another dispatcher.
-
-Both map (tokens, weights, local choices, number of local choices) to weighted sums of the experts' outputs.
-"""
+"""A module with experts or another dispatcher, which maps (tokens, weights, local choices, number of local choices) to
+weighted sums of the experts' outputs."""
 
 
 class Copies(NamedTuple):
