@@ -1,8 +1,8 @@
 """The experts' feed-forward layers in one autograd function: gather, two matmuls per expert, weighted sum.
 
-The method is FastSparseMoE, Algorithm 1 of the Optimus paper, without stage 1, token communication (lines 5-13), which the
-dispatcher implements. On an accelerator, the other stages are kernels in `kernels/triton`. On the CPU, this module
-implements the other stages:
+The method is FastSparseMoE, Algorithm 1 of the Optimus paper, without stage 1, token communication (lines 5-13), which
+the dispatcher implements. With Triton, for silu and `clamped_silu`, the other stages are kernels in `kernels/triton`.
+Otherwise, this module implements the other stages:
 
 - 2, token counting (lines 15-43), and 3, index generation (lines 45-72): `make_routes`
 - 4, expert computation (lines 75-79): the loop over experts

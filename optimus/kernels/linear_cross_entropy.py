@@ -59,11 +59,11 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Returns the summed cross-entropy of `x_TH @ w_VH.T` against `target_T`, divided by `count`, as a scalar.
 
-    By default `count` is T. Rows with a negative target are ignored. Softmax and loss are in fp32 (float64 for
+    By default `count` is T. The function ignores rows with a negative target. Softmax and loss are in fp32 (float64 for
     float64). Gradients flow to `x_TH` and `w_VH`. With a `part`, the loss is over the whole vocabulary, and the
     gradient of x is this shard's contribution. `forms` chooses the operand forms of matmuls on the PyTorch path. With a
-    `cap`, the logits are `soft_capped`. `rows_T` (fp32), if given, is filled with the cross-entropy of each row, 0 for
-    ignored rows.
+    `cap`, the logits are `soft_capped`. The function fills `rows_T` (fp32), if given, with the cross-entropy of each
+    row, 0 for ignored rows.
     """
     count = float(len(x_TH)) if count is None else count
     find = partial(_in_blocks, target_T=target_T, count=count, part=part, forms=forms, cap=cap, rows_T=rows_T)
@@ -189,7 +189,7 @@ def partial_softmax(logits_TV: Tensor, target_T: Tensor, first: int, out_TV: Ten
     wide, p_TV = out_TV.dtype, torch.softmax(out_TV.copy_(logits_TV), -1, out=out_TV)
     lse_T = (
         logits_TV.amax(-1).to(wide) - p_TV.amax(-1).log()
-    )  # both maxima belong to one token; finding that token by `argmax` would take ten times as long
+    )  # both maxima are of the same column; finding the column by `argmax` would take ten times as long
     chosen_T = logits_TV.gather(1, row_T1)[:, 0].to(wide).masked_fill(~here_T, 0)
     return PartialSoftmax(p_TV, lse_T, chosen_T, target_T, first)
 
