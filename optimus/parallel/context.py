@@ -227,7 +227,7 @@ def _seen(
             return capped([block], cap)
         documents = Documents([ranks * length], 1)
     half //= documents.sequences
-    mine, theirs = ([(0, each), (half, 2 * ranks - 1 - each)] for each in (rank, source))  # (start, piece) of each piece
+    mine, theirs = ([(0, each), (half, 2 * ranks - 1 - each)] for each in (rank, source))  # pairs (start, piece)
     # The pairs of a piece with itself come first, because they have the causal blocks.
     pairs = sorted(product(mine, theirs), key=lambda pair: pair[0][1] != pair[1][1])
     return capped((block for pair in pairs for block in _seen_in_piece(*pair, half, ranks, documents, window)), cap)
