@@ -30,9 +30,9 @@ class RouterStats(NamedTuple):
     def among(self, config: ModelConfig) -> "RouterStats":
         """Maps the statistics of one layer to vectors that can be added over layers with different numbers of experts.
 
-        The resulting vectors concatenate one segment for each number of experts. `balance_loss` of the sum of such
-        vectors is the mean of the segments' balance losses, weighted by the segments' numbers of layers. `factor` multiplies
-        the probabilities so that the mean has these weights.
+        The resulting vectors concatenate one segment for each number of experts. `balance_loss` of the sum of these
+        vectors is the mean of the segments' balance losses, weighted by the segments' numbers of layers. `factor`
+        multiplies the probabilities so that the mean has these weights.
         """
         sizes, own = config.expert_counts, len(self.counts_E)
         of_layers = [config.experts_of(layer) for layer in range(config.layers)]
