@@ -4,8 +4,9 @@
 launch and its restarts, so each process may continue immediately when another process has ended. The holders of a lease
 rewrite the file every few seconds. The scheme needs no locks on shared file systems.
 
-Another run takes over a lease in two cases: the holder, the only process of its run, was on this machine and is dead;
-or nobody has renewed the lease for a minute, by the file system's clock or by the clock of the process that watches.
+Another run takes over a lease if the holder, the only process of its run, was on this machine and is dead. Another run
+also takes over a lease that nobody has renewed for a minute, by the file system's clock or by the clock of the process
+that watches.
 """
 
 import fcntl
@@ -197,7 +198,8 @@ class Lease:
 
 @dataclass(frozen=True)
 class _Found:
-    """A lease that was read: its text, the time of its last renewal by the file system's clock, and the seconds since."""
+    """The content of a lease file: the text, the time of the last renewal by the file system's clock, and the seconds
+    since."""
 
     text: str
     changed: int

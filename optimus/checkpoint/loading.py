@@ -64,11 +64,11 @@ def load_slices(
     """Fills the weights and the modules' buffers, and with `full` the state of the update rules; refreshes the compute
     copies.
 
-    Collective. Without `full`, resets the state of the update rules. The ranks with the same parameters take turns: one
-    rank reads a chunk and sends the chunk to the other ranks by broadcast or all-reduce (the Optimus paper, section 4:
-    model broadcasting). With `send` "none", every rank reads its own shard. `read` fills the tensors of slices. With
-    `pruned`, the weights must be zero where the state is pruned. With `factors`, reads low-rank factors; otherwise sets
-    low-rank factors to zero, or with `send` "none" leaves them unchanged.
+    Collective. Without `full`, resets the state of the update rules. The ranks with the same parameters take turns (the
+    Optimus paper, section 4: model broadcasting): one rank reads a chunk and sends the chunk to the other ranks by
+    broadcast or all-reduce. With `send` "none", every rank reads its own shard. `read` fills the tensors of slices.
+    With `pruned`, the weights must be zero where the state is pruned. With `factors`, reads low-rank factors; otherwise
+    sets low-rank factors to zero, or with `send` "none" leaves them unchanged.
 
     Returns the number of ranks that have read chunks. Raises, on all ranks, a `UserError` of `read` on one rank, or one
     for pruned weights that are not zero; the state is unusable then.

@@ -98,9 +98,9 @@ def manifest_files(text: str) -> dict[str, Any]:
 def read_checked_description(folder: Path) -> tuple[Description, dict[str, Any]]:
     """Returns the checked description of the checkpoint in `folder`, and the files that its manifest names.
 
-    Raises `DamagedError` if the description has changed since it was written, if a file in the manifest is missing or
-    has another size, or if the folder of frozen parameters is not complete. Raises `UserError` if this code does not
-    know the version or model of an unchanged description.
+    Raises `DamagedError` if the description has changed since it was written, or if a file in the manifest is missing
+    or has another size. Also raises `DamagedError` if the folder of frozen parameters is not complete. Raises
+    `UserError` if this code does not know the version or model of an unchanged description.
     """
     try:
         description = read_description(folder)
@@ -134,7 +134,7 @@ def read_checked(folder: Path, name: str, files: Mapping[str, Any]) -> bytes:
 def _size_of(path: Path) -> int | None:
     """Returns the size of a file after opening it, because network file systems only then fetch other nodes' writes.
 
-    Returns None if there is no such file.
+    Returns None if the file does not exist.
     """
     try:
         with path.open("rb") as file:

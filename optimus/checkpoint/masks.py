@@ -1,7 +1,7 @@
 """Masks of pruned parameters in checkpoints: `mask.NAME`, one bit per weight, in addition to dense weights with zeros.
 
-Bits are packed along the last dim, eight to a byte, the first weight in the lowest bit. If shards of the last dim do
-not begin at whole bytes, the mask has one byte per weight instead. So any layout can read masks of any other layout.
+The mask packs bits along the last dim, eight to a byte, the first weight in the lowest bit. If shards of the last dim
+do not begin at whole bytes, the mask has one byte per weight instead. So any layout can read masks of any other layout.
 Readers that ignore masks read the dense weights. Full checkpoints of a run that searches for an early-bird ticket also
 have `drawn.NAME`: the masks that the run drew last.
 """

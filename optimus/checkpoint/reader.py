@@ -116,7 +116,7 @@ class Reader:
         target.tensor.copy_(merged(target.tensor.cpu(), b.tensor, a.tensor))
 
     def read(self, stored: StoredSlice) -> Tensor:
-        """Returns the tensor of a stored slice. Raises `DamagedError` if its bytes have changed since they were written."""
+        """Returns the tensor of a stored slice. Raises `DamagedError` if the slice's bytes have changed."""
         where = f"{stored.file}, bytes {stored.start:,} to {stored.start + stored.length:,} ({stored.key})"
         try:
             with (self.path / stored.file).open("rb") as file:

@@ -104,7 +104,7 @@ class Saver:
         self._drawn: Mapping[str, Tensor] = {}  # masks at the time of `save`; pruning waits for `finish`
         self._staging = Staging()
         self._updates: dict[Chunk, Handle] = {}  # updates in flight at the time of `save`
-        self._written: dict[Chunk, threading.Event] = {}  # set when a chunk without a copy is written
+        self._written: dict[Chunk, threading.Event] = {}  # set after the writing of a chunk without a full copy
         self._targets: Sequence[Target] = ()  # checkpoints in progress
         self._stored: list[list[StoredSlice]] = []  # for each target: the slices that this rank has written
         self._committing = False  # True in the last phase
@@ -279,7 +279,8 @@ class Saver:
     def _stage(self) -> None:
         """Plans the copies of the device buffers that this rank writes.
 
-        The thread writes other buffers without a copy, and the optimizer does not update them until they are written.
+        The thread writes other buffers without a copy, and the optimizer waits until the thread has written these
+        buffers.
         """
         buffers, self._written = dict[Chunk, list[Tensor]](), {}
         for chunk in self._chunks:

@@ -44,7 +44,7 @@ OWN = "own"
 """Name of the backend's built-in collective, whose rounds are unknown."""
 
 EVERYONE = "everyone"
-"""Name of an all-reduce between two ranks: each sends its whole tensor to the other, and both add the two tensors."""
+"""Name of an all-reduce between two ranks: each rank sends its whole tensor to its peer, and adds the two tensors."""
 
 MEGABYTE = 1 << 20
 LONG_SUM = 4 * MEGABYTE  # bytes from which an all-reduce by direct rounds beats Gloo's on one node, while ranks compute
@@ -65,8 +65,8 @@ class AllGatherRow:
     """An algorithm of all-gathers. A reduce-scatter is an all-gather backwards, and an all-reduce is that reduce-scatter
     followed by the all-gather.
 
-    The name of an algorithm on two levels is "algorithm across nodes + algorithm within a node"; such an algorithm is for
-    groups on several nodes with several ranks each.
+    The name of an algorithm on two levels is "algorithm across nodes + algorithm within a node". Algorithms on two
+    levels are for groups on several nodes with several ranks each.
     """
 
     name: str

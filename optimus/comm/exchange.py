@@ -275,7 +275,7 @@ def add_up(rows: Sequence[Tensor], out: Tensor) -> None:
     """Fills `out` with the sum of at least two `rows`, added in their order. `out` may be one of the rows.
 
     The function adds one tile at a time, so that the tile stays in cache. The function adds floats in fp32, or in the
-    type of `out` if that type is wider, and integers in their type, since fp32 would lose the low bits of integers.
+    type of `out` if that type is wider. The function adds integers in their type, since fp32 would lose low bits.
     """
     wide = _wide(out.dtype)
     for start in range(0, len(out), TILE):
@@ -283,7 +283,7 @@ def add_up(rows: Sequence[Tensor], out: Tensor) -> None:
         total = first.to(wide)
         for other in others:
             total = total + other
-        torch.add(total, last, out=out[start : start + TILE])  # `out` may be a row, so it is written last
+        torch.add(total, last, out=out[start : start + TILE])  # writes `out` last, because `out` may be a row
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

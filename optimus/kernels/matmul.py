@@ -82,8 +82,9 @@ def matmul(
     """Computes A @ B, [M, N], of two matrices of one dtype, each contiguous or the transpose of a contiguous one.
 
     With `out`, writes the result to `out`. With `out` and `add`, adds the result to `out`, which may have another
-    dtype. `rows_vary` is true if the number of tokens (M, or L if A is transposed) differs between batches: `forms`
-    then chooses one form for all numbers with the same next power of two. Without `forms`, the operands stay as given.
+    dtype. `rows_vary` is true if the number of tokens (M, or L if A is transposed) differs between batches. Then
+    `forms` chooses one form for all numbers with the same next power of two. Without `forms`, the operands stay as
+    given.
     """
     if forms is not None:
         form = form_of(a_ML, b_LN)

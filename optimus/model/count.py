@@ -56,9 +56,9 @@ def too_large(config: ModelConfig, tensors: int, elements: int) -> bool:
 def flops_per_token(config: ModelConfig, context: int) -> float:
     """Returns the floating point operations of forward and backward pass per token (PaLM, appendix B).
 
-    Counts 6 per active weight of a matmul: 2 in the forward pass, 4 in the backward pass. The input embedding is a look-up
-    and does not count. For attention, counts 6 per column of queries and values and per position of the context or window,
-    without a discount for the causal mask, as usual for model FLOPs utilisation (MFU).
+    Counts 6 per active weight of a matmul: 2 in the forward pass, 4 in the backward pass. The input embedding is a
+    look-up and does not count. For attention, counts 6 per column of queries and values and per position of the context
+    or window. There is no discount for the causal mask, as usual for model FLOPs utilisation (MFU).
     """
     counts = _counts(config)
     scores = sum(columns * min(window or context, context) for window, columns in counts.scored.items())

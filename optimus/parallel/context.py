@@ -75,9 +75,9 @@ class RingSequence(SequenceSplit):
 class UlyssesSequence(SequenceSplit):
     """A `SequenceSplit` by all-to-all: rank i has the i-th of n pieces; during attention, the i-th of n groups of heads.
 
-    N and M must be multiples of n. In the forward pass, one all-to-all sends q, k and v, and another one sends the output.
-    These all-to-alls send 2 B S (N + M) D numbers, of which the fraction (n - 1) / n leaves the rank. The backward pass
-    sends the same number.
+    N and M must be multiples of n. In the forward pass, one all-to-all sends q, k and v, and another one sends the
+    output. These all-to-alls send 2 B S (N + M) D numbers, of which the fraction (n - 1) / n leaves the rank. The
+    backward pass sends as many numbers.
     """
 
     def __init__(self, group: Group, documents: Documents | None = None) -> None:

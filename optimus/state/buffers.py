@@ -31,8 +31,8 @@ from torch import Tensor
 from optimus.optim.rule import Rule
 
 Residency = Literal["device", "host", "disk"]
-# The time during which a buffer has memory: always; from its first use in a step to its last use or to the optimizer's use;
-# during each use; until another chunk needs the memory.
+# The time during which a buffer has memory. "step": from its first use in a step to its last use or to the optimizer's
+# use; "use": during each use; "cache": until another chunk needs the memory.
 Lifetime = Literal["always", "step", "use", "cache"]
 # The contents of a pruned chunk's buffer: all elements, the unpruned elements, or the mask of the unpruned elements.
 Extent = Literal["dense", "compressed", "mask"]
@@ -112,10 +112,10 @@ def buffers(
     unless the rule averages weights, the chunk is pruned, or the chunk is `prunable` with its optimizer state on a
     disk.
 
-    Offloaded gradients of a step wait for the update in the host memory of the parameters, if gradients and parameters
-    have the same type and the chunk has separate master weights. Elixir (section 6) does the same, because the step no
-    longer uses the parameters. With AdamW, bf16 and `offload: all`, a parameter then takes 14 bytes of host memory.
-    Gradients that accumulate on the host have separate memory, because the step still uses the parameters.
+    Offloaded gradients wait for the update in the host memory of the parameters, if gradients and parameters have the
+    same type and the chunk has separate master weights. Elixir (section 6) does the same, because the step no longer
+    uses the parameters. With AdamW, bf16 and `offload: all`, a parameter then takes 14 bytes of host memory. Gradients
+    that accumulate on the host have separate memory, because the step still uses the parameters.
 
     The disk record of `prunable` parameters, which may be `pruned` later, reserves the space of their master weights from
     the beginning. Therefore the size of the record is known before the first step.

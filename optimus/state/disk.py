@@ -193,7 +193,7 @@ class DiskStates:
         assert self._read is None, "the state has been read for an update that has not run"
         self._written.wait()
         self._elements, self._bytes = elements, 4 * elements * len(kinds)
-        # A checkpoint may load state that is pruned less than planned.
+        # The state of a checkpoint may be pruned less than planned.
         if not self._capacity or self._bytes > self._capacity:
             self._offset, self._capacity = self._file.assign(self._bytes), self._bytes
 

@@ -3,8 +3,9 @@ AxoNN).
 
 A pruned chunk stores, reduces and sends compressed buffers: contiguous unpruned elements in their dense order. Modules
 compute with dense parameters, zero where pruned, and produce dense gradients. Each pruned chunk has one mask, which
-converts between the two forms. Both forms begin at the front of one buffer. Unpruned element p of the dense form has a
-position q <= p in the compressed form, so that compression and expansion can proceed tile by tile, in place.
+converts between the two forms. The dense and the compressed form begin at the front of one buffer. Unpruned element p
+of the dense form has a position q <= p in the compressed form, so that compression and expansion can proceed tile by
+tile, in place.
 """
 
 from collections.abc import Sequence

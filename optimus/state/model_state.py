@@ -39,7 +39,7 @@ class PruningProgress:
     """Pruning so far, which checkpoints store."""
 
     events: int = 0
-    """The number of times the model has been pruned."""
+    """The number of prunings of the model."""
     unpruned: float = 1.0
     """The unpruned fraction of the prunable parameters."""
     distances: list[float] = field(default_factory=list)
@@ -192,7 +192,7 @@ class ModelState:
 
     @property
     def team(self) -> Group:
-        """The group of ranks with the same stages."""
+        """The group of ranks with the same pipeline stages."""
         return self.groups.along("dp", "cp", "tp")
 
     @property
@@ -238,7 +238,7 @@ class ModelState:
         self._offloading.clear()
         for chunk in self.trained:
             chunk.gradients.clear()
-            chunk.skip()  # the last step may not have been finished
+            chunk.skip()  # the last step may be unfinished
 
     @contextmanager
     def backward(self, stage: int, microbatch: int) -> Iterator[None]:
@@ -285,8 +285,8 @@ class ModelState:
         """Runs one optimizer step on every trained chunk; the update of a chunk may overlap with the all-gathers of
         earlier chunks.
 
-        The method updates the chunks in the order in which the next step is expected to use them, except that collective
-        updates come first. Each use of an offloaded chunk waits for the chunk's update.
+        Collective updates come first. Then the method updates the chunks in the expected order of their use in the next
+        step. Each use of an offloaded chunk waits for the chunk's update.
         """
         self.steps += 1
         counted = [rule.count(self.counters, self.steps, lr) for rule in self._unlike]
@@ -313,7 +313,7 @@ class ModelState:
         The method finishes running transfers, so that one rank can continue alone with parameters that are always whole on
         the device.
         """
-        self.skip()  # the last step may not have been finished
+        self.skip()  # the last step may be unfinished
         for chunk in self.chunks:
             chunk.use_eval_weights()
         self.finish()

@@ -8,9 +8,9 @@ in place before their reduction.
 
 The reduction of a chunk begins as soon as the chunk's last gradient of the last microbatch has arrived, while the
 backward pass continues. Where microbatches add to a shard, to compressed gradients or to gradients on the host, a
-reduction begins in every microbatch. Gradients are counted separately for each backward pass, because passes with
-deferred weight gradients may interleave. A pass no longer needs the parameters when it has *found* all gradients: it
-may still defer their addition.
+reduction begins in every microbatch. The reduction counts gradients separately for each backward pass, because passes
+with deferred weight gradients may interleave. A pass no longer needs the parameters when it has *found* all gradients:
+it may still defer their addition.
 
 Gradients that wait for the update on the host leave the device after their reduction. The transfer happens after the last
 microbatch, or after each microbatch if the host accumulates.
@@ -74,8 +74,8 @@ class GradientReduction:
         # This group has no watch: the watch covers only the inputs of reductions.
         self.replica_group = chunk.context.copies.unwatched
         self.buffers: dict[nn.Parameter, ChunkGradient] = {}
-        # For each backward pass that has some but not all gradients of this chunk: the number of gradients whose parameters
-        # the pass no longer needs, and the number of gradients that are in the buffer.
+        # For each backward pass with some but not all gradients of this chunk: the number of parameters that the pass
+        # no longer needs, and the number of gradients in the buffer.
         self._found, self._added = Counter[tuple[int, int] | None](), Counter[tuple[int, int] | None]()
         self.sum, self._host = Status("sum"), Status("host gradients")
         self._turn = InTurn()
@@ -116,7 +116,7 @@ class GradientReduction:
         If an update still reads the gradients, the wait for the update clears the gradients. Every use of the
         parameters waits for the update.
         """
-        self.finish()  # the last step may not have been finished
+        self.finish()  # the last step may be unfinished
         self.finish_offload()
         self._host.finish()
         self._found.clear()
@@ -365,7 +365,7 @@ class GradientReduction:
 
 
 def _before_accumulation(reference: "weakref.ref[GradientReduction]", gradient: Tensor | None) -> None:
-    """Handles autograd's hook before a gradient is accumulated into a parameter of a chunk."""
+    """Handles autograd's hook before the accumulation of a gradient into a parameter of a chunk."""
     reduction = reference()
     if reduction is not None and gradient is not None:
         reduction.before_gradient()

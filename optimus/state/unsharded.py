@@ -77,8 +77,8 @@ class UnshardedParameters(ManagedBuffer):
         return self._chunk.groups[depth].all_gather_async(extent, part, self._chunk.plan.lengths(depth))
 
     def _at(self, depth: int) -> Tensor:
-        """Returns the extent of `depth` as a view of the parameter shard on the device, or of the whole parameters where no
-        such shard contains the extent."""
+        """Returns the extent of `depth` as a view of the parameter shard on the device, or of the whole parameters
+        where that shard does not contain the extent."""
         plan = self._chunk.plan
         if depth < plan.depths.parameters or self._fetched:
             return self._chunk.parameter[plan.extent(depth)]

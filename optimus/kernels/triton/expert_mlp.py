@@ -29,7 +29,7 @@ from optimus.kernels.triton.tuning import row_tile
 
 
 class ExpertMLP(torch.autograd.Function):
-    """See `kernels.expert_mlp`. Choices outside [0, E) belong to other ranks and are skipped."""
+    """See `kernels.expert_mlp`. The kernels skip choices outside [0, E), which belong to other ranks."""
 
     @staticmethod
     def forward(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class Key(NamedTuple):
-    """The published tensors of one kind of parameter.
+    """The published tensors of one of our parameters, in all layers.
 
     Without the flags below, each tensor is a view of our parameter, obtained by indexing leading dims. In a name, {i}
     is the layer. If the name contains {e}, the first index is the expert e. If the parameter stacks several tensors,
