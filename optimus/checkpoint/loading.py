@@ -70,8 +70,8 @@ def load_slices(
     With `pruned`, the weights must be zero where the state is pruned. With `factors`, reads low-rank factors; otherwise
     sets low-rank factors to zero, or with `send` "none" leaves them unchanged.
 
-    Returns the number of ranks that have read chunks. Raises, on all ranks, a `UserError` of `read` on one rank, or one
-    for pruned weights that are not zero; the state is unusable then.
+    Returns the number of ranks that have read chunks. Raises, on all ranks, a `UserError` of `read` on one rank, or a
+    `UserError` for pruned weights that are not zero; the state is unusable then.
     """
     device, world = state.chunks[0].parameter.device, state.groups.world
     if not factors:

@@ -40,7 +40,7 @@ def marker_of(run: Path) -> Path:
 
 
 def rolled_back_to(run: Path) -> Path | None:
-    """Returns the checkpoint that `run` was rolled back to, if any. Raises `UserError` if the marker is damaged."""
+    """Returns the checkpoint that `run` was rolled back to, or None. Raises `UserError` if the marker is damaged."""
     marker = marker_of(run)
     if not marker.exists():
         return None

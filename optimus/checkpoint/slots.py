@@ -1,4 +1,4 @@
-"""Retention of a run's checkpoints, and removal of obsolete ones."""
+"""Retention of a run's checkpoints, and removal of obsolete checkpoints."""
 
 import shutil
 from pathlib import Path
@@ -38,7 +38,7 @@ def retire(run: Path, keep: int, new: Path | None = None) -> None:
 
 
 def retire_weights(run: Path, every: int, new: Path) -> None:
-    """Deletes weights older than `new`, except those of steps divisible by `every` and the target of a rollback."""
+    """Deletes weights older than `new`, except weights of steps divisible by `every` and the target of a rollback."""
     marked = rolled_back_to(run)
     for path in list_checkpoints(run, "weights"):
         if step_of(path) < step_of(new) and step_of(path) % every and path != marked:

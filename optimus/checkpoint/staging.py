@@ -56,7 +56,7 @@ class Staging:
         self._ready = torch.accelerator.current_stream().record_event() if on_device else None
 
     def run(self) -> None:
-        """Makes the copies in the order of the chunks. Callers run this method in another thread than the training."""
+        """Makes the copies in the order of the chunks. Callers run this method outside the training thread."""
         try:
             for updated, buffers, copied in self._plan:
                 if buffers:

@@ -19,7 +19,7 @@ def chunks_to_write(state: ModelState, *, scattered: bool) -> list[Chunk]:
 
 
 def holders(mesh: Mesh, layout: Layout, options: StateConfig) -> list[list[int]]:
-    """Returns all ranks in groups that hold the same shard of a chunk whose parameters have `layout`.
+    """Returns all ranks, in groups of ranks that hold the same shard of a chunk whose parameters have `layout`.
 
     Each group is in rank order. Ranks of pipeline stages without these parameters form groups in the same way.
     """

@@ -301,8 +301,8 @@ def used(
 
     `by_messages` is true for Gloo, over which a group sends the messages of our schedules. Other backends use their
     built-in collectives, except where measurements exist and `choose` returns an algorithm on two levels. `narrow` is
-    true for floats of fewer than 32 bits: Gloo's built-in all-reduce would add them in their type, so the function
-    never chooses that all-reduce for them.
+    true for floats of fewer than 32 bits: Gloo's built-in all-reduce would add narrow floats in their type, so the
+    function never chooses that all-reduce for narrow floats.
     """
     name = choose(kind, shape, size, measured)
     if not by_messages:

@@ -187,7 +187,7 @@ class Groups:
         )
 
     def along(self, *axes: str) -> Group:
-        """Returns the group of the ranks that differ from this one on `axes` only."""
+        """Returns the group of the ranks that differ from this rank on `axes` only."""
         key = frozenset(axes)
         if key not in self._along:
             self._along[key] = self.group_of(self.mesh.groups(axes))

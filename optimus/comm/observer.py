@@ -50,7 +50,7 @@ class Observer:
     ) -> Handle:
         """Begins a collective of `tensor` by `call` and returns its handle; in a group of one rank, calls nothing.
 
-        `sent` is the tensor that this rank sends, and `receives` says whether the rank receives something. `at` is the name
+        `sent` is the tensor that this rank sends, and `receives` is true if the rank receives data. `at` is the name
         under which the recorder counts the collective, by default the group's name.
 
         This method, or the handle, raises a `CollectiveError` that names the collective when the backend reports that

@@ -290,7 +290,7 @@ class AttentionBlock(NamedTuple):
 
 
 def capped(blocks: "Iterable[AttentionBlock]", cap: float | None) -> "list[AttentionBlock]":
-    """Returns these blocks with a `cap` on their scores."""
+    """Returns `blocks` with a `cap` on their scores."""
     return list(blocks) if cap is None else [block._replace(cap=cap) for block in blocks]
 
 

@@ -24,7 +24,7 @@ from optimus.kernels.backend import compute_dtype
 from optimus.kernels.matmul import matmul
 from optimus.step_context import Forms
 
-Gradients = tuple[Tensor | None, Tensor | None]  # gradients of x and w; None for one that autograd does not need
+Gradients = tuple[Tensor | None, Tensor | None]  # gradients of x and w; None for a gradient that autograd does not need
 
 _BLOCK_ELEMENTS = 1 << 21  # fp32 logits of one block (8 MB, for a CPU's cache), unless `_LEAST_ROWS` rows have more
 # Minimum number of rows of a block: with fewer, reading the weight and adding to its gradient dominate.
@@ -41,7 +41,7 @@ class VocabularyPart(Protocol):
         """All-reduces the logits in place over the devices that have the same rows of the weight, but other columns."""
 
     def gather(self, logits_TV: Tensor) -> Tensor:
-        """Returns the logits of the whole vocabulary from those of all shards."""
+        """Returns the logits of the whole vocabulary from the logits of all shards."""
 
     def combine(self, lse_T: Tensor, chosen_T: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (log-sum-exp of `lse_T`, sum of `chosen_T`) over all shards of the vocabulary."""

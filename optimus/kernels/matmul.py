@@ -79,7 +79,7 @@ def matmul(
     rows_vary: bool = False,
     forms: Forms | None = None,
 ) -> Tensor:
-    """Computes A @ B, [M, N], of two matrices of one dtype, each contiguous or the transpose of a contiguous one.
+    """Computes A @ B, [M, N], of two matrices of one dtype, each contiguous or the transpose of a contiguous matrix.
 
     With `out`, writes the result to `out`. With `out` and `add`, adds the result to `out`, which may have another
     dtype. `rows_vary` is true if the number of tokens (M, or L if A is transposed) differs between batches. Then

@@ -77,7 +77,7 @@ class KVCache:
         self.lengths += other.lengths
 
     def remove(self, row: int) -> None:
-        """Removes a row; the last row takes its index."""
+        """Removes a row; the last row takes the index of this row."""
         last = len(self.lengths) - 1
         if row != last:
             for layer in self.layers:

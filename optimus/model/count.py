@@ -15,7 +15,8 @@ from optimus.model.transformer import Transformer
 
 
 class ParameterCount(NamedTuple):
-    """Numbers of parameters. `active` counts the parameters that one token uses: of the experts, only the chosen ones."""
+    """Numbers of parameters. `active` counts the parameters that one token uses: of the experts, only the chosen
+    experts."""
 
     total: int
     active: int
@@ -68,8 +69,8 @@ def flops_per_token(config: ModelConfig, context: int) -> float:
 def forward_flops(config: ModelConfig, context: int) -> dict[str, float]:
     """Returns the forward floating point operations per token of a block's modules, averaged over all blocks.
 
-    The keys are kinds of modules: attention, and mlp, moe or both. Counts only the attention scores inside the causal
-    mask.
+    The keys are kinds of modules: attention, and one or both of mlp and moe. Counts only the attention scores inside
+    the causal mask.
     """
     counts = _counts(config)
     found = {kind: 2.0 * weights / config.layers for kind, weights in counts.multiplied.items() if kind != "head"}

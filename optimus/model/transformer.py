@@ -175,7 +175,7 @@ class Head(nn.Module):
         With `target_T`, maps x [T, H] to the summed loss divided by `count`, a scalar in at least fp32; see
         `Vocabulary.loss`. `rows_T`, if given, gets the loss of each row. With `soft`, the result is [2]: the loss and
         the divergence from the soft targets; then the vocabulary must not be sharded. With `part`, x is the residual
-        stream as the blocks shard it, and the logits are those of this rank's vocabulary entries.
+        stream as the blocks shard it, and the logits cover this rank's vocabulary entries.
         """
         if target_T is not None:
             loss = self.vocabulary.loss(x, self.weight, target_T, count, self.cap, rows_T)

@@ -1,7 +1,7 @@
 """Context parallelism: the ranks of a group split every sequence, and attention over the whole sequence is exact.
 
-In `RingSequence`, keys and values travel around the ranks, and each rank computes with one rank's keys while it
-receives the next (ring attention, Liu et al. 2023). Each rank has a piece of the first half and the piece's mirror
+In `RingSequence`, keys and values travel around the ranks (ring attention, Liu et al. 2023). Each rank computes with
+one rank's keys while it receives the next rank's keys. Each rank has a piece of the first half and the piece's mirror
 image in the second half (zig-zag order), which balances the computation. `UlyssesSequence` uses one all-to-all to turn
 splits of the sequence into splits of the heads, and another all-to-all for the way back (DeepSpeed-Ulysses, Jacobs et
 al. 2023).
@@ -37,15 +37,16 @@ from optimus.kernels.documents import Documents
 from optimus.model.sequence import SequenceSplit
 from optimus.parallel.options import StageOptions
 
-Seen = Callable[[int], list[AttentionBlock]]  # the blocks by which a rank's positions attend to those of another rank
+Seen = Callable[[int], list[AttentionBlock]]  # the blocks by which a rank's positions attend to another rank's positions
 
 
 class RingSequence(SequenceSplit):
     """A `SequenceSplit` by ring attention: rank i has the pieces i and 2n - 1 - i of 2n pieces of every sequence.
 
-    In the forward pass each rank sends keys and values n - 1 times: 2 (n - 1) B S M D numbers. In the backward pass the rank
-    sends the same again, and sends gradients of keys and values n times: 2 n B S M D numbers in fp32. Transfers to the next
-    rank overlap with attention to the current keys. Autograd saves q, k, v, the output, and one number per query and head.
+    In the forward pass each rank sends keys and values n - 1 times: 2 (n - 1) B S M D numbers. In the backward pass the
+    rank sends keys and values again, and sends gradients of keys and values n times: 2 n B S M D numbers in fp32.
+    Transfers to the next rank overlap with attention to the current keys. Autograd saves q, k, v, the output, and one
+    number per query and head.
     """
 
     def __init__(self, group: Group, documents: Documents | None = None) -> None:
@@ -75,8 +76,8 @@ class RingSequence(SequenceSplit):
 class UlyssesSequence(SequenceSplit):
     """A `SequenceSplit` by all-to-all: rank i has the i-th of n pieces; during attention, the i-th of n groups of heads.
 
-    N and M must be multiples of n. In the forward pass, one all-to-all sends q, k and v, and another one sends the
-    output. These all-to-alls send 2 B S (N + M) D numbers, of which the fraction (n - 1) / n leaves the rank. The
+    N and M must be multiples of n. In the forward pass, one all-to-all sends q, k and v, and another all-to-all sends
+    the output. These all-to-alls send 2 B S (N + M) D numbers, of which the fraction (n - 1) / n leaves the rank. The
     backward pass sends as many numbers.
     """
 

@@ -221,7 +221,7 @@ def _batch(setting: ModuleSetting, sequences: int) -> Batch:
 
 
 class _Stage:
-    """A model on the first rank of a mesh, with one block of each kind."""
+    """A model on the first rank of a mesh, with one block of each group of identical blocks."""
 
     def __init__(self, setting: ModuleSetting) -> None:
         config, options = setting.model, setting.options

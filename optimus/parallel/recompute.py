@@ -1,9 +1,9 @@
 """Activation checkpointing: the chosen modules save only their inputs, and the backward pass recomputes their activations.
 
 Users choose modules of every n-th block (selective activation checkpointing, the Optimus paper, section 1). Or users
-choose segments of n whole blocks (the dissertation on AxoNN, section 3.3.1, which calls n ac). If users choose a norm
-and the module that reads the norm's output, the backward pass recomputes both modules together. Then autograd does not
-save the activation between the modules either.
+choose segments of n whole blocks (`ac` blocks in the dissertation on AxoNN, section 3.3.1). If users choose a norm and
+the module that reads the norm's output, the backward pass recomputes both modules together. Then autograd does not save
+the activation between the modules either.
 
 The router's statistics are ordinary outputs, so recomputation does not count them twice. Our modules draw no random
 numbers, so recomputation saves no generator state. By default, recomputation reuses cached results of collectives

@@ -7,7 +7,7 @@ parameters (`state.shard_ranks`).
 
 With sequence parallelism (Korthikanti et al. 2022), the rows of the residual stream are sharded over `tp_out`.
 Projections then all-gather rows on entry to a module and reduce-scatter them on exit, instead of all-reducing over
-`tp_out`, and autograd saves only a shard of the rows. Any assignment of rows to ranks is correct, because only modules
+`tp_out`. Autograd then saves only a shard of the rows. Any assignment of rows to ranks is correct, because only modules
 that all-gather rows connect tokens.
 
 Legend: T rows, L inputs and N outputs of a weight on this rank.

@@ -70,7 +70,7 @@ class Buffer(NamedTuple):
     extent: Extent = "compressed"  # "compressed" means all elements where the chunk is not pruned
 
     def bytes(self, elements: N) -> N:
-        """Returns the bytes of `elements` elements."""
+        """Returns the size of `elements` elements in bytes."""
         return elements * self.dtype.itemsize
 
     @property

@@ -2,7 +2,7 @@
 
 A few threads read and write the file, past the page cache where the file system supports O_DIRECT. Updates use three
 host buffers: while the optimizer updates one chunk's state, the threads read the next chunk's state and write the
-previous one's.
+previous chunk's state.
 """
 
 import os

@@ -249,7 +249,8 @@ class ModelState:
                 chunk.gradients.end_backward()
 
     def reduce_on_arrival(self, stage: int) -> None:
-        """Announces the last backward pass of a stage: each chunk reduces its gradients when the last one has arrived."""
+        """Announces the last backward pass of a stage: each chunk reduces its gradients when the chunk's last gradient
+        has arrived."""
         for chunk in _trained(self._chunks_by_stage.get(stage, [])):
             chunk.gradients.reduce_on_arrival()
 
@@ -353,7 +354,7 @@ class ModelState:
         """Starts the copy of a chunk's gradients to the host; if more than `_REDUCING` copies are running, waits for the
         oldest one and frees its device memory.
 
-        The method first finishes the reduction, because the copy cannot begin before.
+        The method first finishes the reduction, because the copy needs the sums.
         """
         self._reducing.pop(gradients, None)
         gradients.offload_gradient(self.tile)
@@ -391,7 +392,8 @@ def _place_buffers(module: nn.Module, device: torch.device) -> dict[str, Tensor]
 
 
 def _replace_parameters(module: nn.Module, made: Mapping[str, nn.Parameter]) -> None:
-    """Replaces each old parameter by the new one of the same name, in every module that shares the old parameter."""
+    """Replaces each old parameter by the new parameter of the same name, in every module that shares the old
+    parameter."""
     new = {id(old): made[name] for name, old in module.named_parameters()}
     for owner in module.modules():
         for leaf, old in owner._parameters.items():

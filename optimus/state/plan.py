@@ -292,7 +292,7 @@ class ChunkRow(NamedTuple):
     align: int
 
     def borders(self, parts: int) -> list[Sequence[int]]:
-        """Returns, for each chunk, the positions where its `parts` shards begin, and the position where the last one
+        """Returns, for each chunk, the positions where its `parts` shards begin, and the position where the last shard
         ends."""
         tiling, loads = TILINGS[self.rule.tiling], [0] * parts  # cost of each part's matrices so far
         return [
@@ -365,7 +365,7 @@ def place_chunks(plans: Sequence[ChunkPlan], options: StateConfig, spec: StateSp
     """
     if options.offload == "none" and not spec.unpruned:
         return [*plans]
-    # With `auto`, a later decision moves the chunks that fit to the device.
+    # With `auto`, a later decision moves to the device the chunks that fit.
     fraction = 0.0 if options.resident_fraction == "auto" else options.resident_fraction
     here = fraction * sum(plan.size for plan in plans)
     found, size = list[ChunkPlan](), 0
@@ -498,8 +498,8 @@ def largest_chunk(elements: int) -> int:
 
 
 def search_limit(groups: Sequence[Sequence[int]], smallest: int, largest: int) -> int:
-    """Returns the chunk size that leaves the fewest elements empty, among about `_SIZES` sizes between the two limits
-    (Elixir, section 4).
+    """Returns the chunk size that leaves the fewest elements empty, among about `_SIZES` sizes between `smallest` and
+    `largest` (Elixir, section 4).
 
     `groups` are the sizes of the parameters of each group. Memory blocks of one size would waste the empty elements of
     chunks. A group that fits into the smallest chunk is one small chunk and does not count. A parameter larger than a chunk
@@ -543,10 +543,10 @@ def sharding_of(rule: Rule, options: StateConfig) -> StateConfig:
 def shard_groups(mesh: Mesh, replicas: Sequence[int], options: StateConfig) -> list[list[int]]:
     """Divides `replicas`, the ranks with the same parameters, into the groups that shard the state of these parameters.
 
-    The setting `shard_over: replicas` makes one group of all replicas (EPSO: the Optimus paper, section 3.2). `data`
-    makes groups along the data axis of the experts. With `shard: none`, each rank is a group. The optimizer's number in
-    `shard_ranks` divides the groups into groups of so many neighbouring ranks (HSDP). Raises `UserError` when the
-    number is smaller than a group and does not divide the group.
+    The setting `shard_over: replicas` makes one group of all replicas (EPSO: the Optimus paper, section 3.2). The
+    setting `shard_over: data` makes groups along the data axis of the experts. With `shard: none`, each rank is a
+    group. The number for the optimizer state in `shard_ranks` divides each group into smaller groups of neighbouring
+    ranks (HSDP). Raises `UserError` when the number is smaller than a group and does not divide the group.
     """
     if options.shard == "none":
         return [[rank] for rank in replicas]

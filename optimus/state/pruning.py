@@ -1,9 +1,9 @@
 """Chooses the pruned elements by exact thresholds over all ranks, so that every layout finds the same masks.
 
 Scores are non-negative fp32 numbers, whose bits, read as integers, have the same order. Two histograms, summed over the
-ranks, find the k-th largest score of all ranks. The first histogram counts the upper 16 bits. The second one counts the
-lower 16 bits of the scores whose upper bits equal the upper bits of the k-th largest score. Elements whose scores are
-at least the k-th largest score stay unpruned: with ties, more than k elements.
+ranks, find the k-th largest score of all ranks. The first histogram counts the upper 16 bits. The second histogram
+counts the lower 16 bits of the scores whose upper bits equal the upper bits of the k-th largest score. Elements whose
+scores are at least the k-th largest score stay unpruned: with ties, more than k elements.
 """
 
 import math

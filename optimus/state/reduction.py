@@ -36,9 +36,9 @@ from optimus.step_context import StepContext
 class ChunkGradient(GradientBuffer):
     """The gradient buffer of a parameter: a view of its chunk's gradient buffer.
 
-    A kernel, instead of autograd, adds to the buffer between `open` and `close`, once in every backward pass of a step.
-    `close` counts the gradient as arrived. Autograd then gets no gradient, but still calls its hooks, which must not count
-    the gradient again.
+    A kernel, instead of autograd, adds to the buffer between `open` and `close`, once per backward pass. `close` counts
+    the gradient as arrived. Autograd then gets no gradient, but still calls its hooks, which must not count the
+    gradient again.
     """
 
     def __init__(self, reduction: "GradientReduction", parameter: nn.Parameter, step: StepContext | None) -> None:

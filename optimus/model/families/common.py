@@ -1,4 +1,4 @@
-"""Fields of config.json and names of tensors that most families share."""
+"""Fields of config.json and names of tensors that several families share."""
 
 from typing import Any
 
