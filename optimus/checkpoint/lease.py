@@ -33,7 +33,7 @@ _BYTES = 512  # size of the file: one write replaces it, so a reader without a l
 
 
 class LeaseError(UserError):
-    """Raised if another run has the lease of the folder."""
+    """Another run has the lease of the folder."""
 
     code = 75  # EX_TEMPFAIL of sysexits.h: a later attempt may succeed
 

@@ -37,7 +37,7 @@ from optimus.kernels.documents import Documents
 from optimus.model.sequence import SequenceSplit
 from optimus.parallel.options import StageOptions
 
-Seen = Callable[[int], list[AttentionBlock]]  # the blocks by which a rank's positions attend to another rank's positions
+Seen = Callable[[int], list[AttentionBlock]]  # the blocks by which a rank's positions attend to other ranks' positions
 
 
 class RingSequence(SequenceSplit):
