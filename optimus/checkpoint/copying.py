@@ -25,8 +25,9 @@ CHECKPOINTS = "checkpoints"
 def copier(url: str, run: str, keep: int | None, weights_keep: int) -> Callable[[str], str]:
     """Returns a function that copies a checkpoint of the run folder `run`, given its name, and returns the name.
 
-    After copying, the returned function removes the oldest copies of full checkpoints beyond `keep`, earlier weights
-    whose steps are not multiples of `weights_keep`, and checkpoints of later steps, which a rollback has abandoned.
+    After copying, the returned function removes the oldest copies of full checkpoints beyond `keep`, and earlier
+    weights whose steps are not multiples of `weights_keep`. The returned function also removes checkpoints of later
+    steps, which a rollback has abandoned.
     """
     folder, copies = Path(run), RemoteCopies(url)
 

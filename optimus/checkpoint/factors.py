@@ -1,8 +1,8 @@
 """Low-rank factors in checkpoints: `model.X.lora_b` and `model.X.lora_a`, in addition to the frozen `model.X.weight`.
 
 A resumed run reads all three tensors, as does the conversion into one file of tensors. Models, exports, averages and
-runs that start from the checkpoint get no factors, but the weight plus the factors' product, which is zero where the
-weight is zero.
+runs that start from the checkpoint get no factors. Instead, their weight includes the factors' product wherever the
+frozen weight is not zero.
 """
 
 _WEIGHT, _FACTORS = ".weight", (".lora_b", ".lora_a")
@@ -14,5 +14,5 @@ def factors_of(key: str) -> tuple[str, ...]:
 
 
 def is_factor(key: str) -> bool:
-    """Returns True if a parameter's key or name is that of a factor."""
+    """Returns True if `key`, the key or the name of a parameter, belongs to a factor."""
     return key.endswith(_FACTORS)

@@ -3,13 +3,13 @@
     checkpoint.json         the description: model, step, precision, data, configuration
     tokenizer.json          the tokenizer of the training data
     .metadata, *.distcp     the tensors; see `format.py`
-    manifest.json           sizes and checksums of all these files; written last; see `manifest.py`
+    manifest.json           sizes and checksums of the files above; written last; see `manifest.py`
 
 In `checkpoints/`, a run writes full checkpoints `step-N`, and `weights-N` with weights only. Without a rollback, a run
 resumes from the newest intact `step-N`. A run writes frozen parameters once, into `frozen-K`, which full checkpoints
-refer to. `weights-N` are self-contained, because users may move them or archive them. A folder gets its name only when
-complete: the run writes it as `.NAME.partial`, and then renames it. A rollback moves later checkpoints to
-`checkpoints/abandoned-K`.
+refer to. Folders `weights-N` are self-contained, because users may move or archive these folders. A folder gets its
+name only when complete: the run writes it as `.NAME.partial`, and then renames it. A rollback moves later checkpoints
+to `checkpoints/abandoned-K`.
 """
 
 import json
@@ -41,7 +41,7 @@ _NAME = re.compile(r"^(step|weights)-(\d+)$")
 
 
 class DamagedError(UserError):
-    """A checkpoint differs from the bytes that were written; another checkpoint may be intact."""
+    """Raised if a checkpoint differs from the bytes that were written; another checkpoint may be intact."""
 
 
 def damaged(folder: Path, reason: str) -> DamagedError:
@@ -103,8 +103,8 @@ def frozen_folders(run: Path) -> list[Path]:
 def frozen_beside(path: Path, description: Description) -> Path | None:
     """Returns the folder of frozen parameters that the checkpoint `path` refers to, or None.
 
-    The folder is a sibling of the checkpoint, or of the folder of abandoned checkpoints. Raises `DamagedError` if neither
-    exists.
+    The folder is a sibling of the checkpoint, or of the folder of abandoned checkpoints. Raises `DamagedError` if this
+    folder does not exist.
     """
     if description.frozen is None:
         return None
@@ -131,8 +131,8 @@ def list_checkpoints(run: Path, *kinds: str) -> list[Path]:
 
 
 def all_folders(run: Path, *kinds: str) -> list[Path]:
-    """Returns all folders in a run with names of checkpoints of these `kinds` (`step`, `weights`; by default both),
-    oldest first, including damaged checkpoints."""
+    """Returns all folders in a run with names of checkpoints of these `kinds` (`step`, `weights`; by default both
+    kinds), oldest first, including damaged checkpoints."""
     found = [path for path in (run / "checkpoints").glob("*-*") if _NAME.match(path.name)]
     wanted = [path for path in found if not kinds or path.name.partition("-")[0] in kinds]
     return sorted(wanted, key=lambda path: (step_of(path), path.name))

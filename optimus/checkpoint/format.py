@@ -114,7 +114,7 @@ def read_slice(content: bytes) -> Tensor:
 
 
 def by_key(slices: Iterable[AnySlice]) -> dict[str, list[AnySlice]]:
-    """Groups slices of either kind by the keys of their tensors."""
+    """Groups stored slices, or slices in memory, by the keys of their tensors."""
     found: dict[str, list[AnySlice]] = {}
     for each in slices:
         found.setdefault(each.key, []).append(each)

@@ -51,7 +51,7 @@ def verify_all(path: str | Path) -> dict[str, list[str]]:
 
 
 def show(path: str | Path) -> dict[str, Any]:
-    """Describes a checkpoint (or the newest of a run) and the distribution of its bytes over nodes.
+    """Describes a checkpoint (or the newest checkpoint of a run) and the distribution of its bytes over nodes.
 
     In addition to some fields of the description, the result has `bytes`, `tensors` (number of global tensors),
     `parameters`, `slices`, `writers` (number of ranks that wrote a file) and `bytes_by_node`. Bytes and writers do not
@@ -87,7 +87,8 @@ def show(path: str | Path) -> dict[str, Any]:
 
 
 def convert(path: str | Path, output: str | Path, to: To = "weights", dtype: str | None = None) -> dict[str, Any]:
-    """Converts a checkpoint (or the newest of a run) into another form; returns `output`, `bytes` and `tensors`.
+    """Converts a checkpoint (or the newest checkpoint of a run) into another form; returns `output`, `bytes` and
+    `tensors`.
 
     The forms are weights: a checkpoint of the weights alone, like `weights-N` of a run; torch: one file of all tensors
     by key, for `torch.load(weights_only=True)`; safetensors: the same tensors in a safetensors file. `dtype` (float32,

@@ -4,8 +4,9 @@
 launch and its restarts, so each process may continue immediately when another process has ended. The holders of a lease
 rewrite the file every few seconds. The scheme needs no locks on shared file systems.
 
-Another run takes over a lease in two cases: the holder, the only process of its run, was on this machine and is dead;
-or nobody has renewed the lease for a minute, by the file system's clock or by the clock of the process that watches.
+Another run takes over a lease if the holder, the only process of its run, was on this machine and is dead. Another run
+also takes over a lease that nobody has renewed for a minute, by the file system's clock or by the clock of the process
+that watches.
 """
 
 import fcntl
@@ -73,7 +74,8 @@ class Holder:
 def living_holder(run: Path) -> Holder | None:
     """Returns the current holder of `run`, or None, without waiting for renewals.
 
-    If this process cannot tell whether the holder lives, the holder counts as alive for a minute after its last renewal.
+    If this process cannot tell whether the holder lives, the holder counts as alive for a minute after the last renewal
+    of the lease.
     """
     found = _look(run / LEASE)
     if found is None or found.holder.lives is False:
@@ -196,7 +198,8 @@ class Lease:
 
 @dataclass(frozen=True)
 class _Found:
-    """A lease that was read: its text, the time of its last renewal by the file system's clock, and the seconds since."""
+    """The content of a lease file: the text, the time of the last renewal by the file system's clock, and the seconds
+    since."""
 
     text: str
     changed: int

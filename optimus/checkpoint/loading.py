@@ -64,14 +64,14 @@ def load_slices(
     """Fills the weights and the modules' buffers, and with `full` the state of the update rules; refreshes the compute
     copies.
 
-    Collective. Without `full`, resets the state of the update rules. The ranks with the same parameters take turns: one
-    rank reads a chunk and sends it to the others by broadcast or all-reduce (the Optimus paper, section 4: model
-    broadcasting). With `send` "none", every rank reads its own shard. `read` fills the tensors of slices. `pruned`: the
-    weights must be zero where the state is pruned. With `factors`, reads low-rank factors; otherwise sets low-rank
-    factors to zero, or with `send` "none" leaves them unchanged.
+    Collective. Without `full`, resets the state of the update rules. The ranks with the same parameters take turns (the
+    Optimus paper, section 4: model broadcasting): one rank reads a chunk and sends the chunk to the other ranks by
+    broadcast or all-reduce. With `send` "none", every rank reads its own shard. `read` fills the tensors of slices.
+    With `pruned`, the weights must be zero where the state is pruned. With `factors`, reads low-rank factors; otherwise
+    sets low-rank factors to zero, or with `send` "none" leaves them unchanged.
 
-    Returns the number of ranks that have read chunks. Raises, on all ranks, a `UserError` of `read` on one rank, or one
-    for pruned weights that are not zero; the state is unusable then.
+    Returns the number of ranks that have read chunks. Raises, on all ranks, a `UserError` of `read` on one rank, or a
+    `UserError` for pruned weights that are not zero; the state is unusable then.
     """
     device, world = state.chunks[0].parameter.device, state.groups.world
     if not factors:
@@ -153,7 +153,8 @@ def _read_and_send(transfers: Sequence[_Transfer], read: Read, send: Send) -> Us
 
 
 def _read_buffers(state: ModelState, read: Read, send: Send) -> UserError | None:
-    """Reads the modules' buffers of a stage on its first rank and sends them to the others, or reads them on each rank."""
+    """Reads the modules' buffers on the stage's first rank and sends the buffers to the stage's other ranks; with
+    `send` "none", reads the buffers on each rank."""
     failure = None
     if send == "none" or not state.buffers or state.team.rank == 0:
         try:

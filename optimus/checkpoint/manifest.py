@@ -25,15 +25,15 @@ from optimus.disk import parse_json, plain_name
 from optimus.errors import UserError
 
 _FORMAT, _VERSION = "optimus-manifest", 1
-SLICES = "boxes"  # the key of a file's slices; unchanged, because manifests of the first versions have it
+SLICES = "boxes"  # the key of a file's slices in manifests of all versions
 
 
 def write_manifest(folder: Path, stored: Iterable[StoredSlice]) -> None:
     """Writes the manifest of all files in `folder`.
 
     `stored` are the slices of the files of tensors, which the writers of these files report. Raises `UserError` if the
-    length of such a file differs from the length of its slices. Then the writer and this process do not see the same file
-    system, or part of the file was lost.
+    length of a file of tensors differs from the length of its slices. Then the writer and this process do not see the
+    same file system, or part of the file was lost.
     """
     slices: dict[str, list[list[int]]] = {}
     for each in stored:
@@ -98,9 +98,9 @@ def manifest_files(text: str) -> dict[str, Any]:
 def read_checked_description(folder: Path) -> tuple[Description, dict[str, Any]]:
     """Returns the checked description of the checkpoint in `folder`, and the files that its manifest names.
 
-    Raises `DamagedError` if the description has changed since it was written, if a file in the manifest is missing or
-    has another size, or if the folder of frozen parameters is not complete. Raises `UserError` if this code does not
-    know the version or model of an unchanged description.
+    Raises `DamagedError` if the description has changed since it was written, or if a file in the manifest is missing
+    or has another size. Also raises `DamagedError` if the folder of frozen parameters is not complete. Raises
+    `UserError` if this code does not know the version or model of an unchanged description.
     """
     try:
         description = read_description(folder)
@@ -134,7 +134,7 @@ def read_checked(folder: Path, name: str, files: Mapping[str, Any]) -> bytes:
 def _size_of(path: Path) -> int | None:
     """Returns the size of a file after opening it, because network file systems only then fetch other nodes' writes.
 
-    Returns None if there is no such file.
+    Returns None if the file does not exist.
     """
     try:
         with path.open("rb") as file:

@@ -1,7 +1,7 @@
 """Masks of pruned parameters in checkpoints: `mask.NAME`, one bit per weight, in addition to dense weights with zeros.
 
-Bits are packed along the last dim, eight to a byte, the first weight in the lowest bit. If shards of the last dim do
-not begin at whole bytes, the mask has one byte per weight instead. So any layout can read masks of any other layout.
+The mask packs bits along the last dim, eight to a byte, the first weight in the lowest bit. If shards of the last dim
+do not begin at whole bytes, the mask has one byte per weight instead. So any layout can read masks of any other layout.
 Readers that ignore masks read the dense weights. Full checkpoints of a run that searches for an early-bird ticket also
 have `drawn.NAME`: the masks that the run drew last.
 """
@@ -26,7 +26,7 @@ _BYTE = 8
 def mask_slices(state: ModelState, masks: Mapping[str, Tensor], prefix: str) -> Iterator[TensorSlice]:
     """Yields the slices of `masks` that this rank writes, with `prefix` before the names.
 
-    The first rank that has a shard writes it.
+    The first rank that has a shard writes the shard.
     """
     mesh, rank = state.groups.mesh, state.groups.rank
     for chunk in state.chunks:
@@ -122,7 +122,8 @@ def all_masks(reader: Reader) -> dict[str, Tensor]:
 
 
 def follow_masks(state: ModelState, source: WeightSource) -> bool:
-    """Prunes `state`, which has no values yet, like the checkpoint. Returns True if the checkpoint is pruned. Collective.
+    """Prunes the same elements of `state` as the checkpoint; `state` has no values yet. Returns True if the checkpoint
+    is pruned. Collective.
 
     Raises `UserError` on all ranks for masks that do not fit the parameters, or of parameters that `state` cannot
     prune.

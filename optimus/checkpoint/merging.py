@@ -134,7 +134,8 @@ def _averaged(
 
 
 def _common_masks(readers: Sequence[Reader]) -> dict[str, torch.Tensor]:
-    """Returns the masks if all checkpoints are pruned alike, regardless of the layouts that wrote them; else no masks."""
+    """Returns the masks if all checkpoints are pruned alike, regardless of the layouts that wrote the checkpoints;
+    otherwise no masks."""
     masks, *others = map(all_masks, readers)
     shapes = readers[0].shapes
 

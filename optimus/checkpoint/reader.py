@@ -84,9 +84,9 @@ class Reader:
     def fill(self, slices: Iterable[TensorSlice], *, apart: bool = False) -> None:
         """Fills the tensors of `slices` in place, in any dtype and on any device.
 
-        Adds the product of low-rank factors to their weight, unless `apart`. Raises `UserError` if the checkpoint lacks
-        a slice's tensor or has the tensor in another shape, and `DamagedError` if bytes have changed since they were
-        written.
+        Adds the product of a weight's low-rank factors to the weight, unless `apart`. Raises `UserError` if the
+        checkpoint lacks a slice's tensor or has the tensor in another shape, and `DamagedError` if bytes have changed
+        since they were written.
         """
         wanted = by_key(slices)
         for key, targets in wanted.items():
@@ -116,7 +116,7 @@ class Reader:
         target.tensor.copy_(merged(target.tensor.cpu(), b.tensor, a.tensor))
 
     def read(self, stored: StoredSlice) -> Tensor:
-        """Returns the tensor of a stored slice. Raises `DamagedError` if its bytes have changed since they were written."""
+        """Returns the tensor of a stored slice. Raises `DamagedError` if the slice's bytes have changed."""
         where = f"{stored.file}, bytes {stored.start:,} to {stored.start + stored.length:,} ({stored.key})"
         try:
             with (self.path / stored.file).open("rb") as file:

@@ -40,7 +40,7 @@ def marker_of(run: Path) -> Path:
 
 
 def rolled_back_to(run: Path) -> Path | None:
-    """Returns the checkpoint that `run` was rolled back to, if any. Raises `UserError` if the marker is damaged."""
+    """Returns the checkpoint that `run` was rolled back to, or None. Raises `UserError` if the marker is damaged."""
     marker = marker_of(run)
     if not marker.exists():
         return None
@@ -55,11 +55,13 @@ def rolled_back_to(run: Path) -> Path | None:
 def rollback(run: str | Path, step: int, *, held: bool = False) -> dict[str, Any]:
     """Sets up `run` so that `--resume` restarts it from the weights of `step`, with zeroed moments.
 
-    `held`: the caller has the lease of the run folder. Otherwise raises `LeaseError` if a live run has the lease.
+    With `held`, the caller has the lease of the run folder. Without `held`, raises `LeaseError` if a live run has the
+    lease.
 
-    Returns `checkpoint`, `step`, `moved` (the names of newer checkpoints) and `to`, the new folder of these checkpoints,
-    which also gets a copy of the metrics so far. Without newer checkpoints and metrics, there is no new folder. Raises
-    `UserError`, without changing any file, if there is no checkpoint of that step or if the checkpoint is damaged.
+    Returns `checkpoint`, `step`, `moved` (the names of newer checkpoints) and `to`, the new folder of these
+    checkpoints, which also gets a copy of the metrics so far. If there are neither newer checkpoints nor metrics, there
+    is no new folder. Raises `UserError`, without changing any file, if there is no checkpoint of that step or if the
+    checkpoint is damaged.
     """
     run = user_path(run)
     if not held:

@@ -46,8 +46,9 @@ Write = Callable[[BinaryIO, str, Iterable[TensorSlice]], list[StoredSlice]]
 class Target(NamedTuple):
     """A checkpoint to write: of the whole state if its description says `full`, otherwise of the weights alone.
 
-    With `frozen`, the checkpoint has only the frozen weights, and the descriptions of other checkpoints may refer to it.
-    Weights alone are in the compute dtype: 2 bytes per parameter in bf16, while the whole state with AdamW has 12.
+    With `frozen`, the checkpoint has only the frozen weights, and the descriptions of other checkpoints may refer to
+    it. Weights alone are in the compute dtype, unless the update rule averages weights: 2 bytes per parameter in bf16,
+    while the whole state with AdamW has 12.
     """
 
     folder: Path
@@ -74,7 +75,8 @@ class Target(NamedTuple):
         return ("model", *chunk.plan.rule.kinds) if self.description.full else ("model",)
 
     def buffer(self, chunk: Chunk, prefix: str, states: Mapping[str, Tensor]) -> Tensor:
-        """Returns the chunk's buffer that the checkpoint stores with this prefix. `states` are the rule's buffers."""
+        """Returns the chunk's buffer that the checkpoint stores with this prefix. `states` is the chunk's state by
+        prefix."""
         return states[prefix] if self.description.full else chunk.weights(states)
 
     def copied(self, chunk: Chunk, prefix: str) -> bool:
@@ -102,7 +104,7 @@ class Saver:
         self._drawn: Mapping[str, Tensor] = {}  # masks at the time of `save`; pruning waits for `finish`
         self._staging = Staging()
         self._updates: dict[Chunk, Handle] = {}  # updates in flight at the time of `save`
-        self._written: dict[Chunk, threading.Event] = {}  # set when a chunk without a copy is written
+        self._written: dict[Chunk, threading.Event] = {}  # set after the writing of a chunk without a full copy
         self._targets: Sequence[Target] = ()  # checkpoints in progress
         self._stored: list[list[StoredSlice]] = []  # for each target: the slices that this rank has written
         self._committing = False  # True in the last phase
@@ -277,7 +279,8 @@ class Saver:
     def _stage(self) -> None:
         """Plans the copies of the device buffers that this rank writes.
 
-        The thread writes other buffers without a copy, and the optimizer does not update them until they are written.
+        The thread writes other buffers without a copy, and the optimizer waits until the thread has written these
+        buffers.
         """
         buffers, self._written = dict[Chunk, list[Tensor]](), {}
         for chunk in self._chunks:

@@ -1,4 +1,4 @@
-"""Retention of a run's checkpoints, and removal of obsolete ones."""
+"""Retention of a run's checkpoints, and removal of obsolete checkpoints."""
 
 import shutil
 from pathlib import Path
@@ -14,7 +14,7 @@ def remove(path: Path) -> None:
 
 
 def clear_leftovers(run: Path) -> None:
-    """Deletes the remains of interrupted writes and deletions of a killed run."""
+    """Deletes the folders that interrupted writes and deletions of a killed run have left."""
     for pattern in (".*.partial", ".*.old"):
         for path in (run / "checkpoints").glob(pattern):
             shutil.rmtree(path)
@@ -38,7 +38,7 @@ def retire(run: Path, keep: int, new: Path | None = None) -> None:
 
 
 def retire_weights(run: Path, every: int, new: Path) -> None:
-    """Deletes weights older than `new`, except those of steps divisible by `every` and the target of a rollback."""
+    """Deletes weights older than `new`, except weights of steps divisible by `every` and the target of a rollback."""
     marked = rolled_back_to(run)
     for path in list_checkpoints(run, "weights"):
         if step_of(path) < step_of(new) and step_of(path) % every and path != marked:
@@ -53,8 +53,8 @@ def frozen_folder_of(run: Path, name: str | None) -> tuple[str, bool]:
 
 
 def retire_frozen(run: Path, name: str | None) -> None:
-    """Deletes folders of frozen parameters, except `name` and those that any checkpoint refers to, even one that a rollback
-    moved."""
+    """Deletes folders of frozen parameters, except `name` and the folders that any checkpoint refers to, even a
+    checkpoint that a rollback moved."""
     others = {path.name: path for path in frozen_folders(run) if path.name != name}
     try:
         for file in (run / "checkpoints").rglob(DESCRIPTION) if others else ():

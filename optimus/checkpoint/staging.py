@@ -33,8 +33,8 @@ class Staging:
         """Schedules copies of `buffers` in their current state, and blocks updates of the chunks until the copies exist.
 
         The update of a chunk with an event in `written` also waits for this event, because the saver writes part of the
-        chunk without a copy. The update waits by calling `waiting` with a blocking function. `weights`: some of the
-        buffers are compute copies.
+        chunk without a copy. The update waits by calling `waiting` with a blocking function. `weights` is true if some
+        of the buffers are compute copies.
         """
         self._plan = []
         for chunk, those in buffers.items():
@@ -56,7 +56,7 @@ class Staging:
         self._ready = torch.accelerator.current_stream().record_event() if on_device else None
 
     def run(self) -> None:
-        """Makes the copies in the order of the chunks. Callers run this method in another thread than the training."""
+        """Makes the copies in the order of the chunks. Callers run this method outside the training thread."""
         try:
             for updated, buffers, copied in self._plan:
                 if buffers:

@@ -86,10 +86,11 @@ def load_state(
     Collective. Rank 0 reads and broadcasts everything but the tensors; `load_slices` reads the tensors.
 
     `model` is the architecture of `state`. With `run`, a run resumes the checkpoint, which must agree with every key of
-    `run`. Without `run`, adds low-rank factors of the checkpoint to their weights, and sets the state's factors to zero.
-    Without `full`, loads only the weights and resets the state of the update rules. Prunes `state` like the checkpoint, or
-    leaves its masks unchanged without `masks`. `reader_type` may be a subclass that counts reads. Raises `UserError` on all
-    ranks if the checkpoint does not fit, and `DamagedError` if the checkpoint is damaged.
+    `run`. Without `run`, adds low-rank factors of the checkpoint to their weights, and sets the state's factors to
+    zero. Without `full`, loads only the weights and resets the state of the update rules. Prunes the same elements of
+    `state` as the checkpoint; without `masks`, leaves the state's masks unchanged. `reader_type` may be a subclass that
+    counts reads. Raises `UserError` on all ranks if the checkpoint does not fit, and `DamagedError` if the checkpoint
+    is damaged.
     """
 
     def open_it() -> Reader:

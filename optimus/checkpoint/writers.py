@@ -19,7 +19,7 @@ def chunks_to_write(state: ModelState, *, scattered: bool) -> list[Chunk]:
 
 
 def holders(mesh: Mesh, layout: Layout, options: StateConfig) -> list[list[int]]:
-    """Returns all ranks in groups that hold the same shard of a chunk whose parameters have `layout`.
+    """Returns all ranks, in groups of ranks that hold the same shard of a chunk whose parameters have `layout`.
 
     Each group is in rank order. Ranks of pipeline stages without these parameters form groups in the same way.
     """
@@ -36,10 +36,10 @@ def holders(mesh: Mesh, layout: Layout, options: StateConfig) -> list[list[int]]
 def writers(plans: Sequence[ChunkPlan], mesh: Mesh, rank: int, options: StateConfig, *, scattered: bool) -> list[int]:
     """Returns the writer of each chunk of `rank`: one of the ranks that hold the same shard of the chunk.
 
-    If `scattered`, the writer is on the node with the fewest bytes to write so far, so that nodes share the writing; a
-    fixed rule assigns tied embeddings. (In the Optimus paper, section 4: DP-scattered, rank m % DP of the holders
-    writes part m.) Otherwise the first holder writes. All ranks of a stage have shards of the same chunks, so each of
-    them can compute the writers of all shards.
+    If `scattered`, the writer is on the node with the fewest bytes to write so far, so that nodes share the writing. A
+    fixed rule assigns tied embeddings. In the Optimus paper (section 4, DP-scattered), rank m % DP of the holders
+    writes part m instead. Without `scattered`, the first holder writes. All ranks of a stage have shards of the same
+    chunks, so each rank can compute the writers of all shards.
     """
     found, _ = _shared_writing(plans, mesh, rank, options, scattered)
     return found
@@ -50,7 +50,8 @@ def bytes_copied(
 ) -> Counter[int]:
     """Returns the bytes that each rank of a stage copies for a full checkpoint in the background.
 
-    The stage is that of `rank`, with chunks `plans`. Saving copies only device buffers, and writes others without a copy.
+    The stage is that of `rank`, with chunks `plans`. Saving copies only device buffers, and writes other buffers
+    without a copy.
     """
     stage = mesh.coordinate(rank, "pp")
     _, of_rank = _shared_writing(plans, mesh, rank, options, scattered)

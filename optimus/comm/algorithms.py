@@ -44,7 +44,7 @@ OWN = "own"
 """Name of the backend's built-in collective, whose rounds are unknown."""
 
 EVERYONE = "everyone"
-"""Name of an all-reduce between two ranks: each sends its whole tensor to the other, and both add the two tensors."""
+"""Name of an all-reduce between two ranks: each rank sends its whole tensor to its peer, and adds the two tensors."""
 
 MEGABYTE = 1 << 20
 LONG_SUM = 4 * MEGABYTE  # bytes from which an all-reduce by direct rounds beats Gloo's on one node, while ranks compute
@@ -65,8 +65,8 @@ class AllGatherRow:
     """An algorithm of all-gathers. A reduce-scatter is an all-gather backwards, and an all-reduce is that reduce-scatter
     followed by the all-gather.
 
-    The name of an algorithm on two levels is "algorithm across nodes + algorithm within a node"; such an algorithm is for
-    groups on several nodes with several ranks each.
+    The name of an algorithm on two levels is "algorithm across nodes + algorithm within a node". Algorithms on two
+    levels are for groups on several nodes with several ranks each.
     """
 
     name: str
@@ -93,8 +93,8 @@ _TRIED = [Shape(nodes, per) for nodes, per in ((1, 2), (1, 3), (1, 8), (3, 1), (
 
 
 def _check_gather(row: AllGatherRow) -> None:
-    """Raises `ValueError` if the rounds of an algorithm are wrong for one of a few shapes of groups, or if its name is
-    reserved."""
+    """Raises `ValueError` if the rounds of an algorithm are wrong for one of a few shapes of groups, or if the
+    algorithm's name is reserved."""
     for shape, ranks in _tried(row):
         with _naming(row.name, shape):
             check_gather(ranks)
@@ -147,8 +147,8 @@ def names(kind: CollectiveKind, shape: Shape) -> list[str]:
 def rounds(algorithm: str, kind: CollectiveKind, rank: int, shape: Shape) -> tuple[Round, ...]:
     """Returns the rounds of one rank.
 
-    The rounds of an all-reduce are those of the reduce-scatter, then equally many rounds of the all-gather.
-    Raises `KeyError` for an algorithm that does not exist for the kind, and for `OWN`.
+    The rounds of an all-reduce are those of the reduce-scatter, then equally many rounds of the all-gather. Raises
+    `KeyError` for an algorithm that does not exist for the kind, for `OWN` and for `EVERYONE`.
     """
     if kind == "all_to_all":
         return tuple(EXCHANGES[algorithm].rounds(rank, shape))
@@ -301,8 +301,8 @@ def used(
 
     `by_messages` is true for Gloo, over which a group sends the messages of our schedules. Other backends use their
     built-in collectives, except where measurements exist and `choose` returns an algorithm on two levels. `narrow` is
-    true for floats of fewer than 32 bits: Gloo's built-in all-reduce would add them in their type, so the function
-    never chooses that all-reduce for them.
+    true for floats of fewer than 32 bits: Gloo's built-in all-reduce would add narrow floats in their type, so the
+    function never chooses that all-reduce for narrow floats.
     """
     name = choose(kind, shape, size, measured)
     if not by_messages:

@@ -1,9 +1,10 @@
 """Time of collectives by discrete-event simulation of their messages.
 
-Each message keeps its sender and its receiver busy for `overhead` seconds each. Messages leave through the sender's adapter
-one after the other and begin to arrive a latency later. Messages also pass the receiver's adapter one after the other.
-Within a node, every rank has a separate link. A rank begins a round when it has received all messages of the previous round.
-All our schedules are the same for every node, so a simulation of one node's ranks is enough.
+Each message keeps its sender and its receiver busy for `overhead` seconds each. Messages leave through the sender's
+adapter one after the other and begin to arrive a latency later. Messages also pass the receiver's adapter one after the
+other. Within a node, every rank has a separate link. A rank begins a round of a piece of the tensor when the rank has
+received all messages of the piece's previous round. All our schedules are the same for every node, so a simulation of
+one node's ranks is enough.
 """
 
 from collections import defaultdict
@@ -98,9 +99,10 @@ def program(schedule: Sequence[Round], block: float, pieces: int = 1) -> list[St
 def simulate(programs: Sequence[Sequence[Step]], shape: Shape, links: Links) -> list[float]:
     """Returns the seconds after which each rank has finished its program.
 
-    `programs` contains the programs of all ranks of the group, or only those of the first node's ranks if all nodes have the
-    same programs. A queue serves simultaneous messages in order of distance, so that all nodes behave alike.
-    Raises `ValueError` when a rank waits for a message that no rank sends.
+    `programs` contains the programs of all ranks of the group, or only those of the first node's ranks if all nodes
+    have the same programs. A queue is an adapter, or a rank's link within its node. Each queue serves simultaneous
+    messages in ascending order of (receiver - sender) mod ranks, so that all nodes behave alike. Raises `ValueError`
+    when a rank waits for a message that no rank sends.
     """
     return _Simulation(programs, shape, links).run()
 
@@ -117,7 +119,7 @@ class _Rank:
         self.come: defaultdict[int, list[float]] = defaultdict(list)  # arrival times, by sender
 
     def send(self, overhead: float) -> float:
-        """Advances the rank's time by `overhead`, and returns the time at which the rank's next message may leave."""
+        """Advances the rank's time by `overhead`, and returns the time at which this message may leave."""
         self.now += overhead
         return self.now
 
@@ -173,7 +175,8 @@ class _Simulation:
             rank.receive(self._links.overhead)
 
     def _push_event(self, moment: float, arrives: bool, sender: int, target: int, size: float) -> None:
-        """Pushes an event. The heap orders simultaneous events by distance, then by the target's local rank."""
+        """Pushes an event onto the heap, which orders simultaneous events by (target - sender) mod ranks, then by the
+        target's local rank."""
         nodes, per = self._shape
         event = (
             moment,

@@ -13,7 +13,7 @@ from optimus.errors import UserError
 class RefuseCollectives(TorchDispatchMode):
     """Refuses the collectives of `torch.distributed`, and therefore ours, that this thread begins inside the context.
 
-    Other ranks would not take part in such a collective. The mode does not see the functional collectives of torch
+    Other ranks would not take part in these collectives. The mode does not see the functional collectives of torch
     (`_c10d_functional`). Raises a `UserError` whose message ends with `why`.
     """
 

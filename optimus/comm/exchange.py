@@ -8,8 +8,8 @@ other messages use scratch buffers.
 In each round, a rank adds in rank order. The rank adds floats in fp32, or in the type of the addends if that type is
 wider, and integers in their type. Sums are therefore bitwise reproducible, and equal on all ranks that receive them.
 
-An exchange is a generator that begins a round, yields, and then waits for the round. The exchanges of the pieces of a large
-tensor advance in turn, so that one piece crosses nodes while another moves within a node.
+An exchange is a generator that begins a round, yields, and then waits for the round. The exchanges of the pieces of a
+large tensor advance in turn, so that one piece crosses nodes while another piece moves within a node.
 """
 
 import threading
@@ -151,7 +151,7 @@ Blocks = Sequence[Tensor] | Mapping[int, Tensor]
 
 
 def gather(rounds: Sequence[Round], blocks: Blocks, link: Channel) -> Exchange:
-    """Receives the other ranks' blocks into `blocks`, which must already contain the blocks that originate here."""
+    """Receives the other ranks' blocks into `blocks`, which must already contain this rank's own blocks."""
     for each in rounds:
         works, landings, lent = [], [], []
         for message in _filled(each.receives, blocks):
@@ -275,7 +275,7 @@ def add_up(rows: Sequence[Tensor], out: Tensor) -> None:
     """Fills `out` with the sum of at least two `rows`, added in their order. `out` may be one of the rows.
 
     The function adds one tile at a time, so that the tile stays in cache. The function adds floats in fp32, or in the
-    type of `out` if that type is wider, and integers in their type, since fp32 would lose the low bits of integers.
+    type of `out` if that type is wider. The function adds integers in their type, since fp32 would lose low bits.
     """
     wide = _wide(out.dtype)
     for start in range(0, len(out), TILE):
@@ -283,7 +283,7 @@ def add_up(rows: Sequence[Tensor], out: Tensor) -> None:
         total = first.to(wide)
         for other in others:
             total = total + other
-        torch.add(total, last, out=out[start : start + TILE])  # `out` may be a row, so it is written last
+        torch.add(total, last, out=out[start : start + TILE])  # writes `out` last, because `out` may be a row
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

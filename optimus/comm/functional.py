@@ -1,12 +1,12 @@
-"""Differentiable collectives. The backward pass of each function is the transposed operation.
+"""Differentiable collectives. The backward pass of each differentiable function is the transposed operation.
 
 Most functions act on rows, the slices of dim 0. No differentiable function changes its input in place, and in a group
 of one rank every differentiable function returns its input. All ranks of the group must call the functions in the same
 order. Autograd visits the operations of a graph in the reverse of their order of creation, so ranks with the same graph
 agree on the order of the backward pass too.
 
-A tensor is *shared* if all ranks have equal copies and compute the same from the copies; its gradient is then the same on
-all ranks. The functions below give correct gradients only if the tensors that they call shared are shared.
+A tensor is *shared* if all ranks have equal copies and compute the same from the copies; its gradient is then the same
+on all ranks. Gradients are correct only if all tensors that the docstrings below call shared are shared.
 
 The collective cache (`step_context.CollectiveCache`) can store the results of the first forward pass's collectives, so that
 activation recomputation issues no collectives.

@@ -298,7 +298,7 @@ class Group:
         return values
 
     def gather_object(self, value: T) -> list[T] | None:
-        """Returns the `value` of every rank on the group's first rank, in rank order, and None on the others."""
+        """Returns the `value` of every rank on the group's first rank, in rank order, and None on the other ranks."""
         if self.size == 1:
             return [value]
         values: list[Any] | None = [None] * self.size if self.rank == 0 else None

@@ -33,7 +33,8 @@ class PlannedGroups(NamedTuple):
 
 
 def groups_of_mesh(mesh: Mesh) -> Iterator[PlannedGroups]:
-    """Yields, without duplicates, the groups along every set of axes of either view, each axis of a size above 1.
+    """Yields, without duplicates, the groups along every set of axes of the dense view or of the expert view, each axis
+    of a size above 1.
 
     Also yields the embedding groups, and the groups of expert parallelism across nodes and within nodes.
     """
@@ -93,10 +94,10 @@ class Groups:
     """The groups of this rank: one for each partition of the ranks, which all users of the partition share, and unshared
     groups (`apart`).
 
-    The constructor creates the groups of `planned`, by default `groups_of_mesh(mesh)`. A run creates exactly the groups that
-    it uses (`resolve/groups.py`). A rank creates only the groups that it belongs to. Code that creates other process groups
-    must create equally many on every rank; see `_handle`. NCCL, RCCL and oneCCL connect a group in its first collective, so
-    a group without collectives costs no memory.
+    The constructor creates the groups of `planned`, by default `groups_of_mesh(mesh)`. A run creates only the groups
+    that it uses (`resolve/groups.py`). A rank creates only the groups that it belongs to. Code that creates other
+    process groups must create equally many on every rank; see `_handle`. NCCL, RCCL and oneCCL connect a group in its
+    first collective, so a group without collectives costs no device memory.
 
     `timeout` is the time in seconds that a rank waits for the other ranks of a group, by default torch's timeout. Groups
     choose the algorithms of collectives by `measured`. `partial_sums` encodes the partial sums that nodes send each other.
@@ -186,14 +187,14 @@ class Groups:
         )
 
     def along(self, *axes: str) -> Group:
-        """Returns the group of the ranks that differ from this one on `axes` only."""
+        """Returns the group of the ranks that differ from this rank on `axes` only."""
         key = frozenset(axes)
         if key not in self._along:
             self._along[key] = self.group_of(self.mesh.groups(axes))
         return self._along[key]
 
     def streams(self, number: int, *axes: str) -> list[Group]:
-        """Returns `number` groups along `axes`, so that messages of one group wait for no message of another.
+        """Returns `number` groups along `axes`, so that messages of one group wait for no message of another group.
 
         The groups share a process group and differ by tags; on backends without tags they are separate process groups.
         """
@@ -205,8 +206,8 @@ class Groups:
     def apart(self, number: int, *axes: str) -> list[Group]:
         """Returns `number` groups along `axes` that no other code uses.
 
-        Two ranks may call the collectives of two such groups in different orders. Raises `RuntimeError` if the run has
-        not created enough unshared groups.
+        Two ranks may call the collectives of two unshared groups in different orders. Raises `RuntimeError` if the run
+        has not created enough unshared groups.
         """
         partition = self.mesh.groups(axes)
         made = self._apart.get(partition, [])

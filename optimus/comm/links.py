@@ -20,7 +20,8 @@ class Links(NamedTuple):
     inside: Link = Link(15e-6, 3e9)
     """The link of a rank to the other ranks of its node."""
     adapters: int = 1
-    """Number of network adapters of a node, which its ranks share evenly; neighbouring ranks share one adapter."""
+    """Number of network adapters of a node. Consecutive ranks of the node share an adapter, and all adapters serve
+    about equally many ranks."""
 
     def adapter(self, local_rank: int, per: int) -> int:
         """Returns the index of the adapter that `local_rank` uses, on a node with `per` ranks."""

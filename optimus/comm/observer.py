@@ -36,7 +36,7 @@ class Observer:
         self._ranks, self._rank, self._gloo = ranks, rank, gloo
         self._tag = f" ({tag})" if tag else ""
         self.name = _few(ranks) + self._tag
-        recorder.begun.setdefault(self.name, 0)  # so that a rank without collectives counts as behind
+        recorder.begun.setdefault(self.name, 0)  # so that a rank that has begun no collective counts as late
 
     def begin(
         self,
@@ -50,7 +50,7 @@ class Observer:
     ) -> Handle:
         """Begins a collective of `tensor` by `call` and returns its handle; in a group of one rank, calls nothing.
 
-        `sent` is the tensor that this rank sends, and `receives` says whether the rank receives something. `at` is the name
+        `sent` is the tensor that this rank sends, and `receives` is true if the rank receives data. `at` is the name
         under which the recorder counts the collective, by default the group's name.
 
         This method, or the handle, raises a `CollectiveError` that names the collective when the backend reports that

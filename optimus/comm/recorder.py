@@ -1,8 +1,8 @@
 """Record of a rank's collectives: the number begun in each group, the current wait, and the time waited.
 
-When the ranks hang, the last collective of each rank shows which ranks the others wait for. When one rank is slow, the
-other ranks wait longer than that rank. Recording costs at most four readings of the clock per collective, and also two
-events if the device waits instead of the host (`device`).
+When the ranks hang, the last collective of each rank shows which ranks the other ranks wait for. When one rank is slow,
+the other ranks wait longer than that rank. Recording costs at most four readings of the clock per collective, and also
+two events if the device waits instead of the host (`device`).
 """
 
 import threading

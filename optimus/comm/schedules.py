@@ -60,7 +60,7 @@ def direct(rank: int, ranks: int) -> list[Round]:
 
 
 def ring(rank: int, ranks: int) -> list[Round]:
-    """Sends to the next rank this rank's block, then in every round the block received in the round before."""
+    """Sends to the next rank this rank's block, then in every round the block received in the previous round."""
     following, previous = (rank + 1) % ranks, (rank - 1) % ranks
     return [
         Round(
@@ -98,8 +98,8 @@ def everyone(rank: int, ranks: int) -> list[Round]:
 def two_levels(across: RoundSchedule, within: RoundSchedule) -> Callable[[int, Shape], list[Round]]:
     """Combines an all-gather across nodes, among ranks with equal local ranks, with an all-gather within each node.
 
-    The second all-gather distributes the blocks that each rank has after the first. The ranks of a node together send (nodes
-    - 1) * per blocks to other nodes, which is the minimum, and each rank sends an equal share.
+    The second all-gather distributes the blocks that each rank has after the first all-gather. The ranks of a node
+    together send (nodes - 1) * per blocks to other nodes, which is the minimum, and each rank sends an equal share.
     """
 
     def schedule(rank: int, shape: Shape) -> list[Round]:

@@ -1,10 +1,10 @@
 """Strategies by which a group carries out its collectives; `algorithms.used` chooses the algorithm for each tensor.
 
 `Backend` calls the backend's built-in collectives. `Rounds` sends rounds of messages over Gloo. `TwoLevels` calls
-collectives of a group across nodes and of one within the node. Every method begins a collective of a group with several
-ranks, and returns its handle. `parts` are the slices of dim 0 of the whole tensor; `even` is true if all have one
-length. With `beside`, `Rounds` runs the rounds after the first one in a thread while the rank computes; otherwise
-`Handle.wait` runs these rounds.
+collectives of a group across nodes and of a group within the node. Every method begins a collective of a group with
+several ranks, and returns its handle. `parts` are the slices of dim 0 of the whole tensor; `even` is true if all parts
+have one length. With `beside`, `Rounds` runs the rounds after the first round in a thread while the rank computes;
+otherwise `Handle.wait` runs these rounds.
 """
 
 from collections.abc import Callable, Sequence

@@ -18,7 +18,7 @@ class InTurn(Handle):
         return self._under_way is not None
 
     def add(self, start: Callable[[], Handle]) -> None:
-        """Begins an operation at once if no other is under way, and otherwise enqueues the operation."""
+        """Begins an operation at once if no other operation is under way, and otherwise enqueues the operation."""
         if self:
             self._starts.append(start)
         else:

@@ -1,10 +1,10 @@
 """Origin of NaN and Inf, found from sums of the tensors that each rank sends.
 
 If a faulty device produces NaN or Inf, the next collectives spread the NaN or Inf to other ranks: tensor, expert and
-pipeline parallelism communicate inside the forward pass. Each rank therefore sums every floating-point tensor that it
-is about to send. A sum costs one pass over the tensor and no synchronisation; the rank reads the sums only when a step
-has failed. The ranks then tell each other in which collectives they have sent NaN or Inf. The origin is a rank that
-sent NaN or Inf before it received any.
+pipeline parallelism communicate inside the forward pass. Inside `Watch.on`, each rank therefore sums the floating-point
+tensors that it is about to send over watched groups. A sum costs one pass over the tensor and no synchronisation; the
+rank reads the sums only when a step has failed. The ranks then tell each other in which collectives they have sent NaN
+or Inf. The origin is a rank that sent NaN or Inf before it received NaN or Inf.
 """
 
 from collections.abc import Collection, Iterator
@@ -30,7 +30,7 @@ class Watch:
     """Records sent and received tensors since `begin`, in order, but only inside `on`."""
 
     def __init__(self) -> None:
-        self.enabled = False  # True: somebody reads the records
+        self.enabled = False  # True if somebody reads the records
         self._notes: list[_Note] = []  # several threads append records
         self._on = False
 
@@ -65,8 +65,8 @@ class Watch:
     def origin(self, spread: Collection[CollectiveId]) -> str | None:
         """Returns the name of the collective in which this rank first sent NaN or Inf.
 
-        Returns None if this rank sent neither, or took part in a collective of `spread` earlier. `spread` contains the
-        collectives in which other ranks sent NaN or Inf.
+        Returns None if this rank sent neither, or earlier received the result of a collective of `spread`. `spread`
+        contains the collectives in which other ranks sent NaN or Inf.
         """
         spoilt = {id(note) for note in self._spoilt()}
         for note in self._notes:

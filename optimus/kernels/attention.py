@@ -68,8 +68,8 @@ def causal_attention(q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, scoring: Sc
 def attend_last(q_BND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, last_B: Tensor, scoring: Scoring = PLAIN) -> Tensor:
     """Computes attention of each row's query, at position `last_B`, over the row's keys up to this position: [B, N, D].
 
-    `last_B` may differ between rows. Keys and values behind `last_B` get weight 0, so they must be finite. Generation
-    calls this function without autograd.
+    `last_B` may differ between rows. Keys and values after `last_B` get weight 0, but must be finite. Generation calls
+    this function without autograd.
     """
     window, cap, sink_N = scoring
     q, k, v = q_BND.unflatten(1, (k_BPMD.shape[2], -1)), k_BPMD.transpose(1, 2), v_BPMD.transpose(1, 2)
@@ -242,9 +242,9 @@ def _merged(blocks: "Sequence[AttentionBlock]") -> bool:
 class AttentionBlock(NamedTuple):
     """A slice of queries and a slice of keys that they attend to, according to `mask`.
 
-    With mask `none`, every query attends to all keys. The other masks need as many keys as queries: with `causal`, query i
-    attends to keys up to i; with `window`, to keys from i on. A window block with reversed queries and keys is a causal
-    block, so paths implement no window blocks.
+    With mask `none`, every query attends to all keys. The other masks need as many keys as queries: with `causal`,
+    query i attends to keys up to i; with `window`, to keys from i on. A window block with reversed queries and keys is
+    a causal block, so the kernels need no window mask.
     """
 
     queries: slice
@@ -290,7 +290,7 @@ class AttentionBlock(NamedTuple):
 
 
 def capped(blocks: "Iterable[AttentionBlock]", cap: float | None) -> "list[AttentionBlock]":
-    """Returns these blocks with a `cap` on their scores."""
+    """Returns `blocks` with a `cap` on their scores."""
     return list(blocks) if cap is None else [block._replace(cap=cap) for block in blocks]
 
 

@@ -1,8 +1,8 @@
 """The experts' feed-forward layers in one autograd function: gather, two matmuls per expert, weighted sum.
 
-The method is FastSparseMoE, Algorithm 1 of the Optimus paper, without stage 1, token communication (lines 5-13), which the
-dispatcher implements. On an accelerator, the other stages are kernels in `kernels/triton`. On the CPU, this module
-implements the other stages:
+The method is FastSparseMoE, Algorithm 1 of the Optimus paper, without stage 1, token communication (lines 5-13), which
+the dispatcher implements. With Triton, for silu and `clamped_silu`, the other stages are kernels in `kernels/triton`.
+Otherwise, this module implements the other stages:
 
 - 2, token counting (lines 15-43), and 3, index generation (lines 45-72): `make_routes`
 - 4, expert computation (lines 75-79): the loop over experts
@@ -44,7 +44,7 @@ class Routes(NamedTuple):
     choice_P: Tensor  # t * K + k of every row; padding rows repeat a choice of the same expert, the spare row has 0
     real_P: Tensor  # 1 for rows of a choice, 0 for padding and the spare row; in the dtype of the weights
     position_TK: Tensor  # the row of every choice; the spare row, the last one, for a choice of -1
-    skipped_TK: Tensor | None  # True where the choice is -1; None without such choices, and then there is no spare row
+    skipped_TK: Tensor | None  # True where the choice is -1; None if no choice is -1, and then there is no spare row
     slices: list[tuple[int, slice]]  # (expert, rows of the expert), without experts that have no rows
 
     @property
@@ -56,7 +56,7 @@ class Routes(NamedTuple):
     def fullest(self) -> list[tuple[int, slice]]:
         """Some of `slices`, at most four, which determine peak memory.
 
-        The longest slice and the longest pair of consecutive slices are always included.
+        The result always includes the longest slice and the longest pair of consecutive slices.
         """
         sizes = [rows.stop - rows.start for _, rows in self.slices]
         pairs = [sum(sizes[max(0, i - 1) : i + 1]) for i in range(len(sizes))]
@@ -111,12 +111,11 @@ def expert_mlp(
 ) -> Tensor:
     """Returns the sum over k of weights[t, k] * down_e(silu(gate_e(x_t)) * up_e(x_t)) with e = indices[t, k]; [T, H].
 
-    A choice with e = -1 is skipped: it adds nothing to the output or a gradient, for any values of its token and
-    weight. `gate_up_EJH` holds gate, then up. Gradients flow to x, the weights and the parameters. The backward pass
-    adds the gradient of a parameter with a gradient buffer to that buffer, and returns None to autograd. `forms`
-    chooses the operand forms of matmuls on the PyTorch path. `kind` is the activation; the Triton kernels support silu
-    and `clamped_silu`. `bias_EJ` is the bias of gate and up. `choices` is the number of choices that are not -1, if the
-    caller knows it.
+    A choice with e = -1 adds nothing to the output or a gradient, for any values of its token and weight. `gate_up_EJH`
+    holds gate, then up. Gradients flow to x, the weights and the parameters. The backward pass adds the gradient of a
+    parameter with a gradient buffer to that buffer, and returns None to autograd. `forms` chooses the operand forms of
+    matmuls on the PyTorch path. `kind` is the activation; the Triton kernels support silu and `clamped_silu`. `bias_EJ`
+    is the bias of gate and up. `choices` is the number of choices that are not -1, if the caller knows it.
     """
     if backend.use_triton(x_TH) and kind in ("silu", "clamped_silu"):
         from optimus.kernels.triton import expert_mlp as kernels

@@ -39,7 +39,7 @@ class GradientBuffer(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Signals that the gradient has been added. Kernels call this method once per backward pass."""
+        """Signals that the kernel has added the gradient. Kernels call this method once per backward pass."""
 
     @abstractmethod
     def found(self) -> None:

@@ -24,7 +24,7 @@ from optimus.kernels.backend import compute_dtype
 from optimus.kernels.matmul import matmul
 from optimus.step_context import Forms
 
-Gradients = tuple[Tensor | None, Tensor | None]  # gradients of x and w; None for one that autograd does not need
+Gradients = tuple[Tensor | None, Tensor | None]  # gradients of x and w; None for a gradient that autograd does not need
 
 _BLOCK_ELEMENTS = 1 << 21  # fp32 logits of one block (8 MB, for a CPU's cache), unless `_LEAST_ROWS` rows have more
 # Minimum number of rows of a block: with fewer, reading the weight and adding to its gradient dominate.
@@ -41,7 +41,7 @@ class VocabularyPart(Protocol):
         """All-reduces the logits in place over the devices that have the same rows of the weight, but other columns."""
 
     def gather(self, logits_TV: Tensor) -> Tensor:
-        """Returns the logits of the whole vocabulary from those of all shards."""
+        """Returns the logits of the whole vocabulary from the logits of all shards."""
 
     def combine(self, lse_T: Tensor, chosen_T: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (log-sum-exp of `lse_T`, sum of `chosen_T`) over all shards of the vocabulary."""
@@ -59,11 +59,11 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Returns the summed cross-entropy of `x_TH @ w_VH.T` against `target_T`, divided by `count`, as a scalar.
 
-    By default `count` is T. Rows with a negative target are ignored. Softmax and loss are in fp32 (float64 for
+    By default `count` is T. The function ignores rows with a negative target. Softmax and loss are in fp32 (float64 for
     float64). Gradients flow to `x_TH` and `w_VH`. With a `part`, the loss is over the whole vocabulary, and the
     gradient of x is this shard's contribution. `forms` chooses the operand forms of matmuls on the PyTorch path. With a
-    `cap`, the logits are `soft_capped`. `rows_T` (fp32), if given, is filled with the cross-entropy of each row, 0 for
-    ignored rows.
+    `cap`, the logits are `soft_capped`. The function fills `rows_T` (fp32), if given, with the cross-entropy of each
+    row, 0 for ignored rows.
     """
     count = float(len(x_TH)) if count is None else count
     find = partial(_in_blocks, target_T=target_T, count=count, part=part, forms=forms, cap=cap, rows_T=rows_T)
@@ -189,7 +189,7 @@ def partial_softmax(logits_TV: Tensor, target_T: Tensor, first: int, out_TV: Ten
     wide, p_TV = out_TV.dtype, torch.softmax(out_TV.copy_(logits_TV), -1, out=out_TV)
     lse_T = (
         logits_TV.amax(-1).to(wide) - p_TV.amax(-1).log()
-    )  # both maxima belong to one token; finding that token by `argmax` would take ten times as long
+    )  # both maxima are of the same column; finding the column by `argmax` would take ten times as long
     chosen_T = logits_TV.gather(1, row_T1)[:, 0].to(wide).masked_fill(~here_T, 0)
     return PartialSoftmax(p_TV, lse_T, chosen_T, target_T, first)
 

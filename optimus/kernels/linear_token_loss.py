@@ -42,7 +42,7 @@ def _in_blocks(
     part: VocabularyPart | None, forms: Forms | None, cap: float | None, rows_T: Tensor | None,
 ) -> Tensor:  # fmt: skip
     wide, first = compute_dtype(x_TH.dtype), 0 if part is None else part.first
-    block = block_rows(len(w_VH) if part is None else part.largest)  # shards communicate, so all need the same blocks
+    block = block_rows(len(w_VH) if part is None else part.largest)  # all shards need the same blocks
     total = torch.zeros((), dtype=wide, device=x_TH.device)
     for start in range(0, len(x_TH), block):
         rows = slice(start, start + block)

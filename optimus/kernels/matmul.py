@@ -4,7 +4,8 @@ The form of a matmul (NN, NT or TN) gives the layouts of its two operands: N is 
 are not equally fast in the three forms: on one chip a TN matmul was eight times slower than the same matmul as NN
 (AxoNN, section 5.1.3). While a `MatmulForms` measures, it times the first large matmul of each shape in all three
 forms, including the transposition of operands. Once the ranks have agreed (`choose`), matmuls of the same sizes and
-dtype use a clearly faster form. Before the agreement, and without a `MatmulForms`, matmuls use their operands as given.
+dtype use a clearly faster form, if there is one. Before the agreement, and without a `MatmulForms`, matmuls use their
+operands as given.
 
 Results of different forms may differ in their last bits. Ranks with the same computation must use the same form, or a
 token could go to different experts on different ranks.
@@ -78,11 +79,12 @@ def matmul(
     rows_vary: bool = False,
     forms: Forms | None = None,
 ) -> Tensor:
-    """Computes A @ B, [M, N], of two matrices of one dtype, each contiguous or the transpose of a contiguous one.
+    """Computes A @ B, [M, N], of two matrices of one dtype, each contiguous or the transpose of a contiguous matrix.
 
     With `out`, writes the result to `out`. With `out` and `add`, adds the result to `out`, which may have another
-    dtype. `rows_vary`: the number of tokens (M, or L if A is transposed) differs between batches, so `forms` chooses
-    one form for all numbers with the same next power of two. Without `forms`, the operands stay as given.
+    dtype. `rows_vary` is true if the number of tokens (M, or L if A is transposed) differs between batches. Then
+    `forms` chooses one form for all numbers with the same next power of two. Without `forms`, the operands stay as
+    given.
     """
     if forms is not None:
         form = form_of(a_ML, b_LN)

@@ -1,7 +1,7 @@
 """The sum of squares of gradients, for their norm, accumulated in float64 if the device has float64.
 
 A sequential fp32 sum depends on the order of the elements, and pruned chunks store the same gradients in another order.
-On an accelerator, each program writes one number for several thousand gradients, so one pass over memory suffices.
+With Triton, each program writes one number for several thousand gradients, so one pass over memory suffices.
 """
 
 from functools import cache

@@ -2,7 +2,7 @@
 this section.
 
 Modules read the architecture from these fields alone. The family provides the values that its models share, and the
-format of Hugging Face folders; it selects no code. This module does not import torch, because every program that reads
+format of Hugging Face folders, but selects no code. This module does not import torch, because every program that reads
 a configuration imports this module.
 """
 
@@ -94,7 +94,7 @@ class ModelConfig(Section):
     latent: Latent | None = Field(None, description="Sizes of latent attention (MLA).")
     intermediate: int = Field(gt=0, description="Width of the dense feed-forward layer.")
     vocab: int = Field(gt=0)
-    """Size of the vocabulary, at least the tokenizer's. The number of ranks need not divide it."""
+    """Size of the vocabulary, at least the tokenizer's. The number of ranks need not divide this size."""
     norm: Literal["layer", "layer_affine", "rms", "rms_offset"] = "rms"
     """layer: LayerNorm without weights; layer_affine: LayerNorm with weights and biases; rms: RMSNorm with weights;
     rms_offset: RMSNorm that stores its weights minus one. Default: the family's, the only one that an export supports."""

@@ -30,8 +30,8 @@ class AttentionPositions(NamedTuple):
 class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al. 2023): groups of N / M heads share the keys and values of one head.
 
-    If every head has its own keys and values, the weights of q, k and v are one parameter, and one matmul computes all
-    three.
+    If every head has its own keys and values, the weights of q, k and v are one parameter, and one matmul computes q, k
+    and v.
     """
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:

@@ -1,7 +1,7 @@
 """Keys and values that generation caches. The rows of a cache are sequences, which may have different lengths.
 
 Every layer allocates buffers for `rows` sequences of `capacity` positions, and doubles the capacity when a sequence
-outgrows the buffers. A row that ends leaves its place to the last row, so that the other rows stay where they are.
+outgrows the buffers. When a row ends, the last row takes the index of this row, and all other rows keep their indices.
 
 Legend: B rows, S new positions of every row, P positions in the cache, N heads, M heads of keys and values, D head size.
 """
@@ -55,11 +55,12 @@ class KVCache:
         return F.pad(self.last_B, (0, length - len(self.last_B)))
 
     def end(self) -> None:
-        """Ends the forward pass: the new tokens are cached, and padding is not."""
+        """Ends the forward pass: adds to the length of every row the number of tokens per row passed to `begin`,
+        including padding of shorter rows."""
         self.keep([length + self._new for length in self.lengths])
 
     def keep(self, lengths: Sequence[int]) -> None:
-        """Keeps the first `lengths` positions of each row. Later positions in the buffers belong to padding."""
+        """Keeps the first `lengths` positions of each row. Later positions in the buffers are zeros or padding."""
         self.lengths = list(lengths)
 
     def reserve(self, rows: int, length: int) -> tuple[int, int]:
@@ -76,7 +77,7 @@ class KVCache:
         self.lengths += other.lengths
 
     def remove(self, row: int) -> None:
-        """Removes a row; the last row takes its place."""
+        """Removes a row; the last row takes the index of this row."""
         last = len(self.lengths) - 1
         if row != last:
             for layer in self.layers:
@@ -100,7 +101,7 @@ class LayerCache:
     def append(self, k_BSMD: Tensor, v_BSMD: Tensor) -> tuple[Tensor, Tensor]:
         """Appends new keys and new values, and returns all keys and all values of the rows [B, P, M, D].
 
-        Behind the last position of a shorter row, keys and values are zeros or belong to padding.
+        After the last position of a shorter row, keys and values are zeros or belong to padding.
         """
         cache, rows = self._cache, len(self._cache.lengths)
         end = cache.start + k_BSMD.shape[1] if cache.last_B is None else max(cache.lengths) + 1
@@ -115,7 +116,8 @@ class LayerCache:
         return k_BMPD.transpose(1, 2), v_BMPD.transpose(1, 2)
 
     def attend(self, q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-        """Computes attention of the new positions over the cached positions of their rows, [B, S, N, D]."""
+        """Computes attention of the new positions over the cached positions of their rows; the result has the shape of
+        `q_BSND`."""
         last_B = self._cache.last_B
         if last_B is None:
             return causal_attention(q_BSND, k_BPMD, v_BPMD, scoring)
@@ -123,7 +125,7 @@ class LayerCache:
         return F.pad(y_BND, (0, 0, 0, 0, 0, q_BSND.shape[1] - len(last_B)))[None]
 
     def extend(self, other: "LayerCache") -> None:
-        """Adds the rows of another layer's cache behind the rows of this layer."""
+        """Adds the rows of `other`, the same layer of another cache, after the rows of this cache."""
         rows, added = len(self._cache.lengths), len(other._cache.lengths)
         length = max(other._cache.lengths)
         new = [buffer[:added, :, :length] for buffer in other._buffers]

@@ -15,7 +15,8 @@ from optimus.model.transformer import Transformer
 
 
 class ParameterCount(NamedTuple):
-    """Numbers of parameters. `active` counts the parameters that one token uses: of the experts, only the chosen ones."""
+    """Numbers of parameters. `active` counts the parameters that one token uses: of the experts, only the chosen
+    experts."""
 
     total: int
     active: int
@@ -56,9 +57,9 @@ def too_large(config: ModelConfig, tensors: int, elements: int) -> bool:
 def flops_per_token(config: ModelConfig, context: int) -> float:
     """Returns the floating point operations of forward and backward pass per token (PaLM, appendix B).
 
-    Counts 6 per active weight of a matmul: 2 in the forward pass, 4 in the backward pass. The input embedding is a look-up
-    and does not count. For attention, counts 6 per column of queries and values and per position of the context or window,
-    without a discount for the causal mask, as usual for model FLOPs utilisation (MFU).
+    Counts 6 per active weight of a matmul: 2 in the forward pass, 4 in the backward pass. The input embedding is a
+    look-up and does not count. For attention, counts 6 per column of queries and values and per position of the context
+    or window. There is no discount for the causal mask, as usual for model FLOPs utilisation (MFU).
     """
     counts = _counts(config)
     scores = sum(columns * min(window or context, context) for window, columns in counts.scored.items())
@@ -68,8 +69,8 @@ def flops_per_token(config: ModelConfig, context: int) -> float:
 def forward_flops(config: ModelConfig, context: int) -> dict[str, float]:
     """Returns the forward floating point operations per token of a block's modules, averaged over all blocks.
 
-    The keys are kinds of modules: attention, and mlp, moe or both. Counts only the attention scores inside the causal
-    mask.
+    The keys are kinds of modules: attention, and one or both of mlp and moe. Counts only the attention scores inside
+    the causal mask.
     """
     counts = _counts(config)
     found = {kind: 2.0 * weights / config.layers for kind, weights in counts.multiplied.items() if kind != "head"}

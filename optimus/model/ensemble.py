@@ -1,4 +1,5 @@
-"""Combines several models into one whose logits are the mean of theirs (Pre-training under infinite compute, section 4).
+"""Combines several models into one model whose logits are the mean of the members' logits (Pre-training under infinite
+compute, section 4).
 
 Legend: B rows, S positions, H hidden states of all members side by side, N or T tokens, V vocabulary.
 """

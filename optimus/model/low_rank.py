@@ -24,7 +24,7 @@ def has_zeros(w: Tensor) -> bool:
 
 
 class ThinFactors(MatrixProduct):
-    """The matmuls of `inner`, plus those of two thin factors: x W.T + (x A.T) B.T.
+    """The matmuls of `inner`, plus the matmuls of two thin factors: x W.T + (x A.T) B.T.
 
     `b` is [*outputs, R]. The backward pass adds the gradients of the factors to `buffers`. A rank may have a shard of
     the weight and the matching shards of the factors. The rank's results and gradients may then be partial sums.

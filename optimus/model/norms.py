@@ -23,7 +23,7 @@ class Norms:
         return rms_norm(x_TH, weight_H, eps)
 
     def layer(self, x_TH: Tensor, eps: float, weight_H: Tensor | None = None, bias_H: Tensor | None = None) -> Tensor:
-        """Applies LayerNorm, either with weight and bias or without both."""
+        """Applies LayerNorm, with a weight and a bias or with neither."""
         return F.layer_norm(x_TH, x_TH.shape[-1:], weight_H, bias_H, eps)
 
 
@@ -54,7 +54,8 @@ class RMSNorm(Norm):
 
 
 class LayerNorm(Norm):
-    """LayerNorm, computed in at least fp32: with weight and bias, or without both (OLMo's non-parametric norm)."""
+    """LayerNorm, computed in at least fp32: with weight and bias if `affine`, otherwise without parameters (OLMo's
+    non-parametric norm)."""
 
     def __init__(self, columns: Size, eps: float, *, affine: bool = False) -> None:
         super().__init__(columns, eps)

@@ -35,7 +35,7 @@ class Losses(NamedTuple):
     """The losses of a microbatch as scalars, and the router's statistics. The router's losses are zero for a dense
     model."""
 
-    cross_entropy: Tensor  # nats, summed over predicted tokens and divided by `count`
+    cross_entropy: Tensor  # in nats, or another loss of tokens; summed over predicted tokens and divided by `count`
     router: RouterStats | None
     divergence: Tensor | None = None  # divergence from a teacher, summed and divided like `cross_entropy`
 
@@ -140,10 +140,10 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """The output layer. Computes logits, or the cross-entropy against targets, which needs memory for only one block of
-    logits at a time.
+    """The output layer. Computes logits, or the loss against targets, which needs memory for only one block of logits
+    at a time.
 
-    `weight` is a parameter of the output layer, or the embedding's weight when the two are `tied`.
+    `weight` is a parameter of the output layer, or the embedding's weight `tied`.
     """
 
     replaceable = ("vocabulary",)
@@ -172,10 +172,10 @@ class Head(nn.Module):
     ) -> Tensor:
         """Maps x [..., H] to logits [..., V].
 
-        With `target_T`, maps x [T, H] to the summed cross-entropy divided by `count`, an fp32 scalar. `rows_T`, if given,
-        is filled with the cross-entropy of each row. With `soft`, the result is [2]: the cross-entropy and the divergence
-        from the soft targets; then the vocabulary must not be sharded. With `part`, x is the residual stream as the blocks
-        shard it, and the logits are those of this rank's vocabulary entries.
+        With `target_T`, maps x [T, H] to the summed loss divided by `count`, a scalar in at least fp32; see
+        `Vocabulary.loss`. `rows_T`, if given, gets the loss of each row. With `soft`, the result is [2]: the loss and
+        the divergence from the soft targets; then the vocabulary must not be sharded. With `part`, x is the residual
+        stream as the blocks shard it, and the logits cover this rank's vocabulary entries.
         """
         if target_T is not None:
             loss = self.vocabulary.loss(x, self.weight, target_T, count, self.cap, rows_T)
@@ -271,8 +271,8 @@ class Transformer(nn.Module):
         """Computes the loss of predicting each target token from the tokens before the target, and the router's
         statistics.
 
-        Sums the cross-entropies and divides them by `count`. With the default `count`, the mean over the devices that share
-        the sequences is the mean over the predicted tokens, or 0 if no token is predicted.
+        Divides the sum of the losses by `count`. With the default `count`, the mean over the devices that share the
+        sequences is the mean over the predicted tokens, or 0 if no token is predicted.
         """
         batch = Batch.wrap(inputs)
         positions_S, positions = self.local_positions(batch)
@@ -316,7 +316,8 @@ class Transformer(nn.Module):
         return positions_S, self._attention_positions(position_T, 1, self.sequence.for_documents(documents))
 
     def full_positions(self, tokens_BS: Tensor, cache: KVCache | None = None) -> tuple[Tensor, AttentionPositions]:
-        """Returns the result of `local_positions`, but with all positions on every device, after those of a `cache`."""
+        """Returns the result of `local_positions`, but with all positions on every device, after the positions of a
+        `cache`."""
         find = torch.arange if cache is None else cache.positions
         positions_S = find(tokens_BS.shape[1], device=tokens_BS.device)
         return positions_S, self._attention_positions(positions_S, len(tokens_BS), SequenceSplit())

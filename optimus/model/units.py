@@ -26,7 +26,8 @@ class Unit:
         self.run_by(self.row([step for _, step in self.steps]))
 
     def __call__(self, x: Tensor, *args: Any) -> Any:
-        """Runs the unit. If the module returns several results, the first one goes through the norm after the module."""
+        """Runs the unit. If the module returns several results, the first result goes through the norm after the
+        module."""
         return self._run(x, *args)
 
     def run_by(self, run: Callable[..., Any]) -> None:

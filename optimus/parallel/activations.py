@@ -70,11 +70,11 @@ def activation_bytes(
 ) -> Activations:
     """Returns the activation bytes of one microbatch of `micro_batch` sequences of `context` tokens.
 
-    `itemsize` is the number of bytes per element. `mesh` and `options` describe the parallelization, and whether results of
-    collectives are cached for recomputation. `layers` are the numbers of this rank's blocks, by default all. `first` is
-    true if the rank has the embedding, and `last` is true if it has the output layer, where `teachers` run. `load` is the
-    load imbalance: the tokens of this rank's experts, relative to the mean. `splits`: a later part of the backward pass
-    computes the weight gradients (Zero Bubble Pipeline Parallelism).
+    `itemsize` is the number of bytes per element. `mesh` and `options` describe the parallelization, and whether
+    results of collectives are cached for recomputation. `layers` are the numbers of this rank's blocks, by default all.
+    `first` is true if the rank has the embedding, and `last` is true if it has the output layer, where `teachers` run.
+    `load` is the load imbalance: the tokens of this rank's experts, relative to the mean. `splits` is true if a later
+    part of the backward pass computes the weight gradients (Zero Bubble Pipeline Parallelism).
     """
     mesh, options = mesh or Mesh(), options or StageOptions()
     setting = ModuleSetting.canonical(config, mesh, options, context, itemsize, load, teachers, splits)
@@ -152,7 +152,8 @@ def _alone(module: ModuleBytes, saved_inputs: _Sources) -> _Region:
 
 
 def _shared(module: ModuleBytes, saved_inputs: _Sources) -> float:
-    """Returns the bytes of the module's input if `saved_inputs` has the input already, and adds the input there."""
+    """Returns the bytes of the module's input if `saved_inputs` has the input already, and adds the input to
+    `saved_inputs`."""
     shared = module.saved_input if module.source in saved_inputs else 0
     saved_inputs |= {module.source} if module.saved_input else set()
     return shared

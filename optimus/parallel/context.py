@@ -1,7 +1,7 @@
 """Context parallelism: the ranks of a group split every sequence, and attention over the whole sequence is exact.
 
-In `RingSequence`, keys and values travel around the ranks, and each rank computes with one rank's keys while it
-receives the next (ring attention, Liu et al. 2023). Each rank has a piece of the first half and the piece's mirror
+In `RingSequence`, keys and values travel around the ranks (ring attention, Liu et al. 2023). Each rank computes with
+one rank's keys while it receives the next rank's keys. Each rank has a piece of the first half and the piece's mirror
 image in the second half (zig-zag order), which balances the computation. `UlyssesSequence` uses one all-to-all to turn
 splits of the sequence into splits of the heads, and another all-to-all for the way back (DeepSpeed-Ulysses, Jacobs et
 al. 2023).
@@ -37,15 +37,16 @@ from optimus.kernels.documents import Documents
 from optimus.model.sequence import SequenceSplit
 from optimus.parallel.options import StageOptions
 
-Seen = Callable[[int], list[AttentionBlock]]  # the blocks by which a rank's positions attend to those of another rank
+Seen = Callable[[int], list[AttentionBlock]]  # the blocks by which a rank's positions attend to other ranks' positions
 
 
 class RingSequence(SequenceSplit):
     """A `SequenceSplit` by ring attention: rank i has the pieces i and 2n - 1 - i of 2n pieces of every sequence.
 
-    In the forward pass each rank sends keys and values n - 1 times: 2 (n - 1) B S M D numbers. In the backward pass the rank
-    sends the same again, and sends gradients of keys and values n times: 2 n B S M D numbers in fp32. Transfers to the next
-    rank overlap with attention to the current keys. Autograd saves q, k, v, the output, and one number per query and head.
+    In the forward pass each rank sends keys and values n - 1 times: 2 (n - 1) B S M D numbers. In the backward pass the
+    rank sends keys and values again, and sends gradients of keys and values n times: 2 n B S M D numbers in fp32.
+    Transfers to the next rank overlap with attention to the current keys. Autograd saves q, k, v, the output, and one
+    number per query and head.
     """
 
     def __init__(self, group: Group, documents: Documents | None = None) -> None:
@@ -75,9 +76,9 @@ class RingSequence(SequenceSplit):
 class UlyssesSequence(SequenceSplit):
     """A `SequenceSplit` by all-to-all: rank i has the i-th of n pieces; during attention, the i-th of n groups of heads.
 
-    N and M must be multiples of n. In the forward pass, one all-to-all sends q, k and v, and another one sends the output.
-    These all-to-alls send 2 B S (N + M) D numbers, of which the fraction (n - 1) / n leaves the rank. The backward pass
-    sends the same number.
+    N and M must be multiples of n. In the forward pass, one all-to-all sends q, k and v, and another all-to-all sends
+    the output. These all-to-alls send 2 B S (N + M) D numbers, of which the fraction (n - 1) / n leaves the rank. The
+    backward pass sends as many numbers.
     """
 
     def __init__(self, group: Group, documents: Documents | None = None) -> None:
@@ -167,7 +168,7 @@ def _ring_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k and v.
 
-    The gradients of k and v travel around the ring one step behind their keys and values.
+    The gradients of k and v travel around the ring one step after their keys and values.
     """
     wide = lse_BNS.dtype
     q_grad = torch.zeros_like(q_BSND, dtype=wide)
@@ -227,7 +228,7 @@ def _seen(
             return capped([block], cap)
         documents = Documents([ranks * length], 1)
     half //= documents.sequences
-    mine, theirs = ([(0, each), (half, 2 * ranks - 1 - each)] for each in (rank, source))  # (start, piece) of both
+    mine, theirs = ([(0, each), (half, 2 * ranks - 1 - each)] for each in (rank, source))  # pairs (start, piece)
     # The pairs of a piece with itself come first, because they have the causal blocks.
     pairs = sorted(product(mine, theirs), key=lambda pair: pair[0][1] != pair[1][1])
     return capped((block for pair in pairs for block in _seen_in_piece(*pair, half, ranks, documents, window)), cap)

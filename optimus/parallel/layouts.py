@@ -52,8 +52,8 @@ def parameter_layouts(
     The gradient of a low-rank factor or of a scale is also a partial sum along an axis that shards a dim of
     `Declaration.factor_of`.
 
-    `tied_embeddings`: the first and the last stage hold the embedding. `vocabulary`: all pipeline ranks have a shard of the
-    vocabulary.
+    `tied_embeddings` is true if the first and the last stage hold the embedding. `vocabulary` is true if all pipeline
+    ranks have a shard of the vocabulary.
     """
     differs = {
         "residual": ("tp_out",) if sequence else (),

@@ -3,7 +3,7 @@
 This module builds the modules for one rank of a mesh, with that rank's shards of the parameters, and runs them on
 tensors without data (`shapes.py`). Blocks of the same shapes share their measurements. The module extrapolates the
 bytes of many sequences from two measurements with few sequences: after every operation, the number of live bytes grows
-linearly with the number of sequences.
+almost linearly with the number of sequences.
 
 Tokens choose experts at random, all experts alike, or this rank's experts `load` times as often as the mean.
 """
@@ -119,7 +119,7 @@ def block_bytes(
     """Returns the bytes, by position, of modules of block `layer`, which runs with `sequences` sequences.
 
     With `experts`, the result has only the sparse layer, if there is one; otherwise the result has all other modules.
-    `again`: the backward pass recomputes each module, with cached results of collectives.
+    With `again`, the backward pass recomputes each module, with cached results of collectives.
     """
     config, mesh, least = setting.model, setting.mesh, 1
     if not experts:  # all settings of expert parallelism share the measurements of the other modules
@@ -221,7 +221,7 @@ def _batch(setting: ModuleSetting, sequences: int) -> Batch:
 
 
 class _Stage:
-    """A model on the first rank of a mesh, with one block of each kind."""
+    """A model on the first rank of a mesh, with one block of each group of identical blocks."""
 
     def __init__(self, setting: ModuleSetting) -> None:
         config, options = setting.model, setting.options

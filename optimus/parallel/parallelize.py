@@ -38,7 +38,7 @@ def parallelize(
     unit: Callable[..., Any] = run_unit,
     rows: Iterable[Blocks] = (),
 ) -> Transformer:
-    """Makes `model`, or a rank's stages of it, compute with this rank's shards of the parameters, and returns it.
+    """Makes `model`, or a rank's stages of it, compute with this rank's shards of the parameters, and returns `model`.
 
     The backward pass adds weight gradients to their buffers in `gradients`, which the caller may fill later. `unit` runs a
     unit and may all-gather the unit's parameters first (see `Recompute`). `rows` are further sequences of the model's

@@ -1,13 +1,14 @@
 """Activation checkpointing: the chosen modules save only their inputs, and the backward pass recomputes their activations.
 
-Users choose modules of every n-th block (selective activation checkpointing, the Optimus paper, section 1), or segments
-of n whole blocks (the dissertation on AxoNN, section 3.3.1, where n is called ac). If users choose a norm and the
-module that reads the norm's output, the backward pass recomputes both modules together, and autograd does not save the
-activation between the modules either.
+Users choose modules of every n-th block (selective activation checkpointing, the Optimus paper, section 1). Or users
+choose segments of n whole blocks (`ac` blocks in the dissertation on AxoNN, section 3.3.1). If users choose a norm and
+the module that reads the norm's output, the backward pass recomputes both modules together. Then autograd does not save
+the activation between the modules either.
 
-The router's statistics are ordinary outputs, so recomputation does not count them twice. No module draws random numbers, so
-no generator state is saved. By default, recomputation reuses cached results of collectives (communication-aware
-checkpointing, TED, section 7.3). If memory is scarcer than communication, recomputation can repeat the collectives.
+The router's statistics are ordinary outputs, so recomputation does not count them twice. Our modules draw no random
+numbers, so recomputation saves no generator state. By default, recomputation reuses cached results of collectives
+(communication-aware checkpointing, TED, section 7.3). If memory is scarcer than communication, recomputation can repeat
+the collectives.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -44,9 +45,9 @@ def run_unit(modules: Sequence[nn.Module], function: Callable[..., Any], *args: 
 class Recompute:
     """Runs units, and recomputes the `chosen` activations.
 
-    `unit` runs modules by a function; `unit` may all-gather their parameters before, and again for the backward pass. `step`
-    caches results of collectives; without `keep_collectives`, all ranks repeat the collectives. Recomputation with cached
-    results works only once, so a second backward pass through the same graph is impossible.
+    `unit` runs modules by a function; `unit` may all-gather the modules' parameters before, and again for the backward
+    pass. `step` caches results of collectives; without `keep_collectives`, all ranks repeat the collectives.
+    Recomputation with cached results works only once, so a second backward pass through the same graph is impossible.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Recompute:
     def _caching(self) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
         """Returns the contexts of the first run and of the recomputation.
 
-        Each call gets its own cache, because other calls may run before its backward pass.
+        Each call gets its own cache, because other calls may run before the backward pass of this call.
         """
         cache = CollectiveCache()
         return self._step.recording(cache), self._step.repeating(cache)

@@ -1,4 +1,4 @@
-"""Runs a rank's modules on shapes alone, without computing data, and counts live bytes.
+"""Runs a rank's modules on shapes alone, without floating-point data, and counts live bytes.
 
 Floating-point tensors are on the meta device. Integers and booleans determine the lengths of other tensors, so tokens,
 routes and counts are real tensors on the CPU. The module simulates only one rank of the mesh, as if all ranks had the
@@ -67,10 +67,11 @@ class ShapeGroup(Group):
 
 
 class Shapes(TorchDispatchMode):
-    """A context in which operations produce only shapes, and `alive` counts the bytes of the tensors that they create.
+    """A context in which integer and boolean operations compute data, floating-point results have shapes but no data,
+    and `alive` counts the live bytes.
 
-    `topk` draws distinct columns at random: the first `busy` columns about `load` times as often as the mean, and all others
-    equally often. The rows consist of `repeats` equal parts with the same draws.
+    `topk` draws distinct columns at random: the first `busy` columns about `load` times as often as the mean, and all
+    other columns equally often. The rows consist of `repeats` equal parts with the same draws.
     """
 
     @classmethod
@@ -116,7 +117,8 @@ class Shapes(TorchDispatchMode):
         return result
 
     def _shapes(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Runs `function`, some of whose tensors have shapes but no data."""
+        """Returns the results of `function`, some of whose inputs have no data. Runs `function` only if necessary: most
+        results are cached."""
         kind, written = _effect(function)
         if kind == "view":
             return function(*args, **kwargs)

@@ -28,8 +28,8 @@ from optimus.parallel.options import StageOptions
 class SplitTokens(TokenSplit):
     """A `TokenSplit` over a `rows` x `columns` grid of ranks.
 
-    `parts` is the context-parallel group, whose ranks have different parts of the sequences. `sequence`: the rows of the
-    residual stream are sharded over `rows`. `duplicates`: all ranks of the grid process the same tokens.
+    `parts` is the context-parallel group, whose ranks have different parts of the sequences. With `sequence`, the rows
+    of the residual stream are sharded over `rows`. With `duplicates`, all ranks of the grid process the same tokens.
     """
 
     def __init__(self, rows: Group, columns: Group, parts: Group, *, sequence: bool, duplicates: bool) -> None:

@@ -1,7 +1,7 @@
-"""Embedding and output layer with the vocabulary sharded over one group and the hidden dim over another.
+"""Embedding and output layer with the vocabulary sharded over one group and the hidden dim over another group.
 
-Every rank looks up the embeddings, and computes the logits, of its shard of the vocabulary. The loss of a row needs two
-numbers from each shard, so the ranks never all-gather logits for the loss (Megatron-LM, section 3).
+Every rank looks up the embeddings, and computes the logits, of its shard of the vocabulary. The cross-entropy of a row
+needs two numbers from each shard, so the ranks all-gather no logits for the cross-entropy (Megatron-LM, section 3).
 
 Legend: T rows, H columns of the residual stream, V rows of the weight on this rank, P shards of the vocabulary, C
 columns to all-gather.
@@ -34,10 +34,10 @@ from optimus.step_context import StepContext
 class SplitVocabulary(Vocabulary):
     """A `Vocabulary` sharded over `parts`, with the hidden dim sharded over `columns`.
 
-    `tokens` are the vocabulary entries of each shard. `sequence`: the rows of the residual stream are sharded over `parts`;
-    otherwise every rank has all rows. If every pipeline rank has a shard of the vocabulary, `everyone` is the group of all
-    shards, in which the ranks of `parts` are adjacent. Only `logits` covers all shards of `everyone`, so callers must not
-    use `loss` then.
+    `tokens` are the vocabulary entries of each shard. With `sequence`, the rows of the residual stream are sharded over
+    `parts`; otherwise every rank has all rows. If every pipeline rank has a shard of the vocabulary, `everyone` is the
+    group of all shards, in which the ranks of `parts` are adjacent. Only `logits` covers all shards of `everyone`, so
+    callers must not use `loss` then.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
 Ranks shard a chunk in steps (`plan.py`): the first step divides the chunk over neighbouring replicas, and each further
 step divides every shard over more ranks. A buffer of depth d holds a rank's shard after d steps; a buffer of depth 0
-holds the whole chunk. ZeRO-1 to ZeRO-3, HSDP and ZeRO++'s secondary partition differ only in the depths of three kinds
-of buffers:
+holds the whole chunk. The depths of three kinds of buffers distinguish ZeRO-1 to ZeRO-3 and ZeRO++'s secondary
+partition:
 
                                                   parameters   gradients   master weights and moments
     none (DDP)                                             0           0                            0
@@ -12,15 +12,15 @@ of buffers:
     parameters (ZeRO-3)                                    1           1                            1
     parameters, over 2, 8 and all ranks                    1           2                            3
 
-`RESIDENCES` gives the memory of each kind. Parameters on the host have device memory only temporarily, like sharded
-parameters. Parameters on the host are sharded like master weights: each rank uploads its shard, and the ranks
+`RESIDENCES` gives the memory of the three kinds. Parameters on the host have device memory only temporarily, like
+sharded parameters. Parameters on the host are sharded like master weights: each rank uploads its shard, and the ranks
 all-gather the shards on the device.
 
-A chunk of frozen parameters has only parameter buffers, sharded to the depth of the parameters.
+A chunk of frozen parameters has only parameter buffers.
 
 A pruned chunk reduces, sends and updates only its unpruned elements (SAMO: `masks.py`). Modules compute with dense
 parameters and produce dense gradients. The chunk compresses its gradients when the last gradient of a microbatch has
-arrived. Except for the mask, all other buffers are compressed.
+arrived. All further buffers except the mask are compressed.
 """
 
 from typing import Literal, NamedTuple, TypeVar
@@ -31,8 +31,8 @@ from torch import Tensor
 from optimus.optim.rule import Rule
 
 Residency = Literal["device", "host", "disk"]
-# The time during which a buffer has memory: always; from its first use in a step to its last use or to the optimizer's use;
-# during each use; until another chunk needs the memory.
+# The time during which a buffer has memory. "step": from its first use in a step to its last use or to the optimizer's
+# use; "use": during each use; "cache": until another chunk needs the memory.
 Lifetime = Literal["always", "step", "use", "cache"]
 # The contents of a pruned chunk's buffer: all elements, the unpruned elements, or the mask of the unpruned elements.
 Extent = Literal["dense", "compressed", "mask"]
@@ -57,7 +57,7 @@ class Buffer(NamedTuple):
     """The plan of one buffer of a chunk.
 
     The kinds are parameters, gradients, master, mask, and the kinds of the update rule's state. A kind that ends in
-    .shard is the shard that a rank stores even while the whole buffer has no memory. The kind gradients.host holds
+    .shard is a rank's shard, which may have memory while the whole buffer has none. The kind gradients.host holds
     gradients that wait for the update on the host.
     """
 
@@ -70,7 +70,7 @@ class Buffer(NamedTuple):
     extent: Extent = "compressed"  # "compressed" means all elements where the chunk is not pruned
 
     def bytes(self, elements: N) -> N:
-        """Returns the bytes of `elements` elements."""
+        """Returns the size of `elements` elements in bytes."""
         return elements * self.dtype.itemsize
 
     @property
@@ -107,14 +107,15 @@ def buffers(
 ) -> tuple[Buffer, ...]:
     """Returns the buffers of a chunk that `rule` updates, or only the parameters if `rule` does not train.
 
-    With `sends`, the host receives and accumulates the gradients of each microbatch. `lifetime` applies to the whole
-    parameters where they are sharded or on the host. Parameters of type fp32 serve as the master weights, unless the rule
-    averages weights, the chunk is pruned, or the chunk is `prunable` with its optimizer state on a disk.
+    With `sends`, the host receives and accumulates the gradients of each microbatch. `lifetime` applies to whole
+    parameters whose shards are stored separately or on the host. Parameters of type fp32 serve as the master weights,
+    unless the rule averages weights, the chunk is pruned, or the chunk is `prunable` with its optimizer state on a
+    disk.
 
-    Offloaded gradients of a step wait for the update in the host memory of the parameters, if both have the same type
-    and the chunk has separate master weights. Elixir (section 6) does the same: the step no longer uses the parameters.
-    With AdamW, bf16 and `offload: all`, a parameter then takes 14 bytes of host memory. Gradients that accumulate on
-    the host have separate memory, because the step still uses the parameters.
+    Offloaded gradients wait for the update in the host memory of the parameters, if gradients and parameters have the
+    same type and the chunk has separate master weights. Elixir (section 6) does the same, because the step no longer
+    uses the parameters. With AdamW, bf16 and `offload: all`, a parameter then takes 14 bytes of host memory. Gradients
+    that accumulate on the host have separate memory, because the step still uses the parameters.
 
     The disk record of `prunable` parameters, which may be `pruned` later, reserves the space of their master weights from
     the beginning. Therefore the size of the record is known before the first step.

@@ -2,7 +2,7 @@
 
 The parameters of the `nn.Module` are views of the chunk's compute buffer. Therefore all-gathers, updates and
 checkpoints process a few long tensors, for any model. All parameters of a chunk have the same replicas and the same
-update rule. The replicas shard the chunk in steps (`plan.py`): each rank stores a shard of some or all buffers
+update rule. The replicas may shard the chunk in steps (`plan.py`): then each rank stores a shard of some or all buffers
 (`buffers.py`).
 
 Read `placement.py` (memory of the buffers), `unsharded.py` (all-gathered parameters), `reduction.py` (gradients) and
@@ -32,8 +32,8 @@ from optimus.state.update import Update
 class Chunk(Placement):
     """The chunk of `plan`; the docstring of `chunk.py` describes a chunk.
 
-    Callers read or change the checkpointed state inside the context `states`. `states` waits for the running update, and
-    allocates separate buffers for each caller to read state on a disk.
+    Callers read or change the checkpointed state inside the context `states`. `states` waits for the running update,
+    and reads state on a disk into new buffers for each caller.
     """
 
     def __init__(self, plan: ChunkPlan, context: ChunkContext, masks: Mapping[str, Tensor] | None = None) -> None:
@@ -50,8 +50,8 @@ class Chunk(Placement):
         With `change`, the context also waits for pending copies of the state. The caller may then write to the state, and
         must call `refresh_compute_copy` afterwards.
 
-        Only the training thread may wait for the running update itself. Another thread passes as `after` the `updated`
-        handle that it received from the training thread, and the context waits for that handle.
+        Only the training thread may call this method without `after`. Another thread passes the `updated` handle that
+        it received from the training thread, and the context waits for that handle.
         """
         if after is not None:
             after.wait()
@@ -96,10 +96,12 @@ class Chunk(Placement):
         self.unsharded.reshard()
 
     def initialize(self, initial: Mapping[str, Initial], seed: int, std: float) -> None:
-        """Fills this rank's shard of each parameter in `initial` (by name) with initial weights of the given kind.
+        """Fills this rank's shard of each parameter in `initial` (by name) with the initial weights that `initial`
+        gives.
 
         The random numbers depend only on the seed, the parameter's name and the element's position. Other parameters
-        stay unchanged, but the update rule's state of the whole chunk begins anew.
+        stay unchanged. If the chunk has a parameter in `initial`, the update rule's state of the whole chunk begins
+        anew.
         """
         named = [slot for slot in self.plan.slots if slot.name in initial]
         if not named:
@@ -137,7 +139,7 @@ class Chunk(Placement):
         """Switches to the averaged weights for an evaluation, if the update rule averages weights;
         `refresh_compute_copy` switches back.
 
-        A running checkpoint never reads the compute weights of a rule that averages weights.
+        A running checkpoint never reads the compute weights of a chunk whose rule averages weights.
         """
         if self.plan.rule.averages:
             self.unsharded.wait()
@@ -185,7 +187,7 @@ class TrainedChunk(Chunk):
             self.refresh_compute_copy()
 
     def prune(self, plan: ChunkPlan, masks: Mapping[str, Tensor], *, empty: bool = False) -> None:
-        """Switches to `plan`, which has the same parameters, some of which `masks` prune.
+        """Switches to `plan`, which has the same parameters, and to the pruning of `masks`.
 
         All ranks of the groups must call this method between steps. The state of unpruned elements stays; with `empty`, the
         caller fills the state.

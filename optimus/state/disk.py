@@ -1,7 +1,8 @@
 """Stores master weights and moments on a disk (ZeRO-Infinity, section 4.1): one unnamed file per rank, a record per chunk.
 
-A few threads read and write three host buffers, past the page cache (O_DIRECT) where the file system supports it. While
-the optimizer updates one chunk's state, the threads read the next chunk's state and write the previous one's.
+A few threads read and write the file, past the page cache where the file system supports O_DIRECT. Updates use three
+host buffers: while the optimizer updates one chunk's state, the threads read the next chunk's state and write the
+previous chunk's state.
 """
 
 import os
@@ -55,7 +56,7 @@ class StateFile:
     def assign(self, size: int) -> int:
         """Assigns file space to a record of `size` bytes and returns the record's offset.
 
-        `reserve` allocates the space; after `reserve`, this method allocates it at once.
+        `reserve` allocates the space. After `reserve`, this method allocates the space at once.
         """
         offset = self._size
         self._size += -(-size // PAGE) * PAGE
@@ -79,7 +80,7 @@ class StateFile:
             raise self._failed(error) from None
 
     def new_buffer(self) -> Tensor:
-        """Returns host memory that holds the longest record and begins at a page boundary."""
+        """Returns host memory that can hold the longest record and begins at a page boundary."""
         memory = self._transfers.on_host(self._longest + PAGE, torch.uint8)
         return memory[-memory.data_ptr() % PAGE :][: self._longest]
 
@@ -142,7 +143,7 @@ class StateFile:
         )
 
     def close(self) -> None:
-        """Waits for all running operations, and frees the disk space; in a worker thread of this object, returns
+        """Waits for all running operations, and frees the disk space; in a worker thread of a `StateFile`, returns
         without waiting."""
         file, self._file = self._file, -1
         # Garbage collection may call this method in a worker, which cannot join itself.
@@ -186,12 +187,13 @@ class DiskStates:
         self.resize(kinds, elements)
 
     def resize(self, kinds: Sequence[str], elements: int) -> None:
-        """Changes the record, between steps, to `elements` elements of the same kinds; the old content is lost."""
+        """Changes the record, between steps, to `elements` elements of the same kinds; the caller must then write the
+        content."""
         assert (*kinds,) == (*self._kinds,), f"the record has the kinds {self._kinds}, not {kinds}"
         assert self._read is None, "the state has been read for an update that has not run"
         self._written.wait()
         self._elements, self._bytes = elements, 4 * elements * len(kinds)
-        # A checkpoint may load state that is pruned less than planned.
+        # The state of a checkpoint may be pruned less than planned.
         if not self._capacity or self._bytes > self._capacity:
             self._offset, self._capacity = self._file.assign(self._bytes), self._bytes
 

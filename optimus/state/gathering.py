@@ -3,14 +3,14 @@
 A unit is a module, or several modules that run in a row (`model/units.py`). Before a unit runs, the
 `ParameterPrefetcher` gathers the chunks of the unit's parameters. The backward pass of a unit begins when the gradient
 of the unit's output has arrived: then the prefetcher gathers the chunks again. Without a cache, `reshard_after_forward`
-makes the prefetcher reshard all other chunks when a unit runs forward. A backward pass then also reshards each chunk
-whose parameters the pass no longer needs (`reduction.py`). The prefetcher then reshards a frozen chunk, which gets no
-gradients, when the backward pass of the next unit begins.
+makes the prefetcher reshard all other sharded chunks when a unit runs forward. A backward pass then also reshards each
+chunk whose parameters the pass no longer needs (`reduction.py`). A frozen chunk gets no gradients: the prefetcher
+reshards the chunk when the backward pass of another unit begins.
 
 With a cache, at most a fixed number of chunks stays gathered (Elixir's rCache). One trace records the order of uses in
-a step, and another trace the order in an evaluation. A full cache reshards the chunk whose next use is furthest away
-(Belady). The prefetcher gathers, ahead of use, the chunks with the nearest uses. No decision depends on the arrival of
-data: all ranks begin the same collectives in the same order.
+a step, and another trace the order in an evaluation. Of the chunks that are not in use, a full cache reshards the chunk
+whose next use is furthest away (Belady). The prefetcher gathers, ahead of use, the chunks with the nearest uses. No
+decision depends on the arrival of data: all ranks begin the same collectives in the same order.
 """
 
 import math
@@ -35,7 +35,7 @@ T = TypeVar("T", bound=Chunk)
 class UseTrace:
     """Records the uses of chunks in this pass, and expects the uses of the previous pass.
 
-    Each chunk is expected to have as many uses as in the previous pass. The uses of different chunks may interleave in
+    The trace expects as many uses of each chunk as in the previous pass. The uses of different chunks may interleave in
     another order.
     """
 
@@ -120,7 +120,7 @@ class ParameterPrefetcher:
         self._frozen = [chunk for chunk in chunks if not chunk.plan.rule.trains and chunk.plan.lifetime != "cache"]
 
     def begin_step(self) -> None:
-        """Begins a step, and a new pass of its trace."""
+        """Begins a step, and a new pass of the trace of steps."""
         self._trace = self._training
         self._trace.begin()
 
@@ -220,8 +220,8 @@ class ParameterPrefetcher:
 
         Chunks that are in use, or are used again before `position`, stay. If the chunk with the furthest use must stay,
         this method returns False, because an eviction would cost one more gather. With `nearest`, the method instead
-        evicts the furthest chunk that need not stay, if there is one, because the gather would otherwise be exposed.
-        Raises `UserError` where too many chunks are in use.
+        evicts the furthest chunk that need not stay, if there is one, because otherwise no computation would overlap
+        with the gather. Raises `UserError` where too many chunks are in use.
         """
         if self._cache is None or chunk.plan.keeps_unsharded or chunk.unsharded.has_memory:
             return True

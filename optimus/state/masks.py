@@ -3,8 +3,9 @@ AxoNN).
 
 A pruned chunk stores, reduces and sends compressed buffers: contiguous unpruned elements in their dense order. Modules
 compute with dense parameters, zero where pruned, and produce dense gradients. Each pruned chunk has one mask, which
-converts between the two forms. Both forms begin at the front of one buffer. Unpruned element p of the dense form has a
-position q <= p in the compressed form, so that compression and expansion can proceed tile by tile, in place.
+converts between the two forms. The dense and the compressed form begin at the front of one buffer. Unpruned element p
+of the dense form has a position q <= p in the compressed form, so that compression and expansion can proceed tile by
+tile, in place.
 """
 
 from collections.abc import Sequence
@@ -60,13 +61,12 @@ class AllElements:
     def expand(self, dense: Tensor, length: int, *, fresh: bool) -> None:
         """Expands `dense` in place; its first `length` elements hold the compressed form.
 
-        The elements behind `length` must be zero where pruned, unless the buffer is `fresh`: then those elements may have
-        any values.
+        Unless the buffer is `fresh`, the elements after the first `length` elements must be zero where pruned.
         """
 
     def compressed(self, dense: Tensor, part: slice, first: int = 0) -> Tensor:
-        """Returns elements `part` of the compressed chunk, with zeros behind the last unpruned element; `dense` begins at
-        element `first` of the dense chunk."""
+        """Returns elements `part` of the compressed chunk, with zeros after the last unpruned element; `dense` begins
+        at element `first` of the dense chunk."""
         return dense[part.start - first : part.stop - first]
 
     def expanded(self, compressed: Tensor, start: int, part: slice) -> Tensor:

@@ -1,8 +1,9 @@
 """Divides chunks for update rules of whole matrices: shards end at matrix borders, and ranks may hold blocks of a matrix.
 
-A parameter [..., R, C] consists of matrices of its last two dims: one for each expert, and separate matrices for gate and
-up, or for q, k and v, of a stacked parameter. Where shards of a chunk end at borders of matrices, a rank updates only whole
-matrices. Then a step sends no more data than the step of an elementwise rule.
+A parameter [..., R, C] consists of matrices of its last two dims, for example one matrix per expert. A stacked
+parameter has separate matrices for gate and up, or for q, k and v. Where shards of a chunk end at borders of matrices,
+a rank updates only whole matrices. Unless the matrices are split over ranks, a step then sends no more data than the
+step of an elementwise rule.
 
 Legend: N matrices; R rows and C columns of a whole matrix; r rows and c columns of this rank's block.
 """

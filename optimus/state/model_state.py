@@ -39,7 +39,7 @@ class PruningProgress:
     """Pruning so far, which checkpoints store."""
 
     events: int = 0
-    """The number of times the model has been pruned."""
+    """The number of prunings of the model."""
     unpruned: float = 1.0
     """The unpruned fraction of the prunable parameters."""
     distances: list[float] = field(default_factory=list)
@@ -132,7 +132,7 @@ class ModelState:
         for stage, plans in stages.items():
             for plan in plans:
                 made.setdefault(stage, []).append(chunk := make(plan))
-                # `make_parameters` frees the chunk's whole parameters before the next chunk allocates.
+                # `make_parameters` frees the whole parameters of a sharded chunk before the next chunk allocates.
                 parameters.update(chunk.make_parameters())
         if file is not None:
             file.reserve()
@@ -150,8 +150,8 @@ class ModelState:
         self._gathering.hold(self.chunks, self.options.prefetch, self.options.cache)
 
     def _forget_zeros(self) -> None:
-        """Makes each linear layer with low-rank factors check again, in its next forward pass, if its frozen weight has
-        zeros."""
+        """Makes each linear layer with low-rank factors check again, in its next forward pass, whether its frozen
+        weight has zeros."""
         for module in self._module.modules():
             if isinstance(module, Linear):
                 module.pruned = None
@@ -192,7 +192,7 @@ class ModelState:
 
     @property
     def team(self) -> Group:
-        """The group of ranks with the same stages."""
+        """The group of ranks with the same pipeline stages."""
         return self.groups.along("dp", "cp", "tp")
 
     @property
@@ -238,7 +238,7 @@ class ModelState:
         self._offloading.clear()
         for chunk in self.trained:
             chunk.gradients.clear()
-            chunk.skip()  # the last step may not have been finished
+            chunk.skip()  # the last step may be unfinished
 
     @contextmanager
     def backward(self, stage: int, microbatch: int) -> Iterator[None]:
@@ -249,7 +249,8 @@ class ModelState:
                 chunk.gradients.end_backward()
 
     def reduce_on_arrival(self, stage: int) -> None:
-        """Announces the last backward pass of a stage: each chunk reduces its gradients when the last one has arrived."""
+        """Announces the last backward pass of a stage: each chunk reduces its gradients when the chunk's last gradient
+        has arrived."""
         for chunk in _trained(self._chunks_by_stage.get(stage, [])):
             chunk.gradients.reduce_on_arrival()
 
@@ -285,8 +286,8 @@ class ModelState:
         """Runs one optimizer step on every trained chunk; the update of a chunk may overlap with the all-gathers of
         earlier chunks.
 
-        The method updates the chunks in the order in which the next step is expected to use them, except that collective
-        updates come first. Each use of an offloaded chunk waits for the chunk's update.
+        Collective updates come first. Then the method updates the chunks in the expected order of their use in the next
+        step. Each use of an offloaded chunk waits for the chunk's update.
         """
         self.steps += 1
         counted = [rule.count(self.counters, self.steps, lr) for rule in self._unlike]
@@ -313,7 +314,7 @@ class ModelState:
         The method finishes running transfers, so that one rank can continue alone with parameters that are always whole on
         the device.
         """
-        self.skip()  # the last step may not have been finished
+        self.skip()  # the last step may be unfinished
         for chunk in self.chunks:
             chunk.use_eval_weights()
         self.finish()
@@ -334,8 +335,8 @@ class ModelState:
             chunk.unsharded.wait()
 
     def _limit_reductions(self, begun: GradientReduction) -> None:
-        """Limits the running reductions after `begun` has started: at most `_REDUCING` may use temporary whole buffers;
-        without `overlap`, none continues."""
+        """Limits the running reductions after `begun` has started: at most `_REDUCING` reductions use temporary whole
+        buffers, and without `overlap`, `begun` finishes at once."""
         if not self.options.overlap:
             begun.finish()
         elif begun.chunk.plan.adds_gradients or (begun.offloaded and not begun.alone):
@@ -353,7 +354,7 @@ class ModelState:
         """Starts the copy of a chunk's gradients to the host; if more than `_REDUCING` copies are running, waits for the
         oldest one and frees its device memory.
 
-        The method first finishes the reduction, because the copy cannot begin before.
+        The method first finishes the reduction, because the copy needs the sums.
         """
         self._reducing.pop(gradients, None)
         gradients.offload_gradient(self.tile)
@@ -391,7 +392,8 @@ def _place_buffers(module: nn.Module, device: torch.device) -> dict[str, Tensor]
 
 
 def _replace_parameters(module: nn.Module, made: Mapping[str, nn.Parameter]) -> None:
-    """Replaces each old parameter by the new one of the same name, in every module that shares the old parameter."""
+    """Replaces each old parameter by the new parameter of the same name, in every module that shares the old
+    parameter."""
     new = {id(old): made[name] for name, old in module.named_parameters()}
     for owner in module.modules():
         for leaf, old in owner._parameters.items():

@@ -32,7 +32,8 @@ class ChunkContext:
     groups: Sequence[Group]
     """The process group of each sharding step of the chunk."""
     copies: Group
-    """The replica group: the ranks that store the same shard. The last all-reduce sums their gradients."""
+    """The replica group of a trained chunk: the ranks that store the same shard. The last all-reduce sums their
+    gradients."""
     transfers: Transfers
     step: StepContext = field(default_factory=StepContext)
     """The step context, which identifies the current backward pass and may defer weight gradients."""
@@ -70,7 +71,7 @@ class Placement:
         self.allocate(plan, masks or {})
 
     def _make(self, plan: ChunkPlan, *extents: str) -> dict[str, Tensor]:
-        """Allocates the buffers with one of these extents that are not on a disk; returns them by kind."""
+        """Allocates the buffers outside the disk whose extent is one of `extents`, and returns the buffers by kind."""
         return {
             each.kind: self.transfers.make(each, plan.elements(each))
             for each in plan.buffers
@@ -108,8 +109,8 @@ class Placement:
         return {prefix: made[kind] for prefix, kind in kinds.items() if kind in made}
 
     def residency(self, prefix: str, weights: bool = False) -> Residency:
-        """Returns the location (device, host or disk) of the buffer that a checkpoint stores under `prefix`; with `weights`,
-        a checkpoint of weights alone."""
+        """Returns the location (device, host or disk) of the buffer that a checkpoint stores under `prefix`; `weights`
+        means a checkpoint of weights alone."""
         if prefix != "model":
             return self.plan.residency(prefix)
         apart = self.plan.has_master and (not weights or self._computes_otherwise)
@@ -121,8 +122,8 @@ class Placement:
         return self.plan.rule.averages or self.elements.prunes
 
     def weights(self, states: Mapping[str, Tensor]) -> Tensor:
-        """Returns this rank's shard of the weights for a checkpoint of weights alone: the compute weights, or master weights
-        from `states` where averaging or pruning makes the two differ."""
+        """Returns this rank's shard of the weights for a checkpoint of weights alone: the compute weights, or master
+        weights from `states` where averaging or pruning makes the compute weights differ."""
         return states["model"] if self._computes_otherwise else self.compute_shard
 
     @property
@@ -138,8 +139,8 @@ class Placement:
 
     @property
     def dense_extent(self) -> slice:
-        """The extent of this rank's shard in the dense chunk, including pruned elements. The extents of all shards cover
-        the chunk."""
+        """The elements of the dense chunk that this rank's shard covers, including pruned elements. All shards together
+        cover the chunk."""
         borders = self.elements.borders(self.plan.borders)
         first, number = self.plan.shards(self.plan.depths.optimizer)
         return slice(borders[first], borders[first + number])

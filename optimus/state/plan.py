@@ -27,9 +27,10 @@ from optimus.state.tiling import TILINGS, Tiling
 Sizes = npt.NDArray[np.int64]
 Shard = Literal["none", "optimizer", "gradients", "parameters"]
 
-_SMALLEST, _LARGEST = 1 << 22, 1 << 26  # elements: range of the search: efficient to send, and small for a device
-_SIZES = 240  # number of sizes that the search tries
-# Minimum number of chunks of a model, unless chunks get too small: some can be in transfer while others are in use.
+_SMALLEST, _LARGEST = 1 << 22, 1 << 26  # limits of the search, in elements: efficient to send, and small for a device
+_SIZES = 240  # the search tries about this number of sizes
+# Minimum number of chunks of a model, unless chunks get too small or `state.chunk` is set: some chunks can be in
+# transfer while other chunks are in use.
 _CHUNKS = 8
 
 
@@ -48,7 +49,7 @@ class ParameterSlot:
 
     @property
     def end(self) -> int:
-        """The element behind this rank's slice."""
+        """The position after the last element of this rank's slice."""
         return self.start + self.shape.numel()
 
     @property
@@ -125,7 +126,8 @@ class ChunkPlan:
         return [end - start for start, end in pairwise(ends)]
 
     def shards(self, depth: int) -> tuple[int, int]:
-        """Returns the first of the shards in this rank's extent of `depth`, and the number of shards in that extent."""
+        """Returns the index of the first shard in this rank's extent of `depth`, and the number of shards in that
+        extent, both in shards after the last step."""
         first, number = 0, self.shard_count
         for share in self.shard_steps[:depth]:
             number //= share.ranks
@@ -133,7 +135,7 @@ class ChunkPlan:
         return first, number
 
     def within(self, depth: int, part: int) -> slice:
-        """Returns the extent of depth `part` relative to the extent of `depth`, which contains it."""
+        """Returns the extent of depth `part` relative to the extent of `depth`; `part` is at least `depth`."""
         outer, inner = self.extent(depth), self.extent(part)
         return slice(inner.start - outer.start, inner.stop - outer.start)
 
@@ -226,8 +228,8 @@ class ChunkPlan:
 
 
 class StateSpec(NamedTuple):
-    """The inputs that decide the buffers of chunks, in addition to the configuration section `state`: for example compute
-    type, and update rules by parameter."""
+    """The inputs that decide the buffers of chunks, in addition to the configuration section `state`: for example the
+    compute type and the update rule of each parameter."""
 
     compute: torch.dtype
     rules: Mapping[str, Rule]
@@ -256,7 +258,7 @@ def divide_chunks(
 
     `end_to_end` says which parameters share a chunk.
 
-    Raises `UserError` when the configured sharding does not divide a parameter or its replicas.
+    Raises `UserError` when the configured sharding does not divide the replicas of a parameter.
     """
     replicas = {axes: tuple(mesh.group(rank, axes)) for axes in {layout.partial_axes for layout in layouts.values()}}
     plans = list[ChunkPlan]()
@@ -275,7 +277,7 @@ def divide_chunks(
 
 
 def in_order(plans: Iterable[ChunkPlan], names: Iterable[str]) -> list[ChunkPlan]:
-    """Sorts the chunks by the order of `names`, the parameters of the model."""
+    """Sorts the chunks by the position of their first parameter in `names`, the parameters of the model."""
     first = {name: i for i, name in enumerate(names)}
     return sorted(plans, key=lambda plan: first[plan.slots[0].name])
 
@@ -290,7 +292,7 @@ class ChunkRow(NamedTuple):
     align: int
 
     def borders(self, parts: int) -> list[Sequence[int]]:
-        """Returns, for each chunk, the positions where its `parts` shards begin, and the position where the last one
+        """Returns, for each chunk, the positions where its `parts` shards begin, and the position where the last shard
         ends."""
         tiling, loads = TILINGS[self.rule.tiling], [0] * parts  # cost of each part's matrices so far
         return [
@@ -330,8 +332,8 @@ def end_to_end(
     chunks.
 
     A chunk of several parameters has at most `chunk` elements; where `chunk` is None, `search_limit` finds the limit.
-    `replicas` maps mesh axes to the ranks along them: two sets of axes may have the same ranks. The number of those
-    ranks does not influence the result.
+    `replicas` maps each set of mesh axes to the ranks along these axes: two sets may have the same ranks. The number of
+    those ranks does not influence the result.
     """
     unlike = set(layouts.values())
     regions = {layout: layout.region(mesh, rank) for layout in unlike}
@@ -359,11 +361,11 @@ def place_chunks(plans: Sequence[ChunkPlan], options: StateConfig, spec: StateSp
     """Returns the chunks of `divide_chunks` with the buffers that offloading and pruning need.
 
     The first chunks, up to the fraction `resident_fraction` of all elements, stay on the device. All later chunks are
-    offloaded as configured. The forward pass uses the first chunks while the updates of the others still run.
+    offloaded as configured. The forward pass can use the first chunks while the updates of later chunks still run.
     """
     if options.offload == "none" and not spec.unpruned:
         return [*plans]
-    # With `auto`, a later decision moves the chunks that fit to the device.
+    # With `auto`, a later decision moves to the device the chunks that fit.
     fraction = 0.0 if options.resident_fraction == "auto" else options.resident_fraction
     here = fraction * sum(plan.size for plan in plans)
     found, size = list[ChunkPlan](), 0
@@ -479,7 +481,8 @@ def _end_to_end(numbers: Sequence[int], sizes: Sequence[int], align: int) -> lis
 
 
 def chunk_limit(groups: Sequence[Sequence[int]], chosen: int | None) -> int:
-    """Returns the maximum number of elements in a chunk: `chosen`, or where it is None the result of `search_limit`."""
+    """Returns the maximum number of elements in a chunk: `chosen`, or the result of `search_limit` if `chosen` is
+    None."""
     return chosen or _found_limit(tuple(map(tuple, groups)))
 
 
@@ -495,8 +498,8 @@ def largest_chunk(elements: int) -> int:
 
 
 def search_limit(groups: Sequence[Sequence[int]], smallest: int, largest: int) -> int:
-    """Returns the chunk size that leaves the fewest elements empty, among about `_SIZES` sizes between the two limits
-    (Elixir, section 4).
+    """Returns the chunk size that leaves the fewest elements empty, among about `_SIZES` sizes between `smallest` and
+    `largest` (Elixir, section 4).
 
     `groups` are the sizes of the parameters of each group. Memory blocks of one size would waste the empty elements of
     chunks. A group that fits into the smallest chunk is one small chunk and does not count. A parameter larger than a chunk
@@ -540,10 +543,10 @@ def sharding_of(rule: Rule, options: StateConfig) -> StateConfig:
 def shard_groups(mesh: Mesh, replicas: Sequence[int], options: StateConfig) -> list[list[int]]:
     """Divides `replicas`, the ranks with the same parameters, into the groups that shard the state of these parameters.
 
-    The setting `shard_over: replicas` makes one group of all replicas (EPSO: the Optimus paper, section 3.2). `data`
-    makes groups along the data axis of the experts. With `shard: none`, each rank is a group. The optimizer's number in
-    `shard_ranks` divides the groups into groups of so many neighbouring ranks (HSDP). Raises `UserError` when the
-    number is smaller than a group and does not divide the group.
+    The setting `shard_over: replicas` makes one group of all replicas (EPSO: the Optimus paper, section 3.2). The
+    setting `shard_over: data` makes groups along the data axis of the experts. With `shard: none`, each rank is a
+    group. The number for the optimizer state in `shard_ranks` divides each group into smaller groups of neighbouring
+    ranks (HSDP). Raises `UserError` when the number is smaller than a group and does not divide the group.
     """
     if options.shard == "none":
         return [[rank] for rank in replicas]

@@ -1,9 +1,9 @@
 """Chooses the pruned elements by exact thresholds over all ranks, so that every layout finds the same masks.
 
 Scores are non-negative fp32 numbers, whose bits, read as integers, have the same order. Two histograms, summed over the
-ranks, find the k-th largest score of all ranks. The first histogram counts the upper 16 bits. The second one counts the
-lower 16 bits of the scores whose upper bits equal the upper bits of the k-th largest score. Elements whose scores are
-at least the k-th largest score stay unpruned: with ties, more than k elements.
+ranks, find the k-th largest score of all ranks. The first histogram counts the upper 16 bits. The second histogram
+counts the lower 16 bits of the scores whose upper bits equal the upper bits of the k-th largest score. Elements whose
+scores are at least the k-th largest score stay unpruned: with ties, more than k elements.
 """
 
 import math
@@ -77,7 +77,7 @@ class LocalWeights(NamedTuple):
 
     slot: ParameterSlot
     weights: Tensor  # fp32, of the slot's shape
-    counts: bool  # true on exactly one of the ranks that hold this slice, so that sums over ranks count it once
+    counts: bool  # True on exactly one of the ranks that hold this slice: sums over ranks count the slice once
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,8 @@ def kth_largest(world: Group, parts: Callable[[], Iterator[tuple[Tensor, bool]]]
     """
 
     def counts(select_bits: Callable[[Tensor], Tensor]) -> Tensor:
-        # float64 is exact for these counts, and every backend can sum it. The result counts from the largest score.
+        # float64 is exact for these counts, and every backend can sum float64. The counts accumulate from the largest
+        # score.
         found = torch.zeros(_HALF, dtype=torch.float64, device=device)
         for scores, counted in parts():
             if counted:

@@ -6,10 +6,11 @@ the sum over the replicas is the gradient of the global batch's loss. Where grad
 memory from the first gradient of a microbatch to the end of the reduce-scatter. A pruned chunk compresses its gradients
 in place before their reduction.
 
-The reduction of a chunk begins as soon as the chunk's last gradient of the last microbatch has arrived, while the backward
-pass continues. Where microbatches add to a shard, to compressed gradients or to gradients on the host, a reduction begins in
-every microbatch. Gradients are counted separately for each backward pass, because passes with deferred weight gradients
-interleave. A pass no longer needs the parameters when it has *found* all gradients: it may still defer their addition.
+The reduction of a chunk begins as soon as the chunk's last gradient of the last microbatch has arrived, while the
+backward pass continues. Where microbatches add to a shard, to compressed gradients or to gradients on the host, a
+reduction begins in every microbatch. The reduction counts gradients separately for each backward pass, because passes
+with deferred weight gradients may interleave. A pass no longer needs the parameters when it has *found* all gradients:
+it may still defer their addition.
 
 Gradients that wait for the update on the host leave the device after their reduction. The transfer happens after the last
 microbatch, or after each microbatch if the host accumulates.
@@ -35,9 +36,9 @@ from optimus.step_context import StepContext
 class ChunkGradient(GradientBuffer):
     """The gradient buffer of a parameter: a view of its chunk's gradient buffer.
 
-    A kernel, instead of autograd, adds to the buffer between `open` and `close`, once in every backward pass of a step.
-    `close` counts the gradient as arrived. Autograd then gets no gradient, but still calls its hooks, which must not count
-    the gradient again.
+    A kernel, instead of autograd, adds to the buffer between `open` and `close`, once per backward pass. `close` counts
+    the gradient as arrived. Autograd then gets no gradient, but still calls its hooks, which must not count the
+    gradient again.
     """
 
     def __init__(self, reduction: "GradientReduction", parameter: nn.Parameter, step: StepContext | None) -> None:
@@ -73,8 +74,8 @@ class GradientReduction:
         # This group has no watch: the watch covers only the inputs of reductions.
         self.replica_group = chunk.context.copies.unwatched
         self.buffers: dict[nn.Parameter, ChunkGradient] = {}
-        # For each backward pass that has some but not all gradients of this chunk: the number of gradients whose parameters
-        # the pass no longer needs, and the number of gradients that are in the buffer.
+        # For each backward pass with some but not all gradients of this chunk: the number of parameters that the pass
+        # no longer needs, and the number of gradients in the buffer.
         self._found, self._added = Counter[tuple[int, int] | None](), Counter[tuple[int, int] | None]()
         self.sum, self._host = Status("sum"), Status("host gradients")
         self._turn = InTurn()
@@ -98,7 +99,8 @@ class GradientReduction:
         self.waiting = chunk.buffer("gradients.host", chunk.compute_shard) if self.offloaded else self.reduced
 
     def take(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Sets the gradient of a parameter to this view of the buffer, and registers the hooks that count its arrival."""
+        """Sets the gradient of a parameter to `gradient`, a view of the buffer, and registers the hooks that count the
+        gradient's arrival."""
         if gradient.dtype != parameter.dtype:
             parameter.grad_dtype = gradient.dtype
         parameter.grad = gradient
@@ -111,10 +113,10 @@ class GradientReduction:
     def clear(self) -> None:
         """Sets the gradients to zero; must precede the first microbatch of a step.
 
-        While an update still reads the gradients, the wait for the update clears them; this wait precedes every use of the
-        parameters.
+        If an update still reads the gradients, the wait for the update clears the gradients. Every use of the
+        parameters waits for the update.
         """
-        self.finish()  # the last step may not have been finished
+        self.finish()  # the last step may be unfinished
         self.finish_offload()
         self._host.finish()
         self._found.clear()
@@ -140,8 +142,8 @@ class GradientReduction:
     # ---- Arrival of gradients ----
 
     def before_gradient(self) -> None:
-        """Prepares the gradient buffer for a gradient: waits until no reduction reads the buffer, and allocates its
-        memory."""
+        """Prepares the gradient buffer for a gradient: waits until no reduction of an earlier microbatch reads the
+        buffer, and allocates the buffer's memory."""
         plan = self.chunk.plan
         if plan.adds_gradients:
             self.free_gradient()
@@ -168,7 +170,8 @@ class GradientReduction:
             self._reshard_unneeded()
 
     def _complete(self, counts: Counter[tuple[int, int] | None]) -> bool:
-        """Counts one gradient of the current backward pass; returns whether it is the pass's last one of this chunk."""
+        """Counts one gradient of the current backward pass; returns whether the gradient is the pass's last one of this
+        chunk."""
         present = self._context.step.backward
         counts[present] += 1
         if counts[present] < len(self.chunk.plan.slots):
@@ -191,12 +194,14 @@ class GradientReduction:
     # ---- Reduction ----
 
     def reduce_on_arrival(self) -> None:
-        """Announces the last backward pass of the step, so that the reduction starts when its last gradient arrives."""
+        """Announces the last backward pass of the step, so that the reduction starts when the chunk's last gradient
+        arrives."""
         self.sum.transition("last")
 
     def start(self) -> None:
-        """Starts the reduction if it has not begun on arrival, unless microbatches add their gradients to another
-        buffer (`reduce` then starts the rest). The caller promises that no further gradient of this step comes."""
+        """Starts the reduction unless it has begun on arrival. Where microbatches add their gradients to another
+        buffer, `reduce` starts the reduction instead. The caller promises that no further gradient of this step
+        comes."""
         self.chunk.part.finish_update()  # the update still runs if this step has not used the parameters
         self.sum.transition("last")
         if not self._begun and not self.chunk.plan.adds_gradients:
@@ -360,7 +365,7 @@ class GradientReduction:
 
 
 def _before_accumulation(reference: "weakref.ref[GradientReduction]", gradient: Tensor | None) -> None:
-    """Handles autograd's hook before a gradient is accumulated into a parameter of a chunk."""
+    """Handles autograd's hook before the accumulation of a gradient into a parameter of a chunk."""
     reduction = reference()
     if reduction is not None and gradient is not None:
         reduction.before_gradient()

@@ -19,13 +19,13 @@ TRANSITIONS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     "parameters": {
         "here": {"use": "here", "free": "absent"},
         "absent": {"fetch": "fetching", "gather": "coming", "approach": "near", "free": "absent"},
-        # An extent larger than this rank's shard, but not the whole chunk, is in transfer.
+        # More than this rank's shard, but not the whole chunk, is in transfer.
         "near": {"gather": "coming", "arrive": "absent"},
         "fetching": {"gather": "coming", "arrive": "here"},  # this rank's shard is in transfer from the host
         "coming": {"arrive": "here"},  # shards are in transfer from other ranks
     },
-    # Whole gradients of a microbatch or a step; also the accumulated shard, where it is a separate buffer. Both buffers
-    # start at zero.
+    # Whole gradients of a microbatch or a step; also the accumulated shard, where the shard is a separate buffer. The
+    # content starts at zero.
     "gradients": {
         "here": {"open": "here", "add": "here", "reduce": "leaving", "free": "absent"},
         "absent": {"open": "here", "free": "absent"},
@@ -71,8 +71,9 @@ TRANSITIONS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
 }
 _WITHOUT_MEMORY = "absent", "near"
 
-# By kind of data and status: the prefixes of the names of other threads that may change the status. In all other statuses,
-# only the training thread and autograd's threads may. The writer that waits for a copy may be the update thread.
+# By kind of data and status: the prefixes of the names of other threads that may change the status. In all other
+# statuses, only the training thread and autograd's threads may change the status. The update thread may wait for a copy
+# before it writes.
 THREADS: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("part", "updating"): ("optimus update", "optimus disk"),
     ("host gradients", "coming"): ("optimus update",),

@@ -37,8 +37,8 @@ class Tiling:
     equal: ClassVar[bool] = True  # all shards have the same length
 
     def split_axes(self, layout: Layout, mesh: Mesh) -> tuple[str, ...]:
-        """Returns the mesh axes over which the rows or columns of a matrix are split: ranks along these axes update each
-        matrix together. A flat tiling has no such axes."""
+        """Returns the mesh axes over which the rows or columns of a matrix are split: ranks along these axes update
+        each matrix together. A flat tiling has none of these axes."""
         return ()
 
     def matrices(self, start: int, shape: Sequence[int], global_shape: Sequence[int]) -> list[Matrices]:
@@ -66,7 +66,7 @@ class Tiling:
         `buffers` hold this rank's shard of a chunk. Each part has about `size` elements. Until the next iteration, the
         caller may change all parts except the second, the gradient.
 
-        The method rounds tile sizes up to whole vectors. A fused update rounds elements behind the last whole vector
+        The method rounds tile sizes up to whole vectors. A fused update rounds elements after the last whole vector
         differently, and the results must not depend on the tile size.
         """
         for parts in zip(*(buffer.split(aligned(size, plan.align)) for buffer in buffers)):

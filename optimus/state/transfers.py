@@ -104,8 +104,8 @@ class Transfers:
         """Makes the host wait for all tiles of an update."""
 
     def staged(self, name: object, part: Tensor, on: str, *, filled: bool) -> Tensor:
-        """Returns memory `on` the device or host for a tile's `part`, which is in the other memory; `filled` copies the
-        part's values.
+        """Returns memory `on` the device or host for a tile's `part`, which is in the other memory; with `filled`,
+        copies the part's values.
 
         The memory is valid until the next tile begins.
         """

@@ -1,9 +1,14 @@
 """All-gathers the whole parameters of a chunk before use, and frees them after use.
 
-One all-gather reverses each sharding step (`plan.py`), the last step first. After an update, unless the chunk is
-offloaded, all-gathers up to the depth of the parameters overlap with the updates of other chunks and the beginning of
-the next forward pass. The remaining all-gathers begin on use or ahead of use (`gathering.py`). The device first fetches
-its shard if the parameters are on the host. A pruned chunk expands its parameters in place when they have arrived.
+The extent of depth d is the part of the chunk that this rank has after d sharding steps (`plan.py`); the extent of
+depth 0 is the whole chunk. One all-gather reverses each sharding step, the last step first.
+
+After an update, all-gathers first restore the extent that this rank stores between uses. These all-gathers overlap with
+the updates of other chunks and the beginning of the next forward pass. The further all-gathers begin on use or ahead of
+use (`gathering.py`). If the chunk is offloaded, all all-gathers begin on use or ahead of use, after the update.
+
+The device first fetches its shard if the parameters are on the host. A pruned chunk expands its parameters in place
+after the last transfer.
 """
 
 from functools import partial
@@ -33,8 +38,8 @@ class UnshardedParameters(ManagedBuffer):
         return self.status == "here"
 
     def start_gather(self, depth: int = 0) -> None:
-        """Begins to fetch (from the host) and all-gather (from other ranks) the missing shards of the extent of `depth`; 0
-        is the whole chunk.
+        """Begins to transfer the missing shards of the extent of `depth`: fetches this rank's shard from the host, and
+        all-gathers the other ranks' shards.
 
         The method skips shards that are present or in transfer. The transfers wait for a running update.
         """
@@ -72,8 +77,8 @@ class UnshardedParameters(ManagedBuffer):
         return self._chunk.groups[depth].all_gather_async(extent, part, self._chunk.plan.lengths(depth))
 
     def _at(self, depth: int) -> Tensor:
-        """Returns the extent of `depth` as a view of the parameter shard on the device, or of the whole parameters where no
-        such shard contains the extent."""
+        """Returns the extent of `depth` as a view of the parameter shard on the device, or of the whole parameters
+        where that shard does not contain the extent."""
         plan = self._chunk.plan
         if depth < plan.depths.parameters or self._fetched:
             return self._chunk.parameter[plan.extent(depth)]
@@ -95,8 +100,8 @@ class UnshardedParameters(ManagedBuffer):
             self._depth = max(self._depth, self._chunk.plan.depths.parameters)
 
     def wait(self) -> None:
-        """Waits for a running update and for running fetches and all-gathers; must precede any change of the shards that
-        these read."""
+        """Waits for a running update and for running fetches and all-gathers; must precede any change of the shards
+        that the fetches and all-gathers read."""
         self.part.finish_update()
         if self.until is not None:
             self.finish()
@@ -110,8 +115,8 @@ class UnshardedParameters(ManagedBuffer):
     def invalidate(self) -> None:
         """Marks this rank's whole parameters as out of date, because the shards have changed.
 
-        Without offloading, the all-gathers up to the depth of the parameters begin at once. With offloading, the first
-        use begins all of them, after the update.
+        Unless the chunk is offloaded, the all-gathers to the extent that this rank stores between uses begin at once.
+        If the chunk is offloaded, all all-gathers begin on use or ahead of use, after the update.
         """
         plan = self._chunk.plan
         if plan.shard_steps or self._fetched or self._chunk.elements.prunes:

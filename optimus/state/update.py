@@ -29,7 +29,8 @@ class Update:
     ) -> None:
         self._chunk, self._unsharded, self._gradients, self._rule = chunk, unsharded, gradients, rule
         self._transfers = chunk.transfers
-        # True if the update contains collectives: all ranks then run such updates in the same order, without the worker.
+        # True if the update contains collectives: all ranks then run collective updates in the same order, without the
+        # worker.
         self.is_collective = bool(chunk.context.blocks)
         self._on: Residency = "host" if chunk.context.options.update_on == "host" else "device"
 

@@ -29,7 +29,7 @@ from optimus.kernels.triton.tuning import row_tile
 
 
 class ExpertMLP(torch.autograd.Function):
-    """See `kernels.expert_mlp`. Choices outside [0, E) belong to other ranks and are skipped."""
+    """See `kernels.expert_mlp`. The kernels skip choices outside [0, E), which belong to other ranks."""
 
     @staticmethod
     def forward(
@@ -67,7 +67,7 @@ class ExpertMLP(torch.autograd.Function):
         z_grad_PJ, weighted_h_PI, weight_grad_PC = expert_down_backward(
             y_grad_TH, weights_TK, z_PJ, down_EHI, token_P, routes, clamped=ctx.clamped
         )
-        # Before the weight gradients: once they have been added, the owner of the weights may free their memory.
+        # Before the weight gradients: after their addition, the owner of the weights may free the weights' memory.
         x_grad_TH = expert_up_backward(z_grad_PJ, gate_up_EJH, routes)
         of_down = partial(expert_down_weight_gradient, y_grad_TH, weighted_h_PI, token_P, routes)
         down_grad = _gradient(down_EHI, down_buffer, of_down) if ctx.needs_input_grad[4] else None

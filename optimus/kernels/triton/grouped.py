@@ -178,7 +178,8 @@ def _put(
     sums, into_MN, m, first_n, any_rows, M: tl.constexpr, N: tl.constexpr, ACCUMULATE: tl.constexpr,
     IN_MEMORY: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Writes columns of a tile, or adds them in place. IN_MEMORY: the memory adds, so the program neither reads nor waits.
+    """Writes columns of a tile, or adds them in place. With IN_MEMORY, the memory adds, so the program neither reads
+    nor waits.
 
     The caller passes half a tile at a time, because a second whole tile does not fit into the registers.
     """

@@ -1,6 +1,6 @@
 """Output layer and cross-entropy, a block of rows at a time; see `kernels.linear_cross_entropy` for the method.
 
-torch computes the matmuls. Between them, one kernel replaces a block's logits by their gradient in place, so the
+torch computes the matmuls. Between the matmuls, one kernel replaces a block's logits by their gradient in place, so the
 operation needs memory for the logits of only one block. The loss is a sum over rows, and a row's gradient depends on
 that row alone.
 

@@ -35,8 +35,8 @@ def router(
     """Computes a softmax over E in fp32 and chooses the K largest.
 
     With `forced_T` (int64), a token with number f gets the experts f*K ... f*K + K-1 modulo E instead. Of experts with
-    equal scores, the one with the lower index is chosen. `renormalise` makes a token's weights sum to 1. Gradients flow
-    from weights, probabilities and z to the logits.
+    equal scores, the kernel chooses the expert with the lower index. `renormalise` makes a token's weights sum to 1.
+    Gradients flow from weights, probabilities and z to the logits.
     """
     return Routed(*_Router.apply(logits_TE, experts_per_token, forced_T, renormalise))
 

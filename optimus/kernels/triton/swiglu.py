@@ -42,7 +42,7 @@ def _programs(h_TI: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
 
 @triton.jit
 def swiglu_tile(gate, up, CLAMPED: tl.constexpr = False):
-    """Returns silu(gate) * up in fp32, or the `clamped_silu` of both. NaN stays NaN."""
+    """Returns silu(gate) * up in fp32, or `clamped_silu` of gate and up. NaN stays NaN."""
     if CLAMPED:
         gate, up = _clamped(gate, up)
         return gate * tl.sigmoid(gate * _SLOPE) * up

@@ -30,8 +30,8 @@ class TokenCounts(NamedTuple):
 def token_count(indices_TK: Tensor, experts: int) -> TokenCounts:
     """Counts the choices of `experts` local experts.
 
-    `indices_TK` (int32 or int64) numbers experts from 0; choices outside [0, experts) belong to other ranks and are not
-    counted.
+    `indices_TK` (int32 or int64) numbers experts from 0; choices outside [0, experts) belong to other ranks and do not
+    count.
     """
     indices_TK = indices_TK.contiguous()
     tokens = max(16, min(128, _BITMAP // pow2(experts)))

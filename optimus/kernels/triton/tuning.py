@@ -2,7 +2,7 @@
 
 Tile sizes depend on the layer's shape and on the mean number of rows per expert, rounded to a power of two. Batches of
 similar lengths usually have the same tile sizes, and so the same compiled kernels. `testing/trial.py` times candidates
-on a chip; developers copy the fastest into `_PREFERRED`.
+on a chip; developers copy the fastest candidates into `_PREFERRED`.
 
 Legend: T tokens, K experts per token.
 """

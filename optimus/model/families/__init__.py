@@ -16,7 +16,7 @@ __all__ = ["Choice", "Family", "Field", "Further", "Key", "Multiple", "Same", "f
 
 
 def families() -> Mapping[str, Family]:
-    """Returns all families by their `model_type` in config.json, including those of plugins."""
+    """Returns all families by their `model_type` in config.json, including the families of plugins."""
     return FAMILIES
 
 

@@ -1,4 +1,4 @@
-"""Fields of config.json and names of tensors that most families share."""
+"""Fields of config.json and names of tensors that several families share."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +25,7 @@ RMS: dict[str, Field] = {"norm_eps": "rms_norm_eps"}
 BIASES: dict[str, Field] = {"attention_bias": Choice("attention_bias", {False: "none", True: "all"})}
 EXPERTS: dict[str, Field] = {"experts": "num_experts", "experts_per_token": "num_experts_per_tok"}
 ROUTER = ("output_router_logits", "router_aux_loss_coef")  # ignored: the run's configuration sets both values
-QWEN = ("max_window_layers", "sliding_window")  # ignored: they have no effect if use_sliding_window is false
+QWEN = ("max_window_layers", "sliding_window")  # ignored: both fields have no effect if use_sliding_window is false
 CONSTANTS: dict[str, Any] = {"hidden_act": "silu", "attention_dropout": 0.0, "quantization_config": None}
 
 

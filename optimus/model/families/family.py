@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class Key(NamedTuple):
-    """The published tensors of one kind of parameter.
+    """The published tensors of one of our parameters, in all layers.
 
     Without the flags below, each tensor is a view of our parameter, obtained by indexing leading dims. In a name, {i}
     is the layer. If the name contains {e}, the first index is the expert e. If the parameter stacks several tensors,
@@ -20,13 +20,14 @@ class Key(NamedTuple):
 
     names: tuple[str, ...]
     fused: str | None = None
-    joined: bool = False  # our stacked dims lie end to end in the published tensor
-    transposed: bool = False  # the published matrix has its inputs first
-    interleaved: bool = False  # the outputs of the two stacked projections alternate in the published tensor
+    joined: bool = False  # True if our stacked dims lie end to end in the published tensor
+    transposed: bool = False  # True if the published matrix has its inputs first
+    interleaved: bool = False  # True if the outputs of the two stacked projections alternate in the published tensor
 
 
 class Choice(NamedTuple):
-    """A field of `config.json` whose values have other names than ours; `values` maps config.json's values to ours."""
+    """A field of `config.json` whose values have other names than in `ModelConfig`; `values` maps the values of
+    `config.json` to our values."""
 
     name: str
     values: Mapping[Any, Any]
@@ -47,7 +48,8 @@ class Same(NamedTuple):
 
 
 class Further(NamedTuple):
-    """Extra layers after the last one that predict further tokens (multi-token prediction); our models leave them out."""
+    """Extra layers after the last layer, which predict further tokens (multi-token prediction). Our models leave these
+    layers out."""
 
     field: str  # the field of `config.json` with the number of these layers; exports write 0
     tensors: str  # prefix of the names of these layers' tensors; {i} is the layer

@@ -1,4 +1,5 @@
-"""Qwen 3, dense: norms of q and k per head, independent head size (Qwen3 Technical Report, section 2)."""
+"""Qwen 3, dense: norms of q and k per head, and a head size that need not be hidden / heads (Qwen3 Technical Report,
+section 2)."""
 
 from optimus.model.families.common import (
     BEFORE,

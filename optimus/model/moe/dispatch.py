@@ -22,7 +22,7 @@ class OverlappedWork:
         """Computes while results travel back."""
 
     def at_once(self) -> None:
-        """Computes both parts now, because there is no communication to overlap with."""
+        """Computes both parts now, without overlap."""
         self.during_dispatch()
         self.during_combine()
 
@@ -54,7 +54,7 @@ class TokenDispatcher(Protocol):
 def local_dispatch(
     x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: nn.Module, overlapped: OverlappedWork = NOTHING
 ) -> Tensor:
-    """Calls the experts directly, because all of them are on this device."""
+    """Calls the experts directly, because all experts are on this device."""
     y_TH = experts(x_TH, weights_TK, indices_TK, indices_TK.numel())
     overlapped.at_once()
     return y_TH

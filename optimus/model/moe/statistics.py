@@ -1,4 +1,4 @@
-"""Router statistics, from which the router losses are computed.
+"""Router statistics, from which the router losses follow.
 
 Legend: E experts.
 """
@@ -13,7 +13,7 @@ from optimus.model.architecture import ModelConfig
 
 
 class RouterStats(NamedTuple):
-    """Sums over the tokens of one or more layers, from which the router losses are computed.
+    """Sums over the tokens of one or more layers, which determine the router losses.
 
     `a + b` adds the statistics of two sets of layers. The balance loss and the z-loss are functions of the sums over all
     layers, so they do not depend on the ranks that run the layers.
@@ -28,11 +28,11 @@ class RouterStats(NamedTuple):
         return RouterStats(*map(operator.add, self, other))
 
     def among(self, config: ModelConfig) -> "RouterStats":
-        """Maps the statistics of one layer to vectors that can be added over layers with different numbers of experts.
+        """Maps the statistics of one layer to vectors that add up over layers with different numbers of experts.
 
-        The resulting vectors concatenate one segment for each number of experts. `balance_loss` of the sum of such
-        vectors is the mean of the segments' balance losses, weighted by the segments' numbers of layers. `factor` multiplies
-        the probabilities so that the mean has these weights.
+        The resulting vectors concatenate one segment for each number of experts. `balance_loss` of the sum of these
+        vectors is the mean of the segments' balance losses, weighted by the segments' numbers of layers. `factor`
+        multiplies the probabilities so that the mean has these weights.
         """
         sizes, own = config.expert_counts, len(self.counts_E)
         of_layers = [config.experts_of(layer) for layer in range(config.layers)]

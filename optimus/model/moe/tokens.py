@@ -1,4 +1,4 @@
-"""The tokens that one device processes in a sparse layer: here all of them. `parallel.tokens` splits the tokens over
+"""The tokens that one device processes in a sparse layer: here all tokens. `parallel.tokens` splits the tokens over
 ranks.
 
 Legend: T tokens, H hidden, U tokens processed on this rank.

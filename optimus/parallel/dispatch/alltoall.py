@@ -31,10 +31,8 @@ from optimus.model.moe.choices import choices_of, local_indices
 from optimus.model.moe.dispatch import NOTHING, OverlappedWork
 
 Compute = Callable[[Tensor, Tensor, Tensor, int], Tensor]
-"""A module with experts, or another dispatcher.
-
-Both map (tokens, weights, local choices, number of local choices) to weighted sums of the experts' outputs.
-"""
+"""A module with experts or another dispatcher, which maps (tokens, weights, local choices, number of local choices) to
+weighted sums of the experts' outputs."""
 
 
 class Copies(NamedTuple):
@@ -90,10 +88,10 @@ class ExchangeCounts(NamedTuple):
 class AllToAllDispatch:
     """A `TokenDispatcher` over the ranks of `group`, which hold `experts_per_rank` experts each, in rank order.
 
-    The group `parts` may shard the experts; each of its ranks then has another `group`. The ranks of `parts` all-gather the
-    tokens that they received, and sum the results of their shards of the experts (TED, section 7.2; algorithm 5 drops the
-    tokens that the other ranks send). With `duplicates`, all ranks of `parts` send and receive the same tokens, so the
-    ranks only sum.
+    The group `parts` may shard the experts; each of its ranks then has another `group`. The ranks of `parts` all-gather
+    the tokens that they received, and sum the results of their shards of the experts (TED, section 7.2). TED's
+    algorithm 5 instead drops the tokens that the other ranks send. With `duplicates`, all ranks of `parts` send and
+    receive the same tokens, so the ranks only sum.
 
     T may differ between ranks, and may be 0. `overlapped` computation runs during communication (Megatron-Core's overlap of
     shared experts), in the backward pass too.
