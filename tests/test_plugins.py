@@ -260,6 +260,43 @@ def test_a_reader_that_fails_is_named(content: bytes, message: str, module: Any,
     assert message in str(refused.value)
 
 
+def test_a_reader_that_is_no_generator_is_named(module: Any, tmp_path: Path) -> None:
+    (tmp_path / "in.rec").write_text("not json")
+    source = (
+        "import json\nfrom optimus.extend import record_reader\nROWS = [record_reader('rec', ('.rec',), lambda f: json.load(f))]"
+    )
+    with pytest.raises(UserError, match="the reader rec failed after 0 records .JSONDecodeError"):
+        optimus.prepare([tmp_path / "in.rec"], tmp_path / "out", train_tokenizer=300, plugins=[module("rec_reader", source)])
+
+
+def test_reptile_goes_around_rules_with_counters_and_refuses_averages(module: Any) -> None:
+    source = """
+        from dataclasses import dataclass
+        from optimus.extend import RuleRow, UpdateRule
+
+        @dataclass(frozen=True, kw_only=True)
+        class Counting(UpdateRule):
+            counters = ("sum",)
+            def count(self, counters, step, lr):
+                return {"sum": counters["sum"] + lr}
+            def apply(self, now, tile):
+                tile.weight.sub_(tile.gradient, alpha=now.counters["sum"])
+
+        @dataclass(frozen=True, kw_only=True)
+        class Averaging(UpdateRule):
+            averages = True
+            def apply(self, now, tile): ...
+
+        ROWS = [RuleRow("counting", Counting), RuleRow("averaging", Averaging)]
+    """
+    change = {"plugins": [module("around", source)]}
+    rules = rules_of_run(RUN | change | {"optimizer": {"name": "counting", "reptile_every": 2}})
+    assert {rule.counters for rule in rules.values() if rule.trains} == {("sum",)}
+    assert next(iter(rules.values())).count({"sum": 1.0}, 3, 0.5) == {"sum": 1.5}
+    with pytest.raises(UserError, match="optimizer.reptile_every: averaging averages its weights already"):
+        rules_of_run(RUN | change | {"optimizer": {"name": "averaging", "reptile_every": 2}})
+
+
 def test_the_page_about_plugins(module: Any) -> None:
     """The module of docs/plugins.md adds the rule that its configuration chooses."""
     text = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")

@@ -6,6 +6,7 @@ files.
 """
 
 import json
+import re
 import shutil
 import uuid
 from collections.abc import Callable
@@ -103,7 +104,7 @@ def _copy(run: Path, copies: RemoteCopies, name: str) -> None:
 def _retire(copies: RemoteCopies, new: str, keep: int | None, weights_keep: int) -> None:
     step = step_of(Path(new))
     names = {
-        name: step_of(Path(name)) for name in copies.names(CHECKPOINTS) if name.partition("-")[0] in ("step", "weights")
+        name: step_of(Path(name)) for name in copies.names(CHECKPOINTS) if re.fullmatch(r"(step|weights)-\d+", name)
     }
     later = [name for name, at in names.items() if at > step]
     full = sorted((name for name in names if name.startswith("step-") and name not in later), key=names.__getitem__)

@@ -217,11 +217,11 @@ class OptimizerConfig(Section):
         return self
 
 
-def _check_options(options: Mapping[str, float], known: Mapping[str, float], of: str) -> None:
-    """Raises `ValueError` for an option that is not one of the `known` parameters `of` a row."""
+def _check_options(options: Mapping[str, float], known: Mapping[str, float], row: str) -> None:
+    """Raises `ValueError` for an option that is not one of the `known` parameters of `row`."""
     if unknown := [name for name in options if name not in known]:
         cure = nearest(unknown[0], known) if known else "remove it"
-        raise ValueError(f"options.{unknown[0]}: {of} has no such parameter: {cure}")
+        raise ValueError(f"options.{unknown[0]}: {row} has no such parameter: {cure}")
 
 
 class LrScheduleConfig(Section):

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, BinaryIO, NamedTuple
 
 from optimus.data import files
@@ -391,7 +392,7 @@ def record_reader(
     def read(source: Source, start: Position, text_field: str | TextField, encode: Encode) -> Iterator[_Piece]:
         field = field_of(text_field)
         with open_bytes(source) as (stream, raw):
-            rows = enumerate(_named_failures(records(stream), name, source), start=1)
+            rows = enumerate(_named_failures(partial(records, stream), name, source), start=1)
             later = (
                 (row, {"text": each} if isinstance(each, str) else each) for row, each in rows if row > start.offset
             )
@@ -400,12 +401,13 @@ def record_reader(
     return ReaderRow(name, suffixes, read)
 
 
-def _named_failures(records: Iterable[Any], reader: str, source: Source) -> Iterator[Any]:
-    """Yields `records`. Raises `UserError`, which names the reader and the file, for any exception of the reader's code
-    and for a record that is no text or mapping."""
-    rows = iter(records)
+def _named_failures(records: Callable[[], Iterable[Any]], reader: str, source: Source) -> Iterator[Any]:
+    """Yields what `records` returns. Raises `UserError`, which names the reader and the file, for any exception of the
+    reader's code and for a record that is no text or mapping."""
+    rows: Iterator[Any] | None = None
     for number in itertools.count(1):
         try:
+            rows = iter(records()) if rows is None else rows
             record = next(rows)
         except StopIteration:
             return

@@ -83,7 +83,7 @@ class Helpers:
             pickle.dump((*self._setup, args), process.stdin, protocol=5)
             process.stdin.flush()
             succeeded, value = pickle.load(process.stdout)
-        except (EOFError, BrokenPipeError) as error:
+        except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:  # also killed in the middle of an answer
             status = process.wait()
             cause = "was killed, often for lack of memory" if status == -signal.SIGKILL else f"ended with {status}"
             raise UserError(

@@ -125,7 +125,7 @@ class RemoteFolder:
 
     def forget(self, name: str) -> None:
         """Deletes the local copy of a file."""
-        (self.local / plain_name(name)).unlink()
+        (self.local / plain_name(name)).unlink(missing_ok=True)
 
     def _put(self, path: Path, write: Callable[[Path], object]) -> Path:
         """Writes `path`, which appears complete or not at all. One process writes while other processes wait."""

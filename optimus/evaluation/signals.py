@@ -53,6 +53,8 @@ def read_curves(runs: Sequence[str | Path]) -> TaskCurves:
                 "smaller evaluate.tasks_every"
             )
         found.append({key: TaskCurve(*map(np.array, zip(*each))) for key, each in points.items()})
+    if not found:
+        raise UserError("no runs are named: name the folders of runs")
     shared = [key for key in found[0] if all(key in each for each in found)]
     if not shared:
         raise UserError("the runs have no task in common: give runs with the same evaluate.tasks")

@@ -48,7 +48,7 @@ def watch(
         trains = living_holder(folder) is not None  # before the checkpoints are listed, so that no checkpoint is missed
         waiting = [
             path
-            for path in list_checkpoints(folder, "step", "weights")
+            for path in {step_of(path): path for path in list_checkpoints(folder, "step", "weights")}.values()
             if path.name not in passed_over and not _is_scored(path, _scores(folder, name, path))
         ]
         if waiting:

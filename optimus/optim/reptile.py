@@ -3,7 +3,7 @@
 For Reptile in continued pretraining, see Abbes et al. 2025, algorithm 1.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -33,6 +33,15 @@ class Reptile(UpdateRule):
     def tiling(self) -> TilingName:  # type: ignore[override]
         """The tiling of the inner rule."""
         return self.inner.tiling
+
+    @property
+    def counters(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The names of the inner rule's counters."""
+        return self.inner.counters
+
+    def count(self, counters: Mapping[str, float], step: int, lr: float) -> dict[str, float]:
+        """Returns the counters of the inner rule."""
+        return self.inner.count(counters, step, lr)
 
     def begin(self, weight: Tensor, moments: Sequence[Tensor]) -> None:
         """Initialises the buffers of the inner rule, and stores `weight` for the first Reptile step."""

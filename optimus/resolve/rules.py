@@ -140,6 +140,8 @@ def _rule(config: OptimizerConfig, name: str, role: Role) -> Rule:
     rule = row.kind(weight_decay=decay, lr_scale=scale, **_hyperparameters(config, chosen))
     if config.reptile_every is None:
         return rule
+    if rule.averages:
+        raise UserError(f"optimizer.reptile_every: {chosen} averages its weights already: choose another rule")
     every, share = config.reptile_every, config.reptile_step
     return Reptile(inner=rule, weight_decay=decay, lr_scale=scale, every=every, share=share)
 
