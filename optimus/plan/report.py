@@ -294,9 +294,9 @@ def _collectives(job: Job) -> Iterator[str]:
     work, machine = RankCosts(job), job.placed
     step_time(job, work)
     used: dict[StridedGroup, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for (group, kind), nbytes in sorted(work.collectives.items()):
+    for (group, kind, narrow), nbytes in sorted(work.collectives.items()):
         if group.size > 1 and nbytes > 0:
-            name = algorithm_named(kind, nbytes, group, machine, job.profile.collectives)
+            name = algorithm_named(kind, nbytes, group, machine, job.profile.collectives, narrow=narrow)
             used[group][name].append(f"{kind.replace('_', '-')} ({nbytes / 1e6:,.1f} MB)")
     for group, names in used.items():
         apart = f", {group.stride} apart" if group.stride > 1 else ""
