@@ -68,7 +68,7 @@ def load_slices(
     rank reads a chunk and sends it to the others by broadcast or all-reduce (the Optimus paper, section 4: model
     broadcasting). With `send` "none", every rank reads its own shard. `read` fills the tensors of slices. `pruned`: the
     weights must be zero where the state is pruned. With `factors`, reads low-rank factors; otherwise sets low-rank
-    factors to zero, or with `send` "none" leaves them unchanged.
+    factors to zero.
 
     Returns the number of ranks that have read chunks. Raises, on all ranks, a `UserError` of `read` on one rank, or one
     for pruned weights that are not zero; the state is unusable then.
@@ -109,7 +109,7 @@ def _read_local(transfers: Sequence[_Transfer], read: Read) -> UserError | None:
         for each in transfers:
             with each.chunk.states(change=True) as parts:
                 part = parts[each.kind]
-                dense = each.chunk.dense_part(part)
+                dense = each.chunk.dense_part(part).zero_()
                 each.fill(dense, read, each.chunk.dense_extent.start)
                 each.chunk.fill_part(part, dense)
     except UserError as error:

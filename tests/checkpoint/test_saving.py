@@ -19,6 +19,7 @@ from helpers.state_groups import model_state
 from helpers.whole import whole_state
 from optimus.checkpoint import saving
 from optimus.checkpoint.folder import Description, list_checkpoints, step_folder, step_of, weights_folder
+from optimus.checkpoint.format import StoredSlice
 from optimus.checkpoint.reader import verify
 from optimus.checkpoint.rollback import marker_of, resume_points, rollback
 from optimus.checkpoint.saving import Saver, Target
