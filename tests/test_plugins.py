@@ -262,11 +262,11 @@ def test_a_reader_that_fails_is_named(content: bytes, message: str, module: Any,
 
 def test_a_reader_that_is_no_generator_is_named(module: Any, tmp_path: Path) -> None:
     (tmp_path / "in.rec").write_text("not json")
-    source = (
-        "import json\nfrom optimus.extend import record_reader\nROWS = [record_reader('rec', ('.rec',), lambda f: json.load(f))]"
-    )
+    source = "import json\nfrom optimus.extend import record_reader\nROWS = [record_reader('rec', ('.rec',), lambda f: json.load(f))]"
     with pytest.raises(UserError, match="the reader rec failed after 0 records .JSONDecodeError"):
-        optimus.prepare([tmp_path / "in.rec"], tmp_path / "out", train_tokenizer=300, plugins=[module("rec_reader", source)])
+        optimus.prepare(
+            [tmp_path / "in.rec"], tmp_path / "out", train_tokenizer=300, plugins=[module("rec_reader", source)]
+        )
 
 
 def test_reptile_goes_around_rules_with_counters_and_refuses_averages(module: Any) -> None:

@@ -2,14 +2,14 @@
 
 The URL has the layout of a run folder: `checkpoints/step-N/...`, and the small files of the run. A copy gets the
 checkpoint's manifest last and loses it first. So a copy is complete if it has a valid manifest and all the manifest's
-files.
+files, and if the copy of its frozen parameters has too.
 """
 
 import json
 import re
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,12 @@ from optimus.checkpoint.folder import DESCRIPTION, MANIFEST, all_folders, find_c
 from optimus.checkpoint.lease import LEASE
 from optimus.checkpoint.manifest import manifest_files, read_manifest
 from optimus.copies import LARGEST, RemoteCopies, cache_of, is_url, small_files
-from optimus.disk import parse_json
+from optimus.disk import parse_json, plain_name
 from optimus.errors import UserError, naming_disk_errors
 
 CHECKPOINTS = "checkpoints"
+Files = dict[str, Any]
+"""What a manifest says of each file, by name."""
 
 
 def copier(url: str, run: str, keep: int | None, weights_keep: int) -> Callable[[str], str]:
@@ -42,8 +44,15 @@ def copier(url: str, run: str, keep: int | None, weights_keep: int) -> Callable[
 
 def complete_copies(copies: RemoteCopies) -> list[str]:
     """Returns the names of the complete copies of full checkpoints, newest first."""
+    return [name for name, _ in _complete_copies(copies)]
+
+
+def _complete_copies(copies: RemoteCopies) -> Iterator[tuple[str, Mapping[str, Files]]]:
+    """Yields the name and the folders (`_folders`) of each complete copy of a full checkpoint, newest first."""
     named = [name for name in copies.names(CHECKPOINTS) if name.startswith("step-") and name[5:].isdecimal()]
-    return [name for name in sorted(named, key=lambda each: step_of(Path(each)), reverse=True) if _files(copies, name)]
+    for name in sorted(named, key=lambda each: step_of(Path(each)), reverse=True):
+        if (folders := _folders(copies, name)) is not None:
+            yield name, folders
 
 
 def fetch_run(url: str, run: Path) -> str | None:
@@ -53,13 +62,11 @@ def fetch_run(url: str, run: Path) -> str | None:
     Raises `UserError` if the server or the disk fails.
     """
     copies = RemoteCopies(url)
-    for name in complete_copies(copies):
-        files = _files(copies, name) or {}
+    for name, folders in _complete_copies(copies):
         with naming_disk_errors(run, "Make room or choose another train.output"):
             copies.get_folder("", run, small_files(copies))
-            description = parse_json((copies.read(f"{CHECKPOINTS}/{name}/{DESCRIPTION}") or b"{}").decode())
-            for each in filter(None, (description.get("frozen"), name)):
-                _fetch(copies, each, run / CHECKPOINTS / each, _files(copies, each) or files)
+            for each, files in folders.items():
+                _fetch(copies, each, run / CHECKPOINTS / each, files)
         return name
     return None
 
@@ -74,21 +81,19 @@ def local_checkpoint(path_or_url: str | Path) -> Path:
         return find_checkpoint(path_or_url)
     copies = RemoteCopies(path_or_url)
     cache = cache_of(copies.url)
-    for name in complete_copies(copies):
-        files = _files(copies, name) or {}
-        description = parse_json((copies.read(f"{CHECKPOINTS}/{name}/{DESCRIPTION}") or b"{}").decode())
-        for each in filter(None, (description.get("frozen"), name)):
+    for name, folders in _complete_copies(copies):
+        for each, files in folders.items():
             manifest = cache / CHECKPOINTS / each / MANIFEST
             if not manifest.is_file() or manifest.read_bytes() != copies.read(f"{CHECKPOINTS}/{each}/{MANIFEST}"):
                 shutil.rmtree(manifest.parent, ignore_errors=True)
-                _fetch(copies, each, manifest.parent, _files(copies, each) or files)
+                _fetch(copies, each, manifest.parent, files)
         return cache / CHECKPOINTS / name
     raise UserError(f"{copies.url} has no complete copy of a checkpoint: name the `checkpoint.copy_to` of a run")
 
 
 def _copy(run: Path, copies: RemoteCopies, name: str) -> None:
     folder = run / CHECKPOINTS / name
-    if copies.read(f"{CHECKPOINTS}/{name}/{MANIFEST}") == (folder / MANIFEST).read_bytes() and _files(copies, name):
+    if copies.read(f"{CHECKPOINTS}/{name}/{MANIFEST}") == (folder / MANIFEST).read_bytes() and _folders(copies, name):
         return  # copied by an earlier process of the run
     description = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
     frozen = description.get("frozen")
@@ -113,8 +118,24 @@ def _retire(copies: RemoteCopies, new: str, keep: int | None, weights_keep: int)
         copies.remove(f"{CHECKPOINTS}/{name}", first=MANIFEST)
 
 
-def _files(copies: RemoteCopies, name: str) -> dict[str, Any] | None:
-    """Returns the files of a complete copy, by its manifest; None if the copy is not complete."""
+def _folders(copies: RemoteCopies, name: str) -> Mapping[str, Files] | None:
+    """Returns the files of each folder of a complete copy: of its frozen parameters, if any, then of the checkpoint itself.
+    Returns None if a folder is not complete."""
+    if (files := _files(copies, name)) is None:
+        return None
+    try:
+        description = parse_json((copies.read(f"{CHECKPOINTS}/{name}/{DESCRIPTION}") or b"").decode())
+        frozen = None if description.get("frozen") is None else plain_name(description["frozen"])
+    except (ValueError, AttributeError):
+        return None
+    if frozen is None:
+        return {name: files}
+    beside = _files(copies, frozen)
+    return None if beside is None else {frozen: beside, name: files}
+
+
+def _files(copies: RemoteCopies, name: str) -> Files | None:
+    """Returns the files of a complete folder, by its manifest; None if the folder is not complete."""
     content = copies.read(f"{CHECKPOINTS}/{name}/{MANIFEST}")
     if content is None:
         return None
@@ -126,7 +147,7 @@ def _files(copies: RemoteCopies, name: str) -> dict[str, Any] | None:
     return files if all(sizes.get(each) == file["bytes"] for each, file in files.items()) else None
 
 
-def _fetch(copies: RemoteCopies, name: str, folder: Path, files: dict[str, Any]) -> None:
+def _fetch(copies: RemoteCopies, name: str, folder: Path, files: Files) -> None:
     """Copies a checkpoint from the URL; the folder appears when it is complete."""
     partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.partial")  # other nodes may fetch the checkpoint
     copies.get_folder(f"{CHECKPOINTS}/{name}", partial, [*files, MANIFEST])

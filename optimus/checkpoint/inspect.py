@@ -8,7 +8,14 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from optimus.checkpoint.folder import DESCRIPTION, all_folders, find_checkpoint, step_of
+from optimus.checkpoint.folder import (
+    DESCRIPTION,
+    all_folders,
+    find_checkpoint,
+    frozen_beside,
+    read_description,
+    step_of,
+)
 from optimus.checkpoint.manifest import SLICES, read_checked_description, read_manifest
 from optimus.checkpoint.masks import all_masks
 from optimus.checkpoint.reader import Reader, verify
@@ -21,6 +28,7 @@ from optimus.model import Transformer
 from optimus.model.parameters import named_tensors
 
 To = Literal["weights", "torch", "safetensors"]
+_DTYPES = ("float32", "bfloat16")
 
 
 def list_run(run: str | Path) -> list[dict[str, Any]]:
@@ -54,18 +62,23 @@ def show(path: str | Path) -> dict[str, Any]:
     """Describes a checkpoint (or the newest checkpoint of a run) and the distribution of its bytes over nodes.
 
     In addition to some fields of the description, the result has `bytes`, `tensors` (number of global tensors),
-    `parameters`, `slices`, `writers` (number of ranks that wrote a file) and `bytes_by_node`. Bytes and writers do not
-    include the folder of frozen parameters. Raises `UserError` if the checkpoint cannot be read.
+    `parameters`, `slices`, `writers` (number of ranks that wrote a file) and `bytes_by_node`. All of them include the
+    folder of frozen parameters. Raises `UserError` if the checkpoint cannot be read.
     """
     path = find_checkpoint(path)
     reader = Reader.open(path)
-    about, files = reader.description, read_manifest(path)
-    ranks = {name: re.fullmatch(r"__(\d{1,9})_0\.distcp", name) for name, file in files.items() if SLICES in file}
-    written = {int(rank[1]): files[name]["bytes"] for name, rank in ranks.items() if rank}  # bytes by rank
-    nodes: Counter[int] = Counter()
-    for rank, size in written.items():
-        per_node = about.written.get("ranks_per_node")
-        nodes[rank // per_node if type(per_node) is int and per_node > 0 else 0] += size
+    about, beside = reader.description, frozen_beside(path, reader.description)
+    folders = {path: about} if beside is None else {path: about, beside: read_description(beside)}
+    total, writers, nodes = 0, set[int](), Counter[int]()
+    for folder, described in folders.items():
+        per_node = described.written.get("ranks_per_node")
+        for name, file in read_manifest(folder).items():
+            total += file["bytes"]
+            rank = re.fullmatch(r"__(\d{1,9})_0\.distcp", name) if SLICES in file else None
+            if rank is not None:
+                writers.add(int(rank[1]))
+                node = int(rank[1]) // per_node if type(per_node) is int and per_node > 0 else 0
+                nodes[node] += file["bytes"]
     weights = [slices[0].shape for key, slices in reader.stored.items() if key.startswith("model.")]
     return {
         "path": str(path),
@@ -77,11 +90,11 @@ def show(path: str | Path) -> dict[str, Any]:
         "progress": about.progress,
         "written": about.written,
         "frozen": about.frozen,
-        "bytes": sum(file["bytes"] for file in files.values()),
+        "bytes": total,
         "tensors": len(reader.stored),
         "parameters": sum(torch.Size(shape).numel() for shape in weights),
         "slices": sum(map(len, reader.stored.values())),
-        "writers": len(written),
+        "writers": len(writers),
         "bytes_by_node": dict(sorted(nodes.items())),
     }
 
@@ -99,6 +112,8 @@ def convert(path: str | Path, output: str | Path, to: To = "weights", dtype: str
     """
     if to not in get_args(To):
         raise UserError(f"`to` is {to!r}: choose one of {', '.join(get_args(To))}")
+    if dtype is not None and dtype not in _DTYPES:
+        raise UserError(f"`dtype` is {dtype!r}: choose one of {', '.join(_DTYPES)}")
     path, output = find_checkpoint(path), user_path(output)
     if output.exists():
         raise UserError(f"{output} exists already: choose another name or remove it")

@@ -109,7 +109,7 @@ def _read_local(transfers: Sequence[_Transfer], read: Read) -> UserError | None:
         for each in transfers:
             with each.chunk.states(change=True) as parts:
                 part = parts[each.kind]
-                dense = each.chunk.dense_part(part)
+                dense = each.chunk.dense_part(part).zero_()
                 each.fill(dense, read, each.chunk.dense_extent.start)
                 each.chunk.fill_part(part, dense)
     except UserError as error:

@@ -36,7 +36,7 @@ from optimus.errors import UserError, naming_disk_errors
 from optimus.state.chunk import Chunk
 from optimus.state.model_state import ModelState
 
-_CURE = "Earlier checkpoints are untouched: make room or mend the path, then run again with `resume=True`"
+_CURE = "The newest earlier checkpoint is untouched: make room or mend the path, then run again with `resume=True`"
 _SWITCH = 0.0005  # Python's thread switch interval in seconds; see _short_turns
 
 

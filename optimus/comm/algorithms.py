@@ -143,6 +143,13 @@ def names(kind: CollectiveKind, shape: Shape) -> list[str]:
     return [OWN, *(name for name in table if min(shape) > 1 or not on_two_levels(name))]
 
 
+def alike_on_nodes(algorithm: str, kind: CollectiveKind) -> bool:
+    """Returns True if the rounds are the same on every node, as are those of the library's own algorithms; a plugin's
+    algorithm may have others."""
+    rows = _OWN_EXCHANGES if kind == "all_to_all" else _OWN_GATHERS
+    return algorithm in (OWN, EVERYONE, *(row.name for row in rows))
+
+
 @lru_cache(maxsize=256)
 def rounds(algorithm: str, kind: CollectiveKind, rank: int, shape: Shape) -> tuple[Round, ...]:
     """Returns the rounds of one rank.

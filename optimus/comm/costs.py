@@ -14,9 +14,9 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import NamedTuple
 
-from optimus.comm.algorithms import OWN, CollectiveKind, Measured, pieces, rounds, used
+from optimus.comm.algorithms import EVERYONE, OWN, CollectiveKind, Measured, alike_on_nodes, pieces, rounds, used
 from optimus.comm.links import Link, Links
-from optimus.comm.schedules import Round, Shape
+from optimus.comm.schedules import Message, Round, Shape, everyone
 
 
 class Step(NamedTuple):
@@ -39,7 +39,8 @@ def seconds(
     begins the piece's next round. For `OWN` the simulation uses the schedules of Gloo.
     """
     block = size / shape.ranks / pieces
-    each = [program(_rounds(algorithm, kind, local_rank, shape), block, pieces) for local_rank in range(shape.per)]
+    ranks = shape.per if alike_on_nodes(algorithm, kind) else shape.ranks
+    each = [program(_rounds(algorithm, kind, rank, shape), block, pieces) for rank in range(ranks)]
     return max(simulate(each, shape, links or Links()), default=0.0)
 
 
@@ -59,7 +60,7 @@ def expected(kind: CollectiveKind, shape: Shape, size: float, measured: Measured
 
 
 def internode_bytes(algorithm: str, kind: CollectiveKind, shape: Shape, size: float) -> float:
-    """Returns the bytes that all ranks of a node together send to other nodes."""
+    """Returns the bytes that all ranks of the first node together send to other nodes."""
     block = size / shape.ranks
     return sum(
         len(message.blocks) * block
@@ -73,8 +74,13 @@ def internode_bytes(algorithm: str, kind: CollectiveKind, shape: Shape, size: fl
 def _rounds(algorithm: str, kind: CollectiveKind, rank: int, shape: Shape) -> tuple[Round, ...]:
     """Returns a rank's rounds; for `OWN`, the rounds of Gloo's built-in collective.
 
-    Gloo's all-to-all sends directly; the other collectives of Gloo are rings. Gloo's reduce-scatter is a whole all-reduce.
+    For `EVERYONE`, a message has the blocks of all ranks. Gloo's all-to-all sends directly; the other collectives of Gloo
+    are rings. Gloo's reduce-scatter is a whole all-reduce.
     """
+    if algorithm == EVERYONE:
+        blocks = tuple(range(shape.ranks))
+        peers = [tuple(Message(peer, blocks) for peer, _ in each.sends) for each in everyone(rank, shape.ranks)]
+        return tuple(Round(messages, messages) for messages in peers)
     if algorithm != OWN:
         return rounds(algorithm, kind, rank, shape)
     if kind == "all_to_all":

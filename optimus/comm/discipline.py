@@ -9,12 +9,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from optimus.comm import CollectiveError
 from optimus.errors import UserError
 
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")  # namespaces of torch's operators
+
 
 class RefuseCollectives(TorchDispatchMode):
     """Refuses the collectives of `torch.distributed`, and therefore ours, that this thread begins inside the context.
 
-    Other ranks would not take part in these collectives. The mode does not see the functional collectives of torch
-    (`_c10d_functional`). Raises a `UserError` whose message ends with `why`.
+    Other ranks would not take part in these collectives. Raises a `UserError` whose message ends with `why`.
     """
 
     def __init__(self, why: str) -> None:
@@ -22,7 +23,7 @@ class RefuseCollectives(TorchDispatchMode):
         self._why = why
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
+        if func.namespace in _COLLECTIVES:
             raise UserError(f"it calls the collective {func.overloadpacket.__name__.rstrip('_')}, but {self._why}")
         return func(*args, **(kwargs or {}))
 

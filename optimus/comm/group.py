@@ -86,7 +86,7 @@ class Group:
         self.transport = transport = transport or Transport()
         self.shared = shared = shared or Shared()
         self.shape, self.step = transport.shape or Shape(1, self.size), shared.step
-        self.watch = shared.watch if watched else None
+        self.watch, self._watched = shared.watch if watched else None, watched
         self._gloo = self.size > 1 and dist.is_initialized() and dist.get_backend(transport.process_group) == "gloo"
         self.observer = Observer(self.ranks, rank, transport.tag, shared.recorder, self.watch, self._gloo)
         self._backend = Backend(transport.process_group, self.observer)
@@ -103,7 +103,7 @@ class Group:
     def tagged(self, tag: int) -> "Group":
         """Returns the same group for messages with the tag `tag`, which do not mix with the messages of other tags."""
         own = replace(self.transport, tag=tag, levels=None, driver=ProgressThread())
-        return type(self)(self.ranks, self.rank, own, self.shared)
+        return type(self)(self.ranks, self.rank, own, self.shared, self._watched)
 
     def algorithm(self, kind: CollectiveKind, tensor: Tensor) -> str:
         """Returns the name of the algorithm for a collective of the whole tensor `tensor` (`comm/algorithms.py`)."""
@@ -317,7 +317,8 @@ class Group:
     def on_first(self, call: Callable[[], T]) -> T:
         """Runs `call` on the group's first rank, and returns its result on all ranks.
 
-        Raises `UserError` on all ranks when `call` raises one.
+        Raises `UserError` on all ranks when `call` raises one. When `call` raises another exception, the first rank raises
+        that exception, and the other ranks raise a `UserError` that names it.
         """
         outcome: tuple[T | None, UserError | None] = (None, None)
         if self.rank == 0:
@@ -325,6 +326,10 @@ class Group:
                 outcome = (call(), None)
             except UserError as error:
                 outcome = (None, error)
+            except Exception as error:
+                known = f"rank {self.ranks[0]} failed while the other ranks waited: {error!r}: see the log of that rank"
+                self.broadcast_object((None, UserError(known)))
+                raise
         value, failure = self.broadcast_object(outcome)
         if failure is not None:
             raise failure

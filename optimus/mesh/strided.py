@@ -55,8 +55,21 @@ class StridedGroup(NamedTuple):
             return self._replace(size=count)
         return StridedGroup(count, self.stride)
 
-    def outer(self, count: int) -> "StridedGroup":
-        """Returns the subgroup of every `count`-th rank."""
+    def outer(self, count: int, run: int = 1) -> "StridedGroup":
+        """Returns the subgroup of every `count`-th rank, or of every `count`-th run of `run` ranks.
+
+        `count * run` divides the size. A subgroup with strides on three levels is approximated by one with two.
+        """
+        if count == 1:
+            return self
+        if run * count == self.size:
+            return self.inner(run)
+        if run > 1:
+            if run == self.near:
+                return self._replace(size=self.size // count, far=self.far * count)
+            apart = run * count
+            far = self.far * apart // self.near if self.near and apart >= self.near else self.stride * apart
+            return StridedGroup(self.size // count, self.stride, run, far)
         if not self.near:
             return StridedGroup(self.size // count, self.stride * count)
         if count >= self.near:

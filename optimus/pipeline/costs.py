@@ -16,7 +16,7 @@ class Costs:
     """The times of actions, all in one arbitrary unit. A cost of type `PerStage` is one number for all stages, or one number
     per stage.
 
-    Raises `UserError` for a negative time or jitter.
+    Raises `UserError` for a negative time, jitter or seed.
     """
 
     forward: PerStage = 1.0
@@ -41,7 +41,7 @@ class Costs:
             value = getattr(self, name)
             if any(number < 0 for number in (value if isinstance(value, Sequence) else [value])):
                 raise UserError(f"pipeline costs: {name} is {value}; give no number below zero")
-        for name in ("logits", "link", "jitter"):
+        for name in ("logits", "link", "jitter", "seed"):
             if getattr(self, name) < 0:
                 raise UserError(f"pipeline costs: {name} is {getattr(self, name)}; give zero or more")
 

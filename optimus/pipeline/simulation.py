@@ -1,5 +1,6 @@
 """Simulates the timeline of a schedule under a cost model."""
 
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 from optimus.pipeline.costs import Costs
@@ -41,42 +42,65 @@ def _computations(schedule: Schedule, costs: Costs) -> dict[Action, Interval]:
 
 def _blocking(schedule: Schedule, costs: Costs) -> dict[Action, Interval]:
     """Simulates ranks that post adjacent transfers together and wait until the last of these transfers ends. A transfer
-    begins when its sender and its receiver have posted the transfer."""
-    # For each rank, its actions in alternating runs of computations and of transfers.
-    runs = [
-        (list(run) for _, run in groupby(actions, lambda action: action.kind.computes)) for actions in schedule.actions
-    ]
+    begins when its sender and its receiver have posted the transfer. A computation waits for its inputs, which no transfer
+    brings to or from vocabulary passes."""
+    steps = [_steps(schedule, actions) for actions in schedule.actions]
     duration = costs.durations(schedule.stages, schedule.microbatches)
-    batches: list[list[Action]] = [[] for _ in runs]  # actions that each rank waits for
+    awaited: list[list[Action]] = [[] for _ in steps]  # actions that each rank waits for
+    waiting: dict[Action, set[int]] = {}  # computation -> ranks that wait for it
     posted: dict[Action, float] = {}
     times: dict[Action, Interval] = {}
     now = [0.0] * schedule.ranks
     ready = set(range(schedule.ranks))
 
+    def arrival(action: Action, rank: int) -> float:
+        away = action.kind.computes and schedule.rank_of(action.stage) != rank
+        return times[action][1] + (costs.link if away else 0.0)
+
     while ready:
         rank = ready.pop()
-        while all(action in times for action in batches[rank]):
-            now[rank] = max([now[rank], *(times[action][1] for action in batches[rank])])
-            batches[rank] = next(runs[rank], [])
-            if not batches[rank]:
+        while all(action in times for action in awaited[rank]):
+            now[rank] = max([now[rank], *(arrival(action, rank) for action in awaited[rank])])
+            begun, awaited[rank] = next(steps[rank], ([], []))
+            if not (begun or awaited[rank]):
                 break
-            for action in batches[rank]:
+            for action in begun:
                 other = None if action.kind.computes else partner(action)
                 if other is None:
                     times[action] = (now[rank], now[rank] + duration(action))
                     now[rank] = times[action][1]
+                    ready |= waiting.pop(action, set())
                 elif other in posted:
                     start = max(posted.pop(other), now[rank])
                     times[action] = times[other] = (start, start + costs.link)
                     ready.add(schedule.peer(action))
                 else:
                     posted[action] = now[rank]
-    for rank, batch in enumerate(batches):
-        if batch:
+            for action in awaited[rank]:
+                if action.kind.computes and action not in times:
+                    waiting.setdefault(action, set()).add(rank)
+    for rank, actions in enumerate(awaited):
+        if actions:
             raise ScheduleError(
-                f"schedule {schedule.name}: deadlock: rank {rank} waits at {batch[0]}; `check` names the cause"
+                f"schedule {schedule.name}: deadlock: rank {rank} waits at {actions[0]}; `check` names the cause"
             )
     return times
+
+
+def _steps(schedule: Schedule, actions: Iterable[Action]) -> Iterator[tuple[list[Action], list[Action]]]:
+    """Yields a rank's steps: (actions that the rank begins, actions that the rank then waits for)."""
+    for computes, run in groupby(actions, lambda action: action.kind.computes):
+        if not computes:
+            transfers = list(run)
+            yield transfers, transfers
+            continue
+        begun: list[Action] = []
+        for action in run:
+            if inputs := schedule.inputs_of(action):
+                yield begun, inputs
+                begun = []
+            begun.append(action)
+        yield begun, []
 
 
 def makespan(schedule: Schedule, costs: Costs) -> float:

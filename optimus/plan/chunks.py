@@ -234,10 +234,12 @@ class ChunkGroup:
         matrices: Sequence[MatrixGroup],
         replicas: StridedGroup,
         steps: tuple[StridedGroup, ...],
+        replica_group: StridedGroup,
     ) -> None:
-        """Stores `plans`, which the ranks of `replicas` shard in `steps` (`state.plan.sharing_steps`). `matrices` is empty
-        unless the rule updates whole matrices."""
+        """Stores `plans`, which the ranks of `replicas` shard in `steps` (`state.plan.sharing_steps`). `replica_group` are
+        the ranks that update the same elements. `matrices` is empty unless the rule updates whole matrices."""
         self.plans, self.matrices, self.replicas, self.steps = plans, matrices, replicas, steps
+        self.replica_group = replica_group
         self.rule, self.depths = plans[0].rule, plans[0].depths
 
     @cached_property
@@ -259,11 +261,6 @@ class ChunkGroup:
     def updated(self) -> int:
         """Number of elements that a rank updates; where shards differ, the rank with the largest shard."""
         return self.after(self.depths.optimizer)
-
-    @property
-    def replica_group(self) -> StridedGroup:
-        """The ranks that update the same elements."""
-        return self.replicas.outer(self.shards(self.depths.optimizer))
 
     def moved(self, first: int, last: int) -> Iterator[tuple[int, StridedGroup]]:
         """Yields (number of elements, ranks that all-gather or reduce-scatter the elements) for each sharding step from
@@ -294,7 +291,7 @@ def chunk_groups(job: Job, stages: Sequence[PartCounts]) -> list[ChunkGroup]:
     found: dict[tuple[object, ...], ChunkGroup] = {}
     for counts in held_in(job, stages):
         part = _chunks_of_part(job, counts)
-        for row, matrices, (plans, replicas, steps) in zip(part.rows, part.matrices, _shared(job, part, state)):
+        for row, matrices, (plans, replicas, steps, copies) in zip(part.rows, part.matrices, _shared(job, part, state)):
             placed = place_chunks(plans, state, part.unpruned(unpruned))
             key = row.rule, placed[0].mask is None, replicas, steps
             before = found.get(key)
@@ -303,6 +300,7 @@ def chunk_groups(job: Job, stages: Sequence[PartCounts]) -> list[ChunkGroup]:
                 [*(before.matrices if before else ()), *matrices],
                 replicas,
                 steps,
+                copies,
             )
     return [*found.values()]
 
@@ -319,17 +317,18 @@ def chunk_plans(job: Job, counts: PartCounts, unpruned: float | None = None) -> 
 
 def _shared(
     job: Job, part: _PartChunks, options: StateConfig
-) -> Iterator[tuple[list[ChunkPlan], StridedGroup, tuple[StridedGroup, ...]]]:
-    """Yields (chunks, placement of their replicas, groups that shard the chunks in each step) for each row."""
+) -> Iterator[tuple[list[ChunkPlan], StridedGroup, tuple[StridedGroup, ...], StridedGroup]]:
+    """Yields (chunks, placement of their replicas, groups that shard the chunks in each step, ranks that update the same
+    elements) for each row."""
     for number, row in enumerate(part.rows):
         sharding = sharding_of(row.rule, options)
         widths = shard_widths(sharding.shard, sharding.shard_ranks)
-        replicas, steps, depths = _sharding(row.axes, job.mesh, options.shard_over == "data", widths)
+        replicas, steps, same, depths = _sharding(row.axes, job.mesh, options.shard_over == "data", widths)
         shards = math.prod(step.size for step in steps)
         copies = job.mesh.axis_size(*row.same) * replicas.size // shards
         planned = chunk_buffers(depths, row.rule, options, part.spec)
         shard_steps = tuple(ShardStep(step.size, 0) for step in steps)
-        yield row.sharded(part.borders(number, shards), shard_steps, depths, copies, planned), replicas, steps
+        yield row.sharded(part.borders(number, shards), shard_steps, depths, copies, planned), replicas, steps, same
 
 
 def _replicas(axes: tuple[str, ...], mesh: Mesh) -> StridedGroup:
@@ -341,10 +340,11 @@ def _replicas(axes: tuple[str, ...], mesh: Mesh) -> StridedGroup:
 @lru_cache(maxsize=8192)
 def _sharding(
     axes: tuple[str, ...], mesh: Mesh, over_data: bool, widths: tuple[int | None, ...]
-) -> tuple[StridedGroup, tuple[StridedGroup, ...], ShardDepths]:
+) -> tuple[StridedGroup, tuple[StridedGroup, ...], StridedGroup, ShardDepths]:
     """Returns the placement of the ranks along `axes`, the groups that shard the state in each step
     (`state.plan.shard_groups`), and the `ShardDepths`."""
     replicas = shared = _replicas(axes, mesh)
+    several = 1  # neighbouring replicas in different groups
     if over_data and axes != ("edp",):
         several = len({(mesh.coordinate(rank, "ep"), mesh.coordinate(rank, "etp")) for rank in mesh.group(0, axes)})
         shared = replicas.outer(several) if several < replicas.size else StridedGroup(1)
@@ -352,7 +352,8 @@ def _sharding(
         shared = shared.inner(min(widths[-1], shared.size))
     steps, depths = sharing_steps(widths, shared.size)
     before = accumulate(steps, initial=1, func=operator.mul)
-    return replicas, tuple(shared.outer(inner).inner(step) for inner, step in zip(before, steps)), depths
+    same = replicas.outer(math.prod(steps), several)
+    return replicas, tuple(shared.outer(inner).inner(step) for inner, step in zip(before, steps)), same, depths
 
 
 # ---- Totals ----

@@ -90,13 +90,20 @@ def reduce_scatter_seconds(size: int, nbytes: float, bandwidth: float) -> float:
 
 
 def collective_seconds(
-    kind: CollectiveKind, nbytes: float, group: StridedGroup, machine: Machine, algorithm: Algorithm = "ring"
+    kind: CollectiveKind,
+    nbytes: float,
+    group: StridedGroup,
+    machine: Machine,
+    algorithm: Algorithm = "ring",
+    *,
+    narrow: bool = False,
 ) -> float:
     """Returns the seconds of a collective among the ranks of `group` while all groups with the same size and strides
     communicate.
 
     `nbytes` is the number of bytes that a rank has at the end (all-gather), at the beginning (reduce-scatter, all-to-all) or
-    at both (all-reduce).
+    at both (all-reduce). `narrow` is true for floats of fewer than 32 bits, for which a run never chooses Gloo's built-in
+    all-reduce.
 
     `algorithm` decides how a group on several nodes communicates; chosen also decides for a group on one node:
     - ring: one ring over all ranks;
@@ -114,7 +121,7 @@ def collective_seconds(
     """
     if group.size == 1 or nbytes == 0:
         return 0.0
-    name = algorithm_named(kind, nbytes, group, machine, algorithm)
+    name = algorithm_named(kind, nbytes, group, machine, algorithm, narrow=narrow)
     if algorithm == "chosen" and (known := _chosen_seconds(name, kind, nbytes, group, machine)) is not None:
         return known
     if name in _BETWEEN_NODES:
@@ -126,13 +133,21 @@ def collective_seconds(
 
 
 def algorithm_named(
-    kind: CollectiveKind, nbytes: float, group: StridedGroup, machine: Machine, algorithm: Algorithm
+    kind: CollectiveKind,
+    nbytes: float,
+    group: StridedGroup,
+    machine: Machine,
+    algorithm: Algorithm,
+    *,
+    narrow: bool = False,
 ) -> str:
     """Returns the algorithm that `collective_seconds` assumes: a name of `comm.algorithms` or, for a group on several nodes,
     ring, hierarchical, library or pccl."""
     if algorithm == "chosen":
         shape = shape_of(group, machine) if _chooses(machine) else None
-        return used(kind, shape, nbytes, machine.collectives, by_messages=machine.host.shared) if shape else OWN
+        if shape is None:
+            return OWN
+        return used(kind, shape, nbytes, machine.collectives, by_messages=machine.host.shared, narrow=narrow)
     here = group.on_a_node(machine.ranks_per_node)
     if here == group.size or kind == "all_to_all" or (kind == "all_reduce" and algorithm in ("library", "pccl")):
         return OWN

@@ -74,7 +74,10 @@ def plan(
     if scale:
         points = study(job, scale, given)
         return Answer(job, [point.plan for point in points], points)
-    return Answer(job, [given] if given else deepest(job) if largest else search(job, best), largest=largest)
+    if largest:
+        found = deepest(job)
+        return Answer(job, [each.plan for each in found], deepest=found)
+    return Answer(job, [given] if given else search(job, best))
 
 
 def _counted(ranks: int | None) -> int:

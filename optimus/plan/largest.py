@@ -2,6 +2,7 @@
 the devices or offloaded."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from optimus.errors import UserError
 from optimus.plan.job import Job
@@ -10,31 +11,41 @@ from optimus.plan.prediction import Plan
 from optimus.plan.search import fits, search_residency
 
 MOST_LAYERS = 1 << 12
-"""Largest number of layers that the search tries."""
+"""Largest number of layers that the search tries, unless the job's own model has more."""
 
 
-def largest(job: Job) -> list[Plan]:
-    """Returns the fastest plan of the deepest model that fits, one plan for each offloading with which any model fits.
+class Deepest(NamedTuple):
+    """The fastest plan of the deepest model that fits. `limited` is true if the search ended at its limit, so that deeper
+    models may fit."""
+
+    plan: Plan
+    limited: bool
+
+
+def largest(job: Job) -> list[Deepest]:
+    """Returns the plan of the deepest model that fits, one plan for each offloading with which any model fits.
 
     Raises `UserError` when the model's layers are not all of one kind, or when no number of layers fits.
     """
     if len(set(job.model.alike)) > 1:
         raise UserError("--largest adds layers of the same kind, but the layers of this model are of several kinds")
-    found = [plan for each in residencies(job.checked().undivided) for plan in _deepest(each)]
+    found = [deepest for each in residencies(job.checked().undivided) for deepest in _deepest(each)]
     if not found:
         raise UserError(f"--largest: no number of these layers fits on {job.mesh.size} ranks of {job.machine.name}")
     return found
 
 
-def _deepest(job: Job) -> Iterator[Plan]:
+def _deepest(job: Job) -> Iterator[Deepest]:
     """Yields the plan of the deepest model, if any fits. The search doubles the number of layers while the model fits,
     then bisects the number to within a sixteenth."""
     least, most, layers = 0, None, job.model.layers
-    while 0 < layers <= MOST_LAYERS and (most is None or most - least > max(1, least // 16)):
+    limit = max(MOST_LAYERS, layers)
+    while 0 < layers <= limit and (most is None or most - least > max(1, least // 16)):
         if fits(job.changed(model={"layers": layers})):
             least = layers
         else:
             most = layers
         layers = 2 * least if most is None else (least + most) // 2
     if least:
-        yield from search_residency(job.changed(model={"layers": least}), best=1)
+        for plan in search_residency(job.changed(model={"layers": least}), best=1):
+            yield Deepest(plan, limited=most is None)

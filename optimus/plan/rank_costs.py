@@ -76,8 +76,8 @@ class RankCosts:
         self._known: dict[Any, Any] = {}
         self._shared: dict[Any, dict[Any, Any]] = {} if shared is None else shared
         self._held: dict[Any, Any] | None = None  # the part of `_shared` for the job's mesh and sharding
-        # Bytes of the largest collective so far, by group and kind.
-        self.collectives: dict[tuple[StridedGroup, CollectiveKind], float] = {}
+        # Bytes of the largest collective so far, by group, kind and whether the sums are of fewer than 32 bits.
+        self.collectives: dict[tuple[StridedGroup, CollectiveKind, bool], float] = {}
         self._plain = (
             job.precision if job.precision in ("fp16", "fp32") else "bf16"
         )  # precision of matmuls without a cast to fp8 or fp4
@@ -104,12 +104,15 @@ class RankCosts:
             self._held = self._shared.setdefault(here, {})
         return _found(self._held, key, find)
 
-    def collective(self, kind: CollectiveKind, nbytes: float, group: StridedGroup) -> float:
+    def collective(
+        self, kind: CollectiveKind, nbytes: float, group: StridedGroup, itemsize: float | None = None
+    ) -> float:
         """Returns the seconds of a collective with the profile's algorithm, and records the collective's size in
-        `collectives`."""
+        `collectives`. `itemsize` is the bytes of an element, by default of the compute type."""
         asked = self.collectives
-        asked[group, kind] = max(nbytes, asked.get((group, kind), 0.0))
-        return collective_seconds(kind, nbytes, group, self.machine, self.profile.collectives)
+        narrow = kind == "all_reduce" and (self.e if itemsize is None else itemsize) < 4
+        asked[group, kind, narrow] = max(nbytes, asked.get((group, kind, narrow), 0.0))
+        return collective_seconds(kind, nbytes, group, self.machine, self.profile.collectives, narrow=narrow)
 
     def orthogonalise(self, number: int, rows: int, columns: int) -> float:
         """Returns the seconds to make `number` matrices orthogonal at once (`optim.muon.orthogonalise`)."""
@@ -283,12 +286,11 @@ class RankCosts:
         kind, machine = precision or self.job.precision, self.machine
         # Matrix units load 16 bytes at a time. Since 11.0, cuBLAS also uses the units with less alignment, at half the rate.
         units = 1.0 if _aligned(8, n, k) else 0.5 * _aligned(4, n, k)
-        times = [
-            machine.matmul_seconds(*sizes, kind, count, units=units) for sizes in ((m, n, k), (m, k, n), (k, n, m))
-        ]
-        if kind in ("fp8", "fp4"):  # each matmul casts two operands, of about these sizes
-            cast = machine.memory_seconds(self.profile.cast * count * (m * k + k * n))
-            times = [time + cast for time in times]
+        products = (m, n, k), (m, k, n), (k, n, m)
+        times = [machine.matmul_seconds(*sizes, kind, count, units=units) for sizes in products]
+        if kind in ("fp8", "fp4"):  # each matmul casts both operands
+            casts = [machine.memory_seconds(self.profile.cast * count * (a + b) * inner) for a, b, inner in products]
+            times = [time + cast for time, cast in zip(times, casts)]
         forward, backward, weights = (self._speed(Terms(matmul=time)) for time in times)
         return Passes(forward, backward, weights)
 

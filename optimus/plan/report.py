@@ -16,7 +16,7 @@ from optimus.mesh.strided import StridedGroup
 from optimus.model.count import count_parameters
 from optimus.plan.collectives import algorithm_named
 from optimus.plan.job import Job
-from optimus.plan.largest import MOST_LAYERS
+from optimus.plan.largest import Deepest
 from optimus.plan.memory import buffers_of, communicators_of, device_capacity
 from optimus.plan.offloading import device_share, ranks_of_node, sends_gradients
 from optimus.plan.prediction import Plan
@@ -72,7 +72,7 @@ class Answer:
     job: Job
     plans: Sequence[Plan]
     points: Sequence[ScalingPoint] = ()
-    largest: bool = False
+    deepest: Sequence[Deepest] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Returns the plans, the machine's name, memory and source, and the points of a scaling study."""
@@ -89,8 +89,8 @@ class Answer:
         instead. A scaling study has columns for sharding and recomputation only with `wide`.
         """
         rows = rows_of(self.plans, wide=wide)
-        if self.largest:
-            return [_largest_row(plan) | row for plan, row in zip(self.plans, rows)]
+        if self.deepest:
+            return [_largest_row(deepest) | row for deepest, row in zip(self.deepest, rows)]
         return [_scaled_row(point, row, wide) for point, row in zip(self.points, rows)] if self.points else rows
 
     def title(self) -> str:
@@ -105,8 +105,8 @@ class Answer:
 
     def explained(self, row: int) -> str:
         """Explains the plan in a row of the table, term by term. Raises `UserError` when there is no such row."""
-        if row > len(self.plans):
-            raise UserError(f"--explain {row}: the table has {counted(len(self.plans), 'row')}")
+        if not 1 <= row <= len(self.plans):
+            raise UserError(f"--explain {row}: the table has {counted(len(self.plans), 'row')}, the first is row 1")
         return explained(self.plans[row - 1])
 
     def write_config(self, path: Path) -> None:
@@ -125,11 +125,12 @@ def rows_of(plans: Sequence[Plan], *, wide: bool = False) -> list[dict[str, Any]
     return [{"": str(number), **_row(plan, wide)} for number, plan in enumerate(plans, start=1)]
 
 
-def _largest_row(plan: Plan) -> dict[str, Any]:
+def _largest_row(deepest: Deepest) -> dict[str, Any]:
     """Returns the first columns of the row for a plan of the largest model."""
+    plan, limited = deepest
     model = plan.job.model
     parameters = f"{count_parameters(model).total / 1e9:.3g} B"
-    layers = f"{model.layers:,}" + (" or more" if model.layers == MOST_LAYERS else "")
+    layers = f"{model.layers:,}" + (" or more" if limited else "")
     return {"": "", "state on": plan.job.state.offload, "layers": layers, "parameters": parameters}
 
 
@@ -293,9 +294,9 @@ def _collectives(job: Job) -> Iterator[str]:
     work, machine = RankCosts(job), job.placed
     step_time(job, work)
     used: dict[StridedGroup, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for (group, kind), nbytes in sorted(work.collectives.items()):
+    for (group, kind, narrow), nbytes in sorted(work.collectives.items()):
         if group.size > 1 and nbytes > 0:
-            name = algorithm_named(kind, nbytes, group, machine, job.profile.collectives)
+            name = algorithm_named(kind, nbytes, group, machine, job.profile.collectives, narrow=narrow)
             used[group][name].append(f"{kind.replace('_', '-')} ({nbytes / 1e6:,.1f} MB)")
     for group, names in used.items():
         apart = f", {group.stride} apart" if group.stride > 1 else ""

@@ -333,7 +333,7 @@ def _state_seconds(work: RankCosts, stages: Sequence[PartCounts]) -> _StateSecon
             microbatch_reduce += _moving(work, "reduce_scatter", each.moved(0, gradients), profile.reduced)
             turns += profile.broadcast * each.shards(optimizer) if optimizer else 0.0
         reduce += _moving(work, "reduce_scatter", each.moved(gradients, optimizer), profile.reduced)
-        copies = work.collective("all_reduce", each.updated * profile.reduced, each.replica_group)
+        copies = work.collective("all_reduce", each.updated * profile.reduced, each.replica_group, profile.reduced)
         reduce, microbatch_reduce = (
             (reduce, microbatch_reduce + copies) if sends_gradients(work.job) else (reduce + copies, microbatch_reduce)
         )

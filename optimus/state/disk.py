@@ -218,12 +218,19 @@ class DiskStates:
 
     @contextmanager
     def updating(self) -> Iterator[Mapping[str, Tensor]]:
-        """Yields the record's buffers in memory by kind, and afterwards begins to write the record."""
+        """Yields the record's buffers in memory by kind, and afterwards begins to write the record.
+
+        If the update raises an exception, the record in the file stays as it was.
+        """
         self.read_ahead()
         assert self._read is not None
         (buffer, arrived), self._read = self._read, None
         arrived.wait()
-        yield self._states(buffer)
+        try:
+            yield self._states(buffer)
+        except BaseException:
+            self._file.give(buffer)
+            raise
         self._written = self._file.write_async(self._record(buffer), self._offset, partial(self._file.give, buffer))
 
     def _record(self, buffer: Tensor) -> Tensor:

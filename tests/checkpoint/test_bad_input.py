@@ -153,7 +153,10 @@ def test_a_full_disk(run: dict[str, Any], small_disk: Path, asynchronous: bool, 
     (small_disk / "ballast").write_bytes(b"x" * (free.f_bavail * free.f_bsize - int(sum(pages) * room) * 4096))
     said = run_ranks(train_here, 2, run)
     assert said[0] == said[1]
-    assert "step-00000004: No space left on device. Earlier checkpoints are untouched: make room or mend" in said[0]
+    assert (
+        "step-00000004: No space left on device. The newest earlier checkpoint is untouched: make room or mend"
+        in said[0]
+    )
     assert {path.name for path in small_disk.iterdir()} == {"ballast", "step-00000002"}
     assert verify(small_disk / "step-00000002") == []
     (small_disk / "ballast").unlink()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from helpers.drawing import config_of
 from helpers.whole import whole_state
+from optimus.checkpoint.factors import is_factor
 from optimus.checkpoint.folder import Description, step_folder
 from optimus.checkpoint.loading import Send
 from optimus.checkpoint.saving import Saver, Target
@@ -44,6 +45,22 @@ def loaded(path: Path, send: Send) -> tuple[int, dict[str, Tensor]]:
                 for slot in chunk.plan.slots:
                     found[f"{kind}.{slot.name}"] = part[slot.start : slot.end].view(slot.shape).clone()
     return max(chunk.plan.size for chunk in steps.state.chunks), found
+
+
+def with_factors(path: Path, send: Send) -> dict[str, bool]:
+    """Loads weights into a state with low-rank factors. Returns, for each factor, whether it is zero."""
+    train = CONFIG["train"] | {"freeze": ["matrix"], "lora_rank": 2}
+    steps = Steps(CONFIG | {"train": train})
+    load_state(steps.state, path, model=steps.config.model, full=False, send=send)
+    tensors = whole_state(steps.state)
+    return {key: not tensor.any() for key, tensor in tensors.items() if key.startswith("model.") and is_factor(key)}
+
+
+@pytest.mark.parametrize("send", ["broadcast", "allreduce", "none"])
+def test_factors_that_the_checkpoint_lacks_are_zero(saved: tuple[Path, dict[str, Tensor]], send: Send) -> None:
+    zero = with_factors(saved[0], send)
+    assert zero
+    assert all(zero.values()), zero
 
 
 @pytest.mark.parametrize("send", ["broadcast", "allreduce", "none"])

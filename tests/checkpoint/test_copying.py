@@ -20,9 +20,11 @@ from fsspec.implementations.local import LocalFileSystem
 
 import optimus
 from optimus import copies
-from optimus.checkpoint.copying import complete_copies, copier, fetch_run, newest_local
-from optimus.checkpoint.folder import MANIFEST
+from optimus.checkpoint.copying import complete_copies, copier, fetch_run, local_checkpoint, newest_local
+from optimus.checkpoint.folder import MANIFEST, Description
 from optimus.checkpoint.inspect import verify_all
+from optimus.checkpoint.saving import write_alone
+from optimus.checkpoint.slices import full_slices
 from optimus.checkpoint.store import save_model
 from optimus.config import ModelConfig
 from optimus.copies import RemoteCopies, copied, is_url, local_run, local_runs, url_text
@@ -264,6 +266,30 @@ def test_incomplete_copies_are_none(tmp_path: Path, model: Transformer) -> None:
             assert complete_copies(RemoteCopies(url)) == ["step-00000002"], (name, part)
         (newest / name).write_bytes(whole)
     assert fetch_run(url, tmp_path / "again") == "step-00000004"
+
+
+def test_a_copy_without_its_frozen_parameters_is_incomplete(
+    tmp_path: Path, model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, url = tmp_path / "run", f"file://{tmp_path}/copy"
+    save(run, model, 1, kind="frozen")
+    (run / "checkpoints" / "frozen-00000001").rename(run / "checkpoints" / "frozen-1")
+    save(run, model, 2)
+    slices, about = full_slices(model.named_parameters()), Description(SMALL, 8, 4, True, frozen="frozen-1")
+    write_alone(run / "checkpoints" / "step-00000004", slices, about, "")
+    copy = copier(url, str(run), keep=2, weights_keep=1)
+    copy("step-00000002")
+    copy("step-00000004")
+    assert complete_copies(RemoteCopies(url)) == ["step-00000004", "step-00000002"]
+    frozen = tmp_path / "copy" / "checkpoints" / "frozen-1"
+    (frozen / "__0_0.distcp").unlink()
+    assert complete_copies(RemoteCopies(url)) == ["step-00000002"]
+    assert fetch_run(url, tmp_path / "again") == "step-00000002"
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert local_checkpoint(url).name == "step-00000002"
+    copy("step-00000004")  # completes the copy of the frozen parameters
+    assert fetch_run(url, tmp_path / "third") == "step-00000004"
+    assert verify_all(tmp_path / "third" / "checkpoints" / "step-00000004").popitem()[1] == []
 
 
 DRIVER = """

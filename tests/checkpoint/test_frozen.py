@@ -72,6 +72,18 @@ def test_they_are_written_once(run: dict[str, Any]) -> None:
     assert show(checkpoints / "step-00000004")["parameters"] == show(checkpoints / "weights-00000004")["parameters"]
 
 
+def test_what_is_shown_includes_them(run: dict[str, Any]) -> None:
+    """Bytes and writers are those of both folders, like tensors and slices."""
+    checkpoints = folder_of(run) / "checkpoints"
+    size = sum(file.stat().st_size for name in ("frozen-1", "step-00000004") for file in (checkpoints / name).iterdir())
+    shown = show(checkpoints / "step-00000004")
+    manifests = sum((checkpoints / name / "manifest.json").stat().st_size for name in ("frozen-1", "step-00000004"))
+    assert shown["bytes"] == size - manifests
+    files = [checkpoints / name / "__0_0.distcp" for name in ("frozen-1", "step-00000004")]
+    assert shown["bytes_by_node"] == {0: sum(file.stat().st_size for file in files)}
+    assert shown["writers"] == 1
+
+
 def test_their_values_are_the_initial_ones(run: dict[str, Any], tmp_path: Path) -> None:
     checkpoints = folder_of(run) / "checkpoints"
     with pytest.raises(UserError, match="`to` is 'gguf': choose one of weights, torch, safetensors"):

@@ -112,6 +112,10 @@ def test_conversion(run: Path, tmp_path: Path, dtype: str | None) -> None:
     assert torch.equal(plain["model.embedding.weight"], right.embedding.weight)
     with pytest.raises(UserError, match=r"all\.pt exists already"):
         convert(full, tmp_path / "all.pt", "torch")
+    for wrong in ("foo", "int8"):
+        for to in ("weights", "torch", "safetensors"):
+            with pytest.raises(UserError, match=rf"`dtype` is '{wrong}': choose one of float32, bfloat16"):
+                convert(full, tmp_path / "other", to, wrong)  # type: ignore[arg-type]
 
 
 def test_going_back(run: Path, small_run: dict[str, Any]) -> None:

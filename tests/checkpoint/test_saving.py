@@ -19,6 +19,7 @@ from helpers.state_groups import model_state
 from helpers.whole import whole_state
 from optimus.checkpoint import saving
 from optimus.checkpoint.folder import Description, list_checkpoints, step_folder, step_of, weights_folder
+from optimus.checkpoint.format import StoredSlice
 from optimus.checkpoint.reader import verify
 from optimus.checkpoint.rollback import marker_of, resume_points, rollback
 from optimus.checkpoint.saving import Saver, Target
@@ -375,7 +376,7 @@ def test_a_failure_of_one_rank_is_told_to_all(
     assert len(messages) == 1
     (message,) = messages
     assert message.endswith(
-        "Earlier checkpoints are untouched: make room or mend the path, then run again with `resume=True`"
+        "The newest earlier checkpoint is untouched: make room or mend the path, then run again with `resume=True`"
     )
     if kind == "disk" and where != "_copy":
         assert message.startswith(f"cannot write {step_folder(tmp_path, 2)}: No space left on device. ")
@@ -386,11 +387,32 @@ def test_a_failure_of_one_rank_is_told_to_all(
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step-00000001", "step-00000003"}
 
 
+def test_a_failed_write_may_cost_all_but_the_newest_checkpoint(tmp_path: Path) -> None:
+    """The oldest checkpoint makes room before the write, so the message promises the newest alone."""
+    _, state = made()
+    saver = Saver(state)
+    for step in (1, 2):
+        saver.save(full(tmp_path, step, keep=2))
+
+    def refuse(*_: object) -> list[StoredSlice]:
+        raise OSError(28, "No space left on device")
+
+    saver.write = refuse
+    with pytest.raises(
+        UserError, match=r"No space left on device\. The newest earlier checkpoint is untouched: make room"
+    ):
+        saver.save(full(tmp_path, 3, keep=2))
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+    assert verify(step_folder(tmp_path, 2)) == []
+
+
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("not a folder")
     _, state = made()
     for beside in (False, True):
-        with pytest.raises(UserError, match=r"cannot write .*step-00000001: (Not a directory|File exists)\. Earlier"):
+        with pytest.raises(
+            UserError, match=r"cannot write .*step-00000001: (Not a directory|File exists)\. The newest earlier"
+        ):
             Saver(state, beside=beside).save(full(tmp_path, 1))
     assert (tmp_path / "checkpoints").read_text() == "not a folder"
 

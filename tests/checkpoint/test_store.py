@@ -181,7 +181,7 @@ def test_a_full_disk(small_disk: Path) -> None:
     older = saved(step_folder(small_disk, 1))
     (small_disk / "ballast").write_bytes(b"x" * 300_000)
     with pytest.raises(
-        UserError, match=r"cannot write .*step-00000002: No space left on device\. Earlier checkpoints are"
+        UserError, match=r"cannot write .*step-00000002: No space left on device\. The newest earlier checkpoint is"
     ):
         saved(step_folder(small_disk, 2), seed=2)
     assert [path.name for path in (small_disk / "checkpoints").iterdir()] == ["step-00000001"]
@@ -204,7 +204,7 @@ def test_a_refused_write_leaves_the_checkpoint_of_the_same_step(
 
     monkeypatch.setattr("optimus.checkpoint.saving.write_description", refuse)
     with pytest.raises(
-        UserError, match=r"cannot write .*c: No space left on device\. Earlier checkpoints are untouched"
+        UserError, match=r"cannot write .*c: No space left on device\. The newest earlier checkpoint is untouched"
     ):
         saved(tmp_path / "c", seed=2)
     assert [path.name for path in tmp_path.iterdir()] == ["c"]

@@ -5,10 +5,10 @@ import math
 
 import pytest
 
-from optimus.comm.algorithms import KINDS, MEGABYTE, OWN, names, rounds
+from optimus.comm.algorithms import ALGORITHMS, EVERYONE, KINDS, MEGABYTE, OWN, AllGatherRow, names, rounds
 from optimus.comm.costs import Step, internode_bytes, program, seconds, simulate
 from optimus.comm.links import Link, Links
-from optimus.comm.schedules import Shape
+from optimus.comm.schedules import Message, Round, Shape, direct
 
 KB = 1024
 RANK_LINKS = Links(between=Link(50e-6, 1.25e9))  # 10 Gb/s
@@ -77,6 +77,30 @@ def test_the_ranks_of_one_node_stand_for_all(links: Links, shape: Shape) -> None
                 whole = [program(rounds(name, kind, rank, shape), 50e3, pieces) for rank in range(shape.ranks)]
                 found = simulate(whole, shape, links)
                 assert found == simulate(whole[: shape.per], shape, links) * shape.nodes, (name, kind)
+
+
+def star(rank: int, shape: Shape) -> list[Round]:
+    """Gathers all blocks on rank 0, which then sends them to the others: the nodes have unlike rounds."""
+    others, every = range(1, shape.ranks), tuple(range(shape.ranks))
+    if rank == 0:
+        came = tuple(Message(peer, (peer,)) for peer in others)
+        return [Round((), came), Round(tuple(Message(peer, every) for peer in others), ())]
+    return [Round((Message(0, (rank,)),), ()), Round((), (Message(0, every),))]
+
+
+def test_the_nodes_of_a_plugins_algorithm_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ALGORITHMS._added, "star", AllGatherRow("star", star))
+    shape, size, rate = Shape(3, 1), 3e6, RANK_LINKS.between.bandwidth
+    took = seconds("star", "all_gather", shape, size, RANK_LINKS)
+    moved = (2 * 1e6 + 2 * size) / rate  # through the adapter of rank 0, in and out
+    assert moved < took < 1.1 * moved
+
+
+def test_two_ranks_exchange_whole_tensors() -> None:
+    block = 5e5
+    for shape in (Shape(1, 2), Shape(2, 1)):
+        whole = [program(direct(rank, 2), 2 * block) for rank in range(2)]
+        assert seconds(EVERYONE, "all_reduce", shape, 2 * block, FAR) == max(simulate(whole, shape, FAR))
 
 
 def test_bytes_that_leave_a_node() -> None:

@@ -9,6 +9,9 @@ import torch
 import torch.distributed as dist
 
 from optimus.comm import Group, Groups, PlannedGroups
+from optimus.comm.group import Shared
+from optimus.comm.watch import Watch
+from optimus.errors import UserError
 from optimus.mesh import Mesh, RankPartition
 from optimus.testing import run_ranks
 
@@ -127,6 +130,32 @@ def test_a_group_of_one_needs_no_process_group() -> None:
     assert value.item() == out.item() == whole.item() == 5.0
     assert torch.equal(group.all_to_all(value, [1], [1]), value)
     assert not group.any(False)
+
+
+def fails_on_first(error: Exception) -> str:
+    world = Groups(Mesh(dp=2)).world
+
+    def call() -> None:
+        raise error
+
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        world.on_first(call)
+    assert world.any(world.rank == 1)  # the ranks are still in step
+    return repr(caught.value)
+
+
+@pytest.mark.parametrize("error", [UserError("no such file"), ZeroDivisionError("by zero")])
+def test_all_ranks_learn_of_an_error_of_the_first(error: Exception) -> None:
+    first, second = run_ranks(fails_on_first, 2, error)
+    assert first == repr(error)
+    assert repr(error) in second
+    assert second.startswith("UserError(")
+
+
+def test_the_same_group_with_a_tag_is_watched_as_before() -> None:
+    group = Group([0], 0, shared=Shared(watch=Watch()))
+    assert group.tagged(1).watch is group.watch is not None
+    assert group.unwatched.tagged(1).watch is None
 
 
 def exchanged() -> list[float]:

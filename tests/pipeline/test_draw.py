@@ -137,6 +137,7 @@ def test_the_command_with_every_option(
         (["interleaved-1f1b", "--microbatches", 3], "use at least 4 smaller microbatches"),
         (["1f1b", "--stages", 0], "0 ranks; give at least one"),
         (["1f1b", "--jitter", -1], "jitter is -1.0; give zero or more"),
+        (["1f1b", "--jitter", 0.1, "--seed", -1], "seed is -1; give zero or more"),
         (["1f1b", "--plot", "t.svg"], "name a .png file"),
         (["1f1b", "--output", "no-such-folder/s.json"], "cannot write no-such-folder/s.json"),
         (["1f1b", "--measured", "no-such-file.json"], "cannot read no-such-file.json"),

@@ -118,6 +118,21 @@ def test_actions_are_json() -> None:
 
 
 @pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+def test_vocabulary_passes_wait_for_stages(name: str, blocking: bool) -> None:
+    """Every computation begins after its inputs, also those that come by collectives of the vocabulary."""
+    schedule = make_schedule(name, 4, 8, vocabulary=True)
+    timeline = simulate(schedule, Costs(forward=[1, 1, 1, 10], logits=1.0, link=0.5, blocking=blocking))
+    events = {Action(event.kind, event.stage, event.microbatch): event for event in timeline.events}
+    for action, event in events.items():
+        for source in schedule.inputs_of(action) if action.kind.computes else ():
+            away = schedule.rank_of(source.stage) != event.rank
+            assert event.start >= events[source].end + (0.5 if away else 0.0), (action, source)
+    embedded = 0.5  # when the shards of the other ranks arrive
+    assert interval(timeline, Kind.LOGITS, 0, 0)[0] == embedded + 3 * 1.5 + 10 + 0.5
+
+
+@pytest.mark.parametrize("blocking", [False, True])
 @pytest.mark.parametrize("name", schedules())
 def test_the_makespan_alone(name: str, blocking: bool) -> None:
     costs = Costs(forward=1.0, backward_input=1.5, backward_weights=0.5, link=0.25, blocking=blocking, jitter=0.2)

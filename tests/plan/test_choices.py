@@ -7,7 +7,7 @@ import pytest
 from benchmarks.published.jobs import changed, job
 from benchmarks.published.profiles import load_profile
 from optimus.comm import costs
-from optimus.comm.algorithms import OWN, CollectiveKind, Curve, Measured, default, names, pieces
+from optimus.comm.algorithms import EVERYONE, OWN, CollectiveKind, Curve, Measured, default, names, pieces
 from optimus.comm.links import Link, Links
 from optimus.comm.schedules import Shape
 from optimus.config import ModelConfig
@@ -16,6 +16,7 @@ from optimus.mesh.strided import StridedGroup
 from optimus.plan.collectives import Algorithm, algorithm_named, collective_seconds, links_of, shape_of
 from optimus.plan.machine import Machine, load_machine
 from optimus.plan.profile import Profile
+from optimus.plan.rank_costs import RankCosts
 from optimus.plan.step import step_time
 
 approx = pytest.approx
@@ -39,6 +40,34 @@ def test_this_library_chooses_and_others_have_one_ring() -> None:
 
 
 # ---- On processors, over Gloo ----
+
+
+def test_gloo_never_adds_narrow_floats() -> None:
+    """The run sums floats of 16 bits by messages, and so does the planner."""
+    for place, name in ((StridedGroup(4), "direct"), (StridedGroup(2), EVERYONE)):
+        assert algorithm_named("all_reduce", 4 * KB, place, CPUS, "chosen") == OWN
+        assert algorithm_named("all_reduce", 4 * KB, place, CPUS, "chosen", narrow=True) == name
+    own = {OWN: Curve(sizes=[1e4], seconds=[1e-3])}
+    measured = with_table(CPUS, all_reduce={"1x4": own | {"direct": Curve(sizes=[1e4], seconds=[2e-3])}, "2x1": own})
+    seconds = [
+        collective_seconds("all_reduce", 4 * KB, StridedGroup(4), measured, "chosen", narrow=narrow)
+        for narrow in (False, True)
+    ]
+    assert seconds == [1e-3, 2e-3]
+    pair = StridedGroup(2, CPUS.ranks_per_node)  # on two nodes, where the time is simulated
+    links = links_of(CPUS, pair.groups_on_a_node(CPUS.ranks_per_node), 1.1e8)
+    assert collective_seconds("all_reduce", 4 * KB, pair, measured, "chosen", narrow=True) == approx(
+        costs.seconds(EVERYONE, "all_reduce", Shape(2, 1), 4 * KB, links)
+    )
+
+
+def test_a_step_in_bfloat16_sums_its_activations_by_messages() -> None:
+    model = ModelConfig(family="olmo", layers=4, hidden=512, heads=8, intermediate=2048, vocab=64)
+    for precision, name in (("bf16", "direct"), ("fp32", OWN)):
+        work = RankCosts(job(model, CPUS, Mesh(tp=4), 64, 1, 1, precision=precision))
+        work.collective("all_reduce", 4 * KB, StridedGroup(4))
+        (_, _, narrow) = next(iter(work.collectives))
+        assert algorithm_named("all_reduce", 4 * KB, StridedGroup(4), CPUS, "chosen", narrow=narrow) == name
 
 
 @pytest.mark.parametrize("kind", KINDS)

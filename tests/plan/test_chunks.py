@@ -5,12 +5,14 @@ import itertools
 import pytest
 
 from helpers.sweep import in_turns
-from optimus.plan.chunks import chunk_groups, chunk_plans, held_in
+from optimus.config.tree import StateConfig, shard_widths
+from optimus.mesh import Mesh
+from optimus.plan.chunks import _sharding, chunk_groups, chunk_plans, held_in
 from optimus.plan.job_builder import as_configured, asked, configured
 from optimus.plan.memory import ranks_of
 from optimus.plan.proposal import run_of
 from optimus.resolve.memory import state_specs_of
-from optimus.state.plan import ChunkPlan
+from optimus.state.plan import ChunkPlan, shard_partitions
 
 MODELS = {
     "dense": ["mula-tiny"],
@@ -78,3 +80,26 @@ def test_chunks_of_a_representative_rank_are_those_of_the_run(model: str, layout
         last = run.chunk_plans(rank, state_spec=state_specs_of(run)[-1])
         held = [plan for group in chunk_groups(job, ours.stages) for plan in group.plans]
         assert sum(plan.updated for plan in held) == sum(plan.updated for plan in last)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shard_ranks"),
+    [
+        (Mesh(dp=8, ep=4, ranks_per_node=4), None),
+        (Mesh(dp=16, ep=4, tp=2, ranks_per_node=4), None),
+        (Mesh(dp=16, ep=4), 2),  # neighbours of each group of experts shard, so replicas are in runs of four
+        (Mesh(pp=2, dp=16, ep=4, pipeline_stride=8), None),
+        (Mesh(pp=2, dp=16, ep=4, pipeline_stride=8), 2),
+        (Mesh(pp=2, dp=16, ep=4, pipeline_stride=4), 2),
+    ],
+)
+@pytest.mark.parametrize("over", ["data", "replicas"])
+def test_the_ranks_that_update_the_same_elements_are_those_of_the_run(
+    mesh: Mesh, shard_ranks: int | None, over: str
+) -> None:
+    options = StateConfig(shard="optimizer", shard_over=over, shard_ranks=shard_ranks)  # type: ignore[arg-type]
+    *_, copies = shard_partitions(mesh, ("dp",), options)
+    *_, group, _ = _sharding(("dp",), mesh, over == "data", shard_widths("optimizer", shard_ranks))
+    near = group.near or group.size
+    placed = [i % near * group.stride + i // near * group.far for i in range(group.size)]
+    assert placed == list(copies.group(0))

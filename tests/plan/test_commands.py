@@ -18,7 +18,7 @@ from helpers.sweep import in_turns
 from optimus.cli import app
 from optimus.config import load_config
 from optimus.config.sizes import counted, size_text
-from optimus.plan import largest, report
+from optimus.plan import largest
 from optimus.plan.job_builder import as_configured, asked, configured
 from optimus.plan.machine import load_machine
 from optimus.plan.machine_template import machine_template
@@ -209,11 +209,23 @@ def test_a_length_in_passes_over_the_data(plan: Callable[..., Any], tmp_path: Pa
         plan(*words, "data.path=/nowhere")
 
 
-def test_the_deepest_of_small_models_may_be_deeper(plan: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The search stops at a number of layers, and says that more would fit."""
-    for module in (largest, report):
-        monkeypatch.setattr(module, "MOST_LAYERS", 32)
-    assert "32 or more" in plan("--largest", "--wide", "--what-if", "memory=1e12", text=True)
+@pytest.mark.parametrize(("most", "layers", "found"), [(32, 8, 32), (40, 12, 24), (4, 8, 8)])
+def test_the_deepest_of_small_models_may_be_deeper(
+    plan: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, most: int, layers: int, found: int
+) -> None:
+    """The search stops at a number of layers, no less than the model's own, and says that more would fit."""
+    monkeypatch.setattr(largest, "MOST_LAYERS", most)
+    text = plan("--largest", "--wide", "--what-if", "memory=1e12", f"model.layers={layers}", text=True)
+    assert f" {found} or more" in text
+
+
+def test_the_deepest_model_that_fits_is_no_lower_bound(
+    plan: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search that memory ends does not say that more layers would fit, even at the limit of the search."""
+    monkeypatch.setattr(largest, "MOST_LAYERS", 12)
+    monkeypatch.setattr(largest, "fits", lambda job: job.model.layers <= 10)
+    assert "or more" not in plan("--largest", "--what-if", "memory=1e12", "model.layers=6", text=True)
 
 
 def test_what_is_written_can_be_trained(plan: Callable[..., Any], tmp_path: Path) -> None:
@@ -389,6 +401,13 @@ def test_a_row_that_is_not_asked_for_cannot_be_explained(plan: Callable[..., Any
         pytest.raises(optimus.UserError, match="--explain 9: there are at most 2 rows"),
     ):
         plan("--best", "2", "--explain", "9")
+
+
+@pytest.mark.parametrize("row", [0, -1, 2])
+def test_only_rows_of_the_table_can_be_explained(row: int) -> None:
+    answer = optimus.api.plan("mula-tiny", machine="dgx-a100", ranks=1, best=1)
+    with pytest.raises(optimus.UserError, match=rf"--explain {row}: the table has 1 row"):
+        answer.explained(row)
 
 
 def test_fp32_for_want_of_a_rate_is_said(plan: Callable[..., Any], tmp_path: Path) -> None:

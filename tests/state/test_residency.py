@@ -251,6 +251,25 @@ def test_records_are_kept(tmp_path: Path) -> None:
     assert all(buffer.data_ptr() % PAGE == 0 for buffer in taken)
 
 
+def test_an_update_that_raises_frees_its_buffer(tmp_path: Path) -> None:
+    """The record stays as it was."""
+    file = StateFile(tmp_path, Transfers(CPU))
+    record = DiskStates(file, ["master"], 10)
+    file.reserve()
+
+    def fails() -> None:
+        with record.updating() as states:
+            states["master"].fill_(1)
+            raise ArithmeticError
+
+    for _ in range(BUFFERS + 1):
+        with pytest.raises(ArithmeticError):
+            fails()
+    assert file._buffers.qsize() == BUFFERS
+    with record.updating() as states:
+        assert not states["master"].any()
+
+
 def test_a_file_is_closed_by_a_thread_of_its_own(tmp_path: Path) -> None:
     """The garbage collector may close the file in one of the file's own threads, which cannot wait for itself."""
     file = StateFile(tmp_path, Transfers(CPU))

@@ -75,6 +75,16 @@ class Undeclared(optimus.Hook):
             torch.distributed.all_reduce(torch.ones(1))
 
 
+class Functional(optimus.Hook):
+    """Calls a functional one of torch's."""
+
+    def after_step(self, trainer, record):
+        if trainer.groups.rank == 0:
+            from torch.distributed import _functional_collectives
+
+            _functional_collectives.all_reduce(torch.ones(1), "sum", [0, 1])
+
+
 class Together(optimus.Hook):
     """Calls one on all ranks."""
 
@@ -338,11 +348,13 @@ def test_one_that_raises_loses_nothing(small_run: dict[str, Any], hooks: str, ra
 
 
 @pytest.mark.usefixtures("warm_ranks")
-@pytest.mark.parametrize("name", ["Alone", "Undeclared"])
-def test_a_collective_on_one_rank_is_refused(small_run: dict[str, Any], hooks: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "collective"), [("Alone", "allreduce"), ("Undeclared", "allreduce"), ("Functional", "all_reduce")]
+)
+def test_a_collective_on_one_rank_is_refused(small_run: dict[str, Any], hooks: str, name: str, collective: str) -> None:
     config = with_hooks(small_run, f"{hooks}.{name}")
     message = (
-        rf"step 1: the hook {hooks}.{name} failed in after_step on rank 0: UserError: it calls the collective allreduce, "
+        rf"step 1: the hook {hooks}.{name} failed in after_step on rank 0: UserError: it calls the collective {collective}, "
         "but its ranks are not 'together'"
     )
     with pytest.raises(Exception, match=message):
