@@ -133,8 +133,9 @@ def run_hub_tasks(
                 "reads the cache of `datasets` (HF_HOME, HF_DATASETS_CACHE)"
             ) from error
     leaves = {name: _leaves(name, found["group_subtasks"]) for name in asked}
+    reported = [each for name in asked for each in ([name] if _numbers(found["results"][name]) else leaves[name])]
     results = {}
-    for name in (each for name in asked for each in ([name] if _numbers(found["results"][name]) else leaves[name])):
+    for name in reported:
         counts = [found["n-samples"][leaf]["effective"] for leaf in leaves.get(name, [name])]
         results[name] = _numbers(found["results"][name]) | {"n": sum(counts)}
     return results
