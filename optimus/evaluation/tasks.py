@@ -98,8 +98,8 @@ def run_tasks(
 def run_hub_tasks(
     names: Sequence[str], model: Any, *, fewshot: int | None = None, limit: int | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Runs tasks, groups or tags of lm-eval by its own definitions and data sets, which the library `datasets` downloads or
-    has in its cache. Returns `{name: {metric: number, "n": documents}}`, with the metrics of the definitions.
+    """Runs tasks, groups or tags of lm-eval by its own definitions and data sets, which the library `datasets`
+    downloads or has in its cache. Returns `{name: {metric: number, "n": documents}}`, with the metrics of the definitions.
 
     A tag, and a group that has no metrics, stand for their tasks, each with a result of its own. A definition's own
     number of few-shot examples applies if `fewshot` is None, or if this own number is 0. Raises `UserError` for an
@@ -151,8 +151,8 @@ def _numbers(scores: dict[str, Any]) -> dict[str, float]:
 
 
 def _leaves(name: str, members: dict[str, list[str]]) -> list[str]:
-    """Returns the tasks of a group and of its subgroups; `members` has the names in each group. A task's only leaf is the
-    task itself."""
+    """Returns the tasks of a group and of its subgroups; `members` has the names in each group. A task's only leaf is
+    the task itself."""
     if name not in members:
         return [name]
     return list(dict.fromkeys(leaf for member in members[name] for leaf in _leaves(member, members)))

@@ -32,7 +32,8 @@ def read_published(path: Path) -> dict[str, Any]:
 
     The result has the content of the metadata files by name, the `further_fields` of config.json under its name, and
     the `sha256` of tokenizer.json or None. Under `bytes`, the result has the bytes of the metadata files, and of other
-    forms of the tokenizer, in base64. Raises `UserError`, which names the file, for a file that is damaged or unreadable.
+    forms of the tokenizer, in base64. Raises `UserError`, which names the file, for a file that is damaged or
+    unreadable.
     """
     tokenizer = path / "tokenizer.json"
     found: dict[str, Any] = {FILE: further_fields(read_config(path))}

@@ -40,7 +40,7 @@ stop() {
 trap stop TERM INT
 warn_in_time
 
-# Shows the nodes that the host of this script lives, also after a signal to the whole job, while other nodes still save.
+# Shows the nodes that the host of this script lives, also after a signal to the whole job, while other nodes save.
 (
     trap '' TERM INT
     trap - EXIT

@@ -80,7 +80,7 @@ def _asked(number: int, most: int, found: list[int]) -> int:
     if others:
         raise UserError(
             f"parallel.microbatches {number}: the phases have steps of {', '.join(map(str, found))} sequences on each "
-            "data-parallel rank, but all microbatches of a run have one size: choose auto, or set train.micro_batch alone"
+            "data-parallel rank, but all microbatches have one size: choose auto, or set train.micro_batch alone"
         )
     fits = {sequences // size: size for size in range(1, min(most, sequences) + 1) if sequences % size == 0}
     if number in fits:
