@@ -262,11 +262,14 @@ def test_a_reader_that_fails_is_named(content: bytes, message: str, module: Any,
 
 def test_a_reader_that_is_no_generator_is_named(module: Any, tmp_path: Path) -> None:
     (tmp_path / "in.rec").write_text("not json")
-    source = "import json\nfrom optimus.extend import record_reader\nROWS = [record_reader('rec', ('.rec',), lambda f: json.load(f))]"
-    with pytest.raises(UserError, match="the reader rec failed after 0 records .JSONDecodeError"):
-        optimus.prepare(
-            [tmp_path / "in.rec"], tmp_path / "out", train_tokenizer=300, plugins=[module("rec_reader", source)]
-        )
+    source = """
+        import json
+        from optimus.extend import record_reader
+        ROWS = [record_reader("rec", (".rec",), lambda file: json.load(file))]
+    """
+    plugins = [module("rec_reader", source)]
+    with pytest.raises(UserError, match=r"the reader rec failed after 0 records \(JSONDecodeError"):
+        optimus.prepare([tmp_path / "in.rec"], tmp_path / "out", train_tokenizer=300, plugins=plugins)
 
 
 def test_reptile_goes_around_rules_with_counters_and_refuses_averages(module: Any) -> None:
@@ -293,7 +296,7 @@ def test_reptile_goes_around_rules_with_counters_and_refuses_averages(module: An
     rules = rules_of_run(RUN | change | {"optimizer": {"name": "counting", "reptile_every": 2}})
     assert {rule.counters for rule in rules.values() if rule.trains} == {("sum",)}
     assert next(iter(rules.values())).count({"sum": 1.0}, 3, 0.5) == {"sum": 1.5}
-    with pytest.raises(UserError, match="optimizer.reptile_every: averaging averages its weights already"):
+    with pytest.raises(UserError, match=r"optimizer\.reptile_every: averaging averages its weights already"):
         rules_of_run(RUN | change | {"optimizer": {"name": "averaging", "reptile_every": 2}})
 
 

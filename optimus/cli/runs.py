@@ -53,7 +53,8 @@ def runs(
         Path, Argument(metavar="FOLDER", help="Folder that contains run folders, directly or in subfolders.")
     ],
     state: Annotated[
-        Literal["running", "finished", "stopped", "failed"] | None, Option(help="List only runs in this state.")
+        Literal["running", "finished", "stopped", "failed", "unreadable"] | None,
+        Option(help="List only runs in this state."),
     ] = None,
     match: Annotated[str | None, Option(help="List only runs whose path or model contains this text.")] = None,
     sort: Annotated[str, Option(help="Column to sort by, such as loss or bits_per_byte.")] = "name",

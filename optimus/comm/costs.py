@@ -4,7 +4,7 @@ Each message keeps its sender and its receiver busy for `overhead` seconds each.
 adapter one after the other and begin to arrive a latency later. Messages also pass the receiver's adapter one after the
 other. Within a node, every rank has a separate link. A rank begins a round of a piece of the tensor when the rank has
 received all messages of the piece's previous round. All our schedules are the same for every node, so a simulation of
-one node's ranks is enough.
+one node's ranks is enough. For a plugin's algorithm, the simulation covers all ranks.
 """
 
 from collections import defaultdict

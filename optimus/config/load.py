@@ -94,8 +94,9 @@ def validated(
 
 
 def check_value(key: str, value: Any, where: str) -> None:
-    """Raises `UserError` for a `value`, read at `where`, that is invalid for `key`, a `section.field` of the tree."""
-    section, name = key.split(".")
+    """Raises `UserError` for a `value`, read at `where`, that is invalid for `key`, a `section.field` of the tree or of
+    a phase."""
+    section, name = key.split(".")[-2:]
     kind: Any = RunConfig.model_fields[section].annotation
     field = kind.model_fields[name]
     annotated: Any = Annotated[field.annotation, field]

@@ -1,6 +1,7 @@
 """Evaluates a checkpoint and generates text with a checkpoint, for the commands `evaluate` and `generate`."""
 
 import math
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -90,7 +91,7 @@ def evaluate(
                 progress=lambda done, total: progress.update("tasks", done, total, "requests"),
             )
             if hub:
-                results["tasks"] = run_hub_tasks(tasks, model, fewshot=fewshot or 0, limit=limit)
+                results["tasks"] = run_hub_tasks(tasks, model, fewshot=fewshot, limit=limit)
             else:
                 results["tasks"] = run_tasks(local_tasks, model, fewshot=fewshot or 0, limit=limit)
         if text is not None:
@@ -109,7 +110,7 @@ def evaluate(
             results["text"] = {"path": printable(str(text)), "bytes": found["bytes"], "tokens": found["tokens"]}
     results["splits"] = {task.name: task.split for task in local_tasks}
     results["settings"] = {
-        "fewshot": fewshot or 0,
+        "fewshot": fewshot if hub else fewshot or 0,
         "limit": limit,
         "max_bytes": max_bytes,
         "parse_special": parse_special,
@@ -230,9 +231,8 @@ def _check_output(output: str | Path | None) -> Path | None:
         raise UserError(f"`output` {path} is a folder: name a file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        probe = path.with_name(f"{path.name}.probe")
-        probe.touch()
-        probe.unlink()
+        with tempfile.NamedTemporaryFile(dir=path.parent):
+            pass
     except OSError as error:
         raise UserError(f"output {path} cannot be written: {error.strerror or error}") from error
     return path

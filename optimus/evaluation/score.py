@@ -93,7 +93,7 @@ def score(model: Scored, windows: Sequence[Window], tokens_per_batch: int = TOKE
     for index, (context, continuation) in enumerate(windows):
         if not context:
             raise ValueError(f"window {index} has no context, so nothing predicts its first token")
-        rows.setdefault((*context, *continuation)[:-1], []).append(index)
+        rows.setdefault((*context, *continuation[:-1]), []).append(index)
     # The longest inputs come first, so that an out-of-memory error occurs at once.
     inputs = sorted(rows, key=len, reverse=True)
     scores: dict[int, Score] = {}
@@ -121,9 +121,10 @@ def _score_batch(model: Scored, inputs: list[tuple[int, ...]], asked: list[tuple
         first = row * tokens_BS.shape[1] + len(context) - 1
         at += range(first, first + len(continuation))
         targets += continuation
-    target_N = torch.tensor(targets, device=device)
+    target_N = torch.tensor(targets, dtype=torch.long, device=device)
     find = partial(_predictions, model, target_N)
-    found_N2 = model.at_tokens(tokens_BS.to(device), torch.tensor(at, device=device), find).cpu()
+    at_N = torch.tensor(at, dtype=torch.long, device=device)
+    found_N2 = model.at_tokens(tokens_BS.to(device), at_N, find).cpu()
     log_p_N, greedy_N = found_N2[:, 0].double(), found_N2[:, 1].bool()
     lengths = [len(continuation) for _, (_, continuation) in asked]
     for log_p, greedy in zip(log_p_N.split(lengths), greedy_N.split(lengths)):

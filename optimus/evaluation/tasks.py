@@ -97,13 +97,14 @@ def run_tasks(
 
 
 def run_hub_tasks(
-    names: Sequence[str], model: Any, *, fewshot: int = 0, limit: int | None = None
+    names: Sequence[str], model: Any, *, fewshot: int | None = None, limit: int | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Runs tasks or groups of lm-eval by its own definitions and data sets, which the library `datasets` downloads or has in
-    its cache. Returns `{name: {metric: number, "n": documents}}`, with the metrics of the definitions.
+    """Runs tasks, groups or tags of lm-eval by its own definitions and data sets, which the library `datasets`
+    downloads or has in its cache. Returns `{name: {metric: number, "n": documents}}`, with the metrics of the definitions.
 
-    A definition's own number of few-shot examples applies if `fewshot` is 0. Raises `UserError` for an unknown name,
-    and for data that the library can neither find in its cache nor download.
+    A tag, and a group that has no metrics, stand for their tasks, each with a result of its own. A definition's own
+    number of few-shot examples applies if `fewshot` is None, or if this own number is 0. Raises `UserError` for an
+    unknown name, and for data that the library can neither find in its cache nor download.
     """
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.tasks import TaskManager
@@ -113,11 +114,13 @@ def run_hub_tasks(
         for name in names:
             if name not in manager.all_tasks:
                 raise UserError(f"{name} is not a task of lm-eval: {nearest(name, manager.all_tasks)}")
+        of_tags = {tag: sorted(manager.task_index[tag].tags) for tag in {*names}.intersection(manager.all_tags)}
+        asked = list(dict.fromkeys(each for name in names for each in of_tags.get(name, [name])))
         try:
             found: Any = simple_evaluate(
                 model,
-                tasks=list(dict.fromkeys(names)),
-                num_fewshot=fewshot or None,
+                tasks=asked,
+                num_fewshot=fewshot,
                 limit=limit,
                 bootstrap_iters=0,
                 log_samples=False,
@@ -130,18 +133,30 @@ def run_hub_tasks(
                 f"the data of {', '.join(names)} cannot be had ({str(error).splitlines()[0]}): `--hub` downloads them, or "
                 "reads the cache of `datasets` (HF_HOME, HF_DATASETS_CACHE)"
             ) from error
+    leaves = {name: _leaves(name, found["group_subtasks"]) for name in asked}
+    reported = [each for name in asked for each in ([name] if _numbers(found["results"][name]) else leaves[name])]
     results = {}
-    for name in dict.fromkeys(names):
-        scores = found["results"].get(name) or found["groups"][name]
-        numbers = {
-            key.removesuffix(",none").replace(",", "/"): value
-            for key, value in scores.items()
-            if isinstance(value, int | float) and "_stderr" not in key and key != "sample_len"
-        }
-        parts = [name] if name in found["n-samples"] else found["group_subtasks"][name]
-        counts = [found["n-samples"][part]["effective"] for part in parts if part in found["n-samples"]]
-        results[name] = numbers | {"n": sum(counts)}
+    for name in reported:
+        counts = [found["n-samples"][leaf]["effective"] for leaf in leaves.get(name, [name])]
+        results[name] = _numbers(found["results"][name]) | {"n": sum(counts)}
     return results
+
+
+def _numbers(scores: dict[str, Any]) -> dict[str, float]:
+    """Returns the metrics among the entries of a task or group in lm-eval's results."""
+    return {
+        key.removesuffix(",none").replace(",", "/"): value
+        for key, value in scores.items()
+        if isinstance(value, int | float) and "_stderr" not in key and key != "sample_len"
+    }
+
+
+def _leaves(name: str, members: dict[str, list[str]]) -> list[str]:
+    """Returns the tasks of a group and of its subgroups; `members` has the names in each group. A task's only leaf is
+    the task itself."""
+    if name not in members:
+        return [name]
+    return list(dict.fromkeys(leaf for member in members[name] for leaf in _leaves(member, members)))
 
 
 def _answer(task: Any, sample: dict[str, Any]) -> tuple[float, float]:

@@ -32,7 +32,8 @@ def read_published(path: Path) -> dict[str, Any]:
 
     The result has the content of the metadata files by name, the `further_fields` of config.json under its name, and
     the `sha256` of tokenizer.json or None. Under `bytes`, the result has the bytes of the metadata files, and of other
-    forms of the tokenizer, in base64. Raises `UserError`, which names the file, for a file that is damaged.
+    forms of the tokenizer, in base64. Raises `UserError`, which names the file, for a file that is damaged or
+    unreadable.
     """
     tokenizer = path / "tokenizer.json"
     found: dict[str, Any] = {FILE: further_fields(read_config(path))}
@@ -40,7 +41,7 @@ def read_published(path: Path) -> dict[str, Any]:
         if (path / name).is_file():
             found[name] = _read(path / name)
     files = [name for name in (GENERATION, *_OF_TOKENS, *_FORMS) if (path / name).is_file()]
-    encoded = {name: base64.b64encode((path / name).read_bytes()).decode() for name in files}
+    encoded = {name: base64.b64encode(_read_bytes(path / name)).decode() for name in files}
     return found | {"sha256": _sha256(tokenizer) if tokenizer.is_file() else None, "bytes": encoded}
 
 
@@ -110,8 +111,15 @@ def _read(file: Path) -> Any:
     return raw
 
 
+def _read_bytes(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror or error}") from error
+
+
 def _sha256(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+    return hashlib.sha256(_read_bytes(file)).hexdigest()
 
 
 def _in_vocabulary(value: Any, vocab: int) -> Any:

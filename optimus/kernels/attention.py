@@ -448,7 +448,7 @@ def _plain_backward(
 def _query_blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
     """Yields (queries of one block of scores, the keys that these queries attend to)."""
     (batch, heads, new, _), seen = q.shape, k.shape[2]
-    rows = max(1, _BLOCK_ELEMENTS // (batch * heads * seen))
+    rows = max(1, _BLOCK_ELEMENTS // max(1, batch * heads * seen))
     for start in range(0, new, rows):
         end = min(start + rows, new)
         yield slice(start, end), slice(0, end if causal else seen)

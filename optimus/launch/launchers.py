@@ -134,12 +134,8 @@ def check_alone(command: str) -> None:
 
 
 def first_node(nodes: str) -> str:
-    """Returns the first name of a Slurm node list, such as "a[03-05,9],b1" ("a03")."""
-    match = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\](.*?)(?:,|$))?", nodes)
-    if match is None:
-        return nodes
-    name, number, rest = match.groups()
-    return name + (number or "") + (rest or "")
+    """Returns the first name of a Slurm node list, such as "a[03-05,9]c[0-1],b1" ("a03c0")."""
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodes).split(",")[0]
 
 
 def _is_known(name: str) -> bool:

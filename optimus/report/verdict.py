@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
+from statistics import median
 from typing import Any
 
 from optimus.config.sizes import seconds_text
@@ -108,10 +109,9 @@ def last_loss(folder: RunFolder) -> float | None:
 
 
 def median_rate(folder: RunFolder) -> float | None:
-    """Returns the upper median of the tokens per second of the last 100 steps; None if these steps have no such
-    number."""
-    rates = sorted(value for value in folder.column("tokens_per_second")[-_LAST:] if value is not None)
-    return rates[len(rates) // 2] if rates else None
+    """Returns the median of the tokens per second of the last 100 steps; None if these steps have no such number."""
+    rates = [value for value in folder.column("tokens_per_second")[-_LAST:] if value is not None]
+    return median(rates) if rates else None
 
 
 def training_seconds(folder: RunFolder) -> float:

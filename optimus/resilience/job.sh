@@ -24,7 +24,7 @@ store='' timer='' alive='' stopping=''
 # shellcheck disable=SC2329  # called by a trap
 clean_up() {
     [ -z "$timer" ] || kill "$timer" 2>/dev/null
-    [ -z "$alive" ] || kill "$alive" 2>/dev/null
+    [ -z "$alive" ] || { kill -KILL "$alive" && wait "$alive"; } 2>/dev/null
     [ -z "$store" ] || { kill -KILL "$store" && wait "$store"; } 2>/dev/null
     rm -rf -- "$scratch"
 }
@@ -40,9 +40,10 @@ stop() {
 trap stop TERM INT
 warn_in_time
 
-# Shows the nodes that the host of this script lives.
+# Shows the nodes that the host of this script lives, also after a signal to the whole job, while other nodes save.
 (
-    trap - TERM INT EXIT
+    trap '' TERM INT
+    trap - EXIT
     for ((beat = 1; ; beat++)); do
         echo "$beat" >"$scratch/alive" || exit
         sleep 1
@@ -81,7 +82,8 @@ echo "$code" >"$scratch/$attempt/code-$node"
 beat=$(cat "$scratch/alive" 2>/dev/null)
 for ((waited = 0; waited < 40; waited++)); do
     sleep 1
-    [ "$(cat "$scratch/alive" 2>/dev/null)" = "$beat" ] || exit 0 # the host lives, or has removed the folder
+    [ -e "$scratch/alive" ] || exit 0 # the host has removed the folder
+    [ "$(cat "$scratch/alive" 2>/dev/null)" = "$beat" ] || exit 0 # the host lives
 done
 mkdir "$scratch/ending" 2>/dev/null || exit 0
 printf '{"time": %s, "kind": "failure", "node": "%s", "rank": null, "step": null, "seconds": null, "detail": "%s"}\n' "$(date +%s.%N)" "$node" \

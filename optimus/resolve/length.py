@@ -17,11 +17,9 @@ from optimus.config.yaml_text import parse_yaml
 from optimus.errors import UserError
 from optimus.resolve.decision import Decided
 
-PERSISTENT = (
-    "lr_schedule.warmup_steps",
-    "train.precision",
-    "train.micro_batch",
-)  # keys whose values a resumed run reads from its folder
+_WARMUP = "lr_schedule.warmup_steps"
+# Keys whose values a resumed run reads from its folder, besides the `_WARMUP` of phases.
+PERSISTENT = (_WARMUP, "train.precision", "train.micro_batch")
 
 
 def length(config: RunConfig, sequences: int | None) -> Decided:
@@ -74,15 +72,15 @@ def _check(config: RunConfig, steps: int) -> None:
 
 
 def warmup(config: RunConfig, previous: Mapping[str, Any]) -> Decided:
-    """Decides open warm-up steps of each schedule. A resumed run keeps the warm-up steps of `lr_schedule`."""
+    """Decides open warm-up steps of each schedule. A resumed run keeps those of its earlier starts."""
     values = {
         f"{path}.warmup_steps": each.warmup_steps
         for path, each in _schedules(config)
         if each.lr_schedule.warmup_steps is None
     }
-    if (key := "lr_schedule.warmup_steps") in values and key in previous:
-        return Decided(values | {key: previous[key]}, "as at the start of the run", persistent=True)
-    return Decided(values, "a twentieth of the run, at most 2,500 steps", persistent=True)
+    known = {key: previous[key] for key in values if key in previous}
+    why = "as at the start of the run" if known else "a twentieth of the run, at most 2,500 steps"
+    return Decided(values | known, why, persistent=True)
 
 
 def cooldown(config: RunConfig) -> Decided:
@@ -111,9 +109,12 @@ def previous_decisions(run: Path) -> dict[str, Any]:
     path = run / "config.yaml"
     try:
         found = dict(flat(with_new_names(parse_yaml(path.read_text(encoding="utf-8"), str(path)))))
+        for number, phase in enumerate(found.get("phases") or ()):
+            found[f"phases.{number}.{_WARMUP}"] = dict(flat(phase)).get(_WARMUP)
     except (OSError, UnicodeDecodeError, UserError, LookupError, TypeError, AttributeError):
         return {}  # if there is a checkpoint, its check reports the damage of the folder
-    persistent = {key: found[key] for key in PERSISTENT if found.get(key) is not None}
+    keys = (*PERSISTENT, *(key for key in found if key.startswith("phases.")))
+    persistent = {key: found[key] for key in keys if found.get(key) is not None}
     for key, value in persistent.items():
         check_value(key, value, str(path))
     return persistent

@@ -29,7 +29,7 @@ def micro_batch(config: RunConfig, mesh: Mesh, previous: Mapping[str, Any]) -> D
     options = [size for size in range(1, min(train.micro_batch, *found) + 1) if not any(n % size for n in found)]
     if number != "auto":
         size, why = (
-            _asked(number, train.micro_batch, train.global_batch // mesh.dp),
+            _asked(number, train.micro_batch, sorted(set(found))),
             f"parallel.microbatches is {number}",
         )
     elif (before := previous.get("train.micro_batch")) in options:
@@ -73,8 +73,15 @@ def check_batches(config: RunConfig, mesh: Mesh) -> None:
             )
 
 
-def _asked(number: int, most: int, sequences: int) -> int:
-    """Returns the number of sequences of a microbatch if a step has `number` microbatches."""
+def _asked(number: int, most: int, found: list[int]) -> int:
+    """Returns the number of sequences of a microbatch if a step has `number` microbatches. `found` has the different
+    numbers of sequences of a step."""
+    sequences, *others = found
+    if others:
+        raise UserError(
+            f"parallel.microbatches {number}: the phases have steps of {', '.join(map(str, found))} sequences on each "
+            "data-parallel rank, but all microbatches have one size: choose auto, or set train.micro_batch alone"
+        )
     fits = {sequences // size: size for size in range(1, min(most, sequences) + 1) if sequences % size == 0}
     if number in fits:
         return fits[number]

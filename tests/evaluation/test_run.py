@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ def test_bits_per_byte_of_a_checkpoint(
     checkpoint: Path, model: Transformer, tokenizer: Any, eos_id: int, text: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "new" / "results.json"
+    output.parent.mkdir()
+    (output.parent / "results.json.probe").write_text("mine")
     results = optimus.evaluate(checkpoint, text=text, output=output, device="cpu")
     assert results == json.loads(output.read_text())
     assert results["tasks"] == {}
@@ -41,7 +44,7 @@ def test_bits_per_byte_of_a_checkpoint(
     assert results["checkpoint"]["path"] == str(checkpoint)
     assert results["model"]["vocab"] == 328
     assert results["versions"]["torch"] == torch.__version__
-    assert [path.name for path in output.parent.iterdir()] == ["results.json"]
+    assert {path.name for path in output.parent.iterdir()} == {"results.json", "results.json.probe"}
 
 
 @pytest.mark.parametrize(
@@ -141,6 +144,65 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ConnectionError(f"Couldn't reach '{path}' on the Hub")
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
+
+
+@pytest.fixture
+def few_definitions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two of lm-eval's definitions and groups of them, because lm-eval takes seconds to index all its definitions."""
+    lm_eval_tasks = pytest.importorskip("lm_eval.tasks", reason="needs the extra `evaluate`")
+    folder = tmp_path / "definitions"
+    folder.mkdir()
+    for name in ("arc_easy", "arc_challenge"):
+        text = (Path(lm_eval_tasks.__file__).parent / "arc" / f"{name}.yaml").read_text()
+        (folder / f"{name}.yaml").write_text(text.replace("ARC-Challenge", "ARC-Easy"))
+    metrics = {"aggregate_metric_list": [{"metric": "acc"}]}
+    groups = {
+        "loose": {"task": ["arc_easy", "arc_challenge"]},
+        "inner": {"task": ["arc_easy", "arc_challenge"], **metrics},
+        "outer": {"task": ["inner"], **metrics},
+    }
+    for name, group in groups.items():
+        (folder / f"{name}.yaml").write_text(json.dumps({"group": name, **group}))
+    manager = partial(lm_eval_tasks.TaskManager, include_defaults=False, include_path=str(folder))
+    monkeypatch.setattr(lm_eval_tasks, "TaskManager", manager)
+
+
+@pytest.mark.usefixtures("hub", "few_definitions")
+@pytest.mark.parametrize(
+    ("asked", "documents"),
+    [
+        (["ai2_arc", "arc_easy"], {"arc_challenge": 12, "arc_easy": 12}),
+        (["loose"], {"arc_easy": 12, "arc_challenge": 12}),
+        (["outer"], {"outer": 24}),
+    ],
+)
+def test_tags_and_groups_of_lm_eval(checkpoint: Path, asked: list[str], documents: dict[str, int]) -> None:
+    """A tag or a group without metrics has the results of its tasks; a group's documents are those of its subgroups."""
+    found = evaluate(checkpoint, tasks=asked, hub=True, device="cpu")["tasks"]
+    assert {name: scores["n"] for name, scores in found.items()} == documents
+    assert all(0 <= scores["acc"] <= 1 for scores in found.values())
+
+
+@pytest.mark.usefixtures("hub", "few_definitions")
+@pytest.mark.parametrize(("fewshot", "examples"), [(None, 2), (0, 0), (1, 1)])
+def test_a_definition_has_its_own_number_of_examples(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fewshot: int | None, examples: int
+) -> None:
+    with (tmp_path / "definitions" / "arc_easy.yaml").open("a") as file:
+        file.write("num_fewshot: 2\n")
+    from optimus.evaluation.harness import HarnessModel
+
+    prompts: list[str] = []
+    right = HarnessModel.loglikelihood
+
+    def record(model: HarnessModel, requests: list[Any]) -> Any:
+        prompts.extend(request.args[0] for request in requests)
+        return right(model, requests)
+
+    monkeypatch.setattr(HarnessModel, "loglikelihood", record)
+    found = evaluate(checkpoint, tasks=["arc_easy"], hub=True, limit=2, fewshot=fewshot, device="cpu")
+    assert {prompt.count("Question:") for prompt in prompts} == {examples + 1}
+    assert found["settings"]["fewshot"] == fewshot
 
 
 @pytest.mark.in_turn(0, 3)

@@ -44,6 +44,12 @@ def test_equals_plain_computation(model: Transformer, tokens_per_batch: int) -> 
     assert found[-2].greedy
 
 
+def test_nothing_to_score(model: Transformer) -> None:
+    """The probability of an empty continuation is 1, whatever the context."""
+    for context in ([5], [5, 6]):
+        assert score(model, [Window(context, [])]) == [(0.0, True)]
+
+
 def test_output_layer_in_blocks(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     windows = some_windows(model)
     whole = [s.log_likelihood for s in score(model, windows)]

@@ -125,6 +125,21 @@ def test_files_that_nothing_has_changed_are_byte_equal(folder: Path, tmp_path: P
         assert (tmp_path / "ours" / name).read_bytes() == (folder / name).read_bytes(), name
 
 
+@pytest.mark.parametrize("name", ["vocab.json", "tokenizer.json"])
+def test_a_file_that_cannot_be_read_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    (folder / "vocab.json").write_text("{}")
+    right = Path.read_bytes
+
+    def refuse(path: Path) -> bytes:
+        if path.name == name:
+            raise PermissionError(13, "Permission denied", str(path))
+        return right(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(UserError, match=f"/{name} cannot be read: Permission denied$"):
+        read_published(folder)
+
+
 def context(run: Path) -> int:
     return read_description(find_checkpoint(run)).context
 

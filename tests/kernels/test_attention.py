@@ -75,6 +75,15 @@ def test_a_block(
         assert_close(a, b, scale, dtype)
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_an_empty_batch(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_path", lambda *_: PATHS[path])
+    q, k, v, out_grad = (torch.empty(0, 3, 2, 8) for _ in range(4))
+    out, lse = attention_block(q, k, v, True)
+    found = attention_block_backward(out_grad, q, k, v, out, lse, True)
+    assert [t.shape for t in (out, lse, *found)] == [q.shape, (0, 2, 3), q.shape, k.shape, v.shape]
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("path", PATHS)
 def test_blocks_add_up(path: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,8 @@ def test_where_ranks_meet(tmp_path: Path) -> None:
         ("x1000c0s[0-3]b0n0", "x1000c0s0b0n0"),
         ("login-2,c[1-2]", "login-2"),
         ("c[7,9]", "c7"),
+        ("rack[0-1]node[00-15]", "rack0node00"),
+        ("x[2,4]c[1-3,7]b0,y1", "x2c1b0"),
     ],
 )
 def test_the_first_node_of_a_list(nodes: str, first: str) -> None:

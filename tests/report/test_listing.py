@@ -37,6 +37,14 @@ def test_the_command(tmp_path: Path, make_run: Callable[..., Path]) -> None:
     assert (tmp_path / "a.html").exists()
 
 
+def test_a_run_that_cannot_be_read_is_found_by_its_state(tmp_path: Path, make_run: Callable[..., Path]) -> None:
+    make_run(tmp_path / "a")
+    (make_run(tmp_path / "b") / "metrics.jsonl").unlink()
+    (tmp_path / "b" / "metrics.jsonl").mkdir()
+    listed = CliRunner().invoke(app, ["runs", str(tmp_path), "--state", "unreadable", "--json"])
+    assert [(row["name"], row["state"]) for row in json.loads(listed.output)] == [("b", "unreadable")]
+
+
 def test_bad_input(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="contains no run folder"):
         runs(tmp_path)

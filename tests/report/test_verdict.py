@@ -11,7 +11,7 @@ import pytest
 from optimus.config.sizes import seconds_text
 from optimus.report.folder import read_folder
 from optimus.report.page import report_data
-from optimus.report.verdict import large_numbers, verdict
+from optimus.report.verdict import large_numbers, median_rate, verdict
 
 Make = Callable[..., Path]
 
@@ -58,6 +58,11 @@ def test_a_run_that_has_failed_and_one_without_validation(tmp_path: Path, make_r
     ]  # fmt: skip
 
 
+def test_the_median_of_an_even_number_of_steps_lies_between_two_of_them(tmp_path: Path, make_run: Make) -> None:
+    """Half of the 40 steps have each speed."""
+    assert median_rate(read_folder(make_run(tmp_path / "run", tokens_per_second=512.0))) == 384.0
+
+
 def test_losses_that_are_not_finite_are_said(tmp_path: Path, make_run: Make) -> None:
     folder = read_folder(make_run(tmp_path / "run", loss=math.nan))
     assert "; some of the last losses are not finite; " in verdict(folder)
@@ -85,11 +90,11 @@ def test_several_runs(tmp_path: Path, make_run: Make) -> None:
         make_run(tmp_path / "c", steps=80, loss=math.nan),
     ]
     data = report_data(runs)
-    assert data["verdict"] == "3 finished; best: b, 1.75 bits per byte; fastest: b, 900 tokens/s"
+    assert data["verdict"] == "3 finished; best: b, 1.75 bits per byte; fastest: b, 578 tokens/s"
     assert [(each["label"], each["value"], each["note"]) for each in data["numbers"]] == [
         ("lowest bits per byte", 1.75, "b"),
         ("lowest loss", 3.0, "a"),
-        ("most tokens per second", 900.0, "b"),
+        ("most tokens per second", 578.0, "b"),
         ("most tokens", 512 * 80, "c"),
     ]
     assert [run["verdict"] for run in data["runs"]] == [verdict(read_folder(run)) for run in runs]

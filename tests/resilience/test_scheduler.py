@@ -280,6 +280,36 @@ def test_the_warning_reaches_the_agents(stage: Stage) -> None:
     assert not running(stage)
 
 
+def test_the_host_shows_that_it_lives_while_nodes_save(stage: Stage) -> None:
+    """`scancel` signals all processes of a job, but nodes that have saved must not take its host for lost."""
+    command = stage.command("""
+        beat() { cat "$RUN"/.job-4711-*/alive; }
+        trap 'before=$(beat); sleep 3; [ "$(beat)" = "$before" ] || echo "$node" >>"$PLAY/alive"; exit 1' TERM
+        echo "$node" >>"$PLAY/ready"
+        while :; do sleep 0.1; done
+    """)
+    words = ["bash", "-c", f"exec {command}"]
+    job = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=stage.environment, start_new_session=True)
+    ready = stage.play / "ready"
+    deadline = time.monotonic() + 30
+    while not ready.exists() or len(ready.read_text().split()) < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.killpg(job.pid, signal.SIGTERM)
+    out, _ = job.communicate(timeout=30)
+    assert "submit it again" in out
+    assert sorted((stage.play / "alive").read_text().split()) == NODES
+    assert not running(stage)
+
+
+def test_a_node_does_not_wait_for_a_host_that_has_finished(stage: Stage) -> None:
+    """The script removes its folder as soon as all nodes have left their codes, perhaps before a node looks into it."""
+    began = time.monotonic()
+    done = stage.submit(f'[ "$node" != n1 ] || {FINISH} [ "$node" = n1 ] || sleep 1; rm -rf "$RUN"/.job-4711-*')
+    assert "the run has finished" in done.stdout
+    assert time.monotonic() - began < 20
+
+
 def test_pbs_warns_by_a_clock_and_slurm_by_itself(stage: Stage) -> None:
     text = script(replace(stage.job, time="1:00:30"), "submit")
     if stage.job.scheduler == "pbs":

@@ -181,6 +181,28 @@ def test_run_and_plan_decide_the_same_microbatches(tmp_path: Path) -> None:
     assert asked(configured(str(file), [], 4), "laptop", 4, []).train.micro_batch == 1
 
 
+@pytest.mark.parametrize(
+    ("batches", "micro_batch"), [((64, 64), 8), ((64, None), 8), ((32, 64), None), ((64, 128), None), ((32, 32), 4)]
+)
+def test_a_number_of_microbatches_is_that_of_every_phase(
+    batches: tuple[int | None, int], micro_batch: int | None
+) -> None:
+    run = config_of("dense")
+    phases = [{"steps": 2} if batch is None else {"steps": 2, "global_batch": batch} for batch in batches]
+    train = {key: value for key, value in run["train"].items() if key != "steps"}
+    train |= {"global_batch": 64, "micro_batch": 8}
+    shape = MODELS["dense"] | {"layers": 4}
+    pipeline = {"pipeline": 4, "schedule": "1f1b", "microbatches": 8}
+    config = load_config(run | {"model": shape, "train": train, "phases": phases, "parallel": pipeline})
+    if micro_batch is None:
+        with pytest.raises(
+            UserError, match=r"microbatches 8: the phases have steps of \d+, \d+ sequences .* choose auto"
+        ):
+            resolved(config, 4)
+    else:
+        assert resolved(config, 4).config.train.micro_batch == micro_batch
+
+
 def test_a_resume_keeps_what_is_of_the_run_and_decides_anew_what_is_of_the_machine() -> None:
     config = wide_open()[0]
     first = of_ranks(config)

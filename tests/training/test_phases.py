@@ -2,12 +2,14 @@
 
 import copy
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 
 import optimus
 from helpers.trained import train_here
@@ -204,6 +206,21 @@ def test_a_run_may_get_another_phase_but_not_other_past_ones(phased: dict[str, A
     other["phases"][0]["data"][0]["weight"] = 0.5
     with pytest.raises(UserError, match="belongs to another run: data is"):
         optimus.train(other, resume=True)
+
+
+def test_a_phase_that_gets_longer_keeps_its_warmup(phased: dict[str, Any]) -> None:
+    """The first phase decides its open warm-up when the run starts: a twentieth of 40 steps."""
+    phased["phases"][0] |= {"steps": 40, "lr_schedule": {"name": "inverse-sqrt", "lr": 1e-3}}
+    optimus.train(changed(phased, stop_at=1))
+    phased["phases"][0]["steps"] = 80
+    optimus.train(changed(phased, stop_at=3), resume=True)
+    assert [record["lr"] for record in records(phased)] == pytest.approx([5e-4, 1e-3, 1e-3 * math.sqrt(2 / 3)])
+    file = Path(phased["train"]["output"]) / "config.yaml"
+    saved = yaml.safe_load(file.read_text())
+    saved["phases"][0]["lr_schedule"]["warmup_steps"] = "two"
+    file.write_text(yaml.safe_dump(saved))
+    with pytest.raises(UserError, match=r"'phases.0.lr_schedule.warmup_steps' is 'two': it must be a whole number"):
+        optimus.train(changed(phased, stop_at=4), resume=True)
 
 
 def test_the_saved_configuration_is_the_same_run(phased: dict[str, Any], tmp_path: Path) -> None:

@@ -33,12 +33,11 @@ def expert_reduce(y_PH: Tensor, weights_TK: Tensor | None, position_TK: Tensor) 
 def expert_reduce_backward(weight_grad_PC: Tensor, weights_TK: Tensor, position_TK: Tensor) -> Tensor:
     """Returns the gradient of the routing weights in their dtype: the sum of each row's parts, 0 for a choice without a
     row."""
-    weights_grad_TK = weights_TK.new_empty(weights_TK.shape)
     choices = weights_TK.numel()
-    _sum_parts[(max(1, triton.cdiv(choices, _CHOICES)),)](
-        weight_grad_PC, position_TK, weights_grad_TK, choices, C=weight_grad_PC.shape[1], CHOICES=_CHOICES
-    )
-    return weights_grad_TK
+    programs = max(1, triton.cdiv(choices, _CHOICES))
+    sums = weights_TK.new_empty(programs * _CHOICES)  # without a mask, a thread stores all its results at once
+    _sum_parts[(programs,)](weight_grad_PC, position_TK, sums, choices, C=weight_grad_PC.shape[1], CHOICES=_CHOICES)
+    return sums[:choices].view(weights_TK.shape)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -62,12 +61,12 @@ def _reduce(
     tl.store(out_at, sums.to(out_TH.dtype.element_ty), mask=(t < T)[:, None] & (h < H)[None, :])
 
 
-@triton.jit
-def _sum_parts(part_PC, position_TK, out_TK, choices, C: tl.constexpr, CHOICES: tl.constexpr):
+@triton.jit(do_not_specialize=["choices"])
+def _sum_parts(part_PC, position_TK, out, choices, C: tl.constexpr, CHOICES: tl.constexpr):
     choice = tl.program_id(0) * CHOICES + tl.arange(0, CHOICES)
     position = tl.load(position_TK + choice, mask=choice < choices, other=-1)
     here = position >= 0
     sums = tl.zeros((CHOICES,), dtype=tl.float32)
     for c in range(C):
         sums += tl.load(part_PC + position.to(tl.int64) * C + c, mask=here, other=0)
-    tl.store(out_TK + choice, sums.to(out_TK.dtype.element_ty), mask=choice < choices)
+    tl.store(out + choice, sums.to(out.dtype.element_ty))

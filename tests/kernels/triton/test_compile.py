@@ -4,12 +4,13 @@ Results are cached by a hash of the sources (`helpers.compiled`). The folder in 
 --target`, may hold another Triton version.
 """
 
+import ast
 import os
 from typing import Any
 
 import pytest
 
-from helpers.compiled import TARGETS, compiled
+from helpers.compiled import ROOT, TARGETS, compiled
 from helpers.sweep import in_turns
 from optimus.kernels.devices import CHIPS
 
@@ -32,6 +33,8 @@ READ_WIDE = {
     "_rotate",
     "_square_sum",
 }
+# Names of arguments that change from batch to batch.
+OF_A_BATCH = {"T", "S", "blocks", "programs", "choices"}
 MATRIX = {"sm_80": "mma", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx90a": "mfma", "gfx942": "mfma"}
 
 
@@ -80,3 +83,14 @@ def test_kernels_compile_with_another_triton(target: str) -> None:
     if not folder:
         pytest.skip("OPTIMUS_TRITON names no folder with another Triton")
     check(target, folder)
+
+
+def test_another_number_of_tokens_compiles_nothing() -> None:
+    """No kernel is specialised on numbers that change from batch to batch; `name[grid]` launches a kernel."""
+    for file in (ROOT / "optimus" / "kernels" / "triton").glob("*.py"):
+        text = file.read_text(encoding="utf-8")
+        for function in ast.walk(ast.parse(text)):
+            if isinstance(function, ast.FunctionDef) and f" {function.name}[" in text:
+                changing = OF_A_BATCH & {each.arg for each in function.args.args if each.annotation is None}
+                decorators = "".join(map(ast.unparse, function.decorator_list))
+                assert all(f"'{name}'" in decorators for name in changing), f"{file.name}: {function.name}"
