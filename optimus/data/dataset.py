@@ -10,7 +10,9 @@ order, and skips the rows of other ranks.
 Legend: N tokens of an item, S tokens of a row.
 """
 
+import copy
 import hashlib
+import json
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -219,6 +221,7 @@ class StreamRows(_ItemRows):
         super().__init__(where, info, context, ENDLESS)
         self._stream, self._where = stream, where
         self._items: Iterator[Any] | None = None
+        self._beginning: Any = None  # state at the beginning of a pass, after `load_state`
         self._next = 0  # number of the row that the iterator yields next
         self._states: deque[tuple[int, Any]] = deque(maxlen=_STATES)  # (row, the stream's state before this row)
         self._lock = threading.Lock()
@@ -227,8 +230,11 @@ class StreamRows(_ItemRows):
         """Returns rows `start` to `stop` [stop - start, context] with their flags, and skips the rows before `start`."""
         if start < self._next:
             raise UserError(f"{self._where}: row {start} is past: a stream cannot be read again")
+        state = copy.deepcopy(_asked(self._stream.state_dict, f"{self._where}: its state_dict"))
+        if not self._states:
+            _check_json(state, f"{self._where}: its state_dict")
         with self._lock:
-            self._states.append((self._next, _asked(self._stream.state_dict, f"{self._where}: its state_dict")))
+            self._states.append((self._next, state))
         while self._next < start:
             self._item()
         return np.stack([self.row(self._item(), self._next - 1) for _ in range(stop - start)])
@@ -241,14 +247,20 @@ class StreamRows(_ItemRows):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Loads a state that `state_before` returned, before the first call of `stored_rows`."""
-        _asked(self._stream.load_state_dict, f"{self._where}: its load_state_dict", state["state"])
+        self._beginning = copy.deepcopy(_asked(self._stream.state_dict, f"{self._where}: its state_dict"))
+        self._set(state["state"])
         self._next = state["row"]
         self._states.append((self._next, state["state"]))
+
+    def _set(self, state: Any) -> None:
+        _asked(self._stream.load_state_dict, f"{self._where}: its load_state_dict", state)
 
     def _item(self) -> Any:
         """Returns the next item, of a new pass if the stream has ended."""
         for items in (self._items, None):
             if items is None:
+                if self._items is not None and self._beginning is not None:
+                    self._set(self._beginning)  # some streams begin each pass at the state that was loaded last
                 items = self._items = _asked(iter, f"{self._where}: its iterator", self._stream)
             try:
                 item = _asked(next, f"{self._where}: item {self._next}", items)
@@ -257,6 +269,14 @@ class StreamRows(_ItemRows):
             self._next += 1
             return item
         raise UserError(f"{self._where} has no more items after {self._next}: shorten the run, or yield more")
+
+
+def _check_json(state: Any, where: str) -> None:
+    """Raises `UserError` for a state that a checkpoint cannot hold."""
+    try:
+        json.dumps(state)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{where} is not JSON ({error}): return numbers, texts, lists and mappings") from error
 
 
 def _integers(values: Any, where: str) -> NDArray[np.int64]:

@@ -30,6 +30,8 @@ MACHINES = ("laptop", "dgx-h100", "frontier")
 # Keys for which null is a decision: nothing of the kind, or everything there is.
 NULL_IS_AN_ANSWER = {
     "data.path": "there are sources",
+    "data.dataset": "the data is prepared",
+    "data.tokenizer": "prepared data has its tokenizer",
     "train.tokens": "the length is in steps",
     "train.epochs": "the length is in steps",
     "train.lora_rank": "no factors",

@@ -4,6 +4,7 @@ import abc
 import dataclasses
 import json
 import re
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 
 import optimus
 from helpers.items import LENGTH, SIZE, Items, Stream, item
@@ -200,6 +202,16 @@ def test_a_stream_without_more_items_is_named(prepared: Path) -> None:
         found.stored_rows(0, 4)
 
 
+def test_a_state_that_is_not_json_is_named(prepared: Path) -> None:
+    class Odd(Stream):
+        def state_dict(self) -> dict[str, Any]:
+            return {"generator": object()}
+
+    found = rows_of("argument", Odd(), tokenizer=str(prepared), context=LENGTH, seed=0)
+    with pytest.raises(optimus.UserError, match=r"data: its state_dict is not JSON \(Object of type object"):
+        found.stored_rows(0, 4)
+
+
 # ---- Runs ----
 
 
@@ -221,6 +233,33 @@ def test_every_layout_has_the_numbers_of_one_process(
         assert losses(tmp_path / str(number)) == pytest.approx(expected, rel=2e-5)
     saved = read_description(list_checkpoints(tmp_path / "one")[-1]).progress
     assert saved.get("streams") == ({"dataset": {"row": 40, "state": {"next": 40}}} if kind is Stream else None)
+
+
+def test_the_program_of_the_page(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program of docs/data.md trains on a dataset of the library `datasets`."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(here, "start_ranks", launched)
+    monkeypatch.chdir(tmp_path)
+    datasets.Dataset.from_list([item(number) for number in range(SIZE)]).save_to_disk("tokenized")
+    shutil.copy(prepared / "tokenizer.json", tmp_path)
+    config = config_of(Path("tokenizer.json"), tmp_path / "run")
+    del config["data"]
+    Path("run.yaml").write_text(yaml.safe_dump(config))
+    page = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    exec(page.partition("```python\n")[2].partition("```")[0], {})
+    assert len(losses(tmp_path / "run")) == 6
+
+
+def test_a_stream_of_the_library_datasets_is_resumed(prepared: Path, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def stream() -> Any:
+        return datasets.Dataset.from_list([item(number) for number in range(SIZE)]).to_iterable_dataset(num_shards=3)
+
+    optimus.train(config_of(prepared, tmp_path / "whole"), data=stream())
+    optimus.train(config_of(prepared, tmp_path / "parts"), ["train.stop_at=4"], data=stream())
+    optimus.train(config_of(prepared, tmp_path / "parts"), data=stream(), resume=True)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
 def test_a_resumed_stream_is_not_read_from_its_beginning(prepared: Path, tmp_path: Path) -> None:
