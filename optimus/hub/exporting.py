@@ -28,6 +28,7 @@ from optimus.hub.keys import published
 from optimus.hub.published import GENERATION, TOKENIZER, published_again
 from optimus.hub.tensors import MASKS, OutputTensor, stored_bytes, write_tensors
 from optimus.model import Transformer
+from optimus.model.families import families
 from optimus.model.parameters import named_tensors
 from optimus.plugins import load_plugins, note_changed_plugins
 
@@ -161,12 +162,18 @@ class SpecialTokens(NamedTuple):
 
 
 def _tensors(model: Transformer, dtype: torch.dtype | None) -> list[OutputTensor]:
-    """Returns all tensors to write, parameters in `dtype` and buffers in their own dtype."""
-    buffers, family = dict(model.named_buffers()), model.config.family
+    """Returns all tensors to write, parameters in `dtype` and buffers in their own dtype.
+
+    With `Family.head_copy`, a tied output layer has a tensor of its own.
+    """
+    buffers, family = dict(model.named_buffers()), families()[model.config.family]
+    named = [*named_tensors(model)]
+    if family.head_copy and model.config.tie_embeddings:
+        named.append(("head.weight", model.embedding.weight))
     return [
         OutputTensor(*each, tensor.dtype if dtype is None or name in buffers else dtype)
-        for name, tensor in named_tensors(model)
-        for each in published(family, name, tensor)
+        for name, tensor in named
+        for each in published(family.name, name, tensor)
     ]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from optimus.checkpoint.store import save_model
 from optimus.errors import UserError
@@ -37,11 +38,22 @@ def test_transformers_loads_the_same_model(model: Transformer, tmp_path: Path) -
 def test_what_transformers_saves_again_is_the_same_bits(model: Transformer, tmp_path: Path) -> None:
     bare(model, tmp_path / "ours")
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").save_pretrained(tmp_path / "theirs")
-    from safetensors.torch import load_file
-
     ours, theirs = (load_file(tmp_path / folder / "model.safetensors") for folder in ("ours", "theirs"))
+    if model.config.tie_embeddings and families()[model.config.family].head_copy:
+        assert torch.equal(ours.pop("lm_head.weight"), ours["model.embed_tokens.weight"])
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("model", ["olmo-tied", "olmoe-tied"], indirect=True)
+def test_families_that_servers_do_not_tie_have_the_head_too(model: Transformer, tmp_path: Path) -> None:
+    copied = model.config.family == "olmoe"
+    bare(model, tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    assert ("lm_head.weight" in tensors) == copied
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert theirs.lm_head.weight is theirs.model.embed_tokens.weight
+    load_weights(Transformer(model.config), tmp_path / "hf")
 
 
 def test_bfloat16_rounds_once(model: Transformer, tmp_path: Path) -> None:

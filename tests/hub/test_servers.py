@@ -73,9 +73,12 @@ def test_the_table_names_every_family_once() -> None:
 
 @pytest.mark.parametrize(("server", "name"), UNREAD)
 def test_the_table_names_what_a_server_does_not_read(server: str, name: str) -> None:
-    said = rows()[name][2]
-    assert server in said or "both ignore" in said
-    for ours in UNREAD[server, name]:
+    said, unread = rows()[name][2], UNREAD[server, name]
+    if "tie_embeddings" in unread and families()[name].defaults.get("tie_embeddings") is None:
+        assert families()[name].head_copy  # so that the server needs no tying
+        unread = unread - {"tie_embeddings"}
+    assert not unread or server in said or "both ignore" in said
+    for ours in unread:
         assert ours in families()[name].varies
         assert re.search(rf"`{ours}\b", said), ours
 

@@ -80,5 +80,6 @@ FAMILY = Family(
     further=Further("num_nextn_predict_layers", LAYER),
     # head_dim and qk_head_dim follow from other fields.
     without_effect=(*ROUTER, "head_dim", "qk_head_dim", "pretraining_tp", "ep_size", "aux_loss_alpha", "seq_aux"),
+    head_copy=True,
     gguf={"q_lora_rank": _latent_queries},
 )

@@ -82,6 +82,7 @@ class Family:
     copies: Mapping[str, str] = field(
         default_factory=dict
     )  # fields without effect that other programs need: exports write the value of the field named here
+    head_copy: bool = False  # servers do not tie: exports of tied models have the output layer's tensor too
     gguf: Mapping[str, Any] = field(
         default_factory=dict
     )  # fields of config.json that llama.cpp ignores: the value with which it computes the model, or an `Only`

@@ -56,5 +56,6 @@ FAMILY = Family(
         "blocks.{i}.moe.down_bias": Key((_EXPERTS + "down_proj_bias",)),
     },
     without_effect=(*ROUTER, "initial_context_length"),
+    head_copy=True,
     gguf={"attention_bias": True, "layer_types": full_attention_every(2)},
 )

@@ -25,5 +25,6 @@ FAMILY = Family(
     constants=CONSTANTS | {"router_jitter_noise": 0.0},
     keys=VOCABULARY | BEFORE | attention() | experts(LAYER + "block_sparse_moe.", gate="w1", up="w3", down="w2"),
     without_effect=ROUTER,
+    head_copy=True,
     gguf={"sliding_window": no_window},
 )

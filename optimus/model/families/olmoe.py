@@ -24,5 +24,6 @@ FAMILY = Family(
     constants=CONSTANTS | {"attention_bias": False, "clip_qkv": None},
     keys=VOCABULARY | BEFORE | attention(norms=True) | experts(),
     without_effect=ROUTER,
+    head_copy=True,
     gguf={"norm_topk_prob": False, "rms_norm_eps": 1e-5},
 )

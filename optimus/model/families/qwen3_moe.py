@@ -30,5 +30,6 @@ FAMILY = Family(
     aliases={"num_local_experts": "num_experts"},
     keys=VOCABULARY | BEFORE | common.attention(bias=True, norms=True) | common.experts() | common.mlp(),
     without_effect=(*ROUTER, *QWEN),
+    head_copy=True,
     gguf={"norm_topk_prob": True, "attention_bias": False},
 )
