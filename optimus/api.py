@@ -139,8 +139,8 @@ def train(
     the configuration, the machine and the data, including every checksum, and trains nothing. `hooks` are subclasses of
     `optimus.Hook` or instances of such subclasses; the run also calls the hooks named in `train.hooks`.
 
-    `optimizer` is an `optimus.extend.UpdateRule`, as a class or an instance, in place of `optimizer.name`; an instance also
-    replaces `optimizer.options` and `optimizer.weight_decay`. `data` is a dataset in place of `data.path`, and
+    `optimizer` is an `optimus.extend.UpdateRule`, as a class or an instance, in place of `optimizer.name`; an instance has
+    its own hyperparameters, also in place of `optimizer.weight_decay`. `data` is a dataset in place of `data.path`, and
     `data.tokenizer` names its tokenizer. Its items are mappings with `input_ids`, and optionally `labels` (-100: not
     predicted), `document_ids` and `attention_mask`. The run shuffles a map-style dataset (with `__len__` and `__getitem__`).
     An iterable with `state_dict` and `load_state_dict` is one stream for all ranks, in its own order; a resumed run

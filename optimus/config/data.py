@@ -102,5 +102,5 @@ class DataConfig(Section):
     def mixed(self) -> list[SourceConfig]:
         """The list of sources; `path` and `dataset` count as a single source."""
         if self.dataset is not None:
-            return [SourceConfig(path=f"{self.dataset} (dataset)", name="dataset")]
+            return [SourceConfig(path=f"{self.dataset} (dataset)", name=self.dataset)]
         return self.sources or [SourceConfig(path=str(self.path))]

@@ -60,10 +60,10 @@ def rows_of(
     where = "data" if dataset == ARGUMENT else f"data.dataset: {dataset}"
     found = argument if dataset == ARGUMENT else _named(dataset, where)
     info = tokenizers.inspect(user_path(tokenizer))
-    if all(hasattr(type(found), each) for each in ("__len__", "__getitem__")) and not isinstance(found, str | Mapping):
-        return DatasetRows(found, where, info, context, seed)
     if all(callable(getattr(found, each, None)) for each in ("__iter__", "state_dict", "load_state_dict")):
         return StreamRows(found, where, info, context)
+    if all(hasattr(type(found), each) for each in ("__len__", "__getitem__")) and not isinstance(found, str | Mapping):
+        return DatasetRows(found, where, info, context, seed)
     kind = f"{type(found).__module__}.{type(found).__qualname__}"
     raise UserError(
         f"{where} is a {kind}: give a map-style dataset, with `__len__` and `__getitem__`, or an iterator that can be "
@@ -140,10 +140,10 @@ class _ItemRows:
                 else f"is {type(item).__name__}"
             )
             raise UserError(f"{where} {had}: give a mapping with input_ids, and optionally labels and document_ids")
-        if wrong := [key for key in _INSTEAD if key in item]:
+        if wrong := [key for key in _INSTEAD if item.get(key) is not None]:
             raise UserError(f"{where} has {wrong[0]}: give {_INSTEAD[wrong[0]]}, one for each token, instead")
         ids_N = _integers(item["input_ids"], f"{where}: input_ids")
-        if "attention_mask" in item:
+        if item.get("attention_mask") is not None:
             present_N = _as_long(item, "attention_mask", ids_N, where) != 0
             size = int(present_N.sum())
             if not present_N[:size].all():
@@ -208,7 +208,11 @@ class DatasetRows(_ItemRows):
         return np.stack([self._item(number) for number in self._order(np.arange(start, stop)).tolist()])
 
     def _item(self, number: int) -> NDArray[np.uint32]:
-        return self.row(_asked(self._dataset.__getitem__, f"{self.where}: item {number}", number), number)
+        try:
+            found = _asked(self._dataset.__getitem__, f"{self.where}: item {number}", number)
+        except StopIteration as error:
+            raise UserError(f"{self.where}: item {number} failed (StopIteration): correct its code") from error
+        return self.row(found, number)
 
 
 class StreamRows(_ItemRows):
@@ -221,6 +225,7 @@ class StreamRows(_ItemRows):
         super().__init__(where, info, context, ENDLESS)
         self._stream, self._where = stream, where
         self._items: Iterator[Any] | None = None
+        self._last_row: NDArray[np.uint32] | None = None  # the row before the row `_next`
         self._beginning: Any = None  # state at the beginning of a pass, after `load_state`
         self._next = 0  # number of the row that the iterator yields next
         self._states: deque[tuple[int, Any]] = deque(maxlen=_STATES)  # (row, the stream's state before this row)
@@ -228,16 +233,20 @@ class StreamRows(_ItemRows):
 
     def stored_rows(self, start: int, stop: int) -> NDArray[np.uint32]:
         """Returns rows `start` to `stop` [stop - start, context] with their flags, and skips the rows before `start`."""
+        if start == self._next - 1 and self._last_row is not None:  # a step has read a part of this row
+            rest = [self.stored_rows(start + 1, stop)] if stop > start + 1 else []
+            return np.concatenate([self._last_row[None], *rest])
         if start < self._next:
             raise UserError(f"{self._where}: row {start} is past: a stream cannot be read again")
         state = copy.deepcopy(_asked(self._stream.state_dict, f"{self._where}: its state_dict"))
-        if not self._states:
-            _check_json(state, f"{self._where}: its state_dict")
+        _check_json(state, f"{self._where}: its state_dict")
         with self._lock:
             self._states.append((self._next, state))
         while self._next < start:
             self._item()
-        return np.stack([self.row(self._item(), self._next - 1) for _ in range(stop - start)])
+        rows = np.stack([self.row(self._item(), self._next - 1) for _ in range(stop - start)])
+        self._last_row = rows[-1]
+        return rows
 
     def state_before(self, row: int) -> dict[str, Any]:
         """Returns the newest kept state before `row` or an earlier row, for `load_state`. Returns an empty dict if
@@ -273,10 +282,13 @@ class StreamRows(_ItemRows):
 
 def _check_json(state: Any, where: str) -> None:
     """Raises `UserError` for a state that a checkpoint cannot hold."""
+    cure = "return a mapping of texts to numbers, texts, lists and mappings"
     try:
-        json.dumps(state)
+        same = json.loads(json.dumps(state)) == state
     except (TypeError, ValueError) as error:
-        raise UserError(f"{where} is not JSON ({error}): return numbers, texts, lists and mappings") from error
+        raise UserError(f"{where} is not JSON ({error}): {cure}") from error
+    if not same or not isinstance(state, dict):
+        raise UserError(f"{where} is another object after it was written as JSON: {cure}, no tuples and no other keys")
 
 
 def _integers(values: Any, where: str) -> NDArray[np.int64]:

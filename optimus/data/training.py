@@ -232,9 +232,10 @@ class TrainingData:
 
     def load_streams(self, states: Mapping[str, Any]) -> None:
         """Makes the streams continue from the states that `stream_states` has returned."""
-        for source in (source for phase in self.phases for source in phase.sources):
-            if isinstance(source.shards, StreamRows) and source.name in states:
-                source.shards.load_state(states[source.name])
+        streams = {source.name: source.shards for phase in self.phases for source in phase.sources}
+        for name, rows in streams.items():
+            if isinstance(rows, StreamRows) and name in states:
+                rows.load_state(states[name])
 
     def verify(self) -> None:
         """Reads all shards and compares their checksums. Raises `UserError` at the first shard that differs."""

@@ -23,10 +23,11 @@ from optimus.checkpoint.slices import full_slices
 from optimus.copies import copied, is_url, url_text
 from optimus.disk import user_path
 from optimus.errors import UserError
+from optimus.hub.config_json import FILE as CONFIG_JSON
 from optimus.hub.config_json import no_export, write_json
 from optimus.hub.exporting import check_free, new_folder
 from optimus.hub.keys import published
-from optimus.model.families import families
+from optimus.model.families import Key, families
 from optimus.model.low_rank import has_zeros
 from optimus.plugins import load_plugins, note_changed_plugins
 
@@ -79,7 +80,7 @@ def export_adapter(
         name = key.removeprefix(_OURS)
         for each in published(family, name, b):
             module = each.name.removesuffix(".weight")
-            transposed = families()[family].keys[re.sub(r"^blocks\.\d+\.", "blocks.{i}.", name)].transposed
+            transposed = _key(family, key).transposed
             modules.append(module)
             tensors[f"{_THEIRS}{module}.lora_A.weight"] = a.clone()
             tensors[f"{_THEIRS}{module}.lora_B.weight"] = (each.view.mT if transposed else each.view).reshape(-1, rank)
@@ -87,6 +88,16 @@ def export_adapter(
         key: _modules(family, key, reader) for key in reader.stored if key.startswith(_OURS) and not is_factor(key)
     }
     saved = {module for key, named in others.items() if key not in frozen for module in named} - {*modules}
+    if about.model.tie_embeddings and any(key not in frozen for key in others if key == f"{_OURS}embedding.weight"):
+        raise UserError(
+            f"{path} trains the embedding, which is also the output layer: PEFT would untie the two. Add embedding to "
+            "train.freeze, or leave `adapter` out to export the whole model"
+        )
+    if experts := [key for key in others if key not in frozen and "{e}" in _key(family, key).names[0]]:
+        raise UserError(
+            f"{path} trains the experts {experts[0].removeprefix(_OURS)}, which `transformers` fuses and PEFT would leave "
+            "out: add expert to train.freeze, or leave `adapter` out to export the whole model"
+        )
     if around := [each for each in sorted(saved) if any(module.startswith(f"{each}.") for module in modules)]:
         raise UserError(
             f"{path} trains parameters of {around[0]} itself, which PEFT cannot save beside the factors of its "
@@ -103,7 +114,13 @@ def export_adapter(
             elif key not in frozen:  # the bias of a matrix with factors
                 biases = True
                 tensors[f"{_THEIRS}{module}.base_layer.{parameter}"] = each.view.reshape(each.shape)
-    base = base or about.config.get("checkpoint", {}).get("load_path")
+    started = about.config.get("checkpoint", {}).get("load_path")
+    base = base or (started if started is not None and (Path(started) / CONFIG_JSON).is_file() else None)
+    if base is None:
+        raise UserError(
+            f"{path} does not say from which published model its training started: export that model, and name its folder "
+            "as `base`"
+        )
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -129,6 +146,10 @@ def export_adapter(
         "base": base,
         "bytes": sum(file.stat().st_size for file in output.iterdir()),
     }
+
+
+def _key(family: str, key: str) -> Key:
+    return families()[family].keys[re.sub(r"^blocks\.\d+\.", "blocks.{i}.", key.removeprefix(_OURS))]
 
 
 def _modules(family: str, key: str, reader: Reader) -> list[str]:

@@ -46,6 +46,12 @@ def convert_to_gguf(
         raise UserError(f"{converter} has no {CONVERTER}: give the folder of a llama.cpp checkout")
     if output.exists():
         raise UserError(f"{output} exists already: choose another output file or remove it")
+    if not (folder / CONFIG).is_file():
+        raise UserError(f"{folder} is no exported folder: it has no {CONFIG}. Make one with `optimus export`")
+    if not any(folder.glob("*.safetensors")):
+        raise UserError(f"{folder} has no weights (*.safetensors): export the model again")
+    if "{" in output.name:
+        raise UserError(f"{output}: the converter replaces braces in a file's name: choose another name")
     raw = _read(folder / CONFIG)
     tokenizer = _read(folder / TOKENIZER)
     if (why := other_result(raw, _tokens(tokenizer))) is not None:
@@ -56,6 +62,9 @@ def convert_to_gguf(
     words += [str(folder), "--outfile", str(partial), "--outtype", outtype]
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write {output}: {error.strerror or error}") from error
+    try:
         done = subprocess.run(words, capture_output=True, text=True, errors="replace", env=_environment())
         if done.returncode != 0 or not partial.is_file():
             raise UserError(
@@ -63,7 +72,8 @@ def convert_to_gguf(
             )
         partial.rename(output)
     except OSError as error:
-        raise UserError(f"cannot convert {folder} to {output}: {error.strerror or error}") from error
+        what = f"the interpreter {words[0]}" if python and not Path(words[0]).exists() else f"{folder} to {output}"
+        raise UserError(f"cannot run or convert {what}: {error.strerror or error}") from error
     finally:
         partial.unlink(missing_ok=True)
     return {"output": str(output), "bytes": output.stat().st_size, "pre": pre}
@@ -99,9 +109,12 @@ def other_result(raw: Mapping[str, Any], tokens: int) -> str | None:
 
 def _tokens(raw: dict[str, Any]) -> int:
     """Returns the number of tokens of a tokenizer.json."""
-    vocabulary: Any = raw.get("model", {}).get("vocab", {})
-    names = set(vocabulary) if isinstance(vocabulary, dict) else {piece for piece, _ in vocabulary}
-    return len(names | {token["content"] for token in raw.get("added_tokens", [])})
+    try:
+        vocabulary: Any = raw.get("model", {}).get("vocab", {})
+        names = set(vocabulary) if isinstance(vocabulary, dict) else {piece for piece, _ in vocabulary}
+        return len(names | {token["content"] for token in raw.get("added_tokens", [])})
+    except (AttributeError, TypeError, ValueError, KeyError) as error:
+        raise UserError(f"{TOKENIZER} has no vocabulary of the library tokenizers: export the model again") from error
 
 
 def _environment() -> dict[str, str]:

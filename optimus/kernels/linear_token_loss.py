@@ -74,12 +74,27 @@ def _losses(
     """Returns the loss of each row [T], 0 for ignored rows, and the gradient [T, V] of their sum."""
     with torch.set_grad_enabled(with_gradient):
         logits_TV = logits_TV.detach().requires_grad_(with_gradient)
-        losses_T = loss(logits_TV, target_T.clamp(min=0))
-        if losses_T.shape != target_T.shape:
+        try:
+            losses_T = loss(logits_TV, target_T.clamp(min=0))
+        except Exception as error:
             raise UserError(
-                f"train.loss: the loss function returns the shape {[*losses_T.shape]} for {len(target_T)} tokens: "
-                "return one number for each token"
+                f"train.loss: its function failed ({type(error).__name__}: {error}): correct its code"
+            ) from error
+        if not isinstance(losses_T, Tensor) or losses_T.shape != target_T.shape or not losses_T.is_floating_point():
+            found = f"the shape {[*losses_T.shape]}" if isinstance(losses_T, Tensor) else f"a {type(losses_T).__name__}"
+            raise UserError(
+                f"train.loss: its function returns {found} for {len(target_T)} tokens: return a tensor with one "
+                "floating-point number for each token"
             )
-        losses_T = torch.where(target_T >= 0, losses_T, losses_T.new_zeros(()))
-        gradient = torch.autograd.grad(losses_T.sum(), logits_TV)[0] if with_gradient else None
+        if with_gradient and not losses_T.requires_grad:
+            raise UserError(
+                "train.loss: the result of its function does not depend on the logits: compute it from them"
+            )
+        counted_T = target_T >= 0
+        losses_T = torch.where(counted_T, losses_T, losses_T.new_zeros(()))
+        gradient = None
+        if with_gradient:
+            (gradient,) = torch.autograd.grad(losses_T.sum(), logits_TV)
+            # The derivative of an ignored row is 0 times that of its loss, which is NaN if the loss is not finite.
+            gradient = torch.where(counted_T[:, None], gradient, gradient.new_zeros(()))
     return losses_T.detach(), gradient

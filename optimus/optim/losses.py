@@ -69,4 +69,16 @@ _OWN = [
     # Cross-entropy plus a multiple of the squared log of the softmax's normaliser (PaLM, section 5).
     LossRow("z-loss", _with_z, {"coefficient": 1e-4}),
 ]
-LOSSES = Table("loss", LossRow, lambda: {row.name: row for row in _OWN})
+
+
+def _check(row: LossRow) -> None:
+    """Raises `ValueError` unless the row has a name, a function and numbers as options."""
+    if not isinstance(row.name, str) or not row.name:
+        raise ValueError(f"its name is {row.name!r}: give a text")
+    if not callable(row.function):
+        raise ValueError(f"'{row.name}': its function is {row.function!r}: give a function of logits and targets")
+    if wrong := [name for name, value in row.options.items() if not isinstance(value, int | float)]:
+        raise ValueError(f"'{row.name}': its option {wrong[0]} is {row.options[wrong[0]]!r}: give a number")
+
+
+LOSSES = Table("loss", LossRow, lambda: {row.name: row for row in _OWN}, _check)

@@ -1,8 +1,8 @@
 """The table of update rules. The module imports no torch; `resolve.rules` assigns a rule to each parameter."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from optimus.plugins import Imported, Table
 
@@ -24,6 +24,14 @@ class RuleRow:
     keys: Mapping[str, str] = field(default_factory=dict)
     roles: tuple[str, ...] | None = None  # roles of parameters that the rule updates by default; None for all roles
     never: tuple[str, ...] = ()  # roles of parameters that the rule cannot update
+    instance: "UpdateRule | None" = None  # the argument of `optimus.train`, whose hyperparameters hold
+
+    def make(self, weight_decay: float, lr_scale: float, **options: Any) -> "UpdateRule":
+        """Returns the rule with these hyperparameters; the others are those of `instance`, or their defaults."""
+        if self.instance is None:
+            return self.kind(weight_decay=weight_decay, lr_scale=lr_scale, **options)
+        lr_scale *= self.instance.lr_scale
+        return replace(self.instance, weight_decay=weight_decay, lr_scale=lr_scale, **options)
 
 
 BETAS = {"beta1": "betas.0", "beta2": "betas.1"}

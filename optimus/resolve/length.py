@@ -50,6 +50,8 @@ def _steps_of_epochs(config: RunConfig, sequences: int | None) -> int:
         raise UserError(
             "train.epochs: with data.sources, each source has its own number of epochs: give train.steps or train.tokens"
         )
+    if sequences is None and config.data.dataset is not None:
+        raise UserError("train.epochs: a stream has no number of items: give train.steps or train.tokens instead")
     if sequences is None:
         raise UserError(
             "train.epochs: the number of steps depends on the data, which is missing here: give train.steps instead"

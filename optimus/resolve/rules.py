@@ -137,7 +137,7 @@ def _rule(config: OptimizerConfig, name: str, role: Role) -> Rule:
         )
     decay, _ = _last([(each.weight_decay, number) for number, each in numbered], (config.weight_decay, None))
     scale, _ = _last([(each.lr_scale, number) for number, each in numbered], (1.0, None))
-    rule = row.kind(weight_decay=decay, lr_scale=scale, **_hyperparameters(config, chosen))
+    rule = row.make(weight_decay=decay, lr_scale=scale, **_hyperparameters(config, chosen))
     if config.reptile_every is None:
         return rule
     if rule.averages:
@@ -160,7 +160,11 @@ def _hyperparameters(config: OptimizerConfig, rule: str) -> dict[str, Any]:
             raise UserError(f"optimizer.options.{option}: {' and '.join(known)} has no such hyperparameter: {cure}")
     values = {field: _value(config, key) for field, key in row.keys.items()}
     values |= {name: value for name, value in config.options.items() if name in _options(rule)}
-    if missing := [field.name for field in _options(rule).values() if field.name not in values and _required(field)]:
+    if missing := [
+        field.name
+        for field in _options(rule).values()
+        if field.name not in values and row.instance is None and _required(field)
+    ]:
         raise UserError(f"optimizer.options.{missing[0]} is missing: the update rule {rule} needs it")
     return values
 

@@ -3,7 +3,6 @@
 import inspect
 import json
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any, NamedTuple
 
 from optimus import functions
@@ -60,8 +59,7 @@ def user_objects(hooks: Any, optimizer: Any, data: Any) -> tuple[UserObjects, li
 
 
 def _row(optimizer: Any) -> tuple[RuleRow, list[str]]:
-    """Returns a row for an update rule, and overrides with the rule's name and, for an instance, its
-    hyperparameters."""
+    """Returns a row for an update rule, and overrides with the rule's name and, for an instance, its weight decay."""
     from optimus.optim.rule import UpdateRule
 
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
@@ -73,8 +71,6 @@ def _row(optimizer: Any) -> tuple[RuleRow, list[str]]:
         )
     name = f"{kind.__module__}.{kind.__qualname__}"
     overrides = [f"optimizer.name={json.dumps(name)}"]
-    if optimizer is not kind:
-        common = {field.name for field in fields(UpdateRule)}
-        own = {field.name: getattr(optimizer, field.name) for field in fields(optimizer) if field.name not in common}
-        overrides += [f"optimizer.options={json.dumps(own)}", f"optimizer.weight_decay={optimizer.weight_decay}"]
-    return RuleRow(name, kind), overrides
+    if optimizer is kind:
+        return RuleRow(name, kind), overrides
+    return RuleRow(name, kind, instance=optimizer), [*overrides, f"optimizer.weight_decay={optimizer.weight_decay}"]

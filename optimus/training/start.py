@@ -112,7 +112,6 @@ def _numbers(config: dict[str, Any]) -> dict[str, Any]:
     elsewhere = [
         "data.path",
         "data.sources",
-        "data.dataset",
         "data.tokenizer",
         "train.output",
         "train.stop_at",

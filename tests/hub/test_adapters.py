@@ -97,6 +97,25 @@ def test_what_is_no_adapter_is_named(prepared: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "adapter").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("gpt2", {"freeze": ["matrix"]}, "trains the embedding, which is also the output layer"),
+        ("olmoe", {"freeze": ["matrix", "embedding", "router"]}, "trains the experts blocks.0.moe.experts.gate_up"),
+        ("llama", {}, "does not say from which published model its training started"),
+    ],
+)
+def test_what_peft_would_leave_out_is_refused(
+    name: str, change: dict[str, Any], message: str, prepared: Path, tmp_path: Path
+) -> None:
+    tied = {"tie_embeddings": True} if name == "gpt2" else {}
+    run = run_of(name, prepared, tmp_path / "run", train=factors(name) | change)
+    run["model"] |= tied
+    optimus.train(run)
+    with pytest.raises(optimus.UserError, match=message):
+        api.export_adapter(tmp_path / "run", tmp_path / "adapter")
+
+
 def test_parameters_around_adapted_matrices_are_refused(prepared: Path, tmp_path: Path) -> None:
     """The attention sinks of GPT-OSS belong to the module that contains the projections."""
     optimus.train(run_of("gpt_oss", prepared, tmp_path / "run", train=factors("gpt_oss")))

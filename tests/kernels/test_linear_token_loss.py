@@ -84,11 +84,55 @@ def test_without_gradients_and_with_parts_of_them() -> None:
     assert torch.equal(only_w, torch.autograd.grad(linear_token_loss(x, *call[1:]), (x, w))[1])  # type: ignore[arg-type]
 
 
+def test_losses_that_are_not_finite_in_ignored_rows() -> None:
+    """An ignored row has target 0, whose loss here is infinite."""
+    x, w, target = drawn(torch.float64, rows=30, vocab=20)
+    target[target == 0] = 1
+
+    def loss(logits: Tensor, t: Tensor) -> Tensor:
+        return logits.square().sum(-1) / t
+
+    gradients = torch.autograd.grad(linear_token_loss(x, w, target, 30.0, loss), (x, w))
+    counted = target >= 0
+    expected = ((x @ w.T).square().sum(-1)[counted] / target[counted]).sum() / 30
+    for found, wanted in zip(gradients, torch.autograd.grad(expected, (x, w))):
+        assert torch.allclose(found, wanted, rtol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda logits, t: 1 / 0, r"its function failed \(ZeroDivisionError: division by zero\)"),
+        (lambda logits, t: [1.0], "returns a list for 20 tokens"),
+        (
+            lambda logits, t: t,
+            r"returns the shape \[20\] for 20 tokens: return a tensor with one floating-point number",
+        ),
+        (lambda logits, t: logits.detach()[:, 0], "does not depend on the logits"),
+        (lambda logits, t: logits.sub_(1)[:, 0], r"its function failed \(RuntimeError: a leaf Variable"),
+    ],
+    ids=["raises", "list", "integers", "detached", "in place"],
+)
+def test_a_function_that_fails_is_named(loss: Any, message: str) -> None:
+    x, w, target = drawn(torch.float32, rows=20, vocab=30)
+    with pytest.raises(optimus.UserError, match=message):
+        linear_token_loss(x, w, target, 1.0, loss)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [LossRow("x", 3), LossRow("x", len, {"k": "a"}), LossRow("", len)],
+    ids=["number", "option", "name"],  # type: ignore[arg-type,dict-item]
+)
+def test_rows_that_are_no_losses(row: LossRow) -> None:
+    assert LOSSES.check is not None
+    with pytest.raises(ValueError, match=r"give a (text|function|number)"):
+        LOSSES.check(row)
+
+
 def test_a_function_that_returns_a_mean_is_named() -> None:
     x, w, target = drawn(torch.float32, rows=20, vocab=30)
-    with pytest.raises(
-        optimus.UserError, match=r"returns the shape \[\] for 20 tokens: return one number for each token"
-    ):
+    with pytest.raises(optimus.UserError, match=r"returns the shape \[\] for 20 tokens: return a tensor with one"):
         linear_token_loss(x, w, target, 1.0, F.cross_entropy)
 
 

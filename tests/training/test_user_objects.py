@@ -7,7 +7,7 @@ import re
 import shutil
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -160,6 +160,22 @@ def test_errors_of_the_dataset_are_named(prepared: Path) -> None:
         found.stored_rows(0, SIZE)
 
 
+def test_items_that_end_the_iteration_and_datasets_that_are_streams(prepared: Path) -> None:
+    class Ends(Items):
+        def __getitem__(self, number: int) -> dict[str, Any]:
+            raise StopIteration
+
+    with pytest.raises(optimus.UserError, match=r"data: item 0 failed \(StopIteration\)"):
+        rows_of("argument", Ends(), tokenizer=str(prepared), context=LENGTH, seed=0)
+
+    class Torch(Stream, torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+        def __len__(self) -> int:
+            return SIZE
+
+    found = rows_of("argument", Torch(), tokenizer=str(prepared), context=LENGTH, seed=0)
+    assert isinstance(found, StreamRows)
+
+
 def test_a_pass_reads_each_item_once_in_a_seeded_order(prepared: Path) -> None:
     first, again, other = (
         rows_of("argument", Items(), tokenizer=str(prepared), context=LENGTH, seed=seed) for seed in (1, 1, 2)
@@ -204,12 +220,19 @@ def test_a_stream_without_more_items_is_named(prepared: Path) -> None:
 
 def test_a_state_that_is_not_json_is_named(prepared: Path) -> None:
     class Odd(Stream):
-        def state_dict(self) -> dict[str, Any]:
-            return {"generator": object()}
+        state: ClassVar[Any] = None
 
-    found = rows_of("argument", Odd(), tokenizer=str(prepared), context=LENGTH, seed=0)
-    with pytest.raises(optimus.UserError, match=r"data: its state_dict is not JSON \(Object of type object"):
-        found.stored_rows(0, 4)
+        def state_dict(self) -> dict[str, Any]:
+            return self.state
+
+    for Odd.state, message in (
+        ({"generator": object()}, r"data: its state_dict is not JSON \(Object of type object"),
+        ({"next": (1, 2)}, "its state_dict is another object after it was written as JSON: .*no tuples"),
+        ({1: 2}, "no tuples and no other keys"),
+    ):
+        found = rows_of("argument", Odd(), tokenizer=str(prepared), context=LENGTH, seed=0)
+        with pytest.raises(optimus.UserError, match=message):
+            found.stored_rows(0, 4)
 
 
 # ---- Runs ----
@@ -232,7 +255,7 @@ def test_every_layout_has_the_numbers_of_one_process(
         optimus.train(config, other.pop("overrides", []), **other, resume=True, data=kind(), optimizer=rule)  # type: ignore[arg-type]
         assert losses(tmp_path / str(number)) == pytest.approx(expected, rel=2e-5)
     saved = read_description(list_checkpoints(tmp_path / "one")[-1]).progress
-    assert saved.get("streams") == ({"dataset": {"row": 40, "state": {"next": 40}}} if kind is Stream else None)
+    assert saved.get("streams") == ({"argument": {"row": 40, "state": {"next": 40}}} if kind is Stream else None)
 
 
 def test_the_program_of_the_page(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,6 +290,65 @@ def test_a_resumed_stream_is_not_read_from_its_beginning(prepared: Path, tmp_pat
     optimus.train(config, ["train.stop_at=4"], data=Stream())
     optimus.train(config, resume=True, data=(stream := Stream()))
     assert stream.asked[0] == 3 * 8
+
+
+@pytest.mark.parametrize("batch", [3, 5])
+def test_a_step_may_end_inside_a_row(batch: int, prepared: Path, tmp_path: Path) -> None:
+    """The sequences of the first phase are halves of rows, of which its steps read an odd number."""
+    config = config_of(prepared, tmp_path / "whole")
+    del config["train"]["steps"]
+    config["phases"] = [
+        {"steps": 3, "sequence_length": LENGTH // 2, "global_batch": batch},
+        {"steps": 3},
+    ]
+    optimus.train(config, data=Stream())
+    config["train"]["output"] = str(tmp_path / "parts")
+    for stop in (2, 4, None):
+        optimus.train(config, [] if stop is None else [f"train.stop_at={stop}"], resume=stop != 2, data=Stream())
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_phases_have_streams_of_their_own(prepared: Path, tmp_path: Path) -> None:
+    """A phase reads A, B or A again; a resumed run continues each where it was."""
+    config = config_of(prepared, tmp_path / "whole")
+    del config["train"]["steps"]
+    one, other = ({"dataset": f"helpers.items.{name}", "tokenizer": str(prepared)} for name in ("Stream", "Late"))
+    config["data"] = one
+    config["phases"] = [{"steps": 2}, {"steps": 2, "data": other}, {"steps": 2, "data": one}]
+    optimus.train(config)
+    config["train"]["output"] = str(tmp_path / "parts")
+    for stop in (1, 3, 5, None):
+        optimus.train(config, [] if stop is None else [f"train.stop_at={stop}"], resume=stop != 1)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_another_dataset_is_noted(prepared: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = config_of(prepared, tmp_path / "run", dataset="helpers.items.Stream")
+    optimus.train(config, ["train.stop_at=2"])
+    optimus.train(config, ["data.dataset=helpers.items.Late"], resume=True)
+    assert "continuing with another configuration: data.dataset" in capfd.readouterr().err
+
+
+def test_an_instance_has_its_own_hyperparameters(prepared: Path, tmp_path: Path) -> None:
+    """They may have any type; the factor of the learning rate counts, and so do the options of the configuration."""
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Odd(Momentum):
+        shape: tuple[int, ...] = (1,)
+        name: str = "a"
+        steps: int = 0
+
+        def apply(self, now: OptimizerStep, tile: Tile) -> None:
+            assert (self.shape, self.name) == ((2, 3), "b")
+            for _ in range(self.steps):
+                super().apply(now, tile)
+
+    rule = Odd(weight_decay=0.1, shape=(2, 3), name="b", steps=1, momentum=0.7, lr_scale=2.0)
+    optimus.train(config_of(prepared, tmp_path / "odd", dataset="helpers.items.items"), optimizer=rule)
+    plain = config_of(prepared, tmp_path / "plain", dataset="helpers.items.items")
+    plain["lr_schedule"] |= {"lr": 2e-2, "min_lr": 8e-5}
+    optimus.train(plain, ["optimizer.options={momentum: 0.7}"], optimizer=Momentum(weight_decay=0.1))
+    assert losses(tmp_path / "odd") == pytest.approx(losses(tmp_path / "plain"), rel=1e-6)
 
 
 def test_the_object_is_the_plugin(prepared: Path, tmp_path: Path) -> None:
@@ -337,7 +419,7 @@ def test_sections_that_do_not_fit(
 def test_a_stream_has_no_epochs_and_is_not_replayed(prepared: Path, tmp_path: Path) -> None:
     config = config_of(prepared, tmp_path / "run")
     del config["train"]["steps"]
-    with pytest.raises(optimus.UserError, match=r"train\.epochs: the number of steps depends on the data"):
+    with pytest.raises(optimus.UserError, match=r"train\.epochs: a stream has no number of items"):
         optimus.train(config, ["train.epochs=2"], data=Stream(), check=True)
     assert optimus.train(config, ["train.epochs=2"], data=Items(), check=True)["steps"] == 2 * SIZE // 8
     config["phases"] = [{"steps": 2}, {"steps": 2, "replay": 0.5}]

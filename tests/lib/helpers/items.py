@@ -45,5 +45,13 @@ class Stream:
         self.next = state["next"]
 
 
+class Late(Stream):
+    """A stream that begins with its item 7."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.next = 7
+
+
 def items() -> Items:
     return Items()
