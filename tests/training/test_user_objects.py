@@ -423,7 +423,7 @@ def test_a_stream_has_no_epochs_and_is_not_replayed(prepared: Path, tmp_path: Pa
         optimus.train(config, ["train.epochs=2"], data=Stream(), check=True)
     assert optimus.train(config, ["train.epochs=2"], data=Items(), check=True)["steps"] == 2 * SIZE // 8
     config["phases"] = [{"steps": 2}, {"steps": 2, "replay": 0.5}]
-    with pytest.raises(optimus.UserError, match="dataset is a stream, which cannot be read again: remove replay"):
+    with pytest.raises(optimus.UserError, match="argument is a stream, which cannot be read again: remove replay"):
         optimus.train(config, data=Stream(), check=True)
 
 
