@@ -399,6 +399,7 @@ def exported(folder: Path, tokenizer: Path, **config: Any) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"} | config))
     (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
+    (folder / "model.safetensors").touch()
     return folder
 
 
@@ -422,19 +423,30 @@ def test_what_cannot_be_converted_is_one_message(trained: Path, tmp_path: Path) 
     (tmp_path / "other.json").write_text(json.dumps(raw))
     other = exported(tmp_path / "other", tmp_path / "other.json")
     window = exported(tmp_path / "window", trained, model_type="mistral", sliding_window=8)
+    empty = exported(tmp_path / "empty", trained)
+    (empty / "model.safetensors").unlink()
+    (tmp_path / "odd.json").write_text('{"model": {"vocab": [1, 2]}}')
+    odd = exported(tmp_path / "odd", tmp_path / "odd.json")
     output = tmp_path / "model.gguf"
     for arguments, said in [
         ((folder, tmp_path, output), "has no convert_hf_to_gguf.py"),
-        ((tmp_path / "none", tool, output), "config.json cannot be read"),
+        (
+            (tmp_path / "none", tool, output),
+            "is no exported folder: it has no config.json. Make one with `optimus export`",
+        ),
         ((folder, tool, trained), "exists already"),
         ((folder, tool, output, "q9"), "choose one of auto, f32"),
         ((bad, tool, output), "ValueError: no such tensor"),
         ((other, tool, output), "NotImplementedError: not recognized"),
         ((window, tool, output), "sliding_window is 8"),
+        ((empty, tool, output), r"has no weights \(\*.safetensors\)"),
+        ((odd, tool, output), "tokenizer.json has no vocabulary"),
+        ((folder, tool, tmp_path / "{ftype}.gguf"), "replaces braces"),
+        ((folder, tool, trained / "model.gguf"), "cannot write"),
     ]:
         with pytest.raises(UserError, match=said):
             api.gguf(*arguments)
-    with pytest.raises(UserError, match="cannot convert"):
+    with pytest.raises(UserError, match="cannot run or convert the interpreter .*no-python"):
         api.gguf(folder, tool, output, python=str(tmp_path / "no-python"))
     assert not [path for path in tmp_path.iterdir() if "gguf" in path.name]
 
