@@ -1,4 +1,4 @@
-"""The table of readers of input files, by the endings of their names."""
+"""The table of readers of input files. The ending of a file's name selects the reader of the file."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from optimus.plugins import Imported, Table
 
 @dataclass(frozen=True)
 class ReaderRow:
-    """A reader of the files whose names end in one of `suffixes`, in lower case.
+    """A reader of the files whose names end in one of `suffixes`, in upper or lower case. `suffixes` are in lower case.
 
     `read(source, start, text_field, encode)` yields the batches and pieces of a file from a position on; see
     `data.documents`. `documents.record_reader` makes a row from a function that yields records.

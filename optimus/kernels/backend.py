@@ -33,7 +33,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def scaled(x: Tensor, scale: Tensor) -> Tensor:
     """Returns `x` times `scale`, a scalar of the same or a wider dtype, in the dtype of x, rounded once.
 
-    The multiplication operator of torch would first round a scalar tensor without dims to the dtype of x, which gives
+    On an accelerator, the multiplication operator of torch first rounds a scalar tensor to the dtype of x, which gives
     every element the same relative error.
     """
     return torch.mul(x, scale.view((1,) * x.dim()), out=torch.empty_like(x))

@@ -18,8 +18,9 @@ from optimus.step_context import StepContext
 class MatrixProduct:
     """The three matmuls of a projection with this rank's weight: forward, input gradient and weight gradient.
 
-    Autograd (`linear`) and communication (`parallel.tensor`) wrap these matmuls. Subclasses implement other matmuls, for
-    example in another precision. All matrices are contiguous. `step` chooses the operand forms of the matmuls.
+    Autograd (`linear`) and communication (`parallel.tensor`) wrap these matmuls. Subclasses implement other matmuls,
+    for example with low-rank factors. All matrices are contiguous. `step.forms`, if set, chooses the layouts of each
+    matmul's operands (NN, NT or TN; see `kernels.matmul`).
     """
 
     def __init__(self, step: StepContext | None = None) -> None:

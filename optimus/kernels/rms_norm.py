@@ -16,7 +16,8 @@ from optimus.kernels.backend import compute_dtype
 
 
 def rms_norm(x_TH: Tensor, w_H: Tensor | None, eps: float) -> Tensor:
-    """Normalises the last dim of `x_TH` (any leading dims), scales by `w_H` if given, and returns x's dtype."""
+    """Normalises the last dim of `x_TH` (any leading dims), scales by `w_H` if given, and returns the result in
+    x's dtype."""
     return _RmsNorm.apply(x_TH, x_TH.new_ones(x_TH.shape[-1]) if w_H is None else w_H, eps)
 
 
@@ -37,7 +38,8 @@ class _RmsNorm(torch.autograd.Function):
             x = x_TH.to(compute_dtype(x_TH.dtype))
             r = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
             y_TH = (x * r).to(x_TH.dtype).mul_(w_H)
-        ctx.save_for_backward(x_TH, w_H, r)  # not a contiguous copy of x, so q and k share one saved tensor
+        # No contiguous copy: q and k may be views of one tensor, which autograd then saves once.
+        ctx.save_for_backward(x_TH, w_H, r)
         return y_TH
 
     @staticmethod

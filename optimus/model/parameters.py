@@ -2,8 +2,8 @@
 
 Layouts derive from these declarations.
 
-A logical dim names what a tensor's dim indexes. The table in `parallel.layouts` says how each logical dim is sharded (as in
-T5X, MaxText and Levanter). A module declares a parameter where it creates the parameter:
+A logical dim names what a tensor's dim indexes. The table in `parallel.layouts` says how each logical dim is sharded
+(as in T5X, MaxText and Levanter). A module declares a parameter where it creates the parameter:
 
     self.weight = declare(self, "weight", Size("ffn", 4 * hidden), Size("residual", hidden))
 """
@@ -18,7 +18,7 @@ from torch import nn
 Dim = Literal[
     "vocab",  # entries of the vocabulary
     "residual",  # columns of the residual stream
-    "heads",  # columns of all attention heads together
+    "heads",  # all attention heads together: their columns, or one number per head
     "kv_heads",  # columns of all key heads, or of all value heads
     "head",  # columns of one head
     "latent",  # columns of the latent vectors of queries, or of keys and values
@@ -48,9 +48,9 @@ class Size(NamedTuple):
 class Declaration:
     """A parameter's declaration by its module.
 
-    `dims` are the logical dims of the whole tensor, in order. A low-rank factor or a scale has in `factor_of` the dims
-    of the matrix or the columns that it belongs to. If one of these dims is sharded and the parameter itself lacks the
-    dim, a rank's gradient is a partial sum.
+    `dims` are the logical dims of the whole tensor, in order. For a low-rank factor, `factor_of` has the dims of the
+    factor's matrix; for a scale, the dims of the columns that the scale multiplies. If one of these dims is sharded and
+    the parameter itself lacks the dim, a rank's gradient is a partial sum.
     """
 
     dims: tuple[Dim, ...]
@@ -60,7 +60,8 @@ class Declaration:
 
     @property
     def applied_to(self) -> Input:
-        """The kind of the parameter's input: residual stream (or latent vectors), whole tokens, or inner activations."""
+        """The kind of the parameter's input: residual stream (or latent vectors), whole tokens, or inner
+        activations."""
         dims = self.factor_of or self.dims
         if "residual" in dims or "latent" in dims:
             return "residual"
@@ -75,9 +76,11 @@ def declare(
     initial: Initial = "normal",
     factor_of: tuple[Dim, ...] | None = None,
 ) -> nn.Parameter:
-    """Creates an uninitialised parameter on the default device; the caller assigns it to the attribute `name` of `module`.
+    """Creates an uninitialised parameter on the default device; the caller assigns it to the attribute `name` of
+    `module`.
 
-    Raises `ValueError` for a scalar parameter without `factor_of`, because its dims do not say how to reduce its gradient.
+    Raises `ValueError` for a scalar parameter without `factor_of`, because its dims do not say how to reduce its
+    gradient.
     """
     if not dims and factor_of is None:
         raise ValueError(

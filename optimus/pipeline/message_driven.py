@@ -1,8 +1,11 @@
-"""Runs a pipeline whose ranks compute in the order of arriving messages (AxoNN, chapter 3, algorithm 2).
+"""Runs a pipeline whose ranks choose the next computation among those whose input has arrived.
+
+The method is AxoNN's (chapter 3, algorithm 2).
 
 For each stage of a rank, one thread receives the messages of the previous stage, and another thread the messages of the
 next stage. A neighbouring stage on the same rank needs no thread. Each thread waits for one message after the other,
-because Gloo reports an arrival only to a waiting caller. On an accelerator, each thread waits for a separate stream.
+because Gloo reports an arrival only to a waiting caller. On an accelerator, each thread receives on its own stream, and
+waits only for that stream.
 
 Ranks that share a stage must run the same computations in the same order, because these ranks take part in the same
 collectives. Therefore the first of these ranks chooses for all.
@@ -50,7 +53,8 @@ class MessageDrivenExecutor:
     def run(self) -> list[Executed]:
         """Runs all computations of a step and returns the trace.
 
-        Raises `CollectiveError`, which names the action and the peer, when another rank is lost.
+        Raises `CollectiveError` when another rank is lost. The error of a send or a receive names the action and the
+        peer.
         """
         stages = self._schedule.stages_of(self._links.rank)
         for first in (Action(kind, stage, 0) for stage in stages for kind in _KINDS):

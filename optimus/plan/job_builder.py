@@ -52,8 +52,9 @@ def plan(
     """Returns an `Answer` with up to `best` plans for `model` on `ranks` ranks of a machine, fastest first.
 
     `model` is a YAML file of a run, a preset or a Hugging Face folder. With `as_is`, the only plan is the configured
-    layout, whether it fits or not. With `largest`, the plans are for the model with as many layers as fit, one plan for
-    each offloading. With `scale`, the answer has a plan for each number of ranks in `scale`.
+    layout, whether it fits or not. With `largest`, the plans are for the model with about as many layers as fit, one
+    plan for each offloading with which a model fits. With `scale`, the answer has a plan for each number of ranks in
+    `scale`.
 
     The experts of the most loaded rank get `imbalance` times the mean number of tokens. `what_if` changes the machine
     or the profile, and `links` is a file with the bandwidth between nodes. `plugins` names plugins in addition to the
@@ -118,8 +119,8 @@ def asked(
     imbalance: float = 1.0,
     links: Path | None = None,
 ) -> Job:
-    """Returns the job of `config` on `ranks` data-parallel ranks of a machine. `links` is a file with the bandwidth between
-    nodes.
+    """Returns the job of `config` on `ranks` data-parallel ranks of a machine. `links` is a file with the bandwidth
+    between nodes.
 
     Raises `UserError` for an unknown machine, for invalid `changes`, `imbalance` or `links`, and when the run's length
     is in epochs but the data is missing. Also raises `UserError` as `job_of` does.
@@ -140,8 +141,8 @@ def asked(
 
 
 def as_configured(job: Job) -> Job:
-    """Returns the job on the mesh of its configuration. The job's run decides the settings that the configuration leaves
-    open."""
+    """Returns the job on the mesh of its configuration. The resolved run (`run_of`) decides the settings that the
+    configuration leaves open."""
     return decided(job, run_of(job))
 
 
@@ -167,8 +168,8 @@ def read_links(path: Path) -> list[list[float]]:
 
 
 def best_layout(config: str | Path, overrides: Iterable[str], machine: str, ranks: int | str | None) -> RunConfig:
-    """Returns `config` with the layout that is fastest on `machine` for this number of ranks. Under a launcher, the number
-    is the launcher's `WORLD_SIZE`.
+    """Returns `config` with the layout that is fastest on `machine` for this number of ranks. Under a launcher, the
+    number is the launcher's `WORLD_SIZE`.
 
     Raises `UserError` when the number of ranks is unknown, or no layout fits.
     """

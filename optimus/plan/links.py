@@ -1,7 +1,7 @@
 """Orders nodes with unequal links so that neighbours in the order of the ranks have fast links (Pipette; Holmes).
 
-A matrix gives the bandwidth between each pair of nodes. Ranks are on the nodes in order, so the order of the nodes decides
-which links a group's ring uses. All groups with the same size and strides wait for the slowest of their links.
+A matrix gives the bandwidth between each pair of nodes. Ranks are on the nodes in order, so the order of the nodes
+decides which links a group's ring uses. All groups with the same size and strides wait for the slowest of their links.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,7 +56,8 @@ def chained(machine: Machine, count: int) -> list[int]:
 
 
 def exchanged(nodes: Sequence[int], every: int, seconds: Callable[[Sequence[int]], float]) -> list[int]:
-    """Returns as many nodes as `nodes`, in an order whose step takes no longer, on a machine of `every` nodes. The
+    """Returns `len(nodes)` of the machine's `every` nodes, in an order with which a step takes no longer than with
+    `nodes`. The
     function swaps a node in use and any other node where the swap makes the step shorter. `seconds` predicts the step
     of an order."""
     order, tries = [*nodes, *(node for node in range(every) if node not in nodes)], 0

@@ -446,7 +446,7 @@ def test_what_cannot_be_converted_is_one_message(trained: Path, tmp_path: Path) 
     ]:
         with pytest.raises(UserError, match=said):
             api.gguf(*arguments)
-    with pytest.raises(UserError, match="cannot run or convert the interpreter .*no-python"):
+    with pytest.raises(UserError, match=r"cannot run or convert the interpreter .*no-python"):
         api.gguf(folder, tool, output, python=str(tmp_path / "no-python"))
     assert not [path for path in tmp_path.iterdir() if "gguf" in path.name]
 

@@ -1,7 +1,7 @@
 """All-gather dispatch: every rank gets every token and runs its experts (stage 1 of the Optimus paper, section 3.1).
 
-For any routing, a rank receives the tokens of N - 1 other ranks. Regular collectives can take less time than an
-irregular exchange if N is small, or if the network favours regular traffic.
+For any routing, a rank receives the tokens of N - 1 other ranks. An all-gather and a reduce-scatter can take less time
+than an all-to-all of uneven sizes if N is small, or if the network favours messages of equal size.
 
 Legend: N ranks of the group, T tokens of this rank, A = N * T, H hidden, K experts per token.
 """
@@ -17,7 +17,8 @@ from optimus.model.moe.dispatch import NOTHING, OverlappedWork
 class AllGatherDispatch:
     """A `TokenDispatcher` over the ranks of `group`; this rank holds `experts_per_rank` experts from `first` on.
 
-    A reduce-scatter sums the ranks' results for a token, for different experts and for shards of the same expert. T must be
+    For each token, a reduce-scatter sums the results of the ranks, which have different experts or shards of the same
+    expert. T must be
     the same on every rank.
     """
 
