@@ -21,12 +21,12 @@ def clear_leftovers(run: Path) -> None:
 
 
 def retire(run: Path, keep: int, new: Path | None = None) -> None:
-    """Deletes the oldest full checkpoints beyond `keep`. A `keep` of 2 gives dual checkpoints (the Optimus paper, section
-    4).
+    """Deletes the oldest full checkpoints beyond `keep`. A `keep` of 2 gives dual checkpoints (the Optimus paper,
+    section 4).
 
-    `new`, a checkpoint about to be written, counts towards `keep`, but the newest existing checkpoint always stays. The
-    weights that a run was rolled back to count as a full checkpoint while the rollback marker exists. Once these
-    weights are beyond `keep`, the function deletes the marker.
+    `new`, a checkpoint about to be written, counts towards `keep`, but the newest existing checkpoint always stays.
+    While the rollback marker exists, the weights that it names count as a full checkpoint. Once these weights are
+    beyond `keep`, the function deletes the marker.
     """
     found = [point.path for point in resume_points(run) if point.path != new and (point.path / MANIFEST).is_file()]
     marked = rolled_back_to(run)

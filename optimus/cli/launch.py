@@ -126,7 +126,7 @@ def lab(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Rehearse node failures on this machine, with network namespaces as nodes."""
+    """Rehearse node failures on this machine, with network namespaces (or processes) as nodes."""
     from optimus.launch.nodes import NodeJob, parse_keep_alive
     from optimus.testing.lab import rehearse
 

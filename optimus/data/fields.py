@@ -38,7 +38,8 @@ class TextField:
 
     def columns(self, known: Sequence[str], where: str, first: Callable[[], Mapping[str, Any]]) -> list[str]:
         """Returns the names in `known` of the columns that this field needs. Raises `UserError` for a missing column.
-        The message may suggest another column, with the longest text of the `first` row."""
+            The message may suggest a nested field of this name, or the column with the longest text in the row that
+        `first` returns."""
         found = dict.fromkeys(name if name in known else name.split(".")[0] for name in self.names)
         for name in found:
             if name not in known:
@@ -151,7 +152,7 @@ def _found(record: Mapping[str, Any], name: str, where: str) -> Any:
 
 
 def _there(found: Any, part: str) -> str:
-    """Describes the value that lacks the field `part`."""
+    """Explains why the field `part` is missing, or suggests fields that exist."""
     if not isinstance(found, Mapping):
         return f"the parent of '{part}' is {kind_of(found)}"
     return nearest(part, found) if found else "the object is empty"

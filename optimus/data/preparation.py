@@ -1,15 +1,16 @@
 """`prepare` turns raw text into a folder of shuffled token shards.
 
-1. Tokenise: helper processes turn batches of text into tokens. The main process writes the tokens in order into one stream,
+1. Tokenise: helper processes turn batches of text into tokens. The main process writes the tokens in order into one
+stream,
    `<output>.partial/tokens.bin`, with an end-of-text token after each document.
    With `pack` "best-fit", `prepare` then packs whole documents into instances, one after the other in `packed.bin`.
-2. Shuffle: instance j of the output is instance `permutation(j)` of the stream.
+2. Shuffle: instance j of the output is instance `permutation(j)` of the stream, or with "best-fit" of `packed.bin`.
 3. Shard: helper processes collect the instances in this order into shard files.
 
-The paper (section 4) cuts instances from the tokens of each file separately, and drops the tail of each file. Here one
-stream runs through all files, and `prepare` drops only the very last tail. The tails of thousands of small files would
-be most of the text. All bytes of the output depend on the inputs and settings alone, not on the number of workers or on
-interruptions. A local output folder appears complete or not at all, by a rename at the end.
+The Optimus paper (section 4) cuts instances from the tokens of each file separately, and drops the tail of each file.
+Here one stream runs through all files, and `prepare` drops only the very last tail. The tails of thousands of small
+files would be most of the text. All bytes of the output depend on the inputs and settings alone, not on the number of
+workers or on interruptions. A local output folder appears complete or not at all, by a rename at the end.
 """
 
 import errno
@@ -134,10 +135,10 @@ def prepare(
     """Tokenises, shuffles and shards `inputs` into the folder `output`, and returns the content of its `index.json`.
 
     `inputs` are files, folders and globs, also as URLs that fsspec reads. `output` may be a URL that fsspec writes. The
-    caller sets either `tokenizer` (a tokenizer.json, or a folder that contains one) or `train_tokenizer` (the vocabulary
-    size of a new tokenizer, which `prepare` trains on the inputs). `context` is the length of a training instance in
-    tokens. `shard_size` is in bytes. `workers` defaults to the number of cores of this process. The spelling of a
-    special token stays ordinary text, unless `parse_special` is True.
+    caller sets either `tokenizer` (a tokenizer.json, or a folder that contains one) or `train_tokenizer` (the
+    vocabulary size of a new tokenizer, which `prepare` trains on the inputs). `context` is the length of a training
+    instance in tokens. `shard_size` is in bytes. `workers` defaults to the number of cores of this process. The
+    spelling of a special token stays ordinary text, unless `parse_special` is True.
 
     `text_field` is a field of JSON lines or a column of tables, a nested field `meta.body`, or a template of several
     fields, `{question}\\n{answer}`. `chat:messages` is a field of JSON lines with conversations, of which the model
@@ -146,8 +147,8 @@ def prepare(
     context. Padding, which the loss ignores, fills the rest of an instance.
 
     `prepare` excludes and counts documents with fewer than `min_characters` or `min_tokens` (including the end-of-text
-    token), or more than `max_characters` or `max_tokens`. Of equal documents (`dedup` "exact") or near-duplicates
-    ("minhash"), `prepare` includes only the first.
+    token), or more than `max_characters` or `max_tokens`. Of documents with equal text, except for case, white space
+    and Unicode form (`dedup` "exact"), or of near-duplicates ("minhash"), `prepare` includes only the first.
 
     Text is UTF-8. If `encoding` is another encoding, `prepare` uses it for files that are not valid UTF-8. Before
     tokenising, `prepare` checks all files (large files often only at their beginning), and one error lists the
@@ -255,8 +256,8 @@ def _finished_before(run: _Run, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _differences(run: _Run, index: dict[str, Any], settings: dict[str, Any]) -> str:
-    """Describes how this run differs from the settings of an index. If `skip_bad` is set, the comparison ignores the bad
-    files of the index."""
+    """Describes how this run differs from the settings of an index. If `skip_bad` is set, the comparison ignores the
+    bad files of the index."""
     excluded = [(bad["input"], bad["name"]) for bad in index.get("bad_files", ()) if run.skip_bad]
     inputs = run.sources.without(excluded).content_digest()
     return journal.differences(index["settings"], settings | {"inputs": inputs})
@@ -305,8 +306,8 @@ def _prepare(run: _Run, settings: dict[str, Any], info: TokenizerInfo | None) ->
 
 
 def _without_bad_file(run: _Run, state: Journal, error: BadFileError) -> Journal:
-    """Removes a file that turned out bad during reading, and returns the journal to resume from. Raises `UserError`,
-    which lists the bad files, unless `skip_bad` is set and good files remain."""
+    """Excludes from the sources a file that turned out bad during reading, and returns the journal to resume from.
+    Raises `UserError`, which lists the bad files, unless `skip_bad` is set and good files remain."""
     number = next(k for k, source in enumerate(run.sources.files) if str(source.path) == error.path)
     bad = [(run.sources.files[number], with_encoding(run.sources.files[number], error.what))]
     if not run.skip_bad:
@@ -572,8 +573,8 @@ class _StreamWriter:
 
 
 def _pack(run: _Run, state: Journal, info: TokenizerInfo) -> int:
-    """Returns the number of instances of the stream, after packing if `pack` is "best-fit". Raises `UserError` for too few
-    tokens."""
+    """Returns the number of instances of the stream, after packing if `pack` is "best-fit". Raises `UserError` for too
+    few tokens."""
     tokens = state.mark.tokens
     if tokens < run.context:
         for path in run.partial.iterdir():  # a later run cannot use these files
@@ -608,7 +609,8 @@ def _estimate(run: _Run, encode: Encode, item: int) -> float:
 
 
 def _check_disk(run: _Run, needed: float) -> None:
-    """Raises `UserError` unless the disk has room for `needed` bytes, less the bytes that this run has already written."""
+    """Raises `UserError` unless the disk has room for `needed` bytes, less the bytes that this run has already
+    written."""
     missing = needed - sum(path.stat().st_size for path in run.partial.iterdir())
     free = shutil.disk_usage(run.partial).free
     if missing > free:
@@ -669,7 +671,8 @@ def _shard_plan(run: _Run, instances: int, info: TokenizerInfo) -> list[tuple[st
 
 
 def _index(run: _Run, state: Journal, instances: int, info: TokenizerInfo) -> dict[str, Any]:
-    """Returns the content of `index.json`. The index does not depend on the paths or the time of the run."""
+    """Returns the content of `index.json`. The index depends on the names of inputs and files, but not on the folders
+    above them or the time of the run."""
     counts = state.mark.counts
     used = instances * run.context
     return {

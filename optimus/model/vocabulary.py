@@ -23,11 +23,11 @@ class Vocabulary:
         self._product = MatrixProduct(self._step)
 
     def embed(self, tokens_T: Tensor, weight: nn.Parameter) -> Tensor:
-        """Returns the residual stream [T, H], sharded as in the blocks."""
+        """Returns the embeddings of the tokens [T, H], sharded like the residual stream."""
         return embedding(tokens_T, weight)
 
     def rows(self, t_T: Tensor) -> Tensor:
-        """Selects from `t_T`, one value per token, the values of this rank's rows of the residual stream."""
+        """Returns the values of this rank's rows of the residual stream from `t_T`, which has one value per token."""
         return t_T
 
     def join(self, x_TH: Tensor) -> Tensor:

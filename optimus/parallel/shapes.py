@@ -81,7 +81,7 @@ class Shapes(TorchDispatchMode):
 
     def __init__(self, load: float = 1.0, busy: int = 1, repeats: int = 1) -> None:
         super().__init__()
-        self.alive = self.made = 0  # live bytes, and number of storages created
+        self.alive = self.made = 0  # live bytes, and number of registered storages
         self.sizes: dict[int, int] = {}  # bytes of live storages, by number, in order of creation
         self.history: list[int] = []  # `alive` after each operation
         self._load, self._busy, self._repeats = load, busy, repeats

@@ -125,7 +125,7 @@ class Schedule:
         return replace(self, actions=tuple(map(tuple, orders)))
 
     def rank_of(self, stage: int) -> int:
-        """Returns the rank of a stage."""
+        """Returns the rank that has `stage`, by `placement`."""
         turn, group_rank = divmod(stage, self.ranks)
         return self.ranks - 1 - group_rank if self.placement == "v" and turn % 2 else group_rank
 
@@ -134,7 +134,8 @@ class Schedule:
         return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
 
     def input_of(self, action: Action) -> Action | None:
-        """Returns the stage's computation, on any rank, whose result the computation `action` uses.
+        """Returns the computation of the same or of a neighbouring stage, on any rank, whose result the computation `action`
+        uses.
 
         Returns None for forward passes of the first stage and for vocabulary passes.
         """
@@ -164,7 +165,7 @@ class Schedule:
     def waits_for(self, action: Action) -> tuple[list[Action], Kind | None]:
         """Returns (computations of stages, kind of vocabulary pass) for which the computation `action` waits directly.
 
-        `action` waits for the vocabulary passes of its microbatch on all ranks. The kind is None if `action` waits for
+        `action` waits for the passes of this kind, of its microbatch, on all ranks. The kind is None if `action` waits for
         no vocabulary pass.
         """
         kind, stage, microbatch = action

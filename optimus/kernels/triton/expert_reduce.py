@@ -1,8 +1,10 @@
-"""Stage 5, output reduction (Algorithm 1 of the Optimus paper, lines 81-96), and sums of its backward pass (lines 98-113).
+"""Stage 5, output reduction (Algorithm 1 of the Optimus paper, lines 81-96), and sums of its backward pass (lines
+98-113).
 
 With the dense inverse index, exactly one program computes an output element, as a sum over k in the order of the
-choices. The same kernel, without weights, sums the gradient of the block's input. `expert_down` implements the scaling
-of line 107 and the dot products of line 108, and returns partial sums of the gradient of each row's routing weight.
+choices. The same kernel, without weights, sums the gradient of the block's input. `expert_down_backward` implements the
+scaling of line 107 and the dot products of line 108, and returns partial sums of the gradient of each row's routing
+weight.
 
 Legend: T tokens, K experts per token, P routed rows, H hidden, C parts of a row's weight gradient.
 """
@@ -35,7 +37,9 @@ def expert_reduce_backward(weight_grad_PC: Tensor, weights_TK: Tensor, position_
     row."""
     choices = weights_TK.numel()
     programs = max(1, triton.cdiv(choices, _CHOICES))
-    sums = weights_TK.new_empty(programs * _CHOICES)  # without a mask, a thread stores all its results at once
+    sums = weights_TK.new_empty(
+        programs * _CHOICES
+    )  # padded to whole programs, so that the store needs no mask and can be vectorised
     _sum_parts[(programs,)](weight_grad_PC, position_TK, sums, choices, C=weight_grad_PC.shape[1], CHOICES=_CHOICES)
     return sums[:choices].view(weights_TK.shape)
 
