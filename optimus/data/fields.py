@@ -38,8 +38,8 @@ class TextField:
 
     def columns(self, known: Sequence[str], where: str, first: Callable[[], Mapping[str, Any]]) -> list[str]:
         """Returns the names in `known` of the columns that this field needs. Raises `UserError` for a missing column.
-            The message may suggest a nested field of this name, or the column with the longest text in the row that
-        `first` returns."""
+        The message may suggest a nested field of this name, or the column with the longest text in the row that `first`
+        returns."""
         found = dict.fromkeys(name if name in known else name.split(".")[0] for name in self.names)
         for name in found:
             if name not in known:

@@ -1,8 +1,7 @@
 """`prepare` turns raw text into a folder of shuffled token shards.
 
-1. Tokenise: helper processes turn batches of text into tokens. The main process writes the tokens in order into one
-stream,
-   `<output>.partial/tokens.bin`, with an end-of-text token after each document.
+1. Tokenise: helper processes turn batches of text into tokens. The main process writes the tokens in order into
+   one stream, `<output>.partial/tokens.bin`, with an end-of-text token after each document.
    With `pack` "best-fit", `prepare` then packs whole documents into instances, one after the other in `packed.bin`.
 2. Shuffle: instance j of the output is instance `permutation(j)` of the stream, or with "best-fit" of `packed.bin`.
 3. Shard: helper processes collect the instances in this order into shard files.

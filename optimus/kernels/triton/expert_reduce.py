@@ -1,5 +1,5 @@
-"""Stage 5, output reduction (Algorithm 1 of the Optimus paper, lines 81-96), and sums of its backward pass (lines
-98-113).
+"""Stage 5, output reduction (Algorithm 1 of the Optimus paper, lines 81-96), and sums of its backward pass (lines 98 to
+113).
 
 With the dense inverse index, exactly one program computes an output element, as a sum over k in the order of the
 choices. The same kernel, without weights, sums the gradient of the block's input. `expert_down_backward` implements the
@@ -37,9 +37,8 @@ def expert_reduce_backward(weight_grad_PC: Tensor, weights_TK: Tensor, position_
     row."""
     choices = weights_TK.numel()
     programs = max(1, triton.cdiv(choices, _CHOICES))
-    sums = weights_TK.new_empty(
-        programs * _CHOICES
-    )  # padded to whole programs, so that the store needs no mask and can be vectorised
+    # Padded to whole programs, so that the store needs no mask and can be vectorised.
+    sums = weights_TK.new_empty(programs * _CHOICES)
     _sum_parts[(programs,)](weight_grad_PC, position_TK, sums, choices, C=weight_grad_PC.shape[1], CHOICES=_CHOICES)
     return sums[:choices].view(weights_TK.shape)
 
