@@ -7,7 +7,7 @@ Legend: R rank, L inputs.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,8 @@ def export_adapter(
     `checkpoint.load_path` of the run. Returns `output`, `rank`, `modules` (number of adapted matrices), `tensors`, `saved`
     (other trained modules) and `bytes`.
 
-    Raises `UserError` for a checkpoint without factors, for one of the weights alone, for a pruned model (PEFT adds the
-    factors' product where weights are zero), and like `export_model`.
+    Raises `UserError` for a checkpoint without factors or without a known base, for a model that PEFT would compute
+    otherwise (pruned, or with a trained tied embedding or trained experts), and like `export_model`.
     """
     load_plugins([*plugins])
     if is_url(output):
@@ -60,60 +60,11 @@ def export_adapter(
     weights = [
         key for key in reader.stored if factors_of(key) and all(each in reader.stored for each in factors_of(key))
     ]
-    if not weights:
-        raise UserError(
-            f"{path} has no low-rank factors: an adapter needs a full checkpoint of a run with train.lora_rank. Leave "
-            "`adapter` out to export the whole model"
-        )
     beside = frozen_beside(path, about)
     frozen = set() if beside is None else {*Reader.open(beside).stored}
-    if pruned := [key for key in weights if has_zeros(_read(reader, key))]:
-        raise UserError(
-            f"{path} is pruned ({pruned[0]} has zeros): PEFT would fill the zeros. Leave `adapter` out to export the whole "
-            "model"
-        )
-    family, tensors, modules = about.model.family, dict[str, Tensor](), list[str]()
-    rank = 0
-    for key in weights:
-        b, a = (_read(reader, each) for each in factors_of(key))
-        rank = len(a)
-        name = key.removeprefix(_OURS)
-        for each in published(family, name, b):
-            module = each.name.removesuffix(".weight")
-            transposed = _key(family, key).transposed
-            modules.append(module)
-            tensors[f"{_THEIRS}{module}.lora_A.weight"] = a.clone()
-            tensors[f"{_THEIRS}{module}.lora_B.weight"] = (each.view.mT if transposed else each.view).reshape(-1, rank)
-    others = {
-        key: _modules(family, key, reader) for key in reader.stored if key.startswith(_OURS) and not is_factor(key)
-    }
-    saved = {module for key, named in others.items() if key not in frozen for module in named} - {*modules}
-    if about.model.tie_embeddings and any(key not in frozen for key in others if key == f"{_OURS}embedding.weight"):
-        raise UserError(
-            f"{path} trains the embedding, which is also the output layer: PEFT would untie the two. Add embedding to "
-            "train.freeze, or leave `adapter` out to export the whole model"
-        )
-    if experts := [key for key in others if key not in frozen and "{e}" in _key(family, key).names[0]]:
-        raise UserError(
-            f"{path} trains the experts {experts[0].removeprefix(_OURS)}, which `transformers` fuses and PEFT would leave "
-            "out: add expert to train.freeze, or leave `adapter` out to export the whole model"
-        )
-    if around := [each for each in sorted(saved) if any(module.startswith(f"{each}.") for module in modules)]:
-        raise UserError(
-            f"{path} trains parameters of {around[0]} itself, which PEFT cannot save beside the factors of its "
-            "matrices: add them to train.freeze, or leave `adapter` out to export the whole model"
-        )
-    biases = False
-    for key, named in others.items():
-        if key in frozen and not saved.intersection(named):
-            continue
-        for module, each in zip(named, published(family, key.removeprefix(_OURS), _read(reader, key))):
-            parameter = each.name.removeprefix(f"{module}.")
-            if module in saved:
-                tensors[f"{_THEIRS}{each.name}"] = each.view.reshape(each.shape)
-            elif key not in frozen:  # the bias of a matrix with factors
-                biases = True
-                tensors[f"{_THEIRS}{module}.base_layer.{parameter}"] = each.view.reshape(each.shape)
+    others = {key for key in reader.stored if key.startswith(_OURS) and not is_factor(key)}
+    if (why := _no_adapter(reader, weights, others - frozen)) is not None:
+        raise UserError(f"{path} {why}. Leave `adapter` out to export the whole model")
     started = about.config.get("checkpoint", {}).get("load_path")
     base = base or (started if started is not None and (Path(started) / CONFIG_JSON).is_file() else None)
     if base is None:
@@ -121,6 +72,15 @@ def export_adapter(
             f"{path} does not say from which published model its training started: export that model, and name its folder "
             "as `base`"
         )
+    modules, tensors = _factors(reader, weights)
+    saved, biases, more = _others(reader, others, frozen, modules)
+    if around := [each for each in sorted(saved) if any(module.startswith(f"{each}.") for module in modules)]:
+        raise UserError(
+            f"{path} trains parameters of {around[0]} itself, which PEFT cannot save beside the factors of its "
+            "matrices: add them to train.freeze, or leave `adapter` out to export the whole model"
+        )
+    tensors |= more
+    rank = reader.shapes[factors_of(weights[0])[1]][0]
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -131,7 +91,7 @@ def export_adapter(
         "bias": "lora_only" if biases else "none",
         "target_modules": sorted(modules),
         "modules_to_save": sorted(saved) or None,
-        "fan_in_fan_out": any(key.transposed for key in families()[family].keys.values()),
+        "fan_in_fan_out": any(_key(about.model.family, key).transposed for key in weights),
         "inference_mode": True,
     }
     with new_folder(output) as folder:
@@ -146,6 +106,60 @@ def export_adapter(
         "base": base,
         "bytes": sum(file.stat().st_size for file in output.iterdir()),
     }
+
+
+def _no_adapter(reader: Reader, weights: Sequence[str], trained: Iterable[str]) -> str | None:
+    """Returns the reason why PEFT cannot have these factors and the other `trained` parameters; None if it can."""
+    model = reader.description.model
+    if not weights:
+        return "has no low-rank factors: an adapter needs a full checkpoint of a run with train.lora_rank"
+    if pruned := [key for key in weights if has_zeros(_read(reader, key))]:
+        return f"is pruned ({pruned[0]} has zeros), and PEFT would fill the zeros"
+    if model.tie_embeddings and f"{_OURS}embedding.weight" in trained:
+        return (
+            "trains the embedding, which is also the output layer, and PEFT would untie the two: add embedding to "
+            "train.freeze"
+        )
+    if experts := sorted(key for key in trained if "{e}" in _key(model.family, key).names[0]):
+        return (
+            f"trains the experts {experts[0].removeprefix(_OURS)}, which `transformers` fuses and PEFT would leave out: add "
+            "expert to train.freeze"
+        )
+    return None
+
+
+def _factors(reader: Reader, weights: Iterable[str]) -> tuple[list[str], dict[str, Tensor]]:
+    """Returns the published matrices that have factors, and the factors by their names in PEFT."""
+    family, modules, tensors = reader.description.model.family, list[str](), dict[str, Tensor]()
+    for key in weights:
+        b, a_RL = (_read(reader, each) for each in factors_of(key))
+        for each in published(family, key.removeprefix(_OURS), b):
+            modules.append(each.name.removesuffix(".weight"))
+            b_view = each.view.mT if _key(family, key).transposed else each.view
+            tensors[f"{_THEIRS}{modules[-1]}.lora_A.weight"] = a_RL.clone()
+            tensors[f"{_THEIRS}{modules[-1]}.lora_B.weight"] = b_view.reshape(-1, len(a_RL))
+    return modules, tensors
+
+
+def _others(
+    reader: Reader, keys: Iterable[str], frozen: Container[str], adapted: Container[str]
+) -> tuple[set[str], bool, dict[str, Tensor]]:
+    """Returns (modules that PEFT saves whole, True if biases of `adapted` matrices were trained, the tensors of both)."""
+    family, tensors, biases = reader.description.model.family, dict[str, Tensor](), False
+    modules = {key: _modules(family, key, reader) for key in sorted(keys)}
+    trained = {module for key, named in modules.items() if key not in frozen for module in named}
+    saved = {module for module in trained if module not in adapted}
+    for key, named in modules.items():
+        if key in frozen and not saved.intersection(named):
+            continue
+        for module, each in zip(named, published(family, key.removeprefix(_OURS), _read(reader, key))):
+            parameter = each.name.removeprefix(f"{module}.")
+            if module in saved:
+                tensors[f"{_THEIRS}{each.name}"] = each.view.reshape(each.shape)
+            elif key not in frozen:  # the bias of a matrix with factors
+                biases = True
+                tensors[f"{_THEIRS}{module}.base_layer.{parameter}"] = each.view.reshape(each.shape)
+    return saved, biases, tensors
 
 
 def _key(family: str, key: str) -> Key:
