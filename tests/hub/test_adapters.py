@@ -101,7 +101,7 @@ def test_what_is_no_adapter_is_named(prepared: Path, tmp_path: Path) -> None:
     ("name", "change", "message"),
     [
         ("gpt2", {"freeze": ["matrix"]}, "trains the embedding, which is also the output layer"),
-        ("olmoe", {"freeze": ["matrix", "embedding", "router"]}, "trains the experts blocks.0.moe.experts.gate_up"),
+        ("olmoe", {"freeze": ["matrix", "embedding", "router"]}, "trains the experts blocks.0.moe.experts.down"),
         ("llama", {}, "does not say from which published model its training started"),
     ],
 )
@@ -122,7 +122,7 @@ def test_parameters_around_adapted_matrices_are_refused(prepared: Path, tmp_path
     with pytest.raises(
         optimus.UserError, match=r"trains parameters of model.layers.0.self_attn itself, .*train.freeze"
     ):
-        api.export_adapter(tmp_path / "run", tmp_path / "adapter")
+        api.export_adapter(tmp_path / "run", tmp_path / "adapter", "a-base")
 
 
 def test_the_base_is_named(prepared: Path, tmp_path: Path) -> None:
