@@ -265,7 +265,7 @@ class Hurried:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("times", in_turns([1, 1000], always=1), ids=["as fast as this machine", "slow"])
+@pytest.mark.parametrize("times", in_turns([1, 1000], 3), ids=["as fast as this machine", "slow"])
 def test_tutorial(reader: Reader, monkeypatch: pytest.MonkeyPatch, times: float) -> None:
     """The output on the page holds at any speed: a slow machine prints more lines, which also say when it will end."""
     pytest.importorskip("lm_eval", reason="needs the extra `evaluate`")
@@ -308,7 +308,7 @@ def test_page_about_the_configuration(trained: Path, reader: Reader) -> None:
     reader.read(ROOT / "docs" / "config.md")
 
 
-@pytest.mark.parametrize("name", ["planner", "pipeline", "resilience"])
+@pytest.mark.parametrize("name", in_turns(["pipeline", "resilience", "planner"], 3, always=2))
 def test_pages_about_more_ranks(name: str, trained: Path, reader: Reader) -> None:
     pytest.importorskip("matplotlib", reason="the planner's page draws")
     shutil.copytree(trained / "data", reader.folder / "data")

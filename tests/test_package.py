@@ -63,6 +63,7 @@ def test_type_checkers_know_what_is_loaded_later() -> None:
     assert sorted(names) == sorted(optimus.__all__)
 
 
+@pytest.mark.in_turn(2, 3)
 @pytest.mark.slow
 def test_a_script_needs_no_main_guard(tmp_path: Path) -> None:
     """Workers and ranks are programs of their own and do not run the script again."""

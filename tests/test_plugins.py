@@ -425,7 +425,7 @@ def test_a_spare_takes_over_with_the_example(folder: Path, environment: dict[str
             "merge run/checkpoints/step-00000002 run/checkpoints/step-00000004 --output merged-{}",
         ],
         2,
-        always=2,
+        always=1,
     ),
 )
 def test_what_reads_its_checkpoints_asks_for_the_plugin(
@@ -467,6 +467,7 @@ def test_plans_and_checks_know_it(folder: Path, environment: dict[str, str]) -> 
     assert checked.returncode == 0, checked.stderr
 
 
+@pytest.mark.in_turn(0, 3)
 def test_a_plugin_that_has_changed_is_noted(folder: Path, environment: dict[str, str]) -> None:
     same = run(folder, environment, "generate run --prompt Letter --max-tokens 2 --plugin example")
     assert same.stderr == ""

@@ -46,6 +46,7 @@ def test_times_on_ranks_are_those_of_the_model(shape: Shape) -> None:
         assert math.isclose(timed([program for program, _ in ranks], case), right, rel_tol=1e-12), job
 
 
+@pytest.mark.in_turn(2, 3)
 def test_what_is_held_back_takes_as_long_as_its_links() -> None:
     """Throttled collectives take at least the time of their links; the machine may add to it."""
     slow = Links(0.0, Link(20e-3, 1e9), Link(2e-3, 1e9), 2)

@@ -50,6 +50,7 @@ def test_a_result_is_printed_and_returned(capsys: pytest.CaptureFixture[str]) ->
     assert "contestant" not in shown
 
 
+@pytest.mark.in_turn(0, 3)
 def test_listing_the_benchmarks_imports_none() -> None:
     """`bench --help` imports no benchmark: options come from the signature of the benchmark's function."""
     code = (

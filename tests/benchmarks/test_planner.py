@@ -33,6 +33,7 @@ def found() -> Comparison:
 # ---- Accuracy ----
 
 
+@pytest.mark.in_turn(2, 3)
 @pytest.mark.parametrize(
     ("source", "median", "correlation"),
     [

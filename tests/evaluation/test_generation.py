@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from helpers.drawing import config_of
 from helpers.families import SIZES, needed
+from helpers.sweep import in_turns
 from optimus.comm import Groups
 from optimus.config import ModelConfig, load_config
 from optimus.data.tokenizer import load
@@ -66,7 +67,7 @@ def collected(generation: Generation, count: int) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("name", families())
+@pytest.mark.parametrize("name", in_turns(families(), 3, always=6))
 def test_many_prompts_get_the_tokens_that_each_gets_alone(name: str) -> None:
     """For every family, prompts of different lengths in 3 rows, with other lengths and draws of the continuations."""
     model = Transformer(ModelConfig.model_validate({"family": name, **SIZES, **needed(name)}))

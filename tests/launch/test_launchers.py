@@ -176,6 +176,7 @@ def losses(run: Path) -> list[float]:
     return [row["loss"] for row in read_json_lines(run / "metrics.jsonl")]
 
 
+@pytest.mark.in_turn(2, 3)
 def test_runs_under_other_launchers_have_the_losses_of_our_ranks(small_run: dict[str, Any], tmp_path: Path) -> None:
     config, runs = tmp_path / "run.yaml", {}
     config.write_text(yaml.safe_dump(small_run))

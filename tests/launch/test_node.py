@@ -24,6 +24,7 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 from typer.testing import CliRunner
 
+from helpers.sweep import in_turns
 from optimus import cli
 from optimus.checkpoint.lease import LEASE, Lease, LeaseError, living_holder
 from optimus.errors import UserError
@@ -245,7 +246,7 @@ def test_nobody_is_excluded_where_no_spare_is_left(cluster: Cluster, store: TCPS
     assert excluded(one.run) == []
 
 
-@pytest.mark.parametrize("spares", [1, 2])
+@pytest.mark.parametrize("spares", in_turns([1, 2], 2, always=1))
 def test_nodes_that_leave_at_one_moment_count_a_spare_once(
     one: Launch, store: TCPStore, tmp_path: Path, spares: int
 ) -> None:

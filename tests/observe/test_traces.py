@@ -17,6 +17,7 @@ import pytest
 import optimus
 from benchmarks.browser import browser
 from helpers.browser import HAS_BROWSER
+from helpers.sweep import in_turns
 from optimus.observe.traces import merge_traces, rank_trace
 from optimus.pipeline.timeline import read_timeline
 
@@ -114,7 +115,7 @@ def test_ranks_are_rows_on_one_clock(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("warm_ranks")
-@pytest.mark.parametrize("pipeline", [1, 2])
+@pytest.mark.parametrize("pipeline", in_turns([1, 2], 2, always=1))
 def test_what_a_step_does_has_names(small_run: dict[str, Any], pipeline: int) -> None:
     small_run["observe"] |= {"profile_step": 2} | ({"timeline": 2} if pipeline > 1 else {})
     small_run["parallel"] = {"pipeline": pipeline}

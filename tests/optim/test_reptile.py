@@ -10,6 +10,7 @@ import torch
 import optimus
 from helpers.drawing import config_of
 from helpers.equality import compare, train_steps
+from helpers.sweep import in_turns
 from optimus.checkpoint.store import load_model
 from optimus.errors import UserError
 from optimus.observe.metrics import read_metrics
@@ -78,7 +79,9 @@ def test_a_run_resumes_within_a_period_bit_for_bit(small_run: dict[str, Any], tm
 
 
 @pytest.mark.parametrize(
-    "sections", [{"state": {"shard": "parameters", "chunk": 500}}, {"parallel": {"tensor": 2}}], ids=str
+    "sections",
+    in_turns([{"state": {"shard": "parameters", "chunk": 500}}, {"parallel": {"tensor": 2}}], 2, always=1),
+    ids=str,
 )
 def test_layouts_equal_one_process(sections: dict[str, Any]) -> None:
     config = config_of("dense") | {"optimizer": {"name": "muon", "reptile_every": 2, "reptile_step": 0.5}}

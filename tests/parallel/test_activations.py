@@ -312,6 +312,7 @@ def test_computed_is_measured_on_ranks(model: dict[str, Any], ranks: int, sectio
             assert computed.peak == pytest.approx(found.peak, rel=0.1), case
 
 
+@pytest.mark.in_turn(1, 3)
 def test_cached_results_are_given_up_when_a_block_is_run_again() -> None:
     """Recomputing a block frees all its cached results, also that of its last collective, before the peak is reached.
 
@@ -324,6 +325,7 @@ def test_cached_results_are_given_up_when_a_block_is_run_again() -> None:
             assert computed.peak == pytest.approx(found.peak, rel=0.01)
 
 
+@pytest.mark.in_turn(0, 3)
 def test_a_split_backward_pass_is_measured_on_ranks() -> None:
     """The gradient that waits for the second part is also that of the residual stream, and its bytes count once."""
     cases = ["block"], ["attention"]

@@ -183,6 +183,7 @@ def test_a_cap_of_zero_is_refused_where_nothing_would_ever_be_done() -> None:
         MessageDrivenExecutor(schedule, links, work, caps=0, team=work.team, device=torch.device("cpu"))
 
 
+@pytest.mark.in_turn(0, 3)
 def test_simulated_and_measured_step_times_agree() -> None:
     """Step times of 4 stages on 4 ranks are within 15 % of the simulated ones.
 

@@ -335,6 +335,7 @@ def test_gradients_of_two_bytes_take_half_as_long_to_reduce(plan: Callable[..., 
     assert half["time"]["data_parallel"] < 0.8 * wide["time"]["data_parallel"]
 
 
+@pytest.mark.in_turn(1, 3)
 def test_nodes_that_are_not_equally_near(plan: Callable[..., Any], tmp_path: Path) -> None:
     """The links join two clusters of two nodes, whose nodes alternate."""
     file = tmp_path / "links.csv"

@@ -245,6 +245,7 @@ def choices(given: StepShape, free: float, block: float, kept: list[float]) -> l
     ]
 
 
+@pytest.mark.in_turn(0, 3)
 def test_the_choice_is_within_3_percent_of_the_best() -> None:
     """The choice is within 3 % of the best (C, D, place) by simulation, on 50 random machines.
 

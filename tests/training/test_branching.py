@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import optimus
+from helpers.sweep import in_turns
 from optimus.observe.metrics import read_metrics
 
 
@@ -28,7 +29,7 @@ def trunk(small_run: dict[str, Any], tmp_path: Path) -> Path:
     return tmp_path / "trunk" / "checkpoints" / "step-00000004"
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", in_turns([1, 2], 2, always=1))
 def test_a_branch_is_the_run_that_cooled_down_from_the_start(
     small_run: dict[str, Any], tmp_path: Path, trunk: Path, ranks: int
 ) -> None:

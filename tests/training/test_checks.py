@@ -128,6 +128,7 @@ def test_ranks_that_cannot_share_the_work(
     assert message(edited(small_run, **sections), ranks=ranks).startswith(expected)
 
 
+@pytest.mark.in_turn(2, 3)
 def test_sequences_of_which_one_cannot_be_divided(small_run: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
     """Three ranks divide the tokens of 3 sequences, although 32 tokens are no multiple of 3.
 
@@ -186,6 +187,7 @@ def test_a_corrupted_shard_in_the_middle_of_a_run(small_run: dict[str, Any], own
     assert losses[0] == losses[1]
 
 
+@pytest.mark.in_turn(1, 3)
 @pytest.mark.slow
 def test_the_error_of_a_rank_is_the_error_of_the_run(small_run: dict[str, Any], own_data: Path, tmp_path: Path) -> None:
     """The error of one rank is one line, without the launcher's report."""
@@ -349,6 +351,7 @@ def dry_run_of_a_stage(config: dict[str, Any]) -> str:
     return checks.dry_run(build_run(load_config(config), torch.device("cpu"), resume=False))
 
 
+@pytest.mark.in_turn(1, 3)
 def test_the_dry_run_of_a_pipeline_names_its_microbatches(small_run: dict[str, Any]) -> None:
     for said in run_ranks(dry_run_of_a_stage, 2, edited(small_run, parallel={"pipeline": 2})):
         assert re.search(r"activations of 2 microbatches [0-9.]+ [kM]B; ", said)

@@ -54,7 +54,7 @@ def of(model: str, freeze: list[str]) -> dict[str, Any]:
             ("dense", ["blocks.*", "head"], 2, [PIPELINE, "parallel.vocabulary=true", "parallel.schedule=zb-h1"]),
         ],
         3,
-        always=5,
+        always=2,
     ),
     ids=str,
 )

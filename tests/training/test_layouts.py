@@ -262,14 +262,14 @@ def test_forced_routing(axis: str) -> None:
     assert_same_as_one_process(config, FORCED[axis], STEPS, rtol=2e-5)
 
 
-# The array is greedy: its first 24 cases have 88 % of the pairs.
-@pytest.mark.parametrize("number", in_turns(cases(), 4, always=24))
+# The array is greedy: its first 18 cases have 82 % of the pairs.
+@pytest.mark.parametrize("number", in_turns(cases(), 4, always=18))
 def test_covering_layouts(number: int) -> None:
     model, layout = drawn(number)
     assert_same_as_one_process(config_of(model), [layout], STEPS, rtol=2e-5)
 
 
-@pytest.mark.parametrize("number", in_turns(SWEEP, always=2))
+@pytest.mark.parametrize("number", in_turns(SWEEP, always=1))
 def test_random_layouts(number: int) -> None:
     model, layout = drawn(number)
     assert_same_as_one_process(config_of(model), [layout], STEPS, rtol=2e-5)

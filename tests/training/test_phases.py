@@ -230,6 +230,7 @@ def test_the_saved_configuration_is_the_same_run(phased: dict[str, Any], tmp_pat
     assert records(phased) == records({"train": {"output": str(again)}})
 
 
+@pytest.mark.in_turn(0, 3)
 def test_the_loss_of_each_source_is_that_of_its_sequences(phased: dict[str, Any], tmp_path: Path) -> None:
     """The loss of each source is that of its sequences, and the mean over the sources is the loss of the step.
 

@@ -294,6 +294,7 @@ def test_early_bird_tickets(small_run: dict[str, Any], tmp_path: Path) -> None:
     check_pruned(run / "checkpoints" / "step-00000008", 0.5)
 
 
+@pytest.mark.in_turn(2, 3)
 @pytest.mark.usefixtures("warm_ranks")
 def test_early_bird_tickets_after_a_resume(small_run: dict[str, Any], tmp_path: Path) -> None:
     """Draws continue as in an unbroken run, with the same bits; another layout finds the ticket at the same step."""

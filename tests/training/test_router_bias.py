@@ -10,6 +10,7 @@ import torch
 import optimus
 from helpers.drawing import config_of
 from helpers.equality import Layout, assert_same_as_one_process, train_steps
+from helpers.sweep import in_turns
 from optimus.config import load_config
 from optimus.config.tree import MoeConfig
 from optimus.model.moe.router import Router
@@ -105,24 +106,35 @@ def test_a_step_that_is_left_out_moves_no_bias() -> None:
         torch.testing.assert_close(router.bias, other.bias)  # the second step's choices alone
 
 
-@pytest.mark.swept("ranks")
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
-    [
-        (2, ["parallel.tensor=2", "parallel.expert_tensor=2", "parallel.sequence=false", "moe.drop_duplicates=false"]),
-        (4, ["parallel.tensor=[2,2]", "parallel.expert=2", "parallel.expert_tensor=2", "recompute=[moe]"]),
-        (4, ["parallel.expert=2", "moe.dispatch=allgather", "moe.balance_scope=global", "state.shard=parameters"]),
-        (4, ["parallel.pipeline=2", "parallel.context=2", "parallel.executor=message-driven", "recompute=[block]"]),
-        (
-            3,
-            [
-                "parallel.pipeline=3",
-                "parallel.schedule=1f1b",
-                "parallel.layers_per_stage=[1,1,1]",
-                "recompute=[mlp,moe]",
-            ],
-        ),
-    ],
+    in_turns(
+        [
+            (
+                2,
+                [
+                    "parallel.tensor=2",
+                    "parallel.expert_tensor=2",
+                    "parallel.sequence=false",
+                    "moe.drop_duplicates=false",
+                ],
+            ),
+            (4, ["parallel.tensor=[2,2]", "parallel.expert=2", "parallel.expert_tensor=2", "recompute=[moe]"]),
+            (4, ["parallel.expert=2", "moe.dispatch=allgather", "moe.balance_scope=global", "state.shard=parameters"]),
+            (4, ["parallel.pipeline=2", "parallel.context=2", "parallel.executor=message-driven", "recompute=[block]"]),
+            (
+                3,
+                [
+                    "parallel.pipeline=3",
+                    "parallel.schedule=1f1b",
+                    "parallel.layers_per_stage=[1,1,1]",
+                    "recompute=[mlp,moe]",
+                ],
+            ),
+        ],
+        3,
+        always=1,
+    ),
 )
 def test_layouts(ranks: int, overrides: list[str]) -> None:
     """The comparison includes biases, whose steps do not depend on rounding."""

@@ -122,7 +122,7 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("layout", in_turns(LAYOUTS, 3, always=2), ids=str)
+@pytest.mark.parametrize("layout", in_turns(LAYOUTS, 3, always=1), ids=str)
 def test_the_node_of_one_rank_is_at_fault(small_run: dict[str, Any], layout: dict[str, Any]) -> None:
     layout = layout | {"train": small_run["train"] | layout.get("train", {})}
     trial = Trial(small_run, **layout)

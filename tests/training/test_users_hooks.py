@@ -284,7 +284,7 @@ def steps_of(config: dict[str, Any]) -> list[int]:
     return [read_description(path).step for path in list_checkpoints(Path(config["train"]["output"]))]
 
 
-@pytest.mark.parametrize("ranks", in_turns([2, 1], always=1))
+@pytest.mark.parametrize("ranks", in_turns([2, 1], 3))
 def test_a_hook_ends_the_run_early_and_keeps_a_number_over_a_resume(
     small_run: dict[str, Any], hooks: str, ranks: int, tmp_path: Path
 ) -> None:

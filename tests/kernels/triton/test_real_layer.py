@@ -56,6 +56,7 @@ def choices(device: torch.device) -> Tensor:
     return place.masked_fill(place >= len(HERE), -1).to(device)
 
 
+@pytest.mark.in_turn(1, 3)
 def test_equals_the_definition(device: torch.device, random: Random, close: Close) -> None:
     x, weights, gate_up, down = inputs_of(random)
     place = choices(device)

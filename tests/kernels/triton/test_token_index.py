@@ -42,6 +42,7 @@ def check(indices_TK: Tensor, experts: int, row_tile: int) -> None:
     assert routes.token_P()[: len(order)].equal((order // indices_TK.shape[1]).int())
 
 
+@pytest.mark.in_turn(1, 3)
 @settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture],
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking would take minutes in the interpreter
