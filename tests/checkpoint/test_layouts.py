@@ -46,7 +46,15 @@ LENGTH = 5  # layouts of a chain
 FIRST_STEPS = 2  # steps of the first layout; every other layout trains one less
 STEPS = FIRST_STEPS + LENGTH + 1  # the most steps of a chain
 # Overrides without influence on checkpoints, which only cost time; or overrides that must be equal in a whole chain.
-BESIDE_THE_POINT = ("recompute", "state.all_reduce_tiles", "state.tile", "optimizer.", "lr_schedule.", "train.freeze")
+BESIDE_THE_POINT = (
+    "recompute",
+    "state.all_reduce_tiles",
+    "state.tile",
+    "optimizer.",
+    "lr_schedule.",
+    "train.freeze",
+    "train.loss",
+)
 MIXED = (3, 7, 11)  # chains in which some layouts compute in bf16
 RTOL = {False: 2e-5, True: 5e-2}  # relative tolerance of losses and norms, by whether the chain is mixed
 WORLDS = {  # layouts of world sizes that are not drawn
