@@ -80,6 +80,8 @@ def drawn(seed: int) -> list[Plan]:
     return plans(config, machine, ranks, changes, draw.choice([1.0, 1.5]), 1)
 
 
+# A search that ends without a layout may examine all of them: minutes, and several times as long on a busy machine.
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", in_turns(range(24)))
 def test_what_is_planned_passes_the_checks_of_a_run(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     for plan in drawn(seed):
@@ -138,6 +140,7 @@ def any_run(seed: int) -> list[Plan]:
     return plans(config, machine, ranks, [f"memory=x{room}"], draw.choice([1.0, 1.5]), 2)
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", in_turns(range(100), always=1))
 def test_a_plan_is_the_run_that_it_resolves_to(monkeypatch: pytest.MonkeyPatch, part: int) -> None:
     """A thousand runs resolve as planned, keep all settings of the plan, and take the bytes of the run's account.
