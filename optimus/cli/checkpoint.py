@@ -149,20 +149,21 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint in Hugging Face format."""
-    from optimus.api import export as run
-    from optimus.api import export_adapter
-
     if base is not None and not adapter:
         raise UserError("--base applies to --adapter only: add --adapter, or leave --base out")
     if adapter:
         if dtype != "float32":
             raise UserError("--dtype: an adapter has the type of its factors: leave --dtype out")
+        from optimus.api import export_adapter
+
         show(
             export_adapter(checkpoint, output, base, plugins=plugins or ()),
             as_json,
             f"{output}: load it with peft.PeftModel.from_pretrained(model, {str(output)!r})",
         )
         return
+    from optimus.api import export as run
+
     show(
         run(checkpoint, output, dtype=dtype, plugins=plugins or ()),
         as_json,

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import optimus
 from helpers.families import SIZES, needed
 from helpers.sweep import in_turns
 from optimus import api
+from optimus.cli import app
 from optimus.model.families import families
 
 transformers = pytest.importorskip("transformers")
@@ -123,6 +125,19 @@ def test_parameters_around_adapted_matrices_are_refused(prepared: Path, tmp_path
         optimus.UserError, match=r"trains parameters of model.layers.0.self_attn itself, .*train.freeze"
     ):
         api.export_adapter(tmp_path / "run", tmp_path / "adapter", "a-base")
+
+
+def test_the_command(prepared: Path, tmp_path: Path) -> None:
+    optimus.train(run_of("llama", prepared, tmp_path / "run", train=factors("llama")))
+    words = ["export", str(tmp_path / "run"), "--output", str(tmp_path / "adapter")]
+    for more, message in (
+        (["--base", "x"], "--base applies to --adapter only"),
+        (["--adapter", "--base", "x", "--dtype", "bfloat16"], "--dtype: an adapter has the type of its factors"),
+    ):
+        with pytest.raises(optimus.UserError, match=message):
+            CliRunner().invoke(app, [*words, *more], catch_exceptions=False)
+    made = CliRunner().invoke(app, [*words, "--adapter", "--base", "x", "--json"], catch_exceptions=False)
+    assert json.loads(made.output)["base"] == "x"
 
 
 def test_the_base_is_named(prepared: Path, tmp_path: Path) -> None:
