@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from optimus.config import ModelConfig
-from optimus.config.load import model_config_from
+from optimus.config import Architecture
+from optimus.config.load import architecture_from
 from optimus.config.renamed import with_new_names
 from optimus.disk import parse_json, plain_name, user_path
 from optimus.errors import UserError
@@ -53,7 +53,7 @@ def damaged(folder: Path, reason: str) -> DamagedError:
 class Description:
     """The description of a checkpoint. Runs can resume `full` checkpoints; other checkpoints have only weights."""
 
-    model: ModelConfig
+    model: Architecture
     context: int  # length of the longest sequences in training so far, in this run or an earlier one
     step: int
     full: bool
@@ -217,7 +217,7 @@ def read_description(path: Path) -> Description:
         if wrong := [key for key, kinds in _KINDS.items() if key in raw and type(raw[key]) not in kinds]:
             raise TypeError(f"{wrong[0]} is {raw[wrong[0]]!r}")
         try:
-            model = model_config_from(with_new_names({"model": raw.pop("model")})["model"], f"{file}: model")
+            model = architecture_from(with_new_names({"model": raw.pop("model")})["model"], f"{file}: model")
         except UserError as error:
             raise naming_missing_plugins(error, [each["name"] for each in raw.get("plugins", ())]) from None
         return Description(model=model, tokenizer=tokenizer, **raw)

@@ -17,9 +17,10 @@ from optimus.checkpoint.masks import follow_drawn, follow_masks, share_of
 from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.saving import write_alone
 from optimus.checkpoint.slices import full_slices
-from optimus.config import ModelConfig
+from optimus.config import Architecture
 from optimus.errors import UserError
-from optimus.model import Transformer
+from optimus.model import CausalModel
+from optimus.model.build import causal_model
 from optimus.model.parameters import named_tensors
 from optimus.optim.rule import Rule
 from optimus.plugins import Plugin, load_plugins
@@ -27,7 +28,7 @@ from optimus.state.model_state import ModelState
 
 
 def save_model(
-    model: Transformer,
+    model: CausalModel,
     folder: Path,
     *,
     context: int,
@@ -60,7 +61,7 @@ def save_model(
 
 
 def write_model(
-    model: Transformer, folder: Path, description: Description, masks: Mapping[str, Tensor] | None = None
+    model: CausalModel, folder: Path, description: Description, masks: Mapping[str, Tensor] | None = None
 ) -> None:
     """Writes the parameters and buffers of `model` unchanged, with a description and `masks`. Raises like
     `save_model`."""
@@ -74,7 +75,7 @@ def load_state(
     state: ModelState,
     path: Path,
     *,
-    model: ModelConfig,
+    model: Architecture,
     run: dict[str, Any] | None = None,
     full: bool = True,
     send: Send = "broadcast",
@@ -123,7 +124,7 @@ def load_model(
     device: str | torch.device = "cpu",
     *,
     plugins: Sequence[str] = (),
-) -> Transformer:
+) -> CausalModel:
     """Loads the model of a checkpoint, or of a run's newest checkpoint, in evaluation mode and without gradients.
 
     The model maps `tokens_BS` to `logits_BSV`. `plugins` names the plugins that the model needs. Raises `UserError` if
@@ -136,7 +137,7 @@ def load_model(
     load_plugins(plugins)
     reader = Reader.open(local_checkpoint(checkpoint))
     reader.check_size()
-    model = Transformer(reader.description.model).float()
+    model = causal_model(reader.description.model).float()
     reader.fill(full_slices(named_tensors(model)))
     return model.to(device=device, dtype=dtype).eval().requires_grad_(False)
 
@@ -167,7 +168,7 @@ def _check_update_state(reader: Reader, rules: Mapping[str, Rule]) -> None:
         )
 
 
-def check_same_model(saved: ModelConfig, current: ModelConfig, path: Path) -> None:
+def check_same_model(saved: Architecture, current: Architecture, path: Path) -> None:
     """Raises `UserError`, which names the differences, if the model `saved` in `path` has another architecture than
     `current`."""
     unasked = {"init_std", *(saved.derived & current.derived)}

@@ -11,13 +11,14 @@ from optimus.lazy import lazy_exports
 if TYPE_CHECKING:
     from optimus.config.load import dump_config, load_config, preset_names, resolve_model
     from optimus.config.tree import RunConfig
-    from optimus.model.architecture import ModelConfig
+    from optimus.model.architecture import Architecture, ModelConfig
 
-__all__ = ["ModelConfig", "RunConfig", "dump_config", "load_config", "preset_names", "resolve_model"]
+__all__ = ["Architecture", "ModelConfig", "RunConfig", "dump_config", "load_config", "preset_names", "resolve_model"]
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
+        "Architecture": "optimus.model.architecture",
         "ModelConfig": "optimus.model.architecture",
         "RunConfig": "optimus.config.tree",
         **dict.fromkeys(("dump_config", "load_config", "preset_names", "resolve_model"), "optimus.config.load"),

@@ -28,6 +28,7 @@ def _check_sections(config: RunConfig) -> None:
     if not config.model.router_bias and config.moe.non_default("bias_rate"):
         raise ValueError("moe.bias_rate: the routers of the model have no bias: remove it")
     for check in (
+        _check_limits,
         _check_teacher,
         _check_loss,
         _check_schedule,
@@ -50,6 +51,29 @@ def _check_multiple(name: str, size: int, axis: str, parts: int, cure: str | Non
     if size % parts:
         cure = f": set {axis} to a divisor of {size}" if cure is None else cure
         raise ValueError(f"{name} {size} is not a multiple of {axis} {parts}{cure}")
+
+
+def _check_limits(config: RunConfig) -> None:
+    """Raises `ValueError` for an option that the model cannot have."""
+    limits = config.model.limits
+    parallel, documents = config.parallel, config.data.documents
+    outputs, inputs = parallel.grid
+    used = {
+        "sequence": ("parallel.sequence", parallel.sequence),
+        "inputs": ("parallel.tensor", inputs > 1),
+        "tensor": ("parallel.tensor", outputs * inputs > 1),
+        "pipeline": ("parallel.pipeline", parallel.pipeline > 1),
+        "context": ("parallel.context", parallel.context > 1),
+        "vocabulary": ("parallel.vocabulary", parallel.vocabulary),
+        "documents": ("data.documents", documents == "mask"),
+        "modules": ("recompute", not {"block", "auto"}.issuperset(config.recompute)),
+        "segments": ("recompute_every", config.recompute_every > 1),
+        "factors": ("train.lora_rank", config.train.lora_rank is not None),
+    }
+    for option, reason in limits.items():
+        key, is_used = used.get(option, ("model.transformers", option == "model"))
+        if is_used:
+            raise ValueError(f"{key}: {reason}")
 
 
 def _check_teacher(config: RunConfig) -> None:
@@ -216,14 +240,8 @@ def _check_shapes(config: RunConfig) -> None:
     sequences are longer than the learned positions."""
     model, parallel = config.model, config.parallel
     outputs, inputs = parallel.grid
-    for name, size, parts, axis in (
-        ("model.heads", model.heads, outputs, "parallel.tensor"),
-        ("model.kv_heads", model.kv_heads, outputs, "parallel.tensor"),
-        ("model.hidden", model.hidden, inputs, "the inputs of parallel.tensor"),
-        ("model.intermediate", model.intermediate if model.has_dense_layers else 0, outputs, "parallel.tensor"),
-        ("the width of model.shared_experts", model.shared_intermediate, outputs, "parallel.tensor"),
-    ):
-        _check_multiple(name, size, axis, parts)
+    for name, size, side in model.sharded_sizes():
+        _check_multiple(name, size, ("parallel.tensor", "the inputs of parallel.tensor")[side], (outputs, inputs)[side])
     divided = parallel.vocabulary and parallel.pipeline > 1
     parts, by = outputs * (parallel.pipeline if divided else 1), "parallel.tensor" + " x pipeline" * divided
     if model.vocab < parts:

@@ -8,7 +8,7 @@ reports sections that contradict each other.
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -23,10 +23,19 @@ from optimus.config.tree import RunConfig
 from optimus.config.yaml_text import Dumper, Loader, parse_yaml
 from optimus.disk import user_path
 from optimus.errors import UserError, nearest
-from optimus.model.architecture import ModelConfig
+from optimus.model.architecture import Architecture, ModelConfig
 from optimus.plugins import load_plugins, naming_missing_plugins
 
-ModelFolderReader = Callable[[Path], dict[str, Any]]
+
+class ModelFolderReader(typing.Protocol):
+    """Reads the configuration sections for a model folder of `transformers`.
+
+    With `own_modules`, the model runs with its own modules, and `path` may also be a config.json or the name of a preset.
+    """
+
+    def __call__(self, path: Path, *, own_modules: bool = False) -> dict[str, Any]: ...
+
+
 SomeSection = typing.TypeVar("SomeSection", bound=BaseModel)
 
 
@@ -235,9 +244,13 @@ def _override(raw: dict[str, Any], text: str, read_model_folder: ModelFolderRead
 def _opened(raw: dict[str, Any], read_model_folder: ModelFolderReader | None) -> dict[str, Any]:
     """Returns `raw` merged with the sections of the preset or folder that its `model` names; the sections of `raw` take
     precedence."""
-    if not isinstance(raw.get("model"), str):
-        return raw
-    return _merge(resolve_model(raw["model"], read_model_folder), {k: v for k, v in raw.items() if k != "model"})
+    model = raw.get("model")
+    rest = {key: value for key, value in raw.items() if key != "model"}
+    if isinstance(model, str):
+        return _merge(resolve_model(model, read_model_folder), rest)
+    if isinstance(model, Mapping) and isinstance(model.get("transformers"), str) and read_model_folder is not None:
+        return _merge(read_model_folder(Path(model["transformers"]), own_modules=True), rest)
+    return raw
 
 
 def _merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
@@ -329,6 +342,17 @@ def _fields_of(annotation: Any) -> Iterable[str]:
         return [name for each in typing.get_args(annotation) for name in _fields_of(each)]
     known = isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias)
     return annotation.model_fields if known and issubclass(annotation, BaseModel) else ()
+
+
+def architecture_from(mapping: Mapping[str, Any], where: str) -> Architecture:
+    """Validates the section `model` of a configuration, read at `where`. Raises `UserError` for wrong keys."""
+    try:
+        return _ARCHITECTURES.validate_python(dict(mapping))
+    except ValidationError as error:
+        raise UserError(f"{where}: " + "; ".join(_explain(error, ModelConfig, {}))) from None
+
+
+_ARCHITECTURES: TypeAdapter[Architecture] = TypeAdapter(Architecture)
 
 
 def model_config_from(mapping: Mapping[str, Any], where: str, names: Mapping[str, str] = {}) -> ModelConfig:

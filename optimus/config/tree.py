@@ -16,7 +16,7 @@ from optimus.config.parallel import ParallelConfig
 from optimus.config.pruning import PruningConfig
 from optimus.config.sizes import parse_size
 from optimus.errors import nearest
-from optimus.model.architecture import ModelConfig
+from optimus.model.architecture import Architecture
 from optimus.optim.losses import LOSSES
 from optimus.optim.rules import RULES
 from optimus.optim.schedule import SCHEDULES
@@ -619,7 +619,7 @@ def _placed(node: Any, path: Sequence[str], value: Any) -> Any:
 class RunConfig(Section):
     """The whole configuration of a run. `load_config` checks the sections against each other."""
 
-    model: ModelConfig = Field(description="A preset, a Hugging Face folder, or the mapping below.")
+    model: Architecture = Field(description="A preset, a Hugging Face folder, or the mapping below.")
     data: DataConfig = Field(description="Default: the data of the first phase.")
     train: TrainConfig
     phases: list[PhaseConfig] = Field([])
@@ -711,6 +711,8 @@ class RunConfig(Section):
             self.train = train.model_copy(update={"steps": steps})
         elif not train.non_default("steps", "tokens", "epochs"):
             raise ValueError(f"train: {_length('it is missing: give one of them')}")
+        if self.parallel.sequence is None and "sequence" in self.model.limits:
+            self.parallel = self.parallel.model_copy(update={"sequence": False})
         names = [each.name for each in self.validation]
         if twice := [name for name in names if names.count(name) > 1]:
             which = "have no name" if twice[0] is None else f"are named {twice[0]}"

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from optimus.config import ModelConfig
+from optimus.config import Architecture
 
 TOKENS_PER_BATCH = 8192
 _LOGITS_AT_ONCE = 1 << 24  # elements: 64 MB in fp32, while all logits of a batch can need gigabytes
@@ -26,7 +26,7 @@ class Scored(Protocol):
     training: bool
 
     @property
-    def config(self) -> ModelConfig: ...
+    def config(self) -> Architecture: ...
     @property
     def head(self) -> Callable[[Tensor], Tensor]:
         """Output layer, from unsharded hidden states [N, H] to unsharded logits [N, V]."""

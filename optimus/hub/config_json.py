@@ -20,7 +20,7 @@ from optimus.model.families import Choice, Family, Field, Multiple, Same, famili
 FILE = "config.json"
 
 
-def read_model_folder(path: Path) -> dict[str, Any]:
+def read_architecture(path: Path) -> dict[str, Any]:
     """Returns the configuration sections for a Hugging Face folder: `model`, and `checkpoint` if the folder has weights.
 
     Raises `UserError` for a folder with pickled weights only, and for a config.json that is missing or damaged. Raises
@@ -49,7 +49,7 @@ def has_weights(path: Path) -> bool:
 
 
 def read_model(path: Path) -> ModelConfig:
-    """Reads the architecture of the folder `path`. Raises `UserError` like `read_model_folder`."""
+    """Reads the architecture of the folder `path`. Raises `UserError` like `read_architecture`."""
     file, raw = path / FILE, read_config(path)
     family = _family(raw, file)
     raw = {family.aliases.get(name, name): value for name, value in raw.items()}
@@ -148,6 +148,13 @@ def write_config(
     The file has `rope_parameters` only for families whose layers with a window have their own rotary parameters
     (`_rope_parameters`). The `model` must be exportable (`no_export`).
     """
+    write_json(folder / FILE, published_config(model, context=context, dtype=dtype, further=further))
+
+
+def published_config(
+    model: ModelConfig, *, context: int = 2048, dtype: str = "float32", further: Mapping[str, Any] = {}
+) -> dict[str, Any]:
+    """Returns the fields of `write_config`."""
     family = families()[model.family]
     raw: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
     # No padding token unless `further` has one: `transformers` gives the embedding's row of the padding token no
@@ -159,7 +166,7 @@ def write_config(
         raw |= _published(ours, theirs, model)
     raw |= {"max_position_embeddings": model.learned_positions or context, "torch_dtype": dtype}
     raw |= {copy: raw[field] for copy, field in family.copies.items()}
-    write_json(folder / FILE, {field: value for field, value in raw.items() if field != "quantization_config"})
+    return {field: value for field, value in raw.items() if field != "quantization_config"}
 
 
 def _family(raw: dict[str, Any], file: Path) -> Family:

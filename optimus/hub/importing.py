@@ -13,16 +13,19 @@ from torch import Tensor
 from optimus.checkpoint.masks import PREFIX, booleans, check_fits, share_of
 from optimus.checkpoint.slices import TensorSlice
 from optimus.checkpoint.store import check_same_model, save_model
-from optimus.config import ModelConfig
+from optimus.config import Architecture
 from optimus.disk import user_path
 from optimus.errors import UserError
 from optimus.hub.config_json import FILE, context_of, further_layers, read_config, read_model
+from optimus.hub.foreign import read_weights
 from optimus.hub.keys import Published, fused, published
 from optimus.hub.published import read_published
 from optimus.hub.tensors import MASKS, FolderTensors
-from optimus.model import Transformer
+from optimus.model import CausalModel, Transformer
+from optimus.model.build import causal_model
 from optimus.model.count import too_large
 from optimus.model.families import families
+from optimus.model.foreign.architecture import TransformersModel
 from optimus.model.parameters import named_tensors
 from optimus.plugins import load_plugins
 
@@ -88,10 +91,10 @@ class FolderReader:
     The first call of `fill` reads all weights. Raises `UserError` for masks that do not fit `model`.
     """
 
-    def __init__(self, path: Path, model: ModelConfig) -> None:
+    def __init__(self, path: Path, model: Architecture) -> None:
         self.path, self._model = path, model
         with torch.device("meta"):
-            made = Transformer(model)
+            made = causal_model(model)
         parameters = _shapes(made)
         masks = read_masks(path, parameters)
         self.shapes = {f"model.{name}": tuple(tensor.shape) for name, tensor in named_tensors(made)}
@@ -102,7 +105,7 @@ class FolderReader:
     def fill(self, slices: Iterable[TensorSlice]) -> None:
         """Fills the tensors of `slices` in place. Raises `UserError` like `load_weights`."""
         if not self._tensors:
-            model = Transformer(self._model)
+            model = causal_model(self._model)
             load_weights(model, self.path)
             self._tensors = {f"model.{name}": tensor for name, tensor in named_tensors(model)}
             self._tensors |= read_masks(self.path, _shapes(model))
@@ -134,16 +137,19 @@ def read_masks(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, T
     return masks
 
 
-def _shapes(model: Transformer) -> dict[str, tuple[int, ...]]:
+def _shapes(model: CausalModel) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-def load_weights(model: Transformer, path: Path) -> None:
+def load_weights(model: CausalModel, path: Path) -> None:
     """Fills the parameters of `model` from the safetensors of a Hugging Face folder, after checks of all tensors.
 
     The function reads experts as one tensor per expert (published) or one tensor per layer (fused). Raises `UserError`
     for another architecture, for missing, unexpected or mis-shaped tensors, and for a dtype that `model` would round.
     """
+    if isinstance(model.config, TransformersModel):
+        model.fill_from(read_weights(path, model.config))
+        return
     check_same_model(read_model(path), model.config, path / FILE)
     _fill(model, FolderTensors(path), path)
 

@@ -7,11 +7,18 @@ from optimus.lazy import lazy_exports
 if TYPE_CHECKING:
     from optimus.model.batch import Batch
     from optimus.model.cache import KVCache
-    from optimus.model.transformer import Losses, Transformer
+    from optimus.model.causal import CausalModel, Losses
+    from optimus.model.transformer import Transformer
 
-__all__ = ["Batch", "KVCache", "Losses", "Transformer"]
+__all__ = ["Batch", "CausalModel", "KVCache", "Losses", "Transformer"]
 
-_HOME = "optimus.model.transformer"
 __getattr__, __dir__ = lazy_exports(
-    __name__, {"Batch": "optimus.model.batch", "KVCache": "optimus.model.cache", "Losses": _HOME, "Transformer": _HOME}
+    __name__,
+    {
+        "Batch": "optimus.model.batch",
+        "CausalModel": "optimus.model.causal",
+        "KVCache": "optimus.model.cache",
+        "Losses": "optimus.model.causal",
+        "Transformer": "optimus.model.transformer",
+    },
 )

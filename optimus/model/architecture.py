@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from optimus.model.families import family_named
+from optimus.model.foreign.architecture import TransformersModel
+from optimus.model.parts import PartNames
 from optimus.section import Section
 
 
@@ -252,6 +254,27 @@ class ModelConfig(Section):
         return hash((self.family, self.hidden, self.layers, self.heads, self.intermediate, self.vocab, self.experts))
 
     @property
+    def parts(self) -> PartNames:
+        """The names of the model's parts."""
+        return PartNames()
+
+    @property
+    def limits(self) -> Mapping[str, str]:
+        """Options that the model cannot have, with reasons: none."""
+        return {}
+
+    def sharded_sizes(self) -> list[tuple[str, int, int]]:
+        """Returns (name, size, 0 or 1) of the sizes that tensor parallelism shards: over the ranks of outputs (0) or of
+        inputs (1)."""
+        return [
+            ("model.heads", self.heads, 0),
+            ("model.kv_heads", self.kv_heads, 0),
+            ("model.hidden", self.hidden, 1),
+            ("model.intermediate", self.intermediate if self.has_dense_layers else 0, 0),
+            ("the width of model.shared_experts", self.shared_intermediate, 0),
+        ]
+
+    @property
     def derived(self) -> frozenset[str]:
         """The fields whose values equal a default that is computed from other fields."""
         fields = type(self).model_fields
@@ -323,3 +346,17 @@ class ModelConfig(Section):
 def _alike(model: ModelConfig) -> tuple[int, ...]:
     kinds = [(model.experts_of(layer), model.window_of(layer)) for layer in range(model.layers)]
     return tuple(kinds.index(kind) for kind in kinds)
+
+
+def _kind_of(values: Any) -> str:
+    """Returns the name of the class of architecture to which `values` belong."""
+    if isinstance(values, TransformersModel) or (isinstance(values, Mapping) and "transformers" in values):
+        return "TransformersModel"
+    return "ModelConfig"
+
+
+Architecture = Annotated[
+    Annotated[ModelConfig, Tag("ModelConfig")] | Annotated[TransformersModel, Tag("TransformersModel")],
+    Discriminator(_kind_of),
+]
+"""The section `model` of a configuration: one of the library's own models, or a model of `transformers`."""

@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from optimus.model.architecture import ModelConfig
+from optimus.model.architecture import Architecture, ModelConfig
+from optimus.model.build import causal_model
+from optimus.model.foreign.architecture import TransformersModel
 from optimus.model.parameters import declarations
 from optimus.model.transformer import Transformer
 
@@ -28,12 +30,12 @@ class _Counts(NamedTuple):
     scored: Counter[int | None]  # number of columns of queries and values, summed over heads and layers, by window
 
 
-def count_parameters(config: ModelConfig) -> ParameterCount:
+def count_parameters(config: Architecture) -> ParameterCount:
     """Returns the exact numbers of parameters, including the embedding and the output layer."""
     return ParameterCount(*map(sum, zip(*_counts(config).parts.values())))
 
 
-def count_parts(config: ModelConfig) -> dict[str, ParameterCount]:
+def count_parts(config: Architecture) -> dict[str, ParameterCount]:
     """Returns the parameter counts by part: embedding, positions, blocks.0, blocks.1 ..., final_norm, head.
 
     A tied embedding counts both as embedding and as head. The result omits parts without parameters.
@@ -42,7 +44,7 @@ def count_parts(config: ModelConfig) -> dict[str, ParameterCount]:
     return parts | {"head": parts["embedding"]} if config.tie_embeddings else parts
 
 
-def too_large(config: ModelConfig, tensors: int, elements: int) -> bool:
+def too_large(config: Architecture, tensors: int, elements: int) -> bool:
     """Returns True if a model has far more layers or parameters than `tensors` tensors of `elements` elements in total.
 
     Callers check a configuration from another program before they build its model, because the building could take all
@@ -54,7 +56,7 @@ def too_large(config: ModelConfig, tensors: int, elements: int) -> bool:
         return True
 
 
-def flops_per_token(config: ModelConfig, context: int) -> float:
+def flops_per_token(config: Architecture, context: int) -> float:
     """Returns the floating point operations of forward and backward pass per token (PaLM, appendix B).
 
     Counts 6 per active weight of a matmul: 2 in the forward pass, 4 in the backward pass. The input embedding is a
@@ -66,7 +68,7 @@ def flops_per_token(config: ModelConfig, context: int) -> float:
     return 6.0 * sum(counts.multiplied.values()) + 6.0 * scores
 
 
-def forward_flops(config: ModelConfig, context: int) -> dict[str, float]:
+def forward_flops(config: Architecture, context: int) -> dict[str, float]:
     """Returns the forward floating point operations per token of a block's modules, averaged over all blocks.
 
     The keys are kinds of modules: attention, and one or both of mlp and moe. Counts only the attention scores inside
@@ -78,11 +80,40 @@ def forward_flops(config: ModelConfig, context: int) -> dict[str, float]:
     for window, columns in counts.scored.items():
         seen = min(window or context, context)
         scores += columns * (2 * seen - seen * seen / context)  # 2 FLOPs x the mean number of attended positions
-    return found | {"attention": found["attention"] + scores / config.layers}
+    scoring = "attention" if "attention" in found else "block"
+    return found | {scoring: found[scoring] + scores / config.layers}
 
 
 @lru_cache(maxsize=256)
-def _counts(config: ModelConfig) -> _Counts:
+def _counts(config: Architecture) -> _Counts:
+    return _own_counts(config) if isinstance(config, ModelConfig) else _foreign_counts(config)
+
+
+def _foreign_counts(config: TransformersModel) -> _Counts:
+    names, router, scored = config.parts, config.facts.router, Counter[int | None]()
+    with torch.device("meta"):
+        model = causal_model(config)
+    total, active, multiplied = Counter[str](), Counter[str](), Counter[str]()
+    for name, declared in declarations(model):
+        parameter, block = model.get_parameter(name), names.block_of(name)
+        chosen = parameter.numel()
+        if declared.role == "expert" and router is not None:
+            chosen = chosen // router.experts * router.top_k
+        outside = "embedding" if names.in_embedding(name) else "head" if names.in_head(name) else "final_norm"
+        part = f"blocks.{block}" if block is not None else "positions" if declared.role == "embedding" else outside
+        part = "embedding" if names.in_embedding(name) else part
+        total[part] += parameter.numel()
+        active[part] += chosen
+        if declared.role in ("matrix", "router", "expert"):
+            multiplied["block"] += chosen
+    multiplied["head"] = total["embedding" if config.tie_embeddings else "head"]
+    for kind in config.alike:
+        for window, columns in config.facts.scored[kind]:
+            scored[window] += columns
+    return _Counts({part: ParameterCount(total[part], active[part]) for part in total}, multiplied, scored)
+
+
+def _own_counts(config: ModelConfig) -> _Counts:
     alike = config.alike
     kinds = sorted(set(alike))
     with torch.device("meta"):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from optimus.model.parameters import Initial, declarations
+from optimus.model.parameters import Initial, Normal, Uniform, Values, declarations
 
 _TILE = 1 << 20  # elements at a time, so that the int64 temporaries stay small
 _GOLDEN, _MIX1, _MIX2 = -7046029254386353131, -4658895280553007687, -7723592293110705685  # SplitMix64, as int64
@@ -42,22 +42,43 @@ def initialize_parameter(
 
     `positions` maps elements of the shard to elements of the global row-major tensor.
     """
-    if initial != "normal":
+    if isinstance(initial, float | int):
         parameter.fill_(initial)
         return
     flat, key = parameter.view(-1), _key(seed, name)
     for tile in range(0, flat.numel(), _TILE):
         end = min(tile + _TILE, flat.numel())
-        index = torch.arange(start + tile, start + end, device=flat.device)
-        flat[tile:end] = cut_normal(positions(index), key).mul_(std)
+        index = positions(torch.arange(start + tile, start + end, device=flat.device))
+        if isinstance(initial, Values):
+            flat[tile:end] = initial.tensor.flatten().to(flat)[index]
+        elif initial == "normal":
+            flat[tile:end] = cut_normal(index, key).mul_(std)
+        else:
+            flat[tile:end] = _drawn(index, key, initial)
 
 
 def cut_normal(index: Tensor, key: int) -> Tensor:
     """Returns fp32 normal numbers, truncated at three standard deviations: elements `index` (int64) of the random sequence
     of `key`."""
-    uniform = (_hash(index, key) >> 11 & ((1 << 53) - 1)).double().add_(0.5).mul_(2.0**-53)
     edge = math.erf(_CUT / math.sqrt(2))
-    return torch.erfinv(uniform.mul_(2 * edge).sub_(edge)).mul_(math.sqrt(2)).float()
+    return torch.erfinv(_uniform(index, key).mul_(2 * edge).sub_(edge)).mul_(math.sqrt(2)).float()
+
+
+def _drawn(index: Tensor, key: int, initial: Normal | Uniform) -> Tensor:
+    """Returns fp32 numbers of a distribution: elements `index` (int64) of the random sequence of `key`."""
+    uniform = _uniform(index, key)
+    if isinstance(initial, Uniform):
+        return uniform.mul_(initial.high - initial.low).add_(initial.low).float()
+    mean, std, *bounds = initial
+    low, high = (
+        math.erf((bound - mean) / (std * math.sqrt(2))) if std else math.copysign(1, bound) for bound in bounds
+    )
+    return torch.erfinv(uniform.mul_(high - low).add_(low)).mul_(std * math.sqrt(2)).add_(mean).float()
+
+
+def _uniform(index: Tensor, key: int) -> Tensor:
+    """Returns fp64 numbers, uniform between 0 and 1: elements `index` (int64) of the random sequence of `key`."""
+    return (_hash(index, key) >> 11 & ((1 << 53) - 1)).double().add_(0.5).mul_(2.0**-53)
 
 
 def _key(seed: int, name: str) -> int:

@@ -8,6 +8,7 @@ A logical dim names what a tensor's dim indexes. The table in `parallel.layouts`
     self.weight = declare(self, "weight", Size("ffn", 4 * hidden), Size("residual", hidden))
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -33,7 +34,32 @@ Dim = Literal[
     "rank",  # inner dim of the product of two low-rank factors
 ]
 Role = Literal["matrix", "vector", "embedding", "head", "router", "expert", "factor"]  # selects the optimizer's rule
-Initial = float | Literal["normal"]  # a constant, or a normal distribution truncated at three deviations (`model.init`)
+
+
+class Normal(NamedTuple):
+    """Initial values from a normal distribution, limited to numbers from `low` to `high`."""
+
+    mean: float
+    std: float
+    low: float = -math.inf
+    high: float = math.inf
+
+
+class Uniform(NamedTuple):
+    """Initial values from a uniform distribution over numbers from `low` to `high`."""
+
+    low: float
+    high: float
+
+
+class Values(NamedTuple):
+    """Initial values that the model computes itself, for a whole parameter."""
+
+    tensor: torch.Tensor
+
+
+# "normal" stands for a normal distribution with the configuration's standard deviation, truncated at three deviations.
+Initial = float | Literal["normal"] | Normal | Uniform | Values
 Input = Literal["residual", "tokens", "inner"]
 
 
@@ -96,8 +122,17 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
     The optimizer does not update buffers. Every rank that has a module has the module's whole buffers.
     """
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    for name, tensor in (*model.named_parameters(), *stored_buffers(model)):
         yield name, tensor.detach()
+
+
+def stored_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (name, buffer) of all buffers that checkpoints store. The model computes its other buffers itself."""
+    owned = dict(model.named_modules())
+    for name, buffer in model.named_buffers():
+        owner, _, leaf = name.rpartition(".")
+        if leaf not in owned[owner]._non_persistent_buffers_set:
+            yield name, buffer
 
 
 def declaration(module: nn.Module, name: str) -> Declaration:

@@ -4,21 +4,21 @@ Legend: B batch, S sequence, H hidden, V vocabulary, T = B * S tokens, N selecte
 """
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optimus.errors import UserError
-from optimus.kernels.linear_cross_entropy import soft_capped
-from optimus.kernels.linear_divergence import SoftTargets, linear_divergence
 from optimus.model.architecture import ModelConfig
 from optimus.model.attention import Attention, AttentionPositions
 from optimus.model.batch import Batch, moved
 from optimus.model.cache import KVCache, LayerCache
+from optimus.model.causal import BlockRow, CausalModel
 from optimus.model.dense import DenseMlp
+from optimus.model.head import OutputHead
 from optimus.model.latent import LatentAttention
 from optimus.model.moe.layer import MoeLayer
 from optimus.model.moe.statistics import RouterStats
@@ -28,26 +28,6 @@ from optimus.model.positions import LearnedPositions, tables
 from optimus.model.sequence import SequenceSplit
 from optimus.model.units import Unit
 from optimus.model.vocabulary import Vocabulary
-from optimus.step_context import StepContext
-
-
-class Losses(NamedTuple):
-    """The losses of a microbatch as scalars, and the router's statistics. The router's losses are zero for a dense
-    model."""
-
-    cross_entropy: Tensor  # in nats, or another loss of tokens; summed over predicted tokens and divided by `count`
-    router: RouterStats | None
-    divergence: Tensor | None = None  # divergence from a teacher, summed and divided like `cross_entropy`
-
-    @property
-    def balance(self) -> Tensor:
-        """The router's balance loss over the tokens of this microbatch."""
-        return torch.zeros_like(self.cross_entropy) if self.router is None else self.router.balance_loss()
-
-    @property
-    def z(self) -> Tensor:
-        """The router's z-loss over the tokens of this microbatch."""
-        return torch.zeros_like(self.cross_entropy) if self.router is None else self.router.z_loss()
 
 
 class Block(nn.Module):
@@ -139,12 +119,8 @@ class Embedding(nn.Module):
         return self.vocabulary.embed(tokens_T, self.weight)
 
 
-class Head(nn.Module):
-    """The output layer. Computes logits, or the loss against targets, which needs memory for only one block of logits
-    at a time.
-
-    `weight` is a parameter of the output layer, or the embedding's weight `tied`.
-    """
+class Head(OutputHead, nn.Module):
+    """The output layer. `weight` is a parameter of the output layer, or the embedding's weight `tied`."""
 
     replaceable = ("vocabulary",)
 
@@ -161,40 +137,37 @@ class Head(nn.Module):
         self.cap = cap
         self.vocabulary: Vocabulary = Vocabulary()
 
-    def forward(
+
+class TransformerStage:
+    """A pipeline stage of a `Transformer`, which is a `ModelStage`."""
+
+    def __init__(self, model: "Transformer", row: Blocks, *, first: bool, last: bool) -> None:
+        self.row, self._model, self._first, self._last = row, model, first, last
+
+    def __call__(
         self,
-        x: Tensor,
-        target_T: Tensor | None = None,
-        count: float = 1.0,
-        part: bool = False,
-        rows_T: Tensor | None = None,
-        soft: SoftTargets | None = None,
-    ) -> Tensor:
-        """Maps x [..., H] to logits [..., V].
-
-        With `target_T`, maps x [T, H] to the summed loss divided by `count`, a scalar in at least fp32; see
-        `Vocabulary.loss`. `rows_T`, if given, gets the loss of each row. With `soft`, the result is [2]: the loss and
-        the divergence from the soft targets; then the vocabulary must not be sharded. With `part`, x is the residual
-        stream as the blocks shard it, and the logits cover this rank's vocabulary entries.
-        """
-        if target_T is not None:
-            loss = self.vocabulary.loss(x, self.weight, target_T, count, self.cap, rows_T)
-            if soft is None:
-                return loss
-            return torch.stack([loss, linear_divergence(x, self.weight, soft, target_T, count, self.cap)])
-        logits = self.vocabulary.part_logits if part else self.vocabulary.logits
-        return soft_capped(logits(x, self.weight), self.cap)
+        batch: Batch,
+        positions_S: Tensor,
+        positions: AttentionPositions,
+        x_TH: Tensor | None,
+        stats: RouterStats | None,
+    ) -> tuple[Tensor, RouterStats | None]:
+        model = self._model
+        if x_TH is None:
+            x_TH = model.embed(batch.tokens_BS[:, positions_S].flatten())
+        if self._first:
+            x_TH = model.placed(x_TH, positions)
+        x_TH, stats = self.row(x_TH, positions, None, stats)
+        return model.normalise(x_TH) if self._last else x_TH, stats
 
 
-class Transformer(nn.Module):
+class Transformer(CausalModel):
     """A causal language model. Maps `tokens_BS` (int64) to `logits_BSV`.
 
     The constructor creates uninitialised parameters on the default device; `model.init.initialize` or a checkpoint fills
     them. The code is written for one device, and `parallelize` shards the model. `layers` lists the layers whose blocks the
     model has, by default all.
     """
-
-    replaceable = "sequence", "step"
 
     def __init__(
         self,
@@ -205,8 +178,6 @@ class Transformer(nn.Module):
         super().__init__()
         numbers = range(config.layers) if layers is None else layers
         self.config = config
-        self.step = StepContext()
-        self.sequence: SequenceSplit = SequenceSplit()
         self.embedding = Embedding(config.vocab, config.hidden)
         learned = config.learned_positions
         self.positions = LearnedPositions(learned, config.position_offset, config.hidden) if learned else None
@@ -242,6 +213,28 @@ class Transformer(nn.Module):
             cache.end()
         return self.head.vocabulary.join(x_TH).unflatten(0, (rows, -1))[:, :length].reshape(*shape, -1)
 
+    def rows(self) -> list[BlockRow]:
+        return [self.blocks]
+
+    def stage(self, blocks: range, *, first: bool, last: bool) -> TransformerStage:
+        return TransformerStage(self, Blocks(self.blocks[i] for i in blocks), first=first, last=last)
+
+    def all_blocks(self) -> TransformerStage:
+        return TransformerStage(self, self.blocks, first=True, last=True)
+
+    def keep(self, blocks: Collection[int], *, first: bool, last: bool, embedding: bool, head: bool) -> None:
+        for i in range(len(self.blocks)):
+            if i not in blocks:
+                self.blocks[i] = nn.Module()
+        if not first:
+            del self.positions, self.add_positions
+        if not embedding:
+            del self.embedding, self.embed
+        if not last:
+            del self.final_norm, self.normalise
+        if not head:
+            del self.head, self.predict
+
     def embedded(self, tokens_T: Tensor, positions: AttentionPositions) -> Tensor:
         """Returns the residual stream [T, H] that enters the first block for these tokens."""
         return self.placed(self.embed(tokens_T), positions)
@@ -259,51 +252,6 @@ class Transformer(nn.Module):
             raise UserError(
                 f"a sequence has {length} tokens, but the model has only {limit} learned positions: shorten the sequence"
             )
-
-    def at_tokens(self, tokens_BS: Tensor, at_N: Tensor, find: Callable[[Tensor], Tensor]) -> Tensor:
-        """Applies `find` to the hidden states [N, H] at the tokens `at_N`, and returns the result.
-
-        `at_N` are indices into the flattened tokens [B * S]. This method is only for evaluation.
-        """
-        return find(self.hidden_states(tokens_BS).flatten(0, 1)[at_N])
-
-    def losses(self, inputs: Tensor | Batch, count: float | None = None) -> Losses:
-        """Computes the loss of predicting each target token from the tokens before the target, and the router's
-        statistics.
-
-        Divides the sum of the losses by `count`. With the default `count`, the mean over the devices that share the
-        sequences is the mean over the predicted tokens, or 0 if no token is predicted.
-        """
-        batch = Batch.wrap(inputs)
-        positions_S, positions = self.local_positions(batch)
-        x_TH, stats = self.blocks(self.embedded(batch.tokens_BS[:, positions_S].flatten(), positions), positions)
-        return self.losses_of(x_TH, stats, batch, positions_S, count)
-
-    def losses_of(
-        self,
-        x_TH: Tensor,
-        stats: RouterStats | None,
-        batch: Batch,
-        positions_S: Tensor,
-        count: float | None = None,
-        rows_T: Tensor | None = None,
-        soft: SoftTargets | None = None,
-    ) -> Losses:
-        """Computes `losses` from the output of the blocks at `positions_S`. See `Head` for `rows_T` and `soft`."""
-        count = max(1, batch.predicted()) / self.sequence.parts if count is None else count
-        x_TH = self.normalise(x_TH)
-        found = self.predict(x_TH, self.targets(batch, positions_S), count, False, rows_T, soft)
-        return Losses(found, stats) if soft is None else Losses(found[0], stats, found[1])
-
-    def outputs(self, batch: Batch) -> Tensor:
-        """Returns the output of the final norm [B, S, H], with attention within each document. Needs an unsharded model."""
-        _, positions = self.local_positions(batch)
-        x_TH, _ = self.blocks(self.embedded(batch.tokens_BS.flatten(), positions), positions)
-        return cast(Tensor, self.normalise(x_TH).unflatten(0, batch.tokens_BS.shape))
-
-    def targets(self, batch: Batch, positions_S: Tensor) -> Tensor:
-        """Returns the target tokens [T] at `positions_S` of all sequences; -1 where no token is predicted."""
-        return batch.target_BS[:, positions_S].flatten()
 
     def local_positions(self, batch: Batch) -> tuple[Tensor, AttentionPositions]:
         """Returns (this device's positions [S] in every sequence, the `AttentionPositions` of the batch's tokens)."""

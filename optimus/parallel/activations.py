@@ -15,7 +15,7 @@ from itertools import groupby
 from math import inf
 from typing import NamedTuple
 
-from optimus.config import ModelConfig
+from optimus.config import Architecture
 from optimus.mesh import Mesh
 from optimus.parallel.module_bytes import ModuleBytes, ModulePosition, ModuleSetting, block_bytes, end_bytes
 from optimus.parallel.options import StageOptions
@@ -53,7 +53,7 @@ class _Part(NamedTuple):
 
 
 def activation_bytes(
-    config: ModelConfig,
+    config: Architecture,
     chosen: Recomputation,
     *,
     micro_batch: int,
@@ -65,7 +65,7 @@ def activation_bytes(
     load: float = 1.0,
     first: bool = True,
     last: bool = True,
-    teachers: tuple[ModelConfig, ...] = (),
+    teachers: tuple[Architecture, ...] = (),
     splits: bool = False,
 ) -> Activations:
     """Returns the activation bytes of one microbatch of `micro_batch` sequences of `context` tokens.

@@ -63,7 +63,7 @@ def parameter_layouts(
     found: dict[str, Layout] = {}
     for name, declared in declarations(model):
         layout = _layout(declared, tuple(model.get_parameter(name).shape), differs[declared.applied_to])
-        if tied_embeddings and not found:  # the first parameter is the embedding
+        if tied_embeddings and declared.role == "embedding" and "vocab" in declared.dims:
             layout = replace(layout, replicated_axes=(*layout.replicated_axes, "embedding"))
         if "vocab" in declared.dims and vocabulary:
             layout = replace(layout, sharded_dims=((declared.dims.index("vocab"), "pp"), *layout.sharded_dims))

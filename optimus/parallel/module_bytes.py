@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from optimus.config import ModelConfig
+from optimus.config import Architecture
 from optimus.kernels.expert_mlp import PADDING
 from optimus.kernels.gradient_buffer import TensorBuffer
 from optimus.kernels.linear_cross_entropy import block_rows
@@ -46,26 +46,26 @@ _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 class ModuleSetting(NamedTuple):
     """The settings common to all modules: model, parallelization, sequence length and load imbalance of experts."""
 
-    model: ModelConfig
+    model: Architecture
     mesh: Mesh
     options: StageOptions
     context: int
     dtype: torch.dtype
     load: float  # tokens of this rank's experts, relative to the mean over ranks
-    teachers: tuple[ModelConfig, ...] = ()  # an ensemble of teachers, which runs together with the output layer
+    teachers: tuple[Architecture, ...] = ()  # an ensemble of teachers, which runs together with the output layer
     splits: bool = False  # True if weight gradients are deferred
 
     @classmethod
     @lru_cache(maxsize=4096)
     def canonical(
         cls,
-        config: ModelConfig,
+        config: Architecture,
         mesh: Mesh,
         options: StageOptions,
         context: int,
         itemsize: int,
         load: float,
-        teachers: tuple[ModelConfig, ...] = (),
+        teachers: tuple[Architecture, ...] = (),
         splits: bool = False,
     ) -> "ModuleSetting":
         """Returns the setting. Meshes whose ranks compute the same give equal settings, which share measurements."""
@@ -202,7 +202,7 @@ def _end_bytes(setting: ModuleSetting, what: End, sequences: int) -> dict[Module
             start = shapes.alive
             shapes.history.clear()
             soft = stage.teacher.soft_targets(batch, positions_S, 1.0) if stage.teacher is not None else None
-            losses = model.losses_of(x_TH * 1, None, batch, positions_S, 1.0, None, soft)
+            losses = model.losses_of(model.normalise(x_TH * 1), None, batch, positions_S, 1.0, None, soft)
             made = losses.cross_entropy if losses.divergence is None else losses.cross_entropy + losses.divergence
             del soft, losses
         saved = shapes.alive - start - (made.nbytes if made is not x_TH else 0)

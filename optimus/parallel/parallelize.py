@@ -15,9 +15,10 @@ from torch import nn
 from optimus.comm import Groups
 from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.kernels.linear import MatrixProduct
-from optimus.model import Transformer
-from optimus.model.transformer import Blocks
-from optimus.model.units import replace_all, units_of
+from optimus.model import CausalModel
+from optimus.model.causal import BlockRow
+from optimus.model.units import replace_all
+from optimus.parallel.columns import columns_of
 from optimus.parallel.context import sequence_split
 from optimus.parallel.dispatch.choice import dispatch_of
 from optimus.parallel.norms import norms_of
@@ -28,21 +29,22 @@ from optimus.parallel.tokens import token_split
 from optimus.parallel.vocabulary import vocabulary_split
 
 T = TypeVar("T")
+Model = TypeVar("Model", bound=CausalModel)
 
 
 def parallelize(
-    model: Transformer,
+    model: Model,
     groups: Groups,
     options: StageOptions,
     gradients: Mapping[nn.Parameter, GradientBuffer] | None = None,
     unit: Callable[..., Any] = run_unit,
-    rows: Iterable[Blocks] = (),
-) -> Transformer:
+    rows: Iterable[BlockRow] = (),
+) -> Model:
     """Makes `model`, or a rank's stages of it, compute with this rank's shards of the parameters, and returns `model`.
 
     The backward pass adds weight gradients to their buffers in `gradients`, which the caller may fill later. `unit` runs a
     unit and may all-gather the unit's parameters first (see `Recompute`). `rows` are further sequences of the model's
-    blocks, one per stage, which recompute like `model.blocks`. Collective. Raises `UserError` if the experts cannot be
+    blocks, one per stage, which recompute like `model.rows()`. Collective. Raises `UserError` if the experts cannot be
     divided evenly.
     """
     product = products(groups, options, MatrixProduct(groups.step))
@@ -56,10 +58,11 @@ def parallelize(
         "vocabulary": always(vocabulary_split(groups, options, model.config.vocab)),
         "gradients": always({} if gradients is None else gradients),
         "step": always(groups.step),
+        "columns": always(columns_of(groups)),
     }
     runner = Recompute(options.recomputation, groups.step, unit, keep_collectives=options.keep_collectives)
     replace_all(model, replaced)
-    runner.arrange([model.blocks, *rows], units_of(model))
+    runner.arrange([*model.rows(), *rows], model.units())
     return model
 
 

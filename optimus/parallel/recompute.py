@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from optimus.model.transformer import Blocks
+from optimus.model.causal import BlockRow
 from optimus.model.units import Unit, in_turn, units_of
 from optimus.step_context import CollectiveCache, StepContext
 
@@ -61,7 +61,7 @@ class Recompute:
         self._chosen, self._step, self._unit = chosen, step, unit
         self._contexts = self._caching if keep_collectives else noop_context_fn
 
-    def arrange(self, rows: Iterable[Blocks], others: Iterable[Unit]) -> None:
+    def arrange(self, rows: Iterable[BlockRow], others: Iterable[Unit]) -> None:
         """Sets itself as the runner of the units of the blocks in `rows`, and of the units in `others`."""
         kinds, every = self._chosen
         for row in rows:

@@ -11,7 +11,7 @@ experts.
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from optimus.comm import Group
 from optimus.kernels.backend import compute_dtype
 from optimus.kernels.linear_divergence import SoftTargets
-from optimus.model import Batch, Losses, Transformer
-from optimus.model.architecture import ModelConfig
-from optimus.model.attention import AttentionPositions
+from optimus.model import Batch, CausalModel, Losses
+from optimus.model.architecture import Architecture
 from optimus.model.moe.statistics import RouterStats
-from optimus.model.transformer import Blocks
+from optimus.model.parts import PartNames
 from optimus.pipeline.executor import Executed, ForwardWork, Message
 from optimus.pipeline.schedule import Kind
 from optimus.pipeline.vocabulary import VocabularyLinks, VocabularyPasses
@@ -68,6 +67,7 @@ class StagePartition(NamedTuple):
     vocabulary: bool = False  # True if every rank has a shard of the vocabulary, whose parameters have the stage -1
     # The first stage with trained parameters, whose input needs no gradient; -1 if a split embedding is trained.
     trained_from: int = -1
+    names: PartNames = PartNames()
 
     @property
     def has_first(self) -> bool:
@@ -79,24 +79,24 @@ class StagePartition(NamedTuple):
 
     def stage_of(self, name: str) -> int:
         """Returns the stage of a parameter: for a tied embedding the first stage, for a split vocabulary -1."""
-        if self.vocabulary and name.startswith(("embedding.", "head.")):
+        if self.vocabulary and self.names.in_vocabulary(name):
             return -1
-        if name.startswith("blocks."):
-            block = int(name.split(".")[1])
+        block = self.names.block_of(name)
+        if block is not None:
             return next(stage for stage, blocks in enumerate(self.blocks) if block in blocks)
-        return 0 if name.startswith(("embedding.", "positions.")) else len(self.blocks) - 1
+        return 0 if self.names.is_before(name) else len(self.blocks) - 1
 
     def first_of(self, names: Iterable[str]) -> int:
         """Returns the first stage that computes with any of these parameters; -1 stands for a split
         embedding, which comes before the first stage."""
         last = len(self.blocks) - 1
-        return min(last if name.startswith("head.") else self.stage_of(name) for name in names)
+        return min(last if self.names.in_head(name) else self.stage_of(name) for name in names)
 
     def keeps(self, name: str, tied: bool) -> bool:
         """Returns whether this rank has a parameter: in one of its stages, in its shard of a split vocabulary, or as
         the embedding `tied` to its output layer."""
         return self.stage_of(name) in (-1, *self.local_stages) or (
-            tied and self.has_last and name.startswith("embedding.")
+            tied and self.has_last and self.names.in_embedding(name)
         )
 
     def local_stage_of(self, name: str) -> int:
@@ -106,20 +106,16 @@ class StagePartition(NamedTuple):
         return stage if stage in (-1, *self.local_stages) else len(self.blocks) - 1
 
 
-def _select(model: Transformer, partition: StagePartition) -> None:
+def _select(model: CausalModel, partition: StagePartition) -> None:
     """Removes from `model` the parameters of stages on other ranks; the remaining parameters keep their names."""
-    for i in range(len(model.blocks)):
-        if not any(i in partition.blocks[stage] for stage in partition.local_stages):
-            model.blocks[i] = nn.Module()
-    if not partition.has_first:
-        del model.positions, model.add_positions
-    tied = model.config.tie_embeddings
-    if not (partition.vocabulary or partition.has_first or (tied and partition.has_last)):
-        del model.embedding, model.embed
-    if not partition.has_last:
-        del model.final_norm, model.normalise
-        if not partition.vocabulary:
-            del model.head, model.predict
+    tied, first, last = model.config.tie_embeddings, partition.has_first, partition.has_last
+    model.keep(
+        {i for stage in partition.local_stages for i in partition.blocks[stage]},
+        first=first,
+        last=last,
+        embedding=partition.vocabulary or first or (tied and last),
+        head=partition.vocabulary or last,
+    )
 
 
 class PipelineStages(nn.Module):
@@ -134,7 +130,7 @@ class PipelineStages(nn.Module):
 
     def __init__(
         self,
-        model: Transformer,
+        model: CausalModel,
         partition: StagePartition,
         share: tuple[int, int],
         dtype: torch.dtype,
@@ -152,17 +148,19 @@ class PipelineStages(nn.Module):
         self.trace: list[Executed] = []  # trace of the last step
         # Maps (microbatch, positions) to a teacher's soft targets for these tokens, on the last stage's rank.
         self.teacher: Callable[[Batch, Tensor], SoftTargets] | None = None
+        end = len(partition.blocks) - 1
         self.stages = {
-            stage: Blocks(model.blocks[i] for i in partition.blocks[stage]) for stage in partition.local_stages
+            stage: model.stage(partition.blocks[stage], first=stage == 0, last=stage == end)
+            for stage in partition.local_stages
         }
 
     @property
-    def config(self) -> ModelConfig:
+    def config(self) -> Architecture:
         """The configuration of the whole model."""
         return self.model.config
 
     def at_tokens(self, tokens_BS: Tensor, at_N: Tensor, find: Callable[[Tensor], Tensor]) -> Tensor:
-        """Returns on every rank the result of `Transformer.at_tokens` for the whole model: fp32 [N, 2]. All ranks must
+        """Returns on every rank the result of `CausalModel.at_tokens` for the whole model: fp32 [N, 2]. All ranks must
         call this method.
 
         The rank with the last stage computes the values and broadcasts them. If every rank has a shard of the output
@@ -175,8 +173,8 @@ class PipelineStages(nn.Module):
         hidden_NH = torch.empty(len(at_N), self.config.hidden, dtype=self.dtype, device=at_N.device)
 
         def end(x_TH: Tensor, _stats: RouterStats | None) -> None:
-            normed_TH = model.head.vocabulary.join(model.normalise(x_TH))
-            hidden_NH.copy_(normed_TH.unflatten(0, padded_BS.shape)[:, :length].flatten(0, 1)[at_N])
+            hidden_TH = model.head.vocabulary.join(x_TH)
+            hidden_NH.copy_(hidden_TH.unflatten(0, padded_BS.shape)[:, :length].flatten(0, 1)[at_N])
 
         self._run_forward([Batch(padded_BS)], end, all_positions=True)
         if self.links is not None:
@@ -214,7 +212,7 @@ class PipelineStages(nn.Module):
         *,
         all_positions: bool = False,
     ) -> None:
-        """Runs forward passes alone; `end` receives the output of the last stage's blocks.
+        """Runs forward passes alone; `end` receives the output of the last stage.
 
         With `all_positions`, every rank computes all positions.
         """
@@ -250,9 +248,8 @@ class _Forward:
                 *given, lambda number: self.receive_buffer(number)[0], count, scale, trains
             )
 
-    def _find(self, batch: Batch) -> tuple[Tensor, AttentionPositions]:
-        """Returns the positions of the batch's sequences on this rank, as a tensor and as the `AttentionPositions` of
-        the blocks."""
+    def _find(self, batch: Batch) -> tuple[Tensor, Any]:
+        """Returns the positions of the batch's sequences on this rank, as a tensor and as the stages need them."""
         model = self._staged.model
         return model.full_positions(batch.tokens_BS) if self._all_positions else model.local_positions(batch)
 
@@ -270,15 +267,12 @@ class _Forward:
         batch, stats = self._microbatches[microbatch], None
         tokens_BS = batch.tokens_BS
         positions_S, positions = self._lying[len(tokens_BS)] if batch.document_BS is None else self._find(batch)
-        if received is None:
-            x_TH = self._staged.model.embed(tokens_BS[:, positions_S].flatten())
-        else:
+        x_TH = None
+        if received is not None:
             x_TH = received[0]
             layers = self._staged.config.sparse_layers(before=self._staged.partition.blocks[stage].start)
             stats = _stats_from(received[1], tokens_BS.numel() * layers) if len(received) > 1 else None
-        if stage == 0:
-            x_TH = self._staged.model.placed(x_TH, positions)
-        x_TH, stats = self._staged.stages[stage](x_TH, positions, None, stats)
+        x_TH, stats = self._staged.stages[stage](batch, positions_S, positions, x_TH, stats)
         if stage == self._last_stage:
             return self._finish_stages(microbatch, x_TH, stats)
         if stats is None and self._choices:  # all blocks so far are dense
@@ -287,7 +281,7 @@ class _Forward:
         return (x_TH,) if stats is None else (x_TH, _stats_vector(stats))
 
     def _finish_stages(self, microbatch: int, x_TH: Tensor, stats: RouterStats | None) -> Message | None:
-        """Processes the output of the last stage's blocks; returns the tensors at which the backward pass begins, or None
+        """Processes the output of the last stage; returns the tensors at which the backward pass begins, or None
         without a backward pass."""
         assert self._end is not None
         self._end(x_TH, stats)
@@ -338,7 +332,6 @@ class _Training(_Forward):
     def _finish_stages(self, microbatch: int, x_TH: Tensor, stats: RouterStats | None) -> Message:
         model, batch = self._staged.model, self._microbatches[microbatch]
         if self._vocabulary is not None:
-            x_TH = model.normalise(x_TH)
             self._router[microbatch] = stats
             self._vocabulary.send_output(microbatch, x_TH.detach())
             return (x_TH,)

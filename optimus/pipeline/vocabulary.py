@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from optimus.comm import Group, Groups, Handle
 from optimus.kernels.backend import compute_dtype
 from optimus.kernels.linear_cross_entropy import PartialSoftmax, complete_softmax, partial_softmax
-from optimus.model import Batch, Transformer
+from optimus.model import Batch, CausalModel
 from optimus.pipeline.schedule import Kind, Schedule
 
 
@@ -66,7 +66,7 @@ class VocabularyPasses:
     def __init__(
         self,
         links: VocabularyLinks,
-        model: Transformer,
+        model: CausalModel,
         microbatches: Sequence[Batch],
         positions_S: Tensor,
         receive_buffer: Callable[[int], Tensor],

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from optimus.config import ModelConfig, RunConfig
+from optimus.config import Architecture, RunConfig
 from optimus.config.parallel import ParallelConfig
 from optimus.config.phases import longest, phases_of
 from optimus.config.tree import StateConfig, TrainConfig
@@ -56,7 +56,7 @@ class Job:
     imbalance: float = 1.0
     rules: Rules = ()
     factors: Factors = ()
-    teachers: tuple[ModelConfig, ...] = ()
+    teachers: tuple[Architecture, ...] = ()
     nodes: tuple[int, ...] | None = None
     run: RunConfig | None = None
     sequences: int | None = None
@@ -64,7 +64,7 @@ class Job:
     # ---- From the configuration ----
 
     @property
-    def model(self) -> ModelConfig:
+    def model(self) -> Architecture:
         """The model to train."""
         return self.config.model
 

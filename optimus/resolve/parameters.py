@@ -6,7 +6,8 @@ import torch
 
 from optimus.config import RunConfig
 from optimus.mesh import Layout, Mesh
-from optimus.model import Transformer
+from optimus.model import CausalModel
+from optimus.model.build import causal_model
 from optimus.parallel.layouts import parameter_layouts
 from optimus.resolve.precision import DTYPES
 from optimus.resolve.rules import check_prunable, pruned_by, rules_of, with_factors
@@ -16,7 +17,7 @@ from optimus.state.plan import StateSpec
 from optimus.state.pruning import check_blocks
 
 
-def layouts_of(model: Transformer, config: RunConfig) -> dict[str, Layout]:
+def layouts_of(model: CausalModel, config: RunConfig) -> dict[str, Layout]:
     """Returns the layouts of the parameters of the unsharded `model`."""
     return parameter_layouts(model, **layout_options(config))
 
@@ -31,13 +32,13 @@ def layout_options(config: RunConfig) -> dict[str, bool]:
     }
 
 
-def full_model(config: RunConfig) -> Transformer:
+def full_model(config: RunConfig) -> CausalModel:
     """Builds the model with all its stages on the meta device, so that its parameters take no memory."""
     with torch.device("meta"):
-        return with_factors(Transformer(config.model, config.moe.force_balanced), config.train)
+        return with_factors(causal_model(config.model, config.moe.force_balanced), config.train)
 
 
-def state_spec_of(config: RunConfig, model: Transformer, inputs: RunInputs) -> StateSpec:
+def state_spec_of(config: RunConfig, model: CausalModel, inputs: RunInputs) -> StateSpec:
     """Returns the specification of the state of the unsharded `model` at the start of the run.
 
     Raises `UserError` like `rules_of` and `pruned_by`, and if the initial weights prune a parameter whose update rule
@@ -55,7 +56,7 @@ def state_spec_of(config: RunConfig, model: Transformer, inputs: RunInputs) -> S
     )
 
 
-def check_blocks_of(config: RunConfig, model: Transformer, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+def check_blocks_of(config: RunConfig, model: CausalModel, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
     """Raises `UserError` if the run prunes by blocks and a target is not a matrix or has a block that several ranks would
     share.
 
@@ -65,7 +66,7 @@ def check_blocks_of(config: RunConfig, model: Transformer, layouts: Mapping[str,
         check_blocks({name: layouts[name] for name in targets_of(config, model)}, mesh)
 
 
-def targets_of(config: RunConfig, model: Transformer) -> dict[str, int]:
+def targets_of(config: RunConfig, model: CausalModel) -> dict[str, int]:
     """Returns the parameters of the unsharded `model` that the run prunes, with their numbers of elements."""
     rules = rules_of(config.optimizer, model, config.train.freeze)
     names = pruned_by(config.pruning, model, rules, tied=config.model.tie_embeddings)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain, combinations
 from math import sqrt
 
-from optimus.config import ModelConfig
+from optimus.config import Architecture
 from optimus.errors import UserError
 from optimus.model.count import forward_flops
 from optimus.parallel.activations import Activations
@@ -22,7 +22,7 @@ BUSY = 1.5  # assumed load imbalance (max/mean) of the experts
 
 
 def choose_recomputation(
-    config: ModelConfig, budget: int, context: int, sizes: Callable[[Recomputation], Activations]
+    config: Architecture, budget: int, context: int, sizes: Callable[[Recomputation], Activations]
 ) -> tuple[Recomputation, Activations]:
     """Returns (the cheapest recomputation whose peak fits into `budget` bytes with a margin of 1 %, its activations).
 
@@ -46,7 +46,7 @@ def choose_recomputation(
     )
 
 
-def recomputed_flops(config: ModelConfig, chosen: Recomputation, context: int) -> float:
+def recomputed_flops(config: Architecture, chosen: Recomputation, context: int) -> float:
     """Estimates the recomputed floating-point operations per token; causal attention counts half of the attention matrix."""
     cost = {"norm": 20.0 * config.hidden, **forward_flops(config, context)}
     if "block" in chosen.kinds:
@@ -54,7 +54,7 @@ def recomputed_flops(config: ModelConfig, chosen: Recomputation, context: int) -
     return config.layers // chosen.every * sum(cost[kind] for kind in chosen.kinds)
 
 
-def _candidates(config: ModelConfig, context: int) -> Iterator[Recomputation]:
+def _candidates(config: Architecture, context: int) -> Iterator[Recomputation]:
     modules = ("norm", *forward_flops(config, context))
     sets = chain.from_iterable(combinations(modules, count) for count in range(1, len(modules) + 1))
     yield Recomputation()

@@ -6,10 +6,10 @@ from functools import cached_property
 from typing import Any
 
 from optimus.comm import PlannedGroups
-from optimus.config import ModelConfig, RunConfig
+from optimus.config import Architecture, RunConfig
 from optimus.config.phases import Phase, longest, phases_of
 from optimus.mesh import Layout, Mesh
-from optimus.model import Transformer
+from optimus.model import CausalModel
 from optimus.model.count import count_parameters
 from optimus.parallel.activations import Activations, activation_bytes
 from optimus.parallel.options import StageOptions
@@ -32,7 +32,7 @@ class RunInputs:
     """The number of sequences of the training data."""
     previous: Mapping[str, Any] = field(default_factory=dict)
     """The recorded decisions of a resumed run, by key."""
-    teachers: tuple[ModelConfig, ...] = ()
+    teachers: tuple[Architecture, ...] = ()
     """The configurations of the teacher's models."""
     unpruned: Mapping[str, float] = field(default_factory=dict)
     """The unpruned share of each parameter that the initial weights prune."""
@@ -46,7 +46,7 @@ class RankPlan:
 
     config: RunConfig
     """The configuration of the phase whose microbatches have the most tokens."""
-    model: Transformer
+    model: CausalModel
     """The model with all stages, on the meta device."""
     partition: StagePartition
     layouts: Mapping[str, Layout]
@@ -68,7 +68,7 @@ class ResolvedRun:
     mesh: Mesh
     facts: Facts
     inputs: RunInputs
-    model: Transformer = field(compare=False, repr=False)  # all stages, on the meta device
+    model: CausalModel = field(compare=False, repr=False)  # all stages, on the meta device
     layouts: Mapping[str, Layout]  # layouts of all parameters
     state_spec: StateSpec
     record: RunConfig

@@ -3,7 +3,7 @@ memory."""
 
 from typing import Any
 
-from optimus.config import ModelConfig, RunConfig
+from optimus.config import Architecture, RunConfig
 from optimus.mesh import Mesh
 from optimus.optim.losses import token_loss
 from optimus.parallel.options import StageOptions
@@ -30,7 +30,7 @@ def stage_options(config: RunConfig, recomputation: Recomputation | None = None)
 
 
 def activation_shapes(
-    config: RunConfig, mesh: Mesh, teachers: tuple[ModelConfig, ...], itemsize: int | None = None
+    config: RunConfig, mesh: Mesh, teachers: tuple[Architecture, ...], itemsize: int | None = None
 ) -> dict[str, Any]:
     """Returns the arguments of `activation_bytes` that are the same for all ranks, except the model and the
     recomputation, for microbatches of `config`.

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from optimus.config import ModelConfig, RunConfig
+from optimus.config import Architecture, RunConfig
 from optimus.mesh import Mesh
 from optimus.model.count import count_parts
 from optimus.pipeline.estimates import Live, live_microbatches
@@ -26,7 +26,8 @@ def partition_of(config: RunConfig, mesh: Mesh, rank: int) -> StagePartition:
         blocks = [range(start, end) for start, end in pairwise(borders)]
     else:
         blocks = blocks_of_stages(model, parallel.stages, divided=parallel.vocabulary)
-    return StagePartition(blocks, placement_of(config).stages_of(mesh.coordinate(rank, "pp")), parallel.vocabulary)
+    stages = placement_of(config).stages_of(mesh.coordinate(rank, "pp"))
+    return StagePartition(blocks, stages, parallel.vocabulary, names=model.parts)
 
 
 def pipeline_options(config: RunConfig) -> Decided:
@@ -43,7 +44,7 @@ def pipeline_options(config: RunConfig) -> Decided:
     return Decided(values, "balanced stages, and sequence parallelism wherever possible")
 
 
-def blocks_of_stages(model: ModelConfig, stages: int, *, divided: bool) -> list[range]:
+def blocks_of_stages(model: Architecture, stages: int, *, divided: bool) -> list[range]:
     """Partitions the blocks into stages such that, by estimate, the slowest stage is as fast as possible.
 
     With `divided`, all pipeline ranks share the vocabulary. Raises `UserError` when there are too few blocks.
@@ -52,7 +53,7 @@ def blocks_of_stages(model: ModelConfig, stages: int, *, divided: bool) -> list[
     return divide(time, stages, memory)
 
 
-def _weights(model: ModelConfig, *, divided: bool) -> tuple[Weights, Weights]:
+def _weights(model: Architecture, *, divided: bool) -> tuple[Weights, Weights]:
     """Returns the weights of the blocks, the embedding and the output layer, first by time and then by memory.
 
     Active parameters per token estimate the time, and total parameters the memory. The embedding takes no time. With

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from optimus.checkpoint.folder import Description, find_checkpoint, read_description
-from optimus.config import ModelConfig, RunConfig
+from optimus.config import Architecture, RunConfig
 from optimus.errors import UserError
 
 
-def teacher_models(config: RunConfig) -> tuple[ModelConfig, ...]:
+def teacher_models(config: RunConfig) -> tuple[Architecture, ...]:
     """Returns the configurations of the teacher's models; an empty tuple without a teacher. Raises `UserError` when a
     checkpoint is missing or damaged."""
     teacher = config.train.teacher

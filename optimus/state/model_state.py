@@ -16,7 +16,7 @@ from optimus.errors import UserError
 from optimus.kernels.square_sum import square_dtype
 from optimus.mesh import Layout
 from optimus.model.linear import Linear
-from optimus.model.parameters import Role, declarations
+from optimus.model.parameters import Role, declarations, stored_buffers
 from optimus.optim.rule import OptimizerStep
 from optimus.state.buffers import RESIDENCES
 from optimus.state.chunk import Chunk, TrainedChunk
@@ -383,12 +383,15 @@ def _check_trainable(parameters: Iterable[tuple[str, bool]]) -> None:
 
 
 def _place_buffers(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
-    """Replaces the buffers of the module by zeros on `device`, and returns the new buffers by name."""
+    """Replaces the buffers of the module by copies on `device`, or by zeros if they have no values. Returns the new buffers
+    that checkpoints store, by name."""
     for owner in module.modules():
         for leaf, old in owner._buffers.items():
             if old is not None:
-                setattr(owner, leaf, torch.zeros_like(old, device=device))
-    return dict(module.named_buffers())
+                owner._buffers[leaf] = (
+                    torch.zeros_like(old, device=device) if old.is_meta else old.to(device, copy=True)
+                )
+    return dict(stored_buffers(module))
 
 
 def _replace_parameters(module: nn.Module, made: Mapping[str, nn.Parameter]) -> None:

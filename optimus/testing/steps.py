@@ -53,7 +53,7 @@ class Steps:
     @property
     def blocks(self) -> list[nn.Module]:
         """The model's blocks on this rank."""
-        return [block for blocks in self.model.stages.values() for block in blocks]
+        return [block for stage in self.model.stages.values() for block in stage.row]
 
 
 def build(config: RunConfig, groups: Groups, device: torch.device = _CPU) -> tuple[PipelineStages, ModelState]:

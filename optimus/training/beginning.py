@@ -16,7 +16,7 @@ from optimus.checkpoint.slices import TensorSlice
 from optimus.checkpoint.store import load_state
 from optimus.config import RunConfig
 from optimus.hub import FolderReader, context_of, read_published
-from optimus.model import Transformer
+from optimus.model import CausalModel
 from optimus.model.init import initialize_parameter
 from optimus.model.parameters import declarations
 from optimus.state.plan import ParameterSlot
@@ -51,7 +51,7 @@ def is_model_folder(path: str | Path) -> bool:
 
 
 def first_weights(
-    config: RunConfig, source: WeightSource | None, model: Transformer
+    config: RunConfig, source: WeightSource | None, model: CausalModel
 ) -> Callable[[ParameterSlot, Tensor], None]:
     """Returns a function that fills a slice of a parameter of `model`: with values read from `source` or, without a
     source, with the initial values that the model declares."""

@@ -17,7 +17,7 @@ from optimus.config.sizes import count_text
 from optimus.data.training import TrainingData, open_sources, rows_in
 from optimus.mesh import Layout
 from optimus.mesh.placement import describe
-from optimus.model import Transformer
+from optimus.model import CausalModel
 from optimus.parallel.parallelize import parallelize
 from optimus.pipeline.staged import PipelineStages
 from optimus.resolve.parameters import targets_of
@@ -41,7 +41,7 @@ from optimus.training.summary import summarise, summary_lines
 from optimus.training.teacher import load_teacher
 from optimus.training.trainer import Hook, Trainer
 
-MasksOf = Callable[[Groups, Mapping[str, Layout], Transformer], Mapping[str, Tensor]]
+MasksOf = Callable[[Groups, Mapping[str, Layout], CausalModel], Mapping[str, Tensor]]
 
 
 def build_trainer(
@@ -92,7 +92,7 @@ def _masks(
     resume: bool,
     groups: Groups,
     layouts: Mapping[str, Layout],
-    model: Transformer,
+    model: CausalModel,
 ) -> Mapping[str, Tensor]:
     """Returns the masks of the weights that will fill the state, so that the run allocates no state for pruned
     elements."""
@@ -131,7 +131,7 @@ def build_model(
         device=device,
         gathering=gathering,
     )
-    rows = staged.stages.values()
+    rows = [stage.row for stage in staged.stages.values()]
     parallelize(model, groups, plan.options, gathering.gradient_buffers, gathering.unit, rows)
     return staged, state
 

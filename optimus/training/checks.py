@@ -21,7 +21,8 @@ from optimus.checkpoint.lease import LEASE
 from optimus.checkpoint.manifest import read_checked_description
 from optimus.checkpoint.rollback import resume_points
 from optimus.checkpoint.store import check_same_model, check_same_run
-from optimus.config import ModelConfig, RunConfig, load_config
+from optimus.config import RunConfig, load_config
+from optimus.config.load import architecture_from
 from optimus.config.sizes import size_text
 from optimus.copies import RemoteCopies
 from optimus.data.shards import Shards
@@ -65,7 +66,7 @@ def check_references(config: RunConfig, resume: bool) -> None:
     initial = config.checkpoint.load_path
     if initial is not None and not resume:
         if is_model_folder(initial):
-            model = ModelConfig.model_validate(read_model_folder(Path(initial))["model"])
+            model = architecture_from(read_model_folder(Path(initial))["model"], initial)
             check_same_model(model, config.model, Path(initial))
         else:
             path = find_checkpoint(initial)

@@ -7,7 +7,7 @@ import torch
 
 from optimus.comm import Groups
 from optimus.config import RunConfig
-from optimus.model import Transformer
+from optimus.model import CausalModel
 from optimus.pipeline.executor import Executed, ForwardWork, ScheduledExecutor, StageLinks, StageWork, links_of
 from optimus.pipeline.message_driven import MessageDrivenExecutor
 from optimus.pipeline.replay import replay
@@ -20,7 +20,7 @@ from optimus.resolve.stages import placement_of, schedule_of
 
 
 def stages_of(
-    model: Transformer,
+    model: CausalModel,
     partition: StagePartition,
     config: RunConfig,
     groups: Groups,

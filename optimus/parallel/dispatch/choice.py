@@ -15,7 +15,7 @@ from optimus.comm.schedules import Shape
 from optimus.errors import UserError
 from optimus.measurements import GAIN
 from optimus.mesh import Mesh
-from optimus.model.architecture import ModelConfig
+from optimus.model.architecture import Architecture
 from optimus.model.moe.dispatch import TokenDispatcher, local_dispatch
 from optimus.parallel.dispatch.allgather import AllGatherDispatch
 from optimus.parallel.dispatch.alltoall import AllToAllDispatch
@@ -29,7 +29,7 @@ _COUNT = 16  # bytes of the two counts (rows, choices) for a rank
 
 def dispatcher(
     asked: Dispatcher | Literal["auto"],
-    model: ModelConfig,
+    model: Architecture,
     mesh: Mesh,
     tokens: int,
     itemsize: int,

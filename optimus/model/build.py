@@ -1,0 +1,22 @@
+"""Builds the model of an architecture."""
+
+from collections.abc import Iterable
+
+from optimus.model.architecture import Architecture, ModelConfig
+from optimus.model.causal import CausalModel
+from optimus.model.transformer import Transformer
+
+
+def causal_model(
+    config: Architecture, force_balanced: bool = False, layers: Iterable[int] | None = None
+) -> CausalModel:
+    """Builds a model with uninitialised parameters on the default device.
+
+    `layers` lists the layers whose blocks the model has, by default all. `force_balanced` distributes tokens evenly over
+    experts.
+    """
+    if isinstance(config, ModelConfig):
+        return Transformer(config, force_balanced, layers)
+    from optimus.model.foreign.model import foreign_model  # imports `transformers`
+
+    return foreign_model(config)

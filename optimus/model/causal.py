@@ -1,0 +1,206 @@
+"""The protocol of causal language models.
+
+State, pipeline, recomputation, evaluation and checkpoints know a model by this protocol alone. The library's own
+`Transformer` offers the protocol, and so do the adapters of other models.
+
+Legend: B batch, S sequence, H hidden, V vocabulary, T tokens on this device, N selected tokens.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from optimus.kernels.linear_divergence import SoftTargets
+from optimus.model.architecture import ModelConfig
+from optimus.model.batch import Batch
+from optimus.model.moe.statistics import RouterStats
+from optimus.model.parts import PartNames
+from optimus.model.sequence import SequenceSplit
+from optimus.model.units import Unit, units_of
+from optimus.model.vocabulary import Vocabulary
+from optimus.step_context import StepContext
+
+
+class Losses(NamedTuple):
+    """The losses of a microbatch as scalars, and the router's statistics. The router's losses are zero for a dense
+    model."""
+
+    cross_entropy: Tensor  # in nats, or another loss of tokens; summed over predicted tokens and divided by `count`
+    router: RouterStats | None
+    divergence: Tensor | None = None  # divergence from a teacher, summed and divided like `cross_entropy`
+
+    @property
+    def balance(self) -> Tensor:
+        """The router's balance loss over the tokens of this microbatch."""
+        return torch.zeros_like(self.cross_entropy) if self.router is None else self.router.balance_loss()
+
+    @property
+    def z(self) -> Tensor:
+        """The router's z-loss over the tokens of this microbatch."""
+        return torch.zeros_like(self.cross_entropy) if self.router is None else self.router.z_loss()
+
+
+class BlockRow(Protocol):
+    """Consecutive blocks, which run one after the other."""
+
+    def __iter__(self) -> Iterator[nn.Module]: ...
+    def __len__(self) -> int: ...
+    def run_in(self, size: int, run: Callable[..., Any]) -> None:
+        """Makes the blocks run in segments of `size`, each by one call of `run`."""
+
+
+class ModelStage(Protocol):
+    """A pipeline stage: some blocks of a model. The first stage includes the embedding, and the last stage all modules
+    between the blocks and the output layer."""
+
+    @property
+    def row(self) -> BlockRow:
+        """The blocks of the stage."""
+
+    def __call__(
+        self, batch: Batch, positions_S: Tensor, positions: Any, x_TH: Tensor | None, stats: RouterStats | None
+    ) -> tuple[Tensor, RouterStats | None]:
+        """Runs the stage on the tokens at `positions_S`; returns the residual stream [T, H], and the router statistics
+        added to `stats`.
+
+        `x_TH` and `stats` are the results of the previous stage. The first stage gets an `x_TH` only if another rank has
+        looked up the tokens. The last stage returns the input of the output layer. `positions` comes from the model's
+        `local_positions` or `full_positions`.
+        """
+
+
+class OutputLayer(Protocol):
+    """The output layer of a causal model."""
+
+    vocabulary: Vocabulary
+    weight: nn.Parameter
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Maps x [..., H] to logits [..., V]."""
+
+
+class CausalModel(nn.Module):
+    """A causal language model, which maps `tokens_BS` (int64) to `logits_BSV`.
+
+    Subclasses have an attribute `head`, an `OutputLayer`, and its unit `predict`, with the arguments of
+    `model.transformer.Head`.
+    """
+
+    replaceable: Sequence[str] = ("sequence", "step")
+    config: ModelConfig
+    head: Any
+    predict: Unit
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = StepContext()
+        self.sequence: SequenceSplit = SequenceSplit()
+
+    @property
+    def parts(self) -> PartNames:
+        """The names of the model's parts."""
+        return self.config.parts
+
+    @abstractmethod
+    def rows(self) -> list[BlockRow]:
+        """Returns the rows of blocks that `losses` and `hidden_states` run."""
+
+    @abstractmethod
+    def stage(self, blocks: range, *, first: bool, last: bool) -> ModelStage:
+        """Returns the stage of these blocks."""
+
+    @abstractmethod
+    def keep(self, blocks: Collection[int], *, first: bool, last: bool, embedding: bool, head: bool) -> None:
+        """Removes the parameters of all other blocks, and of the other parts where a flag is False. The remaining
+        parameters keep their names.
+
+        `first` stands for the modules between embedding and blocks, `last` for those between blocks and output layer.
+        """
+
+    def fill_from(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fills the parameters from tensors by their names in folders of `transformers`; only for adapted models."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def local_positions(self, batch: Batch) -> tuple[Tensor, Any]:
+        """Returns (this device's positions [S] in every sequence, the positions as the stages of the model need them)."""
+
+    @abstractmethod
+    def full_positions(self, tokens_BS: Tensor) -> tuple[Tensor, Any]:
+        """Returns the result of `local_positions`, but with all positions on every device."""
+
+    def check_length(self, length: int) -> None:
+        """Raises `UserError` if the model does not support sequences of `length` tokens."""
+
+    def units(self) -> Iterable[Unit]:
+        """Returns the units outside the blocks."""
+        return units_of(self)
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        """Returns logits [B, S, V] in the dtype of the weights."""
+        return cast(Tensor, self.predict(self.hidden_states(tokens_BS)))
+
+    def hidden_states(self, tokens_BS: Tensor) -> Tensor:
+        """Returns the input of the output layer [B, S, H], whole on every device.
+
+        This method is only for evaluation: if the model is sharded, no gradients flow through the result.
+        """
+        length = tokens_BS.shape[1]
+        self.check_length(length)
+        # The padding follows the tokens, and no token attends to later positions.
+        tokens_BS = F.pad(tokens_BS, (0, -length % self.head.vocabulary.multiple))
+        positions_S, positions = self.full_positions(tokens_BS)
+        x_TH, _ = self.all_blocks()(Batch(tokens_BS), positions_S, positions, None, None)
+        return self.head.vocabulary.join(x_TH).unflatten(0, tokens_BS.shape)[:, :length]
+
+    def at_tokens(self, tokens_BS: Tensor, at_N: Tensor, find: Callable[[Tensor], Tensor]) -> Tensor:
+        """Applies `find` to the hidden states [N, H] at the tokens `at_N`, and returns the result.
+
+        `at_N` are indices into the flattened tokens [B * S]. This method is only for evaluation.
+        """
+        return find(self.hidden_states(tokens_BS).flatten(0, 1)[at_N])
+
+    def losses(self, inputs: Tensor | Batch, count: float | None = None) -> Losses:
+        """Computes the loss of predicting each target token from the tokens before the target, and the router's
+        statistics.
+
+        Divides the sum of the losses by `count`. With the default `count`, the mean over the devices that share the
+        sequences is the mean over the predicted tokens, or 0 if no token is predicted.
+        """
+        batch = Batch.wrap(inputs)
+        positions_S, positions = self.local_positions(batch)
+        x_TH, stats = self.all_blocks()(batch, positions_S, positions, None, None)
+        return self.losses_of(x_TH, stats, batch, positions_S, count)
+
+    def losses_of(
+        self,
+        x_TH: Tensor,
+        stats: RouterStats | None,
+        batch: Batch,
+        positions_S: Tensor,
+        count: float | None = None,
+        rows_T: Tensor | None = None,
+        soft: SoftTargets | None = None,
+    ) -> Losses:
+        """Computes `losses` from the output of the last stage at `positions_S`. See `Head` for `rows_T` and `soft`."""
+        count = max(1, batch.predicted()) / self.sequence.parts if count is None else count
+        found = self.predict(x_TH, self.targets(batch, positions_S), count, False, rows_T, soft)
+        return Losses(found, stats) if soft is None else Losses(found[0], stats, found[1])
+
+    def outputs(self, batch: Batch) -> Tensor:
+        """Returns the input of the output layer [B, S, H], with attention within each document. Needs an unsharded
+        model."""
+        x_TH, _ = self.all_blocks()(batch, *self.local_positions(batch), None, None)
+        return x_TH.unflatten(0, batch.tokens_BS.shape)
+
+    def targets(self, batch: Batch, positions_S: Tensor) -> Tensor:
+        """Returns the target tokens [T] at `positions_S` of all sequences; -1 where no token is predicted."""
+        return batch.target_BS[:, positions_S].flatten()
+
+    @abstractmethod
+    def all_blocks(self) -> ModelStage:
+        """Returns the stage of all blocks."""

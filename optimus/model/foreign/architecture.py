@@ -1,0 +1,146 @@
+"""The section `model` of a configuration for a model of the package `transformers`.
+
+This module does not import torch, because every program that reads a configuration imports this module. The properties
+import it, and build a small model, on first use.
+"""
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ConfigDict
+
+from optimus.model.parts import PartNames
+from optimus.section import Section
+
+if TYPE_CHECKING:
+    from optimus.model.foreign.facts import ModelFacts
+
+
+_LIMITS = {
+    "sequence": "the modules of `transformers` take the number of positions from their input, so the residual stream "
+    "cannot be split over tokens: remove it, or use parallel.context",
+    "inputs": "the residual stream of a model of `transformers` cannot be split over columns: give one number",
+    "vocabulary": "a model of `transformers` has its embedding on the first stage and its output layer on the last: remove it",
+    "modules": "a model of `transformers` recomputes whole blocks only: set recompute: block",
+    "segments": "a model of `transformers` recomputes block by block: remove it",
+    "factors": "low-rank factors need the library's own modules: remove it",
+}
+
+
+class TransformersModel(Section):
+    """A causal language model of the package `transformers`, which runs with its own modules."""
+
+    model_config = ConfigDict(frozen=True)
+
+    transformers: dict[str, Any]
+    """Keys of the model's config.json."""
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    @property
+    def text(self) -> str:
+        """The configuration as JSON, with sorted keys."""
+        return json.dumps(self.transformers, sort_keys=True)
+
+    @property
+    def facts(self) -> "ModelFacts":
+        """The facts that the adapter has found in the model."""
+        from optimus.model.foreign.model import facts_of_text
+
+        return facts_of_text(self.text)
+
+    @property
+    def family(self) -> str:
+        """The model's type in `transformers`."""
+        return str(self.transformers["model_type"])
+
+    @property
+    def parts(self) -> PartNames:
+        """The names of the model's parts."""
+        facts = self.facts
+        return PartNames(facts.blocks, facts.embedding, facts.head, tuple(sorted(facts.before - {facts.embedding})))
+
+    @property
+    def limits(self) -> dict[str, str]:
+        """Options that the model cannot have, with reasons."""
+        return _LIMITS | dict(self.facts.refusals)
+
+    def sharded_sizes(self) -> list[tuple[str, int, int]]:
+        """Returns (name, size, 0) of the sizes that tensor parallelism shards over ranks."""
+        return [(f"a size of {name}", size, 0) for name, size in self.facts.sharded_sizes.items()]
+
+    @property
+    def vocab(self) -> int:
+        """Rows of the embedding."""
+        return self.facts.vocab
+
+    @property
+    def hidden(self) -> int:
+        """Width of the residual stream."""
+        return self.facts.hidden
+
+    @property
+    def layers(self) -> int:
+        """Number of blocks."""
+        return self.facts.layers
+
+    @property
+    def tie_embeddings(self) -> bool:
+        """True if the output layer shares the embedding's weight."""
+        return self.facts.tied
+
+    @property
+    def alike(self) -> list[int]:
+        """For each layer, the first layer of the same kind."""
+        return list(self.facts.kinds)
+
+    # ---- Properties of our own models that an adapted model does not have ----
+
+    @property
+    def experts(self) -> None:
+        """None: the state treats experts like other weights."""
+        return None
+
+    @property
+    def experts_per_token(self) -> None:
+        """None: see `experts`."""
+        return None
+
+    @property
+    def router_bias(self) -> bool:
+        """False: the model's own code balances its routers."""
+        return False
+
+    @property
+    def learned_positions(self) -> int | None:
+        """The largest number of positions, if the model has a table of positions."""
+        return self.facts.positions
+
+    @property
+    def init_std(self) -> float:
+        """Unused: every parameter has its own standard deviation."""
+        return 0.02
+
+    @property
+    def derived(self) -> frozenset[str]:
+        """Names of the fields with a computed default."""
+        return frozenset()
+
+    @property
+    def expert_counts(self) -> list[int]:
+        """Empty: see `experts`."""
+        return []
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """True: see `experts`."""
+        return True
+
+    def experts_of(self, layer: int) -> int:
+        """Returns 0: see `experts`."""
+        return 0
+
+    def sparse_layers(self, before: int | None = None) -> int:
+        """Returns 0: see `experts`."""
+        return 0

@@ -1,0 +1,46 @@
+"""The attention of foreign models: the library's kernels behind the attention interface of `transformers`.
+
+Documents and context parallelism come from the pass that runs, not from arguments, because some models drop arguments.
+The interface has no function for masks, so `transformers` makes no S x S mask.
+
+Legend: B batch, N heads, M heads of keys and values, S positions, D head size.
+"""
+
+import math
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from optimus.kernels.attention import Scoring
+
+NAME = "optimus"
+_CLOSE = 1e-6
+
+
+def _attend(
+    module: nn.Module,
+    q_BNSD: Tensor,
+    k_BMSD: Tensor,
+    v_BMSD: Tensor,
+    mask: object,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Computes causal attention, [B, S, N, D], for the interface. Ignores the mask and options for dropout."""
+    host: Any = module.__dict__["host"]
+    split, documents = host.passing.sequence, host.passing.documents
+    factor = 1.0 if scaling is None else scaling * math.sqrt(q_BNSD.shape[-1])
+    q_BNSD = q_BNSD if abs(factor - 1) < _CLOSE else q_BNSD * factor
+    q, k, v = (each.transpose(1, 2) for each in (q_BNSD, k_BMSD, v_BMSD))
+    shape = q.shape[:2]
+    if documents:
+        q, k, v = (each.flatten(0, 1)[None] for each in (q, k, v))
+    y = split.attend(q, k, v, Scoring(sliding_window, softcap, s_aux))
+    return y.reshape(*shape, *y.shape[2:]), None
+
+
+AttentionInterface.register(NAME, _attend)

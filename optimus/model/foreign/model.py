@@ -1,0 +1,416 @@
+"""Adapts causal language models of `transformers` to the protocol `CausalModel`.
+
+Every stage runs the model's own whole forward pass. Blocks and modules of other stages pass their input on; the first
+block of a stage takes what the previous stage sent. So masks, rotary tables and factors are the author's code on every
+stage.
+
+Legend: B batch, S sequence, H hidden, T = B * S tokens.
+"""
+
+import json
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, PretrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+from optimus.errors import UserError
+from optimus.model.batch import Batch, moved
+from optimus.model.causal import BlockRow, CausalModel
+from optimus.model.foreign.architecture import TransformersModel
+from optimus.model.foreign.attention import NAME
+from optimus.model.foreign.columns import WHOLE, Columns
+from optimus.model.foreign.facts import ModelFacts, Split, facts_of
+from optimus.model.foreign.initial import Initial as Noted
+from optimus.model.foreign.initial import initial_values
+from optimus.model.foreign.modules import (
+    LOCAL,
+    Calls,
+    FusedExperts,
+    HeadModule,
+    Lookup,
+    Projection,
+    StagedBlock,
+    StagedModule,
+    become,
+    flattened,
+)
+from optimus.model.foreign.twin import build
+from optimus.model.moe.statistics import RouterStats
+from optimus.model.parameters import Declaration, Dim, Initial, Normal, Role, Uniform, Values
+from optimus.model.sequence import SequenceSplit
+from optimus.model.units import Unit
+from optimus.model.vocabulary import Vocabulary
+
+
+@dataclass
+class Passing:
+    """The state of one forward pass through a stage, which the modules read and write."""
+
+    blocks: range
+    first: bool
+    last: bool
+    sequence: SequenceSplit
+    documents: bool
+    received_BSH: Tensor | None
+    stream_BSH: Tensor | None = None  # output of the last block that ran
+    hidden_BSH: Tensor | None = None  # input of the output layer
+
+
+@dataclass(frozen=True)
+class ForeignPositions:
+    """The positions of a batch, as the stages of a foreign model need them."""
+
+    sequence: SequenceSplit
+    documents: bool
+    position_BS: Tensor | None  # None: every sequence has the positions from 0
+
+
+class Stored(NamedTuple):
+    """How the model stores a parameter of the author's."""
+
+    names: tuple[str, ...]  # the names of the stored parts, which lie end to end along `dim`
+    dim: int | None
+    shape: tuple[int, ...]  # shape of the author's parameter
+
+
+class ForeignRow(list[nn.Module]):
+    """Blocks of a foreign model, in order."""
+
+    def run_in(self, size: int, run: object) -> None:
+        """Does nothing: each block is a unit of the kind `block`, which `Recompute` recomputes by itself."""
+
+
+class ForeignStage:
+    """A pipeline stage of a `ForeignModel`, which is a `ModelStage`."""
+
+    def __init__(self, model: "ForeignModel", blocks: range, *, first: bool, last: bool) -> None:
+        self.row = ForeignRow(model.blocks[i] for i in blocks)
+        self._model, self._blocks, self._first, self._last = model, blocks, first, last
+
+    def __call__(
+        self,
+        batch: Batch,
+        positions_S: Tensor,
+        positions: ForeignPositions,
+        x_TH: Tensor | None,
+        stats: RouterStats | None,
+    ) -> tuple[Tensor, RouterStats | None]:
+        tokens_BS = batch.tokens_BS[:, positions_S]
+        received_BSH = None if x_TH is None else x_TH.unflatten(0, tokens_BS.shape)
+        passing = Passing(self._blocks, self._first, self._last, positions.sequence, positions.documents, received_BSH)
+        with self._model.running(passing):
+            self._model.run_body(tokens_BS, positions.position_BS)
+        made_BSH = passing.hidden_BSH if self._last else passing.stream_BSH
+        assert made_BSH is not None
+        passing.stream_BSH = passing.hidden_BSH = None
+        return made_BSH.flatten(0, 1), stats
+
+
+class ForeignModel(CausalModel):
+    """A causal language model whose modules the library does not know.
+
+    `body` is the author's module, with parameters on the meta device and buffers with values. `initial` has the initial
+    values of its parameters. The names of modules and parameters are the author's.
+    """
+
+    replaceable = ("sequence", "step", "columns")
+    config: TransformersModel  # type: ignore[assignment]
+
+    def __init__(
+        self, config: TransformersModel, body: nn.Module, facts: ModelFacts, initial: Mapping[str, Noted]
+    ) -> None:
+        super().__init__()
+        self.config, self.facts = config, facts
+        self._modules.update(body._modules)
+        self.__dict__["body"] = body
+        self._columns: Columns = WHOLE
+        self.passing: Passing | None = None
+        for module in body.modules():
+            module.__dict__["host"] = self
+        self.blocks: list[nn.Module] = list(body.get_submodule(facts.blocks))  # type: ignore[arg-type]
+        self._units: list[Unit] = []
+        self.stored: dict[str, Stored] = {}
+        _compose(self, facts, initial)
+
+    # ---- Parts ----
+
+    @property
+    def columns(self) -> Columns:
+        """The columns of sharded activations."""
+        return self._columns
+
+    @columns.setter
+    def columns(self, columns: Columns) -> None:
+        """Sets the columns, and divides the numbers of heads that modules keep."""
+        for name, attributes in self.facts.divided.items():
+            module = self.body.get_submodule(name)
+            for attribute in attributes:
+                setattr(module, attribute, getattr(module, attribute) * self._columns.size // columns.size)
+        self._columns = columns
+
+    def rows(self) -> list[BlockRow]:
+        return [ForeignRow(self.blocks)]
+
+    def units(self) -> Iterable[Unit]:
+        return self._units
+
+    def stage(self, blocks: range, *, first: bool, last: bool) -> ForeignStage:
+        return ForeignStage(self, blocks, first=first, last=last)
+
+    def all_blocks(self) -> ForeignStage:
+        return self.stage(range(len(self.blocks)), first=True, last=True)
+
+    def keep(self, blocks: Collection[int], *, first: bool, last: bool, embedding: bool, head: bool) -> None:
+        names, facts = self.parts, self.facts
+        flags = {"embedding": embedding, "head": head, "before": first, "behind": last}
+        for owner_name, owner in self.named_modules():
+            for leaf in owner._parameters:
+                name = f"{owner_name}.{leaf}" if owner_name else leaf
+                block = names.block_of(name)
+                here = block in blocks if block is not None else flags[_part(name, facts)]
+                if not here:
+                    owner._parameters[leaf] = None
+
+    def train(self, mode: bool = True) -> "ForeignModel":
+        self.body.training = mode
+        return super().train(mode)
+
+    def author_tensors(self) -> dict[str, Tensor]:
+        """Returns the parameters by the author's names and in the author's shapes."""
+        found: dict[str, Tensor] = {}
+        for name, (names, dim, shape) in self.stored.items():
+            parts = [self.get_parameter(each).detach() for each in names]
+            found[name] = (parts[0] if len(parts) == 1 else torch.cat(parts, dim or 0)).view(shape)
+        return found
+
+    @torch.no_grad()
+    def fill_from(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fills the parameters from tensors by the author's names."""
+        for name, (names, dim, _) in self.stored.items():
+            parts = [self.get_parameter(each) for each in names]
+            whole = tensors[name].view(parts[0].shape) if len(parts) == 1 else tensors[name]
+            pieces = whole.split([each.shape[dim or 0] for each in parts], dim or 0) if len(parts) > 1 else [whole]
+            for part, piece in zip(parts, pieces, strict=True):
+                part.copy_(piece)
+
+    # ---- Passes ----
+
+    @contextmanager
+    def running(self, passing: Passing | None) -> Iterator[None]:
+        """Makes the modules read and write `passing` inside the `with` block."""
+        before, self.passing = self.passing, passing
+        try:
+            yield
+        finally:
+            self.passing = before
+
+    def run_body(self, tokens_BS: Tensor, position_BS: Tensor | None) -> None:
+        """Runs the author's forward pass."""
+        positions = {} if position_BS is None else {"position_ids": position_BS}
+        self.body(input_ids=tokens_BS, use_cache=False, **positions)
+
+    def local_positions(self, batch: Batch) -> tuple[Tensor, ForeignPositions]:
+        tokens_BS, documents = batch.tokens_BS, batch.documents()
+        positions_S = self.sequence.positions(tokens_BS.shape[1], tokens_BS.device)
+        if documents is not None:
+            position_BS = moved(documents.positions().view_as(tokens_BS), tokens_BS.device)[:, positions_S]
+            return positions_S, ForeignPositions(self.sequence.for_documents(documents), True, position_BS)
+        position_BS = positions_S.expand(len(tokens_BS), -1) if self.sequence.parts > 1 else None
+        return positions_S, ForeignPositions(self.sequence, False, position_BS)
+
+    def full_positions(self, tokens_BS: Tensor) -> tuple[Tensor, ForeignPositions]:
+        positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+        return positions_S, ForeignPositions(SequenceSplit(), False, None)
+
+
+def _part(name: str, facts: ModelFacts) -> str:
+    """Returns the part of a parameter outside the blocks: embedding, before, behind or head."""
+    for part, module in (("embedding", facts.embedding), ("head", facts.head)):
+        if name.startswith(f"{module}."):
+            return part
+    return "before" if any(name.startswith(f"{module}.") for module in facts.before) else "behind"
+
+
+# ---- Composition ----
+
+
+def _compose(model: ForeignModel, facts: ModelFacts, initial: Mapping[str, Noted]) -> None:
+    """Turns the modules of the body into units, projections, lookup and output layer, and declares their parameters."""
+    body: nn.Module = model.body
+    embedding, head = body.get_submodule(facts.embedding), body.get_submodule(facts.head)
+    model.stored |= _declare_all(body, facts, initial)
+    for name, module in list(body.named_modules()):
+        inside = name.startswith(f"{facts.blocks}.")
+        if inside and (type(module) is nn.Linear or isinstance(module, Conv1D)):
+            pieces = tuple(leaf for leaf in module._parameters if leaf.startswith("weight"))
+            own = {"product": LOCAL, "gradients": {}, "style": facts.styles.get(name, "whole"), "pieces": pieces}
+            become(module, Projection, **own, transposed=isinstance(module, Conv1D))
+        elif facts.styles.get(name) == "experts":
+            become(module, FusedExperts)
+        elif module._parameters and not inside and module is not head:
+            before = _part(f"{name}.", facts) in ("embedding", "before")
+            unit = _unit("embedding" if module is embedding else "norm", module)
+            model._units.append(unit)
+            become(module, StagedModule, unit=unit, before=before)
+            if module is embedding:
+                _look_up(module)
+    for number, block in enumerate(model.blocks):
+        become(block, StagedBlock, unit=_unit("block", block), number=number, outputs=facts.outputs)
+    become(head, HeadModule, vocabulary=Vocabulary(), factor=facts.logit_scale, cap=facts.logit_cap)
+    model.head, model.predict = head, Unit("head", head)
+    model._units.append(model.predict)
+
+
+def _unit(kind: str, module: nn.Module) -> Unit:
+    return Unit(kind, Calls(module))
+
+
+def _look_up(module: nn.Module) -> None:
+    """Puts `Lookup` below the module's own class, in the place of `nn.Embedding`'s forward pass."""
+    staged = type(module)
+    own = staged.__mro__[2]
+    bases = (StagedModule, Lookup, own) if own is nn.Embedding else (StagedModule, own, _LOOKUPS)
+    module.__class__ = type(staged.__name__, bases, {})
+    module.__dict__["vocabulary"] = Vocabulary()
+
+
+class _LOOKUPS(Lookup, nn.Embedding):
+    """`nn.Embedding` with the forward pass of `Lookup`."""
+
+
+def _declare_all(body: nn.Module, facts: ModelFacts, initial: Mapping[str, Noted]) -> dict[str, Stored]:
+    """Stores fused parameters in pieces, and declares every parameter. Returns the storage of the author's parameters."""
+    named = {name for name, _ in body.named_parameters()}
+    stored: dict[str, Stored] = {}
+    linear = (nn.Linear, Conv1D)
+    for owner_name, owner in list(body.named_modules()):
+        for leaf, parameter in list(owner._parameters.items()):
+            if parameter is None:
+                continue
+            name = f"{owner_name}.{leaf}" if owner_name else leaf
+            split, first = facts.splits.get(name, Split(None)), _initial(initial.get(name))
+            role = _role(name, owner, parameter, facts)
+            leaves = _store(owner, leaf, parameter, split, role, first, projects=isinstance(owner, linear))
+            if name in named:  # a tied parameter has one name
+                names = tuple(name.removesuffix(leaf) + each for each in leaves)
+                stored[name] = Stored(names, split.dim, tuple(parameter.shape))
+    return stored
+
+
+def _role(name: str, owner: nn.Module, parameter: Tensor, facts: ModelFacts) -> Role:
+    part = _part(name, facts)
+    if not name.startswith(f"{facts.blocks}."):
+        if parameter.ndim == 2 and part in ("embedding", "head"):
+            return "embedding" if part == "embedding" else "head"
+        return "embedding" if isinstance(owner, nn.Embedding) else "vector"
+    if facts.styles.get(name.rpartition(".")[0]) == "experts" and parameter.ndim == 3:
+        return "expert"
+    return "matrix" if parameter.ndim == 2 else "vector"
+
+
+def _store(
+    owner: nn.Module, leaf: str, parameter: nn.Parameter, split: Split, role: Role, initial: Initial, *, projects: bool
+) -> list[str]:
+    """Stores a parameter whole, stacked (equal pieces) or as one parameter per piece, and declares it. Returns the names of
+    the stored parameters in `owner`."""
+    declared: dict[str, Declaration] = owner.__dict__.setdefault("declared", {})
+    shape, dim = tuple(parameter.shape), split.dim
+    dims = _dims(role, len(shape), split)
+    if dim is None or not split.pieces:
+        declared[leaf] = Declaration(dims, role, initial)
+        return [leaf]
+    if len({*split.pieces}) == 1 and not (projects and dim != 0):
+        stacked = parameter.detach().unflatten(dim, (len(split.pieces), -1))
+        owner._parameters[leaf] = nn.Parameter(stacked)
+        declared[leaf] = Declaration((*dims[:dim], "stack", *dims[dim:]), role, initial)
+        if not projects:
+            owner.__class__ = flattened(type(owner), leaf, dim)
+        return [leaf]
+    del owner._parameters[leaf]
+    setattr(owner, leaf, None)
+    cut = initial.tensor.split(split.pieces, dim) if isinstance(initial, Values) else ()
+    for number, piece in enumerate(parameter.detach().split(split.pieces, dim)):
+        owner.register_parameter(f"{leaf}_{number}", nn.Parameter(piece))
+        first = Values(cut[number]) if cut else initial
+        declared[f"{leaf}_{number}"] = Declaration(dims, role, first)
+    return [f"{leaf}_{number}" for number in range(len(split.pieces))]
+
+
+def _initial(noted: Noted | None) -> Initial:
+    """Returns the declared form of noted initial values."""
+    if noted is None:
+        return "normal"
+    if noted.kind == "constant":
+        return noted.value
+    if noted.kind == "values":
+        assert noted.values is not None
+        return Values(noted.values)
+    low, high = (-math.inf if noted.low is None else noted.low), (math.inf if noted.high is None else noted.high)
+    return Uniform(low, high) if noted.kind == "uniform" else Normal(noted.mean, noted.std, low, high)
+
+
+def _dims(role: Role, ndim: int, split: Split) -> tuple[Dim, ...]:
+    """Returns logical dims that give the parameter its layout."""
+    if role in ("embedding", "head") and split.dim == 0:
+        return ("vocab", "residual")
+    if split.dim is None:
+        return ("head" if split.partial else "latent",) * ndim
+    if ndim == 1:
+        return ("ffn",)
+    return tuple("ffn" if dim == split.dim else "residual" if ndim == 2 else "latent" for dim in range(ndim))
+
+
+# ---- From configurations ----
+
+
+def hf_config(text: str) -> PretrainedConfig:
+    """Returns the configuration of `transformers` from the JSON text of a config.json. Raises `UserError` for an unknown
+    model type and for remote code."""
+    raw = json.loads(text)
+    if "auto_map" in raw:
+        raise UserError(
+            "model.transformers: auto_map names code outside of `transformers`, which is never run: remove auto_map, or "
+            "register the model through a plugin"
+        )
+    try:
+        return AutoConfig.for_model(**raw)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"model.transformers: {error}") from None
+
+
+@lru_cache(maxsize=16)
+def facts_of_text(text: str) -> ModelFacts:
+    """Returns the facts of the model whose config.json is `text`."""
+    with torch.device("cpu"):
+        return facts_of(hf_config(text))
+
+
+def foreign_model(config: TransformersModel) -> ForeignModel:
+    """Builds the model of `config`, with uninitialised parameters on the default device and buffers with values."""
+    facts, device = config.facts, torch.get_default_device()
+    with torch.device("cpu"):
+        body = build(hf_config(config.text), NAME if facts.attention else "sdpa", "meta")
+        initial = initial_values(body)
+    model = ForeignModel(config, body, facts, initial)
+    return model if device.type == "meta" else materialised(model, device)
+
+
+def materialised(model: ForeignModel, device: torch.device) -> ForeignModel:
+    """Gives the parameters of `model` memory on `device`."""
+    made: dict[int, nn.Parameter] = {}
+    for owner in model.modules():
+        for leaf, old in owner._parameters.items():
+            if old is not None:
+                owner._parameters[leaf] = made.setdefault(id(old), nn.Parameter(torch.empty_like(old, device=device)))
+        for leaf, buffer in owner._buffers.items():
+            if buffer is not None:
+                owner._buffers[leaf] = buffer.to(device)
+    return model

@@ -1,0 +1,209 @@
+"""What the modules of a foreign model become: subclasses of their own classes that add one thing each.
+
+A module changes its class in place (as in FSDP2), so names of modules and parameters, attributes and `isinstance` stay,
+and the author's forward pass runs unchanged. Each of these classes stands before the module's own class.
+
+Legend: B batch, S sequence, T tokens, H hidden, L inputs and N outputs of a weight.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from optimus.kernels.gradient_buffer import GradientBuffer
+from optimus.kernels.linear import MatrixProduct
+from optimus.model.head import OutputHead
+from optimus.model.linear import Product
+from optimus.model.parameters import Dim, declaration
+from optimus.model.units import Unit
+from optimus.model.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from optimus.model.foreign.model import ForeignModel
+
+
+def become(module: nn.Module, *kinds: type, **own: Any) -> None:
+    """Gives `module` the classes `kinds` before its own class, and the attributes `own`."""
+    was = type(module)
+    module.__class__ = type(f"{kinds[0].__name__}{was.__name__}", (*kinds, was), {})
+    module.__dict__.update(own)
+
+
+class Calls(nn.Module):
+    """Runs a call of `module`; the unit of a foreign module consists of one such step."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor, call: Callable[[Tensor], Any]) -> Any:
+        return call(x)
+
+
+class _Staged:
+    """A module with parameters, which runs as a unit in its stage and passes its input on in all other stages."""
+
+    host: "ForeignModel"
+    unit: Unit
+    _modules: dict[str, nn.Module | None]
+
+    def _run(self, x: Tensor, call: Callable[[Tensor], Any]) -> Any:
+        """Runs the module as a unit, with the state of this pass also during recomputation."""
+        host, passing = self.host, self.host.passing
+
+        def run(x: Tensor) -> Any:
+            with host.running(passing):
+                return call(x)
+
+        return self.unit(x, run)
+
+
+class StagedBlock(_Staged):
+    """A block. The first block of a later stage takes what the previous stage sent instead of its argument."""
+
+    number: int
+    outputs: int  # entries of the tuple that the block returns; 0: it returns a tensor
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        passing = self.host.passing
+        x, rest = _first(args, options)
+        if self.number not in passing.blocks:
+            return (x, *[None] * (self.outputs - 1)) if self.outputs else x
+        if self.number == passing.blocks.start and passing.received_BSH is not None:
+            x = passing.received_BSH
+        made = self._run(x, lambda x: super(StagedBlock, self).__call__(x, *rest, **options))  # type: ignore[misc]
+        passing.stream_BSH = made[0] if self.outputs else made
+        return made
+
+
+class StagedModule(_Staged):
+    """A module with parameters outside the blocks. `before` is True if the module runs before the blocks."""
+
+    before: bool
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        passing = self.host.passing
+        x, rest = _first(args, options)
+        if not (passing.first if self.before else passing.last):
+            received = passing.received_BSH
+            if isinstance(self, nn.Embedding) and received is not None:
+                return received.new_zeros(()).expand(*x.shape, self.embedding_dim)
+            return x
+        return self._run(x, lambda x: super(StagedModule, self).__call__(x, *rest, **options))  # type: ignore[misc]
+
+
+def _first(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+    """Returns the first argument of a call and the other positional arguments. Removes the first argument from
+    `options`."""
+    if args:
+        return args[0], args[1:]
+    return options.pop(next(iter(options))), ()
+
+
+class Lookup:
+    """A token embedding, whose rows may be sharded. It stands below the model's own class of embeddings, so that the
+    model's factors stay."""
+
+    replaceable: ClassVar[tuple[str, ...]] = ("vocabulary",)
+    vocabulary: Vocabulary
+    weight: nn.Parameter
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.vocabulary.embed(tokens.flatten(), self.weight).view(*tokens.shape, -1)
+
+
+class HeadModule(OutputHead):
+    """The output layer. In the model's forward pass, it only keeps its input, and gives the model one column of nothing."""
+
+    replaceable: ClassVar[tuple[str, ...]] = ("vocabulary",)
+    host: "ForeignModel"
+    bias: nn.Parameter | None
+
+    def table(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns x and the weight; the bias, if any, becomes a last column of the weight."""
+        if getattr(self, "bias", None) is None:
+            return x, self.weight
+        ones = x.new_ones(1).expand(*x.shape[:-1], 1)
+        return torch.cat([x, ones], -1), torch.cat([self.weight, self.bias[:, None]], -1)
+
+    def __call__(self, x: Tensor, *args: Any) -> Tensor:
+        passing = self.host.passing
+        if passing is None:
+            return self.forward(x, *args)
+        passing.hidden_BSH = x
+        return x.detach()[..., :1]
+
+
+class Projection:
+    """A linear layer. `pieces` are the names of the parameters whose outputs lie end to end.
+
+    `transposed` is True if the weight is [inputs, outputs] (GPT-2's `Conv1D`).
+    """
+
+    replaceable: ClassVar[tuple[str, ...]] = ("product", "gradients")
+    host: "ForeignModel"
+    product: Product
+    gradients: Mapping[nn.Parameter, GradientBuffer]
+    style: str
+    pieces: tuple[str, ...]
+    transposed: bool
+
+    @property
+    def dims(self) -> tuple[Dim, Dim]:
+        """The logical dims of the outputs and of the inputs."""
+        *_, outputs, inputs = declaration(self, self.pieces[0]).dims  # type: ignore[arg-type]
+        return (inputs, outputs) if self.transposed else (outputs, inputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        columns, x_TL = self.host.columns, x.reshape(-1, x.shape[-1])
+        if self.style == "scatter":
+            x_TL = columns.split(x_TL)
+        made = [self._multiply(x_TL.contiguous(), getattr(self, name)) for name in self.pieces]
+        y_TN = made[0] if len(made) == 1 else torch.cat(made, -1)
+        bias_N = _joined(self, "bias", self.pieces)
+        if bias_N is not None:
+            y_TN = y_TN + bias_N
+        if self.style == "gather":
+            y_TN = columns.join(y_TN)
+        return y_TN.view(*x.shape[:-1], -1)
+
+    def _multiply(self, x_TL: Tensor, weight: nn.Parameter) -> Tensor:
+        if self.transposed:
+            return self.product(x_TL, weight.t().contiguous(), None)  # type: ignore[arg-type]
+        return self.product(x_TL, weight, self.gradients.get(weight))
+
+
+def _joined(module: Any, leaf: str, weights: tuple[str, ...]) -> Tensor | None:
+    """Returns the bias of a projection, joined if it is stored in pieces."""
+    names = [name.replace("weight", leaf, 1) for name in weights]
+    found = [module._parameters[name] for name in names if module._parameters.get(name) is not None]
+    if not found:
+        return None
+    return found[0].flatten() if len(found) == 1 else torch.cat([each.flatten() for each in found])
+
+
+class FusedExperts:
+    """Experts in fused tensors, of which every rank has some columns of every expert."""
+
+    host: "ForeignModel"
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        columns = self.host.columns
+        made = super().forward(columns.enter(x), chosen, columns.enter(weights))  # type: ignore[misc]
+        found: Tensor = columns.leave(made)
+        return found
+
+
+def flattened(kind: type, leaf: str, dim: int) -> type:
+    """Returns a subclass of `kind` whose attribute `leaf` is its parameter with the dims `dim` and `dim` + 1 flattened."""
+
+    def flat(self: Any) -> Tensor:
+        found: Tensor = self._parameters[leaf].flatten(dim, dim + 1)
+        return found
+
+    return type(kind.__name__, (kind,), {leaf: property(flat)})
+
+
+LOCAL = Product(MatrixProduct())
