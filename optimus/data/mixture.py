@@ -2,8 +2,8 @@
 
 A position is the index of a sequence in its phase. The sources form one group or two, and each group assigns its
 positions block by block. The counts at the border of a block are a function of the border alone. Within a block, the
-earliest deadline decides the next source (Pfair scheduling on one processor, Baruah et al. 1996). For any weights, the
-count of every source differs from its share by less than one; `_Group` has the proof.
+earliest deadline decides the next source (Pfair scheduling on one processor, Baruah et al. 1996). At every position,
+the count of each source differs from its share by less than one; `_Group` has the proof.
 
 Legend: N positions.
 """
@@ -18,7 +18,7 @@ from math import gcd, lcm
 import numpy as np
 from numpy.typing import NDArray
 
-_TOTAL = 1 << 30  # maximum sum of weights, which bounds the length of a block
+_TOTAL = 1 << 30  # the sum of the weights is less, which bounds the length of a block
 _LEAST = 128  # minimum number of positions of a group in a block, so that the cost of borders is small
 _BLOCKS = 4  # cached blocks of a group
 
@@ -39,8 +39,8 @@ class Mixture:
         sums = list(accumulate(self.weights[source] for source in order))
 
         def longest(heavy: int) -> float:
-            """Greatest number of positions of a group in one of its blocks if the first `heavy` sources form the first
-            group."""
+            """Estimates the number of positions of a group in a block, and returns the maximum over the groups. The
+            first `heavy` sources form the first group."""
             ends = sums[heavy - 1] / self.weights[order[heavy - 1]], (total - sums[heavy - 1]) / self.weights[order[-1]]
             return max(ends)
 

@@ -47,8 +47,8 @@ class Rows(Protocol):
     vocab_size: int
     eos_id: int
     parse_special: bool
-    padded: bool  # True if end-of-text tokens pad rows
-    masked: bool  # True if tokens have the flags above
+    padded: bool  # True if end-of-text tokens without flags pad rows
+    masked: bool  # True if tokens may have the flags above
 
     @property
     def tokenizer_path(self) -> Path:
@@ -66,7 +66,8 @@ class Rows(Protocol):
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """Reads the content of `index.json`. Raises `UserError` if the file is absent, damaged or of another format."""
+    """Reads the content of `index.json`. Raises `UserError` if the file is absent, damaged, or of another format or
+    version."""
     path = folder / INDEX
     if not path.is_file():
         raise UserError(
