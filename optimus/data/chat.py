@@ -383,7 +383,7 @@ def _quoted(value: Any, special: Sequence[str], quote: str) -> Any:
 
 def _unmarked(text: str, marks: tuple[str, str, str], special: Sequence[str], where: str) -> tuple[str, Spans, Spans]:
     """Removes the marks from a text, and restores the quoted special tokens. Returns the text, the spans marked as
-    generated, and the quoted spans. Raises `UserError` for an unknown number of a quoted token."""
+    generated, and the quoted spans. Raises `UserError` if the number of a quoted token is unknown."""
     begin, end, quote = marks
     made, generated, quoted, began = "", list[tuple[int, int]](), list[tuple[int, int]](), 0
     for part in re.split(f"([{begin}{end}]|{quote}[0-9]+{quote})", text):

@@ -83,7 +83,7 @@ class Journal:
     file_mark: Mark
     instances: int | None = None  # known after tokenisation
     shards: dict[str, str] = field(default_factory=dict)  # checksums of the finished shards, by name
-    packed: dict[str, int] = field(default_factory=dict)  # numbers of padding tokens and of cut documents, after packing
+    packed: dict[str, int] = field(default_factory=dict)  # numbers of padding tokens and cut documents
     looked_at: str = ""  # identity digest of the files that passed the check
     bad: list[BadFile] = field(default_factory=list)  # unreadable files, which `prepare` excludes
 

@@ -2,8 +2,8 @@
 earlier documents.
 
 Exact duplicates are equal in normalised text (Unicode NFKC, case folded, any white space as one space). Near-duplicates
-have sets of five-word shingles with a Jaccard similarity of at least 0.8. 128 MinHashes estimate the similarity (Broder
-1997; Lee et al. 2022, "Deduplicating Training Data Makes Language Models Better", section 4).
+have sets of five-word shingles with a Jaccard similarity of at least 0.8. The similarity is an estimate from 128
+MinHashes (Broder 1997; Lee et al. 2022, "Deduplicating Training Data Makes Language Models Better", section 4).
 
 The comparison uses signatures of documents. Helper processes compute the signature of every piece of a document, and
 the writer of the stream joins the signatures of a document. An exact signature covers the whole normalised text, and

@@ -47,7 +47,8 @@ class MixedSource(NamedTuple):
         return self.seen or self.shards.instances
 
     def rows(self, index_N: NDArray[np.int64], seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Returns the row [N] and the part of the row [N] of the source's sequences `index_N` in the phase.
+        """Locates the source's sequences `index_N` of the phase. Returns the row [N] of each sequence, and the part [N]
+        of the row.
 
         Pass 0 reads the rows in the stored order. Each later pass permutes the rows with the key (seed, pass).
         """
