@@ -1,8 +1,9 @@
 """Copies of a run's checkpoints at a URL (`checkpoint.copy_to`), from which a run whose folder is lost can resume.
 
 The URL has the layout of a run folder: `checkpoints/step-N/...`, and the small files of the run. A copy gets the
-checkpoint's manifest last and loses it first. A copy is therefore complete if it has a valid manifest and all the
-manifest's files. If the frozen parameters are in a separate folder, the copy of this folder must be complete too.
+checkpoint's manifest last, and the removal of a copy begins with the manifest. A copy is therefore complete if it has a
+valid manifest and all the manifest's files. If the frozen parameters are in a separate folder, the copy of this folder
+must be complete too.
 """
 
 import json

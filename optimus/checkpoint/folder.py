@@ -7,9 +7,9 @@
 
 In `checkpoints/`, a run writes full checkpoints `step-N`, and `weights-N` with weights only. Without a rollback, a run
 resumes from the newest intact `step-N`. A run writes frozen parameters into `frozen-K`, to which several full
-checkpoints may refer. Folders `weights-N` are self-contained, because users may move or archive these folders. A folder
-gets its name only when complete: the run writes it as `.NAME.partial`, and then renames it. A rollback moves later
-checkpoints to `checkpoints/abandoned-K`.
+checkpoints may refer. Folders `weights-N` are self-contained, because users may move or archive these folders. The run
+writes a folder as `.NAME.partial`, and renames the complete folder. A rollback moves later checkpoints to
+`checkpoints/abandoned-K`.
 """
 
 import json
@@ -54,7 +54,7 @@ class Description:
     """The description of a checkpoint. Runs can resume `full` checkpoints; other checkpoints have only weights."""
 
     model: ModelConfig
-    context: int  # length of the longest sequences in training so far, in this run or an earlier one
+    context: int  # length of the longest sequences in training so far, in this run or an earlier run
     step: int
     full: bool
     precision: str = "float32"

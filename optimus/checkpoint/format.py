@@ -123,7 +123,7 @@ def by_key(slices: Iterable[AnySlice]) -> dict[str, list[AnySlice]]:
 
 def pack_metadata(stored: Iterable[StoredSlice]) -> bytes:
     """Returns the content of `.metadata` for the slices `stored`."""
-    # Imported here, because the import takes a second and readers do not need it.
+    # The import is here, because the import takes a second and readers do not need it.
     from torch.distributed.checkpoint import metadata as dcp
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 

@@ -236,8 +236,8 @@ def _held(run: Path, holder: Holder) -> LeaseError:
 def _exclusive(path: Path, *, make: bool) -> Iterator[int]:
     """Opens the file and locks it for this process, if the file system has locks.
 
-    Without locks, two processes that take a lease at the same moment both continue until one of them notices that it has
-    lost the lease.
+    Without locks, two processes that take a lease at the same moment both continue until one process notices that it
+    has lost the lease.
     """
     while True:
         file = os.open(path, os.O_RDWR | (os.O_CREAT if make else 0), 0o644)

@@ -125,8 +125,8 @@ def follow_masks(state: ModelState, source: WeightSource) -> bool:
     """Prunes the same elements of `state` as the checkpoint; `state` has no values yet. Returns True if the checkpoint
     is pruned. Collective.
 
-    Raises `UserError` on all ranks for masks that do not fit the parameters, or of parameters that `state` cannot
-    prune.
+    Raises `UserError` on all ranks for masks that do not fit the parameters, and for masks of parameters that `state`
+    cannot prune.
     """
     there = any(key.startswith(PREFIX) for key in source.shapes)
     if not (there or any(share is not None for share in state.spec.unpruned.values())):

@@ -148,7 +148,8 @@ class Reader:
 
 
 def verify(path: Path) -> list[str]:
-    """Reads the whole checkpoint at `path`, and returns its problems, one line each; empty if it is intact."""
+    """Reads the whole checkpoint at `path`, and returns its problems, one line each; empty if the checkpoint is
+    intact."""
     try:
         reader = Reader.open(path)
     except UserError as error:

@@ -53,7 +53,7 @@ def rolled_back_to(run: Path) -> Path | None:
 
 
 def rollback(run: str | Path, step: int, *, held: bool = False) -> dict[str, Any]:
-    """Sets up `run` so that `--resume` restarts it from the weights of `step`, with zeroed moments.
+    """Sets up `run` so that `--resume` restarts the run from the weights of `step`, with zeroed moments.
 
     With `held`, the caller has the lease of the run folder. Without `held`, raises `LeaseError` if a live run has the
     lease.

@@ -47,7 +47,7 @@ class Target(NamedTuple):
     """A checkpoint to write: of the whole state if its description says `full`, otherwise of the weights alone.
 
     With `frozen`, the checkpoint has only the frozen weights, and the descriptions of other checkpoints may refer to
-    it. Weights alone are in the compute dtype, unless the update rule averages weights.
+    its folder. Weights alone are in the compute dtype, unless the update rule averages weights.
     """
 
     folder: Path

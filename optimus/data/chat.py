@@ -74,8 +74,8 @@ class ChatTemplate(NamedTuple):
     @classmethod
     def from_files(cls, files: Mapping[str, Any], eos_token: str, where: str) -> "ChatTemplate | None":
         """Finds the template in `files`, a mapping from names to contents of a published tokenizer's files. Returns
-        None if the files have no template. Raises `UserError` for an invalid template, and for named templates without
-        one that is named default."""
+        None if the files have no template. Raises `UserError` for an invalid template, and for named templates of which
+        none has the name default."""
         said = {name: value for file in _FILES[:2] for name, value in files.get(file, {}).items()}
         named = {f"{role}_token": said.get(f"{role}_token") for role in _ROLES}
         texts = {role: each.get("content") if isinstance(each, dict) else each for role, each in named.items()}
@@ -343,7 +343,7 @@ def _compiled(source: str) -> Any:
         raise jinja2.TemplateError(message)
 
     def tojson(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **how)  # Jinja's filter of this name escapes HTML
+        return json.dumps(value, ensure_ascii=ensure_ascii, **how)  # Jinja's own filter `tojson` escapes HTML
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]

@@ -1,8 +1,9 @@
 """Reads a dataset that the user gives as a Python object or names in the configuration, in place of a prepared folder.
 
-An item is a mapping with one-dimensional `input_ids`. Optional keys are `labels` (-100: a token that is not predicted),
-`document_ids` (tokens of one document have the same id) and `attention_mask` (0: padding at the end). Each item becomes a
-row. The row of an item that is shorter than the context ends in padding, which the model does not predict.
+An item is a mapping with one-dimensional `input_ids`. Optional keys are `labels`, `document_ids` (tokens of one
+document have the same id) and `attention_mask` (0 for padding at the end). Labels are the tokens themselves, or -100
+for tokens that the model does not predict. Each item becomes a row. The row of an item that is shorter than the context
+ends in padding, which the model does not predict.
 
 `DatasetRows` reads a map-style dataset in the order of a permutation. `StreamRows` reads a resumable iterator in the
 order of the iterator, and skips the rows of other ranks.
@@ -32,7 +33,7 @@ from optimus.plugins import imported
 ARGUMENT = "argument"
 """The value of `data.dataset` in a run whose dataset is the argument `data` of `optimus.train`."""
 
-_NOT_PREDICTED = -100  # the label of a token that is not predicted, as in `transformers`
+_NOT_PREDICTED = -100  # the label of a token that the model does not predict, as in `transformers`
 _FINGERPRINTED = 8  # number of first items that the fingerprint of a dataset hashes
 # Number of recent states of a stream to keep. The number exceeds the batches that a loader reads ahead.
 _STATES = 64

@@ -128,8 +128,8 @@ def _digest(rows: Iterable[tuple[object, ...]]) -> str:
 
 
 def resolve(inputs: Sequence[str | Path], leave_out: Sequence[Path] = (), encoding: str = "utf-8") -> Sources:
-    """Finds the files of all inputs: files, folders (walked in sorted order, without hidden names) and globs, also as
-    fsspec's URLs. Lists each file once.
+    """Finds the files of all inputs, each file once. An input is a file, a folder or a glob, or a URL that fsspec
+    reads. A folder gives its files in sorted order, without hidden names.
 
     Lists a local file with any ending if the file itself is an input. Also lists a path that is no file, such as a
     broken link, so that the check of files reports the path. Raises `UserError` if an input has no files, or `inputs`

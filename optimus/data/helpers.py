@@ -24,9 +24,9 @@ class Helpers:
     """A pool of at most `count` processes, which the first calls start. In each process, `make` returns the function
     that serves the calls.
 
-    The pool pickles `make` and its arguments, so `make` must be importable by name. The end of the `with` block ends all
-    processes, at once if an exception leaves the block. The libraries of a helper use `threads` threads, one by
-    default, so that helpers do not compete for cores.
+    The pool pickles `make` and its arguments, so `make` must be importable by name. The end of the `with` block ends
+    all processes. An exception that leaves the block kills the processes at once. The libraries of a helper use
+    `threads` threads, one by default, so that helpers do not compete for cores.
     """
 
     def __init__(self, count: int, make: Callable[..., Callable[..., Any]], *args: Any, threads: int = 1) -> None:

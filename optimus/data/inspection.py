@@ -1,7 +1,7 @@
 """Checks each input file before `prepare` tokenises, so that one message lists the unreadable files together.
 
-The check reads a file as `prepare` will, but does not tokenise. Unless the check is full, it stops at `LIMIT`, or at
-`REMOTE_LIMIT` in a remote file. Tokenising finds the faults beyond the limit.
+The check reads a file as `prepare` will, but does not tokenise. A check that is not full stops at about `LIMIT` bytes,
+or at about `REMOTE_LIMIT` bytes in a remote file. Tokenising finds the faults beyond the limit.
 """
 
 import codecs
@@ -81,8 +81,8 @@ def check_beginning(sources: Sources, most: float) -> int:
     """Reads the text of the files in order until the text has more than `most` bytes. Returns the number of bytes read,
     which exceeds `most` unless the files end before.
 
-    Raises `UserError`, which lists the read files that `prepare` would refuse. The message suggests no `encoding` or
-    `text_field`, because the callers cannot set either.
+    Raises `UserError` for files that `prepare` would refuse, and lists these files. The message suggests no `encoding`
+    or `text_field`, because the callers cannot set either.
     """
     bad, text_bytes = list[tuple[Source, str]](), 0
     for source in sources.files:

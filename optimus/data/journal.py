@@ -135,8 +135,8 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Holds the lock of `folder` (created if absent) for this process alone. Raises `UserError` if another process holds
-    the lock."""
+    """Creates `folder` if it is absent, and holds the lock of `folder` for this process alone. Raises `UserError` if
+    another process holds the lock."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK
     with path.open("w") as file:

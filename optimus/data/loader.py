@@ -2,7 +2,7 @@
 
 The content of a step depends only on the configuration, the data and the step. A run can therefore resume from any
 step, and every rank finds its part without communication. A step uses the next `global_batch` positions of its phase. A
-batch may span the end of a pass over a source. Within a pass, no sequence repeats.
+batch may span the end of a pass over a source. Within a pass over a source, no sequence repeats.
 
 Legend: B sequences of this rank, S tokens of a sequence, N positions, K sources of a phase, R distinct rows, C tokens
 of a row.

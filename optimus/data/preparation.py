@@ -7,9 +7,9 @@
 3. Shard: helper processes write the instances in this order into shard files.
 
 The Optimus paper (section 4) cuts instances from the tokens of each file separately, and drops the tail of each file.
-Here one stream runs through all files, and `prepare` drops only the very last tail. The tails of thousands of small
-files can be most of the text. All bytes of the output depend on the inputs and settings alone, not on the number of
-workers or on interruptions. A local output folder appears complete or not at all, by a rename at the end.
+Here one stream runs through all files, and `prepare` drops only the last tail. The tails of thousands of small files
+can be most of the text. The output depends only on the inputs and settings, not on the number of workers or on
+interruptions. A local output folder appears complete or not at all, by a rename at the end.
 """
 
 import errno
@@ -57,7 +57,8 @@ PACKED = "packed.bin"
 Pack = Literal["concatenate", "best-fit"]
 SHARD_SIZE = 512 * 10**6
 COMMIT_SECONDS = 5.0
-# Bytes of text to train a tokenizer on, the same share of every file. More text hardly changes the merges.
+# Approximate bytes of text to train a tokenizer on, about the same share of every file. More text hardly changes the
+# merges.
 TRAINING_SAMPLE = 64 << 20
 TEXTS_AT_ONCE = 64  # texts of a message to the process that trains a tokenizer
 LOOKED_AT_HERE = 16 << 20  # the main process checks inputs of at most this many bytes without helpers
@@ -67,7 +68,7 @@ SMALLEST_VOCABULARY = 257  # all bytes, and the end-of-text token
 
 @dataclass
 class _Run:
-    """One call of `prepare`: its arguments and its paths."""
+    """The arguments and the paths of one call of `prepare`."""
 
     sources: files.Sources
     output: Path
@@ -322,8 +323,8 @@ def _without_bad_file(run: _Run, state: Journal, error: BadFileError) -> Journal
 
 
 def _look_at_all(run: _Run) -> None:
-    """Checks all files and leaves out the bad ones. Raises `UserError`, which lists the bad files, unless `skip_bad` is
-    set and good files remain."""
+    """Checks all files and leaves out the bad files. Raises `UserError`, which lists the bad files, unless `skip_bad`
+    is set and good files remain."""
     # A new tokenizer must depend on good files alone, so this check must find all bad files before the training.
     bad, partly = _look(run, run.sources.files, full=run.train_tokenizer is not None)
     if bad and not run.skip_bad and sum(source.size for source in partly) <= FULL_CHECK_BYTES:

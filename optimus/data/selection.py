@@ -183,8 +183,8 @@ class Signatures:
         self._file.truncate()
 
     def is_new(self, signature: bytes) -> bool:
-        """Returns True and stores the signature if it matches no signature of an earlier document. Always returns True
-        without deduplication."""
+        """Stores a signature that matches no earlier signature, and returns True. Otherwise returns False. Always
+        returns True without deduplication."""
         new = not self._size or self._find.is_new(signature)
         if new:
             self._file.write(signature)

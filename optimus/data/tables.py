@@ -52,7 +52,7 @@ def records(stream: BinaryIO, where: str, field: TextField, delimiter: str) -> I
             f"{where}:{rows.line_num}: not readable as a table ({error}). Check for an unclosed quote."
         ) from error
     except UnicodeDecodeError as error:
-        line = rows.line_num + error.object[: error.start].count(b"\n") + 1  # `rows` has read all whole lines before
+        line = rows.line_num + error.object[: error.start].count(b"\n") + 1  # `rows` has already read the lines before
         raise UserError(f"{where}:{line}: not UTF-8 ({error.reason}). Convert it to UTF-8.") from error
 
 

@@ -224,7 +224,7 @@ class TrainingData:
 
     def stream_states(self, steps: int) -> dict[str, Any]:
         """Returns states from which the streams can continue after `steps` steps, by source. A state precedes the last
-        of these steps, which a loader has certainly read."""
+        of the steps, because a loader has certainly read the last step."""
         last = max(0, steps - 1)
         phase, found = self.phases[phase_at(self._described, last).number], {}
         for source, number in zip(phase.sources, phase.counts(last)):
@@ -240,7 +240,8 @@ class TrainingData:
                 rows.load_state(states[name])
 
     def verify(self) -> None:
-        """Reads all shards and compares their checksums. Raises `UserError` at the first shard that differs."""
+        """Reads all prepared shards and compares their checksums. Raises `UserError` at the first shard that
+        differs."""
         for shards in self.folders.values():
             shards.verify()
 
