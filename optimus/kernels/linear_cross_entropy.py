@@ -27,7 +27,7 @@ from optimus.step_context import Forms
 Gradients = tuple[Tensor | None, Tensor | None]  # gradients of x and w; None for a gradient that autograd does not need
 
 _BLOCK_ELEMENTS = 1 << 21  # fp32 logits of one block (8 MB, for a CPU's cache), unless `_LEAST_ROWS` rows have more
-# Minimum number of rows of a block: with fewer, reading the weight and adding to its gradient dominate.
+# Minimum number of rows of a block, except the last: with fewer rows, reads of the weight and its gradient dominate.
 _LEAST_ROWS = 512
 
 
@@ -98,7 +98,8 @@ def block_rows(vocab: int) -> int:
 class LinearLoss(torch.autograd.Function):
     """Differentiable loss of x and w. `find` computes the loss and fills the gradients of x and w that are not None.
 
-    The gradient of w stays in fp32; autograd rounds it if w has another gradient dtype (`Tensor.grad_dtype`).
+    The gradient of w stays in fp32 (float64 for float64). Autograd rounds the gradient if w has another gradient dtype
+    (`Tensor.grad_dtype`).
     """
 
     @staticmethod
@@ -179,7 +180,7 @@ class PartialSoftmax(NamedTuple):
 
 
 def partial_softmax(logits_TV: Tensor, target_T: Tensor, first: int, out_TV: Tensor) -> PartialSoftmax:
-    """Computes the softmax over the vocabulary entries from `first` on, and writes it to `out_TV` in that tensor's dtype.
+    """Computes the softmax over a shard of the vocabulary whose first entry is `first`, in `out_TV` and in its dtype.
 
     Computes the normaliser from the largest probability, because the target's probability may underflow in fp32.
     """
@@ -197,8 +198,8 @@ def partial_softmax(logits_TV: Tensor, target_T: Tensor, first: int, out_TV: Ten
 def complete_softmax(part: PartialSoftmax, lse_T: Tensor) -> Tensor:
     """Replaces `p_TV` by the gradient [T, V] of the losses' sum with respect to the logits.
 
-    `lse_T` is the normaliser of the whole vocabulary. The gradient is the probabilities minus 1 at the target, and 0 in
-    ignored rows.
+    `lse_T` is the log-sum-exp over the whole vocabulary. The gradient is the probabilities minus 1 at the target, and 0
+    in ignored rows.
     """
     p_TV, own_T, _, target_T, first = part
     if lse_T is not own_T:
