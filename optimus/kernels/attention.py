@@ -341,7 +341,7 @@ def _heads_first(*tensors_BSND: Tensor) -> list[Tensor]:
 
 
 def blocks_before(new: int, seen: int, distance: int, window: int | None) -> Iterator[AttentionBlock]:
-    """Yields the blocks of `new` queries over `seen` >= `new` earlier keys.
+    """Yields the blocks of `new` queries over `seen` earlier keys.
 
     The position of the first key is `distance` before that of the first query.
     """

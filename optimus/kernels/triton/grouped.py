@@ -67,7 +67,7 @@ def weight_gradient(
 
 @triton.jit
 def within(columns, N: tl.constexpr, COLUMNS: tl.constexpr):
-    """Clamps column indices to [0, N). If tiles divide N, nothing changes and the compiler sees contiguous loads."""
+    """Clamps column indices to at most N - 1. If COLUMNS divides N, the compiler sees contiguous loads."""
     if N % COLUMNS == 0:
         return columns
     else:
@@ -76,7 +76,7 @@ def within(columns, N: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def halves(x, ROWS: tl.constexpr, HALF: tl.constexpr):
-    """Returns the two halves of the columns of [ROWS, 2 HALF]; each thread has both, so no data moves."""
+    """Returns the two halves of the columns of x [ROWS, 2 HALF]."""
     return x.reshape(ROWS, 2, HALF).permute(0, 2, 1).split()
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from optimus.kernels.triton.tuning import pow2
 
-_BITMAP = 8192  # elements of (tokens of a block) x (experts): as many as the registers of 4 warps hold
+_BITMAP = 8192  # maximum of (tokens of a block) x (experts), unless 16 tokens have more
 
 
 class TokenCounts(NamedTuple):
