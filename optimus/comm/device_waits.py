@@ -79,10 +79,7 @@ class DeviceWaits:
 
 
 def flight_record() -> bytes:
-    """Returns the record of this rank's last collectives in torch's flight recorder, as JSON.
-
-    The record is NCCL's if torch is built with NCCL.
-    """
+    """Returns the record of this rank's last collectives in torch's flight recorder, as JSON."""
     known = vars(torch._C._distributed_c10d)
     found: bytes = known.get("_dump_nccl_trace_json", known["_dump_fr_trace_json"])(True, False)
     return found

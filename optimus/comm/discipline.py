@@ -31,8 +31,7 @@ class RefuseCollectives(TorchDispatchMode):
 class RollCall:
     """A barrier of all ranks through the store.
 
-    The barrier is not a collective, because a backend could match a collective with a different one of a rank that is out
-    of step.
+    The barrier is not a collective, because a backend could match the collectives of ranks that are out of step.
     """
 
     def __init__(self, name: str, ranks: int, seconds: float) -> None:

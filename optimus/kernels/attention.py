@@ -45,7 +45,8 @@ PLAIN = Scoring()
 def causal_attention(q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, scoring: Scoring = PLAIN) -> Tensor:
     """Computes attention of each of the last S of P positions over the positions up to itself, [B, S, N, D].
 
-    A window in `scoring` limits the attention to the last `window` positions. N is a multiple of M: consecutive heads share keys and values.
+    A window in `scoring` limits the attention to the last `window` positions. N is a multiple of M: consecutive heads
+    share keys and values.
     """
     window, cap, sink_N = scoring
     new = q_BSND.shape[1]

@@ -3,8 +3,8 @@
 For the experts of a large layer, new tensors would take hundreds of megabytes per pass. Allocating, clearing, writing
 and reading these tensors would take more time than many of the matmuls.
 
-A step can also defer a weight gradient that bypasses autograd. The backward pass then computes only the input gradients,
-which other pipeline ranks wait for (Zero Bubble Pipeline Parallelism).
+A step can also defer a weight gradient that bypasses autograd. The backward pass then computes only the input
+gradients, which other pipeline ranks wait for (Zero Bubble Pipeline Parallelism).
 
 Legend: E experts, A rows and B columns of an expert's weight, P rows of an expert.
 """

@@ -45,7 +45,7 @@ class Fault(Section):
     rank: int = Field(ge=0)
     step: int = Field(ge=1)
     factor: float = Field(1.0, ge=1, allow_inf_nan=False)
-    """slow: the duration of a step as a multiple of the usual duration, from this step on."""
+    """slow: the duration of a step as a multiple of the usual duration, from `step` on."""
 
     def event(self) -> dict[str, Any]:
         """Returns the entry in the event log for the fault."""
@@ -131,7 +131,7 @@ def rank_program(inject: str | Path, ranks: int) -> list[str]:
 def is_due(run: Path, plan: FaultPlan, number: int) -> bool:
     """Returns True if fault `number` of the plan has not yet happened in this run, and records that it happens now.
 
-    Equal faults of a plan happen one after another. Equal faults of an earlier launch count too.
+    Each of several equal faults in a plan happens once. Faults of an earlier launch count too.
     """
     fault, log = plan.faults[number], EventLog(run)
     event = fault.event()

@@ -97,7 +97,8 @@ def rehearse(
 ) -> dict[str, Any]:
     """Launches `job` on nodes and spares created on this machine, with the faults in the file `inject`.
 
-    The rehearsal ends when all nodes have ended, `grace` seconds after the run has finished, or after `limit` seconds.
+    The rehearsal ends when all nodes have ended, and at the latest `grace` seconds after the run has finished or after
+    `limit` seconds.
     The output of each node goes to `lab/NODE.log` in the run folder. With `plain`, or where network namespaces are not
     allowed, nodes are processes on one network. The rehearsal calls `say` with each new event.
 
@@ -192,10 +193,10 @@ def lab(nodes: int, *, isolated: bool, bandwidth: str | None = None) -> Iterator
 
 @contextmanager
 def _signals_end_it() -> Iterator[Callable[[], None]]:
-    """Makes SIGTERM and SIGHUP raise an exception inside the context, as Ctrl-C does; the exit code is 128 plus the signal.
+    """Makes SIGTERM and SIGHUP raise `SystemExit` inside the context, with 128 plus the signal's number as exit code.
 
     The context yields a function that makes the process ignore SIGTERM, SIGHUP and SIGINT until the end of the context,
-    so that the cleanup completes. Outside the main thread, signals keep their handlers.
+    so that the cleanup completes. Outside the main thread, signals keep their handlers. Ignored signals stay ignored.
     """
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set signal handlers
         yield lambda: None

@@ -7,7 +7,8 @@ The sparse block is Algorithm 1 of the Optimus paper (FastSparseMoE), with these
     stage 4  expert computation expert_up.py, expert_down.py
     stage 5  output reduction   expert_reduce.py
 
-`expert_mlp.py` composes these stages into one autograd function. The dispatcher implements stage 1, token communication.
+`expert_mlp.py` composes these stages into one autograd function. The dispatcher implements stage 1, token
+communication.
 
 Rules for all kernels:
 

@@ -3,8 +3,8 @@
 The forward pass saves x, the pre-activation z, the weights and the index, but neither the gathered input nor the
 experts' outputs. With H, I, E, K = 2048, 1024, 64, 8 in bf16, it saves about 36 KiB per token.
 
-Legend: T tokens, K experts per token, P routed rows, E experts of this rank, H hidden, I intermediate, J = 2 I, C partial
-sums of the gradient of a row's routing weight.
+Legend: T tokens, K experts per token, P routed rows, E experts of this rank, H hidden, I intermediate, J = 2 I, C
+partial sums of the gradient of a row's routing weight.
 """
 
 from collections.abc import Callable

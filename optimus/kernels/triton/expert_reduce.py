@@ -6,7 +6,8 @@ choices. The same kernel, without weights, sums the gradient of the block's inpu
 scaling of line 107 and the dot products of line 108, and returns partial sums of the gradient of each row's routing
 weight.
 
-Legend: T tokens, K experts per token, P routed rows, H hidden, C partial sums of the gradient of a row's routing weight.
+Legend: T tokens, K experts per token, P routed rows, H hidden, C partial sums of the gradient of a row's routing
+weight.
 """
 
 import triton

@@ -104,7 +104,7 @@ def preferred(kernel: Kernel, dtype: torch.dtype, chip: Chip) -> Tiles:
 
 
 def fitted(chosen: Tiles, kernel: Kernel, element_size: int, chip: Chip) -> Tiles:
-    """Limits the number of stages to the chip's shared memory, and first shrinks `inner` while one stage does not fit."""
+    """Shrinks `inner` to at least 16 until one stage fits into the chip's shared memory, then limits the stages."""
     while stage_bytes(chosen, kernel, element_size) > chip.shared_memory and chosen.inner > _LEAST:
         chosen = chosen._replace(inner=chosen.inner // 2)
     buffers = chip.shared_memory // stage_bytes(chosen, kernel, element_size)
