@@ -153,8 +153,8 @@ def alike_on_nodes(algorithm: str, kind: CollectiveKind) -> bool:
 def rounds(algorithm: str, kind: CollectiveKind, rank: int, shape: Shape) -> tuple[Round, ...]:
     """Returns the rounds of one rank.
 
-    An all-reduce has the rounds of the reduce-scatter, then equally many rounds of the all-gather. Raises
-    `KeyError` for an algorithm that does not exist for the kind, for `OWN` and for `EVERYONE`.
+    An all-reduce has the rounds of the reduce-scatter, then equally many rounds of the all-gather. Raises `KeyError`
+    for an algorithm that does not exist for the kind, for `OWN` and for `EVERYONE`.
     """
     if kind == "all_to_all":
         return tuple(EXCHANGES[algorithm].rounds(rank, shape))

@@ -125,7 +125,7 @@ class _Rank:
         self.come: defaultdict[int, list[float]] = defaultdict(list)  # arrival times, by sender
 
     def send(self, overhead: float) -> float:
-        """Advances the rank's time by `overhead`, and returns the time at which this message may leave."""
+        """Advances the rank's time by `overhead`, and returns the time at which the message may leave."""
         self.now += overhead
         return self.now
 

@@ -13,7 +13,7 @@ _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")  # name
 
 
 class RefuseCollectives(TorchDispatchMode):
-    """Refuses the collectives of `torch.distributed`, and therefore ours, that this thread begins inside the context.
+    """Refuses collectives of `torch.distributed` and of Optimus that this thread begins inside the context.
 
     Other ranks would not take part in these collectives. Raises a `UserError` whose message ends with `why`.
     """

@@ -260,8 +260,8 @@ class Group:
     def connect(self, pairs: Sequence[tuple[int, int]], device: torch.device) -> None:
         """Sends a message from the first to the second rank of each pair of `pairs`, one pair after the other.
 
-        NCCL, RCCL and oneCCL create a communicator of two ranks at their first message, and both ranks wait for each
-        other. Ranks that send first messages in different orders, or from several threads, can deadlock.
+        NCCL, RCCL and oneCCL create a communicator at the first message between two ranks, and the two ranks wait for
+        each other. Ranks that send first messages in different orders, or from several threads, can deadlock.
         """
         for source, target in pairs:
             if self.rank == source:

@@ -84,7 +84,7 @@ class Backend(NamedTuple):
 
 
 class Level(Protocol):
-    """The part of `comm.group.Group` that `TwoLevels` uses."""
+    """The members of `comm.group.Group` that `TwoLevels` uses."""
 
     @property
     def size(self) -> int:
@@ -119,9 +119,9 @@ class Level(Protocol):
 class TwoLevels(NamedTuple):
     """Hierarchical collectives in two groups: `across` nodes, of ranks with equal local ranks, and `within` this node.
 
-    NCCL's PAT algorithm, which needs few steps, runs only in groups with one rank on each node (PCCL, arXiv 2504.18658).
-    Groups across nodes have one rank on each node. All ranks must begin the collectives of both groups in the same
-    order.
+    NCCL's PAT algorithm, which needs few steps, runs only in groups with one rank on each node (PCCL, arXiv
+    2504.18658). Groups across nodes have one rank on each node. All ranks must begin the collectives of both groups in
+    the same order.
 
     Legend: N nodes, M ranks on each, S elements of a part.
     """

@@ -109,7 +109,7 @@ class _Gated(torch.autograd.Function):
 
 
 def _kernels(z_T2I: Tensor, kind: Activation) -> Any:
-    """Returns the module with Triton kernels for this activation and device, or None."""
+    """Returns the module with Triton kernels for `kind` on the device of `z_T2I`, or None without such kernels."""
     if kind != "silu" or not backend.use_triton(z_T2I):
         return None
     from optimus.kernels.triton import swiglu

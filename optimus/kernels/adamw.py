@@ -3,8 +3,8 @@
 With gradients and a separate compute copy in bf16, an update moves 28 bytes per element.
 
 The fused kernel of torch needs scaled fp32 gradients and does not write the compute copy, so it needs extra passes.
-Here `torch.compile` fuses all operations into one loop. If compilation fails, for example without a C++ compiler, this
-module warns once and runs the same arithmetic uncompiled.
+This module lets `torch.compile` fuse all operations into one loop. If compilation fails, for example without a C++
+compiler, the module warns once and runs the same arithmetic uncompiled.
 """
 
 import math

@@ -69,8 +69,7 @@ def causal_attention(q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, scoring: Sc
 def attend_last(q_BND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, last_B: Tensor, scoring: Scoring = PLAIN) -> Tensor:
     """Computes attention of each row's query, at position `last_B`, over the row's keys up to this position: [B, N, D].
 
-    `last_B` may differ between rows. Keys and values after `last_B` get weight 0, but must be finite. Generation calls
-    this function without autograd.
+    `last_B` may differ between rows. Keys and values after `last_B` get weight 0, but must be finite.
     """
     window, cap, sink_N = scoring
     q, k, v = q_BND.unflatten(1, (k_BPMD.shape[2], -1)), k_BPMD.transpose(1, 2), v_BPMD.transpose(1, 2)
@@ -129,8 +128,7 @@ def attention_block_backward(
 ) -> Gradients:
     """Returns a block's contributions to the gradients of its queries, keys and values.
 
-    Gradients have the dtypes of their tensors. `out_BSND` and `lse_BNS` must be over all keys of the queries, not only over
-    the keys of this block.
+    Gradients have the dtypes of their tensors. `out_BSND` and `lse_BNS` must be over all keys of the queries.
     """
     q, k, v, out, out_grad = _heads_first(q_BSND, k_BPMD, v_BPMD, out_BSND, out_grad_BSND)
     shared = k.shape[1]
@@ -242,9 +240,9 @@ def _merged(blocks: "Sequence[AttentionBlock]") -> bool:
 class AttentionBlock(NamedTuple):
     """A slice of queries, and a slice of keys that the queries attend to according to `mask`.
 
-    With mask `none`, every query attends to all keys. The other masks need as many keys as queries: with `causal`,
-    query i attends to keys up to i; with `window`, to keys from i on. A window block with reversed queries and keys is
-    a causal block, so the kernels need no window mask.
+    With mask `none`, every query attends to all keys. The masks `causal` and `window` need as many keys as queries:
+    with `causal`, query i attends to keys up to i; with `window`, to keys from i on. A window block with reversed
+    queries and keys is a causal block, so the kernels need no window mask.
     """
 
     queries: slice
@@ -287,7 +285,7 @@ class AttentionBlock(NamedTuple):
         return q_grad, k_grad, v_grad
 
     def _rows(self, rows: slice, t_BSX: Tensor) -> Tensor:
-        """Selects `rows`, in reverse order for a window block, as `attention_block` needs them."""
+        """Selects `rows`, in reverse order for a window block."""
         return t_BSX[:, rows].flip(1) if self.mask == "window" else t_BSX[:, rows]
 
 
@@ -344,7 +342,7 @@ def _heads_first(*tensors_BSND: Tensor) -> list[Tensor]:
 def blocks_before(new: int, seen: int, distance: int, window: int | None) -> Iterator[AttentionBlock]:
     """Yields the blocks of `new` queries over `seen` earlier keys.
 
-    The position of the first key is `distance` before that of the first query.
+    The first key is `distance` positions before the first query.
     """
     reach = new if window is None else min(window - distance, new)  # query i attends to key j if i - j < reach
     if reach > 0:

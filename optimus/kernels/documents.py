@@ -66,7 +66,7 @@ def document_attention(
 ) -> Tensor:
     """Computes attention of every token over the tokens of its document up to itself; [1, T, N, D].
 
-    A window in `scoring` limits the attention to the last `window` of these tokens. N is a multiple of M: consecutive heads
+    A window in `scoring` limits the attention to the last `window` tokens. N is a multiple of M: consecutive heads
     share keys and values.
     """
     window, cap, sink_N = scoring

@@ -14,9 +14,9 @@ Therefore, padding makes the length of each slice a multiple of 16, or of 2 in g
 repeat a row of the same expert with weight zero, so they contribute nothing. The loop gathers an expert's rows just
 before use, so that these rows can stay in the CPU's cache.
 
-The forward pass saves x, the weights, the pre-activation z and the indices. The gradient of a routing weight is
-<h, down^T g>, for the activation h and the output's gradient g, so autograd does not save the experts' outputs. The
-input's gradient is a sum over the inverse index, which adds in a fixed order.
+The forward pass saves x, the weights, the pre-activation z and the indices. The gradient of a routing weight is <h,
+down^T g>, for the activation h and the output's gradient g, so autograd does not save the experts' outputs. The input's
+gradient is a sum over the inverse index, which adds in a fixed order.
 
 Legend: T tokens, K experts per token, P padded routed rows, E experts, H hidden, I intermediate, J = 2 I.
 """
@@ -39,12 +39,15 @@ _FEW_PADDING = 2  # the multiple in generation if experts have few rows: padding
 
 
 class Routes(NamedTuple):
-    """The positions of all choices (t, k) among the rows sorted by expert."""
+    """The positions of all choices (t, k) among the rows sorted by expert.
+
+    If a choice is -1, the last row is a spare row, which stands for the choices of -1.
+    """
 
     choice_P: Tensor  # t * K + k of every row; padding rows repeat a choice of the same expert, the spare row has 0
-    real_P: Tensor  # 1 for rows of a choice, 0 for padding and the spare row; in the dtype of the weights
-    position_TK: Tensor  # the row of every choice; the spare row, the last one, for a choice of -1
-    skipped_TK: Tensor | None  # True where the choice is -1; None if no choice is -1, and then there is no spare row
+    real_P: Tensor  # 1 for the row of a choice, 0 for padding and the spare row; in the dtype of the routing weights
+    position_TK: Tensor  # the row of every choice; the spare row for a choice of -1
+    skipped_TK: Tensor | None  # True where the choice is -1; None if no choice is -1
     slices: list[tuple[int, slice]]  # (expert, rows of the expert), without experts that have no rows
 
     @property
@@ -194,7 +197,7 @@ class _ExpertMLP(torch.autograd.Function):
         busy = [e for e, _ in slices]
         gate_up = WeightGradient(gate_up_EJH, ctx.buffers[0], busy, ctx.needs_input_grad[2], forms)
         down = WeightGradient(down_EHI, ctx.buffers[1], busy, ctx.needs_input_grad[3], forms)
-        # Allocates the operands that are deferred for the slices outside `slices`.
+        # Allocates deferred operands for the rows outside `slices`.
         for weight in (gate_up, down) if len(slices) < len(routes.slices) else ():
             weight.add_shapes(sum(rows.stop - rows.start for e, rows in routes.slices if e not in busy))
         bias_grad_EJ = z_PJ.new_zeros(gate_up_EJH.shape[:2]) if ctx.needs_input_grad[4] else None

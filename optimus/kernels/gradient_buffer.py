@@ -1,7 +1,7 @@
-"""Gradient buffers: kernels accumulate weight gradients in them, instead of returning new tensors to autograd.
+"""Gradient buffers, in which kernels accumulate weight gradients instead of returning new tensors to autograd.
 
-For the experts of a large layer, new tensors would take hundreds of megabytes per pass. Allocating, clearing, writing
-and reading these tensors would take more time than many of the matmuls.
+For the experts of a large layer, new tensors would take hundreds of megabytes per pass, and more time than many of the
+matmuls.
 
 A step can also defer a weight gradient that bypasses autograd. The backward pass then computes only the input
 gradients, which other pipeline ranks wait for (Zero Bubble Pipeline Parallelism).
@@ -49,7 +49,7 @@ class GradientBuffer(ABC):
         """
 
     def add(self, write: Callable[[Tensor], object]) -> None:
-        """Calls `write` with the tensor to add the gradient to: now, or later if weight gradients are deferred.
+        """Calls `write` with the tensor to add the gradient to: now, or later if `deferred`.
 
         From this call on, the owner of the parameter may free the parameter's memory.
         """
@@ -130,7 +130,7 @@ class WeightGradient:
             matmul(left_AP, right_PB, out=grad_AB, add=True, rows_vary=True, forms=forms)
 
     def add_shapes(self, rows: int) -> None:
-        """Allocates operands with `rows` rows if additions are deferred, for matmuls that a meta device skips."""
+        """Allocates deferred operands with `rows` rows, for matmuls that a run on the meta device skips."""
         if self._deferred is not None:
             _, a, b = self._weight_EAB.shape
             self._deferred.append((0, self._weight_EAB.new_empty(a, rows), self._weight_EAB.new_empty(rows, b)))

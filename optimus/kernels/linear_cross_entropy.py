@@ -1,10 +1,11 @@
 """Output layer and cross-entropy in one operation, a block of rows at a time.
 
-The logits of a long sequence over a vocabulary of 50304 would often be the largest tensor of a training step. Here the
-logits of only one block of rows exist at a time. The forward pass computes a block's gradient along with its loss,
-because the gradient of the mean loss does not depend on later rows. The backward pass only scales the saved gradients.
+The logits of a long sequence over a vocabulary of 50304 would often be the largest tensor of a training step. This
+module computes the logits of one block of rows at a time. The forward pass computes a block's gradient along with its
+loss, because the gradient of the mean loss does not depend on later rows. The backward pass only scales the saved
+gradients.
 
-The vocabulary may be sharded. Then a device has some of the weight's rows, and completes the softmax's normaliser by
+If the vocabulary is sharded, a device has some of the weight's rows, and completes the softmax's normaliser by
 communication with the other devices.
 
 Legend: T rows (tokens), H hidden, V rows of the weight on this device.

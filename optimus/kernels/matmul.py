@@ -126,7 +126,7 @@ def form_of(a_ML: Tensor, b_LN: Tensor) -> Form:
 
 
 def in_form(form: Form, a_ML: Tensor, b_LN: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the operands in `form`. Copies an operand only if its layout differs from that of `form`."""
+    """Returns the operands in `form`. Copies an operand only if `form` needs another layout."""
     a_ML = a_ML.T.contiguous().T if form == "TN" else a_ML.contiguous()
     b_LN = b_LN.T.contiguous().T if form == "NT" else b_LN.contiguous()
     return a_ML, b_LN

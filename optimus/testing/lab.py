@@ -98,13 +98,12 @@ def rehearse(
     """Launches `job` on nodes and spares created on this machine, with the faults in the file `inject`.
 
     The rehearsal ends when all nodes have ended, and at the latest `grace` seconds after the run has finished or after
-    `limit` seconds.
-    The output of each node goes to `lab/NODE.log` in the run folder. With `plain`, or where network namespaces are not
-    allowed, nodes are processes on one network. The rehearsal calls `say` with each new event.
+    `limit` seconds. The output of each node goes to `lab/NODE.log` in the run folder. With `plain`, or where network
+    namespaces are not allowed, nodes are processes on one network. The rehearsal calls `say` with each new event.
 
     Returns `output`, `finished`, `exit_codes` by node (None if the node was still running at the end and was killed),
     `events` and `isolated` (true if the nodes were network namespaces). Raises `UserError` before starting any node if
-    the run is impossible as configured, or if the machine cannot create the nodes.
+    the run or the fault plan is impossible, or if the machine cannot create the nodes.
     """
     tree, data = read_run(job.config, job.overrides)
     check_run(tree, data, mesh_of(tree, job.ranks, job.ranks_per_node), resume=True)

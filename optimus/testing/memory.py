@@ -58,7 +58,7 @@ class Allocations:
             self.current -= size
 
     def knows(self, storage: UntypedStorage) -> bool:
-        """Returns True if `storage` is counted."""
+        """Returns True if `current` includes `storage`."""
         return storage._cdata in self._alive
 
     def reset_peak(self) -> None:

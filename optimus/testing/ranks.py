@@ -63,9 +63,9 @@ def run_ranks(
     """Runs `fn(*args)` on each of `n` ranks of one Gloo process group, and returns the results by rank.
 
     `fn` is a function at the top level of any module, including a test module or a script. `args` and results must be
-    picklable; tensors are copied. Each rank has one torch thread, and starts with torch's seed 0. Changes that a call
-    leaves in its processes are visible only to calls of the same `pool`. Unless `reuse`, the call uses new processes,
-    which end with the call.
+    picklable; the call copies tensors. Each rank has one torch thread, and starts with torch's seed 0. Changes that a
+    call leaves in its processes are visible only to calls of the same `pool`. Unless `reuse`, the call uses new
+    processes, which end with the call.
 
     Raises:
         RankError: a rank raised, died, or had not finished after `timeout` seconds. The caller then kills all ranks.

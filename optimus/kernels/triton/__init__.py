@@ -18,9 +18,9 @@ Rules for all kernels:
 - Kernels compute in fp32, but matmuls read their operands in the stored dtype, and sums of squares may be float64.
 - Triton's interpreter gives wrong results for bf16. Without an accelerator, the tests therefore check the kernels in
   fp32 and fp16.
-- Kernels are not specialised on numbers that change from batch to batch, so another number of tokens usually compiles
-  nothing.
-- Zero tokens are allowed: a grid has at least one program, whose masks exclude all elements, or no kernel is launched.
+- The compiler does not specialise kernels on numbers that change from batch to batch, so another number of tokens
+  usually compiles nothing.
+- The number of tokens may be 0: masks then exclude all elements, or the host launches no kernel.
 
 Only this package imports triton. Callers import this package only on devices that run Triton (see `kernels.backend`).
 """

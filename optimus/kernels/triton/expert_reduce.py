@@ -38,7 +38,7 @@ def expert_reduce_backward(weight_grad_PC: Tensor, weights_TK: Tensor, position_
     row."""
     choices = weights_TK.numel()
     programs = max(1, triton.cdiv(choices, _CHOICES))
-    # Padded to whole programs, so that the store needs no mask and can be vectorised.
+    # The length is a multiple of `_CHOICES`, so that the store needs no mask.
     sums = weights_TK.new_empty(programs * _CHOICES)
     _sum_parts[(programs,)](weight_grad_PC, position_TK, sums, choices, C=weight_grad_PC.shape[1], CHOICES=_CHOICES)
     return sums[:choices].view(weights_TK.shape)

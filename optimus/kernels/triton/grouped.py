@@ -1,8 +1,9 @@
 """Tiled matmuls of the experts' rows with the experts' weights, for stages 4a, 4b and their backward passes.
 
-If the chip has TMA (`tuning.by_descriptors`), kernels load contiguous operands by descriptors. Each processor then runs
-at most one program, which is persistent and prefetches the next tile while it finishes the current one. Kernels always
-load gathered rows by pointers, and also all operands if the dtype, the widths or the chip do not allow descriptors.
+If the chip has TMA (`tuning.by_descriptors`), kernels load contiguous operands by descriptors. There is then at most
+one program per processor, which is persistent and prefetches the next tile while it finishes the current one. Kernels
+always load gathered rows by pointers, and also all operands if the dtype, the widths or the chip do not allow
+descriptors.
 
 Legend: T tokens, P routed rows, E experts, R tiles of rows; A [P, L] @ B [E, L, N] -> [P, N], where [X, Y] is [L, N] or
 [N, L]; a weight's gradient is [E, M, N], from G columns of tokens and O columns of rows.
@@ -178,8 +179,8 @@ def _put(
     sums, into_MN, m, first_n, any_rows, M: tl.constexpr, N: tl.constexpr, ACCUMULATE: tl.constexpr,
     IN_MEMORY: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Writes columns of a tile, or adds them in place. With IN_MEMORY, the memory adds, so the program neither reads
-    nor waits.
+    """Writes columns of a tile, or adds them in place if ACCUMULATE. With IN_MEMORY, the memory adds, so the program
+    neither reads nor waits.
 
     The caller passes half a tile at a time, because a second whole tile does not fit into the registers.
     """
