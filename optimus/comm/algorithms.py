@@ -144,7 +144,7 @@ def names(kind: CollectiveKind, shape: Shape) -> list[str]:
 
 
 def alike_on_nodes(algorithm: str, kind: CollectiveKind) -> bool:
-    """Returns True if `algorithm` is one of this library's own algorithms, whose rounds are the same on every node."""
+    """Returns False for a plugin's algorithm; the rounds of all other algorithms are the same on every node."""
     rows = _OWN_EXCHANGES if kind == "all_to_all" else _OWN_GATHERS
     return algorithm in (OWN, EVERYONE, *(row.name for row in rows))
 
@@ -283,8 +283,8 @@ def choose(
     """Returns the fastest measured algorithm or the default algorithm, which `default` returns.
 
     The fastest measured algorithm must take less than `GAIN` times the default algorithm's measured time. If `measured`
-    has curves for the kind and the shape, but no curve for the default algorithm, the fastest measured algorithm needs
-    no gain.
+    has curves for the kind and the shape, but no curve for the default algorithm, the function returns the fastest
+    measured algorithm.
     """
     curves = measured.curves(kind, shape) if measured else {}
     usual = default(kind, shape, size, links)

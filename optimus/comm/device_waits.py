@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 CollectiveCall = tuple[str, str, int]
-"""A collective: the group's name, the collective's name, and the collective's number in the group."""
+"""A collective: the name under which ranks count collectives (see `Observer.begin`), its own name, and its number."""
 GRACE = 60.0  # seconds by which the timeout of the backend's watchdog exceeds that of `Deadline`
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 CollectiveId = tuple[str, int]
-"""A collective: the name of its group, and its number in the group. All participants use the same id."""
+"""A collective: the name under which ranks count collectives (see `Observer.begin`), and the collective's number."""
 
 
 class _Note(NamedTuple):

@@ -28,7 +28,7 @@ from optimus.kernels.backend import compute_dtype
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
-_BLOCK_ELEMENTS = 1 << 22  # maximum number of scores in memory at a time, unless one query position has more
+_BLOCK_ELEMENTS = 1 << 22  # maximum number of scores in one of the `_query_blocks`, unless one position has more
 
 
 class Scoring(NamedTuple):
@@ -147,7 +147,7 @@ def merge_block(out_BSND: Tensor, lse_BNS: Tensor, block_BSND: Tensor, block_lse
 
 
 def add_attention_sink(out_BSND: Tensor, lse_BNS: Tensor, sink_N: Tensor | None) -> None:
-    """Merges a key of score `sink_N`, if given, and value 0 into `out_BSND` and `lse_BNS`, in place."""
+    """Merges a key of score `sink_N` and value 0 into `out_BSND` and `lse_BNS`, in place, unless `sink_N` is None."""
     if sink_N is not None:
         sink_N1 = sink_N[:, None].to(lse_BNS.dtype)
         out_BSND.mul_(torch.sigmoid(lse_BNS - sink_N1).transpose(1, 2)[..., None])

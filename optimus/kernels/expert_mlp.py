@@ -57,9 +57,9 @@ class Routes(NamedTuple):
 
     @property
     def fullest(self) -> list[tuple[int, slice]]:
-        """At most four of `slices`, enough to measure peak memory.
+        """Some of `slices`, at most four, for measurements of peak memory.
 
-        Among these slices are the longest slice and the longest pair of consecutive slices.
+        The result includes the longest slice and the longest pair of consecutive slices.
         """
         sizes = [rows.stop - rows.start for _, rows in self.slices]
         pairs = [sum(sizes[max(0, i - 1) : i + 1]) for i in range(len(sizes))]

@@ -181,7 +181,8 @@ class PartialSoftmax(NamedTuple):
 
 
 def partial_softmax(logits_TV: Tensor, target_T: Tensor, first: int, out_TV: Tensor) -> PartialSoftmax:
-    """Computes the softmax over a shard of the vocabulary whose first entry is `first`, in `out_TV` and in its dtype.
+    """Writes the softmax over a shard of the vocabulary, whose first entry is `first`, to `out_TV` in that tensor's
+    dtype.
 
     Computes the normaliser from the largest probability, because the target's probability may underflow in fp32.
     """

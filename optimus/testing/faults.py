@@ -131,7 +131,7 @@ def rank_program(inject: str | Path, ranks: int) -> list[str]:
 def is_due(run: Path, plan: FaultPlan, number: int) -> bool:
     """Returns True if fault `number` of the plan has not yet happened in this run, and records that it happens now.
 
-    Each of several equal faults in a plan happens once. Faults of an earlier launch count too.
+    Each of several equal faults in a plan happens once. Faults that happened in an earlier launch count too.
     """
     fault, log = plan.faults[number], EventLog(run)
     event = fault.event()

@@ -97,8 +97,8 @@ def rehearse(
 ) -> dict[str, Any]:
     """Launches `job` on nodes and spares created on this machine, with the faults in the file `inject`.
 
-    The rehearsal ends when all nodes have ended, and at the latest `grace` seconds after the run has finished or after
-    `limit` seconds. The output of each node goes to `lab/NODE.log` in the run folder. With `plain`, or where network
+    The rehearsal ends when all nodes have ended, but at the latest after `limit` seconds, or `grace` seconds after the
+    run has finished. The output of each node goes to `lab/NODE.log` in the run folder. With `plain`, or where network
     namespaces are not allowed, nodes are processes on one network. The rehearsal calls `say` with each new event.
 
     Returns `output`, `finished`, `exit_codes` by node (None if the node was still running at the end and was killed),

@@ -59,7 +59,7 @@ def token_index(indices_TK: Tensor, experts: int, row_tile: int, rows: int | Non
     )
     # An expert has at most one partial tile, and no tile is empty.
     tiles = max(1, min(rows, (rows + experts * (row_tile - 1)) // row_tile))
-    # Separate tensors are aligned, and Triton compiles faster kernels for aligned tensors.
+    # Separate tensors have the same alignment every time, and Triton compiles a kernel for each alignment.
     expert_R, first_R, tiles_1 = (base_EB.new_empty(size) for size in (tiles, tiles, 1))
     _row_tiles[(experts + 1,)](
         offset_E1, expert_R, first_R, tiles_1, experts, EXPERTS=pow2(experts), ROW_TILE=row_tile, STEP=_STEP

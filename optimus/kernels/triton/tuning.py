@@ -104,7 +104,7 @@ def preferred(kernel: Kernel, dtype: torch.dtype, chip: Chip) -> Tiles:
 
 
 def fitted(chosen: Tiles, kernel: Kernel, element_size: int, chip: Chip) -> Tiles:
-    """Shrinks `inner` to at least 16 until one stage fits into the chip's shared memory, then limits the stages."""
+    """Limits the stages to the chip's shared memory; first halves `inner`, but not below 16, until one stage fits."""
     while stage_bytes(chosen, kernel, element_size) > chip.shared_memory and chosen.inner > _LEAST:
         chosen = chosen._replace(inner=chosen.inner // 2)
     buffers = chip.shared_memory // stage_bytes(chosen, kernel, element_size)
