@@ -41,7 +41,7 @@ Rounds = Callable[[int, Shape], Sequence[Round]]
 """Maps (rank, shape) to the rank's rounds."""
 
 OWN = "own"
-"""Name of the backend's built-in collective, whose rounds are unknown."""
+"""Name of the backend's built-in collective."""
 
 EVERYONE = "everyone"
 """Name of an all-reduce between two ranks: each rank sends its whole tensor to its peer, and adds the two tensors."""

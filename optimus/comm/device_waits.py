@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 CollectiveCall = tuple[str, str, int]
-"""A collective: the name under which ranks count collectives (see `Observer.begin`), its own name, and its number."""
+"""A collective: the name under which ranks count it (see `Observer.begin`), the collective's name, and its number."""
 GRACE = 60.0  # seconds by which the timeout of the backend's watchdog exceeds that of `Deadline`
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 CollectiveId = tuple[str, int]
-"""A collective: the name under which ranks count collectives (see `Observer.begin`), and the collective's number."""
+"""A collective: the name under which ranks count it (see `Observer.begin`), and its number."""
 
 
 class _Note(NamedTuple):

@@ -59,19 +59,19 @@ class FaultPlan:
     faults: list[Fault] = field(default_factory=list)
 
     def kill(self, rank: int, step: int) -> "FaultPlan":
-        """Kills the rank, as if the system had run out of memory."""
+        """Kills the rank at the start of `step`, as if the system had run out of memory."""
         return self._with("kill", rank, step)
 
     def kill_agent(self, rank: int, step: int) -> "FaultPlan":
-        """Simulates the loss of the rank's node: kills the node's agent and all ranks of the node."""
+        """Simulates the loss of the rank's node at the start of `step`: kills the node's agent and ranks."""
         return self._with("kill_agent", rank, step)
 
     def cut(self, rank: int, step: int) -> "FaultPlan":
-        """Cuts the link of the rank's node. Works only in the lab with network namespaces."""
+        """Cuts the link of the rank's node at the start of `step`. Works only in the lab with network namespaces."""
         return self._with("cut", rank, step)
 
     def nan(self, rank: int, step: int) -> "FaultPlan":
-        """Makes the rank compute non-finite numbers in its first block in `step`."""
+        """Makes the rank's first block return NaN in `step`."""
         return self._with("nan", rank, step)
 
     def hang(self, rank: int, step: int) -> "FaultPlan":
