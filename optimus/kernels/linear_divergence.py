@@ -28,9 +28,9 @@ def linear_divergence(
 ) -> Tensor:
     """Returns the sum over rows of KL(teacher || student), times the temperature squared, divided by `count`.
 
-    `soft.temperature` divides the logits of teacher and student (Hinton et al. 2015, section 2). The result is a scalar
-    in fp32 (float64 for float64). The student's logits are `x_TH @ w_VH.T`, `soft_capped` if there is a `cap`. The
-    function ignores rows with a negative target.
+    `soft.temperature` divides both models' logits (Hinton et al. 2015, section 2). The result is a scalar in fp32
+    (float64 for float64). The student's logits are `x_TH @ w_VH.T`, `soft_capped` if there is a `cap`. The function
+    ignores rows with a negative target.
     """
     find = partial(_in_blocks, soft=soft, target_T=target_T, count=count, cap=cap)
     return LinearLoss.apply(x_TH, w_VH, find, torch.is_grad_enabled())
