@@ -46,8 +46,8 @@ def train_or_check(
 ) -> dict[str, Any]:
     """Returns the summary of the trained run or, with `check`, the report of `verify_data`.
 
-    The caller has validated the configuration `tree` and the `data`. Raises `UserError` for a run that cannot start, or
-    that fails.
+    The caller has validated the configuration `tree` and the `data`. Raises `UserError` for a run that cannot start or
+    continue.
     """
     users_hooks(tree.train.hooks, objects.hooks)  # reports invalid hooks early; each rank makes its own hooks
     launched = "WORLD_SIZE" in os.environ
