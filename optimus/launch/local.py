@@ -74,7 +74,7 @@ def start_ranks(config: str, resume: bool, ranks: int, holder: str, objects: byt
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=ranks,
-            logs_specs=DefaultLogsSpecs(folder),  # by default, TorchElastic leaves a new folder behind
+            logs_specs=DefaultLogsSpecs(folder),  # by default, TorchElastic creates a folder that stays
             run_id=uuid.uuid4().hex,
             rdzv_backend=register(),
             local_addr=LOOPBACK,

@@ -253,8 +253,7 @@ class _Member:
         number = self._store.add(self._key(claims), 1)
         self._tell(f"{claims}/{number}", self._rendezvous.member)
         here = self._rendezvous.present()
-        # An earlier claim counts before the store has the name of its node, and while this node is present. The name of
-        # a failed claim is empty.
+        # An earlier claim counts if its node is present or not yet known. The name of a failed claim is empty.
         told = [self._told(f"{claims}/{earlier}") for earlier in range(1, number)]
         claimed = sum(member is None or member in here for member in told)
         if self._rendezvous.spares() > claimed:
