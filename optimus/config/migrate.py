@@ -65,7 +65,7 @@ def migrate(config: str | Path) -> list[RenamedKey]:
 
 def _check(path: Path, before: dict[str, Any], made: str) -> None:
     """Raises `UserError` unless the new text `made` has the values of `before` under the new names. A renaming may fail
-    because anchors, aliases, merge keys and block scalars tie a key to other text."""
+    because anchors, aliases, merge keys and block scalars can tie a key to other text."""
     try:
         same = repr(parse_yaml(made, str(path))) == repr(with_new_names(before))
     except UserError:
