@@ -27,7 +27,7 @@ SLOWEST = 1e6  # bytes per second
 _PIECE = 8 << 20
 LARGEST = 256 << 20  # maximum bytes of a copied file that is directly in a run folder
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
-_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "hf": "hf"}  # extras of protocols; others: remote
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "hf": "hf"}  # extras by protocol; all others: remote
 
 
 def is_url(path: str | Path) -> bool:

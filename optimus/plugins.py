@@ -5,8 +5,8 @@ a Python module with a list `ROWS`. Each entry is a row of a table, of the same 
 `load_plugins` imports plugins and adds their rows; afterwards, the library does not distinguish these rows from its
 own.
 
-Only names in a configuration, an option or an argument lead to imports. A checkpoint or a folder of data names its
-plugins, but reading the checkpoint or the data imports no plugin.
+Only names in a configuration, an option or an argument lead to imports of plugins. A checkpoint or a folder of data
+names its plugins, but reading the checkpoint or the data imports no plugin.
 """
 
 import hashlib

@@ -46,7 +46,7 @@ def load_config(
     Loads the plugins that the configuration names, unless `of_run` is True, as for the file of a finished run: reading
     a run must not run code.
 
-    Raises `UserError` naming each wrong key by its path.
+    Raises `UserError`, which names each wrong key by its path.
     """
     if isinstance(source, RunConfig):
         raw, where = source.model_dump(exclude_unset=True), "config"
@@ -84,8 +84,8 @@ def validated(
 ) -> SomeSection:
     """Validates a section that was read at `where`.
 
-    Raises `UserError` naming each wrong key by its path or, if `names` has the path, by its name in `names`. The error
-    suggests keys of `root` for unknown keys.
+    Raises `UserError`, which names each wrong key by its path or, if `names` has the path, by its name in `names`. The
+    error suggests keys of `root` for unknown keys.
     """
     try:
         return kind.model_validate(dict(raw))

@@ -29,9 +29,8 @@ def migrate(config: str | Path) -> list[RenamedKey]:
     Returns the renamed keys and values in the order of the file. Comments, order and layout stay. Migrate included
     files separately.
 
-    Raises `UserError`, without changing the file, if it cannot be read or is not valid YAML. Raises `UserError` for a key
-    that has moved to another section, which the message names, and for a key that is present under both its old and its new
-    name.
+    Raises `UserError`, without changing the file, if the file cannot be read or is not valid YAML. Raises `UserError`
+    also for a key that has moved to another section, and for a key that is present under both its old and its new name.
 
     Example:
         api.migrate("first.yaml")

@@ -24,7 +24,7 @@ class ParallelConfig(Section):
     """Data-parallel ranks, each with a share of every global batch; auto: all ranks that the other axes leave."""
     tensor: Annotated[int, Field(gt=0)] | list[int] = 1
     """Tensor-parallel ranks: a number (Megatron-LM), or a grid [outputs, inputs] that shards every weight in both dims
-    (AxoNN's G_x and G_y; its G_z is state.shard_ranks with state.shard: parameters)."""
+    (AxoNN's G_x and G_y; G_z is state.shard_ranks with state.shard: parameters)."""
     sequence: bool | None = None
     """With tensor: sequence parallelism for norms and residual stream. Default: true."""
     overlap: bool = True

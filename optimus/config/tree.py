@@ -67,16 +67,17 @@ class StateConfig(Section):
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of gradient accumulation over microbatches and of gradient reduction over ranks."""
     tile: int = Field(1 << 20, gt=0)
-    """Elements that the optimizer updates at a time; temporary fp32 copies exist for one tile only. On accelerators, a chunk
-    whose state is on the device is updated at once, so that the copies have the size of a chunk."""
+    """Elements that the optimizer updates at a time, with temporary fp32 copies. On accelerators, a chunk whose state
+    is on the device is updated at once, so that the copies have the size of a chunk."""
     overlap: bool = True
     """Overlap gradient reduction with the backward pass (AxoNN's ORS). prefetch overlaps the all-gathers (OAG)."""
     all_reduce_tiles: int | None = Field(None, gt=0)
     """Tiles per all-reduce of a chunk's gradients; several all-reduces are in flight at once (AxoNN). Default: all."""
     offload: Literal["none", "optimizer", "all", "disk"] = "none"
-    """Storage of the state. optimizer: master weights and moments on the host (ZeRO-Offload); all: parameters and gradients
-    too, with parameters fetched on use (Elixir); disk: master weights and moments on a disk, the rest on the host
-    (ZeRO-Infinity). none: everything on the device. The numerical results differ by rounding at most."""
+    """Storage of the state. optimizer: master weights and moments on the host (ZeRO-Offload); all: parameters and
+    gradients too, with parameters fetched on use (Elixir); disk: master weights and moments on a disk, parameters and
+    gradients on the host (ZeRO-Infinity). none: everything on the device. The numerical results differ by rounding at
+    most."""
     cache: Annotated[int, Field(gt=0)] | Literal["auto"] | None = None
     """Number of unsharded chunks of parameters on the device at a time, for parameters that are gathered or fetched on
     use. The order of uses in the previous step determines which chunk is dropped (Belady). auto: as many as fit on the
@@ -471,7 +472,7 @@ class CheckpointConfig(Section):
     """Start from the weights of this checkpoint or Hugging Face folder, with a fresh optimizer."""
     copy_to: PathOrUrl | None = None
     """URL, such as s3://bucket/run, or folder to which the first rank copies complete checkpoints in the background. A
-    run whose folder is empty or lost resumes from there with --resume."""
+    run whose folder is empty or lost resumes from the copies with --resume."""
     broadcast: Literal["broadcast", "allreduce", "none"] = "broadcast"
     """Collective that sends a parameter from the rank that reads it to its replicas. none: every rank reads for itself."""
 
@@ -552,9 +553,9 @@ class CollectivesConfig(Section):
     """Algorithms of collectives."""
 
     machine: PathText | None = None
-    """Machine file with measured collectives (`optimus bench collectives --write`), which determine the algorithms. A run
-    saves these measurements, because the order of additions depends on them. Default: rules by size and placement on
-    nodes."""
+    """Machine file with measured collectives (`optimus bench collectives --write`), which determine the algorithms. A
+    run saves the measurements, because the order of additions depends on the algorithms. Default: rules by size and
+    placement on nodes."""
     partial_sums: Literal["float32", "bfloat16"] = "float32"
     """Type of a node's partial sums when sent to other nodes. bfloat16 halves the traffic and adds one rounding."""
 
@@ -586,7 +587,7 @@ class ObserveConfig(Section):
     wandb_tags: list[str] = Field([], description="Tags of the run in Weights & Biases.")
     profile_step: int | None = Field(None, gt=0)
     """Profile this step: trace.json.gz contains the operations of all ranks, for Perfetto, and trace-rank-N.json the
-    operations of one rank. Units, pipeline actions and collectives have names."""
+    operations of rank N. Units, pipeline actions and collectives have names."""
     timeline: int | None = Field(None, gt=0)
     """Write the pipeline's timeline of this step to timeline.json, for `optimus schedule --measured`."""
 
@@ -599,8 +600,8 @@ class TuningConfig(Section):
     """Time every large matmul of the first step in the forms NN, NT and TN, and use another form than the default if
     the other form is clearly faster (AxoNN)."""
     cache: PathText | None = Field("~/.cache/optimus", validate_default=True)
-    """Folder for the measurements per chip, each with its spread, from which all runs make the same choices; null: measure
-    in every run. Delete a chip's file to repeat its measurements."""
+    """Folder for the measurements of each chip, so that later runs make the same choices; null: measure in every run.
+    Delete a chip's file to repeat its measurements."""
 
 
 Recomputable = Literal["norm", "attention", "mlp", "moe", "block", "auto"]

@@ -31,7 +31,7 @@ from optimus.training.resolving import resolve_run
 from optimus.training.summary import summarise, summary_lines
 from optimus.training.teacher import check_teacher
 
-_TRAINED = "OPTIMUS_TRAINED"  # variable with the id of the process that has trained as a rank
+_TRAINED = "OPTIMUS_TRAINED"  # environment variable with the id of the process that has trained as a rank
 
 
 def train_or_check(

@@ -232,7 +232,8 @@ def _last_words() -> Iterator[None]:
 def run_as_rank(words: Sequence[str], more: Sequence[Hook] = ()) -> None:
     """Runs a rank that a launcher has started, with `more` hooks, and exits.
 
-    `words` are CONFIG [--resume] [--node NAME] --parent PID --holder TOKEN [--objects FILE]. Errors go to the launcher.
+    `words` are CONFIG [--resume] [--node NAME] --parent PID --holder TOKEN [--objects FILE]. The launcher reports
+    errors.
     """
     config, *options = words
     names = ("--node", "--parent", "--holder", "--objects")

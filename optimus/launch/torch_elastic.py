@@ -203,10 +203,10 @@ class Rendezvous(dynamic.DynamicRendezvousHandler):
 class Agent(LocalElasticAgent):
     """Starts and watches the ranks of one node, together with the agents of the other nodes.
 
-    When a new world has formed, the agent calls `joined` before the ranks start, with the number of the world, the
-    index of this node, the number of nodes and the store. The agent calls `failed` with this node's failed ranks by
-    global rank, and does what `failed` returns. `say` prints messages about the agent's actions. `logs` is a folder for
-    TorchElastic's logs of the ranks.
+    When a new world has formed, the agent calls `joined` before the ranks start. The arguments of `joined` are the
+    number of the world, the index of this node, the number of nodes and the store. The agent calls `failed` with this
+    node's failed ranks by global rank, and does what `failed` returns. `say` prints messages about the agent's actions.
+    `logs` is a folder for TorchElastic's logs of the ranks.
     """
 
     def __init__(
@@ -238,8 +238,8 @@ class Agent(LocalElasticAgent):
         self._shutdown_timeout = SAVING  # torch 2.13 passes this value to `_shutdown`; 2.11 passes none
 
     def until_the_end(self) -> Do | Exit | None:
-        """Runs the ranks and returns the outcome: None when the launch has ended, a `Do` when this node has left or all
-        nodes have stopped, and an `Exit` when a signal has ended the ranks."""
+        """Runs the ranks and returns the outcome. None: the launch has ended; a `Do`: this node has left, or all nodes
+        have stopped; an `Exit`: a signal has ended the ranks."""
         try:
             self._outcome: Do | Exit | None = None
             self.run()
