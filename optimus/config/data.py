@@ -25,7 +25,7 @@ class SourceConfig(Section):
     name: str | None = Field(None, description="Name in metrics and messages. Default: the name of the folder.")
     weight: float | None = Field(None, ge=0)
     """Share of the source, relative to the other weights, in the data that sources with tokens or epochs leave. A run reads
-    a source with a weight at most once."""
+    a source with a weight at most once, apart from replay."""
     tokens: Count | None = Field(None, description="Number of tokens to read, also as 2e9 or 300B.")
     epochs: float | None = Field(None, gt=0, description="Number of passes over the source.")
 

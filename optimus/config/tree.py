@@ -328,7 +328,8 @@ class TrainConfig(Section):
     micro_batch: int = Field(gt=0, description="Sequences per forward pass on one rank.")
     sequence_length: int = Field(gt=1, description="Tokens per sequence: those of the prepared data, or a divisor.")
     seed: int = Field(0, ge=0)
-    """Seed of the initial weights and of the data order after the first pass."""
+    """Seed of the initial weights, of the data order after the first pass, of the order of a map-style dataset, and of
+    random pruning."""
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
     """Type of the computation; master weights and moments are always fp32. auto: bfloat16 on devices that compute in
     bfloat16, including CPUs with AVX512-BF16, AMX-BF16 or SVE BF16. A resumed run keeps its precision."""
@@ -528,16 +529,16 @@ class ResilienceConfig(Section):
     """Handling of non-finite numbers, loss spikes, and hanging or slow ranks."""
 
     max_skipped: int = Field(3, ge=0)
-    """Number of consecutive steps that a run may skip before the run ends. A run skips a step if the gradient norm is
-    not finite or its square overflows fp32."""
+    """Maximum number of consecutive steps whose update the run skips because the loss or the gradient norm is not
+    finite, or the square of the norm overflows fp32. One more such step ends the run."""
     on_spike: Literal["nothing", "skip", "rollback"] = "nothing"
     """Action on a loss above the spike threshold: nothing, skip its update, or roll back to saved weights
     (checkpoint.weights_every)."""
     spike: float = Field(8.0, gt=0)
     """Spike threshold, in standard deviations of the last 64 losses above their mean."""
     max_rollbacks: int = Field(2, ge=0)
-    """Number of rollbacks to saved weights before the run ends; under `optimus launch` also for non-finite gradients on
-    several nodes."""
+    """Maximum number of rollbacks to saved weights after loss spikes or, under `optimus launch`, after non-finite
+    gradients. One more rollback ends the run."""
     hang: float = Field(300.0, gt=0)
     """Under `optimus launch`: seconds without a completed step (including a synchronous checkpoint) after which the culprit
     rank is identified and its node replaced."""
@@ -586,7 +587,7 @@ class ObserveConfig(Section):
     wandb_group: str | None = Field(None, description="Group of the run in Weights & Biases.")
     wandb_tags: list[str] = Field([], description="Tags of the run in Weights & Biases.")
     profile_step: int | None = Field(None, gt=0)
-    """Profile this step: trace.json.gz contains the operations of all ranks, for Perfetto, and trace-rank-N.json the
+    """Profile this step: trace.json.gz contains the operations of the ranks, for Perfetto, and trace-rank-N.json the
     operations of rank N. Units, pipeline actions and collectives have names."""
     timeline: int | None = Field(None, gt=0)
     """Write the pipeline's timeline of this step to timeline.json, for `optimus schedule --measured`."""
