@@ -13,8 +13,8 @@ class PruningConfig(Section):
 
     sparsity: float = Field(gt=0, lt=1, description="Final sparsity: fraction of the targets that is pruned.")
     at: list[int] = Field(min_length=1)
-    """Step after which pruning takes place (0: before the first), or several steps for iterative pruning. With early-bird:
-    the step of the first mask, with which later masks are compared."""
+    """Step after which pruning takes place (0: before the first step), or several steps for iterative pruning. With
+    early-bird: the step of the first mask, with which later masks are compared."""
     method: Literal["magnitude", "random", "early-bird"] = "magnitude"
     """Choice of the pruned weights. magnitude: the smallest; random: any, by the seed; early-bird: the smallest, once the
     masks hardly change any more (early-bird tickets)."""
