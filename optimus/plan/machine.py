@@ -170,7 +170,7 @@ class Host(Section):
 
     memory: float = Field(gt=0, description="Host memory of a node, bytes.")
     shared: bool = False
-    """True if ranks compute on the host's CPUs: the ranks' memory is then a part of the host memory."""
+    """True if ranks compute on the host's CPUs, so that the ranks' memory is a part of the host memory."""
     link: float = Field(
         gt=0, description="Link between a rank and its host while all ranks of the node use theirs, bytes/s each way."
     )
@@ -313,8 +313,8 @@ def load_machine(name: str) -> Machine:
 
 
 def _check_units(machine: Machine, path: Path) -> None:
-    """Raises `UserError` for a figure that is impossible in the documented unit. Measured figures are far
-    from these limits, even for a slow simulated machine."""
+    """Raises `UserError` for a figure that is implausible in the documented unit. Measured figures are far from these
+    limits, even for a slow simulated machine."""
     rates = {f"arithmetic.{kind}.peak": each.peak for kind, each in machine.arithmetic.items()}
     host, network = machine.host, machine.network
     moved = {

@@ -33,8 +33,8 @@ class Plan:
 
 
 def predict(job: Job) -> Plan:
-    """Predicts the time and the memory of a step of `job`. The job's run decides the settings that the configuration leaves
-    open. Raises `UserError` when the run is impossible."""
+    """Predicts the time and the memory of a step of `job`. The job's run decides the settings that the configuration
+    leaves open. Raises `UserError` as `run_of` does."""
     run = run_of(job)
     job = decided(job, run)
     return Plan(job, step_time(job), memory_of_run(job, run))

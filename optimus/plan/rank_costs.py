@@ -76,7 +76,8 @@ class RankCosts:
         self._known: dict[Any, Any] = {}
         self._shared: dict[Any, dict[Any, Any]] = {} if shared is None else shared
         self._held: dict[Any, Any] | None = None  # the part of `_shared` for the job's mesh and sharding
-        # Bytes of the largest collective so far, by group, kind and whether the sums are of fewer than 32 bits.
+        # Bytes of the largest collective so far, by group, kind and flag. The flag is true for all-reduces of floats of
+        # fewer than 32 bits.
         self.collectives: dict[tuple[StridedGroup, CollectiveKind, bool], float] = {}
         self._plain = (
             job.precision if job.precision in ("fp16", "fp32") else "bf16"
@@ -330,8 +331,8 @@ class RankCosts:
         return dispatcher(method, self.model, job.mesh, tokens, itemsize, self.machine.collectives)
 
     def _dispatch(self, tokens: float, experts: int, shared: Sequence[Passes]) -> Passes:
-        """Returns the exposed seconds of dispatching `tokens` tokens to their experts and combining the results. The two
-        halves of the shared expert overlap the two collectives."""
+        """Returns the exposed seconds of dispatching `tokens` tokens to their experts and combining the results. If
+        dispatch and combine are all-to-alls, the two halves of a shared expert overlap these two collectives."""
         hidden, mesh = self.model.hidden, self.job.mesh
         group = StridedGroup(mesh.ep * mesh.etp, 1)
         if group.size == 1:

@@ -66,8 +66,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Answer:
-    """A job and the plans for the job. `points` are the points of a scaling study. `largest` is True if the plans are
-    for the largest model."""
+    """A job and the plans for the job. `points` are the points of a scaling study. `deepest` has the plans for the
+    largest model."""
 
     job: Job
     plans: Sequence[Plan]
@@ -190,8 +190,8 @@ def _run_length(plan: Plan) -> _RunLength | None:
 
 
 def _below_table(plan: Plan) -> list[str]:
-    """Returns the lines below a table: the run's duration and the free memory with the first plan, and the meaning of the
-    table's words and figures."""
+    """Returns the lines below a table: the run's duration and the free memory with the first plan, and explanations of
+    the table."""
     job, machine = plan.job, plan.job.machine
     number, size = job.microbatches, job.train.micro_batch
     lines = [

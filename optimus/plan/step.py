@@ -148,7 +148,7 @@ def _alike(
 
 
 def _lent(work: RankCosts, times: Sequence[StageTimes], seconds: float) -> float:
-    """Returns the seconds of a pipeline whose ranks may share cores. If ranks share cores, the bubble of one rank makes the
+    """Returns the seconds of a pipeline whose ranks may share cores. If ranks share cores, a bubble of one rank makes
     other ranks faster."""
     job, machine = work.job, work.machine
     if machine.alone == 1 or job.group("pp").nodes(machine.ranks_per_node) > 1:
@@ -267,8 +267,8 @@ def _scaled(terms: Terms, times: float) -> Terms:
 
 
 def _gathering(work: RankCosts, counts: PartCounts, forward: Terms, backward: Terms) -> float:
-    """Returns the exposed seconds of a microbatch's collectives in a stage: all-gathers of parameters, forward and backward,
-    and reduce-scatters of gradients."""
+    """Returns the seconds that all-gathers of parameters and reduce-scatters of gradients add to a microbatch in a
+    stage."""
     profile = work.profile
     gather, reduce = work.memo(("gathers", counts), lambda: _gathers(work, counts))
     second = (gather if work.job.state.reshard_after_forward else 0.0) + reduce

@@ -1,8 +1,7 @@
 """Fits a machine's figures to timings so that the planner's formulas predict the measurements best.
 
 The fit minimizes the sum of squares of log(predicted / measured), so that a matmul of microseconds counts as much as a
-matmul of seconds. The fit calls the formulas of `Machine` and `plan.collectives` for every point, and has no copies of
-these formulas.
+matmul of seconds. The fit calls the formulas of `Machine` and `plan.collectives`, and has no copies of these formulas.
 """
 
 import math
@@ -246,7 +245,8 @@ def least_squares(
     high: Sequence[float],
     steps: int = 60,
 ) -> list[float]:
-    """Returns positive numbers between `low` and `high`, near `start`, that minimize the sum of squared residuals.
+    """Returns positive numbers between `low` and `high`, near `start`, at a local minimum of the sum of squared
+    residuals.
 
     The method is Levenberg-Marquardt on the logarithms, with finite differences for derivatives. A number whose
     bounds are equal stays fixed.

@@ -45,7 +45,7 @@ _FORMS: tuple[Form, ...] = (
     "TN",
 )  # forms of a layer's three matmuls: forward, gradients of input and weight
 _LONG = 1.0  # seconds above which a clock repeats a window only once
-_COLD = {"cpu": 1 << 25}  # bytes of operands that calls use in turn, so that no operand is in a cache
+_COLD = {"cpu": 1 << 25}  # bytes of operands that calls use in turn, more than caches hold
 _COLD_ACCELERATOR = 1 << 28
 _SETS = 64  # maximum number of sets of operands
 _MIDDLE = 512  # rows and columns of a matmul that neither latency nor memory bounds
