@@ -351,8 +351,8 @@ class ModelState:
             self._begin_offload(begun)
 
     def _begin_offload(self, gradients: GradientReduction) -> None:
-        """Starts the copy of a chunk's gradients to the host; if more than `_REDUCING` copies are running, waits for the
-        oldest one and frees its device memory.
+        """Starts the copy of a chunk's gradients to the host; if more than `_REDUCING` copies are running, waits for
+        the oldest copy and frees the device memory of its source.
 
         The method first finishes the reduction, because the copy needs the sums.
         """

@@ -38,7 +38,8 @@ _CHUNKS = 8
 class ParameterSlot:
     """The elements of a chunk that hold this rank's slice of one parameter: elements `start` to `end`.
 
-    The slot ends at `limit`, so that the largest slice of any rank fits. Therefore all ranks have the same chunk layout.
+    The space for the slice ends at `limit`, so that the largest slice of any rank fits. Therefore all ranks have the
+    same chunk layout.
     """
 
     name: str
@@ -173,7 +174,7 @@ class ChunkPlan:
         return next((buffer.residency for buffer in self.buffers if buffer.kind == kind), "device")
 
     def stays(self, kind: str) -> bool:
-        """Returns whether the chunk has a buffer of this kind that always has memory."""
+        """Returns True if the chunk has a buffer of this kind that always has memory."""
         return any(buffer.kind == kind and buffer.lifetime == "always" for buffer in self.buffers)
 
     @property
@@ -228,8 +229,7 @@ class ChunkPlan:
 
 
 class StateSpec(NamedTuple):
-    """The inputs that decide the buffers of chunks, in addition to the configuration section `state`: for example the
-    compute type and the update rule of each parameter."""
+    """The inputs that decide the buffers of chunks, in addition to the configuration section `state`."""
 
     compute: torch.dtype
     rules: Mapping[str, Rule]

@@ -105,7 +105,7 @@ class GradientReduction:
             parameter.grad_dtype = gradient.dtype
         parameter.grad = gradient
         buffer = self.buffers[parameter] = ChunkGradient(self, parameter, self._context.step)
-        # The garbage collector does not see hooks: with strong references a chunk would never be freed.
+        # The garbage collector does not see hooks: strong references would keep a chunk alive.
         own = weakref.ref(self)
         parameter.register_hook(partial(_before_accumulation, own))
         parameter.register_post_accumulate_grad_hook(partial(_after_accumulation, own, weakref.ref(buffer)))
@@ -155,8 +155,8 @@ class GradientReduction:
         self._gradients.transition("open")
 
     def after_gradient(self) -> None:
-        """Counts a gradient of this chunk that is now in the buffer; after the last one, starts the reduction if it is
-        due."""
+        """Counts a gradient of this chunk that is now in the buffer; after the last gradient, starts the reduction if
+        the reduction is due."""
         self.sum.transition("add")
         self._gradients.transition("add")
         plan = self.chunk.plan
@@ -165,13 +165,14 @@ class GradientReduction:
             self._start()
 
     def found(self) -> None:
-        """Counts a parameter of this chunk that the backward pass no longer needs; reshards after the last one."""
+        """Counts a parameter of this chunk that the backward pass no longer needs; after the last parameter, reshards
+        the chunk."""
         if self._complete(self._found):
             self._reshard_unneeded()
 
     def _complete(self, counts: Counter[tuple[int, int] | None]) -> bool:
-        """Counts one gradient of the current backward pass; returns whether the gradient is the pass's last one of this
-        chunk."""
+        """Counts one gradient of the current backward pass; returns True if the gradient is the pass's last gradient of
+        this chunk."""
         present = self._context.step.backward
         counts[present] += 1
         if counts[present] < len(self.chunk.plan.slots):

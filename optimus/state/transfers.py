@@ -1,6 +1,8 @@
-"""Overlaps transfers between device and host with computation; a worker thread updates state that is not on the device.
+"""Overlaps transfers between device and host with computation; a worker thread can update state that is not on the
+device.
 
-Operations return a handle. After `handle.wait()`, later operations of this thread (or its stream) run after the operation.
+Asynchronous operations return a handle. After `handle.wait()`, later operations of this thread (or its stream) run
+after the operation.
 """
 
 import threading
