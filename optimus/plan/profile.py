@@ -54,9 +54,10 @@ class Profile(Section):
     """Number of collectives that all-gather a block's parameters, and of collectives that reduce-scatter the block's
     gradients; 0: collectives so large that their number makes no difference."""
     copies: Literal["expert", "rank", "node", "levels"] = "levels"
-    """Copies of a token that dispatch sends. expert: one to each chosen expert. rank: one to each rank with a chosen expert.
-    node: one to each node with a chosen expert; the node forwards the token to its ranks while other tokens arrive. levels:
-    like node, but the node forwards tokens after all tokens have arrived (`parallel.dispatch.two_level`)."""
+    """Copies of a token that dispatch sends. expert: one copy to each chosen expert. rank: one copy to each rank with a
+    chosen expert. node: one copy to each node with a chosen expert; the node forwards the token to its ranks while
+    other tokens arrive. levels: like node, but the node forwards tokens after all tokens have arrived
+    (`parallel.dispatch.two_level`)."""
     broadcast: float = Field(0.0, ge=0)
     """Seconds of one broadcast, for frameworks in which each rank in turn broadcasts the parameters that it has updated; 0:
     one collective all-gathers the updated parameters."""

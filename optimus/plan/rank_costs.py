@@ -249,8 +249,8 @@ class RankCosts:
     def _activation(
         self, projections: Sequence[Projection], rows: float, parts: int, share: float | None = None
     ) -> Passes:
-        """Returns the passes of an activation function between two projections, divided over `parts` ranks. A gated function
-        reads twice as much as it writes."""
+        """Returns the passes of an activation function between two projections, divided over `parts` ranks. A gated
+        function reads two inputs for each output."""
         read, made = (rows * columns / parts * self.e for columns in (projections[0].outputs, projections[-1].inputs))
         return Passes(self._memory(read + made, share), self._memory(2 * read + made, share))
 
@@ -283,7 +283,8 @@ class RankCosts:
         )
 
     def _product(self, m: float, n: float, k: float, count: float = 1, precision: str | None = None) -> Passes:
-        """Returns the passes of a matmul: [m, k] x [k, n] forward, the gradients of both operands backward."""
+        """Returns the passes of a matmul [m, k] x [k, n], with the gradients of the two operands in the backward
+        pass."""
         kind, machine = precision or self.job.precision, self.machine
         # Matrix units load 16 bytes at a time. Since 11.0, cuBLAS also uses the units with less alignment, at half the rate.
         units = 1.0 if _aligned(8, n, k) else 0.5 * _aligned(4, n, k)

@@ -87,8 +87,8 @@ def step_time(job: Job, work: RankCosts | None = None) -> StepTime:
 
 
 def least_time(job: Job, work: RankCosts | None = None) -> float:
-    """Returns a lower bound of `step_time` in seconds. The bound ignores the order of the pipeline's passes, so it is faster
-    to compute."""
+    """Returns a lower bound of `step_time` in seconds. A bound that ignores the order of the pipeline's passes takes
+    less time to compute."""
     work = work.with_job(job) if work else RankCosts(job)
     passes = _passes(work)
     least = _lent(work, passes.times, passes.least)
@@ -179,8 +179,7 @@ def _other_terms(work: RankCosts, passes: _Passes, seconds: float) -> dict[str, 
 
 @lru_cache(maxsize=1024)
 def stage_sizes(model: ModelConfig, stages: int, *, divided: bool = False) -> tuple[int, ...]:
-    """Returns the number of blocks of each stage, as a run divides them. Raises `UserError` when there are too few
-    blocks."""
+    """Returns the number of blocks of each stage in a run. Raises `UserError` when there are too few blocks."""
     return tuple(len(blocks) for blocks in of_run.blocks_of_stages(model, stages, divided=divided))
 
 

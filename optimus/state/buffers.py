@@ -117,8 +117,8 @@ def buffers(
     uses the parameters. With AdamW, bf16 and `offload: all`, a parameter then takes 14 bytes of host memory. Gradients
     that accumulate on the host have separate memory, because the step still uses the parameters.
 
-    The disk record of `prunable` parameters, which may be `pruned` later, reserves the space of their master weights from
-    the beginning. Therefore the size of the record is known before the first step.
+    The disk record of `prunable` parameters, which may be `pruned` later, reserves the space of their master weights
+    from the beginning.
     """
     home, waiting, optimizer = RESIDENCES[offload]
     keeps_unsharded = not depths.parameters and home == "device"

@@ -155,8 +155,8 @@ class ParameterPrefetcher:
             return self._unit(modules, function, x, *args)
 
     def _name(self, module: nn.Module) -> str:
-        """Returns a name for profilers: the module's path in the model, if the name of a parameter gives it, and the
-        module's class."""
+        """Returns a name for profilers: the module's class and, if a parameter's name contains the path, the module's
+        path in the model."""
         of = ((self._names[each], own) for own, each in module.named_parameters() if each in self._names)
         path = next((name.removesuffix(own).rstrip(".") for name, own in of), "")
         return f"{path} ({type(module).__name__})" if path else type(module).__name__

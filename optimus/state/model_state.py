@@ -302,7 +302,7 @@ class ModelState:
             chunk.update.step(now, self.tile, None if following is None else following.disk)
 
     def skip(self) -> None:
-        """Discards the step without applying it."""
+        """Ends the step without an update."""
         for chunk in self.trained:
             chunk.skip()
 
@@ -370,8 +370,8 @@ def _trained(chunks: Iterable[Chunk]) -> list[TrainedChunk]:
 def _check_trainable(parameters: Iterable[tuple[str, bool]]) -> None:
     """Checks pairs of a parameter's name and a flag, which is true if `requires_grad` is as planned.
 
-    The optimizer processes whole chunks: it would update a parameter whose `requires_grad` the caller has set to False.
-    Raises `UserError` with the names of parameters whose flag is false.
+    The optimizer processes whole chunks, so an update would change a parameter whose `requires_grad` the caller has set
+    to False. Raises `UserError` with the names of parameters whose flag is false.
     """
     others = [name for name, as_planned in parameters if not as_planned]
     if others:

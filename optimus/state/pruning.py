@@ -77,7 +77,7 @@ class LocalWeights(NamedTuple):
 
     slot: ParameterSlot
     weights: Tensor  # fp32, of the slot's shape
-    counts: bool  # True if this rank is the only rank that counts the slice in sums over ranks
+    counts: bool  # True if sums over ranks count the slice on this rank
 
 
 @dataclass(frozen=True)

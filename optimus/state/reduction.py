@@ -9,8 +9,8 @@ in place before their reduction.
 The reduction of a chunk begins as soon as the chunk's last gradient of the last microbatch has arrived, while the
 backward pass continues. Where microbatches add to a shard, to compressed gradients or to gradients on the host, a
 reduction begins in every microbatch. The reduction counts gradients separately for each backward pass, because passes
-with deferred weight gradients may interleave. A pass no longer needs the parameters when it has *found* all gradients:
-it may still defer their addition.
+with deferred weight gradients may interleave. A pass no longer needs the parameters when the pass has *found* all
+gradients: the pass may still defer the addition of these gradients.
 
 Gradients that wait for the update on the host leave the device after their reduction. The transfer happens after the last
 microbatch, or after each microbatch if the host accumulates.
@@ -200,8 +200,8 @@ class GradientReduction:
         self.sum.transition("last")
 
     def start(self) -> None:
-        """Starts the reduction unless it has begun on arrival. Where microbatches add their gradients to another
-        buffer, `reduce` starts the reduction instead. The caller promises that no further gradient of this step
+        """Starts the reduction unless the reduction has begun on arrival. Where microbatches add their gradients to
+        another buffer, `reduce` starts the reduction instead. The caller promises that no further gradient of this step
         comes."""
         self.chunk.part.finish_update()  # the update still runs if this step has not used the parameters
         self.sum.transition("last")
@@ -230,7 +230,7 @@ class GradientReduction:
         self._turn.wait()
 
     def free_gradient(self) -> None:
-        """Advances the reduction until it no longer needs the whole gradient buffer."""
+        """Advances the reduction until the reduction no longer needs the whole gradient buffer."""
         while self._gradients.status == "leaving" and self._turn:
             self._turn.advance()
 

@@ -29,7 +29,7 @@ def on_ranks(function: Callable[..., T], ranks: int, *args: Any) -> T | None:
     """Runs `function(ranks, *args)` on `ranks` fresh ranks of this machine, and returns the result of the first rank.
 
     Under torchrun, the function runs on the ranks of torchrun, and all ranks but the first return None. Raises
-    `UserError` for a number of ranks that the machine does not have and, under torchrun, for another number than the
+    `UserError` for a number of ranks that the machine does not have and, under torchrun, for a number other than the
     ranks of a node.
     """
     check_ranks(ranks)
@@ -64,7 +64,8 @@ def under_launcher() -> bool:
 
 
 def _backend_of_device() -> str:
-    """Returns the backend of collectives on this machine's device. Raises `UserError` when torch has no such backend."""
+    """Returns the backend of collectives on this machine's device. Raises `UserError` when torch has no backend for the
+    device."""
     device = find_device("auto", "the device")
     try:
         return str(dist.get_default_backend_for_device(device))

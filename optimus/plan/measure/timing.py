@@ -298,8 +298,8 @@ def _products(clock: Clock, extent: Extent, device: torch.device) -> Iterator[Ma
 
 
 def _precisions(clock: Clock, device: torch.device) -> list[str]:
-    """Returns the precisions to measure: fp32, bf16, and fp16 if it is at least as fast as fp32. A CPU may emulate fp16 at a
-    hundredth of the speed."""
+    """Returns the precisions to measure: fp32, bf16, and fp16 if fp16 is at least as fast as fp32. A CPU may emulate
+    fp16 at a hundredth of the speed."""
     n, names = 256, ["fp32", "bf16"]
     wide, half = (clock.seconds(_product(n, n, n, _TYPES[name], device)) for name in ("fp32", "fp16"))
     return [*names, "fp16"] if half <= wide else names
@@ -429,7 +429,7 @@ def _talked(clock: Clock, extent: Extent, device: torch.device) -> Iterator[Talk
 
 
 def collective_call(kind: Talk, x: Tensor, group: Group) -> Callable[[], Any]:
-    """Returns a call of the library's collective on the whole tensor `x`, in the way that training calls it."""
+    """Returns a call of the library's collective on the whole tensor `x`, like the calls of training."""
     if kind == "all_reduce":
         return lambda: group.all_reduce(x)
     if kind == "all_to_all":
