@@ -302,7 +302,7 @@ class ModelState:
             chunk.update.step(now, self.tile, None if following is None else following.disk)
 
     def skip(self) -> None:
-        """Ends the step without an update."""
+        """Discards the step: the weights stay unchanged."""
         for chunk in self.trained:
             chunk.skip()
 
