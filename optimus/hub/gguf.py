@@ -97,7 +97,7 @@ def other_result(raw: Mapping[str, Any], tokens: int) -> str | None:
     """Returns the reason why llama.cpp does not compute the model of this config.json; None without a known reason.
 
     `tokens` is the number of tokens of the model's tokenizer. The converter ignores the fields that `Family.gguf`
-    names: the file would not load, or hold another model.
+    names. With other values, the file would not load or would hold another model.
     """
     family = families().get(str(raw.get("model_type")))
     for field, only in (family.gguf if family else {}).items():

@@ -1,5 +1,4 @@
-"""Finds the largest model that a machine can train: the job's model with about as many layers as fit. The state is on
-the devices or offloaded."""
+"""Finds about the largest model that a machine can train: the job's model with about as many layers as fit."""
 
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -190,10 +190,10 @@ def residencies(job: Job) -> Iterator[Job]:
     """Yields the job with its configured offloading and, if this offloading is none, with each offloading that the
     machine supports.
 
-    A machine supports offloading if the host's bandwidth is known and ranks do not compute on the host's CPUs. The
-    first jobs offload the optimizer's state, further jobs all state. On a machine with disks, the last jobs put the
-    optimizer's state on a disk and all other state on the host. A job that offloads gradients may come twice
-    (`_accumulations`).
+    A machine supports offloading if the host's bandwidth is known and ranks do not compute on the host's CPUs. After
+    the job with the configured offloading come jobs that offload the optimizer's state, then jobs that offload all
+    state. On a machine with disks, the last jobs put the optimizer's state on a disk and all other state on the host. A
+    job that offloads gradients may come twice (`_accumulations`).
     """
     yield from _accumulations(job)
     host = job.machine.host

@@ -307,7 +307,7 @@ def _collectives(job: Job) -> Iterator[str]:
 
 
 def verdict(size: float, job: Job) -> tuple[bool, str]:
-    """Returns (True if `size` bytes fit on a rank of the job's machine, a text with the result and the sizes)."""
+    """Returns (True if `size` bytes of state and activations fit on a rank, a text with the result and the sizes)."""
     capacity, memory = device_capacity(job), job.machine.memory
     fits = size <= capacity
     buffers = buffers_of(job)

@@ -92,8 +92,8 @@ def _start(seen: Observations, name: str, source: str, memory_bandwidth: float) 
 def _fit_products(machine: Machine, seen: Observations) -> Machine:
     """Fits the rates, tile, depth and latency of kernels to the times of matmuls and of the tiny kernel.
 
-    On a CPU, the cores are the threads of a rank. An accelerator does not report the division of matmuls over cores, so
-    the function also fits the cores, rounds the cores to a whole number, and fits all figures but the cores again.
+    On a CPU, the cores are the threads of a rank. An accelerator does not report the division of matmuls over cores.
+    The function then also fits the cores, rounds the cores to a whole number, and fits all figures but the cores again.
     Because of local minima, each fit begins with several tiles.
     """
     precisions = list(machine.arithmetic)
