@@ -104,7 +104,7 @@ __getattr__, __dir__ = lazy_exports(
 
 
 def config(source: "str | Path | Mapping[str, Any] | RunConfig", overrides: Iterable[str] = ()) -> "RunConfig":
-    """Returns the configuration of a YAML file or a mapping, with its includes, preset and defaults.
+    """Returns the configuration of a YAML file, a mapping or a `RunConfig`, with its includes, preset and defaults.
 
     `overrides` are strings of the form `key.path=value`. Raises `UserError`, which names each wrong key by its path.
 
@@ -131,27 +131,28 @@ def train(
 ) -> dict[str, Any]:
     """Trains a model as configured by `config` (a YAML file, a mapping or a `RunConfig`); returns a summary of the run.
 
-    `ranks` processes on this machine share every global batch (default: the minimum number that `parallel` allows; "auto":
-    one for each accelerator, or the minimum on CPUs). If torchrun, `srun` or `mpiexec` has started several tasks, this
-    process is one of the ranks, and the launcher sets their number. `resume` continues from the newest checkpoint in
-    `train.output`. "auto" resumes only if the folder holds a run or `checkpoint.copy_to` is set. With
+    `ranks` is the number of ranks on this machine (default: the minimum number that `parallel` allows; "auto": one for
+    each accelerator, or the minimum on CPUs). If torchrun, `srun` or `mpiexec` has started several tasks, this process
+    is one of the ranks, and the launcher sets the number of ranks. `resume` continues from the newest checkpoint in
+    `train.output`. "auto" resumes only if the folder may hold a run or `checkpoint.copy_to` is set. With
     `fresh_optimizer`, the run resumes from the weights of the checkpoint alone, as after a rollback. `check` validates
     the configuration, the machine and the data, including every checksum, and trains nothing. `hooks` are subclasses of
     `optimus.Hook` or instances of such subclasses; the run also calls the hooks named in `train.hooks`.
 
-    `optimizer` is an `optimus.extend.UpdateRule`, as a class or an instance, in place of `optimizer.name`; an instance has
-    its own hyperparameters, also in place of `optimizer.weight_decay`. `data` is a dataset in place of `data.path`, and
-    `data.tokenizer` names its tokenizer. Its items are mappings with `input_ids`, and optionally `labels` (-100: not
-    predicted), `document_ids` and `attention_mask`. The run shuffles a map-style dataset (with `__len__` and `__getitem__`).
-    An iterable with `state_dict` and `load_state_dict` is one stream for all ranks, in its own order; a resumed run
-    continues the stream. For ranks in other processes, the function pickles hooks, rule and dataset.
+    `optimizer` is an `optimus.extend.UpdateRule`, as a class or an instance, in place of `optimizer.name`; an instance
+    has its own hyperparameters, also in place of `optimizer.weight_decay`. `data` is a dataset in place of `data.path`,
+    and `data.tokenizer` names its tokenizer. The items of a dataset are mappings with `input_ids`, and optionally
+    `labels` (-100: not predicted), `document_ids` and `attention_mask`. The run shuffles a map-style dataset (with
+    `__len__` and `__getitem__`). An iterable with `state_dict` and `load_state_dict` is one stream for all ranks, in
+    its own order; a resumed run continues the stream. For ranks in other processes, the function pickles hooks, rule
+    and dataset.
 
     Raises `UserError` for anything that the user can fix, where possible before starting a process. The error
     is a `LeaseError` when another run holds the folder. When another rank is lost under a launcher, the error is a
     `CollectiveError`. After a `CollectiveError`, this process cannot train again, and it ends with exit code 75 without
     waiting for other ranks. The process ignores SIGTERM until its end, so that the launcher does not cut the message short.
 
-    Several ranks run as separate programs that do not import the calling script, so the script needs no `__main__` guard.
+    Ranks that this function starts do not import the calling script, so the script needs no `__main__` guard.
 
     Example:
         optimus.train("first.yaml", ["train.steps=500"], ranks=2)

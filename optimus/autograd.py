@@ -17,8 +17,8 @@ def once_differentiable(backward: Callable[..., R]) -> Callable[..., R]:
     derivative.
 
     torch's decorator of the same name raises only when the second derivative is computed. If the incoming gradient is a
-    constant, like that of a loss, torch's decorator does not raise: the second derivative then silently lacks the terms from
-    the saved tensors.
+    constant, as for a loss, torch's decorator raises no error, and the second derivative lacks the terms from the saved
+    tensors.
     """
 
     @wraps(backward)

@@ -27,7 +27,7 @@ SLOWEST = 1e6  # bytes per second
 _PIECE = 8 << 20
 LARGEST = 256 << 20  # maximum bytes of a copied file that is directly in a run folder
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
-_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "hf": "hf"}  # extras of protocols; others: remote
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "hf": "hf"}  # extras by protocol; all others: remote
 
 
 def is_url(path: str | Path) -> bool:
@@ -50,7 +50,7 @@ def extra_of(url: str) -> str:
 
 
 class RemoteCopies:
-    """A folder at a URL, with the copies of files and folders in it.
+    """A folder at a URL, for copies of files and folders.
 
     Raises `UserError` if fsspec cannot open the URL, for example for an unknown protocol or without the package of the
     protocol. A method raises `UserError` if all its attempts fail.
@@ -100,7 +100,7 @@ class RemoteCopies:
         return self._attempted(f"read {self.url}/{name}", found)
 
     def put(self, file: Path, name: str) -> None:
-        """Copies a local file, and checks the copy."""
+        """Copies a local file to `name` at the URL, and compares the copy with the file."""
 
         def copy() -> None:
             self._system.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
@@ -113,7 +113,7 @@ class RemoteCopies:
         self._attempted(f"copy {file} to {self.url}/{name}", copy, file.stat().st_size)
 
     def put_bytes(self, content: bytes, name: str) -> None:
-        """Writes a small file, and checks it."""
+        """Writes `content` to the file `name` at the URL, and compares the file with `content`."""
 
         def write() -> None:
             self._system.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
@@ -209,7 +209,7 @@ def local_run(path_or_url: str | Path) -> str | Path:
 
 def local_runs(path_or_url: str | Path) -> str | Path:
     """Returns a path unchanged. For a URL with copies of runs, returns a cache folder with the `small_files` of each
-    run."""
+    run that has metrics."""
     if not is_url(path_or_url):
         return path_or_url
     copies = RemoteCopies(path_or_url)

@@ -74,7 +74,7 @@ def _escape(character: str) -> str:
 def plain_name(name: object) -> str:
     """Returns `name`, read from a file that may come from an untrusted source, if it is a plain file name.
 
-    Raises ValueError for a path, which could make the caller read, write or delete files outside the folder. Also
+    Raises ValueError for a path, which could make the caller read, write or delete files of other folders. Also
     raises ValueError for a value that is not a string, and for a name that is unprintable or longer than 200 bytes.
     """
     good = isinstance(name, str) and name.isprintable() and len(name.encode()) <= _LONGEST_NAME

@@ -1,9 +1,9 @@
 """Serialises functions and objects for other processes of this machine, even if those processes cannot import the defining
 module.
 
-`cloudpickle` pickles definitions in `__main__`, and definitions without a module, by value. This module also pickles by
-value the definitions of modules that another process would not find by name, or whose name would lead to another file.
-pytest's importlib mode creates such modules.
+`cloudpickle` pickles definitions in `__main__`, and definitions without a module, by value. This module also pickles
+the definitions of a module by value if another process would not find the module by its name, or would find another
+file. pytest's importlib mode creates such modules.
 """
 
 import io

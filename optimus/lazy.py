@@ -10,7 +10,7 @@ def lazy_exports(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str]
     """Returns the functions `__getattr__` and `__dir__` of `package`; with `__dir__`, `help` and completion show the public
     names.
 
-    `homes` maps each public name to its origin: `module`, or `module:name` if the name differs in its module.
+    `homes` maps each public name to its origin: `module`, or `module:name` if the name differs in the module.
     """
 
     def load(name: str) -> Any:

@@ -68,7 +68,7 @@ def clear_choice(default: Name, timings: Mapping[Name, Timing]) -> Name:
 
 
 def coarse(free: int, before: int = 0) -> int:
-    """Returns the number of `free` bytes, rounded down to a step.
+    """Returns the number of `free` bytes, rounded down to a multiple of a step that grows with the number.
 
     Returns the previous value `before` while at least `before` bytes are free, but less than two steps more, so that small
     changes do not change the result.

@@ -14,8 +14,8 @@ def end_with(parent: int) -> None:
     """Kills this process when its parent, the process with id `parent`, ends. Another run may then hold the run folder,
     so this process must not save anything more.
 
-    Linux kills the process at once, also when only the parent's thread that started it ends. `end_after` covers other
-    systems, and a parent that has already ended.
+    Linux kills the process at once, also when only the thread of the parent that started the process ends. `end_after`
+    covers other systems, and a parent that has already ended.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
@@ -23,7 +23,8 @@ def end_with(parent: int) -> None:
 
 
 def end_after(parent: int) -> None:
-    """Kills this process within a second of its parent's end."""
+    """Kills this process within about a second after the process with id `parent` ends, or at once if that process is
+    not its parent."""
     threading.Thread(target=_watch, args=(parent,), name="parent", daemon=True).start()
 
 

@@ -5,8 +5,8 @@ a Python module with a list `ROWS`. Each entry is a row of a table, of the same 
 `load_plugins` imports plugins and adds their rows; afterwards, the library does not distinguish these rows from its
 own.
 
-Only names in a configuration, an option or an argument lead to imports. A checkpoint or a folder of data names its
-plugins, but reading the checkpoint or the data imports no plugin.
+Only names in a configuration, an option or an argument lead to imports of plugins. A checkpoint or a folder of data
+names its plugins, but reading the checkpoint or the data imports no plugin.
 """
 
 import hashlib
@@ -90,7 +90,7 @@ class Table(Mapping[str, R]):
         return self[name]
 
     def extend(self, rows: Mapping[str, R]) -> None:
-        """Adds the rows of a plugin."""
+        """Adds rows by name. Replaces earlier added rows of the same name."""
         self._added.update(rows)
 
 
@@ -142,7 +142,8 @@ def loaded_plugins() -> list[Plugin]:
 
 
 def load_plugins(names: Sequence[str] | None, where: str = "plugins") -> list[Plugin]:
-    """Imports the named plugins that this process has not loaded yet, and adds their rows to the tables.
+    """Imports the named plugins that this process has not loaded yet, and adds their rows to the tables. Returns all
+    named plugins.
 
     A name is that of an entry point in the group `optimus.plugins`, or of a module in the current folder, on PYTHONPATH or
     installed. `where` is the origin of the names, for messages.
@@ -161,7 +162,7 @@ def imported(module: str, where: str, cure: str) -> Any:
 
     Raises `UserError` for a module that cannot be imported; the message begins with `where` and contains `cure`.
     """
-    if os.getcwd() not in sys.path:  # a command's path lacks the folder; the path of a rank has it
+    if os.getcwd() not in sys.path:  # the search path of a command lacks the current folder
         sys.path.append(os.getcwd())
     try:
         return import_module(module)
@@ -228,7 +229,7 @@ def _load(name: str, where: str) -> Plugin:
 
 
 def _check(table: Table[Any], row: Any, where: str) -> None:
-    """Raises `UserError` if the check of the table does not accept the row, or fails in the row's code."""
+    """Raises `UserError` if the check of the table raises an error for the row."""
     if table.check is None:
         return
     try:

@@ -14,8 +14,8 @@ Result = TypeVar("Result")
 
 
 def reported_as_value(read: Callable[[str], Result], value: Any) -> Any:
-    """Applies `read` to a string; returns any other value unchanged, for validation. Converts a `UserError` of `read` to a
-    `ValueError`."""
+    """Applies `read` to a string; returns any other value unchanged, which validation then checks. Converts a
+    `UserError` of `read` to a `ValueError`."""
     try:
         return read(value) if isinstance(value, str) else value
     except UserError as error:

@@ -1,8 +1,8 @@
 """The context of one model's current step: the backward pass, deferred weight gradients, cached collectives, the forms (NN,
 NT, TN) of matmuls, and the routers' choices of experts.
 
-Each model has one context object, which `parallelize` gives to its modules. The fields of the context change only within
-`with` blocks. The context is not thread-local, because autograd has its own threads on an accelerator.
+Each model has one context object, which `parallelize` gives to the model's modules. The fields of the context change
+only within `with` blocks. The context is not thread-local, because autograd has its own threads on an accelerator.
 """
 
 from collections import deque
@@ -45,8 +45,8 @@ class CollectiveCache:
         self._again = True
 
     def take(self, make: Callable[[], Any]) -> Any:
-        """Returns the next result: computes it with `make` and caches it, or, in the recomputation, reads it from the
-        cache."""
+        """Returns the next result. The forward pass computes the result with `make` and caches it; the recomputation
+        reads the cache."""
         if self._again:
             return self._results.popleft()
         made = make()
@@ -98,8 +98,8 @@ class StepContext:
         return self._having("choices", dict[Any, Tensor]())
 
     def chose(self, router: Any, counts_E: Tensor) -> None:
-        """Adds the number of times that `router` has chosen each expert. A recomputed pass counts twice, but it does so in
-        all microbatches, so that the shares stay correct."""
+        """Adds the number of times that `router` has chosen each expert. A recomputed pass counts twice in every
+        microbatch, so that the shares stay correct."""
         if self.choices is not None and torch.is_grad_enabled():
             before_E = self.choices.get(router)
             self.choices[router] = counts_E if before_E is None else before_E + counts_E

@@ -1,8 +1,9 @@
 """Copies of a run's checkpoints at a URL (`checkpoint.copy_to`), from which a run whose folder is lost can resume.
 
 The URL has the layout of a run folder: `checkpoints/step-N/...`, and the small files of the run. A copy gets the
-checkpoint's manifest last and loses it first. So a copy is complete if it has a valid manifest and all the manifest's
-files, and if the copy of its frozen parameters has too.
+checkpoint's manifest last, and the removal of a copy begins with the manifest. A copy is therefore complete if it has a
+valid manifest and all the manifest's files. If the frozen parameters are in a separate folder, the copy of this folder
+must be complete too.
 """
 
 import json
@@ -22,7 +23,7 @@ from optimus.errors import UserError, naming_disk_errors
 
 CHECKPOINTS = "checkpoints"
 Files = dict[str, Any]
-"""What a manifest says of each file, by name."""
+"""The entries of a manifest, by file name."""
 
 
 def copier(url: str, run: str, keep: int | None, weights_keep: int) -> Callable[[str], str]:
@@ -74,8 +75,8 @@ def fetch_run(url: str, run: Path) -> str | None:
 def local_checkpoint(path_or_url: str | Path) -> Path:
     """Returns the checkpoint folder that a path names, like `find_checkpoint`.
 
-    For the URL of a run's copies, returns the newest complete full checkpoint in a cache in the user's home, after
-    downloading the checkpoint unless the cache has it. Raises `UserError` if there is no checkpoint.
+    For the URL of a run's copies, downloads the newest complete full checkpoint into a cache in the user's home, unless
+    the cache has the checkpoint. Raises `UserError` if there is no checkpoint.
     """
     if not is_url(path_or_url):
         return find_checkpoint(path_or_url)
@@ -119,8 +120,8 @@ def _retire(copies: RemoteCopies, new: str, keep: int | None, weights_keep: int)
 
 
 def _folders(copies: RemoteCopies, name: str) -> Mapping[str, Files] | None:
-    """Returns the files of each folder of a complete copy: of its frozen parameters, if any, then of the checkpoint itself.
-    Returns None if a folder is not complete."""
+    """Returns the files of a complete copy, by folder: the folder of frozen parameters, if any, and the folder of the
+    checkpoint. Returns None if a folder is not complete."""
     if (files := _files(copies, name)) is None:
         return None
     try:

@@ -6,10 +6,10 @@
     manifest.json           sizes and checksums of the files above; written last; see `manifest.py`
 
 In `checkpoints/`, a run writes full checkpoints `step-N`, and `weights-N` with weights only. Without a rollback, a run
-resumes from the newest intact `step-N`. A run writes frozen parameters once, into `frozen-K`, which full checkpoints
-refer to. Folders `weights-N` are self-contained, because users may move or archive these folders. A folder gets its
-name only when complete: the run writes it as `.NAME.partial`, and then renames it. A rollback moves later checkpoints
-to `checkpoints/abandoned-K`.
+resumes from the newest intact `step-N`. A run writes frozen parameters into `frozen-K`, to which several full
+checkpoints may refer. Folders `weights-N` are self-contained, because users may move or archive these folders. The run
+writes a folder as `.NAME.partial`, and renames the complete folder. A rollback moves later checkpoints to
+`checkpoints/abandoned-K`.
 """
 
 import json
@@ -41,7 +41,7 @@ _NAME = re.compile(r"^(step|weights)-(\d+)$")
 
 
 class DamagedError(UserError):
-    """Raised if a checkpoint differs from the bytes that were written; another checkpoint may be intact."""
+    """Raised for a checkpoint that is incomplete or has changed; another checkpoint may be intact."""
 
 
 def damaged(folder: Path, reason: str) -> DamagedError:
@@ -54,7 +54,7 @@ class Description:
     """The description of a checkpoint. Runs can resume `full` checkpoints; other checkpoints have only weights."""
 
     model: Architecture
-    context: int  # length of the longest sequences in training so far, in this run or an earlier one
+    context: int  # length of the longest sequences in training so far, in this run or an earlier run
     step: int
     full: bool
     precision: str = "float32"
@@ -64,7 +64,7 @@ class Description:
     progress: dict[str, Any] = field(default_factory=dict)  # a resumed run continues these counters and data position
     config: dict[str, Any] = field(default_factory=dict)  # whole configuration of the run that wrote the checkpoint
     random: dict[str, str] = field(default_factory=dict)  # states of torch's generators, by device type, in base 64
-    written: dict[str, Any] = field(default_factory=dict)  # numbers of writing ranks and of ranks per node
+    written: dict[str, Any] = field(default_factory=dict)  # facts about the writing, for example the number of ranks
     published: dict[str, Any] = field(default_factory=dict)  # metadata of the imported folder; see hub/published.py
     chat: dict[str, Any] = field(default_factory=dict)  # chat template of the training data: `data.chat.ChatTemplate`
     frozen: str | None = None  # name of the sibling folder with frozen parameters, which are not in this folder
@@ -131,8 +131,8 @@ def list_checkpoints(run: Path, *kinds: str) -> list[Path]:
 
 
 def all_folders(run: Path, *kinds: str) -> list[Path]:
-    """Returns all folders in a run with names of checkpoints of these `kinds` (`step`, `weights`; by default both
-    kinds), oldest first, including damaged checkpoints."""
+    """Returns the folders in a run with names of checkpoints, oldest first, including damaged checkpoints. `kinds` are
+    `step` and `weights`, by default both kinds."""
     found = [path for path in (run / "checkpoints").glob("*-*") if _NAME.match(path.name)]
     wanted = [path for path in found if not kinds or path.name.partition("-")[0] in kinds]
     return sorted(wanted, key=lambda path: (step_of(path), path.name))

@@ -68,7 +68,7 @@ def file_of(rank: int) -> str:
 def write_slices(file: BinaryIO, name: str, slices: Iterable[TensorSlice]) -> list[StoredSlice]:
     """Appends `slices` to the new file `file`, named `name`, and syncs them to disk; returns their stored slices.
 
-    The kernel flushes earlier slices to disk while this thread computes the checksum of the next slice.
+    A second thread syncs earlier slices to disk while this thread writes the next slices.
     """
     stored, start = [], 0
     with ThreadPoolExecutor(1) as pool:
@@ -122,8 +122,8 @@ def by_key(slices: Iterable[AnySlice]) -> dict[str, list[AnySlice]]:
 
 
 def pack_metadata(stored: Iterable[StoredSlice]) -> bytes:
-    """Returns the content of `.metadata`."""
-    # Imported here, because the import takes a second and readers do not need it.
+    """Returns the content of `.metadata` for the slices `stored`."""
+    # The import is here, because the import takes a second and readers do not need it.
     from torch.distributed.checkpoint import metadata as dcp
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 
@@ -166,7 +166,7 @@ def unpack_metadata(content: bytes) -> Iterator[StoredSlice]:
 class _Plain:
     """A stand-in for an instance of a DCP class, with the class's name and the pickled state.
 
-    Importing DCP's own classes would take longer than importing torch.
+    Importing DCP's own classes would take about a second.
     """
 
     name = ""

@@ -34,9 +34,9 @@ _DTYPES = ("float32", "bfloat16")
 def list_run(run: str | Path) -> list[dict[str, Any]]:
     """Lists the checkpoints of a run, oldest first.
 
-    Each entry has `path`, `step`, `kind` (full or weights), `bytes`, `problem` (None if the description is intact and all
-    files have the right sizes) and `resumes` (True if `--resume` would start from the checkpoint).
-    Raises `UserError` if `run` is no run folder.
+    Each entry has `path`, `step`, `kind` (full or weights), `bytes`, `problem` and `resumes`. `problem` is None if the
+    description is intact and all files have the right sizes. `resumes` is True if `--resume` would start from the
+    checkpoint, unless the checkpoint's tensors are damaged. Raises `UserError` if `run` is no run folder.
     """
     run = user_path(run)
     if not (run / "checkpoints").is_dir() and not (run / "config.yaml").is_file():
@@ -62,8 +62,8 @@ def show(path: str | Path) -> dict[str, Any]:
     """Describes a checkpoint (or the newest checkpoint of a run) and the distribution of its bytes over nodes.
 
     In addition to some fields of the description, the result has `bytes`, `tensors` (number of global tensors),
-    `parameters`, `slices`, `writers` (number of ranks that wrote a file) and `bytes_by_node`. All of them include the
-    folder of frozen parameters. Raises `UserError` if the checkpoint cannot be read.
+    `parameters`, `slices`, `writers` (number of ranks that wrote a file) and `bytes_by_node`. All these numbers include
+    the folder of frozen parameters. Raises `UserError` if the checkpoint cannot be read.
     """
     path = find_checkpoint(path)
     reader = Reader.open(path)
@@ -100,13 +100,14 @@ def show(path: str | Path) -> dict[str, Any]:
 
 
 def convert(path: str | Path, output: str | Path, to: To = "weights", dtype: str | None = None) -> dict[str, Any]:
-    """Converts a checkpoint (or the newest checkpoint of a run) into another form; returns `output`, `bytes` and
+    """Converts a checkpoint (or the newest checkpoint of a run) into another format; returns `output`, `bytes` and
     `tensors`.
 
-    The forms are weights: a checkpoint of the weights alone, like `weights-N` of a run; torch: one file of all tensors
-    by key, for `torch.load(weights_only=True)`; safetensors: the same tensors in a safetensors file. `dtype` (float32,
-    bfloat16) is the dtype of the weights. By default, a checkpoint of weights has the precision in the description, and
-    a file has the dtypes of the checkpoint's tensors. The conversion reads the converted tensors into memory.
+    With `to` "weights", writes a checkpoint of the weights alone, like `weights-N` of a run. With "torch", writes one
+    file of all tensors by key, for `torch.load(weights_only=True)`. With "safetensors", writes the same tensors to a
+    safetensors file. `dtype` (float32, bfloat16) is the dtype of the weights. By default, a checkpoint of weights has
+    the precision in the description, and a file has the dtypes of the checkpoint's tensors. The conversion reads the
+    converted tensors into memory.
 
     Raises `UserError` if the checkpoint cannot be read, if `output` exists, or if the disk fails.
     """

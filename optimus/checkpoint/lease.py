@@ -1,12 +1,12 @@
-"""Leases on run folders: only one run at a time may write into a folder, and the run has a lease on the folder meanwhile.
+"""Leases on run folders, so that only one run at a time writes into a folder.
 
-`lease.json` names the holder: its token, host and process. All processes of a run share one token, including the nodes of a
-launch and its restarts, so each process may continue immediately when another process has ended. The holders of a lease
-rewrite the file every few seconds. The scheme needs no locks on shared file systems.
+`lease.json` names the holder: its token, host and process. All processes of a run share one token, including the nodes
+of a launch and its restarts, so each process may continue immediately when another process has ended. A holder of a
+lease rewrites the file every few seconds. The scheme also works on shared file systems without locks; see `_exclusive`.
 
-Another run takes over a lease if the holder, the only process of its run, was on this machine and is dead. Another run
-also takes over a lease that nobody has renewed for a minute, by the file system's clock or by the clock of the process
-that watches.
+Another run takes over a lease if the holder is a dead process of the same machine, and was the only process of its run.
+Another run also takes over a lease that nobody has renewed for a minute, unless the holder is a live process of the
+same machine.
 """
 
 import fcntl
@@ -59,7 +59,7 @@ class Holder:
 
     @property
     def lives(self) -> bool | None:
-        """Returns True if the holder lives, False if it is dead, None if this process cannot tell."""
+        """True if the holder lives, False if the holder is dead, None if this process cannot tell."""
         if self.machine != _machine():
             return None
         try:
@@ -72,7 +72,7 @@ class Holder:
 
 
 def living_holder(run: Path) -> Holder | None:
-    """Returns the current holder of `run`, or None, without waiting for renewals.
+    """Returns the live holder of `run`, or None if there is none, without waiting for renewals.
 
     If this process cannot tell whether the holder lives, the holder counts as alive for a minute after the last renewal
     of the lease.
@@ -108,9 +108,9 @@ class Lease:
 
     Entering raises `LeaseError` if another live run holds the lease. Detecting that a holder is dead may take a minute;
     lines on stderr report the wait and the takeover. If `retained`, the lease stays after the context for the other
-    processes of the run; `retained` is initially true if `several` processes may hold the lease. If another run has
-    taken the lease while this process was stopped, this process does not renew the lease: writers call `check_lease` to
-    notice.
+    processes of the run; `retained` is initially True if `several` processes may hold the lease. If another run has
+    taken the lease while this process was stopped, this process does not renew the lease. Writers must therefore call
+    `check_lease`.
     """
 
     def __init__(
@@ -181,7 +181,8 @@ class Lease:
             self.run.rmdir()  # succeeds only if the run has left no files
 
     def _renew(self) -> None:
-        """Renews the lease periodically. Of several holders, one renews if no other has renewed since its last check."""
+        """Renews the lease periodically, unless another process of the run has renewed the lease since the last check.
+        Stops if another run has the lease."""
         seen = 0
         while not self._ended.wait(self._beat):
             with (
@@ -235,8 +236,8 @@ def _held(run: Path, holder: Holder) -> LeaseError:
 def _exclusive(path: Path, *, make: bool) -> Iterator[int]:
     """Opens the file and locks it for this process, if the file system has locks.
 
-    Without locks, two processes that take a lease at the same moment both continue until one of them notices that it has
-    lost the lease.
+    Without locks, two processes that take a lease at the same moment both continue until one process notices that it
+    has lost the lease.
     """
     while True:
         file = os.open(path, os.O_RDWR | (os.O_CREAT if make else 0), 0o644)

@@ -65,13 +65,13 @@ def load_slices(
     copies.
 
     Collective. Without `full`, resets the state of the update rules. The ranks with the same parameters take turns (the
-    Optimus paper, section 4: model broadcasting): one rank reads a chunk and sends the chunk to the other ranks by
+    Optimus paper, section 4: model broadcasting). One rank reads a chunk and sends the chunk to the other ranks by
     broadcast or all-reduce. With `send` "none", every rank reads its own shard. `read` fills the tensors of slices.
     With `pruned`, the weights must be zero where the state is pruned. With `factors`, reads low-rank factors; otherwise
-    sets low-rank factors to zero, or with `send` "none" leaves them unchanged.
+    sets low-rank factors to zero.
 
-    Returns the number of ranks that have read chunks. Raises, on all ranks, a `UserError` of `read` on one rank, or a
-    `UserError` for pruned weights that are not zero; the state is unusable then.
+    Returns the number of ranks that have read chunks. Raises `UserError` on all ranks if `read` raises `UserError` on
+    one rank, or if pruned weights are not zero. The state is then unusable.
     """
     device, world = state.chunks[0].parameter.device, state.groups.world
     if not factors:

@@ -1,7 +1,9 @@
-"""The manifest of a checkpoint: every other file with its size and checksums; writers write the manifest last.
+"""The manifest of a checkpoint lists every other file with the file's size and checksums. Writers write the manifest
+last.
 
-A folder without a manifest is not complete. Checksums are CRC-32. A file of tensors has one checksum per slice, so that a
-reader can check a slice without reading the rest of the file. Any other file has one checksum, including the manifest.
+A folder without a manifest is not complete. Checksums are CRC-32. A file of tensors has one checksum per slice, so that
+a reader can check a slice without reading the rest of the file. Each other file, and the manifest itself, has one
+checksum.
 """
 
 import json
@@ -32,8 +34,8 @@ def write_manifest(folder: Path, stored: Iterable[StoredSlice]) -> None:
     """Writes the manifest of all files in `folder`.
 
     `stored` are the slices of the files of tensors, which the writers of these files report. Raises `UserError` if the
-    length of a file of tensors differs from the length of its slices. Then the writer and this process do not see the
-    same file system, or part of the file was lost.
+    length of a file of tensors differs from the length of its slices. A difference means that the writer and this
+    process do not see the same file system, or that the disk has lost a part of the file.
     """
     slices: dict[str, list[list[int]]] = {}
     for each in stored:

@@ -1,9 +1,9 @@
-"""Masks of pruned parameters in checkpoints: `mask.NAME`, one bit per weight, in addition to dense weights with zeros.
+"""Masks of pruned parameters in checkpoints: `mask.NAME`, in addition to dense weights with zeros.
 
-The mask packs bits along the last dim, eight to a byte, the first weight in the lowest bit. If shards of the last dim
-do not begin at whole bytes, the mask has one byte per weight instead. So any layout can read masks of any other layout.
-Readers that ignore masks read the dense weights. Full checkpoints of a run that searches for an early-bird ticket also
-have `drawn.NAME`: the masks that the run drew last.
+The mask has one bit per weight, and packs the bits along the last dim, the first weight in the lowest bit of a byte. If
+shards of the last dim do not begin at whole bytes, the mask has one byte per weight instead. So any layout can read
+masks of any other layout. Readers that ignore masks read the dense weights. Full checkpoints of a run that searches for
+an early-bird ticket also have `drawn.NAME`: the masks that the run drew last.
 """
 
 from collections.abc import Iterator, Mapping
@@ -111,7 +111,7 @@ def share_of(masks: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]])
 
 
 def all_masks(reader: Reader) -> dict[str, Tensor]:
-    """Returns all masks of a checkpoint in their stored form, by key; empty if nothing is pruned."""
+    """Returns all masks of a checkpoint as stored, by key; empty if nothing is pruned."""
     masks = {
         key: torch.zeros(stored[0].shape, dtype=torch.uint8)
         for key, stored in reader.stored.items()
@@ -125,8 +125,8 @@ def follow_masks(state: ModelState, source: WeightSource) -> bool:
     """Prunes the same elements of `state` as the checkpoint; `state` has no values yet. Returns True if the checkpoint
     is pruned. Collective.
 
-    Raises `UserError` on all ranks for masks that do not fit the parameters, or of parameters that `state` cannot
-    prune.
+    Raises `UserError` on all ranks for masks that do not fit the parameters, and for masks of parameters that `state`
+    cannot prune.
     """
     there = any(key.startswith(PREFIX) for key in source.shapes)
     if not (there or any(share is not None for share in state.spec.unpruned.values())):
@@ -173,6 +173,6 @@ def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 
 
 def shares_in(source: WeightSource) -> dict[str, float]:
-    """Returns, by name of each pruned parameter of a checkpoint, the unpruned fraction of all these parameters
+    """Maps the name of each pruned parameter of a checkpoint to the unpruned fraction of all pruned parameters
     together."""
     return {key.removeprefix(PREFIX): source.unpruned for key in source.shapes if key.startswith(PREFIX)}

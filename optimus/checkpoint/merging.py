@@ -100,7 +100,7 @@ def _found(weighted: Sequence[tuple[str | Path, float]]) -> dict[Path, float]:
 
 
 def _last_of(runs: Sequence[str | Path], last: int) -> dict[Path, float]:
-    """Returns the last checkpoints, one per step, of the only run in `runs`, with equal weights."""
+    """Returns the newest `last` checkpoints of the only run in `runs`, one per step, with equal weights."""
     if len(runs) != 1 or last < 2:
         raise UserError(
             f"`last` is {last} for {len(runs)} runs: it averages the last checkpoints of one run, at least 2"

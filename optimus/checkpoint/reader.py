@@ -52,9 +52,8 @@ class Reader:
     def open(cls, path: Path) -> "Reader":
         """Reads everything but the tensors.
 
-        Raises `DamagedError` if a file without tensors has changed since it was written, if a file is missing or has
-        another size, or if a tensor is incomplete. Raises `UserError` if this code does not know the checkpoint's
-        version or model.
+        Raises `DamagedError` if a file without tensors has changed, if a file is missing or has another size, or if a
+        tensor is incomplete. Raises `UserError` if this code does not know the checkpoint's version or model.
         """
         description, stored = _read_all_but_tensors(path)
         if (beside := frozen_beside(path, description)) is not None:
@@ -149,7 +148,8 @@ class Reader:
 
 
 def verify(path: Path) -> list[str]:
-    """Reads the whole checkpoint at `path`, and returns its problems, one line each; empty if it is intact."""
+    """Reads the whole checkpoint at `path`, and returns its problems, one line each; empty if the checkpoint is
+    intact."""
     try:
         reader = Reader.open(path)
     except UserError as error:

@@ -53,14 +53,14 @@ def rolled_back_to(run: Path) -> Path | None:
 
 
 def rollback(run: str | Path, step: int, *, held: bool = False) -> dict[str, Any]:
-    """Sets up `run` so that `--resume` restarts it from the weights of `step`, with zeroed moments.
+    """Sets up `run` so that `--resume` restarts the run from the weights of `step`, with zeroed moments.
 
     With `held`, the caller has the lease of the run folder. Without `held`, raises `LeaseError` if a live run has the
     lease.
 
-    Returns `checkpoint`, `step`, `moved` (the names of newer checkpoints) and `to`, the new folder of these
-    checkpoints, which also gets a copy of the metrics so far. If there are neither newer checkpoints nor metrics, there
-    is no new folder. Raises `UserError`, without changing any file, if there is no checkpoint of that step or if the
+    Returns `checkpoint`, `step`, `moved` (the names of newer checkpoints) and `to`. The function moves the newer
+    checkpoints to the new folder `to`, with a copy of the metrics. If there are neither newer checkpoints nor metrics,
+    `to` does not exist. Raises `UserError`, without changing any file, if there is no checkpoint of that step or if the
     checkpoint is damaged.
     """
     run = user_path(run)

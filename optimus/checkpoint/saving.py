@@ -47,8 +47,7 @@ class Target(NamedTuple):
     """A checkpoint to write: of the whole state if its description says `full`, otherwise of the weights alone.
 
     With `frozen`, the checkpoint has only the frozen weights, and the descriptions of other checkpoints may refer to
-    it. Weights alone are in the compute dtype, unless the update rule averages weights: 2 bytes per parameter in bf16,
-    while the whole state with AdamW has 12.
+    its folder. Weights alone are in the compute dtype, unless the update rule averages weights.
     """
 
     folder: Path
@@ -80,8 +79,7 @@ class Target(NamedTuple):
         return states[prefix] if self.description.full else chunk.weights(states)
 
     def copied(self, chunk: Chunk, prefix: str) -> bool:
-        """Returns True if background saving copies this buffer first: only device buffers of trained chunks, to
-        save host memory."""
+        """Returns True for a device buffer of a trained chunk, which background saving copies before writing."""
         return chunk.plan.rule.trains and chunk.residency(prefix, weights=not self.description.full) == "device"
 
 
@@ -104,7 +102,7 @@ class Saver:
         self._drawn: Mapping[str, Tensor] = {}  # masks at the time of `save`; pruning waits for `finish`
         self._staging = Staging()
         self._updates: dict[Chunk, Handle] = {}  # updates in flight at the time of `save`
-        self._written: dict[Chunk, threading.Event] = {}  # set after the writing of a chunk without a full copy
+        self._written: dict[Chunk, threading.Event] = {}  # set after the writing of a chunk's uncopied buffers
         self._targets: Sequence[Target] = ()  # checkpoints in progress
         self._stored: list[list[StoredSlice]] = []  # for each target: the slices that this rank has written
         self._committing = False  # True in the last phase
@@ -119,7 +117,7 @@ class Saver:
         """Completes checkpoints in progress, and writes `targets`; in background saving, only starts to write
         `targets`.
 
-        Returns newly completed checkpoints. Raises `UserError` on all ranks if the disk of one rank fails; the newest
+        Returns newly completed checkpoints. Raises `UserError` on all ranks if writing fails on one rank; the newest
         earlier checkpoint then stays unchanged.
         """
         done = self.finish()
@@ -162,8 +160,8 @@ class Saver:
     def complete(self) -> str:
         """Completes checkpoints in progress when the run ends with an error while all ranks are alive.
 
-        Otherwise the run would lose the steps since the last complete checkpoint. Returns text to add to the error's
-        message if a disk fails, or else an empty text.
+        Without this call, the run would lose the steps since the last complete checkpoint. Returns text to add to the
+        error's message if writing fails, otherwise an empty text.
         """
         try:
             self.finish()
@@ -185,7 +183,7 @@ class Saver:
     # ---- Phases ----
 
     def _next(self) -> list[Path]:
-        """Starts the next phase after all ranks have ended the current one; returns completed checkpoints."""
+        """Starts the next phase after all ranks have ended the current phase; returns completed checkpoints."""
         self._thread = None
         self._agree()
         if self._committing:
@@ -279,8 +277,8 @@ class Saver:
     def _stage(self) -> None:
         """Plans the copies of the device buffers that this rank writes.
 
-        The thread writes other buffers without a copy, and the optimizer waits until the thread has written these
-        buffers.
+        The thread writes other buffers of trained chunks without a copy, and the optimizer waits until the thread has
+        written the buffers.
         """
         buffers, self._written = dict[Chunk, list[Tensor]](), {}
         for chunk in self._chunks:
@@ -370,8 +368,9 @@ def write_alone(folder: Path, slices: Iterable[TensorSlice], description: Descri
 def _short_turns() -> Iterator[None]:
     """Makes Python's threads switch more often inside the context.
 
-    The writing thread makes many short calls, and waits for the interpreter lock in each. During a training that is bound
-    by Python, writing 300 MB in slices of 1 MB took 27 s with the default switch interval of 5 ms, and 2.5 s with `_SWITCH`.
+    The writing thread makes many short calls, and waits for the interpreter lock in each. During a training that is
+    bound by Python, writing 300 MB in slices of 1 MB took 27 s with the default switch interval of 5 ms. With
+    `_SWITCH`, the writing took 2.5 s.
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, _SWITCH))

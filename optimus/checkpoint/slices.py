@@ -1,6 +1,6 @@
-"""Shards of flat buffers as slices of global tensors, the common form for writing, reading and comparing state.
+"""Shards of flat buffers as slices of global tensors, for writing, reading and comparing state.
 
-A contiguous range of a row-major block of d dims consists of at most 2d - 1 contiguous slices. So every shard of a
+A contiguous range of a row-major block of d >= 1 dims consists of at most 2d - 1 contiguous slices. So every shard of a
 chunk consists of slices, for any borders of shards. Any layout can read the slices of another layout.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from optimus.state.chunk import Chunk
 from optimus.state.plan import ChunkPlan
 
-# Maximum number of elements of a slice; limited, because readers of a part must read the whole slice.
+# Maximum number of elements of a slice of a chunk. A reader of any part of a slice must read the whole slice.
 LONGEST = 1 << 23
 
 

@@ -24,9 +24,9 @@ def retire(run: Path, keep: int, new: Path | None = None) -> None:
     """Deletes the oldest full checkpoints beyond `keep`. A `keep` of 2 gives dual checkpoints (the Optimus paper,
     section 4).
 
-    `new`, a checkpoint about to be written, counts towards `keep`, but the newest existing checkpoint always stays.
-    While the rollback marker exists, the weights that it names count as a full checkpoint. Once these weights are
-    beyond `keep`, the function deletes the marker.
+    `new`, a checkpoint that the caller will write, counts towards `keep`, but the newest existing checkpoint always
+    stays. While the rollback marker exists, the weights that it names count as a full checkpoint. Once these weights
+    are beyond `keep`, the function deletes the marker.
     """
     found = [point.path for point in resume_points(run) if point.path != new and (point.path / MANIFEST).is_file()]
     marked = rolled_back_to(run)
@@ -46,7 +46,8 @@ def retire_weights(run: Path, every: int, new: Path) -> None:
 
 
 def frozen_folder_of(run: Path, name: str | None) -> tuple[str, bool]:
-    """Returns (folder name for the run's frozen parameters, True if complete): `name` if complete, else a new name."""
+    """Returns `name` and True if the run has a complete folder `name` of frozen parameters. Otherwise returns a new
+    name and False."""
     if name is not None and (run / "checkpoints" / name / MANIFEST).is_file():
         return name, True
     return f"frozen-{max(map(step_of, frozen_folders(run)), default=0) + 1}", False

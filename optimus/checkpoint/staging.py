@@ -16,7 +16,7 @@ from optimus.state.chunk import Chunk
 
 
 class Staging:
-    """Host memory for copies of buffers, which later checkpoints reuse."""
+    """Host memory for copies of buffers. Later checkpoints reuse the memory."""
 
     def __init__(self) -> None:
         self._copies: dict[int, Tensor] = {}  # copies by the `id` of their buffer
@@ -30,10 +30,11 @@ class Staging:
         weights: bool,
         waiting: Callable[[Callable[[], object]], None],
     ) -> None:
-        """Schedules copies of `buffers` in their current state, and blocks updates of the chunks until the copies exist.
+        """Schedules copies of `buffers` in their current state, and blocks the next update of each chunk until the
+        copies exist.
 
         The update of a chunk with an event in `written` also waits for this event, because the saver writes part of the
-        chunk without a copy. The update waits by calling `waiting` with a blocking function. `weights` is true if some
+        chunk without a copy. The update waits by calling `waiting` with a blocking function. `weights` is True if some
         of the buffers are compute copies.
         """
         self._plan = []
@@ -69,7 +70,7 @@ class Staging:
                 copied.set()
 
     def copy_of(self, buffer: Tensor) -> Tensor:
-        """Returns the host copy of `buffer`."""
+        """Returns the host copy of `buffer` that `run` has made."""
         return self._copies[id(buffer)]
 
     def _copy(self, buffer: Tensor) -> None:

@@ -50,8 +50,8 @@ def bytes_copied(
 ) -> Counter[int]:
     """Returns the bytes that each rank of a stage copies for a full checkpoint in the background.
 
-    The stage is that of `rank`, with chunks `plans`. Saving copies only device buffers, and writes other buffers
-    without a copy.
+    `plans` are the chunks of the stage of `rank`. Saving copies only device buffers of trained chunks, and writes other
+    buffers without a copy.
     """
     stage = mesh.coordinate(rank, "pp")
     _, of_rank = _shared_writing(plans, mesh, rank, options, scattered)
@@ -68,7 +68,7 @@ def saved_bytes(plan: ChunkPlan) -> int:
 
 
 def _saved(plan: ChunkPlan) -> Iterator[tuple[int, Residency]]:
-    """Yields (bytes per element, device or host memory) of the weights and of each state of the update rule."""
+    """Yields (bytes per element, residency) of the weights and of each state of the update rule."""
     yield plan.model_dtype.itemsize, plan.residency("master" if plan.has_master else "parameters.shard")
     yield from ((each.dtype.itemsize, each.residency) for each in plan.buffers if each.reported == "moments")
 

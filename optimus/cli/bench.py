@@ -1,5 +1,5 @@
-"""The commands `optimus bench ...`: this module measures the machine; a source checkout adds comparisons with other
-frameworks.
+"""The commands `optimus bench ...`. This module has the command that measures the machine, and a source checkout adds
+benchmarks.
 
 Each command is a thin wrapper of a function elsewhere; heavy imports wait until a command runs.
 """
@@ -96,7 +96,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON, an
 
 
 def bench(name: str) -> Callable[[Callable[..., Report]], None]:
-    """Registers a function as the command `optimus bench NAME`. The function prints tables and returns a report."""
+    """Returns a decorator that registers a function as the command `optimus bench NAME`. The function prints tables and
+    returns a report."""
 
     def add(function: Callable[..., Report]) -> None:
         bench_app.command(name=name)(_command(function))

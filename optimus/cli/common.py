@@ -1,5 +1,5 @@
-"""Parts shared by the commands. Each command is a thin wrapper of a function of another package; heavy imports wait until
-the command runs."""
+"""Options and helpers that the commands share. Each command is a thin wrapper of a function of another package; heavy
+imports wait until the command runs."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from optimus.version import __version__
 
 
 class CommandGroup(TyperGroup):
-    """A group whose help shows the first sentence of each command in full, where typer would cut it to a line."""
+    """A group whose help shows the first sentence of each command in full, where typer would cut the sentence."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
@@ -87,7 +87,7 @@ def but(arguments: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def show(result: Any, as_json: bool, text: str) -> None:
-    """Prints a result as JSON, or `text` unless it is empty."""
+    """Prints a result as JSON if `as_json`, otherwise `text` unless `text` is empty."""
     if as_json or text:
         print(json.dumps(result, indent=2, default=str) if as_json else text)
 

@@ -41,7 +41,7 @@ Rounds = Callable[[int, Shape], Sequence[Round]]
 """Maps (rank, shape) to the rank's rounds."""
 
 OWN = "own"
-"""Name of the backend's built-in collective, whose rounds are unknown."""
+"""Name of the backend's built-in collective."""
 
 EVERYONE = "everyone"
 """Name of an all-reduce between two ranks: each rank sends its whole tensor to its peer, and adds the two tensors."""
@@ -50,7 +50,7 @@ MEGABYTE = 1 << 20
 LONG_SUM = 4 * MEGABYTE  # bytes from which an all-reduce by direct rounds beats Gloo's on one node, while ranks compute
 FEW_NODES = 16  # number of nodes up to which direct messages are no slower than doubling
 PIECES = 4  # maximum number of pieces of a tensor; 8 pieces save at most 5 % more time
-PIECE = 1 << 16  # minimum bytes of a block in one of several pieces
+PIECE = 1 << 16  # minimum bytes of a block in each of several pieces
 
 
 def _on_one_level(schedule: RoundSchedule) -> Rounds:
@@ -65,8 +65,8 @@ class AllGatherRow:
     """An algorithm of all-gathers. A reduce-scatter is an all-gather backwards, and an all-reduce is that reduce-scatter
     followed by the all-gather.
 
-    The name of an algorithm on two levels is "algorithm across nodes + algorithm within a node". Algorithms on two
-    levels are for groups on several nodes with several ranks each.
+    The name of an algorithm on two levels joins the algorithm across nodes and the algorithm within a node by `+`.
+    Algorithms on two levels are for groups with several nodes and several ranks on each node.
     """
 
     name: str
@@ -144,8 +144,7 @@ def names(kind: CollectiveKind, shape: Shape) -> list[str]:
 
 
 def alike_on_nodes(algorithm: str, kind: CollectiveKind) -> bool:
-    """Returns True if the rounds are the same on every node, as are those of the library's own algorithms; a plugin's
-    algorithm may have others."""
+    """Returns False for a plugin's algorithm; the rounds of all other algorithms are the same on every node."""
     rows = _OWN_EXCHANGES if kind == "all_to_all" else _OWN_GATHERS
     return algorithm in (OWN, EVERYONE, *(row.name for row in rows))
 
@@ -154,8 +153,8 @@ def alike_on_nodes(algorithm: str, kind: CollectiveKind) -> bool:
 def rounds(algorithm: str, kind: CollectiveKind, rank: int, shape: Shape) -> tuple[Round, ...]:
     """Returns the rounds of one rank.
 
-    The rounds of an all-reduce are those of the reduce-scatter, then equally many rounds of the all-gather. Raises
-    `KeyError` for an algorithm that does not exist for the kind, for `OWN` and for `EVERYONE`.
+    An all-reduce has the rounds of the reduce-scatter, then equally many rounds of the all-gather. Raises `KeyError`
+    for an algorithm that does not exist for the kind, for `OWN` and for `EVERYONE`.
     """
     if kind == "all_to_all":
         return tuple(EXCHANGES[algorithm].rounds(rank, shape))
@@ -283,8 +282,8 @@ def choose(
 ) -> str:
     """Returns the fastest measured algorithm or the default algorithm, which `default` returns.
 
-    The fastest measured algorithm must take less than `GAIN` of the default algorithm's measured time. Where `measured`
-    has curves for the group's shape, but none for the default algorithm, the function always returns the fastest
+    The fastest measured algorithm must take less than `GAIN` times the default algorithm's measured time. If `measured`
+    has curves for the kind and the shape, but no curve for the default algorithm, the function returns the fastest
     measured algorithm.
     """
     curves = measured.curves(kind, shape) if measured else {}
@@ -306,10 +305,10 @@ def used(
 ) -> str:
     """Returns the algorithm that a group uses.
 
-    `by_messages` is true for Gloo, over which a group sends the messages of our schedules. Other backends use their
+    `by_messages` is true for Gloo, over which a group can send the messages of our schedules. Other backends use their
     built-in collectives, except where measurements exist and `choose` returns an algorithm on two levels. `narrow` is
-    true for floats of fewer than 32 bits: Gloo's built-in all-reduce would add narrow floats in their type, so the
-    function never chooses that all-reduce for narrow floats.
+    true for floats of fewer than 32 bits: Gloo's built-in all-reduce would add narrow floats in their type, so a group
+    over Gloo adds narrow floats by rounds.
     """
     name = choose(kind, shape, size, measured)
     if not by_messages:

@@ -74,8 +74,8 @@ def internode_bytes(algorithm: str, kind: CollectiveKind, shape: Shape, size: fl
 def _rounds(algorithm: str, kind: CollectiveKind, rank: int, shape: Shape) -> tuple[Round, ...]:
     """Returns a rank's rounds; for `OWN`, the rounds of Gloo's built-in collective.
 
-    For `EVERYONE`, a message has the blocks of all ranks. Gloo's all-to-all sends directly; the other collectives of Gloo
-    are rings. Gloo's reduce-scatter is a whole all-reduce.
+    For `EVERYONE`, a message has the blocks of all ranks. Gloo's all-to-all sends directly. Gloo's all-gather and
+    all-reduce are rings, and Gloo's reduce-scatter is a whole all-reduce.
     """
     if algorithm == EVERYONE:
         blocks = tuple(range(shape.ranks))
@@ -125,7 +125,7 @@ class _Rank:
         self.come: defaultdict[int, list[float]] = defaultdict(list)  # arrival times, by sender
 
     def send(self, overhead: float) -> float:
-        """Advances the rank's time by `overhead`, and returns the time at which this message may leave."""
+        """Advances the rank's time by `overhead`, and returns the time at which the message may leave."""
         self.now += overhead
         return self.now
 

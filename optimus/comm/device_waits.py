@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 CollectiveCall = tuple[str, str, int]
-"""A collective: the group's name, the collective's name, and the collective's number in the group."""
+"""A collective: the name under which ranks count it (see `Observer.begin`), the collective's name, and its number."""
 GRACE = 60.0  # seconds by which the timeout of the backend's watchdog exceeds that of `Deadline`
 
 
@@ -79,10 +79,7 @@ class DeviceWaits:
 
 
 def flight_record() -> bytes:
-    """Returns the record of this rank's last collectives in torch's flight recorder, as JSON.
-
-    The record is NCCL's if torch is built with NCCL.
-    """
+    """Returns the record of this rank's last collectives in torch's flight recorder, as JSON."""
     known = vars(torch._C._distributed_c10d)
     found: bytes = known.get("_dump_nccl_trace_json", known["_dump_fr_trace_json"])(True, False)
     return found

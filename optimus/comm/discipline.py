@@ -13,7 +13,7 @@ _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")  # name
 
 
 class RefuseCollectives(TorchDispatchMode):
-    """Refuses the collectives of `torch.distributed`, and therefore ours, that this thread begins inside the context.
+    """Refuses collectives of `torch.distributed` and of Optimus that this thread begins inside the context.
 
     Other ranks would not take part in these collectives. Raises a `UserError` whose message ends with `why`.
     """
@@ -31,8 +31,7 @@ class RefuseCollectives(TorchDispatchMode):
 class RollCall:
     """A barrier of all ranks through the store.
 
-    The barrier is not a collective, because a backend could match a collective with a different one of a rank that is out
-    of step.
+    The barrier is not a collective, because a backend could match the collectives of ranks that are out of step.
     """
 
     def __init__(self, name: str, ranks: int, seconds: float) -> None:

@@ -209,7 +209,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, there: Collective, back: Collective) -> Tensor:
         ctx.group, ctx.back = group, back
-        # Neither function issues a collective, and a cached view would keep all of `x` alive.
+        # `local_rows` and `_identity` issue no collective, and a cached view would keep all of `x` alive.
         issues_none = there in (local_rows, _identity)
         return there(x, group) if issues_none else cached(lambda: there(x, group), group)
 
@@ -220,7 +220,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _UnderWay:
-    """An asynchronous all-to-all, or its backward pass."""
+    """An asynchronous all-to-all and the all-to-all of its backward pass."""
 
     def __init__(self, send: Sequence[int], receive: Sequence[int], group: Group) -> None:
         self.send, self.receive, self.group = send, receive, group

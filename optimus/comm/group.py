@@ -67,8 +67,8 @@ class Transport:
 class Group:
     """The group of `ranks` of the job, in order; `rank` is this process's rank in the group.
 
-    Over Gloo the group uses the algorithms of `comm/algorithms.py`, chosen by `shared.measured`. Over other backends the
-    group uses the backend's built-in collectives, or collectives on two levels where `used` chooses two levels by
+    Over Gloo the group chooses an algorithm of `comm/algorithms.py` by `shared.measured`. Over other backends the group
+    uses the backend's built-in collectives, or collectives on two levels where `used` chooses two levels by
     `shared.measured`. A group with `watched` False does not record whether its tensors are finite.
     """
 
@@ -129,7 +129,7 @@ class Group:
     def all_reduce_async(self, tensor: Tensor, beside: bool = True) -> Handle:
         """Begins to replace `tensor` on every rank by its sum over the ranks.
 
-        With `beside` the collective makes progress while this rank computes. Without `beside`, or with
+        With `beside` the collective can make progress while this rank computes. Without `beside`, or with
         `transport.levels`, the collective may make progress only in `Handle.wait`, so all ranks must wait for the
         handles in the same order.
         """
@@ -260,8 +260,8 @@ class Group:
     def connect(self, pairs: Sequence[tuple[int, int]], device: torch.device) -> None:
         """Sends a message from the first to the second rank of each pair of `pairs`, one pair after the other.
 
-        NCCL, RCCL and oneCCL create a communicator of two ranks at their first message, and both ranks wait for each
-        other. Ranks that send first messages in different orders, or from several threads, can deadlock.
+        NCCL, RCCL and oneCCL create a communicator at the first message between two ranks, and the two ranks wait for
+        each other. Ranks that send first messages in different orders, or from several threads, can deadlock.
         """
         for source, target in pairs:
             if self.rank == source:
@@ -317,8 +317,8 @@ class Group:
     def on_first(self, call: Callable[[], T]) -> T:
         """Runs `call` on the group's first rank, and returns its result on all ranks.
 
-        Raises `UserError` on all ranks when `call` raises one. When `call` raises another exception, the first rank raises
-        that exception, and the other ranks raise a `UserError` that names it.
+        Raises `UserError` on all ranks when `call` raises one. When `call` raises another `Exception`, the first rank
+        raises that exception, and the other ranks raise a `UserError` that names the exception.
         """
         outcome: tuple[T | None, UserError | None] = (None, None)
         if self.rank == 0:

@@ -196,7 +196,7 @@ class Groups:
     def streams(self, number: int, *axes: str) -> list[Group]:
         """Returns `number` groups along `axes`, so that messages of one group wait for no message of another group.
 
-        The groups share a process group and differ by tags; on backends without tags they are separate process groups.
+        The groups share a process group and differ by tags, or are separate process groups on backends without tags.
         """
         group = self.along(*axes)
         if group.size > 1 and self.tags:

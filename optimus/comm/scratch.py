@@ -5,7 +5,7 @@ import threading
 import torch
 from torch import Tensor
 
-MAX_FREE_BYTES = 64 << 20  # limit of all free buffers together: rarely used buffers leave the memory to the step
+MAX_FREE_BYTES = 64 << 20  # maximum bytes of all free buffers together
 
 
 class Scratch:

@@ -3,8 +3,8 @@
 If a faulty device produces NaN or Inf, the next collectives spread the NaN or Inf to other ranks: tensor, expert and
 pipeline parallelism communicate inside the forward pass. Inside `Watch.on`, each rank therefore sums the floating-point
 tensors that it is about to send over watched groups. A sum costs one pass over the tensor and no synchronisation; the
-rank reads the sums only when a step has failed. The ranks then tell each other in which collectives they have sent NaN
-or Inf. The origin is a rank that sent NaN or Inf before it received NaN or Inf.
+rank reads the sums only after a step whose loss or gradient norm is not finite. The ranks then tell each other in which
+collectives they have sent NaN or Inf. The origin is a rank that sent NaN or Inf before it received NaN or Inf.
 """
 
 from collections.abc import Collection, Iterator
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 CollectiveId = tuple[str, int]
-"""A collective: the name of its ranks, and its number among their collectives. All participants use the same id."""
+"""A collective: the name under which ranks count it (see `Observer.begin`), and its number."""
 
 
 class _Note(NamedTuple):

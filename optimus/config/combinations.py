@@ -6,8 +6,8 @@ from optimus.optim.losses import CROSS_ENTROPY
 
 
 def check_combinations(config: RunConfig) -> None:
-    """Raises `ValueError` for sections that contradict each other in the run or in a phase. For a phase, the message
-    gives its number."""
+    """Raises `ValueError` for sections that contradict each other in the run or in a phase. The message gives the
+    number of such a phase."""
     _check_sections(config)
     if config.phases:
         check_phases(config)
@@ -87,7 +87,7 @@ def _check_teacher(config: RunConfig) -> None:
 
 
 def _check_loss(config: RunConfig) -> None:
-    """Raises `ValueError` when a loss needs whole logits but all pipeline ranks share the vocabulary."""
+    """Raises `ValueError` when a loss needs whole logits but the pipeline ranks shard the vocabulary."""
     if config.train.loss.name != CROSS_ENTROPY and config.parallel.vocabulary:
         raise ValueError(
             f"train.loss {config.train.loss.name} needs whole logits on the last stage, but parallel.vocabulary shards the "
@@ -134,8 +134,8 @@ def _check_pruning(config: RunConfig) -> None:
 
 
 def _check_recomputation(config: RunConfig) -> None:
-    """Raises `ValueError` when `recompute` names a module that the model lacks or combines block or auto with others,
-    or when `recompute_every` or `recompute_budget` does not fit."""
+    """Raises `ValueError` when `recompute` names a module that the model lacks or combines block or auto with another
+    value, or when `recompute_every` or `recompute_budget` does not apply."""
     sparse = config.model.sparse_layers()
     absent = {"moe": not sparse, "mlp": not config.model.has_dense_layers}
     for kind in config.recompute:

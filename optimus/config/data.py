@@ -25,7 +25,7 @@ class SourceConfig(Section):
     name: str | None = Field(None, description="Name in metrics and messages. Default: the name of the folder.")
     weight: float | None = Field(None, ge=0)
     """Share of the source, relative to the other weights, in the data that sources with tokens or epochs leave. A run reads
-    a source with a weight at most once."""
+    a source with a weight at most once, apart from replay."""
     tokens: Count | None = Field(None, description="Number of tokens to read, also as 2e9 or 300B.")
     epochs: float | None = Field(None, gt=0, description="Number of passes over the source.")
 
@@ -61,7 +61,7 @@ class DataConfig(Section):
     sources: list[SourceConfig] = Field([], description="Sources to mix.")
     dataset: str | None = None
     """A dataset in place of a prepared folder, as package.module.name: a map-style dataset, a resumable iterator, or a
-    function that returns one. argument: the dataset that is the argument `data` of `optimus.train`."""
+    function that returns such a dataset. argument: the argument `data` of `optimus.train`."""
     tokenizer: str | None = None
     """The tokenizer of dataset: a tokenizer.json, or a folder that contains one."""
     documents: Literal["ignore", "mask"] = "ignore"

@@ -2,7 +2,7 @@
 
 The order of precedence, lowest first: the tree's defaults, the preset's recipe, the file, the overrides. A single
 `UserError` reports all wrong keys by their paths, and suggests a valid key for each unknown key. A separate `UserError`
-reports sections that contradict each other.
+reports the first contradiction between sections.
 """
 
 import re
@@ -55,7 +55,7 @@ def load_config(
     Loads the plugins that the configuration names, unless `of_run` is True, as for the file of a finished run: reading
     a run must not run code.
 
-    Raises `UserError` naming each wrong key by its path.
+    Raises `UserError`, which names each wrong key by its path.
     """
     if isinstance(source, RunConfig):
         raw, where = source.model_dump(exclude_unset=True), "config"
@@ -93,8 +93,8 @@ def validated(
 ) -> SomeSection:
     """Validates a section that was read at `where`.
 
-    Raises `UserError` naming each wrong key by its path or, if `names` has the path, by its name in `names`. The error
-    suggests keys of `root` for unknown keys.
+    Raises `UserError`, which names each wrong key by its path or, if `names` has the path, by its name in `names`. The
+    error suggests keys of `root` for unknown keys.
     """
     try:
         return kind.model_validate(dict(raw))
@@ -116,7 +116,8 @@ def check_value(key: str, value: Any, where: str) -> None:
 
 
 def resolve_model(name: str, read_model_folder: ModelFolderReader | None = None) -> dict[str, Any]:
-    """Returns the sections of the tree, including `model`, for the name of a preset or for a Hugging Face folder."""
+    """Returns the sections of the tree, including `model`, for the name of a preset or for a Hugging Face folder.
+    Raises `UserError` for any other name."""
     if name in _table("presets"):
         return {key: value for key, value in _copy(_table("presets")[name]).items() if key != "parameters"}
     path = user_path(name)

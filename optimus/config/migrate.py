@@ -29,9 +29,8 @@ def migrate(config: str | Path) -> list[RenamedKey]:
     Returns the renamed keys and values in the order of the file. Comments, order and layout stay. Migrate included
     files separately.
 
-    Raises `UserError`, without changing the file, if it cannot be read or is not valid YAML. Raises `UserError` for a key
-    that has moved to another section, which the message names, and for a key that is present under both its old and its new
-    name.
+    Raises `UserError`, without changing the file, if the file cannot be read or is not valid YAML. Raises `UserError`
+    also for a key that has moved to another section, and for a key that is present under both its old and its new name.
 
     Example:
         api.migrate("first.yaml")
@@ -65,7 +64,7 @@ def migrate(config: str | Path) -> list[RenamedKey]:
 
 def _check(path: Path, before: dict[str, Any], made: str) -> None:
     """Raises `UserError` unless the new text `made` has the values of `before` under the new names. A renaming may fail
-    because anchors, aliases, merge keys and block scalars tie a key to other text."""
+    because anchors, aliases, merge keys and block scalars can tie a key to other text."""
     try:
         same = repr(parse_yaml(made, str(path))) == repr(with_new_names(before))
     except UserError:

@@ -21,10 +21,10 @@ class ParallelConfig(Section):
     """The division of model and data among the ranks."""
 
     data: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
-    """Data-parallel ranks, each with its part of every global batch; auto: all ranks that the other axes leave."""
+    """Data-parallel ranks, each with a share of every global batch; auto: all ranks that the other axes leave."""
     tensor: Annotated[int, Field(gt=0)] | list[int] = 1
     """Tensor-parallel ranks: a number (Megatron-LM), or a grid [outputs, inputs] that shards every weight in both dims
-    (AxoNN's G_x and G_y; its G_z is state.shard_ranks with state.shard: parameters)."""
+    (AxoNN's G_x and G_y; G_z is state.shard_ranks with state.shard: parameters)."""
     sequence: bool | None = None
     """With tensor: sequence parallelism for norms and residual stream. Default: true."""
     overlap: bool = True
@@ -49,8 +49,8 @@ class ParallelConfig(Section):
     executor: Literal["scheduled", "message-driven"] = "scheduled"
     """With pipeline. scheduled: follow the schedule; message-driven: compute as inputs arrive (AxoNN)."""
     max_in_flight: Annotated[int, Field(gt=0)] | list[int] | None = None
-    """With executor: message-driven. Microbatches in flight (AxoNN's pipeline_limit), or the largest number of live
-    activations of each stage. Default: the number of stages."""
+    """With executor: message-driven. A number: microbatches in flight (AxoNN's pipeline_limit). A list: the largest
+    number of live activations of each stage. Default: the number of stages."""
     warmup_factor: float = Field(
         1.0,
         ge=1,

@@ -10,7 +10,7 @@ class Phase(NamedTuple):
 
     number: int
     name: str
-    first: int  # steps of the run before the phase
+    first: int  # number of steps of the run before the phase
     steps: int
     config: RunConfig
     """The configuration of the run with the phase's changes. If the phase has a separate learning-rate schedule, the length

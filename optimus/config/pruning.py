@@ -8,13 +8,13 @@ from optimus.section import Section
 
 
 class PruningConfig(Section):
-    """Pruning of parameters during the run. Only unpruned parameters have gradients and optimizer state, and collectives
-    send only these (SAMO)."""
+    """Pruning of parameters during the run. Only unpruned parameters have gradients and optimizer state, and take part
+    in collectives (SAMO)."""
 
     sparsity: float = Field(gt=0, lt=1, description="Final sparsity: fraction of the targets that is pruned.")
     at: list[int] = Field(min_length=1)
-    """Step after which pruning takes place (0: before the first), or several steps for iterative pruning. With early-bird:
-    the step of the first mask, with which later masks are compared."""
+    """Step after which pruning takes place (0: before the first step), or several steps for iterative pruning. With
+    early-bird: the step of the first mask, with which later masks are compared."""
     method: Literal["magnitude", "random", "early-bird"] = "magnitude"
     """Choice of the pruned weights. magnitude: the smallest; random: any, by the seed; early-bird: the smallest, once the
     masks hardly change any more (early-bird tickets)."""
@@ -22,8 +22,8 @@ class PruningConfig(Section):
     """With several steps: growth of the sparsity. geometric: each step prunes the same fraction of the remaining weights;
     cubic: the early steps prune most."""
     scope: Literal["global", "layer", "block 16x16"] = "global"
-    """Comparison of weights over all targets, within each tensor, or as blocks of 16 x 16 over all targets, which are pruned
-    as a whole."""
+    """Comparison of weights. global: over all targets; layer: within each tensor; block 16x16: over all targets, as
+    blocks of 16 x 16 weights that are pruned as a whole."""
     targets: list[str] | None = None
     """Roles (matrix, expert) or shell patterns of names, as in optimizer.groups. Default: all matrices and experts."""
     rewind: int | None = Field(None, ge=0)
@@ -61,8 +61,8 @@ class PruningConfig(Section):
 
     def shares(self, *, begins: bool = True) -> list[float | None]:
         """Returns the unpruned shares of the targets: first the share at the run's first step, or None if nothing is
-        pruned yet, then the share after each later event. With `begins` False, as for a resumed run, all events are
-        later ones."""
+        pruned yet, then the share after each later pruning. `begins` is False for a resumed run, whose list begins with
+        None."""
         first = int(self.comes_first and begins)
         events = [self.unpruned(event) for event in range(len(self.at))]
         return [events[0] if first else None, *events[first:]]

@@ -1,6 +1,6 @@
 """The typed configuration tree of a run. Defaults are the recipe of the Optimus paper (section 2.1).
 
-Every option has a description in its `Field` or, if the description is longer, below the field; `docs/generate.py`
+Each option has a description in its `Field` or, if the description is longer, below the field; `docs/generate.py`
 writes the descriptions to `docs/config.md`. Validators refuse combinations that cannot work and name the fields, so
 that nothing starts before the whole tree is valid.
 """
@@ -28,7 +28,7 @@ _COOLDOWN_SHARE = 5  # divisor of the run's steps (Hägele et al. 2024, section 
 
 
 class ShardRanks(Section):
-    """Numbers of neighbouring ranks over which each kind of state is sharded; default: all."""
+    """Numbers of neighbouring ranks over which parameters, gradients and optimizer state are sharded; default: all."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -53,12 +53,12 @@ class StateConfig(Section):
     """Ranks over which state is sharded. replicas: all ranks with the same parameters (EPSO). data: only the ranks along the
     data axis of the experts, which stores all non-expert state `parallel.expert` times."""
     shard_ranks: Annotated[int, Field(gt=0)] | ShardRanks | None = None
-    """Shard over this many neighbouring ranks and replicate between such groups (HSDP). If fewer ranks have a parameter, as
-    with experts, all of these ranks shard it. A number for each of parameters, gradients and optimizer nests the groups, for
-    example over a card, a node and all ranks. Default: all."""
+    """Shard within groups of this many neighbouring ranks, and replicate between the groups (HSDP). If fewer ranks have
+    a parameter, as with experts, all of these ranks shard the parameter. A number for each of parameters, gradients and
+    optimizer nests the groups, for example over a card, a node and all ranks. Default: all."""
     reshard_after_forward: bool = True
-    """With shard: parameters. true: free gathered parameters after the forward pass and gather them again for the backward
-    pass; false: keep them until the optimizer step."""
+    """With shard: parameters. true: free gathered parameters after the forward pass, and gather the parameters again
+    for the backward pass; false: keep gathered parameters until the optimizer step."""
     prefetch: int = Field(1, ge=0)
     """With shard: parameters. Number of chunks that are all-gathered ahead of their use, in the order of the first step."""
     chunk: int | None = Field(None, gt=0)
@@ -67,20 +67,21 @@ class StateConfig(Section):
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of gradient accumulation over microbatches and of gradient reduction over ranks."""
     tile: int = Field(1 << 20, gt=0)
-    """Elements that the optimizer updates at a time; temporary fp32 copies exist for one tile only. On accelerators, a chunk
-    whose state is on the device is updated at once, so that the copies have the size of a chunk."""
+    """Elements that the optimizer updates at a time, with temporary fp32 copies. On accelerators, a chunk whose state
+    is on the device is updated at once, so that the copies have the size of a chunk."""
     overlap: bool = True
     """Overlap gradient reduction with the backward pass (AxoNN's ORS). prefetch overlaps the all-gathers (OAG)."""
     all_reduce_tiles: int | None = Field(None, gt=0)
     """Tiles per all-reduce of a chunk's gradients; several all-reduces are in flight at once (AxoNN). Default: all."""
     offload: Literal["none", "optimizer", "all", "disk"] = "none"
-    """Storage of the state. optimizer: master weights and moments on the host (ZeRO-Offload); all: parameters and gradients
-    too, with parameters fetched on use (Elixir); disk: master weights and moments on a disk, the rest on the host
-    (ZeRO-Infinity). none: everything on the device. The numerical results are the same."""
+    """Storage of the state. optimizer: master weights and moments on the host (ZeRO-Offload); all: parameters and
+    gradients too, with parameters fetched on use (Elixir); disk: master weights and moments on a disk, parameters and
+    gradients on the host (ZeRO-Infinity). none: everything on the device. The numerical results differ by rounding at
+    most."""
     cache: Annotated[int, Field(gt=0)] | Literal["auto"] | None = None
-    """Number of unsharded chunks of parameters on the device at a time, for parameters that are gathered or fetched on use.
-    The order of uses in the previous step determines which chunk is dropped (Belady). Default: with offload all or disk
-    auto, as many as fit on the device; otherwise parameters are freed after each use."""
+    """Number of unsharded chunks of parameters on the device at a time, for parameters that are gathered or fetched on
+    use. The order of uses in the previous step determines which chunk is dropped (Belady). auto: as many as fit on the
+    device. Default: auto with offload all or disk, otherwise no cache."""
     resident_fraction: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = 0.0
     """With offload: fraction of the chunks, counted from the first, whose state stays on the device. auto: as many as
     fit."""
@@ -150,7 +151,7 @@ RuleName = Annotated[str, NameIn(RULES, object_of="optimizer")]
 
 
 class OptimizerGroup(Section):
-    """Parameters with other update settings than the rest."""
+    """Parameters with separate update settings."""
 
     match: str | list[str]
     """Parameters of the group: a role (matrix, vector, embedding, head, router, expert or factor), a shell pattern of names
@@ -178,7 +179,7 @@ class OptimizerConfig(Section):
 
     name: RuleName = "adamw"
     """adamw; lion; schedule-free (AdamW with averaged weights, for a constant learning rate); muon for matrices and
-    experts, adamw for the rest."""
+    experts, adamw for all other parameters."""
     betas: list[float] = Field([0.9, 0.99], min_length=2, max_length=2)
     """Decay of the two moments. lion: of the update and of the momentum. schedule-free: weight of the average in the
     training weights, and decay of the second moment."""
@@ -270,7 +271,7 @@ class MoeConfig(Section):
     collectives.machine, clearly less by measurement; otherwise alltoall."""
     drop_duplicates: bool = True
     """With tensor: only one of the ranks that hold a token sends the token to its experts (TED). false, the baseline, sends
-    all duplicates; it needs alltoall, expert_tensor equal to tensor and no sequence parallelism."""
+    all duplicates, and needs alltoall, expert_tensor equal to tensor and no sequence parallelism."""
     balance_scope: Literal["microbatch", "global"] = "microbatch"
     """Tokens over which the balance loss counts the load of each expert: a microbatch on one rank, or the global batch. With
     several microbatches, global costs one more forward pass."""
@@ -327,7 +328,8 @@ class TrainConfig(Section):
     micro_batch: int = Field(gt=0, description="Sequences per forward pass on one rank.")
     sequence_length: int = Field(gt=1, description="Tokens per sequence: those of the prepared data, or a divisor.")
     seed: int = Field(0, ge=0)
-    """Seed of the initial weights and of the data order after the first pass."""
+    """Seed of the initial weights, of the data order after the first pass, of the order of a map-style dataset, and of
+    random pruning."""
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
     """Type of the computation; master weights and moments are always fp32. auto: bfloat16 on devices that compute in
     bfloat16, including CPUs with AVX512-BF16, AMX-BF16 or SVE BF16. A resumed run keeps its precision."""
@@ -344,8 +346,8 @@ class TrainConfig(Section):
     """Teacher checkpoint, or several as an ensemble, whose probabilities the model also learns (distillation). Ranks with
     the last stage hold the whole teacher, in the type of the computation."""
     hooks: list[str] = Field([])
-    """Your own hooks, each as package.module.Class or by a plugin's name for it, which the run calls around its steps. The
-    module of a hook is imported from the current folder, PYTHONPATH or installed packages."""
+    """Your own hooks, which the run calls around its steps: each as package.module.Class, or by the name of a plugin's
+    row. The module of a hook is imported from the current folder, PYTHONPATH or installed packages."""
     data_cache: PathText = Field("~/.cache/optimus/data", validate_default=True)
     """Folder for local copies of prepared data at URLs; a file is copied when it is first used."""
     stop_at: Count | None = Field(
@@ -458,20 +460,20 @@ class CheckpointConfig(Section):
     keep: int | None = Field(2, gt=0)
     """Number of full checkpoints to keep, including the one being written (2: dual); null keeps all."""
     weights_every: int | None = Field(None, gt=0)
-    """Steps between checkpoints of the weights alone, which weights_keep keeps."""
+    """Steps between checkpoints of the weights alone; weights_keep decides which of these checkpoints stay."""
     weights_keep: int = Field(1, gt=0)
-    """Keep every k-th weights checkpoint forever, and the others until the next one is written."""
+    """Keep every k-th weights checkpoint for ever, and any other weights checkpoint until the next is written."""
     asynchronous: bool = False
     """Write in the background, from copies in host memory. The copies take 4 bytes per parameter that the rank writes, and 4
     more for each buffer of the parameter's update rule (12 in all with adamw)."""
     scattered: bool = True
-    """Spread writing over the replicas of a shard, so that all nodes write equal amounts (DP-scattered). false: the first
+    """Spread writing over the replicas of a shard, so that nodes write similar amounts (DP-scattered). false: the first
     rank of each replica group writes."""
     load_path: PathText | None = None
     """Start from the weights of this checkpoint or Hugging Face folder, with a fresh optimizer."""
     copy_to: PathOrUrl | None = None
-    """URL, such as s3://bucket/run, or folder to which the first rank copies every complete checkpoint in the background. A
-    run whose folder is empty or lost resumes from there with --resume."""
+    """URL, such as s3://bucket/run, or folder to which the first rank copies complete checkpoints in the background. A
+    run whose folder is empty or lost resumes from the copies with --resume."""
     broadcast: Literal["broadcast", "allreduce", "none"] = "broadcast"
     """Collective that sends a parameter from the rank that reads it to its replicas. none: every rank reads for itself."""
 
@@ -527,16 +529,16 @@ class ResilienceConfig(Section):
     """Handling of non-finite numbers, loss spikes, and hanging or slow ranks."""
 
     max_skipped: int = Field(3, ge=0)
-    """Number of consecutive steps that a run skips, because the gradient norm is not finite or its square overflows fp32,
-    before it ends."""
+    """Maximum number of consecutive steps whose update the run skips because the loss or the gradient norm is not
+    finite, or the square of the norm overflows fp32. One more such step ends the run."""
     on_spike: Literal["nothing", "skip", "rollback"] = "nothing"
     """Action on a loss above the spike threshold: nothing, skip its update, or roll back to saved weights
     (checkpoint.weights_every)."""
     spike: float = Field(8.0, gt=0)
     """Spike threshold, in standard deviations of the last 64 losses above their mean."""
     max_rollbacks: int = Field(2, ge=0)
-    """Number of rollbacks to saved weights, each time further back, before the run ends; under `optimus launch` also for
-    non-finite gradients on several nodes."""
+    """Maximum number of rollbacks to saved weights after loss spikes or, under `optimus launch`, after non-finite
+    gradients. One more rollback ends the run."""
     hang: float = Field(300.0, gt=0)
     """Under `optimus launch`: seconds without a completed step (including a synchronous checkpoint) after which the culprit
     rank is identified and its node replaced."""
@@ -552,9 +554,9 @@ class CollectivesConfig(Section):
     """Algorithms of collectives."""
 
     machine: PathText | None = None
-    """Machine file with measured collectives (`optimus bench collectives --write`), which determine the algorithms. A run
-    saves these measurements, because the order of additions depends on them. Default: rules by size and placement on
-    nodes."""
+    """Machine file with measured collectives (`optimus bench collectives --write`), which determine the algorithms. A
+    run saves the measurements, because the order of additions depends on the algorithms. Default: rules by size and
+    placement on nodes."""
     partial_sums: Literal["float32", "bfloat16"] = "float32"
     """Type of a node's partial sums when sent to other nodes. bfloat16 halves the traffic and adds one rounding."""
 
@@ -585,8 +587,8 @@ class ObserveConfig(Section):
     wandb_group: str | None = Field(None, description="Group of the run in Weights & Biases.")
     wandb_tags: list[str] = Field([], description="Tags of the run in Weights & Biases.")
     profile_step: int | None = Field(None, gt=0)
-    """Profile this step: trace.json.gz contains the operations of all ranks, for Perfetto, and trace-rank-N.json the
-    operations of one rank. Units, pipeline actions and collectives have names."""
+    """Profile this step: trace.json.gz contains the operations of the ranks, for Perfetto, and trace-rank-N.json the
+    operations of rank N. Units, pipeline actions and collectives have names."""
     timeline: int | None = Field(None, gt=0)
     """Write the pipeline's timeline of this step to timeline.json, for `optimus schedule --measured`."""
 
@@ -596,11 +598,11 @@ class TuningConfig(Section):
     faster."""
 
     matmul: bool = True
-    """Time every larger matmul of the first step in the forms NN, NT and TN, and use another form than the default if it is
-    clearly faster (AxoNN)."""
+    """Time every large matmul of the first step in the forms NN, NT and TN, and use another form than the default if
+    the other form is clearly faster (AxoNN)."""
     cache: PathText | None = Field("~/.cache/optimus", validate_default=True)
-    """Folder for the measurements per chip, each with its spread, from which all runs make the same choices; null: measure
-    in every run. Delete a chip's file to repeat its measurements."""
+    """Folder for the measurements of each chip, so that later runs make the same choices; null: measure in every run.
+    Delete a chip's file to repeat its measurements."""
 
 
 Recomputable = Literal["norm", "attention", "mlp", "moe", "block", "auto"]
@@ -679,13 +681,13 @@ class RunConfig(Section):
 
     @property
     def warmup_steps(self) -> int:
-        """Steps of the warm-up; by default a twentieth of the run, and at most 2,500."""
+        """Steps of the warm-up; by default a twentieth of the run, but at most 2,500."""
         given = self.lr_schedule.warmup_steps
         return min(_LONGEST_WARMUP, self.train.total_steps // _WARMUP_SHARE) if given is None else given
 
     @property
     def cooldown_steps(self) -> int:
-        """Steps of the cooldown; by default a fifth of the run, and 0 for a schedule without a cooldown."""
+        """Steps of the cooldown; by default a fifth of the run, but at least 1; 0 unless the schedule is wsd."""
         if self.lr_schedule.name != "wsd":
             return 0
         return self.lr_schedule.cooldown_steps or max(1, self.train.total_steps // _COOLDOWN_SHARE)

@@ -7,7 +7,7 @@ import yaml
 
 from optimus.errors import UserError
 
-_MOST, _DEEPEST, _DIGITS = 1_000_000, 100, 1000  # values of a document, nesting levels, digits of an integer
+_MOST, _DEEPEST, _DIGITS = 1_000_000, 100, 1000  # maximum values, nesting levels, and digits of an integer
 
 
 class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]

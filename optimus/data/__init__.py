@@ -1,1 +1,1 @@
-"""Turns raw text into batches of tokens, in the paper's three steps (Optimus, section 4 "Data preprocessing")."""
+"""Turns raw text into shuffled shards of tokens (the Optimus paper, section 4), and loads batches."""

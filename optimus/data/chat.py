@@ -1,9 +1,9 @@
 """Renders conversations as text, with the tokenizer's chat template or the default template. Finds the spans of the
 assistant's text, because the model predicts only the tokens of these spans.
 
-The default template is that of Tülu (Wang et al. 2023, "How Far Can Camels Go?", section 4.1): `<|user|>`, a line break,
-the message, a line break. The predicted spans are the assistant's messages and the ending of each message: the heading
-of the next message, or the end of text.
+The default template is that of Tülu (Wang et al. 2023, "How Far Can Camels Go?", section 4.1): `<|user|>`, a line
+break, the message, a line break. With this template, the predicted spans are the assistant's messages with their
+endings. An ending is the heading of the next message, or the end of text.
 
 A template is code from a third party, and runs in Jinja's sandbox.
 """
@@ -74,8 +74,8 @@ class ChatTemplate(NamedTuple):
     @classmethod
     def from_files(cls, files: Mapping[str, Any], eos_token: str, where: str) -> "ChatTemplate | None":
         """Finds the template in `files`, a mapping from names to contents of a published tokenizer's files. Returns
-        None if the files have no template. Raises `UserError` for an invalid template, and for named templates without
-        one that is named default."""
+        None if the files have no template. Raises `UserError` for an invalid template, and for named templates of which
+        none has the name default."""
         said = {name: value for file in _FILES[:2] for name, value in files.get(file, {}).items()}
         named = {f"{role}_token": said.get(f"{role}_token") for role in _ROLES}
         texts = {role: each.get("content") if isinstance(each, dict) else each for role, each in named.items()}
@@ -163,8 +163,8 @@ class ChatTemplate(NamedTuple):
         """Renders a conversation and finds its predicted spans. The spelling of one of the tokenizer's `special` tokens
         in a message stays ordinary text, unless `parse_special` is True.
 
-        Raises `UserError` like `render`, for a role that contains a special token, and for predicted spans that cannot
-        be determined.
+        Raises `UserError` like `render`, and if the predicted spans are empty or unknown. Without `parse_special`, also
+        raises `UserError` for a role that contains a special token.
         """
         begin, end, quote = marks = _unused(json.dumps([messages, tools], ensure_ascii=False, default=str), where)
         for number, message in enumerate(messages, 1):
@@ -208,12 +208,12 @@ class ChatTemplate(NamedTuple):
         special: Sequence[str],
         mark: str,
     ) -> tuple[int, int, bool]:
-        """Finds the span of `messages[number]`, a message of the assistant, in `rendered`, the rendered conversation. The
-        flag is True if the message has text and at most white space follows the message in `rendered`.
+        """Finds the span of the assistant's message `messages[number]` in the rendered conversation `rendered`. Returns
+        (start, end, True if the message has text and only white space follows the message).
 
-        The span begins after the prompt for the answer, and includes a special token that follows the message. The
-        conversations that stop before and after the message must be rendered as prefixes of `rendered`, except for
-        special tokens and white space at the end.
+        The span begins after the prompt for the answer, and includes a special token that follows the message. Raises
+        `UserError` unless the template renders the conversations that stop before and after the message as prefixes of
+        `rendered`, except for special tokens and white space at the end.
         """
         asked, message = messages[:number], messages[number]
         answered = self.render(messages[: number + 1], where, tools=tools)
@@ -264,8 +264,8 @@ def _common(one: str, other: str) -> int:
 
 
 def _reaches(rendered: str, beginning: str, special: Sequence[str]) -> tuple[int, bool]:
-    """Returns the length of the common prefix of `rendered` and `beginning`, without a part of a special token at its end.
-    The flag is True if the rest of `beginning` consists of special tokens and white space."""
+    """Returns the length of the common prefix of `rendered` and `beginning`, without an incomplete special token at the
+    end. Also returns True if the rest of `beginning` consists of special tokens and white space."""
     reached = _common(rendered, beginning)
     for token in special:  # the common prefix may end within two special tokens that begin alike
         for text in (rendered, beginning):
@@ -278,18 +278,20 @@ def _reaches(rendered: str, beginning: str, special: Sequence[str]) -> tuple[int
 
 
 class Conversation(NamedTuple):
-    """A text, its predicted spans (None: all), and the spans that spell special tokens but stay text."""
+    """A text, its predicted spans (None if the model predicts the whole text), and the spans that spell special tokens
+    but stay text."""
 
     text: str
     predicted: Spans | None = None
     quoted: Spans = ()
     is_open: bool = False
-    """True if the text ends with the assistant's message, so that the model must also predict the end of text."""
+    """True if the text ends with an answer without a special token at its end. The model then also predicts the end of
+    text."""
 
     def encoded(self, as_tokens: Any, as_text: Any) -> tuple[list[int], list[bool]]:
-        """Returns the token ids, and a flag for each: True if any of the token's characters is predicted. `as_tokens` is
-        the tokenizer that parses special tokens. `as_text` is the tokenizer that encodes the spelling of special tokens
-        as ordinary text."""
+        """Returns the token ids, and for each token True if the model predicts any character of the token. `as_tokens`
+        is the tokenizer that parses special tokens. `as_text` is the tokenizer that encodes the spelling of special
+        tokens as ordinary text."""
         ids, offsets = list[int](), list[tuple[int, int]]()
         borders = [0, *(border for span in self.quoted for border in span), len(self.text)]
         for number, (start, stop) in enumerate(pairwise(borders)):
@@ -341,7 +343,7 @@ def _compiled(source: str) -> Any:
         raise jinja2.TemplateError(message)
 
     def tojson(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **how)  # Jinja's filter of this name escapes HTML
+        return json.dumps(value, ensure_ascii=ensure_ascii, **how)  # Jinja's own filter `tojson` escapes HTML
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
@@ -352,8 +354,8 @@ def _compiled(source: str) -> Any:
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts a message to the form that templates expect: without nulls, and with the assistant's reasoning under the
-    names `thinking` and `reasoning_content`."""
+    """Removes nulls from a message, and gives the assistant's reasoning the names `thinking` and
+    `reasoning_content`."""
     given = {name: value for name, value in message.items() if value is not None}
     thought = next((given[name] for name in _THOUGHTS if name in given), None)
     return given if thought is None else {"thinking": thought, **given, "reasoning_content": thought}
@@ -380,8 +382,8 @@ def _quoted(value: Any, special: Sequence[str], quote: str) -> Any:
 
 
 def _unmarked(text: str, marks: tuple[str, str, str], special: Sequence[str], where: str) -> tuple[str, Spans, Spans]:
-    """Removes the marks from a text. Returns the text, the spans marked as generated, and the quoted spans. Raises
-    `UserError` if the template has split a quoted token."""
+    """Removes the marks from a text, and restores the quoted special tokens. Returns the text, the spans marked as
+    generated, and the quoted spans. Raises `UserError` if the number of a quoted token is unknown."""
     begin, end, quote = marks
     made, generated, quoted, began = "", list[tuple[int, int]](), list[tuple[int, int]](), 0
     for part in re.split(f"([{begin}{end}]|{quote}[0-9]+{quote})", text):

@@ -1,6 +1,6 @@
 """Cuts a long document into pieces that keep the document's tokens, as far as a check around each cut can tell.
 
-A tokenizer needs some fifty bytes of memory per byte of text, so a document of 3 GB cannot be tokenised at once. Cuts
+A tokenizer needs some fifty bytes of memory per byte of text, so tokenising 3 GB at once would need 150 GB. Cuts
 between words keep the tokens of GPT-style tokenizers. Cuts can change the tokens of other tokenizers: a normaliser may
 strip or prepend a space, and an added token may contain spaces. `find_cut` therefore checks every cut: it tokenises the
 text around the cut as a whole and in two halves, and compares the tokens. If no cut passes the check, the piece grows,
@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
-PIECE = 1 << 19  # characters of a piece
+PIECE = 1 << 19  # approximate number of characters of a piece
 WINDOW = 2048  # characters on each side of a proposed cut that the check tokenises
 LIMIT = 1 << 24  # maximum characters of a piece (plus `WINDOW` for the last piece), to bound the memory
 TRIES = 16
@@ -23,7 +23,7 @@ BETWEEN_KINDS = re.compile(r"(?<=\w)(?=\W)|(?<=\W)(?=\w)")
 
 
 class UncuttableError(ValueError):
-    """The check has accepted no cut in a stretch of `LIMIT` characters."""
+    """Raised if the check accepts no cut in `LIMIT` characters."""
 
 
 def pieces(chunks: Iterable[str], encode: Callable[[str], list[int]]) -> Iterator[tuple[str, bool]]:
@@ -51,9 +51,9 @@ def pieces(chunks: Iterable[str], encode: Callable[[str], list[int]]) -> Iterato
 
 
 def find_cut(text: str, encode: Callable[[str], list[int]]) -> int | None:
-    """Finds a position of `text`, `WINDOW` characters or more before its end, where a check confirms that a cut does
-    not change the tokens. Tries the last `TRIES` positions between words, then the last `TRIES` between word characters
-    and other characters. Returns None if the check accepts none of these positions."""
+    """Finds a cut of `text` that does not change the tokens around the cut. The cut is at least `WINDOW` characters
+    before the end of `text`. Tries the last `TRIES` positions between words, then the last `TRIES` between word
+    characters and other characters. Returns None if the check accepts none of these positions."""
     for pattern in (BETWEEN_WORDS, BETWEEN_KINDS):
         for cut in islice(_matches(pattern, text), TRIES):
             before, behind = text[max(0, cut - WINDOW) : cut], text[cut : cut + WINDOW]

@@ -1,11 +1,12 @@
 """Reads a dataset that the user gives as a Python object or names in the configuration, in place of a prepared folder.
 
-An item is a mapping with one-dimensional `input_ids`. Optional keys are `labels` (-100: a token that is not predicted),
-`document_ids` (tokens of one document have the same id) and `attention_mask` (0: padding at the end). Each item becomes a
-row. The row of an item that is shorter than the context ends in padding, which the model does not predict.
+An item is a mapping with one-dimensional `input_ids`. Optional keys are `labels`, `document_ids` (tokens of one
+document have the same id) and `attention_mask` (0 for padding at the end). Labels are the tokens themselves, or -100
+for tokens that the model does not predict. Each item becomes a row. The row of an item that is shorter than the context
+ends in padding, which the model does not predict.
 
-`DatasetRows` reads a map-style dataset in the order of a permutation. `StreamRows` reads a resumable iterator in its own
-order, and skips the rows of other ranks.
+`DatasetRows` reads a map-style dataset in the order of a permutation. `StreamRows` reads a resumable iterator in the
+order of the iterator, and skips the rows of other ranks.
 
 Legend: N tokens of an item, S tokens of a row.
 """
@@ -32,9 +33,9 @@ from optimus.plugins import imported
 ARGUMENT = "argument"
 """The value of `data.dataset` in a run whose dataset is the argument `data` of `optimus.train`."""
 
-_NOT_PREDICTED = -100  # the label of a token that is not predicted, as in `transformers`
-_FINGERPRINTED = 8  # first items of a dataset that its fingerprint hashes
-# Number of recent states of a stream to keep. A loader reads fewer batches ahead of the step of a checkpoint.
+_NOT_PREDICTED = -100  # the label of a token that the model does not predict, as in `transformers`
+_FINGERPRINTED = 8  # number of first items that the fingerprint of a dataset hashes
+# Number of recent states of a stream to keep. The number exceeds the batches that a loader reads ahead.
 _STATES = 64
 _INSTEAD = {"position_ids": "document_ids", "cu_seqlens": "document_ids", "seq_idx": "document_ids"}
 
@@ -87,8 +88,8 @@ def _named(name: str, where: str) -> Any:
 
 
 def _asked(function: Callable[..., Any], where: str, *arguments: Any) -> Any:
-    """Calls a function of the user. Turns exceptions other than `StopIteration` into a `UserError` that begins with
-    `where`."""
+    """Calls a function of the user. Turns `SystemExit`, and each `Exception` except `StopIteration`, into a `UserError`
+    that begins with `where`."""
     try:
         return function(*arguments)
     except StopIteration:
@@ -179,8 +180,8 @@ class _ItemRows:
         return np.where(ignored_N, np.uint32(NOT_PREDICTED), np.uint32(0))
 
     def _flags_of_documents(self, document_N: NDArray[np.int64], ids_N: NDArray[np.int64]) -> NDArray[np.uint32]:
-        """Returns flags for the first token of a document after no end-of-text token, and for end-of-text tokens within
-        documents."""
+        """Returns flags [N]. `BEGINS` marks the first token of a document if the previous token is not end-of-text.
+        `INSIDE` marks end-of-text tokens within a document."""
         flags_N = np.zeros(len(ids_N), dtype=np.uint32)
         begins_N, ends_N = document_N[1:] != document_N[:-1], ids_N[:-1] == self.eos_id
         flags_N[1:][begins_N & ~ends_N] |= BEGINS
@@ -218,7 +219,7 @@ class DatasetRows(_ItemRows):
 class StreamRows(_ItemRows):
     """Rows of a resumable iterator, in the order of the iterator. Iterates again after the end of the stream.
 
-    Keeps the iterator's states at recent rows, for checkpoints.
+    Keeps recent states of the iterator, for checkpoints.
     """
 
     def __init__(self, stream: Any, where: str, info: tokenizers.TokenizerInfo, context: int) -> None:
@@ -226,14 +227,14 @@ class StreamRows(_ItemRows):
         self._stream, self._where = stream, where
         self._items: Iterator[Any] | None = None
         self._last_row: NDArray[np.uint32] | None = None  # the row before the row `_next`
-        self._beginning: Any = None  # state at the beginning of a pass, after `load_state`
+        self._beginning: Any = None  # the stream's state at the beginning of a pass; None before `load_state`
         self._next = 0  # number of the row that the iterator yields next
         self._states: deque[tuple[int, Any]] = deque(maxlen=_STATES)  # (row, the stream's state before this row)
         self._lock = threading.Lock()
 
     def stored_rows(self, start: int, stop: int) -> NDArray[np.uint32]:
         """Returns rows `start` to `stop` [stop - start, context] with their flags, and skips the rows before `start`."""
-        if start == self._next - 1 and self._last_row is not None:  # a step has read a part of this row
+        if start == self._next - 1 and self._last_row is not None:  # an earlier step has read a part of this row
             rest = [self.stored_rows(start + 1, stop)] if stop > start + 1 else []
             return np.concatenate([self._last_row[None], *rest])
         if start < self._next:
@@ -249,13 +250,13 @@ class StreamRows(_ItemRows):
         return rows
 
     def state_before(self, row: int) -> dict[str, Any]:
-        """Returns the newest kept state before `row` or an earlier row, for `load_state`. Returns an empty dict if
-        there is no such state."""
+        """Returns the newest kept state from which the stream can reach `row`, for `load_state`. Returns an empty dict
+        if there is no such state."""
         with self._lock:
             return next(({"row": at, "state": state} for at, state in reversed(self._states) if at <= row), {})
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Loads a state that `state_before` returned, before the first call of `stored_rows`."""
+        """Loads a state that `state_before` returned. Callers load the state before the first call of `stored_rows`."""
         self._beginning = copy.deepcopy(_asked(self._stream.state_dict, f"{self._where}: its state_dict"))
         self._set(state["state"])
         self._next = state["row"]
@@ -269,7 +270,7 @@ class StreamRows(_ItemRows):
         for items in (self._items, None):
             if items is None:
                 if self._items is not None and self._beginning is not None:
-                    self._set(self._beginning)  # some streams begin each pass at the state that was loaded last
+                    self._set(self._beginning)  # some streams begin each pass at the last loaded state
                 items = self._items = _asked(iter, f"{self._where}: its iterator", self._stream)
             try:
                 item = _asked(next, f"{self._where}: item {self._next}", items)
@@ -292,7 +293,7 @@ def _check_json(state: Any, where: str) -> None:
 
 
 def _integers(values: Any, where: str) -> NDArray[np.int64]:
-    """Returns `values` as integers [N]. Raises `UserError` for other types and shapes."""
+    """Returns `values` as int64 [N]. Raises `UserError` unless the values are one-dimensional integers or booleans."""
     try:
         found = np.asarray(values)
     except Exception as error:

@@ -28,7 +28,7 @@ from optimus.errors import UserError
 
 BLOCK = 1 << 20  # approximate bytes of a batch
 # Maximum bytes of a JSON line, which a line may exceed by up to `BLOCK`. The parser reads a whole line, and needs
-# several times the size of the line in memory. Text files have no limit.
+# several times the size of the line in memory.
 LONGEST_LINE = 64 << 20
 PARQUET_ROWS = 64
 
@@ -58,7 +58,7 @@ class DocumentBatch:
     batch.
 
     `ends_document[i]` is True if `texts[i]` ends its document. `after` is the position after the batch, or None where
-    reading cannot resume. `read` counts the bytes of all input files read so far, for progress.
+    reading cannot resume. `read` estimates the bytes of the input files read so far, for progress.
     """
 
     input: int
@@ -271,7 +271,8 @@ def _line_blocks(path: str, stream: BinaryIO, line: int) -> Iterator[bytes]:
 
 
 def parse_lines(batch: DocumentBatch, text_field: str | TextField) -> Iterator[Conversation]:
-    """Yields the documents in the JSON lines of a batch. Raises `BadFileError` with the line number."""
+    """Yields the documents in the JSON lines of a batch. Raises `BadFileError`, which names the line, for an invalid
+    line."""
     # Only b"\n" ends a line: str.splitlines would also split at characters that a JSON text may contain.
     lines = enumerate(batch.lines.removesuffix(b"\n").split(b"\n"), start=batch.first_line)
     with naming_bad_file(batch.path):
@@ -283,7 +284,7 @@ def parse_lines(batch: DocumentBatch, text_field: str | TextField) -> Iterator[C
 
 def parse_line(line: bytes, path: str, number: int, text_field: str | TextField) -> Conversation | None:
     """Returns the document in one JSON line, or None for a blank line. Raises `UserError`, which names the file and the
-    line."""
+    line, for an invalid line."""
     try:
         decoded = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).decode()
     except UnicodeDecodeError as error:
@@ -325,7 +326,7 @@ def _read_parquet(source: Source, start: Position, text_field: str | TextField, 
 
 
 def _read_arrow(source: Source, start: Position, text_field: str | TextField, encode: Encode) -> Iterator[_Piece]:
-    """Reads a file of the Arrow stream format, as `datasets` saves it, or of the Arrow file format."""
+    """Reads a file in the Arrow stream format, which `datasets` writes, or in the Arrow file format."""
     import pyarrow as pa
 
     try:
@@ -402,8 +403,8 @@ def record_reader(
 
 
 def _named_failures(records: Callable[[], Iterable[Any]], reader: str, source: Source) -> Iterator[Any]:
-    """Yields what `records` returns. Raises `UserError`, which names the reader and the file, for any exception of the
-    reader's code and for a record that is no text or mapping."""
+    """Yields the records that `records` returns. Raises `UserError`, which names the reader and the file, for an
+    exception in the reader's code and for a record that is no text or mapping."""
     rows: Iterator[Any] | None = None
     for number in itertools.count(1):
         try:

@@ -38,8 +38,8 @@ class TextField:
 
     def columns(self, known: Sequence[str], where: str, first: Callable[[], Mapping[str, Any]]) -> list[str]:
         """Returns the names in `known` of the columns that this field needs. Raises `UserError` for a missing column.
-        The message may suggest a nested field of this name, or the column with the longest text in the row that `first`
-        returns."""
+        The message may suggest a nested field of the missing name, or the column with the longest text in the row that
+        `first` returns."""
         found = dict.fromkeys(name if name in known else name.split(".")[0] for name in self.names)
         for name in found:
             if name not in known:
@@ -55,7 +55,7 @@ class TextField:
         return "".join(before + ("" if name is None else _value(record, name, where)) for before, name in self._parts)
 
     def conversation(self, record: Mapping[str, Any], where: str) -> Conversation:
-        """Returns the text of the record with its predicted spans. The model predicts all of a plain text."""
+        """Returns the text of the record as a conversation. The model predicts the whole text."""
         return Conversation(self.text(record, where))
 
 
@@ -126,7 +126,7 @@ def _problem(message: Any) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """Returns the type of a value in the terms of JSON."""
+    """Describes the type of a value for a message, for example "a list" or "null"."""
     kinds = {bool: "a boolean", int: "a number", float: "a number", str: "a text", list: "a list", bytes: "binary data"}
     if value is None:
         return "null"

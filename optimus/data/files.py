@@ -1,4 +1,4 @@
-"""Finds the input files of `prepare`, and opens each of them as a stream of bytes."""
+"""Finds the input files of `prepare`, and opens a file as a stream of bytes."""
 
 import codecs
 import glob
@@ -35,7 +35,7 @@ LINES_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz")  # one docume
 TSV_SUFFIXES = (".tsv", ".tsv.gz", ".tsv.zst")
 TABLE_SUFFIXES = (".csv", ".csv.gz", ".csv.zst", *TSV_SUFFIXES)  # one document per row
 SUFFIXES = (*TEXT_SUFFIXES, *HTML_SUFFIXES, *LINES_SUFFIXES, *TABLE_SUFFIXES, ".parquet", ".arrow")
-# Assumed ratio of the size of the text to the size of the file, for the check of free disk space before tokenisation.
+# Assumed ratio of the size of the text to the size of the file.
 EXPANSION = {".gz": 4.0, ".zst": 4.0, ".parquet": 3.0, ".html": 0.5, ".htm": 0.5, ".xhtml": 0.5}
 READ = 1 << 20
 
@@ -86,7 +86,7 @@ class BadFile:
         return cls(source.input, printable(source.name), source.size, source.modified_ns, what)
 
     def entry(self) -> dict[str, Any]:
-        """Returns the file's entry in `index.json`, without the path of the input and the time of modification."""
+        """Returns the file's entry in `index.json`, without the time of modification."""
         said = {name: value for name, value in asdict(self).items() if name != "modified_ns"}
         return said | {"what": re.sub(r"^:(\d+):", r"line \1:", self.what).lstrip(": ")}
 
@@ -128,8 +128,8 @@ def _digest(rows: Iterable[tuple[object, ...]]) -> str:
 
 
 def resolve(inputs: Sequence[str | Path], leave_out: Sequence[Path] = (), encoding: str = "utf-8") -> Sources:
-    """Finds the files of all inputs: files, folders (walked in sorted order, without hidden names) and globs, also as
-    fsspec's URLs. Lists each file once.
+    """Finds the files of all inputs, each file once. An input is a file, a folder or a glob, or a URL that fsspec
+    reads. A folder gives its files in sorted order, without hidden names.
 
     Lists a local file with any ending if the file itself is an input. Also lists a path that is no file, such as a
     broken link, so that the check of files reports the path. Raises `UserError` if an input has no files, or `inputs`
@@ -271,7 +271,7 @@ def open_bytes(source: Source) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """Opens a file. Yields the decompressed stream in UTF-8, and the file itself, whose position shows the progress.
 
     Raises `UserError`, which names the file, for a file that is unreadable or damaged, and for bytes that are invalid
-    in an `encoding` other than UTF-8. The reader of the stream must find bytes that are not UTF-8.
+    in an `encoding` other than UTF-8. The reader of the stream must detect bytes that are not UTF-8.
     """
     recode = source.encoding != "utf-8" and not _is_utf8(source)
     with open_as_stored(source) as (stream, raw):
@@ -302,8 +302,8 @@ def open_as_stored(source: Source) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 
 def unmarked(head: bytes) -> str | None:
-    """Detects UTF-16 or UTF-32 without a byte order mark from the beginning of a text. In these encodings, at least every
-    other byte of ASCII text is null.
+    """Detects UTF-16 or UTF-32 without a byte order mark by the first bytes of a text. Returns the encoding, or None.
+    In these encodings, at least every other byte of ASCII text is null.
 
     Such text may also be valid UTF-8 with null characters, or valid in a single-byte encoding.
     """
@@ -319,8 +319,8 @@ def unmarked(head: bytes) -> str | None:
 
 
 def _is_utf8(source: Source) -> bool:
-    """Returns True if a whole file is valid UTF-8 and does not look like UTF-16 or UTF-32. The one `encoding` for all
-    files must not change UTF-8 files."""
+    """Returns True if a whole file is valid UTF-8 and does not look like UTF-16 or UTF-32. `encoding`, which applies to
+    all files, must not change UTF-8 files."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     with open_as_stored(source) as (stream, _):
         data = stream.read(READ)

@@ -1,9 +1,8 @@
 """Helper processes that run functions for this process.
 
-Children of multiprocessing import the caller's main module again, which breaks in scripts without a `__main__` guard,
-and outlive a parent that is killed. A helper is instead a fresh interpreter that receives calls and returns answers
-through two pipes. A helper imports only the modules that its function needs. A helper ends when its pipe of calls
-closes or its parent has ended for any reason.
+Spawned children of multiprocessing import the caller's main module again, which breaks in scripts without a `__main__`
+guard. Such children also outlive a parent that is killed. A helper is instead a fresh interpreter that receives calls
+and returns answers through two pipes. A helper ends when its pipe of calls closes or its parent ends.
 """
 
 import os
@@ -25,9 +24,9 @@ class Helpers:
     """A pool of at most `count` processes, which the first calls start. In each process, `make` returns the function
     that serves the calls.
 
-    The pool pickles `make` and its arguments, so `make` must be importable by name. The end of the `with` block ends all
-    processes, at once if an exception leaves the block. The libraries of a helper use `threads` threads, one by
-    default, so that helpers do not compete for cores.
+    The pool pickles `make` and its arguments, so `make` must be importable by name. The end of the `with` block ends
+    all processes. An exception that leaves the block kills the processes at once. The libraries of a helper use
+    `threads` threads, one by default, so that helpers do not compete for cores.
     """
 
     def __init__(self, count: int, make: Callable[..., Callable[..., Any]], *args: Any, threads: int = 1) -> None:
@@ -71,7 +70,7 @@ class Helpers:
             start_new_session=True,  # only the parent handles Ctrl-C
         )
         self._processes.append(process)
-        if self._killed:  # `__exit__` has killed the other helpers meanwhile
+        if self._killed:  # `__exit__` has already killed the earlier helpers
             process.kill()
         self._thread_local.process = process
 
@@ -83,7 +82,7 @@ class Helpers:
             pickle.dump((*self._setup, args), process.stdin, protocol=5)
             process.stdin.flush()
             succeeded, value = pickle.load(process.stdout)
-        except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:  # also killed in the middle of an answer
+        except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:  # a truncated answer does not unpickle
             status = process.wait()
             cause = "was killed, often for lack of memory" if status == -signal.SIGKILL else f"ended with {status}"
             raise UserError(

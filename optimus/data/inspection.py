@@ -1,7 +1,7 @@
 """Checks each input file before `prepare` tokenises, so that one message lists the unreadable files together.
 
-The check reads a file as `prepare` will, but does not tokenise. Unless the check is full, it stops at `LIMIT`, or at
-`REMOTE_LIMIT` in a remote file. Tokenising finds the faults beyond the limit.
+The check reads a file as `prepare` will, but does not tokenise. A check that is not full stops at about `LIMIT` bytes,
+or at about `REMOTE_LIMIT` bytes in a remote file. Tokenising finds the faults beyond the limit.
 """
 
 import codecs
@@ -22,11 +22,11 @@ from optimus.errors import UserError
 
 LIMIT = 64 << 20  # bytes of text that the check reads from a file
 REMOTE_LIMIT = 1 << 20  # bytes of text of a remote file, which the check must download
-# If a file is bad and the large files have at most this number of bytes together, `prepare` checks the whole large
-# files.
+# Without `skip_bad`, if a file is bad and the partly checked files have at most this number of bytes together,
+# `prepare` checks these files completely.
 FULL_CHECK_BYTES = 4 << 30
 LISTED = 1000  # maximum number of files that a message lists
-_HEAD = 4096  # bytes that identify the type of a file
+_HEAD = 4096  # number of first bytes that identify the type of a file
 _KINDS = {
     b"%PDF-": "a PDF document",
     b"PK\x03\x04": "a ZIP archive (as .docx and .xlsx are)",
@@ -81,8 +81,8 @@ def check_beginning(sources: Sources, most: float) -> int:
     """Reads the text of the files in order until the text has more than `most` bytes. Returns the number of bytes read,
     which exceeds `most` unless the files end before.
 
-    Raises `UserError`, which lists the read files that `prepare` would refuse. The message suggests no `encoding` or
-    `text_field`, because the callers cannot set either.
+    Raises `UserError` for files that `prepare` would refuse, and lists these files. The message suggests no `encoding`
+    or `text_field`, because the callers cannot set either.
     """
     bad, text_bytes = list[tuple[Source, str]](), 0
     for source in sources.files:
@@ -112,7 +112,8 @@ def _without_arguments(what: str) -> str:
 
 
 def _no_file(source: Source) -> str | None:
-    """Describes a path that is no file. Does not open a pipe, because opening would wait for a writer."""
+    """Describes the fault of a path that is no file. Does not open the path, because opening a pipe would wait for a
+    writer."""
     path = source.path
     if not isinstance(path, Path) or path.is_file():
         return None
@@ -240,8 +241,8 @@ def listing(bad: Sequence[tuple[Source, str]], total: int, partly: bool = False,
 
 
 def _apart(bad: Sequence[tuple[Source, str]], total: int) -> str:
-    """Returns the advice for files that no single encoding can read: the bad files need several encodings, or an
-    encoding other than the configured one. Returns "" for other files."""
+    """Returns the advice to prepare some files separately, if the bad files need several encodings or another encoding
+    than the given one. Otherwise returns ""."""
     needed = {cure for _, what in bad for cure in _NEEDED.findall(what)}
     named = {source.encoding for source, what in bad if _NEEDED.search(what)} - {"utf-8"}
     if not (len(needed) > 1 or (named and total > 1)):

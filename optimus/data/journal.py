@@ -2,8 +2,8 @@
 the file atomically.
 
 The journal lists only data that is on disk: `prepare` syncs the token stream before it writes the journal that counts
-the stream's tokens. A run that resumes after a kill writes the stream from the journal's number of tokens on, and reads
-from the journal's position on.
+the stream's tokens. A resumed run writes the stream from the journal's number of tokens on, and reads the inputs from
+the journal's position on.
 """
 
 import errno
@@ -75,7 +75,7 @@ class Mark:
 class Journal:
     """The state of an unfinished run. `mark` is the last position, and `file_mark` is the last position between two files.
 
-    A run that stopped at a bad line resumes from `file_mark` if somebody has changed the file to mend that line.
+    If somebody mends the file in which a run stopped, the next run resumes from `file_mark`.
     """
 
     settings: dict[str, Any]
@@ -83,7 +83,7 @@ class Journal:
     file_mark: Mark
     instances: int | None = None  # known after tokenisation
     shards: dict[str, str] = field(default_factory=dict)  # checksums of the finished shards, by name
-    packed: dict[str, int] = field(default_factory=dict)  # counts of packing, after packing
+    packed: dict[str, int] = field(default_factory=dict)  # numbers of padding tokens and cut documents
     looked_at: str = ""  # identity digest of the files that passed the check
     bad: list[BadFile] = field(default_factory=list)  # unreadable files, which `prepare` excludes
 
@@ -124,7 +124,7 @@ def _sum(content: dict[str, Any]) -> int:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Describes the differences between two sets of settings. Returns "" for equal settings."""
+    """Describes the settings in `now` that differ from `before`. Returns "" if all agree."""
     before = {**EARLIER, **before}
     return ", ".join(
         "other input files" if name == "inputs" else f"{name} {before.get(name)} there and {now[name]} here"
@@ -135,8 +135,8 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Holds the lock of `folder` (created if absent) for this process alone. Raises `UserError` if another process holds
-    the lock."""
+    """Creates `folder` if it is absent, and holds the lock of `folder` for this process alone. Raises `UserError` if
+    another process holds the lock."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK
     with path.open("w") as file:

@@ -1,8 +1,8 @@
 """Loads batches of training sequences on a thread, ahead of their use.
 
-The content of a step depends only on the configuration, the data and the step. A run can therefore resume exactly from
-any step, and every rank finds its part without communication. A step uses the next `global_batch` positions of its
-phase. A batch may span the end of a pass over a source. Within a pass, no sequence repeats.
+The content of a step depends only on the configuration, the data and the step. A run can therefore resume from any
+step, and every rank finds its part without communication. A step uses the next `global_batch` positions of its phase. A
+batch may span the end of a pass over a source. Within a pass over a source, no sequence repeats.
 
 Legend: B sequences of this rank, S tokens of a sequence, N positions, K sources of a phase, R distinct rows, C tokens
 of a row.
@@ -26,7 +26,7 @@ AHEAD = 4  # batches that the thread reads ahead
 
 
 class TokenBatch(NamedTuple):
-    """Sequences of tokens and, if the phase has any, the flags of each token; see `model.batch.Batch`."""
+    """Sequences of tokens, with the optional arrays of `model.batch.Batch`."""
 
     tokens_BS: NDArray[np.int64]
     target_mask_BS: NDArray[np.bool_] | None = None
@@ -41,11 +41,12 @@ def _as_it_is(batch: TokenBatch) -> Any:
 class TokenLoader(Iterator[T], Generic[T]):
     """Iterates over the part of `rank` in each global batch from `start_step` on. The last phase has no end.
 
-    Rank r of `ranks` gets the r-th contiguous part of each global batch, which must be divisible by `ranks`. `next` raises a
-    failure of the reading thread (such as a corrupted shard). Use the loader as a context manager, or call `close`.
+    Rank r of `ranks` gets the r-th contiguous part of each global batch, whose size must be a multiple of `ranks`.
+    `next` raises the exceptions of the reading thread, for example for a corrupted shard. Use the loader as a context
+    manager, or call `close`.
 
-    `prepare` runs on the thread and converts a batch to the object that `next` returns. The loader references that
-    object until the next call of `next`, so a device may read the object until then.
+    `prepare` runs on the thread and converts a batch to the object that `next` returns. The loader keeps a reference to
+    the object until the following call of `next`, so a device may still read the object.
     """
 
     def __init__(

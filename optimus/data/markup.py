@@ -26,7 +26,8 @@ def page_text(chunks: Iterable[str]) -> Iterator[str]:
 
 
 class _Parser(HTMLParser):
-    """Collects text. White space becomes one space or the break of a block, except in `pre`."""
+    """Collects the visible text. Outside `pre`, white space becomes one space, or the break between two blocks or
+    cells."""
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)

@@ -2,8 +2,8 @@
 
 A position is the index of a sequence in its phase. The sources form one group or two, and each group assigns its
 positions block by block. The counts at the border of a block are a function of the border alone. Within a block, the
-earliest deadline decides the next source (Pfair scheduling on one processor, Baruah et al. 1996). For any weights, the
-count of every source differs from its share by less than one; `_Group` has the proof.
+earliest deadline decides the next source (Pfair scheduling on one processor, Baruah et al. 1996). At every position,
+the count of each source differs from its share by less than one; `_Group` has the proof.
 
 Legend: N positions.
 """
@@ -18,7 +18,7 @@ from math import gcd, lcm
 import numpy as np
 from numpy.typing import NDArray
 
-_TOTAL = 1 << 30  # maximum sum of weights, which bounds the length of a block
+_TOTAL = 1 << 30  # the sum of the weights is less, which bounds the length of a block
 _LEAST = 128  # minimum number of positions of a group in a block, so that the cost of borders is small
 _BLOCKS = 4  # cached blocks of a group
 
@@ -39,8 +39,8 @@ class Mixture:
         sums = list(accumulate(self.weights[source] for source in order))
 
         def longest(heavy: int) -> float:
-            """Greatest number of positions of a group in one of its blocks if the first `heavy` sources form the first
-            group."""
+            """Estimates the number of positions of a group in a block, and returns the maximum over the groups. The
+            first `heavy` sources form the first group."""
             ends = sums[heavy - 1] / self.weights[order[heavy - 1]], (total - sums[heavy - 1]) / self.weights[order[-1]]
             return max(ends)
 
@@ -77,17 +77,17 @@ class _Group:
     weights. The group therefore has floor(m R) or ceil(m R) of any m positions. The other positions form a second group
     with the same property. The k-th sequence of a source (from 0) is due between positions floor(k / r) and ceil((k +
     1) / r). Each block is so long that every source is due in the block. By Hall's theorem, the sequences of a block
-    fit under one condition on all positions s and t of the block: from s to t, the group has at least as many positions
-    as sequences that are due. The rule "earliest deadline first" then finds the schedule (one machine, jobs of unit
-    length).
+    fit if one condition holds for all positions s and t of the block. From s to t, the group must have at least as many
+    positions as sequences that are due. The rule "earliest deadline first" then finds the schedule (one machine, jobs
+    of unit length).
 
     Between s and t within the block, sources with the share Q <= R have sum(floor(t r) - ceil(s r)) <= floor((t - s) Q)
-    sequences due, for which the group has enough positions. Let `A` be the sources that have floor(n r) + 1 positions
-    before a border n, let f = n r mod 1 and p = 1 - phase / 2W. Let U be the sources whose next deadline is after t. The
-    sequences due from n to t fit if |A in U| <= h(t) - sum(floor(t r)), for which |A in U| <= ceil(f(U) - p) is enough.
-    The sequences due from s to n fit if the sources V whose current sequence was not yet due at s have |A in V| >=
-    ceil(f(V) - p). The sets U are nested, and so are the sets V. A set A with both bounds exists by the matroid
-    intersection theorem, since ceil(f(V) - p) <= ceil(f(U) - p) + |V without U|.
+    sequences due. The group has enough positions for these sequences. Let `A` be the sources that have floor(n r) + 1
+    positions before a border n. Let f = n r mod 1 and p = 1 - phase / 2W. Let U be the sources whose next deadline is
+    after t. The sequences due from n to t fit if |A in U| <= h(t) - sum(floor(t r)), for which |A in U| <= ceil(f(U) -
+    p) is enough. The sequences due from s to n fit if the sources V whose current sequence was not yet due at s have |A
+    in V| >= ceil(f(V) - p). The sets U are nested, and so are the sets V. A set A with both bounds exists by the
+    matroid intersection theorem, since ceil(f(V) - p) <= ceil(f(U) - p) + |V without U|.
 
     For each element that A must have, `_border` chooses the source with the nearest deadline among the sources that
     have waited longest. This choice puts the fewest elements into every U. The counts therefore differ from n r by less

@@ -3,7 +3,7 @@
 The algorithm is from Ding et al. 2024, "Fewer Truncations Improve Language Modeling", section 2. The algorithm cuts a
 document longer than the context into pieces of the context's length. Then the algorithm adds the last piece and each
 shorter document, the longest first, to the fullest row with enough room. End-of-text tokens fill the rest of a row;
-`padding_BS` marks this padding, which the model is not trained to predict.
+`padding_BS` marks this padding, which the loss ignores.
 
 Legend: N documents, D pieces of documents, B rows, S tokens of a row.
 """

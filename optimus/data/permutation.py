@@ -1,10 +1,10 @@
 """Computes a seeded permutation of [0, n) without storing it.
 
 A stored permutation of 2 * 10^9 instances (4 T tokens) would need 16 GB. A Feistel network is a bijection of b-bit
-numbers for any round function. 2^b is the smallest power of two that is at least n and 64. The permutation maps an
-image outside [0, n) again until the image is inside (cycle walking; Black and Rogaway, "Ciphers with Arbitrary Finite
-Domains", 2002). Since 2^b < 2n (for n above 32), fewer than two passes suffice on average. The two parts of the number
-may differ in width by one bit, so every b works.
+numbers for any round function. 2^b is the smallest power of two that is at least n and at least 64. The permutation
+maps an image outside [0, n) again until the image is inside (cycle walking; Black and Rogaway, "Ciphers with Arbitrary
+Finite Domains", 2002). Since 2^b < 2n (for n above 32), fewer than two passes suffice on average. The two parts of the
+number may differ in width by one bit, so every b works.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ class Permutation:
         if size < 0:
             raise ValueError(f"size must not be negative, got {size}")
         self.size = size
-        # With fewer than six bits the network does not reach all permutations equally often.
+        # With fewer than six bits, the permutations would be less uniform.
         bits = max(6, (size - 1).bit_length())
         self._low_bits = np.uint64(bits // 2)
         self._high_bits = np.uint64(bits - bits // 2)

@@ -2,14 +2,14 @@
 
 1. Tokenise: helper processes turn batches of text into tokens. The main process writes the tokens in order into
    one stream, `<output>.partial/tokens.bin`, with an end-of-text token after each document.
-   With `pack` "best-fit", `prepare` then packs whole documents into instances, one after the other in `packed.bin`.
+   With `pack` "best-fit", `prepare` then packs the documents into the instances of `packed.bin`.
 2. Shuffle: instance j of the output is instance `permutation(j)` of the stream, or with "best-fit" of `packed.bin`.
-3. Shard: helper processes collect the instances in this order into shard files.
+3. Shard: helper processes write the instances in this order into shard files.
 
 The Optimus paper (section 4) cuts instances from the tokens of each file separately, and drops the tail of each file.
-Here one stream runs through all files, and `prepare` drops only the very last tail. The tails of thousands of small
-files would be most of the text. All bytes of the output depend on the inputs and settings alone, not on the number of
-workers or on interruptions. A local output folder appears complete or not at all, by a rename at the end.
+Here one stream runs through all files, and `prepare` drops only the last tail. The tails of thousands of small files
+can be most of the text. The output depends only on the inputs and settings, not on the number of workers or on
+interruptions. A local output folder appears complete or not at all, by a rename at the end.
 """
 
 import errno
@@ -57,17 +57,18 @@ PACKED = "packed.bin"
 Pack = Literal["concatenate", "best-fit"]
 SHARD_SIZE = 512 * 10**6
 COMMIT_SECONDS = 5.0
-# Bytes of text to train a tokenizer on, the same share of every file. More text hardly changes the merges.
+# Approximate bytes of text to train a tokenizer on, about the same share of every file. More text hardly changes the
+# merges.
 TRAINING_SAMPLE = 64 << 20
 TEXTS_AT_ONCE = 64  # texts of a message to the process that trains a tokenizer
-LOOKED_AT_HERE = 16 << 20  # bytes that the main process checks in the time in which helpers start
+LOOKED_AT_HERE = 16 << 20  # the main process checks inputs of at most this many bytes without helpers
 SIZE_SAMPLE = 1 << 17  # characters of text from which `_estimate` extrapolates
 SMALLEST_VOCABULARY = 257  # all bytes, and the end-of-text token
 
 
 @dataclass
 class _Run:
-    """One call of `prepare`: its arguments and its paths."""
+    """The arguments and the paths of one call of `prepare`."""
 
     sources: files.Sources
     output: Path
@@ -85,11 +86,11 @@ class _Run:
     selection: Selection
     skip_bad: bool
     fields: TextField  # the parsed `text_field`; a `ChatField` renders conversations with its template
-    bad: list[BadFile] = field(default_factory=list)  # files that `sources` excludes
+    bad: list[BadFile] = field(default_factory=list)  # bad files that `sources` excludes
 
     @property
     def masked(self) -> bool:
-        """True if some tokens are not predicted."""
+        """True if the model predicts only some tokens, as in conversations."""
         return self.text_field.startswith(CHAT)
 
     @property
@@ -140,24 +141,24 @@ def prepare(
     spelling of a special token stays ordinary text, unless `parse_special` is True.
 
     `text_field` is a field of JSON lines or a column of tables, a nested field `meta.body`, or a template of several
-    fields, `{question}\\n{answer}`. `chat:messages` is a field of JSON lines with conversations, of which the model
+    fields, `{question}\\n{answer}`. `chat:messages` names a field of JSON lines with conversations, in which the model
     predicts only the answers. With `pack` "concatenate", `prepare` joins all documents and cuts the result every
     `context` tokens. With "best-fit", `prepare` packs whole documents, and cuts only documents that are longer than the
     context. Padding, which the loss ignores, fills the rest of an instance.
 
-    `prepare` excludes and counts documents with fewer than `min_characters` or `min_tokens` (including the end-of-text
-    token), or more than `max_characters` or `max_tokens`. Of documents with equal text, except for case, white space
-    and Unicode form (`dedup` "exact"), or of near-duplicates ("minhash"), `prepare` includes only the first.
+    `prepare` excludes and counts documents with fewer than `min_characters` or `min_tokens`, or more than
+    `max_characters` or `max_tokens`. The number of tokens includes the end-of-text token. With `dedup` "exact",
+    `prepare` includes only the first of several documents with the same text, regardless of case, white space and
+    Unicode normalisation. With "minhash", `prepare` also excludes near-duplicates.
 
-    Text is UTF-8. If `encoding` is another encoding, `prepare` uses it for files that are not valid UTF-8. Before
-    tokenising, `prepare` checks all files (large files often only at their beginning), and one error lists the
-    unreadable files. With `skip_bad`, `prepare` excludes the unreadable files, and the index lists them as `bad_files`.
-    `plugins` names plugins with readers for other types of files. `prepare` calls `progress(stage, done, total)` now
-    and then; `total` may be None.
+    Text is UTF-8 by default. `prepare` decodes files that are not valid UTF-8 with `encoding`. Before tokenising,
+    `prepare` checks all files, of large files often only the beginning. One error lists the unreadable files. With
+    `skip_bad`, `prepare` excludes the unreadable files, and the index lists them as `bad_files`. `plugins` names
+    plugins with readers for other types of files. `prepare` calls `progress(stage, done, total)` now and then; `total`
+    may be None.
 
-    A new call resumes where an interrupted call stopped. If `output` is already complete with the same settings, the
-    call returns its index. Raises `UserError` for bad input, too little disk space, or an `output` with
-    other content.
+    A new call resumes an interrupted call. If `output` is already complete with the same settings, the call returns its
+    index. Raises `UserError` for bad input, too little disk space, or an `output` with other content.
 
     Example:
         index = optimus.prepare(["texts/"], "data", train_tokenizer=4096, context=256)
@@ -305,8 +306,8 @@ def _prepare(run: _Run, settings: dict[str, Any], info: TokenizerInfo | None) ->
 
 
 def _without_bad_file(run: _Run, state: Journal, error: BadFileError) -> Journal:
-    """Excludes from the sources a file that turned out bad during reading, and returns the journal to resume from.
-    Raises `UserError`, which lists the bad files, unless `skip_bad` is set and good files remain."""
+    """Excludes the bad file that `error` names from the sources, and returns the journal to resume from. Raises
+    `UserError`, which lists the bad files, unless `skip_bad` is set and good files remain."""
     number = next(k for k, source in enumerate(run.sources.files) if str(source.path) == error.path)
     bad = [(run.sources.files[number], with_encoding(run.sources.files[number], error.what))]
     if not run.skip_bad:
@@ -322,8 +323,8 @@ def _without_bad_file(run: _Run, state: Journal, error: BadFileError) -> Journal
 
 
 def _look_at_all(run: _Run) -> None:
-    """Checks all files and leaves out the bad ones. Raises `UserError`, which lists the bad files, unless `skip_bad` is
-    set and good files remain."""
+    """Checks all files and leaves out the bad files. Raises `UserError`, which lists the bad files, unless `skip_bad`
+    is set and good files remain."""
     # A new tokenizer must depend on good files alone, so this check must find all bad files before the training.
     bad, partly = _look(run, run.sources.files, full=run.train_tokenizer is not None)
     if bad and not run.skip_bad and sum(source.size for source in partly) <= FULL_CHECK_BYTES:
@@ -427,7 +428,7 @@ def _install_tokenizer(run: _Run, info: TokenizerInfo | None) -> TokenizerInfo:
 
 
 def _train_tokenizer(run: _Run, path: Path) -> None:
-    """Trains a tokenizer in a helper process: only ending the process interrupts the library's training."""
+    """Trains a tokenizer in a helper process, because only the end of the process interrupts the library's training."""
     with Helpers(1, tokenizer_trainer, run.train_tokenizer, path, threads=run.workers) as helpers:
         sample = filter(None, _training_sample(run))
         while texts := list(islice(sample, TEXTS_AT_ONCE)):
@@ -436,7 +437,7 @@ def _train_tokenizer(run: _Run, path: Path) -> None:
 
 
 def _training_sample(run: _Run) -> Iterator[str]:
-    """Yields documents to train a tokenizer on: the same share of every file, from its beginning."""
+    """Yields texts to train a tokenizer on: about the same share of every file, from the beginning of the file."""
     total_bytes = sum(source.text_bytes_estimate for source in run.sources.files)
     share = min(1.0, TRAINING_SAMPLE / max(1.0, total_bytes))
     total, done = int(total_bytes * share), 0
@@ -454,7 +455,7 @@ def _training_sample(run: _Run) -> Iterator[str]:
 
 
 def _tokenise(run: _Run, state: Journal, info: TokenizerInfo) -> None:
-    """Runs step 1, from the journal's mark to the end of all inputs."""
+    """Writes the token stream, from the journal's mark to the end of the inputs."""
     item = np.dtype(info.dtype).itemsize
     encode = tokenizers.encoder(tokenizers.load(info.path, parse_special=run.parse_special))
     total = sum(source.size for source in run.sources.files)
@@ -508,7 +509,7 @@ def _in_order(helpers: Helpers, batches: Iterator[Item]) -> Iterator[tuple[Item,
 
 
 class _StreamWriter:
-    """Appends tokens to the stream, and then advances the journal."""
+    """Appends tokens to the stream, and advances the journal every few seconds."""
 
     def __init__(self, run: _Run, state: Journal, stream: BinaryIO, item: int) -> None:
         self._run = run
@@ -543,7 +544,7 @@ class _StreamWriter:
         document.
 
         This method does not truncate the stream at an excluded document. The journal may count the first tokens of that
-        document, but a run that resumes from there excludes the document again.
+        document, but a resumed run excludes the document again.
         """
         document, self._document = self._document, Document()
         if not document.text_bytes:
@@ -572,8 +573,8 @@ class _StreamWriter:
 
 
 def _pack(run: _Run, state: Journal, info: TokenizerInfo) -> int:
-    """Returns the number of instances of the stream, after packing if `pack` is "best-fit". Raises `UserError` for too
-    few tokens."""
+    """Packs the stream if `pack` is "best-fit". Returns the number of instances. Raises `UserError` if the stream has
+    fewer tokens than one instance."""
     tokens = state.mark.tokens
     if tokens < run.context:
         for path in run.partial.iterdir():  # a later run cannot use these files
@@ -714,10 +715,9 @@ def _index(run: _Run, state: Journal, instances: int, info: TokenizerInfo) -> di
 
 
 def _finish(run: _Run, index: dict[str, Any]) -> dict[str, Any]:
-    """Deletes the files that only an unfinished run needs, and renames the folder to `output`. A later run can repeat
-    this step after a kill.
+    """Deletes the files that only an unfinished run needs, and renames the folder to `output`.
 
-    The folder already has its index, so the next run begins with this step.
+    After a kill, the next run repeats this step, because the folder already has its index.
     """
     keep = {shards.INDEX, shards.SUMS, tokenizers.FILE, *(shard["file"] for shard in index["shards"])}
     for path in run.partial.iterdir():

@@ -96,8 +96,8 @@ def expand(url: str, suffixes: tuple[str, ...]) -> Iterator[tuple[RemoteFile, st
 
 
 class RemoteFolder:
-    """A folder of prepared data at a URL. `fetch` copies files on demand into the subfolder `local` of `cache`. All
-    processes share one copy. Changed data gets another subfolder.
+    """A folder of prepared data at a URL. `fetch` copies files on demand into the subfolder `local` of `cache`.
+    Processes with the same `cache` share the copies. Data with another index gets another subfolder.
 
     Raises `UserError` for an unreachable URL, a URL without prepared data, and a protocol whose package is not
     installed.
@@ -144,7 +144,7 @@ class RemoteFolder:
 
 @contextmanager
 def _reading(url: str) -> Iterator[None]:
-    """Turns any failure inside into one `UserError` that names the URL."""
+    """Turns an exception in the context into a `UserError` that names the URL."""
     try:
         yield
     except ImportError as error:

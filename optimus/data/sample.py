@@ -1,4 +1,4 @@
-"""Copies text that comes with Python, for a first model: the sources of the standard library."""
+"""Copies the sources of Python's standard library, as text for a first model."""
 
 import shutil
 import sysconfig
@@ -13,8 +13,8 @@ _HELD_OUT = 20  # one of this many files is for validation
 
 
 def sample_text(output: str | Path) -> dict[str, Any]:
-    """Copies the sources of Python's standard library without its tests: every twentieth file into the subfolder
-    `held-out` of `output`, for validation, and all other files into `train`.
+    """Copies the sources of Python's standard library, without tests, into `output`. Every twentieth file goes into the
+    subfolder `held-out`, for validation, and the other files go into `train`.
 
     Returns `output`, the number of `files` to train on, the number `held_out` of files for validation, and the total
     `bytes`. Raises `UserError` if `output` exists and is not an empty folder, or cannot be written.

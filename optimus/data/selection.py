@@ -1,13 +1,13 @@
-"""Selects documents for `prepare`: only documents within the limits of length, and of duplicates or near-duplicates only
-the first.
+"""Selects documents for `prepare`: documents within the limits of length, without duplicates or near-duplicates of
+earlier documents.
 
 Exact duplicates are equal in normalised text (Unicode NFKC, case folded, any white space as one space). Near-duplicates
-have sets of five-word shingles with a Jaccard similarity of at least 0.8. The estimate is from 128 MinHashes (Broder
-1997; Lee et al. 2022, "Deduplicating Training Data Makes Language Models Better", section 4).
+have sets of five-word shingles with a Jaccard similarity of at least 0.8. The similarity is an estimate from 128
+MinHashes (Broder 1997; Lee et al. 2022, "Deduplicating Training Data Makes Language Models Better", section 4).
 
 The comparison uses signatures of documents. Helper processes compute the signature of every piece of a document, and
 the writer of the stream joins the signatures of a document. An exact signature covers the whole normalised text, and
-does not depend on the cuts of the document, unless a cut separates a letter from its combining mark. A MinHash
+does not depend on the cuts of the document, unless a cut separates characters that normalisation combines. A MinHash
 signature misses the shingles that span a cut.
 """
 
@@ -73,10 +73,11 @@ class Selection:
 
 
 class DocumentPiece(NamedTuple):
-    """The facts about a piece of a document that the selection needs. `tokens` includes the end-of-text token.
+    """The facts about a piece of a document that the selection needs. `tokens` includes the end-of-text token of the
+    last piece.
 
-    For exact deduplication, `signature` is the document's signature if the piece is `alone` (a whole document), else the
-    normalised text.
+    For exact deduplication, `signature` is the document's signature if the piece is `alone`, otherwise the normalised
+    text. `alone` is True if the piece is certainly a whole document.
     """
 
     tokens: int
@@ -102,8 +103,8 @@ class Document:
         signature, before = piece.signature, bytes.fromhex(self.signature)
         if dedup == "exact" and not piece.alone:
             text = piece.signature.decode()
-            # Any white space becomes one space, also where two pieces meet, but none at the beginning and the end of a
-            # document.
+            # A run of white space becomes one space, even where two pieces meet. White space at the beginning and the
+            # end of a document vanishes.
             text = self.unsigned + (text.lstrip() if self.unsigned[-1:] in ("", " ") else text)
             signature, self.unsigned = _fold(before, text)
             if piece.ends_document:
@@ -117,9 +118,9 @@ class Document:
 
 
 def signer(dedup: Dedup) -> Callable[[str, bool], bytes]:
-    """Returns a function that signs a piece of a document, given its text and whether the piece is `alone` (a whole
-    document). Depending on `dedup`, the signature is empty, the one that `DocumentPiece` describes, or
-    MinHashes as uint32."""
+    """Returns a function that signs a piece of a document, given the text and `alone` of the piece. The signature is
+    empty for `dedup` "none", the one that `DocumentPiece` describes for "exact", and MinHashes as uint32 for
+    "minhash"."""
     if dedup == "none":
         return lambda text, alone: b""
     if dedup == "exact":
@@ -165,8 +166,8 @@ def _digest(data: bytes) -> bytes:
 class Signatures:
     """The signatures of the selected documents, in memory and in the file `FILE` of `folder`.
 
-    An interrupted run continues with the first `saved` signatures. An exact signature takes about 110 bytes of memory,
-    and a MinHash signature takes about 4 KB.
+    A resumed run continues with the first `saved` signatures. An exact signature takes about 110 bytes of memory, and a
+    MinHash signature takes about 4 KB.
     """
 
     def __init__(self, folder: Path, dedup: Dedup, saved: int) -> None:
@@ -182,8 +183,8 @@ class Signatures:
         self._file.truncate()
 
     def is_new(self, signature: bytes) -> bool:
-        """Returns True and stores the signature if it matches no signature of an earlier document. Always returns True
-        without deduplication."""
+        """Stores a signature that matches no earlier signature, and returns True. Otherwise returns False. Always
+        returns True without deduplication."""
         new = not self._size or self._find.is_new(signature)
         if new:
             self._file.write(signature)

@@ -47,8 +47,8 @@ class Rows(Protocol):
     vocab_size: int
     eos_id: int
     parse_special: bool
-    padded: bool  # True if end-of-text tokens pad rows
-    masked: bool  # True if tokens have the flags above
+    padded: bool  # True if end-of-text tokens without flags pad rows
+    masked: bool  # True if tokens may have the flags above
 
     @property
     def tokenizer_path(self) -> Path:
@@ -66,7 +66,8 @@ class Rows(Protocol):
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """Reads the content of `index.json`. Raises `UserError` if the file is absent, damaged or of another format."""
+    """Reads the content of `index.json`. Raises `UserError` if the file is absent, damaged, or of another format or
+    version."""
     path = folder / INDEX
     if not path.is_file():
         raise UserError(
@@ -119,12 +120,13 @@ def _check_index(index: dict[str, Any]) -> None:
 class Shards:
     """An opened folder of prepared data. Row i is training instance i in the shuffled order.
 
-    Opening checks the index, the tokenizer and, in a local folder, the presence, shape and size of every shard. Each read of
-    an instance checks the checksum of the instance. Older data has no checksums of instances, so the first read from a shard
-    checks the checksum of the whole shard. Each failed check raises `UserError`. Threads may share one object.
+    Opening checks the index, the tokenizer and, in a local folder, the presence, shape and dtype of every shard. Each
+    read of an instance checks the checksum of the instance. Older data has no checksums of instances, so the first read
+    from a shard checks the checksum of the whole shard. Each failed check raises `UserError`. Threads may share one
+    object.
 
-    For a folder at a URL, this class copies files into `cache`: a shard at the first read from it, and then the next
-    shard in the background.
+    For a folder at a URL, this class copies files into `cache`: a shard at the first read from the shard, and then the
+    next shard in the background.
     """
 
     def __init__(self, folder: str | Path, cache: str | Path = CACHE) -> None:

@@ -1,7 +1,7 @@
-"""Reads the documents of a CSV or TSV file: the cells of one or several columns, named in the first row.
+"""Reads the documents of a CSV or TSV file, whose first row names the columns.
 
 Cells in quotes may contain any characters (RFC 4180). A row with another number of cells than the first row, or an
-unclosed quote, is an error, because it could lose or merge text silently.
+unclosed quote, is an error, because such a fault could silently lose or merge text.
 """
 
 import csv
@@ -19,7 +19,7 @@ _DELIMITERS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
 
 def records(stream: BinaryIO, where: str, field: TextField, delimiter: str) -> Iterator[dict[str, str]]:
     """Yields the cells of the columns that `field` needs, by name, row by row. Raises `UserError`, which names the
-    file, and the line of a bad row."""
+    file, for a missing column and for a bad row."""
     csv.field_size_limit(max(csv.field_size_limit(), LONGEST_CELL))  # a global limit of the module, 128 KB by default
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     rows = csv.reader(_lines(text), delimiter=delimiter, strict=True)
@@ -52,7 +52,7 @@ def records(stream: BinaryIO, where: str, field: TextField, delimiter: str) -> I
             f"{where}:{rows.line_num}: not readable as a table ({error}). Check for an unclosed quote."
         ) from error
     except UnicodeDecodeError as error:
-        line = rows.line_num + error.object[: error.start].count(b"\n") + 1  # `rows` has read all whole lines before
+        line = rows.line_num + error.object[: error.start].count(b"\n") + 1  # `rows` has already read the lines before
         raise UserError(f"{where}:{line}: not UTF-8 ({error.reason}). Convert it to UTF-8.") from error
 
 

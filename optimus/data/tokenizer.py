@@ -31,7 +31,7 @@ class TokenizerInfo:
 
     @property
     def dtype(self) -> str:
-        """The smallest NumPy type that can represent every token: little-endian uint16 or uint32."""
+        """The NumPy type of stored tokens: little-endian uint16 if every token and its flags fit, otherwise uint32."""
         return "<u2" if self.vocab_size <= 1 << 16 and not self.masked else "<u4"
 
 
@@ -39,8 +39,8 @@ def load(path: Path, *, parse_special: bool = False) -> Any:
     """Loads the `tokenizers.Tokenizer` in a file, without truncation and padding. Raises `UserError` for any other
     file.
 
-    The tokenizer encodes the spelling of a special token, such as `<|endoftext|>`, as ordinary text, or with
-    `parse_special` as that token.
+    With `parse_special`, the tokenizer encodes the spelling of a special token, such as `<|endoftext|>`, as the token.
+    Otherwise the spelling stays ordinary text, except for the tokenizers that `check_text_stays_text` refuses.
     """
     from tokenizers import Tokenizer
 
@@ -56,8 +56,8 @@ def load(path: Path, *, parse_special: bool = False) -> Any:
 
 
 def encoder(tokenizer: Any) -> Any:
-    """Returns the function text -> token ids of a tokenizer, without the special tokens that some tokenizers add around a
-    text."""
+    """Returns a function from a text to its token ids. The ids exclude the special tokens that some tokenizers add
+    around a text."""
     return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
 
 
@@ -75,7 +75,8 @@ def inspect(file_or_folder: Path) -> TokenizerInfo:
 
 
 def check_text_stays_text(info: TokenizerInfo) -> None:
-    """Raises `UserError` if text becomes a special token although `parse_special` of `load` is False.
+    """Raises `UserError` if the spelling of a special token becomes the token even without `parse_special` of `load`.
+    Ignores the token for unknown text.
 
     A Unigram model may have special tokens among its pieces of text. The library also finds an added token in text
     unless the file marks the token as special.
@@ -94,7 +95,7 @@ def check_text_stays_text(info: TokenizerInfo) -> None:
 
 
 def _unknown_token(path: Path) -> int | None:
-    """Returns the id of the token that replaces all text outside the vocabulary; None if there is no such token."""
+    """Returns the id of the token that replaces text outside the vocabulary, or None if there is no such token."""
     model = parse_json(path.read_bytes())["model"]
     if model.get("unk_id") is not None:
         return int(model["unk_id"])

@@ -2,7 +2,8 @@
 
 A position is the index of a sequence in its phase. The sequence at position p is a pure function of p: the mixture
 gives the source of position p and the number of earlier positions of this source. Every rank of any layout therefore
-finds its part of the data at any step. In each phase, a source continues where the earlier phases stopped reading it.
+finds its part of the data at any step. Except in replay, a source continues after the tokens that earlier phases have
+read.
 """
 
 import hashlib
@@ -30,8 +31,8 @@ class MixedSource(NamedTuple):
     """A source in a phase. Earlier phases have read the sequences before `first`. A row of the shards has `parts`
     sequences.
 
-    For a replayed source, the phase reads only the first `seen` rows, and `first` selects passes whose order no other
-    phase uses.
+    For a replayed source, the phase reads only the first `seen` rows, and `first` selects the pass at which the replay
+    begins.
     """
 
     name: str
@@ -46,7 +47,8 @@ class MixedSource(NamedTuple):
         return self.seen or self.shards.instances
 
     def rows(self, index_N: NDArray[np.int64], seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Locates the source's sequences `index_N` of the phase: the row of each, and the part of the row.
+        """Locates the source's sequences `index_N` of the phase. Returns the row [N] of each sequence, and the part [N]
+        of the row.
 
         Pass 0 reads the rows in the stored order. Each later pass permutes the rows with the key (seed, pass).
         """
@@ -74,12 +76,12 @@ class DataPhase(NamedTuple):
 
     @property
     def padded(self) -> bool:
-        """True if sequences may end in padding."""
+        """True if sequences may end in padding without the flag `NOT_PREDICTED`."""
         return any(source.shards.padded for source in self.sources)
 
     @property
     def masked(self) -> bool:
-        """True if the loss ignores some tokens of documents."""
+        """True if tokens may have the flags of `shards.py`, such as `NOT_PREDICTED`."""
         return any(source.shards.masked for source in self.sources)
 
     @classmethod
@@ -193,7 +195,7 @@ class TrainingData:
         return DataPhase(phase.first, train.global_batch, mixed, mixture, phase.config.data.documents == "mask")
 
     def _replayed(self, phase: Phase, folder: str, name: str, tokens: int) -> MixedSource:
-        """Returns a source that replays the rows that earlier phases have read, in an order that only this phase uses."""
+        """Returns a source that replays the first rows of `folder`, about as many as earlier phases have read."""
         shards = self.folders[folder]
         if shards.instances == ENDLESS:
             raise UserError(
@@ -222,7 +224,7 @@ class TrainingData:
 
     def stream_states(self, steps: int) -> dict[str, Any]:
         """Returns states from which the streams can continue after `steps` steps, by source. A state precedes the last
-        of these steps, which a loader has certainly read."""
+        of the steps, because a loader has certainly read the last step."""
         last = max(0, steps - 1)
         phase, found = self.phases[phase_at(self._described, last).number], {}
         for source, number in zip(phase.sources, phase.counts(last)):
@@ -238,7 +240,8 @@ class TrainingData:
                 rows.load_state(states[name])
 
     def verify(self) -> None:
-        """Reads all shards and compares their checksums. Raises `UserError` at the first shard that differs."""
+        """Reads all prepared shards and compares their checksums. Raises `UserError` at the first shard that
+        differs."""
         for shards in self.folders.values():
             shards.verify()
 
@@ -295,8 +298,8 @@ def _with_replay(weights: Sequence[int], share: Fraction, read: Sequence[int]) -
 
 
 def _weights(phase: Phase, sources: Sequence[SourceConfig], shards: Sequence[Rows]) -> list[int]:
-    """Returns whole numbers as weights. If all sources have a weight, the numbers are in the ratio of those weights.
-    Otherwise the numbers are in the ratio of the phase's positions that the sources get."""
+    """Returns whole numbers as weights. If all sources have a weight, the numbers are in the ratio of the sources'
+    weights. Otherwise the numbers are in the ratio of the phase's positions that the sources get."""
     shares = [source.share for source in sources]
     if all(share is not None for share in shares):
         return integer_weights([share or 0.0 for share in shares])

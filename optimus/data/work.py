@@ -74,8 +74,8 @@ def _text_encoder(info: TokenizerInfo, tokenizer: Any) -> _TokensOf:
 
 
 def _conversation_encoder(info: TokenizerInfo) -> _TokensOf:
-    """Returns a function that encodes conversations. The model predicts an appended end-of-text token only after an open
-    answer of the assistant."""
+    """Returns a function that encodes conversations. The function appends an end-of-text token to a conversation
+    without one. The model predicts the appended token only if `Conversation.is_open`."""
     as_tokens, as_text = (tokenizers.load(info.path, parse_special=special) for special in (True, False))
 
     def tokens_of(pieces: Sequence[Conversation], ends_document: Sequence[bool]) -> Iterator[list[int]]:
@@ -107,8 +107,8 @@ def write_shard(
 ) -> str:
     """Writes output rows `start` to `stop` as the array file `name` in `folder`, which appears complete or not at all.
 
-    Output row j is row `permutation(j)` of the token stream, which has `instances` rows of `context` tokens of the type
-    `dtype`. Returns the SHA-256 of the file. Before this file, writes the CRC-32 of each row to the file `name` +
+    Output row j is row `permutation(j)` of the file `stream`, which has `instances` rows of `context` tokens of the
+    type `dtype`. Returns the SHA-256 of the file. Before this file, writes the CRC-32 of each row to the file `name` +
     `SUMS`. Reads the stream with pread instead of a memory map, whose pages would count as used memory.
     """
     temporary = folder / f"{name}.{os.getpid()}.tmp"  # a helper of a killed run may still write here

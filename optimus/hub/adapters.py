@@ -1,7 +1,7 @@
 """Exports the low-rank factors of a run (`train.lora_rank`) as an adapter in the format of PEFT.
 
-The published model has separate matrices where ours has one matrix for several outputs (q, k and v; gate and up). Each of
-these matrices gets the rows of our factor B, and the whole factor A.
+The published model has separate matrices where our model has one matrix for several outputs (q, k and v; gate and up).
+Each separate matrix gets some rows of our factor B, and the whole factor A.
 
 Legend: R rank, L inputs.
 """
@@ -38,14 +38,15 @@ _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 def export_adapter(
     checkpoint: str | Path, output: str | Path, base: str | None = None, *, plugins: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Writes the low-rank factors of a full checkpoint, and the other trained parameters, as an adapter for PEFT.
+    """Writes the low-rank factors of a full checkpoint, and all further trained parameters, as an adapter for PEFT.
 
     `base` is the folder or the hub's name of the published model that training started from; by default, the folder
-    `checkpoint.load_path` of the run. Returns `output`, `rank`, `modules` (number of adapted matrices), `tensors`, `saved`
-    (other trained modules) and `bytes`.
+    `checkpoint.load_path` of the run. Returns `output`, `rank`, `modules` (number of adapted matrices), `tensors`
+    (number), `saved` (names of the modules without factors that were trained), `base` and `bytes`.
 
-    Raises `UserError` for a checkpoint without factors or without a known base, for a model that PEFT would compute
-    otherwise (pruned, or with a trained tied embedding or trained experts), and like `export_model`.
+    Raises `UserError` for a checkpoint without factors or without a known base, and for a model that PEFT or
+    `transformers` would compute otherwise, for example a pruned model. Also raises `UserError` if `output` is neither a
+    new path nor an empty folder.
     """
     load_plugins([*plugins])
     if is_url(output):
@@ -109,7 +110,8 @@ def export_adapter(
 
 
 def _no_adapter(reader: Reader, weights: Sequence[str], trained: Iterable[str]) -> str | None:
-    """Returns the reason why PEFT cannot have these factors and the other `trained` parameters; None if it can."""
+    """Returns the reason why PEFT cannot have these factors and `trained` parameters without factors; None if PEFT
+    can."""
     model = reader.description.model
     if not weights:
         return "has no low-rank factors: an adapter needs a full checkpoint of a run with train.lora_rank"
@@ -144,7 +146,8 @@ def _factors(reader: Reader, weights: Iterable[str]) -> tuple[list[str], dict[st
 def _others(
     reader: Reader, keys: Iterable[str], frozen: Container[str], adapted: Container[str]
 ) -> tuple[set[str], bool, dict[str, Tensor]]:
-    """Returns (modules that PEFT saves whole, True if biases of `adapted` matrices were trained, the tensors of both)."""
+    """Returns (modules that PEFT saves whole, True if biases of `adapted` matrices were trained, the tensors of these
+    modules and biases)."""
     family, tensors, biases = reader.description.model.family, dict[str, Tensor](), False
     modules = {key: _modules(family, key, reader) for key in sorted(keys)}
     trained = {module for key, named in modules.items() if key not in frozen for module in named}

@@ -69,7 +69,7 @@ def read_model(path: Path) -> ModelConfig:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Returns the content of config.json. Raises `UserError` if the file is missing or not a JSON object."""
+    """Returns the content of config.json. Raises `UserError` if the file is missing, unreadable or no JSON object."""
     file = path / FILE
     try:
         raw = parse_json(file.read_text(encoding="utf-8"))
@@ -122,9 +122,9 @@ def further_fields(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def no_export(model: ModelConfig) -> str | None:
-    """Returns the reason why `model` cannot be exported, or None if it can.
+    """Returns the reason why `model` cannot be exported; None if `model` can be exported.
 
-    A model cannot be exported if its family has no class in `transformers` that computes the same function.
+    An export needs a class of `transformers` that computes the same function.
     """
     family = families()[model.family]
     if family.architecture is None:
@@ -300,7 +300,7 @@ def _published_scaling(model: ModelConfig) -> dict[str, Any] | None:
     return {"rope_type": scaling.kind} | {name: value for name, value in own.items() if name in _RULES[scaling.kind]}
 
 
-_ORIGINAL = "original_max_position_embeddings"  # our original_context; the other fields have our names
+_ORIGINAL = "original_max_position_embeddings"  # our original_context
 _LLAMA3 = (_ORIGINAL, "low_freq_factor", "high_freq_factor")
 _YARN = (_ORIGINAL, "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
 _RULES = {"linear": ("factor",), "llama3": ("factor", *_LLAMA3), "yarn": ("factor", *_YARN, "truncate")}
@@ -310,8 +310,8 @@ def _rope(raw: dict[str, Any], file: Path, layers: str = "full_attention", base:
     """Reads the rotary parameters of one kind of `layers`: `rope_theta`, if stated, and the fields of the scaling.
 
     `base` is the name of `rope_theta` in `transformers` 4. Version 5 stores the parameters in rope_parameters, either
-    once or for each kind of layers. Version 4 stores the parameters among the other fields, and its scaling does not
-    apply to layers with a window.
+    once or for each kind of layers. Version 4 stores the parameters at the top level of config.json, and its scaling
+    does not apply to layers with a window.
     """
     parameters, scaling = (_object(raw, name, file) for name in ("rope_parameters", "rope_scaling"))
     of = _object(parameters, layers, file) if layers in parameters else parameters

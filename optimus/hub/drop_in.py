@@ -47,10 +47,10 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     """Runs the forward pass of an experts module of `transformers`, with its signature.
 
     The result is [T, H] in the dtype of `hidden_states`. `experts` is a module decorated with
-    `use_experts_implementation`; `hidden_states` is [T, H], and the other tensors are [T, K]. In `transformers`' expert
-    parallelism, an index of E or more is a choice of another rank's expert, which adds nothing. As in the eager
-    implementation, matmuls are in the dtype of the weights or, under autocast, in autocast's dtype. The function rounds
-    routing weights to that dtype too, for example Mixtral's fp32 weights.
+    `use_experts_implementation`; `hidden_states` is [T, H]; `top_k_index` and `top_k_weights` are [T, K]. In
+    `transformers`' expert parallelism, an index of E or more is a choice of another rank's expert, which adds nothing.
+    As in the eager implementation, matmuls are in the dtype of the weights or, under autocast, in autocast's dtype. The
+    function rounds routing weights to that dtype too, for example Mixtral's fp32 weights.
 
     Raises `UserError` for experts that the kernels cannot compute, before computing anything.
     """

@@ -1,6 +1,6 @@
 """Exports a model or a checkpoint to a folder that `transformers` loads.
 
-The export writes `.NAME.partial` next to the final folder NAME, and renames this folder when it is complete.
+The export writes the folder `.NAME.partial` next to the final folder NAME, and renames the complete folder.
 """
 
 import shutil
@@ -154,7 +154,7 @@ def export_model(
 
 
 class SpecialTokens(NamedTuple):
-    """A tokenizer's special tokens for generation. Without a padding token, the end-of-text token takes its place."""
+    """A tokenizer's special tokens for generation. Without a padding token, the end-of-text token serves as padding."""
 
     eos: str | None
     pad: str | None
@@ -162,9 +162,9 @@ class SpecialTokens(NamedTuple):
 
 
 def _tensors(model: Transformer, dtype: torch.dtype | None) -> list[OutputTensor]:
-    """Returns all tensors to write, parameters in `dtype` and buffers in their own dtype.
+    """Returns all tensors to write: parameters in `dtype`, if given, and buffers in their present dtype.
 
-    With `Family.head_copy`, a tied output layer has a tensor of its own.
+    With `Family.head_copy`, a tied output layer has a separate tensor.
     """
     buffers, family = dict(model.named_buffers()), families()[model.config.family]
     named = [*named_tensors(model)]

@@ -1,7 +1,7 @@
-"""Converts Hugging Face folders to GGUF files with the converter of a llama.cpp checkout, which stays as it is.
+"""Converts Hugging Face folders to GGUF files with the converter of an unmodified llama.cpp checkout.
 
 The converter recognises a pre-tokenizer by a hash of the token ids of a text. The hash depends on the vocabulary, so
-the converter knows the tokenizers on its list, and none that was trained later. `pre_tokenizer` recognises the form.
+the converter recognises only the tokenizers on a list. `pre_tokenizer` compares the settings of a tokenizer instead.
 """
 
 import json
@@ -22,7 +22,7 @@ CONVERTER = "convert_hf_to_gguf.py"
 TYPES = ("auto", "f32", "f16", "bf16", "q8_0")
 _RUN = Path(__file__).with_name("gguf_converter.py")
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
-_SPLITS = ("add_prefix_space", "use_regex")  # the options of ByteLevel that change how a text is split
+_SPLITS = ("add_prefix_space", "use_regex")  # the options of ByteLevel that change the split of a text
 _PLAIN = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges")
 
 
@@ -31,10 +31,11 @@ def convert_to_gguf(
 ) -> dict[str, Any]:
     """Converts an exported folder to a GGUF file with the converter of llama.cpp; returns `output`, `bytes` and `pre`.
 
-    `converter` is a llama.cpp checkout. `outtype` is the converter's: f32, f16, bf16, q8_0, or auto for 16 bits.
-    `python` is an interpreter with the converter's packages (torch, transformers); by default this one. `pre` is the
-    name of the pre-tokenizer for a tokenizer that the converter does not recognise, or None if Optimus knows no name.
-    Raises `UserError`, also for a model that llama.cpp computes otherwise, and never touches existing files.
+    `converter` is a llama.cpp checkout. `outtype` is the type of the tensors in the file: f32, f16, bf16, q8_0, or auto
+    for 16 bits. `python` is an interpreter with the converter's packages (torch, transformers); by default the running
+    interpreter. `pre` is the name of the pre-tokenizer, which the converter uses for an unknown tokenizer; None if
+    Optimus knows no name. Raises `UserError` if `output` exists, if the conversion fails, and for a model that
+    llama.cpp computes otherwise.
 
     Example:
         api.gguf("huggingface", "llama.cpp", "model.gguf")
@@ -80,9 +81,9 @@ def convert_to_gguf(
 
 
 def pre_tokenizer(raw: dict[str, Any]) -> str | None:
-    """Returns llama.cpp's name of the pre-tokenizer of a tokenizer.json; None if the form is another than GPT-2's.
+    """Returns llama.cpp's name of the pre-tokenizer of a tokenizer.json; None for settings other than GPT-2's.
 
-    A tokenizer of `optimus prepare` has GPT-2's form: byte-level BPE on the text as it is, split by GPT-2's pattern.
+    GPT-2's settings are byte-level BPE without a normalizer, and a split by GPT-2's pattern.
     """
     model, split = raw.get("model"), raw.get("pre_tokenizer")
     if not isinstance(model, dict) or not isinstance(split, dict):
@@ -93,10 +94,10 @@ def pre_tokenizer(raw: dict[str, Any]) -> str | None:
 
 
 def other_result(raw: Mapping[str, Any], tokens: int) -> str | None:
-    """Returns why llama.cpp does not compute the model of this config.json; None if it does.
+    """Returns the reason why llama.cpp does not compute the model of this config.json; None without a known reason.
 
-    `tokens` is the number of tokens of its tokenizer. The converter passes over these fields without a word: the file
-    would not load, or hold another model.
+    `tokens` is the number of tokens of the model's tokenizer. The converter ignores the fields that `Family.gguf`
+    names. With other values, the file would not load or would hold another model.
     """
     family = families().get(str(raw.get("model_type")))
     for field, only in (family.gguf if family else {}).items():
@@ -118,7 +119,7 @@ def _tokens(raw: dict[str, Any]) -> int:
 
 
 def _environment() -> dict[str, str]:
-    """Returns the environment of the converter, which must not ask a hub for what the folder lacks."""
+    """Returns the environment of the converter, which must not ask a hub for missing files."""
     return {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
 

@@ -1,6 +1,6 @@
-"""Runs the converter of llama.cpp and tells it the name of a pre-tokenizer that it does not recognise.
+"""Runs the converter of llama.cpp with a name for a pre-tokenizer that the converter does not recognise.
 
-A program of its own, which imports nothing of Optimus: the converter may need another interpreter.
+This program imports nothing of Optimus, because the converter may need another interpreter.
 
     python gguf_converter.py CHECKOUT PRE [arguments of convert_hf_to_gguf.py]
 """
@@ -15,9 +15,9 @@ from typing import Any
 
 
 def main() -> None:
-    """Runs `convert_hf_to_gguf.py` of a checkout with the arguments that are left."""
+    """Runs `convert_hf_to_gguf.py` of a checkout with the arguments after CHECKOUT and PRE."""
     _, folder, pre, *arguments = sys.argv
-    sys.path[0] = folder  # in place of this program's folder, which has a gguf.py of its own
+    sys.path[0] = folder  # instead of this program's folder, which has another gguf.py
     converter = importlib.import_module("convert_hf_to_gguf")
     if pre:
         _forgo_sentencepiece(Path(arguments[0]))
@@ -35,9 +35,10 @@ def _text_model(converter: Any) -> Any:
 
 
 def _forgo_sentencepiece(model: Path) -> None:
-    """Lets the converter import sentencepiece, where it is not installed, for a folder without a file to read with it.
+    """Lets the converter import an empty sentencepiece, if sentencepiece is not installed and the folder has no
+    tokenizer.model.
 
-    The converter of some families imports it before it looks for the file.
+    For some families, the converter imports sentencepiece before the search for this file.
     """
     if find_spec("sentencepiece") is None and not (model / "tokenizer.model").exists():
         stand_in = ModuleType("sentencepiece")

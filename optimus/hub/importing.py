@@ -31,12 +31,13 @@ from optimus.plugins import load_plugins
 
 
 def import_folder(hf_dir: str | Path, output: str | Path, *, plugins: Sequence[str] = ()) -> dict[str, Any]:
-    """Converts a Hugging Face folder into a checkpoint of weights: bfloat16 if all the folder's weights are, else float32.
+    """Converts a Hugging Face folder into a checkpoint of weights, in bfloat16 if all weights of the folder are in
+    bfloat16, else in float32.
 
-    Returns `checkpoint`, `family`, `parameters`, `context`, `dtype`, `eos_id`, `tokenizer` (true if the folder has one)
-    and `left_out` (a description of omitted layers, or None). `plugins` names the plugin with the folder's family, if
-    the library does not have the family. Raises `UserError` if `output` exists, and for a field, tensor or file at
-    fault, which the message names.
+    Returns `checkpoint`, `family`, `parameters`, `context`, `dtype`, `eos_id`, `tokenizer` (True if the folder has a
+    tokenizer) and `left_out` (a description of omitted layers, or None). `plugins` names the plugin with the folder's
+    family, if the library does not have the family. Raises `UserError` if `output` exists, and for an invalid field,
+    tensor or file, which the message names.
 
     Example:
         optimus.import_folder("huggingface", "imported")
@@ -144,8 +145,9 @@ def _shapes(model: CausalModel) -> dict[str, tuple[int, ...]]:
 def load_weights(model: CausalModel, path: Path) -> None:
     """Fills the parameters of `model` from the safetensors of a Hugging Face folder, after checks of all tensors.
 
-    The function reads experts as one tensor per expert (published) or one tensor per layer (fused). Raises `UserError`
-    for another architecture, for missing, unexpected or mis-shaped tensors, and for a dtype that `model` would round.
+    The function reads separate tensors of each expert (published), or tensors of all experts of a layer (fused). Raises
+    `UserError` for another architecture, for missing, unexpected or mis-shaped tensors, and for a dtype that `model`
+    would round.
     """
     if isinstance(model.config, TransformersModel):
         model.fill_from(read_weights(path, model.config))

@@ -2,8 +2,8 @@
 
 The metadata are special tokens, the tokenizer's configuration and generation settings. The imported checkpoint and all
 checkpoints derived from this checkpoint have the metadata (`Description.published`), and an export writes the metadata
-again. An export omits metadata that training invalidates: if the checkpoint has another tokenizer, all metadata about
-tokens. An export copies a file byte by byte if its content has not changed.
+again. An export omits metadata that training invalidates: if the checkpoint has another tokenizer, the published
+metadata about tokens. An export copies a file byte by byte if its content has not changed.
 """
 
 import base64
@@ -30,7 +30,7 @@ _OF_A_FOLDER = (*_VERSIONS, "auto_map")
 def read_published(path: Path) -> dict[str, Any]:
     """Reads the metadata of the folder `path`.
 
-    The result has the content of the metadata files by name, the `further_fields` of config.json under its name, and
+    The result has the content of the metadata files by name, the `further_fields` of config.json under this name, and
     the `sha256` of tokenizer.json or None. Under `bytes`, the result has the bytes of the metadata files, and of other
     forms of the tokenizer, in base64. Raises `UserError`, which names the file, for a file that is damaged or
     unreadable.

@@ -1,4 +1,4 @@
-"""Safetensors files, which this module reads from a folder and writes one tensor at a time.
+"""Safetensors files: this module reads the files of a folder, and writes files tensor by tensor.
 
 The safetensors library writes a whole file from memory. This module streams a file: the header depends only on names,
 shapes and dtypes, so memory needs only one converted tensor at a time, in addition to the model.

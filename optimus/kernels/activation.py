@@ -1,7 +1,6 @@
 """The activation of a feed-forward layer, optionally as a gate that multiplies a second projection (Shazeer 2020).
 
-For a gated activation, autograd saves only the input z, the projection's output; the backward pass recomputes the
-activation.
+For a gated activation, autograd saves only the input z; the backward pass recomputes the activation.
 
 Legend: T rows, I intermediate.
 """
@@ -23,10 +22,8 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_silu"]
 
 class _Kind(NamedTuple):
     forward: Callable[[Tensor], Tensor]
-    backward: Callable[..., Tensor]  # (gradient of the result, input, grad_input=output tensor)
-    limit: float | None = (
-        None  # the gate is clamped to at most `limit`, and `up` to [-limit, limit]; then one is added to `up`
-    )
+    backward: Callable[..., Tensor]  # arguments (gradient of the result, input, grad_input=output tensor)
+    limit: float | None = None  # clamps the gate to at most `limit` and `up` to [-limit, limit], then adds one to `up`
 
 
 _aten = torch.ops.aten
@@ -46,7 +43,9 @@ _KINDS: dict[Activation, _Kind] = {
 
 
 def activation(z: Tensor, kind: Activation, gated: bool) -> Tensor:
-    """Maps `z` [..., I] to [..., I]; if `gated`, maps [..., 2 I], gate then up, to the activated gate times up.
+    """Maps `z` [..., I] to [..., I]; if `gated`, maps `z` [..., 2 I] to the activated gate times up, [..., I].
+
+    If `gated`, the first half of the last dim of `z` is the gate, and the second half is up.
 
     `clamped_silu` must be gated: it clamps the gate to at most 7 and `up` to [-7, 7], applies x * sigmoid(1.702 x) to
     the gate, and adds one to `up`.
@@ -66,7 +65,7 @@ def activation_reference(z: Tensor, kind: Activation, gated: bool) -> Tensor:
 
 
 def gated_activation(z_T2I: Tensor, kind: Activation, out: Tensor | None = None) -> Tensor:
-    """Computes a gated `activation` without autograd."""
+    """Computes a gated `activation` [..., I] without autograd, into `out` if given."""
     gate, up = _gate_and_up(z_T2I, kind)
     act = _KINDS[kind].forward(gate)
     return torch.mul(act, up, out=act if out is None else out)
@@ -110,7 +109,7 @@ class _Gated(torch.autograd.Function):
 
 
 def _kernels(z_T2I: Tensor, kind: Activation) -> Any:
-    """Returns the module with Triton kernels for this activation and device, or None."""
+    """Returns the module with Triton kernels for `kind` on the device of `z_T2I`, or None without such kernels."""
     if kind != "silu" or not backend.use_triton(z_T2I):
         return None
     from optimus.kernels.triton import swiglu

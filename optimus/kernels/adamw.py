@@ -1,8 +1,10 @@
-"""AdamW on the host in one pass over memory: 28 bytes per element with gradients and compute copy in bf16.
+"""AdamW on the host in one pass over memory.
+
+With gradients and a separate compute copy in bf16, an update moves 28 bytes per element.
 
 The fused kernel of torch needs scaled fp32 gradients and does not write the compute copy, so it needs extra passes.
-Here `torch.compile` fuses all operations into one loop. If compilation fails, for example without a C++ compiler, this
-module warns once and runs the same arithmetic uncompiled.
+This module lets `torch.compile` fuse all operations into one loop. If compilation fails, for example without a C++
+compiler, the module warns once and runs the same arithmetic uncompiled.
 """
 
 import math
@@ -48,7 +50,7 @@ def adamw_in_one_pass(
 ) -> None:
     """Updates flat fp32 `weight`, `m` and `v` on the CPU in place, and fills `copy`, if given; `copy` may alias the
     gradient."""
-    # An in-place loop is slower, so `_update` writes an aliased copy to a new tensor first.
+    # An in-place loop is slower: if `copy` aliases the gradient, `_update` first writes to a new tensor.
     same = copy is not None and copy.data_ptr() == gradient.data_ptr()
     made = torch.empty_like(gradient) if same else copy
     (_compiled() or _update)(weight, gradient, m, v, made, *factors)

@@ -1,11 +1,11 @@
-"""Softmax attention over blocks of keys. The results of several blocks combine to attention over a longer sequence.
+"""Softmax attention over blocks of keys. The results of several blocks combine to attention over all keys.
 
-The softmax over two sets of keys follows from the softmax over each set and their log-sum-exps (Rabe and Staats 2021;
-ring attention, Liu et al. 2023). The gradients are sums over the blocks; a block's gradients need the attention and the
-log-sum-exp over all keys. Scores are q . k / sqrt(D). Log-sum-exps use the natural logarithm and are in fp32 (float64
-for float64).
+The softmax over two sets of keys follows from the softmax and the log-sum-exp over each set (Rabe and Staats 2021; ring
+attention, Liu et al. 2023). The gradients are sums over the blocks; a block's gradients need the attention and the
+log-sum-exp over all keys. Without a cap, scores are q . k / sqrt(D). Log-sum-exps use the natural logarithm and are in
+fp32 (float64 for float64).
 
-A sink is an additional key that every query of a head attends to, with a learned score and no value (gpt-oss; Xiao et
+A sink is an additional key that every query of a head attends to, with a learned score and value 0 (gpt-oss; Xiao et
 al. 2023). Attention merges the sink like a block. The sink enters only the normaliser, so the code for the blocks'
 gradients is the same with and without a sink.
 
@@ -28,13 +28,13 @@ from optimus.kernels.backend import compute_dtype
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
-_BLOCK_ELEMENTS = 1 << 22  # scores that `_plain` materializes at a time, unless one position of the queries has more
+_BLOCK_ELEMENTS = 1 << 22  # maximum number of scores in one of the `_query_blocks`, unless one position has more
 
 
 class Scoring(NamedTuple):
     """Options of the attention scores: window, cap and sinks."""
 
-    window: int | None = None  # number of positions that a position attends to, including itself; None: all
+    window: int | None = None  # maximum number of positions that a position attends to, including itself; None: all
     cap: float | None = None  # scores s become cap * tanh(s / cap) (Gemma 2, section 2)
     sink_N: Tensor | None = None  # the scores of the sinks
 
@@ -43,9 +43,10 @@ PLAIN = Scoring()
 
 
 def causal_attention(q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-    """Computes attention of the last S of P positions over the positions up to themselves, [B, S, N, D].
+    """Computes attention of each of the last S of P positions over the positions up to itself, [B, S, N, D].
 
-    A window in `scoring` limits these positions. N is a multiple of M: consecutive heads share keys and values.
+    A window in `scoring` limits the attention to the last `window` positions. N is a multiple of M: consecutive heads
+    share keys and values.
     """
     window, cap, sink_N = scoring
     new = q_BSND.shape[1]
@@ -60,7 +61,7 @@ def causal_attention(q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, scoring: Sc
     if blocks or (grouped and new > 1):
         return attend_blocks(q_BSND, k_BPMD, v_BPMD, capped(blocks_of(new, seen, window), cap), sink_N)
     k, v = _for_each_head(q, k, v)
-    if q.is_meta:  # otherwise torch would choose a path that materializes all scores
+    if q.is_meta:  # torch would choose a path that materializes all scores
         return _cpu(q, k, v, new > 1)[0].transpose(1, 2)
     return F.scaled_dot_product_attention(q, k, v, is_causal=new > 1).transpose(1, 2)
 
@@ -68,8 +69,7 @@ def causal_attention(q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, scoring: Sc
 def attend_last(q_BND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, last_B: Tensor, scoring: Scoring = PLAIN) -> Tensor:
     """Computes attention of each row's query, at position `last_B`, over the row's keys up to this position: [B, N, D].
 
-    `last_B` may differ between rows. Keys and values after `last_B` get weight 0, but must be finite. Generation calls
-    this function without autograd.
+    `last_B` may differ between rows. Keys and values after `last_B` get weight 0, but must be finite.
     """
     window, cap, sink_N = scoring
     q, k, v = q_BND.unflatten(1, (k_BPMD.shape[2], -1)), k_BPMD.transpose(1, 2), v_BPMD.transpose(1, 2)
@@ -128,8 +128,7 @@ def attention_block_backward(
 ) -> Gradients:
     """Returns a block's contributions to the gradients of its queries, keys and values.
 
-    Gradients have the dtypes of their tensors. `out_BSND` and `lse_BNS` must be over all keys of the queries, not only over
-    the keys of this block.
+    Gradients have the dtypes of their tensors. `out_BSND` and `lse_BNS` must be over all keys of the queries.
     """
     q, k, v, out, out_grad = _heads_first(q_BSND, k_BPMD, v_BPMD, out_BSND, out_grad_BSND)
     shared = k.shape[1]
@@ -148,7 +147,7 @@ def merge_block(out_BSND: Tensor, lse_BNS: Tensor, block_BSND: Tensor, block_lse
 
 
 def add_attention_sink(out_BSND: Tensor, lse_BNS: Tensor, sink_N: Tensor | None) -> None:
-    """Merges a key of score `sink_N` and value 0 into `out_BSND` and `lse_BNS`, in place."""
+    """Merges a key of score `sink_N` and value 0 into `out_BSND` and `lse_BNS`, in place, unless `sink_N` is None."""
     if sink_N is not None:
         sink_N1 = sink_N[:, None].to(lse_BNS.dtype)
         out_BSND.mul_(torch.sigmoid(lse_BNS - sink_N1).transpose(1, 2)[..., None])
@@ -234,17 +233,16 @@ class _Blocks(torch.autograd.Function):
 
 
 def _merged(blocks: "Sequence[AttentionBlock]") -> bool:
-    """Returns True if any block's result is merged into another block's result. Causal blocks alone share no queries or
-    keys."""
+    """Returns True if `AttentionBlock.attend` merges the result of any block into earlier results."""
     return any(block.mask != "causal" for block in blocks)
 
 
 class AttentionBlock(NamedTuple):
-    """A slice of queries and a slice of keys that they attend to, according to `mask`.
+    """A slice of queries, and a slice of keys that the queries attend to according to `mask`.
 
-    With mask `none`, every query attends to all keys. The other masks need as many keys as queries: with `causal`,
-    query i attends to keys up to i; with `window`, to keys from i on. A window block with reversed queries and keys is
-    a causal block, so the kernels need no window mask.
+    With mask `none`, every query attends to all keys. The masks `causal` and `window` need as many keys as queries:
+    with `causal`, query i attends to keys up to i; with `window`, to keys from i on. A window block with reversed
+    queries and keys is a causal block, so the kernels need no window mask.
     """
 
     queries: slice
@@ -274,8 +272,10 @@ class AttentionBlock(NamedTuple):
     def backward(
         self, out_grad_BSND: Tensor, q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, out_BSND: Tensor, lse_BNS: Tensor
     ) -> Gradients:
-        """Returns the block's contributions to the gradients of its queries, keys and values. `out_BSND` and `lse_BNS`
-        are over all keys."""
+        """Returns the block's contributions to the gradients of its queries, keys and values.
+
+        `out_BSND` and `lse_BNS` must be over all keys of the queries.
+        """
         out_grad, q, out = (self._rows(self.queries, t) for t in (out_grad_BSND, q_BSND, out_BSND))
         k, v = self._rows(self.keys, k_BPMD), self._rows(self.keys, v_BPMD)
         lse = self._rows(self.queries, lse_BNS.mT).mT
@@ -285,12 +285,12 @@ class AttentionBlock(NamedTuple):
         return q_grad, k_grad, v_grad
 
     def _rows(self, rows: slice, t_BSX: Tensor) -> Tensor:
-        """Selects `rows`, in reverse order for a window block, as `attention_block` needs them."""
+        """Selects `rows`, in reverse order for a window block."""
         return t_BSX[:, rows].flip(1) if self.mask == "window" else t_BSX[:, rows]
 
 
 def capped(blocks: "Iterable[AttentionBlock]", cap: float | None) -> "list[AttentionBlock]":
-    """Returns `blocks` with a `cap` on their scores."""
+    """Returns the list of `blocks`, with a `cap` on their scores if there is one."""
     return list(blocks) if cap is None else [block._replace(cap=cap) for block in blocks]
 
 
@@ -305,9 +305,10 @@ def no_attention(q_BSND: Tensor, merged: bool = True) -> tuple[Tensor, Tensor]:
 
 
 def blocks_of(new: int, seen: int, window: int | None) -> Iterator[AttentionBlock]:
-    """Yields the blocks for the last `new` of `seen` positions. A position attends to `window` positions up to itself.
+    """Yields the blocks for the last `new` of `seen` positions.
 
-    With a window, each group of at most `window` queries has its own blocks; the causal block comes first.
+    A position attends to the last `window` positions up to itself, or to all positions up to itself if `window` is
+    None. With a window, each group of at most `window` queries has its own blocks; the causal block comes first.
     """
     before = seen - new
     if window is None or window >= seen:
@@ -339,12 +340,14 @@ def _heads_first(*tensors_BSND: Tensor) -> list[Tensor]:
 
 
 def blocks_before(new: int, seen: int, distance: int, window: int | None) -> Iterator[AttentionBlock]:
-    """Yields the blocks of `new` queries over `seen` >= `new` keys; the first key is `distance` before the first
-    query."""
-    reach = new if window is None else min(window - distance, new)  # query i attends to key j where i - j < reach
+    """Yields the blocks of `new` queries over `seen` earlier keys.
+
+    The first key is `distance` positions before the first query.
+    """
+    reach = new if window is None else min(window - distance, new)  # query i attends to key j if i - j < reach
     if reach > 0:
         yield AttentionBlock(slice(0, reach), slice(0, seen), "none")
-    first, last = max(reach, 0), min(new, seen + reach - 1)  # queries that attend to some of the keys
+    first, last = max(reach, 0), min(new, seen + reach - 1)  # queries that attend to some, not all, of the keys
     if first < last:
         triangle = slice(first - reach + 1, last - reach + 1)
         yield AttentionBlock(slice(first, last), triangle, "window")
@@ -352,7 +355,7 @@ def blocks_before(new: int, seen: int, distance: int, window: int | None) -> Ite
             yield AttentionBlock(slice(first, last), slice(triangle.stop, seen), "none")
 
 
-# ---- The paths. In all functions below, heads come first: q [B, N, S, D], k and v [B, N, P, D] ----
+# ---- The paths. In the functions below, heads come first: q [B, N, S, D], k and v [B, N or M, P, D] ----
 
 
 class _Path(NamedTuple):
@@ -361,7 +364,7 @@ class _Path(NamedTuple):
 
 
 def flash_fits(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
-    """Returns True if the device has flash attention for these tensors. Head sizes not divisible by 8 would need padding."""
+    """Returns True if the device has flash attention for these tensors, without padding of the head size."""
     if q.device.type != "cuda" or q.shape[-1] % 8 != 0:
         return False
     return bool(can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, causal, q.shape[1] != k.shape[1])))

@@ -8,10 +8,10 @@ from torch.utils._triton import has_triton_package
 
 
 def use_triton(x: Tensor) -> bool:
-    """Returns True if the operations that have a Triton kernel use that kernel for `x`.
+    """Returns True if operations may use Triton kernels for `x`.
 
-    PyTorch computes on the CPU and the meta device, in float64 (which only precision checks use), without the package
-    triton, and on devices whose module sets `runs_triton` to false.
+    PyTorch computes on the CPU and the meta device, in float64, without the package triton, and on devices whose module
+    sets `runs_triton` to false.
     """
     return x.device.type not in ("cpu", "meta") and x.dtype != torch.float64 and _has_kernels(x.device.type)
 
@@ -31,9 +31,9 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def scaled(x: Tensor, scale: Tensor) -> Tensor:
-    """Returns `x` times `scale`, a scalar of the same or a wider dtype, in the dtype of x, rounded once.
+    """Returns `x` times the scalar tensor `scale` in the dtype of x, rounded once. `scale` may have a wider dtype.
 
-    On an accelerator, the multiplication operator of torch first rounds a scalar tensor to the dtype of x, which gives
-    every element the same relative error.
+    On an accelerator, the multiplication operator of torch first rounds a scalar tensor to the dtype of x, so every
+    element gets the same relative error.
     """
     return torch.mul(x, scale.view((1,) * x.dim()), out=torch.empty_like(x))

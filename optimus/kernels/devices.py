@@ -12,13 +12,13 @@ import torch
 
 class Chip(NamedTuple):
     architecture: str  # the compiler's name of the architecture
-    product: str  # a device of this architecture on the market, which the other columns describe
-    processors: int  # number of multiprocessors, compute units or Xe cores: each runs whole programs
+    product: str  # a product of this architecture, which the other fields describe
+    processors: int  # number of multiprocessors, compute units or Xe cores
     shared_memory: int  # bytes that one program may use (shared memory, LDS, SLM)
-    warp: int  # threads that execute in lockstep
-    registers: int  # 32-bit registers that one thread may use
+    warp: int  # number of threads that execute in lockstep
+    registers: int  # number of 32-bit registers that one thread may use
     tma: bool  # True if a unit copies tiles by descriptors (NVIDIA's tensor memory accelerator)
-    adds: bool  # True if the memory adds fp32 numbers (atomics), so that a processor need not read them
+    adds: bool  # True if the memory can add fp32 numbers (atomics)
     memory: int  # bytes of device memory
 
 
@@ -41,7 +41,7 @@ UNKNOWN = Chip("unknown", "", 64, 48 * _KIB, 32, 255, False, False, 16 * _GIB)
 
 def chip_of(device: torch.device) -> Chip:
     """Returns the properties of a device (see `chip_from`); `UNKNOWN` for the CPU and the meta device."""
-    if device.type in ("cpu", "meta"):  # where Triton interprets the kernels
+    if device.type in ("cpu", "meta"):
         return UNKNOWN
     return _chip(
         device if device.index is not None else torch.device(device.type, torch.accelerator.current_device_index())
@@ -54,7 +54,10 @@ def _chip(device: torch.device) -> Chip:
 
 
 def chip_from(properties: Any) -> Chip:
-    """Returns the chip of torch's device `properties`. Missing values come from the architecture's row or `UNKNOWN`."""
+    """Returns the chip of torch's device `properties`.
+
+    Values that `properties` lacks come from the row of the architecture in `CHIPS`, or from `UNKNOWN`.
+    """
     chip = CHIPS.get(_architecture(properties), UNKNOWN._replace(architecture=_architecture(properties)))
     said: dict[str, Any] = {
         "processors": getattr(properties, "multi_processor_count", 0) or getattr(properties, "gpu_subslice_count", 0),

@@ -28,7 +28,7 @@ from optimus.kernels.attention import (
 
 
 class Documents:
-    """The boundaries of a batch's documents in its concatenated sequences. Every sequence begins a new document.
+    """The boundaries of documents in the concatenated sequences of a batch. Every sequence begins a new document.
 
     `lengths` are the lengths of all documents in tokens. `sequences` is the number of sequences, which have equal
     lengths.
@@ -66,7 +66,7 @@ def document_attention(
 ) -> Tensor:
     """Computes attention of every token over the tokens of its document up to itself; [1, T, N, D].
 
-    A window in `scoring` limits the attention to the last `window` of these tokens. N is a multiple of M: consecutive heads
+    A window in `scoring` limits the attention to the last `window` tokens. N is a multiple of M: consecutive heads
     share keys and values.
     """
     window, cap, sink_N = scoring
@@ -86,10 +86,10 @@ def _blocks(documents: Documents, window: int | None) -> Iterator[AttentionBlock
 
 def _varlen(q_TND: Tensor, k_TMD: Tensor, v_TMD: Tensor, documents: Documents, window: int | None) -> Tensor:
     """Computes attention by flash attention for documents of varying lengths; [T, N, D]."""
-    from torch.nn.attention.varlen import varlen_attn  # imported here, because importing it takes seconds
+    from torch.nn.attention.varlen import varlen_attn  # imported here, because the import takes seconds
 
     offsets, longest = documents.offsets(q_TND.device), documents.longest
-    before = -1 if window is None else window - 1  # number of earlier keys that a query attends to; -1: all
+    before = -1 if window is None else window - 1  # maximum number of earlier keys that a query attends to; -1: all
     given = q_TND, k_TMD, v_TMD, offsets, offsets, longest, longest
     out_TND = varlen_attn(*given, window_size=(before, 0), enable_gqa=q_TND.shape[1] != k_TMD.shape[1])
     return cast(Tensor, out_TND)

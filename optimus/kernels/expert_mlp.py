@@ -1,22 +1,22 @@
 """The experts' feed-forward layers in one autograd function: gather, two matmuls per expert, weighted sum.
 
 The method is FastSparseMoE, Algorithm 1 of the Optimus paper, without stage 1, token communication (lines 5-13), which
-the dispatcher implements. With Triton, for silu and `clamped_silu`, the other stages are kernels in `kernels/triton`.
-Otherwise, this module implements the other stages:
+the dispatcher implements. With Triton, for silu and `clamped_silu`, stages 2 to 5 are kernels in `kernels/triton`.
+Otherwise, this module implements stages 2 to 5:
 
 - 2, token counting (lines 15-43), and 3, index generation (lines 45-72): `make_routes`
 - 4, expert computation (lines 75-79): the loop over experts
 - 5, output reduction (lines 81-96): `_sum_of_rows`
 
 Rows are sorted by expert, so each expert's rows are one contiguous slice and every product is an ordinary matmul. CPU
-libraries compile a kernel for every shape, and the number of rows of an expert changes from batch to batch. Therefore,
-padding makes the length of each slice a multiple of 16, or of 2 in generation with few rows. Padding rows repeat a row
-of the same expert with weight zero, so they contribute nothing. The loop gathers an expert's rows just before use and
-adds the expert's weight gradients in place, so the expert's working set stays in the CPU's cache.
+libraries may compile a kernel for each shape, and the number of rows of an expert changes from batch to batch.
+Therefore, padding makes the length of each slice a multiple of 16, or of 2 in generation with few rows. Padding rows
+repeat a row of the same expert with weight zero, so they contribute nothing. The loop gathers an expert's rows just
+before use, so that these rows can stay in the CPU's cache.
 
-The forward pass saves x, the weights, the pre-activation z and the indices. The gradient of a routing weight is
-<h, down^T g>, so the experts' outputs are not saved. The input's gradient is a sum over the inverse index, so no operation
-scatters and every addition has a fixed order.
+The forward pass saves x, the weights, the pre-activation z and the indices. The gradient of a routing weight is <h,
+down^T g>, for the activation h and the output's gradient g, so autograd does not save the experts' outputs. The input's
+gradient is a sum over the inverse index, which adds in a fixed order.
 
 Legend: T tokens, K experts per token, P padded routed rows, E experts, H hidden, I intermediate, J = 2 I.
 """
@@ -34,17 +34,20 @@ from optimus.kernels.gradient_buffer import GradientBuffer, WeightGradient
 from optimus.kernels.matmul import matmul
 from optimus.step_context import Forms
 
-PADDING = 16  # the number of an expert's rows, with padding, is a multiple of 16
+PADDING = 16  # padding makes the number of an expert's rows a multiple of 16
 _FEW_PADDING = 2  # the multiple in generation if experts have few rows: padding to 16 would be most of the work
 
 
 class Routes(NamedTuple):
-    """The positions of all choices (t, k) among the rows sorted by expert."""
+    """The positions of all choices (t, k) among the rows sorted by expert.
+
+    If a choice is -1, the last row is a spare row, which stands for the choices of -1.
+    """
 
     choice_P: Tensor  # t * K + k of every row; padding rows repeat a choice of the same expert, the spare row has 0
-    real_P: Tensor  # 1 for rows of a choice, 0 for padding and the spare row; in the dtype of the weights
-    position_TK: Tensor  # the row of every choice; the spare row, the last one, for a choice of -1
-    skipped_TK: Tensor | None  # True where the choice is -1; None if no choice is -1, and then there is no spare row
+    real_P: Tensor  # 1 for the row of a choice, 0 for padding and the spare row; in the dtype of the routing weights
+    position_TK: Tensor  # the row of every choice; the spare row for a choice of -1
+    skipped_TK: Tensor | None  # True where the choice is -1; None if no choice is -1
     slices: list[tuple[int, slice]]  # (expert, rows of the expert), without experts that have no rows
 
     @property
@@ -54,9 +57,9 @@ class Routes(NamedTuple):
 
     @property
     def fullest(self) -> list[tuple[int, slice]]:
-        """Some of `slices`, at most four, which determine peak memory.
+        """Some of `slices`, at most four, for measurements of peak memory.
 
-        The result always includes the longest slice and the longest pair of consecutive slices.
+        The result includes the longest slice and the longest pair of consecutive slices.
         """
         sizes = [rows.stop - rows.start for _, rows in self.slices]
         pairs = [sum(sizes[max(0, i - 1) : i + 1]) for i in range(len(sizes))]
@@ -109,13 +112,14 @@ def expert_mlp(
     bias_EJ: Tensor | None = None,
     choices: int | None = None,
 ) -> Tensor:
-    """Returns the sum over k of weights[t, k] * down_e(silu(gate_e(x_t)) * up_e(x_t)) with e = indices[t, k]; [T, H].
+    """Returns the sum over k of weights[t, k] * down_e(h) with e = indices[t, k]; [T, H].
 
-    A choice with e = -1 adds nothing to the output or a gradient, for any values of its token and weight. `gate_up_EJH`
-    holds gate, then up. Gradients flow to x, the weights and the parameters. The backward pass adds the gradient of a
-    parameter with a gradient buffer to that buffer, and returns None to autograd. `forms` chooses the operand forms of
-    matmuls on the PyTorch path. `kind` is the activation; the Triton kernels support silu and `clamped_silu`. `bias_EJ`
-    is the bias of gate and up. `choices` is the number of choices that are not -1, if the caller knows it.
+    h is the gated `activation` of kind `kind` of gate_e(x_t) and up_e(x_t). A choice with e = -1 adds nothing to the
+    output or a gradient, for any values of its token and weight. `gate_up_EJH` holds gate, then up. Gradients flow to
+    x, the weights and the parameters. `buffers` are the gradient buffers of `gate_up_EJH` and `down_EHI`: the backward
+    pass adds the gradient of a parameter with a buffer to that buffer, and returns None to autograd. `forms` chooses
+    the operand forms of matmuls on the PyTorch path. The Triton kernels support silu and `clamped_silu`. `bias_EJ` is
+    the bias of gate and up. `choices` is the number of choices that are not -1, if the caller knows it.
     """
     if backend.use_triton(x_TH) and kind in ("silu", "clamped_silu"):
         from optimus.kernels.triton import expert_mlp as kernels
@@ -193,7 +197,7 @@ class _ExpertMLP(torch.autograd.Function):
         busy = [e for e, _ in slices]
         gate_up = WeightGradient(gate_up_EJH, ctx.buffers[0], busy, ctx.needs_input_grad[2], forms)
         down = WeightGradient(down_EHI, ctx.buffers[1], busy, ctx.needs_input_grad[3], forms)
-        # Allocates the operands that are deferred for the slices outside `slices`.
+        # Allocates deferred operands for the rows outside `slices`.
         for weight in (gate_up, down) if len(slices) < len(routes.slices) else ():
             weight.add_shapes(sum(rows.stop - rows.start for e, rows in routes.slices if e not in busy))
         bias_grad_EJ = z_PJ.new_zeros(gate_up_EJH.shape[:2]) if ctx.needs_input_grad[4] else None

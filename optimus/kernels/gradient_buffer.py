@@ -1,10 +1,10 @@
-"""Gradient buffers: kernels accumulate weight gradients in them, instead of returning new tensors to autograd.
+"""Gradient buffers, in which kernels accumulate weight gradients instead of returning new tensors to autograd.
 
-For the experts of a large layer, new tensors would take hundreds of megabytes per pass. Allocating, clearing, writing
-and reading these tensors would take more time than many of the matmuls.
+For the experts of a large layer, new tensors would take hundreds of megabytes per pass, and more time than many of the
+matmuls.
 
-A weight gradient that bypasses autograd can also be deferred. The backward pass then computes only the input gradients,
-which other pipeline ranks wait for (Zero Bubble Pipeline Parallelism).
+A step can also defer a weight gradient that bypasses autograd. The backward pass then computes only the input
+gradients, which other pipeline ranks wait for (Zero Bubble Pipeline Parallelism).
 
 Legend: E experts, A rows and B columns of an expert's weight, P rows of an expert.
 """
@@ -20,7 +20,7 @@ from optimus.step_context import Forms, StepContext
 
 
 class GradientBuffer(ABC):
-    """Accumulates the gradient of one parameter (Megatron-Core's main_grad), once per backward pass.
+    """Accumulates the gradient of one parameter (Megatron-Core's main_grad).
 
     While `step` defers weight gradients, `add` defers the additions.
     """
@@ -39,17 +39,17 @@ class GradientBuffer(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Signals that the kernel has added the gradient. Kernels call this method once per backward pass."""
+        """Signals, once per backward pass, that the tensor of `open` contains the gradient."""
 
     @abstractmethod
     def found(self) -> None:
-        """Signals that the backward pass no longer needs the parameter, whether its gradient is added now or later.
+        """Signals, once per backward pass, that the backward pass no longer needs the parameter.
 
-        Kernels call this method once per backward pass.
+        The addition of the gradient may follow later.
         """
 
     def add(self, write: Callable[[Tensor], object]) -> None:
-        """Calls `write` with the tensor to add the gradient to: now, or later if weight gradients are deferred.
+        """Calls `write` with the tensor to add the gradient to: now, or later if `deferred`.
 
         From this call on, the owner of the parameter may free the parameter's memory.
         """
@@ -130,7 +130,7 @@ class WeightGradient:
             matmul(left_AP, right_PB, out=grad_AB, add=True, rows_vary=True, forms=forms)
 
     def add_shapes(self, rows: int) -> None:
-        """Allocates deferred operands with `rows` rows, for matmuls that a run on shapes alone (meta device) skips."""
+        """Allocates deferred operands with `rows` rows, for matmuls that a run on the meta device skips."""
         if self._deferred is not None:
             _, a, b = self._weight_EAB.shape
             self._deferred.append((0, self._weight_EAB.new_empty(a, rows), self._weight_EAB.new_empty(rows, b)))

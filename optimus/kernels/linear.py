@@ -39,7 +39,7 @@ class MatrixProduct:
     ) -> Tensor | None:
         """Returns the gradient of w [N, L], or adds it to `buffer` and returns None.
 
-        Rounds the gradient before the addition only if the device cannot add unrounded matmuls.
+        Rounds the gradient before the addition to an fp32 buffer only if the device cannot add unrounded matmuls.
         """
         forms = self._step.forms
         if buffer is None:

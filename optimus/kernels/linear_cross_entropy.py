@@ -1,10 +1,11 @@
 """Output layer and cross-entropy in one operation, a block of rows at a time.
 
-The logits of a long sequence over a vocabulary of 50304 would often be the largest tensor of a training step. Here the
-logits of only one block of rows exist at a time. The forward pass computes a block's gradient along with its loss,
-because the gradient of the mean loss does not depend on later rows. The backward pass only scales the saved gradients.
+The logits of a long sequence over a vocabulary of 50304 would often be the largest tensor of a training step. This
+module computes the logits of one block of rows at a time. The forward pass computes a block's gradient along with its
+loss, because the gradient of the mean loss does not depend on later rows. The backward pass only scales the saved
+gradients.
 
-The vocabulary may be sharded. Then a device has some of the weight's rows, and completes the softmax's normaliser by
+If the vocabulary is sharded, a device has some of the weight's rows, and completes the softmax's normaliser by
 communication with the other devices.
 
 Legend: T rows (tokens), H hidden, V rows of the weight on this device.
@@ -27,7 +28,7 @@ from optimus.step_context import Forms
 Gradients = tuple[Tensor | None, Tensor | None]  # gradients of x and w; None for a gradient that autograd does not need
 
 _BLOCK_ELEMENTS = 1 << 21  # fp32 logits of one block (8 MB, for a CPU's cache), unless `_LEAST_ROWS` rows have more
-# Minimum number of rows of a block: with fewer, reading the weight and adding to its gradient dominate.
+# Minimum number of rows of a block, except the last: with fewer rows, reads of the weight and its gradient dominate.
 _LEAST_ROWS = 512
 
 
@@ -98,7 +99,8 @@ def block_rows(vocab: int) -> int:
 class LinearLoss(torch.autograd.Function):
     """Differentiable loss of x and w. `find` computes the loss and fills the gradients of x and w that are not None.
 
-    The gradient of w stays in fp32; autograd rounds it if w has another gradient dtype (`Tensor.grad_dtype`).
+    The gradient of w stays in fp32 (float64 for float64). Autograd rounds the gradient if w has another gradient dtype
+    (`Tensor.grad_dtype`).
     """
 
     @staticmethod
@@ -179,7 +181,8 @@ class PartialSoftmax(NamedTuple):
 
 
 def partial_softmax(logits_TV: Tensor, target_T: Tensor, first: int, out_TV: Tensor) -> PartialSoftmax:
-    """Computes the softmax over the vocabulary entries from `first` on, and writes it to `out_TV` in that tensor's dtype.
+    """Writes the softmax over a shard of the vocabulary, whose first entry is `first`, to `out_TV` in that tensor's
+    dtype.
 
     Computes the normaliser from the largest probability, because the target's probability may underflow in fp32.
     """
@@ -197,8 +200,8 @@ def partial_softmax(logits_TV: Tensor, target_T: Tensor, first: int, out_TV: Ten
 def complete_softmax(part: PartialSoftmax, lse_T: Tensor) -> Tensor:
     """Replaces `p_TV` by the gradient [T, V] of the losses' sum with respect to the logits.
 
-    `lse_T` is the normaliser of the whole vocabulary. The gradient is the probabilities minus 1 at the target, and 0 in
-    ignored rows.
+    `lse_T` is the log-sum-exp over the whole vocabulary. The gradient is the probabilities minus 1 at the target, and 0
+    in ignored rows.
     """
     p_TV, own_T, _, target_T, first = part
     if lse_T is not own_T:

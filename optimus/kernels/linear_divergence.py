@@ -28,7 +28,7 @@ def linear_divergence(
 ) -> Tensor:
     """Returns the sum over rows of KL(teacher || student), times the temperature squared, divided by `count`.
 
-    Both distributions are at `soft.temperature` (Hinton et al. 2015, section 2). The result is a scalar in fp32
+    `soft.temperature` divides both models' logits (Hinton et al. 2015, section 2). The result is a scalar in fp32
     (float64 for float64). The student's logits are `x_TH @ w_VH.T`, `soft_capped` if there is a `cap`. The function
     ignores rows with a negative target.
     """

@@ -28,8 +28,9 @@ def linear_token_loss(
 ) -> Tensor:  # fmt: skip
     """Returns the sum of `loss` over rows, divided by `count`, as a scalar; see `linear_cross_entropy` for the arguments.
 
-    The logits are in fp32 (float64 for float64). `loss` sees target 0 in ignored rows. Raises `UserError` for a `loss`
-    whose result is not one number for each row.
+    The logits are in fp32 (float64 for float64). `loss` sees target 0 in ignored rows. Raises `UserError` if `loss`
+    raises an exception or does not return one floating-point number for each row. With gradients, also raises
+    `UserError` if the losses do not depend on the logits.
     """
     find = partial(
         _in_blocks, target_T=target_T, count=count, loss=loss, part=part, forms=forms, cap=cap, rows_T=rows_T
@@ -95,6 +96,6 @@ def _losses(
         gradient = None
         if with_gradient:
             (gradient,) = torch.autograd.grad(losses_T.sum(), logits_TV)
-            # The derivative of an ignored row is 0 times that of its loss, which is NaN if the loss is not finite.
+            # In ignored rows, autograd multiplies the derivative by 0, which gives NaN if the derivative is not finite.
             gradient = torch.where(counted_T[:, None], gradient, gradient.new_zeros(()))
     return losses_T.detach(), gradient

@@ -1,11 +1,11 @@
-"""Computes matmuls in the operand form that is fastest on the chip.
+"""Computes matmuls in operand forms chosen by measurements on the chip.
 
 The form of a matmul (NN, NT or TN) gives the layouts of its two operands: N is row-major, T is column-major. Libraries
 are not equally fast in the three forms: on one chip a TN matmul was eight times slower than the same matmul as NN
 (AxoNN, section 5.1.3). While a `MatmulForms` measures, it times the first large matmul of each shape in all three
-forms, including the transposition of operands. Once the ranks have agreed (`choose`), matmuls of the same sizes and
-dtype use a clearly faster form, if there is one. Before the agreement, and without a `MatmulForms`, matmuls use their
-operands as given.
+forms, including the transposition of operands. Once the ranks have agreed (`choose`), matmuls with the same
+`MatmulShape` use a clearly faster form, if there is one. Before the agreement, and without a `MatmulForms`, matmuls use
+their operands as given.
 
 Results of different forms may differ in their last bits. Ranks with the same computation must use the same form, or a
 token could go to different experts on different ranks.
@@ -126,7 +126,7 @@ def form_of(a_ML: Tensor, b_LN: Tensor) -> Form:
 
 
 def in_form(form: Form, a_ML: Tensor, b_LN: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the operands in another form. Copies the operands that are not in that form."""
+    """Returns the operands in `form`. Copies an operand only if `form` needs another layout."""
     a_ML = a_ML.T.contiguous().T if form == "TN" else a_ML.contiguous()
     b_LN = b_LN.T.contiguous().T if form == "NT" else b_LN.contiguous()
     return a_ML, b_LN

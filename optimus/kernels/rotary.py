@@ -1,7 +1,7 @@
 """Rotary position embedding (RoFormer, eq. 34), in the half-split form of GPT-NeoX and OLMo.
 
-The forward pass rotates the pair (x[i], x[i + D/2]) by the angle position * theta^(-2i/D). The backward pass rotates by the
-opposite angle, so autograd saves only the table.
+The forward pass rotates the pair (x[i], x[i + D/2]) by the angle position * frequency, where the frequency is
+theta^(-2i/D) by default. The backward pass rotates by the opposite angle, so autograd saves only the table.
 
 Legend: B batch, S sequence, N heads, D head size.
 """

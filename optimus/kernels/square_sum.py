@@ -22,7 +22,7 @@ def square_sum(x: Tensor) -> Tensor:
 
 
 def square_sum_reference(x: Tensor) -> Tensor:
-    """Reference implementation, which on an accelerator first writes a copy of all elements in the wider dtype."""
+    """Reference implementation, for tests and for devices without Triton."""
     return torch.linalg.vector_norm(x, dtype=square_dtype(x.device)).square()
 
 

@@ -31,7 +31,7 @@ from optimus.training.resolving import resolve_run
 from optimus.training.summary import summarise, summary_lines
 from optimus.training.teacher import check_teacher
 
-_TRAINED = "OPTIMUS_TRAINED"  # variable with the id of the process that has trained as a rank
+_TRAINED = "OPTIMUS_TRAINED"  # environment variable with the id of the process that has trained as a rank
 
 
 def train_or_check(
@@ -46,8 +46,8 @@ def train_or_check(
 ) -> dict[str, Any]:
     """Returns the summary of the trained run or, with `check`, the report of `verify_data`.
 
-    The caller has validated the configuration `tree` and the `data`. Raises `UserError` for a run that cannot start, or
-    that fails.
+    The caller has validated the configuration `tree` and the `data`. Raises `UserError` for a run that cannot start or
+    continue.
     """
     users_hooks(tree.train.hooks, objects.hooks)  # reports invalid hooks early; each rank makes its own hooks
     launched = "WORLD_SIZE" in os.environ

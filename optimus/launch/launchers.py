@@ -1,8 +1,8 @@
-"""Finds the ranks that another launcher has started: torchrun, Slurm's `srun`, and `mpiexec` of several MPI libraries.
+"""Finds the rank of this process under another launcher: torchrun, Slurm's `srun`, or `mpiexec` of several MPI
+libraries.
 
-Every launcher describes a task by environment variables of its own. This module translates these variables to the
-variables of torchrun, which other modules read: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
-MASTER_PORT.
+Launchers describe a task by different environment variables. This module sets the variables of torchrun, which other
+modules read: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 """
 
 import os
@@ -20,7 +20,8 @@ _PORTS = range(20_000, 32_000)  # below the ports that Linux by default gives to
 
 
 class _Launcher(NamedTuple):
-    """A launcher, and its variables for a task: rank and number of ranks, in the run and on the task's node."""
+    """A launcher, and the names of its variables for a task: the rank and the number of ranks, in the run and on the
+    task's node."""
 
     name: str
     rank: str
@@ -54,8 +55,8 @@ _LAUNCHERS = (
 def join() -> None:
     """Adds the variables of `rank_variables` to the environment. Raises `UserError` like `rank_variables`.
 
-    Without WORLD_SIZE, removes RANK, LOCAL_RANK and LOCAL_WORLD_SIZE, which an earlier program may have left: the rank
-    alone would mislead a run.
+    If WORLD_SIZE is still missing, removes RANK, LOCAL_RANK and LOCAL_WORLD_SIZE, which an earlier program may have
+    left.
     """
     os.environ.update(rank_variables(os.environ))
     if "WORLD_SIZE" not in os.environ:
@@ -99,11 +100,11 @@ def rank_variables(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def master_of(env: Mapping[str, str], run: str | Path) -> dict[str, str]:
-    """Returns MASTER_ADDR and MASTER_PORT, where the ranks of the run folder `run` meet, unless `env` has them.
+    """Returns the variables MASTER_ADDR and MASTER_PORT that `env` lacks: the address and port at which the ranks of
+    the run folder `run` meet.
 
-    All ranks of a run name the same folder, and no other run may write to this folder, so the port follows from the
-    folder. Raises `UserError` if the ranks are on several nodes, and neither `env` nor Slurm names a first node that
-    this machine knows.
+    The port follows from the folder, which all ranks of a run name and no other run may use. Raises `UserError` if the
+    ranks are on several nodes, `env` has no MASTER_ADDR, and Slurm names no first node that this machine knows.
     """
     found = {}
     if "MASTER_ADDR" not in env:
@@ -125,7 +126,8 @@ def master_of(env: Mapping[str, str], run: str | Path) -> dict[str, str]:
 
 
 def check_alone(command: str) -> None:
-    """Raises `UserError` if a launcher has started several tasks of `command` on this node instead of one."""
+    """Raises `UserError` if a launcher has started several tasks of `command` on this node, and like
+    `rank_variables`."""
     if int({**os.environ, **rank_variables(os.environ)}.get("LOCAL_WORLD_SIZE", "1")) > 1:
         raise UserError(
             f"a launcher has started several tasks of `{command}` on this node: start one per node, which starts the ranks "
@@ -147,7 +149,7 @@ def _is_known(name: str) -> bool:
 
 
 def _check_complete(env: Mapping[str, str]) -> None:
-    """Raises `UserError` unless torchrun's variables are complete and possible."""
+    """Raises `UserError` if a variable of torchrun is missing or invalid."""
     needed = ("RANK", "MASTER_ADDR", "MASTER_PORT") if env["WORLD_SIZE"] != "1" else ()
     if missing := [name for name in needed if not env.get(name)]:
         raise UserError(
@@ -175,7 +177,8 @@ def _above(env: Mapping[str, str], name: str, least: int, end: int | None) -> in
 
 
 def _number(launcher: _Launcher, name: str, text: str) -> int:
-    """Parses a variable of `launcher`; the tasks per node of Slurm may be "2(x3)", or "2,1" where nodes differ."""
+    """Parses a variable of `launcher`, such as "2" or Slurm's "2(x3)". Raises `UserError` for any other text, such as
+    "2,1" for nodes with different numbers of tasks."""
     match = re.fullmatch(r"(\d+)(?:\(x\d+\))?", text)
     if match is not None:
         return int(match[1])

@@ -57,7 +57,8 @@ def name_interface(address: str) -> None:
 
 
 def start_ranks(config: str, resume: bool, ranks: int, holder: str, objects: bytes | None = None) -> int:
-    """Starts the ranks on this machine, each as a process, and waits for all ranks. `objects` are `UserObjects.dumps`.
+    """Starts the ranks on this machine, each as a process, and waits for all ranks. `objects` is a result of
+    `UserObjects.dumps`.
 
     Returns the signal that has ended the run early, or 0. Raises `UserError` when a rank has failed.
     """
@@ -73,7 +74,7 @@ def start_ranks(config: str, resume: bool, ranks: int, holder: str, objects: byt
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=ranks,
-            logs_specs=DefaultLogsSpecs(folder),  # TorchElastic's default is a new folder, which it does not remove
+            logs_specs=DefaultLogsSpecs(folder),  # by default, TorchElastic creates a folder that stays
             run_id=uuid.uuid4().hex,
             rdzv_backend=register(),
             local_addr=LOOPBACK,
@@ -86,10 +87,10 @@ def start_ranks(config: str, resume: bool, ranks: int, holder: str, objects: byt
             elastic_launch(launch, sys.executable)("-m", RANK, *words)
         except SignalException as error:
             let_go_if_gone()
-            return error.sigval  # the ranks have received the signal too, and have saved
+            return error.sigval  # the ranks have received the signal too
         except ChildFailedError as error:
             if stopped := {failure.exitcode for failure in error.failures.values()} & set(STOPPED):
-                return max(stopped) - 128  # one rank has received a signal, and all ranks have agreed to stop
+                return max(stopped) - 128  # a rank has received a signal, and the ranks have agreed to stop
             raise UserError(explain(error.failures)) from error
     return 0
 

@@ -12,14 +12,14 @@ from optimus.resilience.exits import error_in, how_ended
 def explain(failures: Mapping[int, ProcessFailure]) -> str:
     """Returns one message about the failed ranks.
 
-    The message states the cause and, if a rank or the connection was lost, the collective that failed on another rank,
-    if known.
+    The message states the cause. If a rank or the connection was lost, the message also describes a failed collective,
+    if a rank has reported one.
     """
     said = {rank: text for rank, failure in failures.items() if (text := error_in(failure.message)) is not None}
     stopped = {rank: text for rank, text in said.items() if text.startswith("CollectiveError: ")}
     first = min(failure.timestamp for failure in failures.values())  # TorchElastic counts whole seconds
     silent = [rank for rank in failures if rank not in said]
-    # The launcher ends the other ranks with SIGTERM, and 30 s later kills the ranks that still run with SIGKILL.
+    # The launcher ends the other ranks with SIGTERM, and later kills the ranks that still run with SIGKILL.
     lost = [r for r in silent if failures[r].exitcode != -signal.SIGTERM and failures[r].timestamp <= first + 1]
     causes = sorted(said.keys() - stopped.keys(), key=lambda rank: (failures[rank].timestamp, rank))
     if lost or not said:

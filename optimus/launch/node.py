@@ -1,4 +1,4 @@
-"""One node of a launch: joins the other nodes, runs its ranks, and agrees with the other nodes on failed ranks."""
+"""One node of a launch: joins the other nodes, runs its ranks, and responds to failed ranks."""
 
 import json
 import math
@@ -84,8 +84,8 @@ def run_node(
 
     Raises `LeaseError` when another run holds the lease of the folder. Raises `UserError` when the node is excluded,
     the rendezvous does not answer or stops answering, or another program writes to the store. Raises `UserError` when
-    clocks are too far apart, too few nodes join, the run restarts too often without progress, or the launch has ended
-    before the run has finished.
+    the clocks of nodes differ too much, too few nodes join, the run restarts too often without progress, or the launch
+    has ended before the run has finished.
     """
     check_not_excluded(launch.run, launch.node)
 
@@ -161,7 +161,7 @@ class _Member:
                 ).until_the_end()
         except api.RendezvousTimeoutError as error:
             why = f"fewer than {self._launch.nodes} nodes have joined within {self._rendezvous.wait:g} s"
-            # Without a world there is no first node, so the first node that increments the counter reports.
+            # Without a world no node has rank 0, so the node that increments the counter first reports the failure.
             if self._store.add(self._key("few"), 1) == 1:
                 self._note_silent(self._told("world") or [])
                 self._events.write("failure", node=self._launch.node, detail=why)
@@ -174,7 +174,7 @@ class _Member:
         return outcome
 
     def _come_too_late(self) -> None:
-        """Prints that the launch has ended, for a node (such as a spare) that joins after the run has finished.
+        """Prints that the launch has ended because the run has finished.
 
         Raises `UserError` if the run has not finished, since only a new launch can then continue the run.
         """
@@ -185,7 +185,7 @@ class _Member:
         self._say(f"{why}, because the run has finished; {cure}")
 
     def _joined(self, number: int, node_rank: int, nodes: int, store: Store) -> None:
-        """Reports this node's ranks in a new world; the first node also logs dead nodes and the restart."""
+        """Reports this node's ranks in a new world; the first node also logs dead nodes and a restart."""
         self._waiting.over()
         if self._launch.rejoin_wait is not None:
             self._rendezvous.wait = self._launch.rejoin_wait
@@ -244,7 +244,7 @@ class _Member:
         return decision.do
 
     def _claim_spare(self) -> bool:
-        """Claims a spare that replaces this node. Returns False if other nodes have claimed all spares.
+        """Claims a spare to replace this node. Returns False if no unclaimed spare is left.
 
         This node's list of present nodes may be seconds old, and may include nodes that have left. The nodes therefore
         record all claims in the store.
@@ -253,8 +253,7 @@ class _Member:
         number = self._store.add(self._key(claims), 1)
         self._tell(f"{claims}/{number}", self._rendezvous.member)
         here = self._rendezvous.present()
-        # A claim counts even before the store has the name of its node. A failed claim, whose name is empty, does not
-        # count.
+        # An earlier claim counts if its node is present or not yet known. The name of a failed claim is empty.
         told = [self._told(f"{claims}/{earlier}") for earlier in range(1, number)]
         claimed = sum(member is None or member in here for member in told)
         if self._rendezvous.spares() > claimed:
@@ -263,7 +262,8 @@ class _Member:
         return False
 
     def _check_progress(self) -> None:
-        """Raises `UserError` after more than `max_restarts` restarts in a row without a new checkpoint."""
+        """Stops all nodes and raises `UserError` after more than `max_restarts` restarts in a row without a new
+        checkpoint."""
         found = list_checkpoints(self._launch.run)
         newest = step_of(found[-1]) if found else 0
         step, restarts = self._told("progress") or (-1, 0)
@@ -303,7 +303,7 @@ _DOING: dict[Do | Exit, str] = {
 
 
 _Named = tuple[str, str]  # the name of a node, and the node's name in the rendezvous
-_SAID: dict[str, TypeAdapter[Any]] = {  # types of the values that nodes put into the store, by key
+_SAID: dict[str, TypeAdapter[Any]] = {  # types of values in the store, by the first part of their keys
     "member": TypeAdapter(_Named),
     "world": TypeAdapter(list[_Named]),
     "died": TypeAdapter(float),
@@ -332,7 +332,7 @@ def _said(value: bytes, what: str) -> Any:
 def _holding(launch: Launch, store: Store) -> Iterator[str]:
     """Holds the lease of the run folder together with the other nodes of the launch, and yields the token of the lease.
 
-    The last node to leave releases the lease; a node that has lost the store does not.
+    The last node to leave releases the lease. A node that has lost the store leaves the lease in place.
     """
     token = store.compare_set(f"{launch.name}/holder", "", uuid.uuid4().hex).decode("utf-8", "replace")
     if re.fullmatch("[0-9a-f]{32}", token) is None:
@@ -351,10 +351,11 @@ def _holding(launch: Launch, store: Store) -> Iterator[str]:
 
 
 def _check_clocks(launch: Launch, store: Store) -> None:
-    """Raises `UserError` when this node's clock is too far from that of the first node that called this function.
+    """Raises `UserError` when this node's clock differs too much from the clock of the node that called this function
+    first.
 
-    Heartbeats carry the time of day, so clocks must agree. All nodes compare their clocks with the common clock of the run
-    folder's file system.
+    Heartbeats carry the time of day, so clocks must agree. Each node compares its clock with the common clock of the
+    run folder's file system.
     """
     with naming_disk_errors(launch.run, "Name a folder that all nodes share"):
         launch.run.mkdir(parents=True, exist_ok=True)

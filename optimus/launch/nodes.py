@@ -32,15 +32,15 @@ from optimus.training.finalize import announce
 from optimus.training.hooks.users import users_hooks
 from optimus.training.reading import read_run
 
-# Seconds that nodes have to join again in a batch job. The job starts no node again within a launch, so the remaining
-# nodes only wait until all of them have stopped their ranks.
+# Seconds that nodes have to join again in a batch job. The job starts no node again within a launch, so a node only
+# waits until the other remaining nodes have stopped their ranks.
 _REJOIN = 35.0
 
 
 def launch(
     job: NodeJob, rendezvous: str, node: str | None = None, *, name: str = "optimus", program: Sequence[str] = ()
 ) -> Do | Exit | None:
-    """Runs this node's part of `job`, from the newest checkpoint if there is one.
+    """Runs `job` on this node, from the newest checkpoint if there is one.
 
     All `nodes` + `spares` nodes must call this function with the same arguments except `node`. The nodes share the file
     system of `train.output`. `rendezvous` is the HOST:PORT of a store that all nodes reach. `node` is this node's name,
@@ -72,16 +72,17 @@ def launch(
 
 
 def exit_code(outcome: Do | Exit | None) -> int:
-    """Returns the exit code of `optimus launch` on a node."""
+    """Returns the exit code of `optimus launch` for a result of `launch`."""
     if isinstance(outcome, Exit):
         return outcome
     return {None: 0, Do.STOP: Exit.USER}.get(outcome, 1)  # a permanent failure counts as bad input
 
 
 def check_launch(job: NodeJob, rendezvous: str, node: str | None = None) -> dict[str, Any]:
-    """Validates a launch as `launch` does on this node, without other nodes, and verifies every checksum of the data.
+    """Validates a launch on this node without contact to other nodes, and verifies every checksum of the data.
 
-    Returns the report of `train` with `check`, and `nodes` and `spares`. Raises `UserError` like `launch`.
+    Returns the report of `train` with `check`, extended by `nodes` and `spares`. Raises `UserError` for problems that
+    this node finds.
     """
     _, resolved, data = _check(job, node or machine.node())
     own_address(rendezvous)
@@ -110,7 +111,7 @@ def write_batch_script(
     directives: Sequence[str] = (),
     inject: str | Path | None = None,
 ) -> str:
-    """Writes a batch script that runs `optimus launch` on all nodes of a job until the run has finished, in at most ten
+    """Writes a batch script that runs `optimus launch` on the nodes of a job until the run has finished, in at most ten
     launches.
 
     `time` is the job's time limit as HOURS:MINUTES:SECONDS. `directives` are further lines for the batch system.
@@ -146,8 +147,9 @@ def write_manifest(
     """Writes a manifest (or, for Ray, a script) that runs a job on a platform. Returns the command that submits the
     file.
 
-    `directives` are NAME=VALUE, with the names of `manifests.PLATFORMS`. The job uses the configuration's paths as they
-    are on its nodes. Raises `UserError` when the configured mesh or batch does not fit the ranks, and like `manifest`.
+    `directives` are NAME=VALUE, with the names of `manifests.PLATFORMS`. Paths in the configuration are paths on the
+    job's nodes. Raises `UserError` when the configured mesh or batch does not fit the ranks, and like
+    `parse_directives`, `manifest` and `write_new`.
     """
     tree = _fitting(job)
     name = re.sub(r"[^a-z0-9]+", "-", Path(tree.train.output).name.lower()).strip("-") or "run"
@@ -166,7 +168,8 @@ def write_manifest(
 
 
 def _fitting(job: NodeJob) -> RunConfig:
-    """Returns the configuration of a job. Raises `UserError` when its mesh or batch does not fit the ranks."""
+    """Returns the configuration of a job. Raises `UserError` when the configuration is invalid, or when its mesh or
+    batch does not fit the ranks."""
     tree = load_config(job.config, job.overrides, read_model_folder)
     mesh = mesh_of(tree, job.ranks, job.ranks_per_node)
     check_batches(tree.decided(micro_batch(tree, mesh, {}).values), mesh)
@@ -185,7 +188,7 @@ def _options(job: NodeJob, inject: str | Path | None) -> list[str]:
 
 
 def parse_keep_alive(text: str) -> tuple[int, int]:
-    """Parses SECONDSxNUMBER into seconds and a number. Raises `UserError` for other text."""
+    """Parses SECONDSxNUMBER, two integers above 0. Raises `UserError` for other text."""
     seconds, _, number = text.partition("x")
     if not (seconds.isdecimal() and number.isdecimal() and int(seconds) and int(number)):
         raise UserError(f"--keep-alive {text}: give SECONDSxNUMBER, such as 5x3")

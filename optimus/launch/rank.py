@@ -3,8 +3,8 @@
 As a program, this module takes the arguments `words` of `run_as_rank`.
 
 When a rank is lost, a collective fails on the other ranks, or their devices wait until `_deadline` ends the ranks.
-`_last_words` lets each rank report the step of the failure, and `_ranks_together` keeps ranks from waiting for lost
-ranks. On one machine, `messages.explain` tells the user which rank was lost.
+`_last_words` lets a rank report the step of the failure, and `_ranks_together` keeps an ending rank from waiting for
+lost ranks. On one machine, `messages.explain` composes the message about the failed ranks.
 """
 
 import atexit
@@ -55,10 +55,11 @@ def run_rank(
 ) -> int:
     """Runs one rank from start to end, in the launcher's environment if there is a launcher.
 
-    Returns the signal that has ended the run early, or 0; all ranks return the same number, after all have saved.
+    Returns the signal that has ended the run early, or 0. All ranks return the same number.
 
     `node` is the name of the node under `optimus launch`, and otherwise None. `holder` is the token of the lease on the run
-    folder. `more` are hooks of Optimus. `users` are the objects that `optimus.train` takes beside the configuration.
+    folder. `more` are hooks in addition to the hooks of the configuration and of `users`. `users` are the objects that
+    `optimus.train` takes beside the configuration.
     """
     users.register()
     began, config = time.time(), load_config(parse_yaml(config_text, "the configuration"))
@@ -93,7 +94,7 @@ def run_rank(
             ):
                 ending = trainer.fit()
                 trainer.state.finish()
-            if ending.signal:  # wait for all ranks: once a rank has exited with an error code, a launcher ends all
+            if ending.signal:  # wait: once a rank has exited with an error code, a launcher ends all ranks
                 trainer.groups.world.any(False)
         if node is not None and trainer.groups.rank == 0 and (trainer.is_done or ending.signal):
             if not ending.signal:
@@ -106,8 +107,8 @@ def backend_of(device: torch.device, named: str, per_node: int) -> str:
     """Returns the backend that moves a rank's tensors: the backend of the device, or Gloo.
 
     Gloo moves the tensors through the host (`comm/host_staging.py`). Devices for which torch has no default backend use
-    Gloo. Ranks share a device, and therefore use Gloo, when `named`, the value of `train.device`, has an index (for
-    example `xpu:0`) and a node has more than one rank (`per_node`).
+    Gloo. `named` is the value of `train.device`. If `named` has an index, such as `xpu:0`, and a node has more than one
+    rank (`per_node`), the ranks share the device and use Gloo.
     """
     shared = named == str(device) and per_node > 1
     return "gloo" if shared else dist.Backend.default_device_backend_map.get(device.type, "gloo")
@@ -153,10 +154,10 @@ def backends_of(backend: str, device: str) -> str:
 
 @contextmanager
 def _deadline(trainer: Trainer) -> Iterator[None]:
-    """Ends this rank with `LOST` when its device waits in one collective for `resilience.timeout` seconds.
+    """Ends this rank with `Exit.LOST` if, inside the context, its device waits in one collective for more than
+    `resilience.timeout` seconds.
 
-    The deadline applies inside the context. A wait of this length means that another rank is lost or hangs. The backend
-    would abort this rank later, as if this rank had crashed.
+    The backend would abort this rank later, as if this rank had crashed.
     """
     waits, seconds = trainer.groups.recorder.device or DeviceWaits(), trainer.config.resilience.timeout
     trainer.groups.recorder.device = waits
@@ -231,7 +232,8 @@ def _last_words() -> Iterator[None]:
 def run_as_rank(words: Sequence[str], more: Sequence[Hook] = ()) -> None:
     """Runs a rank that a launcher has started, with `more` hooks, and exits.
 
-    `words` are CONFIG [--resume] [--node NAME] --parent PID --holder TOKEN [--objects FILE]. Errors go to the launcher.
+    `words` are CONFIG [--resume] [--node NAME] --parent PID --holder TOKEN [--objects FILE]. The launcher reports
+    errors.
     """
     config, *options = words
     names = ("--node", "--parent", "--holder", "--objects")

@@ -74,7 +74,7 @@ def connect(endpoint: str, wait: float, waiting: Callable[[str], None] = lambda 
     """Connects to the store at HOST:PORT, and calls `waiting` with a description of the wait before each further
     attempt.
 
-    Raises `UserError` when no store answers within `wait` seconds.
+    Raises `UserError` when no store answers within `wait` seconds, and like `parse`.
     """
     host, port = parse(endpoint)
     deadline = time.monotonic() + wait
@@ -96,7 +96,7 @@ def connect(endpoint: str, wait: float, waiting: Callable[[str], None] = lambda 
 def own_address(endpoint: str) -> str:
     """Returns the address from which this machine reaches the store, for connections from other nodes.
 
-    Raises `UserError` when there is no route to the store, or the host's name is unknown.
+    Raises `UserError` when there is no route to the store or the host's name is unknown, and like `parse`.
     """
     host, port = parse(endpoint)
     try:

@@ -1,4 +1,4 @@
-"""All uses of TorchElastic's private API, with reasons; `tests/launch/test_torch_elastic.py` fails when the API changes.
+"""All uses of TorchElastic's private API, with reasons; `tests/launch/test_torch_elastic.py` checks this API.
 
 torchrun of torch 2.13 supports spare nodes badly in five respects (1 to 5), and trusts its network in two respects (6
 and 7). Each item states the problem and then the remedy in this module:
@@ -82,7 +82,7 @@ class _StateHolder(dynamic._BackendRendezvousStateHolder):
     ) -> None:
         super().__init__(backend, settings)
         self._died = died
-        self.seen: Callable[[dynamic._RendezvousState], None] | None = None  # called with every state
+        self.seen: Callable[[dynamic._RendezvousState], None] | None = None  # called with the state after each sync
 
     def sync(self) -> bool | None:
         has_set = super().sync()
@@ -124,7 +124,8 @@ class Rendezvous(dynamic.DynamicRendezvousHandler):
 
         `keep_alive` is the number of seconds between heartbeats, and the number of missing heartbeats after which a
         node counts as dead. The node that notices a dead node calls `died` with the `member` name of the dead node.
-        Spares wait for ever. The rendezvous often calls `waiting` with a description of what this node waits for.
+        Spares wait for ever. While this node waits, the rendezvous repeatedly calls `waiting` with a description of the
+        wait.
         """
         settings = dynamic.RendezvousSettings(
             name,
@@ -202,10 +203,10 @@ class Rendezvous(dynamic.DynamicRendezvousHandler):
 class Agent(LocalElasticAgent):
     """Starts and watches the ranks of one node, together with the agents of the other nodes.
 
-    When a new world has formed, the agent calls `joined` before the ranks start. The arguments are the number of the
-    world, the index of this node, the number of nodes and the store. The agent calls `failed` with this node's failed
-    ranks by global rank, and does what `failed` returns. `say` prints messages about the agent's actions. `logs` is a
-    folder for TorchElastic's logs of the ranks.
+    When a new world has formed, the agent calls `joined` before the ranks start. The arguments of `joined` are the
+    number of the world, the index of this node, the number of nodes and the store. The agent calls `failed` with this
+    node's failed ranks by global rank, and does what `failed` returns. `say` prints messages about the agent's actions.
+    `logs` is a folder for TorchElastic's logs of the ranks.
     """
 
     def __init__(
@@ -237,7 +238,8 @@ class Agent(LocalElasticAgent):
         self._shutdown_timeout = SAVING  # torch 2.13 passes this value to `_shutdown`; 2.11 passes none
 
     def until_the_end(self) -> Do | Exit | None:
-        """Runs until the launch ends (None), this node leaves or stops (`Do`), or a signal ends its ranks (`Exit`)."""
+        """Runs the ranks and returns the outcome. None: the launch has ended; a `Do`: this node has left, or all nodes
+        have stopped; an `Exit`: a signal has ended the ranks."""
         try:
             self._outcome: Do | Exit | None = None
             self.run()
@@ -245,7 +247,7 @@ class Agent(LocalElasticAgent):
         except RendezvousClosedError:
             self._say("is no longer needed: the launch has ended")
             return None  # another node has closed the rendezvous before this node joined a new world
-        except SignalException as error:  # the ranks have received the signal too, and have saved
+        except SignalException as error:  # the ranks have received the signal too
             self._say(
                 f"ends, because it has received {error.sigval.name}; its ranks have finished their step and saved"
             )

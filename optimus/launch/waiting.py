@@ -7,7 +7,7 @@ from collections.abc import Callable
 class Waiting:
     """Reports what an agent waits for: at every change, then every `every` seconds, and less often in long waits.
 
-    The interval is at least 1/60 of the time waited, so one minute after an hour.
+    The interval is at least 1/60 of the waiting time, such as one minute after an hour.
     """
 
     def __init__(

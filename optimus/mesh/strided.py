@@ -50,7 +50,7 @@ class StridedGroup(NamedTuple):
         return min(ranks_per_node, self.stride)
 
     def inner(self, count: int) -> "StridedGroup":
-        """Returns the subgroup of the first `count` ranks; each further `count` ranks form an equal subgroup."""
+        """Returns the subgroup of the first `count` ranks."""
         if not self.near or count > self.near:
             return self._replace(size=count)
         return StridedGroup(count, self.stride)
@@ -58,7 +58,7 @@ class StridedGroup(NamedTuple):
     def outer(self, count: int, run: int = 1) -> "StridedGroup":
         """Returns the subgroup of every `count`-th rank, or of every `count`-th run of `run` ranks.
 
-        `count * run` divides the size. A subgroup with strides on three levels is approximated by one with two.
+        `count * run` divides the size. A group with two strides approximates a subgroup that needs three strides.
         """
         if count == 1:
             return self

@@ -17,7 +17,7 @@ _ECHO = 2  # empty columns at the end of the line, so that the ^C that a termina
 
 
 class Bar(Progress):
-    """The bar of one stage. If the line is too long, an ellipsis shortens the note before the numbers and times."""
+    """The bar of one stage. If the line is too long, an ellipsis shortens the note."""
 
     def __init__(self, stage: str, total: int | None) -> None:
         console = self._screen = Console(stderr=True, force_terminal=True)

@@ -26,7 +26,7 @@ Status = Literal["ok", "warning", "problem"]
 
 
 class Finding(NamedTuple):
-    """The result of one check. `mend` names the cure if the status is not ok."""
+    """A result of a check. `mend` names the cure if the status is not ok."""
 
     what: str
     status: Status
@@ -35,15 +35,15 @@ class Finding(NamedTuple):
 
 
 def _judged(what: str, wrong: bool, found: str, mend: str, status: Status = "warning") -> Finding:
-    """Returns a finding: ok, or `status` with the cure `mend` if something is `wrong`."""
+    """Returns a finding with the status ok or, if `wrong`, with `status` and the cure `mend`."""
     return Finding(what, status, found, mend) if wrong else Finding(what, "ok", found)
 
 
 def examine(folder: str | Path = ".") -> list[Finding]:
-    """Runs all checks. `folder` is the folder for future runs; if `folder` does not exist, the checks use its nearest
-    existing parent.
+    """Runs all checks and returns their findings. `folder` is the folder for future runs; if `folder` does not exist,
+    the checks use its nearest existing parent.
 
-    A finding has the subject of the check (`what`), its `status` (ok, warning, problem), its result (`found`), and the
+    A finding has the subject of the check (`what`), the `status` (ok, warning, problem), the result (`found`), and the
     cure of a fault (`mend`).
 
     Example:

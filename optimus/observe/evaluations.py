@@ -1,7 +1,7 @@
 """Scores of a run's checkpoints, which `optimus evaluate --watch` writes into the run's folder `evaluations/`.
 
-The training passes new scores to its metric sinks; after the training, `optimus evaluate --watch` does. The report
-shows the scores of a checkpoint at its step.
+The training passes new scores to its metric sinks. After the training, `optimus evaluate --watch` passes later scores
+to the sinks. The report shows scores at the step of their checkpoint.
 """
 
 import math
@@ -34,7 +34,7 @@ def as_metrics(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def scored_step(found: object) -> int | None:
-    """Returns the step of the checkpoint whose scores a file of `optimus evaluate` has; None for other content."""
+    """Returns the checkpoint's step in the content of a file of `optimus evaluate`; None for other content."""
     checkpoint = found.get("checkpoint") if isinstance(found, Mapping) else None
     step = checkpoint.get("step") if isinstance(checkpoint, Mapping) else None
     return step if type(step) is int and 0 <= step < _STEPS else None
@@ -59,7 +59,7 @@ class NewScores:
 
     def read(self) -> list[dict[str, Any]]:
         """Returns the scores that are new since the last call in this or an earlier process: `step` and metrics of each
-        checkpoint. Skips files that `evaluate` has not written."""
+        checkpoint. Skips files without scores."""
         records = []
         for path in sorted(self._folder.glob("*.json")):
             with suppress(OSError, ValueError):

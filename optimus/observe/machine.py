@@ -33,7 +33,7 @@ _BFLOAT16 = {
     "sve_bf16": "SVE BF16",
     "svebf16": "SVE BF16",
 }
-# Values of environment variables that keep torch from using these instructions: in ATen's attention and elementwise
+# Values of environment variables that keep torch from using bf16 instructions in ATen's attention and elementwise
 # operations, and in oneDNN's matmuls. The older name of oneDNN's variable applies only if the newer one is not set.
 _WITHOUT_BFLOAT16 = {
     "ATEN_CPU_CAPABILITY": {"default", "avx2"},

@@ -52,20 +52,20 @@ class MetricsWriter:
 
 
 class Sinks:
-    """The metric sinks of a run. Drops a sink, and prints a message, if the sink's `write` raises another exception
+    """The metric sinks of a run. Drops a sink, and prints a message, if the sink's `write` raises an exception other
     than `UserError`."""
 
     def __init__(self, folder: Path, config: RunConfig, after_step: int) -> None:
         self._sinks = {row.name: row.make(folder, config, after_step) for row in sinks_of(config)}
 
     def write(self, record: dict[str, Any]) -> None:
-        """Writes a record, which must have `step`, to all sinks."""
+        """Writes a record, which must have `step`, to the sinks. Raises the `UserError` of a sink."""
         for name, sink in [*self._sinks.items()]:
             try:
                 sink.write(record)
             except UserError:
                 raise
-            except Exception as error:  # an error in a plugin or in the client of a tracker
+            except Exception as error:  # an error in a plugin or in a client library
                 del self._sinks[name]
                 print(
                     f"the metric sink {name} failed ({type(error).__name__}: {error}): from step {record['step']} on, it "
@@ -74,7 +74,7 @@ class Sinks:
                 )
 
     def close(self) -> None:
-        """Closes all sinks."""
+        """Closes the sinks. Raises the `UserError` of a sink, and prints any other exception."""
         for name, sink in self._sinks.items():
             try:
                 sink.close()
@@ -85,8 +85,8 @@ class Sinks:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Reads the complete records of a run folder's `metrics.jsonl`, in the order of the lines. Skips lines without a
-    step, and incomplete lines."""
+    """Reads the records of a run folder's `metrics.jsonl`, in the order of the lines. Skips incomplete lines, and lines
+    without a step."""
     return [record for record in read_json_lines(folder / "metrics.jsonl") if isinstance(record.get("step"), int)]
 
 

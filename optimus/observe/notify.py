@@ -15,7 +15,7 @@ _SECONDS = 10.0
 
 def notify(to: str, message: Mapping[str, Any]) -> str | None:
     """Posts `message` as JSON to an http or https URL `to`; runs any other `to` as a command with the JSON on its
-    standard input. In the JSON, a number that is not finite is null.
+    standard input. A value of `message` that is not finite becomes null.
 
     Returns a description of a failure, or None: a failed notification must not end the run.
     """

@@ -11,7 +11,7 @@ _LINE_SECONDS = 10.0  # seconds between plain lines
 
 
 def time_left(seconds: float, now: float) -> str:
-    """Formats the remaining `seconds` and the expected time of the end, as in: about 12 min left, until 14:05."""
+    """Formats the remaining `seconds` and the expected time of the end, such as "about 12 min left, until 14:05"."""
     form = "%H:%M" if seconds < 43200 else "%Y-%m-%d %H:%M"
     return f"about {seconds_text(max(1.0, seconds))} left, until {time.strftime(form, time.localtime(now + seconds))}"
 

@@ -13,7 +13,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals of Ctrl-C, a 
 
 
 class _SignalledError(KeyboardInterrupt):
-    """Raised for all ending signals, as Ctrl-C raises KeyboardInterrupt. `args[0]` is the signal's number."""
+    """Raised for an ending signal, as Ctrl-C raises KeyboardInterrupt. `args[0]` is the signal's number."""
 
 
 def ending_signals() -> list[signal.Signals]:
@@ -34,8 +34,8 @@ def ended_by_signals(say: str) -> Iterator[None]:
     """Handles signals inside the `with` block: prints `say`, ends the block by a `KeyboardInterrupt`, and raises
     `SystemExit` with the exit code 128 + the signal's number.
 
-    A second signal has the effect that it had before the block. Signals that are ignored (`nohup`) stay ignored. In
-    threads other than the main thread, which receives all signals, nothing changes.
+    A second signal has the effect that it had before the block. Signals that are ignored (`nohup`) stay ignored. The
+    block changes nothing in a thread other than the main thread, because only the main thread handles signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

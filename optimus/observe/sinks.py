@@ -1,5 +1,5 @@
-"""The interface and the table of metric sinks. The metrics writer passes each record to the sinks, and closes them when the
-run ends."""
+"""The interface and the table of metric sinks. The metrics writer passes each record to the sinks, and closes the sinks
+when the run ends."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,12 +25,12 @@ class Sink(Protocol):
 
 @dataclass(frozen=True)
 class SinkRow:
-    """A kind of sink. `make(folder, config, after_step)` opens the sink of a run that continues after step `after_step`.
+    """A row of the table of sinks. `make(folder, config, after_step)` opens the sink of a run that continues after step
+    `after_step`.
 
-    A run opens the sinks that `observe.sinks` names, and those whose `wanted` returns True for the run's configuration.
-    Before a run, `check_sinks` calls the `check` of every kind of sink, even of an unused kind. `check` raises
-    `UserError` to refuse a configuration, for example because the configuration asks for the sink and a package is
-    missing.
+    A run opens the sinks that `observe.sinks` names, and the sinks whose `wanted` returns True for the run's
+    configuration. Before a run, `check_sinks` calls the `check` of every row, even if the run opens no sink of this
+    row. `check` raises `UserError` to refuse a configuration, for example because a package is missing.
     """
 
     name: str
@@ -64,7 +64,7 @@ def sinks_of(config: RunConfig) -> list[SinkRow]:
 
 
 def check_sinks(config: RunConfig) -> None:
-    """Raises `UserError` for an unknown name in `observe.sinks`, and if the `check` of any kind of sink does."""
+    """Raises `UserError` for an unknown name in `observe.sinks`, and if the `check` of a row refuses `config`."""
     sinks_of(config)
     for row in SINKS.values():
         row.check(config)

@@ -19,8 +19,8 @@ def print_table(rows: Sequence[dict[str, Any]], title: str, width: int | None = 
     and has fewer rules.
 
     The output is complete even on a narrow terminal. A table that is too wide gets fewer rules. If the table is still
-    too wide, the columns with the same value in all rows, except the first column, move above the table, and then text
-    wraps between words. As the last resort, each row becomes lines of key and value.
+    too wide, columns with the same value in all rows move above the table, except the first column. Then text wraps
+    between words. As the last resort, each row becomes lines of key and value.
     """
     from rich.console import Console
     from rich.text import Text

@@ -31,7 +31,7 @@ def let_go_if_gone() -> None:
 
 @contextmanager
 def letting_go() -> Iterator[None]:
-    """Suppresses write errors inside the `with` block, and redirects the output if its terminal is gone."""
+    """Suppresses an `OSError` of the `with` block, and then redirects the output if its terminal is gone."""
     try:
         yield
     except OSError:

@@ -27,7 +27,7 @@ def merge_traces(folder: Path, ranks: int) -> list[int]:
 
     Returns the ranks whose trace is not in the folder, for example because nodes do not share the folder.
 
-    Aligns the ranks by the clocks of their nodes. Raises `UserError` if the file cannot be written.
+    Aligns the ranks by the clocks of their nodes. Raises `UserError` if the merged file cannot be written.
     """
     there = [rank for rank in range(ranks) if rank_trace(folder, rank).is_file()]
     path = folder / MERGED
@@ -50,7 +50,8 @@ def merge_traces(folder: Path, ranks: int) -> list[int]:
 
 
 def _rank_events(events: list[dict[str, Any]], rank: int, later: float) -> Iterator[dict[str, Any]]:
-    """Yields `events` as those of a rank, shifted by `later` microseconds."""
+    """Yields the `events` of a rank with numbers of processes and flows that no other rank has, shifted by `later`
+    microseconds."""
     processes: dict[Any, int] = {}
     names: dict[Any, Any] = {}
     for event in events:

@@ -15,9 +15,9 @@ _WITHOUT = "WANDB_MODE=offline keeps the records in the run folder, and observe.
 
 
 def check_wandb(config: RunConfig) -> None:
-    """Raises `UserError` if Weights & Biases is configured but not installed, or if its mode needs a key and there is
-    none. Raises `UserError` if other options of W&B are set without a project. Does not verify the key, because the
-    check must not use the network."""
+    """Raises `UserError` if Weights & Biases is configured but not installed, or if W&B needs a key for its mode and
+    finds none. Raises `UserError` if other options of W&B are set without a project. Does not verify the key, because
+    the check must not use the network."""
     given = config.observe
     if given.wandb is None:
         named = [key for key in ("entity", "name", "group", "tags") if getattr(given, f"wandb_{key}")]

@@ -41,7 +41,7 @@ class TokenLoss:
 
 
 def token_loss(name: str, options: Mapping[str, float]) -> TokenLoss | None:
-    """Returns the loss of this name; None for cross-entropy, which needs no `TokenLoss`."""
+    """Returns the loss `name` with `options`, or None for cross-entropy, which needs no `TokenLoss`."""
     if name == CROSS_ENTROPY:
         return None
     row = LOSSES[name]

@@ -39,7 +39,7 @@ class Tile(NamedTuple):
     weight: Tensor  # fp32
     gradient: Tensor  # any floating type; fp32 and scaled when passed to a rule's `apply`
     moments: Sequence[Tensor]  # fp32 buffers, in the order of `Rule.kinds`
-    copy: Tensor | None = None  # copy of the weight in the compute dtype; None without a copy
+    copy: Tensor | None = None  # gets the weights of the forward and backward pass, in the compute dtype
     matrix_function: MatrixFunction = local_matrices
 
 

@@ -24,10 +24,13 @@ class RuleRow:
     keys: Mapping[str, str] = field(default_factory=dict)
     roles: tuple[str, ...] | None = None  # roles of parameters that the rule updates by default; None for all roles
     never: tuple[str, ...] = ()  # roles of parameters that the rule cannot update
-    instance: "UpdateRule | None" = None  # the argument of `optimus.train`, whose hyperparameters hold
+    instance: "UpdateRule | None" = None  # a rule that the caller passes to `optimus.train`
 
     def make(self, weight_decay: float, lr_scale: float, **options: Any) -> "UpdateRule":
-        """Returns the rule with these hyperparameters; the others are those of `instance`, or their defaults."""
+        """Returns the rule with these hyperparameters.
+
+        `instance`, if any, gives the other hyperparameters and a factor of `lr_scale`.
+        """
         if self.instance is None:
             return self.kind(weight_decay=weight_decay, lr_scale=lr_scale, **options)
         lr_scale *= self.instance.lr_scale

@@ -26,7 +26,7 @@ _DIVIDING = ("tp_out", "etp")  # mesh axes that divide a projection's outputs or
 
 class Projection(NamedTuple):
     """A weight matrix, or several matrices that one matmul multiplies by the same input. `over` is the side that
-    `tp_out` divides, or `etp` in experts."""
+    `tp_out` (in experts, `etp`) divides."""
 
     inputs: int
     outputs: int
@@ -53,8 +53,7 @@ Factors = tuple[tuple[str, int], ...]  # for each projection with low-rank facto
 def examples(model: Architecture, factors: Factors = ()) -> tuple[Transformer, list[int]]:
     """Returns (a model on the meta device with one block of each kind of `model`, the first layer of each kind).
 
-    A projection of the returned model has low-rank factors if `factors` names any projection that the projection
-    represents.
+    If `factors` names a projection of `model`, the corresponding projection of the returned model has low-rank factors.
     """
     layers = sorted(set(model.alike))
     with torch.device("meta"):

@@ -3,8 +3,8 @@
 The list leaves out:
 - tensor-parallel groups that do not divide a node evenly;
 - groups of expert and expert-tensor parallelism that neither divide a node evenly nor fill whole nodes;
-- schedules that take as long as another schedule and save more activations (`ScheduleRow.dominated`);
-- microbatches of other than 1, 2, 4, 8 or 16 sequences;
+- schedules that take about as long as another schedule and save at least as many activations (`ScheduleRow.dominated`);
+- microbatch sizes other than 1, 2, 4, 8 and 16 sequences;
 - context-parallel parts of fewer than 512 tokens;
 - more than four stages per rank, for schedules that allow any number of stages.
 """
@@ -87,7 +87,7 @@ def candidates(job: Job) -> Iterator[Candidate]:
 
 
 def _timings(job: Job) -> Iterator[BlockTiming]:
-    """Yields a timing for each division of a block that the model and the node allow."""
+    """Yields timings for the divisions of a block that the model, the batch and the node allow."""
     model, ranks = job.model, job.mesh.size
     node, known = min(ranks, job.machine.ranks_per_node), dict[Any, Any]()
     undivided = bool(job.teachers)  # distillation compares whole logits, which tensor parallelism would divide
@@ -103,8 +103,8 @@ def _timings(job: Job) -> Iterator[BlockTiming]:
 
 
 def _parts(job: Job, out: int, cp: int) -> bool:
-    """True if `cp` ranks can divide the sequences into parts of enough tokens (`_SMALLEST_PART`). A ring needs two
-    pieces per rank; Ulysses also divides the heads."""
+    """True if `cp` ranks can divide the sequences evenly. Two or more ranks need parts of at least `_SMALLEST_PART`
+    tokens. A ring needs two pieces per rank; Ulysses also divides the heads."""
     length, ulysses = job.common_length, job.parallel.context_method == "ulysses"
     pieces = cp if ulysses or cp == 1 else 2 * cp
     heads = job.model.kv_heads // out % cp == 0 or not ulysses
@@ -134,8 +134,8 @@ def _expert_groups(job: Job, tp: int) -> list[tuple[int, int]]:
 
 
 class _RankBlocks(NamedTuple):
-    """Number of blocks on a rank, flags for the embedding (`first`) and the output layer (`last`), and the number of blocks
-    in the stages before the rank's first stage (`before`)."""
+    """Number of blocks on a rank, and the number of blocks in the stages before the rank's first stage (`before`).
+    `first` is true if the rank has the embedding. `last` is true if the rank has the output layer."""
 
     blocks: int
     first: bool
@@ -144,8 +144,8 @@ class _RankBlocks(NamedTuple):
 
 
 class _Order(NamedTuple):
-    """A pipeline schedule, and the ranks that can be the slowest. With `lent`, ranks share cores: other ranks are faster
-    during a rank's bubble, and `ranks` are all ranks of the pipeline."""
+    """A pipeline schedule, and the ranks that can be the slowest. `lent` is true if ranks share cores, so that a bubble
+    of one rank makes other ranks faster. With `lent`, `ranks` are all ranks of the pipeline."""
 
     row: ScheduleRow
     pp: int
@@ -154,9 +154,9 @@ class _Order(NamedTuple):
     lent: bool
 
     def bound(self, timing: BlockTiming, microbatches: int) -> float:
-        """Returns a lower bound of the step's seconds: the slowest rank's microbatches, and the bubble before the
-        microbatches (`pipeline.estimates.least_seconds`). With `lent`, the bound is the mean of the ranks' seconds
-        without a bubble."""
+        """Returns a lower bound of the step's seconds: the time of the slowest rank's microbatches and of the bubble
+        before these microbatches (`pipeline.estimates.least_seconds`). With `lent`, the bound is the mean of the ranks'
+        seconds without a bubble."""
         block, ends = timing.block, (timing.embedding, timing.head)
         if self.lent:
             blocks = sum(rank.blocks for rank in self.ranks)
@@ -189,8 +189,8 @@ def _blocks_of_ranks(row: ScheduleRow, pp: int, sizes: Sequence[int]) -> list[_R
 
 
 def _timed(job: Job, out: int, inner: int, cp: int, micro_batch: int, known: dict[Any, Any]) -> Iterator[BlockTiming]:
-    """Yields a timing of the block for each division of the experts. The other modules take the same time in all these
-    divisions, so the function times them once."""
+    """Yields a timing of the block for each division of the experts. All modules except the feed-forward layers take
+    the same time in all these divisions, so the function times these modules once."""
     tp, rest = out * inner, None
     for ep, etp in _expert_groups(job, tp):
         data = math.lcm(ep * etp, tp * cp) // (tp * cp)  # minimum number of data-parallel ranks of a valid mesh

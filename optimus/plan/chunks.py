@@ -1,7 +1,7 @@
 """Computes the chunks of one representative rank per set of pipeline stages, and the ranks that shard each chunk.
 
-The chunks equal the chunks of the run. The order of parameters in chunks does not depend on the number of replicas, so
-this module computes the order once for jobs that differ only in this number.
+The order of parameters in chunks does not depend on the number of replicas, so jobs that differ only in the number of
+replicas share the order.
 """
 
 import math
@@ -44,8 +44,9 @@ from optimus.state.tiling import TILINGS
 
 _DEFAULT = ((default_rule(), 1.0, 1.0),)
 
-# Position of a parameter in the model. An integer identifies a kind of block by its first layer; "first" is before the
-# blocks, "last" after the blocks. Embedding and output layer share a "tied" table; all stages share an "every" parameter.
+# Position of a parameter in the model. An integer identifies a kind of block by the first layer of the kind; "first" is
+# before the blocks, "last" after the blocks. Embedding and output layer share a "tied" table; all stages divide an
+# "every" parameter.
 Where = int | Literal["first", "last", "tied", "every"]
 
 
@@ -71,7 +72,7 @@ class PartCounts(NamedTuple):
     first: int  # 1 if the stage or rank has the modules before the blocks, else 0
     last: int  # 1 if the stage or rank has the modules after the blocks, else 0
     tied: int  # 1 if the stage or rank has the table that embedding and output layer share, else 0
-    every: int = 1  # 1 to count a slice of the parameters that all stages share, if the model has any; else 0
+    every: int = 1  # 1 to count a slice of the parameters that all stages divide, else 0
 
     @property
     def blocks(self) -> int:
@@ -84,8 +85,8 @@ class PartCounts(NamedTuple):
 
 
 class Kinds:
-    """The kinds of a model's parameters. Jobs with equal models, rules, factors and layout options share one object
-    (`_kinds`)."""
+    """The kinds of a model's parameters. `_kinds` caches one object for jobs with equal models, rules, factors and
+    layout options."""
 
     def __init__(self, rows: Iterable[ParameterKind]) -> None:
         self.rows = tuple(rows)
@@ -138,8 +139,8 @@ def _kinds(model: Architecture, rules: Rules, factors: Factors, *options: tuple[
 
 
 class MatrixGroup(NamedTuple):
-    """Matrices of parameters with the same layout: `number` in all, `together` in each parameter. The ranks along `axes`
-    divide every matrix into `blocks` blocks."""
+    """Matrices of parameters with the same layout: `number` matrices in all, `together` matrices in each parameter. The
+    ranks along `axes` divide every matrix into `blocks` blocks."""
 
     number: int
     together: int
@@ -216,7 +217,7 @@ def _chunks_of_part(job: Job, counts: PartCounts) -> _PartChunks:
 
 @lru_cache(maxsize=1024)
 def _least(mesh: Mesh, stages: int) -> Mesh:
-    """Returns the smallest mesh whose ranks have the same slices of parameters as the ranks of `mesh`, with at most `stages`
+    """Returns a mesh whose ranks have the same slices of parameters as the ranks of `mesh`, with at most `stages`
     stages and as few replicas as possible."""
     data = math.lcm(mesh.tp, mesh.ep * mesh.etp) // mesh.tp
     return Mesh(min(mesh.pp, stages), data, 1, mesh.tp, mesh.ep, mesh.etp, mesh.tp_in)
@@ -259,7 +260,7 @@ class ChunkGroup:
 
     @cached_property
     def updated(self) -> int:
-        """Number of elements that a rank updates; where shards differ, the rank with the largest shard."""
+        """Number of elements that the rank with the largest shard updates."""
         return self.after(self.depths.optimizer)
 
     def moved(self, first: int, last: int) -> Iterator[tuple[int, StridedGroup]]:
@@ -341,8 +342,8 @@ def _replicas(axes: tuple[str, ...], mesh: Mesh) -> StridedGroup:
 def _sharding(
     axes: tuple[str, ...], mesh: Mesh, over_data: bool, widths: tuple[int | None, ...]
 ) -> tuple[StridedGroup, tuple[StridedGroup, ...], StridedGroup, ShardDepths]:
-    """Returns the placement of the ranks along `axes`, the groups that shard the state in each step
-    (`state.plan.shard_groups`), and the `ShardDepths`."""
+    """Returns the placement of the ranks along `axes`, the groups that shard the state in each step, the ranks that
+    update the same elements, and the `ShardDepths`."""
     replicas = shared = _replicas(axes, mesh)
     several = 1  # neighbouring replicas in different groups
     if over_data and axes != ("edp",):
@@ -360,8 +361,8 @@ def _sharding(
 
 
 def max_load(matrices: Sequence[tuple[float, float]], ranks: int) -> float:
-    """Estimates the largest cost on any of `ranks` ranks that divide whole matrices among themselves. `matrices` are pairs
-    (number of matrices, cost of each).
+    """Estimates the largest cost on any of `ranks` ranks that divide whole matrices among themselves. `matrices` are
+    pairs (number of matrices, cost of a matrix).
 
     The estimate is the largest number of matrices on a rank times the mean cost, and at least the cost of the largest
     matrix.

@@ -42,8 +42,8 @@ def ring_bandwidth(group: StridedGroup, machine: Machine) -> float:
 
 
 def node_bandwidth(group: StridedGroup, machine: Machine) -> float:
-    """Returns the bandwidth of a node to the other nodes of a group. The bandwidth is lower if the group spans distant
-    nodes."""
+    """Returns the bandwidth of a node to the other nodes of a group. The bandwidth can be lower if the group spans
+    distant nodes."""
     network = machine.network
     if network.links is not None:
         return thinnest(group, machine)
@@ -101,21 +101,20 @@ def collective_seconds(
     """Returns the seconds of a collective among the ranks of `group` while all groups with the same size and strides
     communicate.
 
-    `nbytes` is the number of bytes that a rank has at the end (all-gather), at the beginning (reduce-scatter, all-to-all) or
-    at both (all-reduce). `narrow` is true for floats of fewer than 32 bits, for which a run never chooses Gloo's built-in
-    all-reduce.
+    `nbytes` is the number of bytes that a rank has at the end (all-gather, all-reduce) or at the beginning
+    (reduce-scatter, all-to-all). `narrow` is true for floats of fewer than 32 bits, for which a run never chooses
+    Gloo's built-in all-reduce.
 
     `algorithm` decides how a group on several nodes communicates; chosen also decides for a group on one node:
     - ring: one ring over all ranks;
-    - hierarchical: within nodes and between nodes, one after the other; a ring if nodes have one rank or unequal
-      numbers of ranks;
+    - hierarchical: two levels, within nodes and between nodes; a ring if nodes have one rank or unequal numbers of
+      ranks;
     - best: the faster of ring and hierarchical;
     - library, pccl: the vendor's library or PCCL, by measured figures, for all-gathers and reduce-scatters; one ring for
       all-reduces;
     - chosen: the algorithm that a run of this library chooses, or one ring where that algorithm's seconds are unknown.
 
-    All-to-alls use no ring: each rank sends to all other ranks at once, except where the seconds of a chosen algorithm
-    are known.
+    In an all-to-all, each rank sends to all other ranks at once, unless `chosen` knows the seconds of its algorithm.
 
     Raises `UserError` when the machine lacks the figures that the algorithm needs.
     """
@@ -165,8 +164,8 @@ def algorithm_named(
 def _chooses(machine: Machine) -> bool:
     """True if a run can choose other algorithms than the backend's own.
 
-    Ranks on CPUs communicate over Gloo, by the schedules of `comm.algorithms`. Other ranks use two levels where the
-    machine's table says that two levels are faster.
+    Ranks on CPUs communicate over Gloo, by the schedules of `comm.algorithms`. Ranks on accelerators use two levels
+    where the machine's table says that two levels are faster.
     """
     return machine.host.shared or machine.collectives is not None
 
@@ -281,8 +280,8 @@ _BETWEEN_NODES = {"hierarchical": hierarchical_seconds, "library": library_secon
 
 
 def _paced(kind: CollectiveKind, moving: float, group: StridedGroup, machine: Machine) -> float:
-    """Combines transfer time and latency into more than their sum, because links do not reach their bandwidth within a short
-    time.
+    """Combines transfer time and latency into at least their sum, because links do not reach their bandwidth within a
+    short time.
 
     The exponent is the best fit of measured all-reduces (nccl-tests on 8 A100, 8 H200, 8 and 32 B200, 256 KiB to 16 GiB).
     The mean error is 7 %. The mean error of the plain sum would be 12 %.

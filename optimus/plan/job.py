@@ -164,8 +164,8 @@ class Job:
         return replace(self, nodes=tuple(chained(self.machine, self.node_count)))
 
     def checked(self) -> "Job":
-        """Returns the job. Raises `UserError` when the ranks do not fill nodes, when the machine's links cover too few
-        nodes, or when the machine lacks the job's precision."""
+        """Returns the job. Raises `UserError` when the ranks leave one of several nodes partly empty, when the
+        machine's links cover too few nodes, or when the machine lacks the job's precision."""
         ranks, node, links = self.mesh.size, self.machine.ranks_per_node, self.machine.network.links
         if ranks > node and ranks % node:
             low = ranks // node * node
@@ -183,8 +183,8 @@ class Job:
     # ---- Other layouts ----
 
     def changed(self, mesh: Mesh | None = None, **sections: Any) -> "Job":
-        """Returns the job with other values in the configuration, on `mesh` if given. A mapping changes keys of a section;
-        any other value replaces the section or key."""
+        """Returns the job with other values in the configuration, and on `mesh` if the caller passes a mesh. A mapping
+        changes keys of a section; any other value replaces the section or key."""
         if mesh is not None:
             sections["parallel"] = {**axes_of(mesh), **sections.get("parallel", {})}
         config = self.config
@@ -231,8 +231,8 @@ def axes_of(mesh: Mesh) -> dict[str, Any]:
 def job_of(
     config: RunConfig, machine: Machine, mesh: Mesh, profile: Profile | None = None, imbalance: float = 1.0
 ) -> Job:
-    """Returns the job of `config`, or of its phase with the longest sequences, on a machine. Raises `UserError` like
-    `Job.checked`, `state_spec_of` and `teacher_models`."""
+    """Returns the job of `config` on a machine. For a run in phases, the job is the phase with the longest sequences.
+    Raises `UserError` like `Job.checked`, `state_spec_of` and `teacher_models`."""
     run = config.decided(precision(config, machine_facts(machine, mesh.size).bfloat16, {}).values)
     config = longest(phases_of(run)) if run.phases else run
     model, rank = full_model(config), config.train.lora_rank

@@ -51,10 +51,10 @@ def plan(
 ) -> Answer:
     """Returns an `Answer` with up to `best` plans for `model` on `ranks` ranks of a machine, fastest first.
 
-    `model` is a YAML file of a run, a preset or a Hugging Face folder. With `as_is`, the only plan is the configured
-    layout, whether it fits or not. With `largest`, the plans are for the model with about as many layers as fit, one
-    plan for each offloading with which a model fits. With `scale`, the answer has a plan for each number of ranks in
-    `scale`.
+    `model` is a YAML file of a run, a preset or a Hugging Face folder. With `as_is`, the plan has the configured
+    layout, even if this layout does not fit. With `largest`, the plans are for the model with about as many layers as
+    fit, one plan for each offloading with which a model fits. With `scale`, the answer has a plan for each number of
+    ranks in `scale`.
 
     The experts of the most loaded rank get `imbalance` times the mean number of tokens. `what_if` changes the machine
     or the profile, and `links` is a file with the bandwidth between nodes. `plugins` names plugins in addition to the

@@ -1,5 +1,4 @@
-"""Finds the largest model that a machine can train: the job's model with about as many layers as fit. The state is on
-the devices or offloaded."""
+"""Finds about the largest model that a machine can train: the job's model with about as many layers as fit."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -15,15 +14,15 @@ MOST_LAYERS = 1 << 12
 
 
 class Deepest(NamedTuple):
-    """The fastest plan of the deepest model that fits. `limited` is true if the search ended at its limit, so that deeper
-    models may fit."""
+    """The fastest plan of the largest model that the search found. `limited` is true if the search ended at the limit
+    of layers, so that larger models may fit."""
 
     plan: Plan
     limited: bool
 
 
 def largest(job: Job) -> list[Deepest]:
-    """Returns the plan of the deepest model that fits, one plan for each offloading with which any model fits.
+    """Returns the plan of the largest model found, one plan for each offloading with which any model fits.
 
     Raises `UserError` when the model's layers are not all of one kind, or when no number of layers fits.
     """
@@ -36,8 +35,8 @@ def largest(job: Job) -> list[Deepest]:
 
 
 def _deepest(job: Job) -> Iterator[Deepest]:
-    """Yields the plan of the deepest model, if any fits. The search doubles the number of layers while the model fits,
-    then bisects the number to within a sixteenth."""
+    """Yields the fastest plan of the largest model found, if any model fits. The search doubles the number of layers
+    while the model fits, then bisects the number to within a sixteenth."""
     least, most, layers = 0, None, job.model.layers
     limit = max(MOST_LAYERS, layers)
     while 0 < layers <= limit and (most is None or most - least > max(1, least // 16)):

@@ -15,8 +15,8 @@ _BEGINNINGS = 32  # maximum number of nodes with which `chained` tries to begin 
 
 
 def even(machine: Machine) -> Machine:
-    """Returns the machine in which all pairs of nodes have the bandwidth of the fastest pair. No order of the real
-    nodes is faster."""
+    """Returns the machine in which all pairs of nodes have the bandwidth of the fastest pair. No order of the nodes has
+    faster links."""
     links = machine.network.links or [[]]
     best = max(
         (value for number, row in enumerate(links) for other, value in enumerate(row) if number != other), default=0
@@ -57,9 +57,8 @@ def chained(machine: Machine, count: int) -> list[int]:
 
 def exchanged(nodes: Sequence[int], every: int, seconds: Callable[[Sequence[int]], float]) -> list[int]:
     """Returns `len(nodes)` of the machine's `every` nodes, in an order with which a step takes no longer than with
-    `nodes`. The
-    function swaps a node in use and any other node where the swap makes the step shorter. `seconds` predicts the step
-    of an order."""
+    `nodes`. The function swaps two nodes, of which at least one is in use, where the swap shortens the step. `seconds`
+    predicts the step of an order."""
     order, tries = [*nodes, *(node for node in range(every) if node not in nodes)], 0
     best = seconds(order[: len(nodes)])
     for _ in range(_ROUNDS):

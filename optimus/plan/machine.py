@@ -20,7 +20,7 @@ from optimus.plugins import Table
 from optimus.section import Section
 
 _FOLDER = Path(__file__).parent / "machines"
-_ATTENTION_BACKWARD = 2.5  # FLOPs of the backward pass of fused attention over those of the forward pass
+_ATTENTION_BACKWARD = 2.5  # FLOPs of the backward pass of fused attention, relative to the forward pass
 _STEP = 32  # attention kernels pad the columns of a head to a multiple of this number
 
 
@@ -153,7 +153,7 @@ class Communicator(Section):
     Each channel has a buffer for each protocol and each connected peer. The estimate counts the peers of a ring, at
     most two for any number of ranks (NVIDIA's answers in NCCL's issues 864, 986 and 1450). The estimate leaves out the
     additional peers of trees, and the buffers that sends and receives share. The estimate assumes NCCL_BUFFSIZE for
-    every protocol, though LL has smaller buffers and LL128 larger ones.
+    every protocol, though LL has smaller buffers and LL128 has larger buffers.
     """
 
     buffer: float = Field(2.0**22, ge=0, description="Bytes of a buffer (NCCL_BUFFSIZE).")
@@ -170,7 +170,7 @@ class Host(Section):
 
     memory: float = Field(gt=0, description="Host memory of a node, bytes.")
     shared: bool = False
-    """True if ranks compute on the host's CPUs: the ranks' memory is then a part of the host memory."""
+    """True if ranks compute on the host's CPUs, so that the ranks' memory is a part of the host memory."""
     link: float = Field(
         gt=0, description="Link between a rank and its host while all ranks of the node use theirs, bytes/s each way."
     )
@@ -228,9 +228,10 @@ class Machine(Section):
     ) -> float:
         """Returns the seconds of a batch of `count` matmuls [rows, inner] x [inner, columns].
 
-        All cores compute tiles in waves; the last wave is half full on average. A tile takes as long as `inner` plus `depth`
-        inner elements. The memory traffic of a matmul bounds its time from below. `units` is the share of the matrix units'
-        rate that the alignment of the matrices allows. A matmul that is faster without matrix units does not use them.
+        All cores compute tiles in waves; the last wave is half full on average. A tile takes as long as `inner` plus
+        `depth` inner elements. The memory traffic of a matmul bounds its time from below. `units` is the share of the
+        matrix units' rate that the alignment of the matrices allows. A matmul that is faster without matrix units does
+        not use matrix units.
         """
         rate, tile = self.rates(precision).sustained_rate, self.matmul.tile
         without = self.rates("fp32").achieved if "fp32" in self.arithmetic else rate
@@ -297,8 +298,8 @@ def machine_names() -> list[str]:
 
 @cache
 def load_machine(name: str) -> Machine:
-    """Loads a machine by its name, or by the path of a file. Raises `UserError` when there is no such machine, or its file
-    is invalid."""
+    """Loads a machine by its name, or by the path of a file. Raises `UserError` for an unknown name, and for a missing
+    or invalid file."""
     path = user_path(name)
     if path.suffix in (".yaml", ".yml"):
         machine = read_section(path, Machine)
@@ -313,8 +314,8 @@ def load_machine(name: str) -> Machine:
 
 
 def _check_units(machine: Machine, path: Path) -> None:
-    """Raises `UserError` for a figure that is impossible in the documented unit. Measured figures are far
-    from these limits, even for a slow simulated machine."""
+    """Raises `UserError` for a figure that is implausible in the documented unit. Measured figures are far from these
+    limits, even for a slow simulated machine."""
     rates = {f"arithmetic.{kind}.peak": each.peak for kind, each in machine.arithmetic.items()}
     host, network = machine.host, machine.network
     moved = {

@@ -1,4 +1,4 @@
-"""Writes a template of a machine file: every key with its meaning, its unit, and an example or its default."""
+"""Writes a template of a machine file: every key with its meaning, and an example or its default."""
 
 import textwrap
 import types

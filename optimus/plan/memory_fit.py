@@ -152,7 +152,7 @@ class Fitting:
         in_time: Callable[[Iterable[Job]], list[Job]],
     ) -> tuple[frozenset[str], Sequence[Job]]:
         """Returns (the cheapest recomputation that fits, the jobs among `jobs` that pass `in_time` with this
-        recomputation). Returns no jobs if no recomputation fits with a job in time.
+        recomputation). Returns no jobs if no recomputation both fits and leaves a job that passes `in_time`.
 
         Activations fit if they take at most `free_bytes` on each rank. The call of `sizes` takes longest, so the function
         makes this call last.
@@ -187,12 +187,13 @@ def free_after_state(ranks: Sequence[tuple[PartCounts, ...]], job: Job) -> list[
 
 
 def residencies(job: Job) -> Iterator[Job]:
-    """Yields the job with each offloading of its state that the machine supports, the least offloading first.
+    """Yields the job with its configured offloading and, if this offloading is none, with each offloading that the
+    machine supports.
 
-    The first job has the configured offloading. If this offloading is none, the host's bandwidth is known and ranks do
-    not compute on the host's CPUs, the next jobs offload the optimizer's state, then all state. If the machine has
-    disks, a further job puts the optimizer's state on a disk and all other state on the host. A job that offloads
-    gradients may come twice (`_accumulations`).
+    A machine supports offloading if the host's bandwidth is known and ranks do not compute on the host's CPUs. After
+    the job with the configured offloading come jobs that offload the optimizer's state, then jobs that offload all
+    state. On a machine with disks, the last jobs put the optimizer's state on a disk and all other state on the host. A
+    job that offloads gradients may come twice (`_accumulations`).
     """
     yield from _accumulations(job)
     host = job.machine.host
@@ -211,7 +212,7 @@ def _accumulations(job: Job) -> Iterator[Job]:
 
 
 def held(job: Job, shard: Shard, width: int | ShardRanks | None) -> Job:
-    """Returns the job with this sharding of its state."""
+    """Returns the job with this sharding of the state."""
     return job.changed(state={"shard": shard, "shard_ranks": width})
 
 

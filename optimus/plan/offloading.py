@@ -103,5 +103,5 @@ class Elsewhere(NamedTuple):
 
 
 def host_capacity(job: Job) -> float:
-    """Returns the bytes that a rank's state may take on the host: 90 % of the rank's part of the memory."""
+    """Returns the bytes that a rank's state may take on the host: 90 % of an equal part of the node's host memory."""
     return 0.9 * job.machine.host.memory / ranks_of_node(job)

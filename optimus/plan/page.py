@@ -51,8 +51,8 @@ def page_data(plans: Sequence[Plan], points: Sequence[ScalingPoint]) -> dict[str
 
 
 def placed(mesh: Mesh) -> dict[str, Any]:
-    """Returns the axes with more than one rank, the sizes of these axes, the number of all nodes, and the first
-    `_NODES` nodes. Each node lists its ranks with their coordinates."""
+    """Returns the axes with more than one rank, the sizes of these axes, the number of nodes, and the first `_NODES`
+    nodes. Each node lists its ranks with their coordinates."""
     axes = [axis for axis in ("pp", "dp", "cp", "tp", "edp", "ep", "etp") if mesh.axis_size(axis) > 1]
     per_node = mesh.ranks_per_node or mesh.size
     nodes = [

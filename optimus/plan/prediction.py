@@ -33,8 +33,8 @@ class Plan:
 
 
 def predict(job: Job) -> Plan:
-    """Predicts the time and the memory of a step of `job`. The job's run decides the settings that the configuration leaves
-    open. Raises `UserError` when the run is impossible."""
+    """Predicts the time and the memory of a step of `job`. The job's run decides the settings that the configuration
+    leaves open. Raises `UserError` as `run_of` does."""
     run = run_of(job)
     job = decided(job, run)
     return Plan(job, step_time(job), memory_of_run(job, run))
@@ -43,9 +43,9 @@ def predict(job: Job) -> Plan:
 def dry_run(job: Job, rank: int) -> dict[str, int]:
     """Returns the bytes on the device of a rank at its peak, by kind.
 
-    The kinds are parameters, gradients, master, moments, mask, activations (of all live microbatches) and working
-    (transient bytes of a backward pass). Further kinds, unless they are 0, are gathered (whole parameters and gradients
-    in use), teacher and, if ranks compute on the host's CPUs, copies (for checkpoints).
+    The kinds are `parameters`, `gradients`, `master`, `moments`, `mask`, `activations` (of all live microbatches) and
+    `working` (transient bytes of a backward pass). Further kinds, if more than 0, are `gathered` (whole parameters and
+    gradients in use), `teacher` and, if ranks compute on the host's CPUs, `copies` (for checkpoints).
 
     Raises `UserError` when the job has no rank `rank`, or the configuration cannot divide the model.
     """

@@ -22,12 +22,12 @@ class Profile(Section):
     attention: float = Field(0.9, ge=0, le=1)
     """Speed of the framework's attention kernel relative to the machine's best; 0: the kernel stores scores in memory."""
     products: Literal["fp16", "fp8", "fp4"] | None = None
-    """Type of the matmuls, where it differs from `train.precision`."""
+    """Type of the matmuls; None: `train.precision`."""
     recompute: frozenset[str] = frozenset()
     """Additional recomputation: act (the activation function between the matmuls of a feed-forward layer), scores (the
     attention core alone) or products (all but the attention core and every second matmul)."""
     passes: float = Field(1.2, gt=0)
-    """Memory traffic of all operations but matmuls, relative to fused kernels."""
+    """Memory traffic between matmuls, relative to fused kernels."""
     passes_experts: float | None = Field(None, gt=0)
     """Memory traffic between the matmuls of experts, and in dispatch, relative to fused kernels; None: the same as
     `passes`."""
@@ -54,9 +54,10 @@ class Profile(Section):
     """Number of collectives that all-gather a block's parameters, and of collectives that reduce-scatter the block's
     gradients; 0: collectives so large that their number makes no difference."""
     copies: Literal["expert", "rank", "node", "levels"] = "levels"
-    """Copies of a token that dispatch sends. expert: one to each chosen expert. rank: one to each rank with a chosen expert.
-    node: one to each node with a chosen expert; the node forwards the token to its ranks while other tokens arrive. levels:
-    like node, but the node forwards tokens after all tokens have arrived (`parallel.dispatch.two_level`)."""
+    """Copies of a token that dispatch sends. expert: one copy to each chosen expert. rank: one copy to each rank with a
+    chosen expert. node: one copy to each node with a chosen expert; the node forwards the token to its ranks while
+    other tokens arrive. levels: like node, but the node forwards tokens after all tokens have arrived
+    (`parallel.dispatch.two_level`)."""
     broadcast: float = Field(0.0, ge=0)
     """Seconds of one broadcast, for frameworks in which each rank in turn broadcasts the parameters that it has updated; 0:
     one collective all-gathers the updated parameters."""
@@ -66,8 +67,8 @@ class Profile(Section):
     state: float | None = Field(None, gt=0)
     """Bytes of master weights and moments per parameter; None: the bytes that the update rules need, 12 with AdamW."""
     update: float = Field(2.5, gt=0)
-    """Memory traffic of the update, as a multiple of `state`. An update in one kernel reads and writes the state, the
-    gradient and the parameter."""
+    """Memory traffic of the update, as a multiple of `state`. The default is the traffic of one kernel, which reads
+    state and gradient, and writes state and parameter."""
     host_traffic: float = Field(0.0, ge=0)
     """Bytes per updated parameter that a step moves between host and device, if the optimizer's state is on the host."""
 

@@ -95,7 +95,7 @@ def decided(job: Job, run: ResolvedRun) -> Job:
 
 def memory_of_run(job: Job, run: ResolvedRun) -> Memory:
     """Returns the memory of the fullest rank of the pipeline, by the memory account of `run`. Returns an estimate
-    (`memory_of`) for a profile with other sizes of state, or with recomputation."""
+    (`memory_of`) for a profile with recomputation, or with other bytes of state or gradients than the run."""
     own, profile = profile_of(job.config), job.profile
     if (profile.state, profile.gradient, profile.recompute) != (own.state, own.gradient, own.recompute):
         return memory_of(job)

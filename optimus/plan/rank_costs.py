@@ -76,7 +76,8 @@ class RankCosts:
         self._known: dict[Any, Any] = {}
         self._shared: dict[Any, dict[Any, Any]] = {} if shared is None else shared
         self._held: dict[Any, Any] | None = None  # the part of `_shared` for the job's mesh and sharding
-        # Bytes of the largest collective so far, by group, kind and whether the sums are of fewer than 32 bits.
+        # Bytes of the largest collective so far, by group, kind and flag. The flag is true for all-reduces of floats of
+        # fewer than 32 bits.
         self.collectives: dict[tuple[StridedGroup, CollectiveKind, bool], float] = {}
         self._plain = (
             job.precision if job.precision in ("fp16", "fp32") else "bf16"
@@ -248,8 +249,8 @@ class RankCosts:
     def _activation(
         self, projections: Sequence[Projection], rows: float, parts: int, share: float | None = None
     ) -> Passes:
-        """Returns the passes of an activation function between two projections, divided over `parts` ranks. A gated function
-        reads twice as much as it writes."""
+        """Returns the passes of an activation function between two projections, divided over `parts` ranks. A gated
+        function reads two inputs for each output."""
         read, made = (rows * columns / parts * self.e for columns in (projections[0].outputs, projections[-1].inputs))
         return Passes(self._memory(read + made, share), self._memory(2 * read + made, share))
 
@@ -282,7 +283,8 @@ class RankCosts:
         )
 
     def _product(self, m: float, n: float, k: float, count: float = 1, precision: str | None = None) -> Passes:
-        """Returns the passes of a matmul: [m, k] x [k, n] forward, the gradients of both operands backward."""
+        """Returns the passes of a matmul [m, k] x [k, n], with the gradients of the two operands in the backward
+        pass."""
         kind, machine = precision or self.job.precision, self.machine
         # Matrix units load 16 bytes at a time. Since 11.0, cuBLAS also uses the units with less alignment, at half the rate.
         units = 1.0 if _aligned(8, n, k) else 0.5 * _aligned(4, n, k)
@@ -330,8 +332,8 @@ class RankCosts:
         return dispatcher(method, self.model, job.mesh, tokens, itemsize, self.machine.collectives)
 
     def _dispatch(self, tokens: float, experts: int, shared: Sequence[Passes]) -> Passes:
-        """Returns the exposed seconds of dispatching `tokens` tokens to their experts and combining the results. The two
-        halves of the shared expert overlap the two collectives."""
+        """Returns the exposed seconds of dispatching `tokens` tokens to their experts and combining the results. If
+        dispatch and combine are all-to-alls, the two halves of a shared expert overlap these two collectives."""
         hidden, mesh = self.model.hidden, self.job.mesh
         group = StridedGroup(mesh.ep * mesh.etp, 1)
         if group.size == 1:

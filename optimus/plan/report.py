@@ -66,8 +66,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Answer:
-    """A job and the plans for the job. `points` are the points of a scaling study. `largest` is True if the plans are
-    for the largest model."""
+    """A job and the plans for the job. `points` are the points of a scaling study. `deepest` has the plans for the
+    largest model."""
 
     job: Job
     plans: Sequence[Plan]
@@ -190,8 +190,8 @@ def _run_length(plan: Plan) -> _RunLength | None:
 
 
 def _below_table(plan: Plan) -> list[str]:
-    """Returns the lines below a table: the run's duration and the free memory with the first plan, and the meaning of the
-    table's words and figures."""
+    """Returns the lines below a table: the run's duration and the free memory with the first plan, and explanations of
+    the table."""
     job, machine = plan.job, plan.job.machine
     number, size = job.microbatches, job.train.micro_batch
     lines = [
@@ -307,7 +307,7 @@ def _collectives(job: Job) -> Iterator[str]:
 
 
 def verdict(size: float, job: Job) -> tuple[bool, str]:
-    """Returns (True if `size` bytes fit on a rank of the job's machine, a text with the result and the sizes)."""
+    """Returns (True if `size` bytes of state and activations fit on a rank, a text with the result and the sizes)."""
     capacity, memory = device_capacity(job), job.machine.memory
     fits = size <= capacity
     buffers = buffers_of(job)

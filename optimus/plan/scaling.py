@@ -49,7 +49,7 @@ def scale(job: Job, ranks: Sequence[int], layout_plan: Plan | None = None) -> li
 
 
 def draw(points: Sequence[ScalingPoint], path: Path) -> None:
-    """Writes a PNG: tokens per second and efficiency by number of ranks, and the ideal line from the first point.
+    """Writes a figure of tokens per second and efficiency by number of ranks, with the ideal line from the first point.
 
     Raises `UserError` when the file cannot be written.
     """

@@ -1,14 +1,15 @@
 """Searches for the fastest layouts that fit, among the candidates for a model, a machine and a number of ranks.
 
-A block's time depends on its division (tensor, context and expert ranks, microbatch), not on the pipeline or the sharding of
-the state. The search therefore times every division once. These times give a lower bound of a step in any pipeline: all
-microbatches on the slowest rank, and the bubble before them (`candidate_meshes`).
+A block's time depends on its division (tensor, context and expert ranks, microbatch), not on the pipeline or the
+sharding of the state. The search therefore times every division once. These times give a lower bound of a step in any
+pipeline: the time of all microbatches on the slowest rank, and of the bubble before these microbatches
+(`candidate_meshes`).
 
 Layouts wait in a queue in the order of their bounds. The search removes the first layout and computes a closer bound:
-without recomputation, over all shardings whose state leaves memory for activations. The layout waits again with this bound.
-When the layout is first again, `memory_fit` measures the layout's activations and finds the fastest sharding, placement of
-stages and recomputation that fit. The search ends when no bound is below the slowest of the `best` times found: then no
-skipped layout can be among the best.
+without recomputation, over all shardings whose state leaves memory for activations. The layout waits again with this
+bound. When the layout is first again, `memory_fit` estimates the layout's activations and finds the fastest sharding,
+placement of stages and recomputation that fit. The search ends when no bound is below the slowest of the `best` times
+found: then no skipped layout can be among the best.
 
 If links differ between nodes, bounds assume the bandwidth of the fastest pair of nodes everywhere. The search puts the
 nodes into a chain of neighbours (`links.chained`). For the layouts found, the search swaps pairs of nodes where a swap
@@ -37,11 +38,10 @@ _TRIES = 5
 
 
 def search(job: Job, best: int = 10) -> list[Plan]:
-    """Returns up to `best` plans, the fastest first, each with another division of the job's ranks.
+    """Returns up to `best` plans, the fastest first, with different divisions of the job's ranks.
 
-    Each plan has the fastest schedule, microbatch, sharding and recomputation that fit; all other settings of the
-    configuration stay. Without configured offloading, the search offloads state only if no layout fits on the devices
-    alone.
+    Each plan has the fastest schedule, microbatch, sharding and recomputation that fit. Without configured offloading,
+    the search offloads state only if no layout fits on the devices alone.
 
     Raises `UserError` when no layout divides the batch, or no layout fits. If no layout fits, the message names the
     smallest known machine with enough memory, if any.
@@ -56,8 +56,8 @@ def search(job: Job, best: int = 10) -> list[Plan]:
 def search_residency(job: Job, best: int) -> list[Plan]:
     """Searches like `search`, with the job's setting of offloading. Returns an empty list when no layout fits.
 
-    The search estimates memory. If the memory account of a plan exceeds the device's memory, the search repeats with a
-    smaller device, at most `_TRIES` times in all. Raises `UserError` when no layout divides the batch.
+    The search estimates memory. If the memory account of a plan exceeds the device's memory, the search repeats with
+    less memory, up to `_TRIES` searches in all. Raises `UserError` when no layout divides the batch.
     """
     least = machine = job.machine
     for _ in range(_TRIES):
@@ -131,8 +131,8 @@ def fits(job: Job) -> bool:
 
 
 def _tightest(job: Job) -> list[tuple[float, Job]]:
-    """Returns (bytes of the state on the fullest rank, job) for the layout of each division that takes the least
-    memory, smallest first."""
+    """Returns (bytes of the state on the fullest rank, job) for the candidates with the smallest microbatch and the
+    default schedule, smallest state first. The jobs shard the parameters and recompute whole blocks."""
     ways = list(candidates(job))
     smallest = min((candidate.timing.micro_batch for candidate in ways), default=0)
     found = [

@@ -87,8 +87,8 @@ def step_time(job: Job, work: RankCosts | None = None) -> StepTime:
 
 
 def least_time(job: Job, work: RankCosts | None = None) -> float:
-    """Returns a lower bound of `step_time` in seconds. The bound ignores the order of the pipeline's passes, so it is faster
-    to compute."""
+    """Returns a lower bound of `step_time` in seconds. A bound that ignores the order of the pipeline's passes takes
+    less time to compute."""
     work = work.with_job(job) if work else RankCosts(job)
     passes = _passes(work)
     least = _lent(work, passes.times, passes.least)
@@ -148,7 +148,7 @@ def _alike(
 
 
 def _lent(work: RankCosts, times: Sequence[StageTimes], seconds: float) -> float:
-    """Returns the seconds of a pipeline whose ranks may share cores. If ranks share cores, the bubble of one rank makes the
+    """Returns the seconds of a pipeline whose ranks may share cores. If ranks share cores, a bubble of one rank makes
     other ranks faster."""
     job, machine = work.job, work.machine
     if machine.alone == 1 or job.group("pp").nodes(machine.ranks_per_node) > 1:
@@ -179,8 +179,7 @@ def _other_terms(work: RankCosts, passes: _Passes, seconds: float) -> dict[str, 
 
 @lru_cache(maxsize=1024)
 def stage_sizes(model: Architecture, stages: int, *, divided: bool = False) -> tuple[int, ...]:
-    """Returns the number of blocks of each stage, as a run divides them. Raises `UserError` when there are too few
-    blocks."""
+    """Returns the number of blocks of each stage in a run. Raises `UserError` when there are too few blocks."""
     return tuple(len(blocks) for blocks in of_run.blocks_of_stages(model, stages, divided=divided))
 
 
@@ -267,8 +266,8 @@ def _scaled(terms: Terms, times: float) -> Terms:
 
 
 def _gathering(work: RankCosts, counts: PartCounts, forward: Terms, backward: Terms) -> float:
-    """Returns the exposed seconds of a microbatch's collectives in a stage: all-gathers of parameters, forward and backward,
-    and reduce-scatters of gradients."""
+    """Returns the seconds that all-gathers of parameters and reduce-scatters of gradients add to a microbatch in a
+    stage."""
     profile = work.profile
     gather, reduce = work.memo(("gathers", counts), lambda: _gathers(work, counts))
     second = (gather if work.job.state.reshard_after_forward else 0.0) + reduce

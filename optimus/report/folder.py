@@ -48,7 +48,7 @@ class RunFolder:
     environment: list[dict[str, Any]]
     config: dict[str, Any]
     timeline: dict[str, Any] | None
-    evaluations: dict[str, dict[str, Any]]  # results that `optimus evaluate` wrote into `evaluations/`, by file name
+    evaluations: dict[str, dict[str, Any]]  # results in `evaluations/`, by file name without ending
     # Numbers of skipped lines, by file name; 1 for a whole damaged file.
     skipped_lines: dict[str, int] = field(default_factory=dict)
     ended: bool = False  # True if the run has ended, even if its lease has not expired yet
@@ -311,7 +311,7 @@ def _is_timeline(found: Mapping[str, Any]) -> bool:
 
 
 def _is_held(lease: Path) -> bool:
-    """Returns True if the lease shows that the process of the run is alive."""
+    """Returns True if the lease shows that a process of the run is alive."""
     try:
         age, holder = time.time() - os.stat(lease).st_mtime, parse_json(lease.read_bytes())
         here, pid = holder["host"] == socket.gethostname(), holder["pid"]

@@ -25,8 +25,8 @@ def runs(
     The keys are `name`, `state`, `step`, `steps`, `loss`, `bits_per_byte`, `tokens_per_second`, `parameters`, `model`,
     `why`, `tokens`, `path` and `skipped_lines`. `state` selects runs that are running, finished, stopped, failed or
     unreadable. `match` selects runs whose path or model contains this text. The result is in the order of the column
-    `sort`, with missing values at the end. Raises `UserError` for a folder that does not exist or has no run in it, and
-    for an unknown state or column.
+    `sort`, descending with `reverse`, and with missing values at the end. Raises `UserError` for a folder that does not
+    exist or contains no run, and for an unknown state or column.
 
     Example:
         [(run["name"], run["loss"]) for run in api.runs("runs", state="finished")]

@@ -70,7 +70,8 @@ def write_report(runs: str | Path | Sequence[str | Path], output: str | Path | N
 
 
 def write_page(data: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Writes the page of `report_data` to `path`. Returns and raises like `write_report`."""
+    """Writes the page of `report_data` to `path`. Returns the result of `write_report`. Raises `UserError` for a file
+    that cannot be written."""
     text = render(data)
     with naming_disk_errors(path, "Make room, or choose another place for --output"):
         path.write_text(text, encoding="utf-8")
@@ -80,8 +81,8 @@ def write_page(data: Mapping[str, Any], path: Path) -> dict[str, Any]:
 def report_data(runs: Sequence[str | Path], *, ended: bool = False) -> dict[str, Any]:
     """Returns the data of the page of these runs, for JSON: NaN and infinity are text.
 
-    `ended` is True if the runs have ended although their leases still exist. Raises `UserError` without runs, and for a
-    folder without a run.
+    `ended` is True if the runs have ended, even if their leases have not expired yet. Raises `UserError` without runs,
+    and for a folder without a run.
     """
     if not runs:
         raise UserError("a report needs a run folder: name one, or several to compare")
@@ -163,7 +164,7 @@ def _run(name: str, folder: RunFolder, hidden: set[str]) -> dict[str, Any]:
 
 
 def facts(folder: RunFolder) -> dict[str, Any]:
-    """Summarises a run in numbers and texts. A value is None if the files do not have it."""
+    """Summarises a run in numbers and texts. A missing value is None, and a missing step is 0."""
     model = mapping(folder.setting("model"))
     sizes = [form.format(size) for key, form in _SIZES.items() if (size := number(model.get(key)))]
     return {
@@ -186,7 +187,7 @@ def _text(value: Any) -> str | None:
 
 
 def _curves(folder: RunFolder) -> list[str]:
-    """Lists the metrics that the page draws as curves."""
+    """Lists the metrics of a run that the page can draw as curves."""
     names = [key for key in folder.metrics if key not in _NO_CHART and key.split("/")[0] not in _STACKS]
     return [key for key in names if folder.column(key).count(None) < len(folder.records)]
 
@@ -225,7 +226,8 @@ def curve(folder: RunFolder, key: str) -> dict[str, list[Any]]:
 
 
 def _clock(folder: RunFolder) -> dict[str, list[Any]]:
-    """Returns, at evenly spaced steps, the tokens read so far and the total seconds of steps and checkpoints so far."""
+    """Returns, at evenly spaced records, the tokens read so far and the total seconds of steps and checkpoints so
+    far."""
     records, columns = folder.records, [folder.column(key) for key in ("step_seconds", "checkpoint_seconds")]
     sums = list(accumulate((step or 0.0) + (checkpoint or 0.0) for step, checkpoint in zip(*columns)))
     selected = sorted({round(i * (len(records) - 1) / _STACKED) for i in range(_STACKED + 1)} if records else ())

@@ -23,8 +23,8 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def report_server(runs: Sequence[str | Path], address: str, port: int) -> ThreadingHTTPServer:
-    """Returns a listening server of the report of `runs`. The caller runs `serve_forever` of the server; port 0 is any free
-    port.
+    """Returns a listening server of the report of `runs`. The caller runs the server's `serve_forever`. Port 0 stands
+    for any free port.
 
     Raises `UserError` for a folder without a run, and for an address or a port that is not available.
     """

@@ -102,14 +102,15 @@ def best_bits(folder: RunFolder) -> tuple[float, int] | None:
 
 
 def last_loss(folder: RunFolder) -> float | None:
-    """Returns the mean loss of the last tenth of the steps, from one to 100 steps; None if these steps have no loss.
-    The mean is not finite if one of the losses is not finite."""
+    """Returns the mean loss of the last tenth of the recorded steps, from one to 100 steps; None if these steps have no
+    loss. The mean is not finite if one of the losses is not finite."""
     values = [value for value in folder.column("loss")[-_last_steps(folder) :] if value is not None]
     return sum(values) / len(values) if values else None
 
 
 def median_rate(folder: RunFolder) -> float | None:
-    """Returns the median of the tokens per second of the last 100 steps; None if these steps have no such number."""
+    """Returns the median of the tokens per second of the last 100 recorded steps; None if these steps have no such
+    number."""
     rates = [value for value in folder.column("tokens_per_second")[-_LAST:] if value is not None]
     return median(rates) if rates else None
 
@@ -121,8 +122,7 @@ def training_seconds(folder: RunFolder) -> float:
 
 
 def _shortened(why: str) -> str:
-    """Shortens the reason why a run has ended, because readers take in the verdict at a glance. The page shows the
-    whole reason further down."""
+    """Shortens the reason why a run has ended. The page shows the whole reason further down."""
     return why if len(why) <= _REASON else f"{why[: _REASON - 1].rstrip()}…"
 
 

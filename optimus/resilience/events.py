@@ -58,7 +58,7 @@ class EventLog:
             os.fsync(file.fileno())
 
     def read(self) -> list[dict[str, Any]]:
-        """Returns all events so far, without incomplete lines and lines that are not events."""
+        """Returns the events so far. Skips incomplete lines, and lines that are not events."""
         records = read_json_lines(self.path) if self.path.exists() else []
         return [each for each in records if _is_event(each)]
 

@@ -16,7 +16,7 @@ class Exit(IntEnum):
     LOST = 75  # another rank is lost; this rank is healthy
     BAD_NODE = 76  # this rank's node is at fault
     DIVERGED = 77  # the training has diverged; no node is at fault
-    HANGUP = 128 + signal.SIGHUP  # the run has received SIGHUP (below: SIGINT, SIGTERM) and saved a checkpoint
+    HANGUP = 128 + signal.SIGHUP  # 128 + a signal that has ended the run early
     INTERRUPT = 128 + signal.SIGINT
     TERMINATED = 128 + signal.SIGTERM
 

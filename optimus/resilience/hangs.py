@@ -1,4 +1,4 @@
-"""Attribution of hangs to culprit ranks, from the last collective of every rank (as in MegaScale and C4)."""
+"""Attribution of hangs to culprit ranks, from the collectives that every rank has begun (as in MegaScale and C4)."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def clear(run: Path) -> None:
 
 
 class Verdict(NamedTuple):
-    """The culprit ranks, and a text about the collective in which other ranks wait ("no collective" if no rank waits)."""
+    """The culprit ranks, and a text about a collective in which a rank waits ("no collective" if no rank waits)."""
 
     culprits: list[int]
     collective: str
@@ -40,10 +40,11 @@ class Verdict(NamedTuple):
 def find_culprits(states: Mapping[int, Mapping[str, Any] | None]) -> Verdict:
     """Finds the culprit ranks of a hang from the state of every rank's `Recorder` (None: the rank did not report).
 
-    If some ranks, but at most half of all ranks, did not report, these ranks are the culprits; if more ranks did not
-    report, the verdict has no culprits. If all ranks reported, the culprits are the ranks that wait in no collective
-    while others wait. If all ranks wait, or no rank waits, the culprits are the ranks that lag most behind the others
-    in the number of collectives begun in a group. If no rank lags, the verdict has no culprits.
+    If some ranks, but at most half of all ranks, did not report, these ranks are the culprits; if more than half did
+    not report, the verdict has no culprits. If all ranks reported, the culprits are the ranks that wait in no
+    collective while others wait. If all ranks wait, or no rank waits, the culprits are the ranks with the largest lag.
+    The lag is the number of collectives of a group that another rank has begun and this rank has not. If no rank lags,
+    the verdict has no culprits.
     """
     silent = [rank for rank, state in states.items() if state is None]
     waiting = {rank: state["waiting"] for rank, state in states.items() if state is not None and state["waiting"]}
@@ -66,7 +67,8 @@ def find_culprits(states: Mapping[int, Mapping[str, Any] | None]) -> Verdict:
 
 
 class Watchdog:
-    """A thread that calls `ended` with the verdict when this rank has completed no step for `seconds`.
+    """A thread that calls `ended` with the verdict when this rank has completed no step for more than `seconds`
+    seconds.
 
     `ended` must end the process of this rank.
     """
@@ -101,7 +103,8 @@ class Watchdog:
                 return
 
     def _gather(self) -> dict[int, Any]:
-        """Exchanges the states of all ranks through files in the run folder; the state of a rank without a file is None."""
+        """Exchanges the states of all ranks through files in the run folder. The state of a rank without a file is None
+        after `_GATHERING` seconds."""
         with suppress(OSError):  # a rank that cannot write (full disk, or folder removed by a restart) stays silent
             self._folder.mkdir(parents=True, exist_ok=True)
             own = self._folder / f"{self._rank}.json"

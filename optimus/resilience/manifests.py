@@ -1,7 +1,7 @@
 """Writes manifests of a run for Kubernetes (JobSet, Kubeflow's TrainJob) and SkyPilot, and a script for Ray.
 
 A user may read and change a manifest before submitting it. JobSet and SkyPilot run `optimus launch` on every node, with
-spares. TrainJob and Ray start the ranks by themselves, so they have no spares.
+spares. TrainJob and Ray start the ranks without `optimus launch`, and have no spares.
 """
 
 import shlex
@@ -16,12 +16,12 @@ from optimus.errors import UserError, nearest
 
 Platform = Literal["jobset", "trainjob", "skypilot", "ray"]
 
-PORT = 29400  # of the rendezvous
+PORT = 29400  # port of the rendezvous
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The parameters of a manifest. `config` and `overrides` are those of the run, as the nodes see them."""
+    """The parameters of a manifest. `config` is the path of the configuration on the nodes."""
 
     name: str
     config: str
@@ -29,7 +29,7 @@ class Manifest:
     nodes: int
     spares: int
     ranks_per_node: int
-    options: Sequence[str]  # of `optimus launch`, besides the numbers above
+    options: Sequence[str]  # options of `optimus launch`, besides the numbers above
     directives: Mapping[str, str]
 
     @property
@@ -57,7 +57,7 @@ class _Platform(NamedTuple):
 
 
 def manifest(platform: Platform, job: Manifest, path: Path) -> tuple[str, str]:
-    """Returns the text for a platform, and the command that submits the text once it is in the file `path`.
+    """Returns the text of a manifest, and the command that submits the file `path` with this text.
 
     Raises `UserError` for an unknown or malformed directive, for a missing directive that the platform needs, and for
     spares on a platform without spares.

@@ -19,9 +19,10 @@ class Do(Enum):
 
 
 class Response(NamedTuple):
-    """The action of a node, or the exit code of all nodes if a signal has ended the run.
+    """The response of a node to its failed ranks.
 
-    `culprit` is true if this node is at fault. `detail` describes the failure for users.
+    `do` is the action of the node, or the exit code of all nodes if a signal has ended the run. `culprit` is True if
+    this node is at fault. `detail` describes the failure for users.
     """
 
     do: Do | Exit
@@ -31,13 +32,14 @@ class Response(NamedTuple):
 
 
 def decide(codes: Mapping[int, int], crashes: int, spares: int, aborts: bool = False) -> Response:
-    """Decides what a node does, from the exit codes of the node's failed ranks: `codes` by rank (negative: signal).
+    """Decides what a node does after a failure.
 
-    `crashes` is the number of the node's earlier failures as the culprit, and `spares` the number of spare nodes.
+    `codes` are the exit codes of the node's failed ranks, by rank; a negative code is a signal. `crashes` is the number
+    of the node's earlier failures as the culprit, and `spares` is the number of spare nodes.
 
     Bad input and signals take precedence. A node leaves if a rank ends with `Exit.BAD_NODE` or the node crashes a
     second time, but only if a spare can replace the node. One crash is no reason to leave, since software causes most
-    crashes. `aborts` is true if the backend aborts ranks that have lost another rank, as NCCL's watchdog does; SIGABRT
+    crashes. `aborts` is True if the backend aborts ranks that have lost another rank, as NCCL's watchdog does; SIGABRT
     then means only that another rank was lost.
     """
     by_code = {code: rank for rank, code in sorted(codes.items(), reverse=True)}
@@ -52,7 +54,7 @@ def decide(codes: Mapping[int, int], crashes: int, spares: int, aborts: bool = F
         )
     if Exit.DIVERGED in by_code:
         return Response(Do.RESTART, False, by_code[Exit.DIVERGED], "the training has diverged")
-    # The launcher ends the remaining ranks with SIGTERM after others have failed.
+    # The launcher ends the remaining ranks with SIGTERM after other ranks have failed.
     lost = {Exit.LOST, *([-signal.SIGABRT] if aborts else [])}
     own = {code: rank for code, rank in by_code.items() if code not in (*lost, -signal.SIGTERM)}
     if not own and lost & by_code.keys():

@@ -1,4 +1,5 @@
-"""Batch script of a fault-tolerant run: a job with spare nodes, and a loop that relaunches the run without bad nodes.
+"""Batch script of a fault-tolerant run: a job with spare nodes, and a loop that relaunches the run without faulty
+nodes.
 
 The template is `job.sh` in this folder; `slurm.sh` and `pbs.sh` contain the functions for each batch system. This
 module replaces words in capitals between two @ in the template. The script relies on two facts:

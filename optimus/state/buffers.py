@@ -20,7 +20,7 @@ A chunk of frozen parameters has only parameter buffers.
 
 A pruned chunk reduces, sends and updates only its unpruned elements (SAMO: `masks.py`). Modules compute with dense
 parameters and produce dense gradients. The chunk compresses its gradients when the last gradient of a microbatch has
-arrived. All further buffers except the mask are compressed.
+arrived. All buffers except whole parameters, whole gradients and the mask are compressed.
 """
 
 from typing import Literal, NamedTuple, TypeVar
@@ -31,8 +31,8 @@ from torch import Tensor
 from optimus.optim.rule import Rule
 
 Residency = Literal["device", "host", "disk"]
-# The time during which a buffer has memory. "step": from its first use in a step to its last use or to the optimizer's
-# use; "use": during each use; "cache": until another chunk needs the memory.
+# The time during which a buffer has memory. "step": from the buffer's first use in a step to the last use or to the
+# optimizer's use; "use": during each use; "cache": until another chunk needs the memory.
 Lifetime = Literal["always", "step", "use", "cache"]
 # The contents of a pruned chunk's buffer: all elements, the unpruned elements, or the mask of the unpruned elements.
 Extent = Literal["dense", "compressed", "mask"]
@@ -117,8 +117,8 @@ def buffers(
     uses the parameters. With AdamW, bf16 and `offload: all`, a parameter then takes 14 bytes of host memory. Gradients
     that accumulate on the host have separate memory, because the step still uses the parameters.
 
-    The disk record of `prunable` parameters, which may be `pruned` later, reserves the space of their master weights from
-    the beginning. Therefore the size of the record is known before the first step.
+    The disk record of `prunable` parameters, which may be `pruned` later, reserves the space of their master weights
+    from the beginning.
     """
     home, waiting, optimizer = RESIDENCES[offload]
     keeps_unsharded = not depths.parameters and home == "device"

@@ -220,7 +220,7 @@ class DiskStates:
     def updating(self) -> Iterator[Mapping[str, Tensor]]:
         """Yields the record's buffers in memory by kind, and afterwards begins to write the record.
 
-        If the update raises an exception, the record in the file stays as it was.
+        If the update raises an exception, the record in the file stays unchanged.
         """
         self.read_ahead()
         assert self._read is not None

@@ -3,9 +3,9 @@
 A unit is a module, or several modules that run in a row (`model/units.py`). Before a unit runs, the
 `ParameterPrefetcher` gathers the chunks of the unit's parameters. The backward pass of a unit begins when the gradient
 of the unit's output has arrived: then the prefetcher gathers the chunks again. Without a cache, `reshard_after_forward`
-makes the prefetcher reshard all other sharded chunks when a unit runs forward. A backward pass then also reshards each
-chunk whose parameters the pass no longer needs (`reduction.py`). A frozen chunk gets no gradients: the prefetcher
-reshards the chunk when the backward pass of another unit begins.
+makes the prefetcher reshard all sharded chunks that a unit does not use when the unit runs forward. A backward pass
+then also reshards each chunk whose parameters the pass no longer needs (`reduction.py`). A frozen chunk gets no
+gradients: the prefetcher reshards the chunk when the backward pass of another unit begins.
 
 With a cache, at most a fixed number of chunks stays gathered (Elixir's rCache). One trace records the order of uses in
 a step, and another trace the order in an evaluation. Of the chunks that are not in use, a full cache reshards the chunk
@@ -35,8 +35,8 @@ T = TypeVar("T", bound=Chunk)
 class UseTrace:
     """Records the uses of chunks in this pass, and expects the uses of the previous pass.
 
-    The trace expects as many uses of each chunk as in the previous pass. The uses of different chunks may interleave in
-    another order.
+    The trace expects as many uses of each chunk as in the previous pass. The uses of different chunks may interleave
+    differently.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class UseTrace:
         self._next = 0  # position of the first expected use that has not happened
 
     def begin(self) -> None:
-        """Begins a pass: the uses of the last pass, if it had any, become the expected ones."""
+        """Begins a pass: the uses of the last pass, if there were any, become the expected uses."""
         if self._now:
             self._expected, self._now = self._now, []
             self._positions = {}
@@ -155,8 +155,8 @@ class ParameterPrefetcher:
             return self._unit(modules, function, x, *args)
 
     def _name(self, module: nn.Module) -> str:
-        """Returns a name for profilers: the module's path in the model, if the name of a parameter gives it, and the
-        module's class."""
+        """Returns a name for profilers: the module's class and, if a parameter's name contains the path, the module's
+        path in the model."""
         of = ((self._names[each], own) for own, each in module.named_parameters() if each in self._names)
         path = next((name.removesuffix(own).rstrip(".") for name, own in of), "")
         return f"{path} ({type(module).__name__})" if path else type(module).__name__
@@ -168,7 +168,7 @@ class ParameterPrefetcher:
         if chunks is None:
             parameters = (each for module in modules for each in module.parameters() if each in self._chunks)
             chunks = self._units[modules] = list(dict.fromkeys(self._chunks[each] for each in parameters))
-        # During recomputation no chunk is resharded, because the backward pass needs other chunks too.
+        # Recomputation reshards no chunk, because the backward pass needs other chunks too.
         if chunks and torch._C._current_graph_task_id() == -1:
             for other in self._resharding:
                 if other.unsharded.is_present and other not in chunks:

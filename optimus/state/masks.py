@@ -42,7 +42,7 @@ class MaskPlan(NamedTuple):
 
 
 class AllElements:
-    """A mask that prunes nothing: the dense and the compressed form are equal, and no operation changes them."""
+    """A mask that prunes nothing: the dense and the compressed form are equal, and no operation changes a buffer."""
 
     prunes = False
 

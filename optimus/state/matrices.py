@@ -25,7 +25,7 @@ class Matrices(NamedTuple):
     number: int
     rows: int
     columns: int
-    cost: int  # multiplications of one orthogonalization step per matrix; for a block, the block's fraction of them
+    cost: int  # multiplications of one orthogonalization step per matrix; for a block, the block's fraction
 
     @classmethod
     def from_shape(cls, start: int, shape: Sequence[int], global_shape: Sequence[int] | None = None) -> "Matrices":
@@ -95,8 +95,8 @@ def split_axes(layout: Layout, mesh: Mesh) -> tuple[str, ...]:
 class OverBlocks:
     """Applies a function of whole matrices where every rank of a group has a block of each matrix.
 
-    An all-to-all gives each rank about the same number of whole matrices, and a second one returns the blocks of the
-    results. Therefore the group computes each matrix once, with the same results as one device.
+    An all-to-all gives each rank about the same number of whole matrices, and a second all-to-all returns the blocks of
+    the results. Therefore the group computes each matrix once, with the same results as one device.
     """
 
     def __init__(self, groups: Groups, layout: Layout) -> None:
@@ -111,7 +111,8 @@ class OverBlocks:
 
     @property
     def how(self) -> tuple[object, ...]:
-        """The assignment of blocks to ranks; parameters with equal assignments can share an all-to-all."""
+        """The assignment of blocks to ranks; parameters with equal assignments and blocks of equal shape can share an
+        all-to-all."""
         return *self._group.ranks, *self._order, self._down
 
     def __call__(self, function: Callable[[Tensor], Tensor], x_Nrc: Tensor) -> Tensor:

@@ -302,7 +302,7 @@ class ModelState:
             chunk.update.step(now, self.tile, None if following is None else following.disk)
 
     def skip(self) -> None:
-        """Discards the step without applying it."""
+        """Discards the step: the weights stay unchanged."""
         for chunk in self.trained:
             chunk.skip()
 
@@ -351,8 +351,8 @@ class ModelState:
             self._begin_offload(begun)
 
     def _begin_offload(self, gradients: GradientReduction) -> None:
-        """Starts the copy of a chunk's gradients to the host; if more than `_REDUCING` copies are running, waits for the
-        oldest one and frees its device memory.
+        """Starts the copy of a chunk's gradients to the host; if more than `_REDUCING` copies are running, waits for
+        the oldest copy and frees the device memory of its source.
 
         The method first finishes the reduction, because the copy needs the sums.
         """
@@ -370,8 +370,8 @@ def _trained(chunks: Iterable[Chunk]) -> list[TrainedChunk]:
 def _check_trainable(parameters: Iterable[tuple[str, bool]]) -> None:
     """Checks pairs of a parameter's name and a flag, which is true if `requires_grad` is as planned.
 
-    The optimizer processes whole chunks: it would update a parameter whose `requires_grad` the caller has set to False.
-    Raises `UserError` with the names of parameters whose flag is false.
+    The optimizer processes whole chunks, so an update would change a parameter whose `requires_grad` the caller has set
+    to False. Raises `UserError` with the names of parameters whose flag is false.
     """
     others = [name for name, as_planned in parameters if not as_planned]
     if others:

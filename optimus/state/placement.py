@@ -1,4 +1,5 @@
-"""Places the buffers of a chunk in memory of the device or the host, or on a disk, and maps them to checkpoint entries.
+"""Places the buffers of a chunk in memory of the device or the host, or on a disk, and maps buffers to checkpoint
+entries.
 
 Some buffers of a pruned chunk are compressed (`masks.py`); this module also converts them to their dense forms and back.
 """

@@ -38,7 +38,8 @@ _CHUNKS = 8
 class ParameterSlot:
     """The elements of a chunk that hold this rank's slice of one parameter: elements `start` to `end`.
 
-    The slot ends at `limit`, so that the largest slice of any rank fits. Therefore all ranks have the same chunk layout.
+    The space for the slice ends at `limit`, so that the largest slice of any rank fits. Therefore all ranks have the
+    same chunk layout.
     """
 
     name: str
@@ -127,7 +128,7 @@ class ChunkPlan:
 
     def shards(self, depth: int) -> tuple[int, int]:
         """Returns the index of the first shard in this rank's extent of `depth`, and the number of shards in that
-        extent, both in shards after the last step."""
+        extent. The two numbers count shards after the last step."""
         first, number = 0, self.shard_count
         for share in self.shard_steps[:depth]:
             number //= share.ranks
@@ -173,7 +174,7 @@ class ChunkPlan:
         return next((buffer.residency for buffer in self.buffers if buffer.kind == kind), "device")
 
     def stays(self, kind: str) -> bool:
-        """Returns whether the chunk has a buffer of this kind that always has memory."""
+        """Returns True if the chunk has a buffer of this kind that always has memory."""
         return any(buffer.kind == kind and buffer.lifetime == "always" for buffer in self.buffers)
 
     @property
@@ -228,8 +229,7 @@ class ChunkPlan:
 
 
 class StateSpec(NamedTuple):
-    """The inputs that decide the buffers of chunks, in addition to the configuration section `state`: for example the
-    compute type and the update rule of each parameter."""
+    """The inputs that decide the buffers of chunks, in addition to the configuration section `state`."""
 
     compute: torch.dtype
     rules: Mapping[str, Rule]
@@ -333,7 +333,7 @@ def end_to_end(
 
     A chunk of several parameters has at most `chunk` elements; where `chunk` is None, `search_limit` finds the limit.
     `replicas` maps each set of mesh axes to the ranks along these axes: two sets may have the same ranks. The number of
-    those ranks does not influence the result.
+    ranks does not influence the result.
     """
     unlike = set(layouts.values())
     regions = {layout: layout.region(mesh, rank) for layout in unlike}
@@ -360,8 +360,8 @@ def end_to_end(
 def place_chunks(plans: Sequence[ChunkPlan], options: StateConfig, spec: StateSpec) -> list[ChunkPlan]:
     """Returns the chunks of `divide_chunks` with the buffers that offloading and pruning need.
 
-    The first chunks, up to the fraction `resident_fraction` of all elements, stay on the device. All later chunks are
-    offloaded as configured. The forward pass can use the first chunks while the updates of later chunks still run.
+    The first chunks, up to the fraction `resident_fraction` of all elements, stay on the device. All later chunks have
+    the configured offloading. The forward pass can use the first chunks while the updates of later chunks still run.
     """
     if options.offload == "none" and not spec.unpruned:
         return [*plans]
@@ -502,8 +502,8 @@ def search_limit(groups: Sequence[Sequence[int]], smallest: int, largest: int) -
     `largest` (Elixir, section 4).
 
     `groups` are the sizes of the parameters of each group. Memory blocks of one size would waste the empty elements of
-    chunks. A group that fits into the smallest chunk is one small chunk and does not count. A parameter larger than a chunk
-    does not count either. Among sizes that leave equally few elements empty, the function chooses the largest.
+    chunks. A group that fits into the smallest chunk is one small chunk and does not count. A parameter larger than a
+    chunk does not count. Among sizes that leave equally few elements empty, the function chooses the largest.
     """
     counted = [sizes for sizes in groups if lay_out(sizes, sum(map(aligned, sizes)))[0][-1][2] > smallest]
 
@@ -512,8 +512,8 @@ def search_limit(groups: Sequence[Sequence[int]], smallest: int, largest: int) -
 
 
 def wasted(sizes: Sequence[int], limits_L: Sizes) -> Sizes:
-    """Returns, for each limit, the number of elements that parameters of these sizes leave empty in chunks of at most that
-    size.
+    """Returns, for each limit, the number of elements that parameters of these sizes leave empty in chunks of at most
+    this limit.
 
     The function computes `lay_out` for all limits at once.
     """
@@ -573,8 +573,8 @@ def check_shard_ranks(layouts: Mapping[str, Layout], mesh: Mesh, options: StateC
     """Raises `UserError` when `shard_ranks` exceeds the largest number of ranks that can shard a parameter of the model.
 
     `layouts` has the layouts of all parameters of the model. Parameters that tensor parallelism replicates, for example
-    norms, do not count, because they are few. Experts may have fewer or more replicas than other parameters. Then the larger
-    number is the limit, and parameters with fewer replicas are sharded over all of their replicas.
+    norms, do not count, because they are few. Experts may have fewer or more replicas than other parameters. Then the
+    larger number is the limit, and all replicas of a parameter with fewer replicas shard the parameter.
     """
     wanted = max(width or 0 for width in shard_widths(options.shard, options.shard_ranks))
     over_all = options.model_copy(update={"shard_ranks": None})

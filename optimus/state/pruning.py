@@ -77,7 +77,7 @@ class LocalWeights(NamedTuple):
 
     slot: ParameterSlot
     weights: Tensor  # fp32, of the slot's shape
-    counts: bool  # True on exactly one of the ranks that hold this slice: sums over ranks count the slice once
+    counts: bool  # True if sums over ranks count the slice on this rank
 
 
 @dataclass(frozen=True)
@@ -184,8 +184,7 @@ def kth_largest(world: Group, parts: Callable[[], Iterator[tuple[Tensor, bool]]]
     """
 
     def counts(select_bits: Callable[[Tensor], Tensor]) -> Tensor:
-        # float64 is exact for these counts, and every backend can sum float64. The counts accumulate from the largest
-        # score.
+        # float64 is exact for these counts. The counts accumulate from the largest score.
         found = torch.zeros(_HALF, dtype=torch.float64, device=device)
         for scores, counted in parts():
             if counted:

@@ -9,8 +9,8 @@ in place before their reduction.
 The reduction of a chunk begins as soon as the chunk's last gradient of the last microbatch has arrived, while the
 backward pass continues. Where microbatches add to a shard, to compressed gradients or to gradients on the host, a
 reduction begins in every microbatch. The reduction counts gradients separately for each backward pass, because passes
-with deferred weight gradients may interleave. A pass no longer needs the parameters when it has *found* all gradients:
-it may still defer their addition.
+with deferred weight gradients may interleave. A pass no longer needs the parameters when the pass has *found* all
+gradients: the pass may still defer the addition of these gradients.
 
 Gradients that wait for the update on the host leave the device after their reduction. The transfer happens after the last
 microbatch, or after each microbatch if the host accumulates.
@@ -105,7 +105,7 @@ class GradientReduction:
             parameter.grad_dtype = gradient.dtype
         parameter.grad = gradient
         buffer = self.buffers[parameter] = ChunkGradient(self, parameter, self._context.step)
-        # The garbage collector does not see hooks: with strong references a chunk would never be freed.
+        # The garbage collector does not see hooks: strong references would keep a chunk alive.
         own = weakref.ref(self)
         parameter.register_hook(partial(_before_accumulation, own))
         parameter.register_post_accumulate_grad_hook(partial(_after_accumulation, own, weakref.ref(buffer)))
@@ -155,8 +155,8 @@ class GradientReduction:
         self._gradients.transition("open")
 
     def after_gradient(self) -> None:
-        """Counts a gradient of this chunk that is now in the buffer; after the last one, starts the reduction if it is
-        due."""
+        """Counts a gradient of this chunk that is now in the buffer; after the last gradient, starts the reduction if
+        the reduction is due."""
         self.sum.transition("add")
         self._gradients.transition("add")
         plan = self.chunk.plan
@@ -165,13 +165,14 @@ class GradientReduction:
             self._start()
 
     def found(self) -> None:
-        """Counts a parameter of this chunk that the backward pass no longer needs; reshards after the last one."""
+        """Counts a parameter of this chunk that the backward pass no longer needs; after the last parameter, reshards
+        the chunk."""
         if self._complete(self._found):
             self._reshard_unneeded()
 
     def _complete(self, counts: Counter[tuple[int, int] | None]) -> bool:
-        """Counts one gradient of the current backward pass; returns whether the gradient is the pass's last one of this
-        chunk."""
+        """Counts one gradient of the current backward pass; returns True if the gradient is the pass's last gradient of
+        this chunk."""
         present = self._context.step.backward
         counts[present] += 1
         if counts[present] < len(self.chunk.plan.slots):
@@ -199,8 +200,8 @@ class GradientReduction:
         self.sum.transition("last")
 
     def start(self) -> None:
-        """Starts the reduction unless it has begun on arrival. Where microbatches add their gradients to another
-        buffer, `reduce` starts the reduction instead. The caller promises that no further gradient of this step
+        """Starts the reduction unless the reduction has begun on arrival. Where microbatches add their gradients to
+        another buffer, `reduce` starts the reduction instead. The caller promises that no further gradient of this step
         comes."""
         self.chunk.part.finish_update()  # the update still runs if this step has not used the parameters
         self.sum.transition("last")
@@ -229,7 +230,7 @@ class GradientReduction:
         self._turn.wait()
 
     def free_gradient(self) -> None:
-        """Advances the reduction until it no longer needs the whole gradient buffer."""
+        """Advances the reduction until the reduction no longer needs the whole gradient buffer."""
         while self._gradients.status == "leaving" and self._turn:
             self._turn.advance()
 

@@ -41,7 +41,7 @@ TRANSITIONS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
         "leaving": {"last": "leaving", "measure": "leaving", "arrive": "left"},  # in transfer to the host
         "left": {"last": "left", "again": "more", "measure": "left", "update": "used", "clear": "more"},
         "used": {"clear": "more", "clear behind": "clearing"},
-        # The gradients wait until the update has read them; then `free` clears them.
+        # The gradients wait until the update has read them; then `free` clears the gradients.
         "clearing": {"last": "last behind", "clear behind": "clearing", "clear": "more"},
         "last behind": {"last": "last behind", "clear behind": "clearing", "clear": "last"},
     },

@@ -1,4 +1,4 @@
-"""Divides chunks among ranks and into the tiles of an optimizer step: at any element, or between whole matrices.
+"""Divides chunks among ranks and into the tiles of an optimizer step: at aligned elements, or between whole matrices.
 
 Each update rule names its tiling (`optim.rule.Rule.tiling`).
 """
@@ -20,7 +20,7 @@ class Divided(Protocol):
 
     @property
     def align(self) -> int:
-        """The alignment in elements: a flat tiling makes the lengths of shards and tiles multiples of it."""
+        """The alignment in elements. A flat tiling makes the lengths of shards multiples of this number."""
 
     @property
     def shard(self) -> slice:
@@ -32,9 +32,9 @@ class Divided(Protocol):
 
 
 class Tiling:
-    """Divides at any element: shards have equal length."""
+    """Divides at aligned elements: shards have equal length."""
 
-    equal: ClassVar[bool] = True  # all shards have the same length
+    equal: ClassVar[bool] = True  # True if all shards have the same length
 
     def split_axes(self, layout: Layout, mesh: Mesh) -> tuple[str, ...]:
         """Returns the mesh axes over which the rows or columns of a matrix are split: ranks along these axes update
@@ -74,7 +74,8 @@ class Tiling:
 
 
 class OfMatrices(Tiling):
-    """Divides between matrices: a shard, or a tile, consists of whole matrices."""
+    """Divides between matrices. A shard, or a tile, consists of whole matrices, or of whole blocks of split
+    matrices."""
 
     equal: ClassVar[bool] = False
 

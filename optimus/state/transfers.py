@@ -1,6 +1,8 @@
-"""Overlaps transfers between device and host with computation; a worker thread updates state that is not on the device.
+"""Overlaps transfers between device and host with computation; a worker thread can update state that is not on the
+device.
 
-Operations return a handle. After `handle.wait()`, later operations of this thread (or its stream) run after the operation.
+Asynchronous operations return a handle. After `handle.wait()`, later operations of this thread (or its stream) run
+after the operation.
 """
 
 import threading
@@ -89,8 +91,8 @@ class Transfers:
         return Handle(wait)
 
     def in_order(self) -> AbstractContextManager[None]:
-        """Encloses an update in this thread: the update runs after the earlier operations of the thread's stream and before
-        the later ones."""
+        """Encloses an update in this thread: the update runs after the earlier operations of the thread's stream and
+        before the later operations."""
         return nullcontext()
 
     def synchronize(self) -> None:
@@ -104,8 +106,8 @@ class Transfers:
         """Makes the host wait for all tiles of an update."""
 
     def staged(self, name: object, part: Tensor, on: str, *, filled: bool) -> Tensor:
-        """Returns memory `on` the device or host for a tile's `part`, which is in the other memory; with `filled`,
-        copies the part's values.
+        """Returns memory `on` the device or host for a tile's `part`, which is in other memory; with `filled`, copies
+        the part's values.
 
         The memory is valid until the next tile begins.
         """

@@ -85,8 +85,8 @@ class UnshardedParameters(ManagedBuffer):
         return self._chunk.parameter_shard[plan.within(plan.depths.parameters, depth)]
 
     def gather(self) -> None:
-        """All-gathers the whole parameters and waits for them. All ranks of the groups must call this method, in the same
-        order."""
+        """All-gathers the whole parameters, and waits until the parameters are present. All ranks of the groups must
+        call this method, in the same order."""
         self.start_gather()
         self.wait()
         self.transition("use")

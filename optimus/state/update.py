@@ -67,8 +67,8 @@ class Update:
                 self._transfers.finish_tiles()  # before the host writes the state to the disk
 
     def _update_tiles(self, now: OptimizerStep, tile: int, states: Mapping[str, Tensor]) -> None:
-        """Updates tile by tile, on the device or host that computes the update; copies tiles from other memory there and
-        back."""
+        """Updates tile by tile, on the device or on the host (`state.update_on`). If a buffer of a tile is in other
+        memory, the method updates a copy, and copies the result back."""
         chunk, plan, transfers, blocks = self._chunk, self._chunk.plan, self._transfers, self._chunk.context.blocks
         on = self._on if plan.offloaded else "device"
         if chunk.parameter.device.type != "cpu" and not plan.offloaded:

@@ -45,7 +45,7 @@ class Fault(Section):
     rank: int = Field(ge=0)
     step: int = Field(ge=1)
     factor: float = Field(1.0, ge=1, allow_inf_nan=False)
-    """slow: the duration of a step as a multiple of the usual duration, from this step on."""
+    """slow: the duration of a step as a multiple of the usual duration, from `step` on."""
 
     def event(self) -> dict[str, Any]:
         """Returns the entry in the event log for the fault."""
@@ -59,19 +59,19 @@ class FaultPlan:
     faults: list[Fault] = field(default_factory=list)
 
     def kill(self, rank: int, step: int) -> "FaultPlan":
-        """Kills the rank, as if the system had run out of memory."""
+        """Kills the rank at the start of `step`, as if the system had run out of memory."""
         return self._with("kill", rank, step)
 
     def kill_agent(self, rank: int, step: int) -> "FaultPlan":
-        """Simulates the loss of the rank's node: kills the node's agent and all ranks of the node."""
+        """Simulates the loss of the rank's node at the start of `step`: kills the node's agent and ranks."""
         return self._with("kill_agent", rank, step)
 
     def cut(self, rank: int, step: int) -> "FaultPlan":
-        """Cuts the link of the rank's node. Works only in the lab with network namespaces."""
+        """Cuts the link of the rank's node at the start of `step`. Works only in the lab with network namespaces."""
         return self._with("cut", rank, step)
 
     def nan(self, rank: int, step: int) -> "FaultPlan":
-        """Makes the rank compute non-finite numbers in its first block in `step`."""
+        """Makes the rank's first block return NaN in `step`."""
         return self._with("nan", rank, step)
 
     def hang(self, rank: int, step: int) -> "FaultPlan":
@@ -131,7 +131,7 @@ def rank_program(inject: str | Path, ranks: int) -> list[str]:
 def is_due(run: Path, plan: FaultPlan, number: int) -> bool:
     """Returns True if fault `number` of the plan has not yet happened in this run, and records that it happens now.
 
-    Equal faults of a plan happen one after another. Equal faults of an earlier launch count too.
+    Each of several equal faults in a plan happens once. Faults that happened in an earlier launch count too.
     """
     fault, log = plan.faults[number], EventLog(run)
     event = fault.event()

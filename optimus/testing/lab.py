@@ -97,13 +97,13 @@ def rehearse(
 ) -> dict[str, Any]:
     """Launches `job` on nodes and spares created on this machine, with the faults in the file `inject`.
 
-    The rehearsal ends when all nodes have ended, `grace` seconds after the run has finished, or after `limit` seconds.
-    The output of each node goes to `lab/NODE.log` in the run folder. With `plain`, or where network namespaces are not
-    allowed, nodes are processes on one network. The rehearsal calls `say` with each new event.
+    The rehearsal ends when all nodes have ended, but at the latest after `limit` seconds, or `grace` seconds after the
+    run has finished. The output of each node goes to `lab/NODE.log` in the run folder. With `plain`, or where network
+    namespaces are not allowed, nodes are processes on one network. The rehearsal calls `say` with each new event.
 
     Returns `output`, `finished`, `exit_codes` by node (None if the node was still running at the end and was killed),
     `events` and `isolated` (true if the nodes were network namespaces). Raises `UserError` before starting any node if
-    the run is impossible as configured, or if the machine cannot create the nodes.
+    the run or the fault plan is impossible, or if the machine cannot create the nodes.
     """
     tree, data = read_run(job.config, job.overrides)
     check_run(tree, data, mesh_of(tree, job.ranks, job.ranks_per_node), resume=True)
@@ -192,10 +192,10 @@ def lab(nodes: int, *, isolated: bool, bandwidth: str | None = None) -> Iterator
 
 @contextmanager
 def _signals_end_it() -> Iterator[Callable[[], None]]:
-    """Makes SIGTERM and SIGHUP raise an exception inside the context, as Ctrl-C does; the exit code is 128 plus the signal.
+    """Makes SIGTERM and SIGHUP raise `SystemExit` inside the context, with 128 plus the signal's number as exit code.
 
     The context yields a function that makes the process ignore SIGTERM, SIGHUP and SIGINT until the end of the context,
-    so that the cleanup completes. Outside the main thread, signals keep their handlers.
+    so that the cleanup completes. Outside the main thread, signals keep their handlers. Ignored signals stay ignored.
     """
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set signal handlers
         yield lambda: None

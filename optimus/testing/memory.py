@@ -1,9 +1,8 @@
-"""Counts the bytes of the tensors that a piece of code allocates, to compare its memory with theory on any machine.
+"""Counts the bytes of the tensors that code allocates, to compare the code's memory with theory on any machine.
 
-The counter counts storages, not tensors: a view shares its base's storage, and an in-place operation creates no storage.
-Every operator that Python or the backward pass calls goes through a dispatch mode. The mode counts those storages of the
-results that are not storages of the arguments, and forgets a storage when it is freed. Bytes are the requested bytes,
-before the allocator rounds them up.
+The counter counts storages, not tensors: a view shares its base's storage, and an in-place operation creates no
+storage. The operators that this thread calls go through a dispatch mode. The mode counts new and resized storages, and
+forgets a storage when it is freed. Bytes are the requested bytes, before the allocator rounds them up.
 
 The counter does not count:
 - memory that an operator allocates and frees internally, for example the workspace of a matmul;
@@ -59,7 +58,7 @@ class Allocations:
             self.current -= size
 
     def knows(self, storage: UntypedStorage) -> bool:
-        """Returns True if `storage` is counted."""
+        """Returns True if `current` includes `storage`."""
         return storage._cdata in self._alive
 
     def reset_peak(self) -> None:

@@ -1,14 +1,14 @@
 """Runs a function on N Gloo ranks of this machine, fast enough for hundreds of tests.
 
 A server process that has already imported torch (multiprocessing's forkserver) forks the processes of the ranks; later
-calls reuse the processes. A call sends each rank the function and the caller's working directory, `sys.path` and
+calls can reuse the processes. A call sends each rank the function and the caller's working directory, `sys.path` and
 environment. A call creates and destroys one process group. The rendezvous store of a call is a file, because a TCP
 store resolves the names of its peers' addresses, and a slow name server stalls a connection for seconds. Calls do not
 affect each other, except by changes that the function leaves in its process, for example a patched module.
 
-If a rank fails, the caller kills all ranks of the call, because the others may wait for the failed rank until the
-timeout; the next call forks new processes. The error names the culprit rank: a dead rank, because a death makes other
-ranks raise, or otherwise the first rank that raised. After a timeout, the error names all ranks that had not finished.
+If a rank fails, the caller kills all ranks of the call, because the other ranks may wait for the failed rank. The
+error names the culprit rank: a dead rank, because a death makes other ranks raise, or otherwise the first rank that
+raised. After a timeout, the error names all ranks that had not finished.
 """
 
 import atexit
@@ -63,9 +63,9 @@ def run_ranks(
     """Runs `fn(*args)` on each of `n` ranks of one Gloo process group, and returns the results by rank.
 
     `fn` is a function at the top level of any module, including a test module or a script. `args` and results must be
-    picklable; tensors are copied. Each rank has one torch thread, and starts with torch's seed 0. Changes that a call
-    leaves in its processes are visible only to calls of the same `pool`. Unless `reuse`, the call uses new processes,
-    which end with the call.
+    picklable; the call copies tensors. Each rank has one torch thread, and starts with torch's seed 0. Changes that a
+    call leaves in its processes are visible only to calls of the same `pool`. Unless `reuse`, the call uses new
+    processes, which end with the call.
 
     Raises:
         RankError: a rank raised, died, or had not finished after `timeout` seconds. The caller then kills all ranks.
@@ -78,7 +78,7 @@ def run_ranks(
         deadline = time.monotonic() + timeout
         calls = [_Call(rank, n, store, timeout, os.getcwd(), sys.path, dict(os.environ), work) for rank in range(n)]
         results = _exchange(workers, calls, deadline, timeout)
-        # Ranks close their connections only when all are done: otherwise they could break their peers' last collective.
+        # Ranks destroy the process group only when all ranks are done: a peer's last collective may need the group.
         _exchange(workers, [None] * n, deadline, timeout)
     return [functions.loads(result) for result in results]
 

@@ -41,7 +41,8 @@ class Steps:
         self.done = 0
 
     def train(self, target_mask_BS: Tensor | None = None, document_BS: Tensor | None = None) -> StepResult:
-        """Trains the next step on this rank's share of a random batch. Masks and documents are those of the whole batch."""
+        """Trains the next step on this rank's share of a random batch. Masks and documents must cover the whole
+        batch."""
         self.done += 1
         data = self.groups.along("dp")
         tokens_BS = random_batch(self.config, self.done)

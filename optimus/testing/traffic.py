@@ -47,8 +47,8 @@ class Traffic:
     """Calls and payload bytes of this process, by collective.
 
     The payload is the output of all_gather, the input of reduce_scatter, and input plus output of all_to_all, including
-    the part that stays on the rank. For other calls, the payload is this rank's tensor. Asynchronous calls count when
-    issued.
+    the part that stays on the rank. For other calls, the payload is this rank's tensor, if any. Asynchronous calls
+    count when issued.
     """
 
     calls: Counter[str] = field(default_factory=Counter)

@@ -7,7 +7,8 @@ The sparse block is Algorithm 1 of the Optimus paper (FastSparseMoE), with these
     stage 4  expert computation expert_up.py, expert_down.py
     stage 5  output reduction   expert_reduce.py
 
-`expert_mlp.py` composes the stages into one autograd function. (The dispatcher implements stage 1, token communication.)
+`expert_mlp.py` composes these stages into one autograd function. The dispatcher implements stage 1, token
+communication.
 
 Rules for all kernels:
 
@@ -17,9 +18,9 @@ Rules for all kernels:
 - Kernels compute in fp32, but matmuls read their operands in the stored dtype, and sums of squares may be float64.
 - Triton's interpreter gives wrong results for bf16. Without an accelerator, the tests therefore check the kernels in
   fp32 and fp16.
-- Kernels are not specialised on numbers that change from batch to batch, so another number of tokens usually compiles
-  nothing.
-- Zero tokens are allowed: a grid has at least one program, whose masks exclude all elements, or no kernel is launched.
+- The compiler does not specialise kernels on numbers that change from batch to batch, so another number of tokens
+  usually compiles nothing.
+- The number of tokens may be 0: masks then exclude all elements, or the host launches no kernel.
 
 Only this package imports triton. Callers import this package only on devices that run Triton (see `kernels.backend`).
 """

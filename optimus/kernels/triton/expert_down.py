@@ -1,9 +1,9 @@
 """Stage 4b, expert computation: the down-projection (Algorithm 1 of the Optimus paper, line 79), and its backward pass.
 
-For the output's gradient g [T, H], a row of the experts' output has gradient weights[t, k] * g[t] (line 107). The kernel
-never materializes this gradient: it computes down^T g from the rows of g, and its epilogue applies the weight. The epilogue
-also recomputes h from z. The gradient of the routing weight, <y, g> in line 108, is <down h, g> = <h, down^T g>, so y is
-not saved.
+For the output's gradient g [T, H], a row of the experts' output has gradient weights[t, k] * g[t] (line 107). The
+kernel never materializes this gradient: it computes down^T g from the rows of g, and its epilogue applies the weight.
+The epilogue also recomputes h from z. The gradient of the routing weight, <y, g> in line 108, is <down h, g> = <h,
+down^T g>, so autograd does not save the experts' outputs y.
 
 Legend: T tokens, K experts per token, P routed rows, E experts, R tiles of rows, H hidden, I intermediate, J = 2 I, C tiles
 of columns.
@@ -31,7 +31,7 @@ def expert_down(h_PI: Tensor, down_EHI: Tensor, routes: TokenIndex) -> Tensor:
 
 class DownGradients(NamedTuple):
     z_PJ: Tensor  # the gradient of the pre-activation
-    h_PI: Tensor  # not a gradient: the activation times the row's routing weight, an input of the gradient of down
+    h_PI: Tensor  # the activation times the row's routing weight, from which the gradient of down follows
     weight_PC: Tensor  # the gradient of the row's routing weight, as partial sums; fp32
 
 

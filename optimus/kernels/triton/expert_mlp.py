@@ -3,8 +3,8 @@
 The forward pass saves x, the pre-activation z, the weights and the index, but neither the gathered input nor the
 experts' outputs. With H, I, E, K = 2048, 1024, 64, 8 in bf16, it saves about 36 KiB per token.
 
-Legend: T tokens, K experts per token, P routed rows, E experts of this rank, H hidden, I intermediate, J = 2 I, C parts
-of a row's weight gradient.
+Legend: T tokens, K experts per token, P routed rows, E experts of this rank, H hidden, I intermediate, J = 2 I, C
+partial sums of the gradient of a row's routing weight.
 """
 
 from collections.abc import Callable
@@ -79,10 +79,7 @@ class ExpertMLP(torch.autograd.Function):
 
 
 def _gradient(weight: Tensor, buffer: GradientBuffer | None, write: Callable[..., Tensor]) -> Tensor | None:
-    """Returns the gradient for autograd, or adds it to the buffer and returns None.
-
-    The owner of the buffer can then immediately reduce the gradient over ranks.
-    """
+    """Returns the gradient for autograd, or adds it to the buffer and returns None."""
     if buffer is None:
         return write(torch.empty_like(weight), accumulate=False)
     buffer.add(lambda grad: write(grad.view(weight.shape), accumulate=True))

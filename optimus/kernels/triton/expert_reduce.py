@@ -6,7 +6,8 @@ choices. The same kernel, without weights, sums the gradient of the block's inpu
 scaling of line 107 and the dot products of line 108, and returns partial sums of the gradient of each row's routing
 weight.
 
-Legend: T tokens, K experts per token, P routed rows, H hidden, C parts of a row's weight gradient.
+Legend: T tokens, K experts per token, P routed rows, H hidden, C partial sums of the gradient of a row's routing
+weight.
 """
 
 import triton
@@ -14,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 _ROWS, _COLUMNS = 4, 512  # numbers of tokens and columns of one program's output
-_CHOICES = 256  # choices per program in the summation of parts
+_CHOICES = 256  # choices per program in the summation of partial sums
 
 
 def expert_reduce(y_PH: Tensor, weights_TK: Tensor | None, position_TK: Tensor) -> Tensor:
@@ -33,11 +34,11 @@ def expert_reduce(y_PH: Tensor, weights_TK: Tensor | None, position_TK: Tensor) 
 
 
 def expert_reduce_backward(weight_grad_PC: Tensor, weights_TK: Tensor, position_TK: Tensor) -> Tensor:
-    """Returns the gradient of the routing weights in their dtype: the sum of each row's parts, 0 for a choice without a
+    """Returns the gradient of the routing weights in their dtype: each row's sum over C, or 0 for a choice without a
     row."""
     choices = weights_TK.numel()
     programs = max(1, triton.cdiv(choices, _CHOICES))
-    # Padded to whole programs, so that the store needs no mask and can be vectorised.
+    # The length is a multiple of `_CHOICES`, so that the store needs no mask.
     sums = weights_TK.new_empty(programs * _CHOICES)
     _sum_parts[(programs,)](weight_grad_PC, position_TK, sums, choices, C=weight_grad_PC.shape[1], CHOICES=_CHOICES)
     return sums[:choices].view(weights_TK.shape)

@@ -1,8 +1,9 @@
 """Tiled matmuls of the experts' rows with the experts' weights, for stages 4a, 4b and their backward passes.
 
-If the chip has TMA (`tuning.by_descriptors`), kernels load contiguous operands by descriptors. Each processor then runs
-at most one program, which is persistent and prefetches the next tile while it finishes the current one. Kernels always
-load gathered rows by pointers, and also all operands if the dtype, the widths or the chip do not allow descriptors.
+If the chip has TMA (`tuning.by_descriptors`), kernels load contiguous operands by descriptors. There is then at most
+one program per processor, which is persistent and prefetches the next tile while it finishes the current one. Kernels
+always load gathered rows by pointers, and also all operands if the dtype, the widths or the chip do not allow
+descriptors.
 
 Legend: T tokens, P routed rows, E experts, R tiles of rows; A [P, L] @ B [E, L, N] -> [P, N], where [X, Y] is [L, N] or
 [N, L]; a weight's gradient is [E, M, N], from G columns of tokens and O columns of rows.
@@ -67,7 +68,7 @@ def weight_gradient(
 
 @triton.jit
 def within(columns, N: tl.constexpr, COLUMNS: tl.constexpr):
-    """Clamps column indices to [0, N). If tiles divide N, nothing changes and the compiler sees contiguous loads."""
+    """Clamps column indices to at most N - 1. If COLUMNS divides N, the compiler sees contiguous loads."""
     if N % COLUMNS == 0:
         return columns
     else:
@@ -76,7 +77,7 @@ def within(columns, N: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def halves(x, ROWS: tl.constexpr, HALF: tl.constexpr):
-    """Returns the two halves of the columns of [ROWS, 2 HALF]; each thread has both, so no data moves."""
+    """Returns the two halves of the columns of x [ROWS, 2 HALF]."""
     return x.reshape(ROWS, 2, HALF).permute(0, 2, 1).split()
 
 
@@ -178,8 +179,8 @@ def _put(
     sums, into_MN, m, first_n, any_rows, M: tl.constexpr, N: tl.constexpr, ACCUMULATE: tl.constexpr,
     IN_MEMORY: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Writes columns of a tile, or adds them in place. With IN_MEMORY, the memory adds, so the program neither reads
-    nor waits.
+    """Writes columns of a tile, or adds them in place if ACCUMULATE. With IN_MEMORY, the memory adds, so the program
+    neither reads nor waits.
 
     The caller passes half a tile at a time, because a second whole tile does not fit into the registers.
     """

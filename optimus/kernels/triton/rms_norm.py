@@ -1,7 +1,7 @@
 """RMSNorm of the residual stream, or of queries and keys; see `kernels.rms_norm`.
 
-In the backward pass a program processes several blocks of rows in turn, so that the weight's gradient is a sum of at most
-`_PROGRAMS` parts.
+In the backward pass a program may process several blocks of rows in turn, so that the weight's gradient is a sum over
+at most `_PROGRAMS` programs.
 
 Legend: T rows, H their length, B programs.
 """
@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_PROGRAMS = 512  # maximum number of programs of the backward pass, and so of parts of the weight's gradient
+_PROGRAMS = 512  # maximum number of programs of the backward pass
 _BLOCK_ELEMENTS = 4096
 
 
 def rms_norm(x_TH: Tensor, w_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns (x normalised over its last dim and scaled, 1 / root mean square of each row).
+    """Returns (x normalised over its last dim and scaled, 1 / sqrt(mean(x^2) + eps) of each row).
 
     `x_TH` has any number of dims, and must be contiguous.
     """
@@ -32,7 +32,7 @@ def rms_norm_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the gradient of x and, if `weight_gradient`, the gradient of w, which is in fp32.
 
-    All arguments must be contiguous. The kernel always computes the parts of w's gradient, at negligible cost.
+    All tensors must be contiguous.
     """
     T, H = len(r_T), len(w_H)
     rows, blocks = _blocks(T, H)

@@ -1,4 +1,4 @@
-"""The router after its projection: softmax, choice of experts and the sums for the router losses, one kernel per direction.
+"""The router after its projection: softmax, choice of experts and the sums for the router losses, one kernel per pass.
 
 The forward kernel is the local part of stage 1 (Algorithm 1 of the Optimus paper, lines 8-9). Each program writes the sums
 over its tokens, and torch then sums over the programs in a fixed order. Autograd saves only the logits and the choices; the
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from optimus.autograd import once_differentiable
 
-_BLOCK_ELEMENTS = 2048  # logits per program: the registers of 4 warps hold several of these tiles
+_BLOCK_ELEMENTS = 2048  # maximum number of logits per program, unless one token has more
 
 
 class Routed(NamedTuple):

@@ -1,4 +1,4 @@
-"""SwiGLU, one kernel per direction; see `kernels.activation`. The experts' kernels apply the same functions to their tiles.
+"""SwiGLU, one kernel per pass; see `kernels.activation`. The experts' kernels apply the same functions to their tiles.
 
 Legend: T rows, I intermediate, J = 2 I: gate, then up.
 """

@@ -1,8 +1,8 @@
 """Stage 2, token counting (Algorithm 1 of the Optimus paper, lines 15-43): counts the rows of each expert.
 
-A program compares each choice of a block of tokens with every expert. The column sums of the hits are the program's partial
-counts. One prefix sum over (expert, block) then gives the first row of each block's choices of each expert. The paper's
-counters are in memory; here a program's counters are in registers, which need neither zeroing nor atomics.
+A program compares each choice of a block of tokens with every expert. The column sums of the hits are the program's
+partial counts. One prefix sum over (expert, block) then gives the first row of each block's choices of each expert. The
+paper's counters are in memory; the counters of this kernel are in registers, which need neither zeroing nor atomics.
 
 Legend: T tokens, K experts per token, E experts of this rank, B blocks of tokens.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from optimus.kernels.triton.tuning import pow2
 
-_BITMAP = 8192  # elements of (tokens of a block) x (experts): as many as the registers of 4 warps hold
+_BITMAP = 8192  # maximum of (tokens of a block) x (experts), unless 16 tokens have more
 
 
 class TokenCounts(NamedTuple):

@@ -4,7 +4,7 @@ Rows are the choices (t, k) sorted by expert, stably. `choice_P` gives the choic
 `input_indices`). The dense inverse `position_TK` gives the row of a choice, in place of the paper's `output_indices`,
 `selected_expert_indices` and `cum_expert_counts`.
 
-(In line 32 of the paper's listing, `t` should be `tid`; the running sums here correspond to a thread's counters.)
+In line 32 of the paper's listing, `t` should be `tid`.
 
 Matmuls process tiles of rows of one expert. Only the device knows the number of tiles, so a program reads from a table
 which expert and rows its tile has.
@@ -59,7 +59,7 @@ def token_index(indices_TK: Tensor, experts: int, row_tile: int, rows: int | Non
     )
     # An expert has at most one partial tile, and no tile is empty.
     tiles = max(1, min(rows, (rows + experts * (row_tile - 1)) // row_tile))
-    # Separate tensors, because kernels are compiled for their alignment.
+    # Separate tensors have the same alignment every time, and Triton compiles a kernel for each alignment.
     expert_R, first_R, tiles_1 = (base_EB.new_empty(size) for size in (tiles, tiles, 1))
     _row_tiles[(experts + 1,)](
         offset_E1, expert_R, first_R, tiles_1, experts, EXPERTS=pow2(experts), ROW_TILE=row_tile, STEP=_STEP
@@ -109,7 +109,7 @@ def _row_tiles(
 
 @triton.jit
 def rows_of_tile(tile, expert, first_R, offset_E1, ROW_TILE: tl.constexpr):
-    """Returns (the tile's first row, rows relative to it, these relative rows clamped to the expert's rows for loads).
+    """Returns (first row, relative rows, relative rows clamped to the expert's rows for loads).
 
     Rows are relative to the tile's first row, so that element offsets fit into 32 bits and take half as many registers.
     """

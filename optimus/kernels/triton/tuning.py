@@ -1,10 +1,8 @@
-"""Tile sizes of the kernels: a table per architecture, by dtype and size. Training does not measure tile sizes.
+"""Tile sizes of the experts' kernels, from a table by architecture. Training does not measure tile sizes.
 
 Tile sizes depend on the layer's shape and on the mean number of rows per expert, rounded to a power of two. Batches of
-similar lengths usually have the same tile sizes, and so the same compiled kernels. `testing/trial.py` times candidates
-on a chip; developers copy the fastest candidates into `_PREFERRED`.
-
-Legend: T tokens, K experts per token.
+similar lengths usually have the same tile sizes, and so the same compiled kernels. `benchmarks/tiles.py` times
+candidates on a chip; developers copy the fastest candidates into `_PREFERRED`.
 """
 
 from typing import Literal, NamedTuple
@@ -31,7 +29,7 @@ class Tiles(NamedTuple):
 _LEAST = 16  # the smallest size of a matrix instruction
 
 # Tiles for matmuls in 16 bits that are large in every dim. A tile of 32 K fp32 sums on 8 warps of 32 threads takes half of
-# each thread's registers. A program of "up" computes these columns of gate and the same columns of up.
+# each thread's registers. A program of "up" computes `columns` columns of gate and the same columns of up.
 _PREFERRED: dict[str, dict[Kernel, Tiles]] = {
     "sm_90": {
         "up": Tiles(128, 128, 64, 8, 4),
@@ -83,7 +81,7 @@ def tiles(kernel: Kernel, x: Tensor, row_tile: int, columns: int, inner: int) ->
 
 
 def row_tile(x: Tensor, choices: int, experts: int) -> int:
-    """Returns the number of routed rows per tile. All matmuls of a layer share this size and the table of tiles."""
+    """Returns the number of routed rows per tile, which the tiled matmuls of a layer share."""
     return min(preferred("up", x.dtype, devices.chip_of(x.device)).rows, pow2(choices // experts))
 
 
@@ -106,7 +104,7 @@ def preferred(kernel: Kernel, dtype: torch.dtype, chip: Chip) -> Tiles:
 
 
 def fitted(chosen: Tiles, kernel: Kernel, element_size: int, chip: Chip) -> Tiles:
-    """Limits the number of stages to the chip's shared memory, and shrinks tiles if not even one stage fits."""
+    """Limits the stages to the chip's shared memory; first halves `inner`, but not below 16, until one stage fits."""
     while stage_bytes(chosen, kernel, element_size) > chip.shared_memory and chosen.inner > _LEAST:
         chosen = chosen._replace(inner=chosen.inner // 2)
     buffers = chip.shared_memory // stage_bytes(chosen, kernel, element_size)

@@ -75,7 +75,8 @@ def measure_rank(per: int, extent: Extent | None = None, plugins: Sequence[str] 
 
 
 def _free(device: torch.device, per: int) -> int:
-    """Returns the bytes that each rank may use: half of its free memory, as the minimum over all ranks."""
+    """Returns the bytes that each rank may use: half of the rank's part of the free memory, as the minimum over all
+    ranks."""
     ranks_sharing_memory = per if device.type == "cpu" else 1
     least = torch.tensor(free_memory(device) // ranks_sharing_memory // 2, device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN)
@@ -103,9 +104,9 @@ def _contestants(per: int) -> Iterator[tuple[CollectiveKind, Shape, str, Group]]
 def _tried(kind: CollectiveKind, shape: Shape) -> list[str]:
     """Returns the algorithms to measure; for all-to-alls, only the backend's algorithm.
 
-    With Gloo, the list includes the backend's algorithm for all-reduces only: Gloo is slow for other kinds of
-    collectives. With other backends, the list has the backend's algorithm and, for several nodes with several ranks,
-    direct rounds on two levels.
+    With Gloo, the list includes the backend's algorithm for all-reduces only: for all-gathers and reduce-scatters,
+    Gloo's algorithm is slow. With other backends, the list has the backend's algorithm and, for several nodes with
+    several ranks, direct rounds on two levels.
     """
     if kind == "all_to_all":
         return [OWN]
@@ -149,7 +150,7 @@ def merged(before: Measured, now: Measured) -> Measured:
 
 
 def write(path: Path, measured: Measured) -> None:
-    """Replaces or adds the section `collectives` of the file. Other text of the file stays the same."""
+    """Replaces or adds the section `collectives` of the file. The other sections stay the same."""
     section = yaml.safe_dump(
         {"collectives": measured.model_dump(exclude_defaults=True)}, sort_keys=False, width=120, default_flow_style=None
     )
@@ -159,7 +160,7 @@ def write(path: Path, measured: Measured) -> None:
 
 
 def _existing(path: Path) -> Machine:
-    """Returns the machine of the file. Raises `UserError` when there is no machine file to write to."""
+    """Returns the machine of the file. Raises `UserError` when the file is missing or invalid."""
     if path.suffix not in (".yaml", ".yml") or not path.is_file():
         raise UserError(
             f"--write {path}: there is no such machine file; `optimus bench machine --output {path}` writes one"

@@ -1,8 +1,7 @@
 """Fits a machine's figures to timings so that the planner's formulas predict the measurements best.
 
 The fit minimizes the sum of squares of log(predicted / measured), so that a matmul of microseconds counts as much as a
-matmul of seconds. The fit calls the formulas of `Machine` and `plan.collectives` for every point, and has no copies of
-these formulas.
+matmul of seconds. The fit calls the formulas of `Machine` and `plan.collectives`, and has no copies of these formulas.
 """
 
 import math
@@ -93,9 +92,9 @@ def _start(seen: Observations, name: str, source: str, memory_bandwidth: float) 
 def _fit_products(machine: Machine, seen: Observations) -> Machine:
     """Fits the rates, tile, depth and latency of kernels to the times of matmuls and of the tiny kernel.
 
-    On a CPU, the cores are the threads of a rank. An accelerator does not report how it divides matmuls, so the
-    function also fits the cores, rounds the cores to a whole number, and fits the other figures again. Because of local
-    minima, each fit begins with several tiles.
+    On a CPU, the cores are the threads of a rank. An accelerator does not report the division of matmuls over cores.
+    The function then also fits the cores, rounds the cores to a whole number, and fits all figures but the cores again.
+    Because of local minima, each fit begins with several tiles.
     """
     precisions = list(machine.arithmetic)
     best = [machine.arithmetic[precision].achieved for precision in precisions]
@@ -246,7 +245,8 @@ def least_squares(
     high: Sequence[float],
     steps: int = 60,
 ) -> list[float]:
-    """Returns positive numbers between `low` and `high`, near `start`, that minimize the sum of squared residuals.
+    """Returns positive numbers between `low` and `high`, near `start`, at a local minimum of the sum of squared
+    residuals.
 
     The method is Levenberg-Marquardt on the logarithms, with finite differences for derivatives. A number whose
     bounds are equal stays fixed.

@@ -29,7 +29,7 @@ def run(ranks: int, output: Path, *, name: str | None = None) -> dict[str, Any] 
     """Measures the machine, writes `output`, and prints the errors of the file's predictions. Under torchrun, only the first
     rank writes and prints.
 
-    Returns the report on the first rank, and None on the other ranks. `name` is the machine's name, by default the
+    Returns the report on the first rank, and None on all other ranks. `name` is the machine's name, by default the
     file's stem. Before measuring, raises `UserError` for a file that exists or cannot be written, and for the name of a
     machine that comes with the library. A number of ranks that the machine does not have also raises `UserError`.
     """

@@ -1,7 +1,7 @@
 """Runs a function on ranks in fresh processes, or on the ranks of torchrun.
 
-In fresh processes, earlier calls do not affect the function's memory and speed.
-`optimus.testing.run_ranks` reuses its processes, whose heaps have grown and whose libraries have compiled kernels.
+In fresh processes, earlier calls do not affect the function's memory and speed. The processes of
+`optimus.testing.run_ranks` run several functions, so their heaps have grown and their libraries have compiled kernels.
 """
 
 import gc
@@ -29,7 +29,7 @@ def on_ranks(function: Callable[..., T], ranks: int, *args: Any) -> T | None:
     """Runs `function(ranks, *args)` on `ranks` fresh ranks of this machine, and returns the result of the first rank.
 
     Under torchrun, the function runs on the ranks of torchrun, and all ranks but the first return None. Raises
-    `UserError` for a number of ranks that the machine does not have and, under torchrun, for another number than the
+    `UserError` for a number of ranks that the machine does not have and, under torchrun, for a number other than the
     ranks of a node.
     """
     check_ranks(ranks)
@@ -64,7 +64,8 @@ def under_launcher() -> bool:
 
 
 def _backend_of_device() -> str:
-    """Returns the backend of collectives on this machine's device. Raises `UserError` when torch has no such backend."""
+    """Returns the backend of collectives on this machine's device. Raises `UserError` when torch has no backend for the
+    device."""
     device = find_device("auto", "the device")
     try:
         return str(dist.get_default_backend_for_device(device))
@@ -79,8 +80,8 @@ def run_fresh(function: Callable[..., T], ranks: int, *args: Any, backend: str =
     `function` must be at the top level of a module. The ranks divide the machine's cores; each rank has at least one thread.
 
     Raises:
-        torch.multiprocessing.ProcessRaisedException: a rank raised an exception, or lost a peer that raised one; the message
-            is the rank's traceback.
+        torch.multiprocessing.ProcessRaisedException: a rank raised an exception, or lost a peer that raised an
+            exception; the message is the rank's traceback.
     """
     work = functions.dumps((function, args), f"the arguments of {function.__name__}")
     # A fork server that has imported the function's module starts a fresh process in a tenth of a second.

@@ -45,7 +45,7 @@ _FORMS: tuple[Form, ...] = (
     "TN",
 )  # forms of a layer's three matmuls: forward, gradients of input and weight
 _LONG = 1.0  # seconds above which a clock repeats a window only once
-_COLD = {"cpu": 1 << 25}  # bytes of operands that calls use in turn, so that no operand is in a cache
+_COLD = {"cpu": 1 << 25}  # bytes of operands that calls use in turn, more than caches hold
 _COLD_ACCELERATOR = 1 << 28
 _SETS = 64  # maximum number of sets of operands
 _MIDDLE = 512  # rows and columns of a matmul that neither latency nor memory bounds
@@ -298,8 +298,8 @@ def _products(clock: Clock, extent: Extent, device: torch.device) -> Iterator[Ma
 
 
 def _precisions(clock: Clock, device: torch.device) -> list[str]:
-    """Returns the precisions to measure: fp32, bf16, and fp16 if it is at least as fast as fp32. A CPU may emulate fp16 at a
-    hundredth of the speed."""
+    """Returns the precisions to measure: fp32, bf16, and fp16 if fp16 is at least as fast as fp32. A CPU may emulate
+    fp16 at a hundredth of the speed."""
     n, names = 256, ["fp32", "bf16"]
     wide, half = (clock.seconds(_product(n, n, n, _TYPES[name], device)) for name in ("fp32", "fp16"))
     return [*names, "fp16"] if half <= wide else names
@@ -429,7 +429,7 @@ def _talked(clock: Clock, extent: Extent, device: torch.device) -> Iterator[Talk
 
 
 def collective_call(kind: Talk, x: Tensor, group: Group) -> Callable[[], Any]:
-    """Returns a call of the library's collective on the whole tensor `x`, in the way that training calls it."""
+    """Returns a call of the library's collective on the whole tensor `x`, like the calls of training."""
     if kind == "all_reduce":
         return lambda: group.all_reduce(x)
     if kind == "all_to_all":
