@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optimus.kernels.linear_divergence import SoftTargets
-from optimus.model.architecture import ModelConfig
+from optimus.model.architecture import Architecture
 from optimus.model.batch import Batch
 from optimus.model.moe.statistics import RouterStats
 from optimus.model.parts import PartNames
@@ -91,7 +91,8 @@ class CausalModel(nn.Module):
     """
 
     replaceable: Sequence[str] = ("sequence", "step")
-    config: ModelConfig
+    config: Architecture
+    blocks: Sequence[nn.Module]
     head: Any
     predict: Unit
 

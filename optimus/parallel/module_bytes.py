@@ -24,8 +24,8 @@ from optimus.kernels.expert_mlp import PADDING
 from optimus.kernels.gradient_buffer import TensorBuffer
 from optimus.kernels.linear_cross_entropy import block_rows
 from optimus.mesh import Mesh
-from optimus.model import Batch, Transformer
-from optimus.model.attention import AttentionPositions
+from optimus.model import Batch
+from optimus.model.build import causal_model
 from optimus.model.ensemble import Ensemble
 from optimus.model.moe.statistics import RouterStats
 from optimus.model.units import Unit, in_turn, units_of
@@ -182,9 +182,15 @@ def _block_bytes(
     # The overloaded experts: all experts of this rank, or one expert if this rank has all experts.
     busy = config.experts_of(layer) // ranks if ranks > 1 else 1
     with stage.shapes(setting.load, busy, sequences) as shapes:
-        _, positions = stage.model.local_positions(_batch(setting, sequences))
-        measuring = _Measuring(stage.blocks[layer], shapes, step=stage.step, experts=experts, again=again)
-        return measuring.measure(setting.stream(sequences), positions, splits=setting.splits)
+        batch, number = _batch(setting, sequences), stage.numbers[layer]
+        positions_S, positions = stage.model.local_positions(batch)
+        run = stage.model.stage(range(number, number + 1), first=False, last=False)
+        measuring = _Measuring(
+            stage.model.blocks[number], shapes, step=stage.step, experts=experts, again=again
+        )
+        return measuring.measure(
+            setting.stream(sequences), lambda x_TH: run(batch, positions_S, positions, x_TH, None), splits=setting.splits
+        )
 
 
 @lru_cache(maxsize=1024)
@@ -197,12 +203,15 @@ def _end_bytes(setting: ModuleSetting, what: End, sequences: int) -> dict[Module
         positions_S, positions = model.local_positions(batch)
         made = x_TH
         if what == "embedding":
-            made = model.embedded(batch.tokens_BS[:, positions_S].flatten(), positions)
+            made, _ = model.stage(range(0), first=True, last=False)(batch, positions_S, positions, None, None)
         elif what == "head":
             start = shapes.alive
             shapes.history.clear()
             soft = stage.teacher.soft_targets(batch, positions_S, 1.0) if stage.teacher is not None else None
-            losses = model.losses_of(model.normalise(x_TH * 1), None, batch, positions_S, 1.0, None, soft)
+            end = model.stage(range(len(model.blocks), len(model.blocks)), first=False, last=True)
+            hidden_TH, _ = end(batch, positions_S, positions, x_TH * 1, None)
+            losses = model.losses_of(hidden_TH, None, batch, positions_S, 1.0, None, soft)
+            del hidden_TH
             made = losses.cross_entropy if losses.divergence is None else losses.cross_entropy + losses.divergence
             del soft, losses
         saved = shapes.alive - start - (made.nbytes if made is not x_TH else 0)
@@ -229,7 +238,7 @@ class _Stage:
         self.step = groups.step
         self._buffers: dict[nn.Parameter, TensorBuffer] = {}
         with torch.device("meta"), torch.no_grad():
-            model = Transformer(config, layers=examples).to(setting.dtype)
+            model = causal_model(config, layers=examples).to(device="meta", dtype=setting.dtype)
             self.model = parallelize(model, groups, options, self._buffers)
             layouts = parameter_layouts(self.model, sequence=options.sequence, duplicates=options.duplicates)
             for name, parameter in self.model.named_parameters():
@@ -237,8 +246,9 @@ class _Stage:
                 parameter.set_(own)  # type: ignore[call-overload]  # torch's annotations only allow storages
                 gradient = torch.empty_like(parameter, dtype=torch.float32)
                 self._buffers[parameter] = TensorBuffer(gradient, groups.step)
-            teachers = [Transformer(each).to(setting.dtype) for each in setting.teachers]
-        self.blocks = dict(zip(examples, self.model.blocks, strict=True))
+            teachers = [causal_model(each).to(setting.dtype) for each in setting.teachers]
+        numbers = range(len(examples)) if len(self.model.blocks) == len(examples) else examples
+        self.numbers = dict(zip(examples, numbers, strict=True))
         self.teacher = Ensemble(teachers) if teachers else None
 
     def shapes(self, load: float = 1.0, busy: int = 1, repeats: int = 1) -> Shapes:
@@ -277,13 +287,14 @@ class _Measuring:
             unit.run_by(partial(self._run_unit, unit))
 
     def measure(
-        self, x_TH: Tensor, positions: AttentionPositions, *, splits: bool
+        self, x_TH: Tensor, run: Callable[[Tensor], tuple[Tensor, RouterStats | None]], *, splits: bool
     ) -> dict[ModulePosition, ModuleBytes]:
-        """Returns the bytes of the block's sparse layer (with `experts`), or of all its other modules."""
+        """Returns the bytes of the block's sparse layer (with `experts`), or of all its other modules. `run` runs the block
+        on the residual stream."""
         shapes, leaf, gradient = self._shapes, x_TH.requires_grad_(), torch.empty_like(x_TH)
         start, before = shapes.alive, shapes.made
         # `* 1` stands for the blocks before and after: it saves nothing, and autograd frees gradients as between blocks.
-        x_TH, stats = self._block(leaf * 1, positions)
+        x_TH, stats = run(leaf * 1)
         sums = () if stats is None else (stats.probabilities_E, stats.z)
         outputs = [x_TH * 1, *(each for each in sums if each.requires_grad)]
         last = shapes.number(outputs[0])

@@ -296,7 +296,8 @@ def _declare_all(body: nn.Module, facts: ModelFacts, initial: Mapping[str, Noted
             if parameter is None:
                 continue
             name = f"{owner_name}.{leaf}" if owner_name else leaf
-            split, first = facts.splits.get(name, Split(None)), _initial(initial.get(name))
+            split = Split(0) if owner_name in (facts.embedding, facts.head) else facts.splits.get(name, Split(None))
+            first = _initial(initial.get(name))
             role = _role(name, owner, parameter, facts)
             leaves = _store(owner, leaf, parameter, split, role, first, projects=isinstance(owner, linear))
             if name in named:  # a tied parameter has one name
@@ -306,11 +307,10 @@ def _declare_all(body: nn.Module, facts: ModelFacts, initial: Mapping[str, Noted
 
 
 def _role(name: str, owner: nn.Module, parameter: Tensor, facts: ModelFacts) -> Role:
-    part = _part(name, facts)
     if not name.startswith(f"{facts.blocks}."):
-        if parameter.ndim == 2 and part in ("embedding", "head"):
-            return "embedding" if part == "embedding" else "head"
-        return "embedding" if isinstance(owner, nn.Embedding) else "vector"
+        if isinstance(owner, nn.Embedding):
+            return "embedding"
+        return "head" if _part(name, facts) == "head" else "vector"
     if facts.styles.get(name.rpartition(".")[0]) == "experts" and parameter.ndim == 3:
         return "expert"
     return "matrix" if parameter.ndim == 2 else "vector"
@@ -359,8 +359,8 @@ def _initial(noted: Noted | None) -> Initial:
 
 def _dims(role: Role, ndim: int, split: Split) -> tuple[Dim, ...]:
     """Returns logical dims that give the parameter its layout."""
-    if role in ("embedding", "head") and split.dim == 0:
-        return ("vocab", "residual")
+    if role in ("embedding", "head"):
+        return ("vocab" if split.dim == 0 else "positions", "residual")[:ndim]
     if split.dim is None:
         return ("head" if split.partial else "latent",) * ndim
     if ndim == 1:

@@ -69,6 +69,8 @@ class StagedBlock(_Staged):
     def __call__(self, *args: Any, **options: Any) -> Any:
         passing = self.host.passing
         x, rest = _first(args, options)
+        if not passing.blocks:  # a stage without blocks
+            x = passing.stream_BSH = x if passing.received_BSH is None else passing.received_BSH
         if self.number not in passing.blocks:
             return (x, *[None] * (self.outputs - 1)) if self.outputs else x
         if self.number == passing.blocks.start and passing.received_BSH is not None:
@@ -109,9 +111,13 @@ class Lookup:
     replaceable: ClassVar[tuple[str, ...]] = ("vocabulary",)
     vocabulary: Vocabulary
     weight: nn.Parameter
+    padding_idx: int | None
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.vocabulary.embed(tokens.flatten(), self.weight).view(*tokens.shape, -1)
+        x_TH = self.vocabulary.embed(tokens.flatten(), self.weight)
+        if self.padding_idx is not None:  # the row of the padding token gets no gradient, like in `nn.Embedding`
+            x_TH = torch.where((tokens == self.padding_idx).flatten()[:, None], x_TH.detach(), x_TH)
+        return x_TH.view(*tokens.shape, -1)
 
 
 class HeadModule(OutputHead):
