@@ -1,0 +1,457 @@
+"""Facts of a causal model of `transformers`: a twin is built and run, and what it shows is said of the real model.
+
+`facts_of(config)` returns them. What cannot be proved on the twin is not said: the parameter stays whole, or the option is
+refused by name.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from optimus.errors import UserError
+from optimus.model.foreign import probes
+from optimus.model.foreign.initial import initial_values, without_initial
+from optimus.model.foreign.plan import gathered_by_plan, published_plan, published_splits
+from optimus.model.foreign.probes import AttentionFacts, Lists, Pass, twin_tokens
+from optimus.model.foreign.records import STYLES, ModelFacts, RouterFacts, Scored, Split, Style
+from optimus.model.foreign.sizes import Sizes
+from optimus.model.foreign.splits import Unit, prove_units, record_calls
+from optimus.model.foreign.twin import arguments_of, build, enlarge, layers_of, small, tokens_of_twin
+
+__all__ = ["STYLES", "ModelFacts", "RouterFacts", "Scored", "Split", "Style", "facts_of"]
+
+_LAYER = re.compile(r"layer_?(idx|id|number|index|num)$|^idx$|^index$")
+_FAILURES = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    IndexError,
+    KeyError,
+    AttributeError,
+    NotImplementedError,
+    ImportError,
+)
+
+
+def facts_of(config: Any, module: nn.Module | None = None) -> ModelFacts:
+    """Returns the facts of a model. `config` has the real sizes; `module` is the model on the meta device, whose buffers get
+    values, by default a new one."""
+    real = build(config, "sdpa", "meta") if module is None else module
+    initial = initial_values(real)
+    analysis = _Analysis(config, real, *_twin_of(config, real))
+    return analysis.facts(without_initial(real, initial))
+
+
+def _twin_of(config: Any, real: nn.Module) -> tuple[Any, nn.Module]:
+    """Returns the configuration of a twin that has each kind of layer of the real model, and the twin."""
+    blocks = Lists.blocks(real)
+    kinds = {signature(layer) for layer in layers_of(real, blocks)}
+    made: tuple[Any, nn.Module, int] | None = None
+    problem: Exception | None = None
+    for layers in (None, 2, 4, 8, 16):
+        try:
+            shrunk = small(config, layers)
+            twin = build(shrunk)
+            present = {signature(layer) for layer in layers_of(twin, blocks)}
+            enlarge(twin)
+            with torch.no_grad():
+                probes.logits_of(twin, twin_tokens(twin))
+        except _FAILURES as error:
+            problem = problem or error
+            continue
+        if made is None or len(kinds - present) < made[2]:
+            made = shrunk, twin, len(kinds - present)
+        if not made[2]:
+            break
+    if made is None:
+        raise UserError(
+            f"{type(real).__name__} does not run with small sizes ({problem}), so nothing can be proved about it: "
+            "choose another model, or describe it as a model of a plugin"
+        ) from problem
+    return made[0], made[1]
+
+
+def signature(layer: nn.Module) -> Any:
+    """Returns what a layer of a twin and one of the real model have in common if they are of the same kind: classes, names
+    of parameters, and settings that are not numbers."""
+    found = set()
+    for name, each in layer.named_modules():
+        settings = (
+            (key, value if isinstance(value, bool | str) else None)
+            for key, value in vars(each).items()
+            if (value is None or isinstance(value, bool | str)) and not key.startswith("_") and key != "training"
+        )
+        parameters = tuple(sorted(key for key, value in each._parameters.items() if value is not None))
+        found.add((general(name), type(each).__qualname__, tuple(sorted(settings, key=str)), parameters))
+    return frozenset(found)
+
+
+def _kind(layer: nn.Module) -> Any:
+    """Returns a layer's class, shapes and settings, beside its number."""
+    settings = [
+        (name, type(each).__qualname__, key, value)
+        for name, each in layer.named_modules()
+        for key, value in sorted(vars(each).items())
+        if isinstance(value, bool | int | float | str | None) and not key.startswith("_") and not _LAYER.search(key)
+    ]
+    return tuple(settings), tuple((name, tuple(each.shape)) for name, each in layer.named_parameters())
+
+
+def general(name: str) -> str:
+    """Returns a name with stars for numbers of lists."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", name)
+
+
+@dataclass
+class _Analysis:
+    config: Any
+    real: nn.Module
+    twin_config: Any
+    twin: nn.Module
+
+    def facts(self, no_initial: tuple[str, ...]) -> ModelFacts:
+        """Returns all facts."""
+        self.names = {id(each): name for name, each in self.real.named_modules()}
+        self.blocks = Lists.blocks(self.real)
+        self.layers = layers_of(self.real, self.blocks)
+        self.sizes = Sizes(self.config, self.twin_config)
+        self.refusals: dict[str, str] = {}
+        self.tokens_BS = twin_tokens(self.twin)
+        embedding = self.names[id(self.real.get_input_embeddings())]  # type: ignore[operator]
+        head = self._head()
+        seen = probes.observe(self.twin, self.blocks, head, self.tokens_BS)
+        chain = self._chain(seen)
+        scale, cap = self._logits(seen)
+        position_ids = bool(arguments_of(self.twin, position_ids=0).get("position_ids") == 0)
+        attention = self._attention(seen, position_ids)
+        causal = self._causal()
+        splits, styles, divided, heads, ways, shares = self._tensor(embedding, head)
+        weight = self.real.get_parameter(f"{embedding}.weight")
+        stream = self._stream(seen, weight)
+        dropout = self._dropout()
+        if no_initial:
+            self.refusals["initial values"] = (
+                f"{', '.join(no_initial[:3])} have no initial values that are known: begin with a folder of weights"
+            )
+        first: dict[Any, int] = {}
+        return ModelFacts(
+            blocks=self.blocks,
+            layers=len(self.layers),
+            outputs=seen.outputs,
+            kinds=tuple(first.setdefault(_kind(layer), number) for number, layer in enumerate(self.layers)),
+            embedding=embedding,
+            head=head,
+            tied=self.real.get_submodule(head).weight is weight,
+            hidden=stream[-1] if stream else weight.shape[1],
+            vocab=weight.shape[0],
+            before=frozenset(seen.order[: seen.order.index(self.blocks)]),
+            logit_scale=scale,
+            logit_cap=cap,
+            splits=splits,
+            styles=styles,
+            divided=divided,
+            heads=heads,
+            ways=ways,
+            documents=attention.documents,
+            position_ids=position_ids,
+            attention=attention.used and attention.equal,
+            scored=self._scored(attention),
+            router=self._router(),
+            chain=chain,
+            dropout=dropout,
+            untrained=self._untrained(),
+            no_initial=no_initial,
+            refusals=dict(self.refusals),
+            stream=stream,
+            causal=causal,
+            shares=shares,
+        )
+
+    # ---- What one pass shows ----
+
+    def _head(self) -> str:
+        head = self.real.get_output_embeddings()  # type: ignore[operator]
+        if head is None or id(head) not in self.names:
+            raise UserError(
+                f"{type(self.real).__name__} names no output layer (`get_output_embeddings`): it cannot train"
+            )
+        return self.names[id(head)]
+
+    def _chain(self, seen: Pass) -> str | None:
+        why = probes.broken_chain(seen, self.blocks, len(layers_of(self.twin, self.blocks)))
+        if why is not None:
+            self.refusals["pipeline"] = f"{why}: choose `parallel.pipeline: 1`, and divide by tensors or data instead"
+        return why
+
+    def _logits(self, seen: Pass) -> tuple[float, float | None]:
+        scale, cap, why = probes.head_facts(
+            seen, getattr(self.config.get_text_config(), "final_logit_softcapping", None)
+        )
+        if why is not None:
+            self.refusals["logits"] = f"{why}: whole logits are computed, and the vocabulary is not divided"
+        return scale, cap
+
+    def _stream(self, seen: Pass, weight: Tensor) -> tuple[int, ...]:
+        """Returns the dims of the residual stream behind [B, S], with real sizes."""
+        shape = seen.stream_shape()
+        if not shape:
+            return ()
+        text = self.config.get_text_config()
+        small_text = self.twin_config.get_text_config()
+        width = getattr(text, "hidden_size", None)
+        if shape[-1] != getattr(small_text, "hidden_size", None):
+            embedding: Any = self.twin.get_input_embeddings()  # type: ignore[operator]
+            same = shape[-1] == embedding.weight.shape[1]
+            width = weight.shape[1] if same else self.sizes.one(shape[-1], "size", "dim", "width")
+        rest = [self.sizes.one(each, "mult", "num", "n_") or each for each in shape[:-1]]
+        return (*rest, int(width)) if isinstance(width, int) else ()
+
+    def _causal(self) -> bool:
+        causal = probes.is_causal(self.twin, self.tokens_BS)
+        if not causal:
+            self.refusals["causal"] = (
+                f"logits of {type(self.real).__name__} depend on later tokens: choose a configuration with a causal mask, "
+                "such as is_decoder: true"
+            )
+        return causal
+
+    # ---- Attention ----
+
+    def _attention(self, seen: Pass, position_ids: bool) -> AttentionFacts:
+        assert seen.logits is not None
+        found = probes.attention_facts(self.twin, self.blocks, self.tokens_BS, seen.logits.detach(), position_ids)
+        name = type(self.real).__name__
+        if not found.documents:
+            self.refusals["documents"] = f"{name}: {found.why}: choose `data.documents: ignore`"
+        if not (found.used and found.equal):
+            why = (
+                "our attention does not give its logits" if found.used else "its attention is not behind the interface"
+            )
+            self.refusals["context"] = f"{name}: {why} of `transformers`: choose `parallel.context: 1`"
+        elif not found.documents:
+            self.refusals["context"] = (
+                f"{name}: {found.why}, so sequences cannot be divided: choose `parallel.context: 1`"
+            )
+        return found
+
+    def _scored(self, attention: AttentionFacts) -> dict[int, Scored | None]:
+        """Returns the attention of each kind of layer, with real sizes."""
+        twins = self._twin_layers()
+        found: dict[int, Scored | None] = {}
+        for number, twin in enumerate(twins):
+            made = attention.scored.get(twin) if twin is not None else None
+            found[number] = self._real_scored(*made) if made is not None else None
+        return found
+
+    def _real_scored(self, heads: int, query: int, value: int, window: int | None) -> Scored:
+        factor = self._factors()
+        real_window = (
+            None if window is None else self.sizes.one(window, "window") or self.sizes.common(window, "window")
+        )
+        return Scored(
+            self.sizes.one(heads, "heads", "n_head") or heads * factor[0],
+            self.sizes.one(query, "head_dim", "d_kv") or query * factor[1],
+            self.sizes.one(value, "v_head_dim", "head_dim") or value * factor[1],
+            real_window if window is not None else None,
+        )
+
+    def _factors(self) -> tuple[int, int]:
+        from optimus.model.foreign.twin import factors_of
+
+        return factors_of(self.config)
+
+    # ---- Layers and parameters of the twin, and the real ones ----
+
+    def _twin_layers(self) -> list[int | None]:
+        """Returns, for each layer of the real model, one of the twin of the same kind."""
+        first: dict[Any, int] = {}
+        for number, layer in enumerate(layers_of(self.twin, self.blocks)):
+            first.setdefault(signature(layer), number)
+        return [first.get(signature(layer)) for layer in self.layers]
+
+    def _names_by_layer(self, found: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+        """Returns entries by the twin's layer, then by general name inside it; None where instances differ."""
+        made: dict[int, dict[str, Any]] = {}
+        for name, value in found.items():
+            match = re.fullmatch(rf"{re.escape(self.blocks)}\.(\d+)(?:\.(.*))?", name)
+            if match:
+                inner, layer = general(match[2] or ""), made.setdefault(int(match[1]), {})
+                layer[inner] = value if layer.get(inner, value) == value else None
+        return made
+
+    def _real_names(self, found: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+        """Returns entries of the twin's names by the real names."""
+        by_layer, twins, made = self._names_by_layer(found), self._twin_layers(), {}
+        for name in names:
+            match = re.fullmatch(rf"{re.escape(self.blocks)}\.(\d+)(?:\.(.*))?", name)
+            twin = twins[int(match[1])] if match else None
+            if match and twin is not None:
+                value = by_layer.get(twin, {}).get(general(match[2] or ""))
+                if value is not None:
+                    made[name] = value
+        return made
+
+    def _untrained(self) -> tuple[str, ...]:
+        missing = probes.untrained(self.twin, self.tokens_BS)
+        by_layer = self._names_by_layer({name: name in missing for name, _ in self.twin.named_parameters()})
+        if not missing:
+            return ()
+        twins = self._twin_layers()
+        found = []
+        for name, _ in self.real.named_parameters():
+            match = re.fullmatch(rf"{re.escape(self.blocks)}\.(\d+)\.(.*)", name)
+            if match is None:
+                found += [name] if name in missing else []
+            elif (twin := twins[int(match[1])]) is not None and by_layer[twin].get(general(match[2])):
+                found.append(name)
+        return tuple(found)
+
+    # ---- Tensor parallelism ----
+
+    def _tensor(self, embedding: str, head: str) -> Any:
+        units = self._units()
+        splits = {name: split for unit in units for name, split in unit.splits.items()}
+        styles: dict[str, Style] = {name: style for unit in units for name, style in unit.styles.items()}
+        divided = {name: names for unit in units for name, names in unit.divided.items()}
+        parameters = dict(self.real.named_parameters())
+        plan = published_plan(self.real)
+        gathered, gather_styles = gathered_by_plan(plan, self.twin, splits, styles)
+        real = self._real_splits(splits | gathered, parameters)
+        names = [name for name, _ in self.real.named_modules()]
+        real_styles = self._real_names(styles | gather_styles, names)
+        for name in (f"{embedding}.weight", f"{head}.weight"):
+            if name in parameters:
+                real[name] = Split(0)
+        proved = {name for name in self._real_names(splits, parameters) if real[name].dim is not None}
+        shares = self._shares(parameters, real, proved, published_splits(plan, parameters))
+        if not units:
+            self.refusals["tensor"] = (
+                f"no module in {self.blocks} of {type(self.real).__name__} has parts that add up: its parameters stay "
+                "whole; choose `parallel.tensor: 1`"
+            )
+        ways = tuple(sorted(set.intersection(*({*unit.ways} for unit in units)))) if units else ()
+        return real, real_styles, self._real_names(divided, names), self._heads(units, names), ways, shares
+
+    def _units(self) -> list[Unit]:
+        """Returns the proved units of the first layer of each kind of the twin; in double precision where that runs."""
+        first: dict[Any, int] = {}
+        for number, layer in enumerate(layers_of(self.twin, self.blocks)):
+            first.setdefault(signature(layer), number)
+        containers = [
+            name
+            for number in first.values()
+            for name, _ in self.twin.get_submodule(f"{self.blocks}.{number}").named_modules(
+                prefix=f"{self.blocks}.{number}"
+            )
+        ]
+        twin, tokens_BS = self.twin, tokens_of_twin(self.twin_config, 3)
+        try:
+            calls = record_calls(twin.double(), containers, {"input_ids": tokens_BS, **arguments_of(twin)})
+        except _FAILURES:
+            calls = record_calls(twin.float(), containers, {"input_ids": tokens_BS, **arguments_of(twin)})
+        units = [unit for number in first.values() for unit in prove_units(twin, f"{self.blocks}.{number}", calls)]
+        twin.float()
+        return units
+
+    def _real_splits(self, splits: Mapping[str, Split], parameters: Mapping[str, Tensor]) -> dict[str, Split]:
+        found, made = self._real_names(splits, parameters), {}
+        for name, parameter in parameters.items():
+            split = found.get(name, Split())
+            if split.dim is not None and split.pieces:
+                pieces = self.sizes.of_pieces(split.pieces, parameter.shape[split.dim])
+                split = Split(split.dim, pieces) if pieces is not None else Split()
+                if pieces is None:
+                    self.refusals.setdefault("tensor", f"the pieces of {name} are not known; it stays whole")
+            made[name] = split
+        return made
+
+    def _heads(self, units: Iterable[Unit], names: Iterable[str]) -> dict[str, int]:
+        """Returns the numbers of heads that the number of ranks must divide, by module."""
+        found = {}
+        for unit in units:
+            if unit.atoms != unit.columns:
+                found[unit.name] = self.sizes.common(unit.atoms, "heads", "n_head", "groups") or unit.atoms
+        return self._real_names(found, names)
+
+    def _shares(
+        self,
+        parameters: Mapping[str, Tensor],
+        real: Mapping[str, Split],
+        proved: set[str],
+        planned: Iterable[str],
+    ) -> dict[str, float]:
+        """Returns the shares of parameters in blocks that are divided: by the plan, by proof, by both."""
+        total, planned = Counter[str](), {*planned}
+        for name, parameter in parameters.items():
+            if name.startswith(f"{self.blocks}."):
+                count = parameter.numel()
+                total["all"] += count
+                total["plan"] += count if name in planned else 0
+                total["proof"] += count if name in proved else 0
+                total["both"] += count if real[name].dim is not None else 0
+        return {key: round(total[key] / max(1, total["all"]), 4) for key in ("plan", "proof", "both")}
+
+    # ---- Settings ----
+
+    def _dropout(self) -> dict[str, float]:
+        found = {}
+        for key, value in self.config.get_text_config().to_dict().items():
+            if (
+                isinstance(value, float)
+                and value > 0
+                and "drop" in key
+                and not key.startswith(("classifier", "summary"))
+            ):
+                found[key] = value
+        if found:
+            named = ", ".join(f"{key}: {value}" for key, value in found.items())
+            self.refusals["dropout"] = f"dropout is above 0 ({named}): set it to 0 in the model's configuration"
+        return found
+
+    def _router(self) -> RouterFacts | None:
+        arguments = arguments_of(self.twin, output_router_logits=True)
+        if "output_router_logits" not in arguments:
+            return None
+        try:
+            with torch.no_grad():
+                out = self.twin(input_ids=self.tokens_BS, **arguments)
+        except _FAILURES:
+            return None
+        logits = getattr(out, "router_logits", None)
+        if not isinstance(logits, tuple | list) or not logits or not isinstance(logits[0], Tensor):
+            return None
+        text, of_twin = self.config.get_text_config(), self.twin_config.get_text_config()
+        experts = self.sizes.one(logits[0].shape[-1], "experts")
+        top = next((key for key in ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k")
+                    if isinstance(getattr(text, key, None), int)), None)  # fmt: skip
+        if experts is None or top is None:
+            return None
+        score = self._score(out, logits, getattr(of_twin, top))
+        if score is None:
+            return None
+        coefficient = float(getattr(text, "router_aux_loss_coef", 0.0) or 0.0)
+        on = bool(getattr(text, "output_router_logits", False)) and coefficient > 0
+        return RouterFacts(experts, getattr(text, top), score, "router_logits", coefficient, on)
+
+    def _score(self, out: Any, logits: Any, top_k: int) -> Any:
+        """Returns the score function with which the model's own balance loss is computed from its router's logits."""
+        loss = getattr(out, "aux_loss", None)
+        if not isinstance(loss, Tensor):
+            return None
+        z_TE = torch.cat([each.flatten(0, -2) for each in logits]).float()
+        functions: dict[str, Callable[[Tensor], Tensor]] = {
+            "softmax": lambda z: z.softmax(-1),
+            "sigmoid": torch.sigmoid,
+        }
+        for name, function in functions.items():
+            p_TE = function(z_TE)
+            chosen = p_TE.topk(top_k, -1).indices
+            counts_E = torch.bincount(chosen.flatten(), minlength=z_TE.shape[-1]) / len(z_TE)
+            if torch.allclose((counts_E * p_TE.mean(0)).sum() * z_TE.shape[-1], loss.float(), rtol=1e-4):
+                return name
+        return None

@@ -1,0 +1,57 @@
+"""Published tensor-parallel plans: what they divide, and what they gather."""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from optimus.model.foreign.records import Split, Style
+
+_STAR = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_GATHERS: dict[str, Style] = {"colwise_gather_output": "gather", "rowwise_split_input": "scatter"}
+
+
+def published_plan(model: nn.Module) -> dict[str, str]:
+    """Returns the styles that the authors published, by names of modules or parameters with stars for numbers."""
+    config: Any = model.config
+    plan = getattr(config, "base_model_tp_plan", None) or {}
+    prefix = getattr(model, "base_model_prefix", "")
+    return {f"{prefix}.{key}" if prefix else key: style for key, style in plan.items() if isinstance(style, str)}
+
+
+def style_of(plan: Mapping[str, str], name: str) -> str | None:
+    """Returns the style of a parameter: its own, or that of its module."""
+    starred = _STAR.sub("*", name)
+    return plan.get(starred) or plan.get(starred.rpartition(".")[0])
+
+
+def published_splits(plan: Mapping[str, str], names: Iterable[str]) -> set[str]:
+    """Returns the parameters that the plan divides."""
+    found = set()
+    for name in names:
+        style = style_of(plan, name) or ""
+        bias = name.endswith("bias") and style.startswith(("rowwise", "packed_rowwise"))
+        if style.startswith(("colwise", "rowwise", "packed", "local_params")) and not bias:
+            found.add(name)
+    return found
+
+
+def gathered_by_plan(
+    plan: Mapping[str, str], twin: nn.Module, splits: Mapping[str, Split], styles: Mapping[str, Style]
+) -> tuple[dict[str, Split], dict[str, Style]]:
+    """Returns the plan's gathering form of linear layers that no proof divides: right for every linear layer."""
+    found: dict[str, Split] = {}
+    chosen: dict[str, Style] = {}
+    inside = tuple(f"{name}." for name, style in styles.items() if style in ("sums", "experts"))
+    for name, module in twin.named_modules():
+        style = _GATHERS.get(style_of(plan, f"{name}.weight") or "")
+        if style is None or not isinstance(module, nn.Linear) or f"{name}.weight" in splits or name.startswith(inside):
+            continue
+        if name in styles:
+            continue
+        chosen[name] = style
+        found[f"{name}.weight"] = Split(0 if style == "gather" else 1)
+        if module.bias is not None:
+            found[f"{name}.bias"] = Split(0) if style == "gather" else Split()
+    return found, chosen

@@ -1,0 +1,321 @@
+"""Probes of a twin: one forward pass shows the chain of blocks, the output layer and what runs before; another one shows
+that documents, masks and attention are right.
+
+Legend: B batch, S positions, N heads, M heads of keys and values, D head size, V vocabulary.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from optimus.kernels.attention import Scoring
+from optimus.kernels.documents import Documents
+from optimus.model.foreign.splits import first_of
+from optimus.model.foreign.twin import arguments_of, configurations_of, layers_of, tokens_of_twin
+from optimus.model.sequence import SequenceSplit
+
+_NAME = "optimus_twin"  # of the attention function that probes register
+CUT = 11  # tokens of the first of two documents
+_TOLERANCE = 1e-4
+
+
+class Lists:
+    """The lists of modules among which the blocks are."""
+
+    @staticmethod
+    def blocks(module: nn.Module) -> str:
+        """Returns the name of the list of blocks: the one with the most parameters, not inside another list."""
+        found: dict[str, int] = {}
+        for name, each in module.named_modules():
+            outer = any(name.startswith(f"{other}.") for other in found)
+            if isinstance(each, nn.ModuleList) and len(each) and not outer:
+                found[name] = sum(parameter.numel() for parameter in each.parameters())
+        if not found:
+            raise ValueError(f"{type(module).__name__} has no list of blocks (`nn.ModuleList`)")
+        return max(found, key=lambda name: found[name])
+
+
+@dataclass
+class Pass:
+    """One forward pass of a twin."""
+
+    order: list[str] = field(default_factory=list)  # modules outside of the blocks, and the list of blocks
+    entered: list[int] = field(default_factory=list)  # blocks, in order
+    streams: list[Any] = field(default_factory=list)  # the residual stream that each block took
+    made: list[Any] = field(default_factory=list)  # outputs of blocks
+    beside: set[str] = field(default_factory=set)  # further tensors with gradients that a block took
+    product: list[Tensor] = field(default_factory=list)  # outputs of the output layer
+    logits: Tensor | None = None
+
+    @property
+    def outputs(self) -> int:
+        """Entries of a block's output; 0 if it is a tensor."""
+        return 0 if isinstance(self.made[0], Tensor) else len(self.made[0])
+
+    def stream_shape(self) -> tuple[int, ...] | None:
+        """Returns the dims of the residual stream behind batch and sequence; None if it has others before them."""
+        first = self.streams[0]
+        if not isinstance(first, Tensor) or first.ndim < 3:
+            return None
+        return tuple(first.shape[2:])
+
+
+def observe(twin: nn.Module, blocks: str, head: str, tokens_BS: Tensor) -> Pass:
+    """Runs a twin and notes what runs when."""
+    seen = Pass()
+    layers = layers_of(twin, blocks)
+    with ExitStack() as stack:
+        for name, each in twin.named_modules():
+            if each._parameters and not name.startswith(f"{blocks}."):
+                stack.callback(each.register_forward_pre_hook(_noting(seen.order, name)).remove)
+        for number, layer in enumerate(layers):
+            stack.callback(layer.register_forward_pre_hook(_entering(seen, blocks, number), with_kwargs=True).remove)
+            stack.callback(layer.register_forward_hook(lambda m, a, out: seen.made.append(out)).remove)
+        product = twin.get_submodule(head)
+        stack.callback(product.register_forward_hook(lambda m, a, out: seen.product.append(out)).remove)
+        seen.logits = logits_of(twin, tokens_BS)
+    return seen
+
+
+def _noting(order: list[str], name: str) -> Callable[..., None]:
+    return lambda module, args: order.append(name)
+
+
+def _entering(seen: Pass, blocks: str, number: int) -> Callable[..., None]:
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.order.append(blocks)
+        seen.entered.append(number)
+        first = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values()), None))
+        seen.streams.append(first)
+        for where, each in pytree.tree_flatten_with_path((args, kwargs))[0]:
+            if isinstance(each, Tensor) and each.requires_grad and each is not first:
+                seen.beside.add(_leaf_name(where))
+
+    return enter
+
+
+def _leaf_name(path: Any) -> str:
+    keys = [getattr(each, "key", getattr(each, "idx", None)) for each in path[1:]]
+    named = [each for each in keys if isinstance(each, str)]
+    return named[0] if named else f"argument {keys[0] if keys else 0}"
+
+
+def logits_of(twin: nn.Module, tokens_BS: Tensor, **more: Any) -> Tensor:
+    """Returns the logits of a forward pass without cache."""
+    out = twin(input_ids=tokens_BS, **arguments_of(twin, **more))
+    logits = out.logits if hasattr(out, "logits") else first_of(tuple(out.values()))
+    assert isinstance(logits, Tensor)
+    return logits
+
+
+def broken_chain(seen: Pass, blocks: str, layers: int) -> str | None:
+    """Returns why the blocks cannot be cut into stages, or None."""
+    if seen.entered != [*range(layers)]:
+        return f"{blocks} run in the order {seen.entered[:6]}, not once each from the first to the last"
+    for number, (stream, made) in enumerate(zip(seen.streams[1:], seen.made)):
+        if stream is not first_of(made):
+            return f"the output of {blocks}.{number} is not the input of {blocks}.{number + 1}"
+    if seen.beside:
+        names = ", ".join(sorted(seen.beside))
+        return f"blocks of {blocks} take further tensors with gradients ({names}), which no stage receives"
+    if seen.stream_shape() is None:
+        return f"the residual stream of {blocks} does not begin with dims of batch and sequence"
+    return None
+
+
+def head_facts(seen: Pass, cap: float | None) -> tuple[float, float | None, str | None]:
+    """Returns what multiplies the products of the output layer, what caps them, and what else is done, if anything."""
+    assert seen.logits is not None
+    if len(seen.product) != 1 or seen.product[0].shape != seen.logits.shape:
+        return 1.0, None, "logits are not the output layer's product"
+    z, y = seen.product[0].detach(), seen.logits.detach()
+    if cap and torch.allclose((z / cap).tanh() * cap, y.to(z), rtol=1e-4, atol=1e-5):
+        return 1.0, float(cap), None
+    large = z.abs() > z.abs().max() / 2
+    scale = float((y.double()[large] / z.double()[large]).mean())
+    if torch.allclose(z * scale, y.to(z), rtol=1e-4, atol=1e-5 * float(y.abs().max())):
+        return float(f"{scale:.7g}"), None, None
+    return 1.0, None, "the output layer is followed by something else than a factor or a cap"
+
+
+# ---- Attention and documents ----
+
+
+@dataclass
+class _Calls:
+    documents: Documents | None = None
+    seen: list[tuple[Any, ...]] = field(default_factory=list)  # module, shapes and window of each call
+
+
+_calls: ContextVar[_Calls | None] = ContextVar("_calls", default=None)
+
+
+def _attend(
+    module: nn.Module, q_BNSD: Tensor, k_BMSD: Tensor, v_BMSD: Tensor, mask: Any, scaling: Any = None, **options: Any
+) -> tuple[Tensor, None]:
+    """Our attention behind the models' own interface, without a mask."""
+    calls = _calls.get()
+    assert calls is not None
+    size = q_BNSD.shape[-1]
+    factor = (scaling if scaling is not None else size**-0.5) * size**0.5
+    window = options.get("sliding_window")
+    calls.seen.append((module, q_BNSD.shape[1], size, v_BMSD.shape[-1], window))
+    scoring = Scoring(window, options.get("softcap"), options.get("s_aux"))
+    q, k, v = (each.transpose(1, 2) for each in (q_BNSD * factor, k_BMSD, v_BMSD))
+    return SequenceSplit(calls.documents).attend(q, k, v, scoring), None
+
+
+@contextmanager
+def our_attention(twin: nn.Module, documents: Documents | None = None) -> Iterator[_Calls]:
+    """Runs a twin's attention through ours while it lasts; the models' interface knows no mask for it."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(_NAME, _attend)
+    before = [(each, each._attn_implementation) for each in configurations_of(twin)]
+    calls = _Calls(documents)
+    token = _calls.set(calls)
+    try:
+        for each, _ in before:
+            each._attn_implementation_internal = _NAME
+        yield calls
+    finally:
+        for each, was in before:
+            each._attn_implementation_internal = was
+        _calls.reset(token)
+
+
+@dataclass(frozen=True)
+class AttentionFacts:
+    """What runs with our attention showed."""
+
+    used: bool  # the model calls the interface
+    equal: bool  # our attention gives the logits of its own
+    documents: bool  # two documents are as each by itself, in value and in gradient
+    why: str  # why not
+    scored: Mapping[int, tuple[int, int, int, int | None]]  # by layer: heads, columns of query and value, window
+
+
+@torch.no_grad()
+def attention_facts(twin: nn.Module, blocks: str, tokens_BS: Tensor, own: Tensor, position_ids: bool) -> AttentionFacts:
+    """Compares the twin's logits with those of our attention, whole and in documents."""
+    try:
+        with our_attention(twin) as calls:
+            ours = logits_of(twin, tokens_BS)
+    except (RuntimeError, ValueError, TypeError, AttributeError, AssertionError) as error:
+        return AttentionFacts(True, False, False, f"our attention fails: {_short(error)}", {})
+    names = {id(each): name for name, each in twin.named_modules()}
+    scored = {}
+    for module, *rest in calls.seen:
+        found = re.match(rf"{re.escape(blocks)}\.(\d+)(\.|$)", names.get(id(module), ""))
+        if found:
+            scored[int(found[1])] = tuple(rest)
+    same = _close(ours, own)
+    documents, why = _documents(twin, blocks, tokens_BS[:1], position_ids) if same else (False, "attention differs")
+    return AttentionFacts(bool(calls.seen), same, documents, why, scored)
+
+
+def _documents(twin: nn.Module, blocks: str, tokens_1S: Tensor, position_ids: bool) -> tuple[bool, str]:
+    """Returns whether two documents in one row are right, and if not, why."""
+    length = tokens_1S.shape[1]
+    documents = Documents([CUT, length - CUT], 1)
+    more = {"position_ids": documents.positions()[None]} if position_ids else {}
+    embedding: list[Tensor] = []
+
+    def keep(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        embedding.append(out.detach().requires_grad_())
+        return embedding[-1]
+
+    children = _mixers(twin, blocks)
+    leaks: list[str] = []
+    try:
+        with torch.enable_grad(), ExitStack() as stack:
+            table: Any = twin.get_input_embeddings()  # type: ignore[operator]
+            stack.callback(table.register_forward_hook(keep).remove)
+            seen = _watch(stack, children)
+            with our_attention(twin, documents):
+                both = logits_of(twin, tokens_1S, **more)
+            (gradient,) = torch.autograd.grad(both[:, CUT:].square().sum(), embedding[-1], retain_graph=True)
+            leaks = _leaking(seen)
+        with our_attention(twin):
+            alone = torch.cat([logits_of(twin, each) for each in (tokens_1S[:, :CUT], tokens_1S[:, CUT:])], 1)
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, NotImplementedError) as error:
+        return False, f"a forward pass with documents fails: {_short(error)}"
+    if gradient[:, :CUT].abs().max() > 0 or not _close(both[:, CUT:], alone[:, CUT:]):
+        where = f" in {', '.join(sorted({*leaks}))}" if leaks else ""
+        return False, f"states of one document reach the next one{where}"
+    return _close(both, alone), "" if _close(both, alone) else "logits differ from those of documents by themselves"
+
+
+def _mixers(twin: nn.Module, blocks: str) -> dict[str, nn.Module]:
+    """Returns the children of blocks, by the name of their class: what can mix positions."""
+    found: dict[str, nn.Module] = {}
+    for layer in layers_of(twin, blocks):
+        for name, child in layer.named_children():
+            found.setdefault(f"{name} ({type(child).__name__})", child)
+    return found
+
+
+def _watch(stack: ExitStack, children: Mapping[str, nn.Module]) -> dict[str, tuple[Tensor, Tensor]]:
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def behind(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+            x = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
+            y = first_of(out)
+            if x is not None and x.requires_grad and isinstance(y, Tensor) and x.ndim == y.ndim == 3:
+                seen.setdefault(name, (x, y))
+
+        return hook
+
+    for name, child in children.items():
+        stack.callback(child.register_forward_hook(behind(name), with_kwargs=True).remove)
+    return seen
+
+
+def _leaking(seen: Mapping[str, tuple[Tensor, Tensor]]) -> list[str]:
+    found = []
+    for name, (x, y) in seen.items():
+        if y.requires_grad and y.shape[1] == x.shape[1] > CUT:
+            (gradient,) = torch.autograd.grad(y[:, CUT:].square().sum(), x, retain_graph=True, allow_unused=True)
+            if gradient is not None and bool((gradient[:, :CUT] != 0).any()):
+                found.append(name)
+    return found
+
+
+def is_causal(twin: nn.Module, tokens_BS: Tensor) -> bool:
+    """Returns whether no logit depends on later tokens."""
+    with torch.no_grad():
+        first = logits_of(twin, tokens_BS)
+        changed = tokens_BS.clone()
+        changed[:, CUT:] = (changed[:, CUT:] + 7) % 300 + 16
+        second = logits_of(twin, changed)
+    return _close(first[:, :CUT], second[:, :CUT])
+
+
+def untrained(twin: nn.Module, tokens_BS: Tensor) -> set[str]:
+    """Returns the parameters that get no gradient from the loss of all tokens."""
+    logits = logits_of(twin, tokens_BS)
+    loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens_BS[:, 1:].flatten())
+    named = [(name, each) for name, each in twin.named_parameters() if each.requires_grad]
+    found = torch.autograd.grad(loss, [each for _, each in named], allow_unused=True)
+    return {name for (name, _), each in zip(named, found) if each is None}
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool((a - b).abs().max() <= _TOLERANCE * b.abs().max().clamp(min=1e-6))
+
+
+def _short(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+
+
+def twin_tokens(twin: nn.Module) -> Tensor:
+    """Returns tokens for a twin."""
+    return tokens_of_twin(twin.config)

@@ -1,0 +1,93 @@
+"""Facts about a foreign model, as the adapter reads them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Style = Literal["column", "row", "gather", "scatter", "experts", "sums", "norm_all"]
+
+# The collectives of a module under tensor parallelism, one for each style. In none of them is anything else reduced.
+STYLES: dict[Style, str] = {
+    "column": "its parameters are divided by outputs; the gradient of its first argument is all-reduced",
+    "row": "its parameters are divided by inputs; its output is all-reduced, then its bias is added",
+    "gather": "column, and its output is all-gathered along the last dim (in the order of the split's pieces)",
+    "scatter": "the rank's columns of its first argument are taken (backward: all-gathered), then row",
+    "experts": "fused experts [E, ., .]: sums",
+    "sums": "gradients of all its tensor arguments are all-reduced, its first output is all-reduced; modules inside have"
+    " no collectives, and its whole parameters have partial gradients",
+    "norm_all": "RMS norm over the columns of all ranks: its mean of squares is the sum over the ranks",
+}
+
+
+@dataclass(frozen=True)
+class Split:
+    """The division of one parameter by tensor parallelism.
+
+    `pieces` lie end to end along `dim` (queries, keys and values; gate and up); each is sharded by itself. A `partial`
+    parameter is not divided, but acts on sharded activations, so its gradient is a sum over the ranks. A `share` enters a
+    sum over the ranks, so each rank uses the parameter divided by the number of ranks.
+    """
+
+    dim: int | None = None
+    pieces: tuple[int, ...] = ()
+    partial: bool = False
+    share: bool = False
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The attention of one kind of layer: numbers of columns of one query and of one value, and its window."""
+
+    heads: int
+    query: int
+    value: int
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class RouterFacts:
+    """The router of a model with experts: where its logits are among the outputs, and the loss of its balance."""
+
+    experts: int
+    top_k: int
+    score: Literal["softmax", "sigmoid"]
+    output: str
+    coefficient: float
+    on: bool
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a causal model of `transformers` does not say of itself, found and proved on a twin."""
+
+    blocks: str  # name of the list of blocks
+    layers: int
+    outputs: int  # entries of a block's output; 0: a tensor
+    kinds: tuple[int, ...]  # by layer, the first layer with the same class, shapes, windows and other settings
+    embedding: str
+    head: str
+    tied: bool
+    hidden: int  # columns of the residual stream
+    vocab: int  # rows of the embedding
+    before: frozenset[str]  # modules with parameters that run before the first block; others outside it run behind
+    logit_scale: float
+    logit_cap: float | None
+    splits: Mapping[str, Split]
+    styles: Mapping[str, Style]
+    divided: Mapping[str, tuple[str, ...]]  # by module, attributes that a rank divides; "config.x": x of its own copy
+    heads: Mapping[str, int]  # by proved module, a number that the number of ranks must divide, such as key heads
+    ways: tuple[int, ...]  # numbers of ranks that the splits were proved with
+    documents: bool
+    position_ids: bool
+    attention: bool
+    scored: Mapping[int, Scored | None]  # by kind; None: no attention
+    router: RouterFacts | None
+    chain: str | None
+    dropout: Mapping[str, float]
+    untrained: tuple[str, ...]
+    no_initial: tuple[str, ...]
+    refusals: Mapping[str, str]
+    stream: tuple[int, ...] = ()  # dims of the residual stream behind [B, S]
+    causal: bool = True
+    shares: Mapping[str, float] = field(default_factory=dict)  # share of block parameters divided: plan, proof, both
+    notes: tuple[str, ...] = ()

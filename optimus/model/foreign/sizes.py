@@ -1,0 +1,75 @@
+"""Real sizes of what is found on a twin: the same product of settings, with the values of the real configuration."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from math import gcd, prod
+from typing import Any
+
+
+class Sizes:
+    """Settings of a configuration and of its twin, by value."""
+
+    def __init__(self, config: Any, twin: Any) -> None:
+        real, small = (dict(_settings(each.to_dict())) for each in (config, twin))
+        self.pairs = {key: (small[key], real[key]) for key in small if key in real}
+        text, of_twin = config.get_text_config(), twin.get_text_config()
+        for name, total in (("hidden_size", "num_attention_heads"),):
+            if all(isinstance(getattr(each, key, None), int) for each in (text, of_twin) for key in (name, total)):
+                both = (getattr(each, name) // getattr(each, total) for each in (of_twin, text))
+                self.pairs["derived.head_dim"] = (next(both), next(both))
+
+    def named(self, value: int, *words: str) -> set[int]:
+        """Returns the real values of settings that have this value in the twin and one of the words in their name."""
+        return {real for key, (small, real) in self.pairs.items() if small == value and any(w in key for w in words)}
+
+    def common(self, value: int, *words: str) -> int | None:
+        """Returns the greatest common divisor of these real values."""
+        found = self.named(value, *words)
+        return gcd(*found) if found else None
+
+    def one(self, value: int, *words: str) -> int | None:
+        """Returns the real value, if there is one."""
+        found = self.named(value, *words)
+        return found.pop() if len(found) == 1 else None
+
+    def of_pieces(self, pieces: Sequence[int], real: int) -> tuple[int, ...] | None:
+        """Returns the real sizes of pieces that are together `real`, or None if the settings do not say them."""
+        if not pieces:
+            return ()
+        if len({*pieces}) == 1:
+            return (real // len(pieces),) * len(pieces) if real % len(pieces) == 0 else None
+        distinct = sorted({*pieces})
+        options = [sorted(self._products(each)) for each in distinct]
+        if prod(map(len, options)) > 200_000:
+            return None
+        found = set()
+        for chosen in product(*options):
+            sizes = dict(zip(distinct, chosen))
+            if sum(sizes[each] for each in pieces) == real:
+                found.add(tuple(sizes[each] for each in pieces))
+        scaled = tuple(each * real // sum(pieces) for each in pieces)
+        if len(found) == 1 or scaled in found:
+            return scaled if scaled in found else found.pop()
+        return None
+
+    def _products(self, value: int) -> set[int]:
+        found = set()
+        values = sorted({pair for pair in self.pairs.values() if 0 < pair[0] <= value and value % pair[0] == 0})
+        for small, real in values:
+            if small == value:
+                found.add(real)
+            for second, other in values:
+                for factor in (1, 2):
+                    if small > 1 and second > 1 and small * second * factor == value:
+                        found.add(real * other * factor)
+            if small * 2 == value:
+                found.add(2 * real)
+        return found
+
+
+def _settings(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int]]:
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            yield from _settings(value, f"{prefix}{key}.")
+        elif isinstance(value, int) and not isinstance(value, bool) and "token" not in key and "layers" not in key:
+            yield f"{prefix}{key}", value

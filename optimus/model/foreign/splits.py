@@ -1,0 +1,784 @@
+"""Tensor parallelism of a foreign model, found by dependencies and proved by sums.
+
+The columns of the last product in a module are divided among the ranks. Gradients of one rank's columns say on which rows
+of the earlier parameters they depend: rows of one rank alone are divided, rows of all ranks stay whole. The proof builds
+each rank's module by slicing, runs it by itself, and adds the results, which must give the result of the whole module.
+Nothing is known of the module beside its call.
+"""
+
+import copy
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from optimus.model.foreign.records import Split, Style
+
+_TOLERANCE = 2e-5  # of a sum over ranks, relative to the largest element of the whole result
+_COUNTS = re.compile(r"(num|n)_\w*heads?$|^\w*heads$|^n_?heads?$|n_groups$|num_groups$|n_head$")
+_NO_WIDTH = re.compile(r"head_?(dim|size)|kernel|layer|top_?k|experts|rank|state|eps|_id$|idx|groups")
+_GROUPED = re.compile(r"groups$|n_rep$")
+
+
+class Call(NamedTuple):
+    """The arguments of one call of a module."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def fresh(self) -> "Call":
+        """Returns a copy whose tensors are leaves of a graph of their own; those with gradients have them again."""
+        return Call(*pytree.tree_map_only(Tensor, _fresh, (self.args, self.kwargs)))
+
+    def trained(self) -> list[Tensor]:
+        """Returns the tensors that have gradients."""
+        return [each for each in pytree.tree_leaves((self.args, self.kwargs)) if _trained(each)]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A module whose parts were proved to add up; names are those of the twin's parameters and modules."""
+
+    name: str
+    splits: Mapping[str, Split]
+    styles: Mapping[str, Style]
+    divided: Mapping[str, tuple[str, ...]]
+    atoms: int  # number of equal parts that depend on different rows
+    columns: int  # of the last product
+    ways: tuple[int, ...]
+
+
+def record_calls(model: nn.Module, names: Iterable[str], arguments: Mapping[str, Any]) -> dict[str, Call]:
+    """Returns the first call of each of these modules in one forward pass."""
+    found: dict[str, Call] = {}
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if name not in found:
+                found[name] = Call(*pytree.tree_map_only(Tensor, _fresh, (args, kwargs)))
+
+        return hook
+
+    with ExitStack() as stack:
+        for name in names:
+            handle = model.get_submodule(name).register_forward_pre_hook(note(name), with_kwargs=True)
+            stack.callback(handle.remove)
+        model(**arguments)
+    return found
+
+
+def prove_units(model: nn.Module, block: str, calls: Mapping[str, Call]) -> list[Unit]:
+    """Returns the units of one block that divide, from the innermost module to the block itself."""
+    units: list[Unit] = []
+    taken: set[str] = set()
+    for name in sorted(_containers(model, block), key=lambda each: -each.count(".")):
+        if name not in calls:
+            continue
+        while (unit := _prove_unit(model.get_submodule(name), name, calls[name], taken)) is not None:
+            units.append(unit)
+            taken |= {each for each, split in unit.splits.items() if split.dim is not None or split.partial}
+    return units
+
+
+def _containers(model: nn.Module, block: str) -> Iterator[str]:
+    for inner, module in model.get_submodule(block).named_modules():
+        if sum(each.ndim >= 2 for each in module.parameters()) >= 2 and not isinstance(module, nn.ModuleList):
+            yield f"{block}.{inner}" if inner else block
+
+
+# ---- One run of a module, with what its leaves saw ----
+
+
+@dataclass
+class _Trace:
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+    result: Any = None
+    call: Call | None = None
+    statistics: dict[str, list[Tensor]] = field(default_factory=dict)
+
+
+def _run(module: nn.Module, call: Call, leaves: Iterable[str], detached: Iterable[str] = ()) -> _Trace:
+    trace, detached = _Trace(call=call.fresh()), {*detached}
+
+    def before(leaf: str) -> Callable[..., Any]:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            first = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
+            trace.order.append(leaf)
+            if first is not None:
+                trace.inputs.setdefault(leaf, first)
+            if leaf in detached:
+                return pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+            return None
+
+        return hook
+
+    def behind(leaf: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: Any, output: Any) -> None:
+            if isinstance(output, Tensor):
+                trace.outputs.setdefault(leaf, output)
+
+        return hook
+
+    assert trace.call is not None
+    with ExitStack() as stack:
+        for leaf in leaves:
+            each = module.get_submodule(leaf)
+            stack.callback(each.register_forward_pre_hook(before(leaf), with_kwargs=True).remove)
+            stack.callback(each.register_forward_hook(behind(leaf)).remove)
+        trace.result = first_of(module(*trace.call.args, **trace.call.kwargs))
+    return trace
+
+
+def first_of(output: Any) -> Any:
+    """Returns the first tensor of a module's output."""
+    while isinstance(output, list | tuple) and output:
+        output = output[0]
+    return output
+
+
+def _fresh(each: Tensor) -> Tensor:
+    return each.detach().clone().requires_grad_(each.requires_grad)
+
+
+def _trained(each: Any) -> bool:
+    return isinstance(each, Tensor) and each.requires_grad
+
+
+# ---- Which rows depend on which columns ----
+
+
+class _Found(NamedTuple):
+    """Divided dims by parameter, and the parameters on which the last product depends but which stay whole."""
+
+    splits: dict[str, Split]
+    unsplit: tuple[str, ...]
+
+    def elements(self, module: nn.Module) -> int:
+        """Returns the number of elements of divided parameters."""
+        return sum(module.get_parameter(name).numel() for name in self.splits)
+
+
+def _dependencies(columns: Sequence[Tensor], module: nn.Module, names: Sequence[str]) -> _Found:
+    """Finds the rows of parameters on which each rank's columns depend."""
+    parameters = [module.get_parameter(name) for name in names]
+    generator = torch.Generator().manual_seed(2)
+    gradients = [
+        torch.autograd.grad(
+            each,
+            parameters,
+            torch.randn(each.shape, generator=generator).to(each),
+            retain_graph=True,
+            allow_unused=True,
+        )
+        for each in columns
+    ]
+    splits: dict[str, Split] = {}
+    unsplit = []
+    for name, *both in zip(names, *gradients):
+        if all(each is None for each in both):
+            continue
+        split = _disjoint(both) if all(each is not None for each in both) else None
+        if split is None:
+            unsplit.append(name)
+        else:
+            splits[name] = split
+    return _Found(splits, tuple(unsplit))
+
+
+def _disjoint(gradients: Sequence[Tensor]) -> Split | None:
+    """Returns the dim along which gradients of different ranks have different rows, and its pieces."""
+    for dim in range(gradients[0].ndim):
+        others = [each for each in range(gradients[0].ndim) if each != dim]
+        used = [(each != 0).any(dim=others) if others else each != 0 for each in gradients]
+        total = torch.stack(used).sum(0)
+        if int(total.max()) != 1 or not all(bool(each.any()) for each in used):
+            continue
+        owner = torch.stack(used).int().argmax(0)
+        if int((total == 0).sum()) > len(total) // 4:
+            continue
+        for row in (total == 0).nonzero().flatten().tolist():  # rows that no token reached, as behind ReLU
+            owner[row] = owner[row - 1] if row else owner[(total > 0).nonzero()[0, 0]]
+        pieces = _pieces(owner.tolist(), len(gradients))
+        if pieces is not None:
+            return Split(dim, pieces if len(pieces) > 1 else ())
+    return None
+
+
+def _pieces(owner: list[int], ranks: int) -> tuple[int, ...] | None:
+    """Returns the sizes of pieces that are each divided evenly in the ranks' order."""
+    runs: list[list[int]] = []
+    for rank in owner:
+        if runs and runs[-1][0] == rank:
+            runs[-1][1] += 1
+        else:
+            runs.append([rank, 1])
+    pieces = []
+    for start in range(0, len(runs), ranks):
+        piece = runs[start : start + ranks]
+        if [rank for rank, _ in piece] != [*range(ranks)] or len({size for _, size in piece}) != 1:
+            return None
+        pieces.append(sum(size for _, size in piece))
+    return tuple(pieces)
+
+
+# ---- The part of one rank ----
+
+
+def _slice(tensor: Tensor, split: Split, rank: int, ways: int) -> Tensor | None:
+    """Returns a rank's part of a parameter, or None if a piece has no such parts."""
+    assert split.dim is not None
+    pieces = split.pieces or (tensor.shape[split.dim],)
+    if any(piece % ways for piece in pieces):
+        return None
+    parts = tensor.split(list(pieces), split.dim)
+    return torch.cat([each.chunk(ways, split.dim)[rank] for each in parts], split.dim)
+
+
+def rank_part(
+    module: nn.Module, splits: Mapping[str, Split], divided: Mapping[str, tuple[str, ...]], rank: int, ways: int
+) -> nn.Module | None:
+    """Returns the module of one rank: parameters sliced, attributes divided. None if something does not divide."""
+    memo = {id(each.config): each.config for each in module.modules() if hasattr(each, "config")}
+    own = copy.deepcopy(module, memo)
+    for name, split in splits.items():
+        owner, leaf = _owner(own, name)
+        tensor = owner._parameters[leaf]
+        assert tensor is not None
+        if split.dim is not None:
+            sliced = _slice(tensor.detach(), split, rank, ways)
+            if sliced is None:
+                return None
+            owner._parameters[leaf] = nn.Parameter(sliced)
+        elif split.share:
+            owner._parameters[leaf] = nn.Parameter(tensor.detach() / ways)
+    return own if all(_divide(own.get_submodule(name), names, ways) for name, names in divided.items()) else None
+
+
+def _divide(module: nn.Module, names: tuple[str, ...], ways: int) -> bool:
+    holder: Any = module
+    for name in names:
+        if name.startswith("config."):
+            if holder is module:
+                module.config = holder = copy.copy(module.config)
+            target: Any = module.config
+        else:
+            target = module
+        leaf = name.removeprefix("config.")
+        if getattr(target, leaf) % ways:
+            return False
+        setattr(target, leaf, getattr(target, leaf) // ways)
+    return True
+
+
+def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    owner, _, leaf = name.rpartition(".")
+    return module.get_submodule(owner), leaf
+
+
+# ---- One unit ----
+
+
+@dataclass
+class _Attempt:
+    """What is tried: a module, its call, and the leaf with the last product (or the container's own parameter)."""
+
+    module: nn.Module
+    call: Call
+    names: list[str]  # parameters that are free
+    leaves: list[str]
+    last: str  # leaf; "" for a parameter of the module itself
+    weight: str
+    dim: int
+    norms: tuple[str, ...] = ()
+
+
+def _prove_unit(module: nn.Module, name: str, call: Call, taken: set[str]) -> Unit | None:
+    """Returns a unit of free parameters inside a module, relative names made absolute."""
+    prefix = f"{name}." if name else ""
+    names = [each for each, _ in module.named_parameters() if prefix + each not in taken]
+    if sum(module.get_parameter(each).ndim >= 2 for each in names) < 2:
+        return None
+    leaves = sorted({each.rpartition(".")[0] for each in names} - {""})
+    try:
+        trace = _run(module, call, leaves)
+    except (RuntimeError, ValueError, TypeError, IndexError):
+        return None
+    for attempt in _attempts(module, call, names, leaves, trace):
+        unit = _prove(attempt, trace, alone=not any(each.startswith(prefix) for each in taken))
+        if unit is not None:
+            return _absolute(unit, name)
+    return None
+
+
+def _attempts(module: nn.Module, call: Call, names: list[str], leaves: list[str], trace: _Trace) -> Iterator[_Attempt]:
+    """Yields what may be the last product: parameters of the module itself with experts, then leaves from the last."""
+    own = [each for each in names if "." not in each and module.get_parameter(each).ndim >= 3]
+    if len(own) >= 2:
+        for weight in reversed(own):
+            for dim in range(module.get_parameter(weight).ndim - 1, 0, -1):
+                yield _Attempt(module, call, names, leaves, "", weight, dim)
+    for leaf in reversed(trace.order):
+        if trace.order.count(leaf) > 1 or leaf not in trace.outputs or leaf not in trace.inputs:
+            continue
+        for weight in (each for each in names if each.rpartition(".")[0] == leaf):
+            inputs = _input_dim(module, leaf, weight, trace)
+            if inputs is not None:
+                yield _Attempt(module, call, names, leaves, leaf, weight, inputs)
+
+
+def _input_dim(module: nn.Module, leaf: str, weight: str, trace: _Trace) -> int | None:
+    """Returns the dim of a weight that its leaf's input multiplies: the one that is used for a single output."""
+    parameter, columns = module.get_parameter(weight), trace.inputs[leaf].shape[-1]
+    output = trace.outputs[leaf]
+    if parameter.ndim < 2 or columns not in parameter.shape or not output.requires_grad:
+        return None
+    if isinstance(module.get_submodule(leaf), nn.Linear):
+        return 1
+    (gradient,) = torch.autograd.grad(output[..., 0].sum(), parameter, retain_graph=True, allow_unused=True)
+    if gradient is None:
+        return None
+    for dim in range(parameter.ndim - 1, max(-1, parameter.ndim - 3), -1):
+        used = (gradient != 0).any(dim=[each for each in range(parameter.ndim) if each != dim])
+        if parameter.shape[dim] == columns and int(used.sum()) > 1:
+            return dim
+    return None
+
+
+def _prove(attempt: _Attempt, trace: _Trace, alone: bool) -> Unit | None:
+    if not attempt.last:
+        return _prove_experts(attempt) if alone else None
+    inner = trace.inputs[attempt.last]
+    if inner.shape[-1] % 2 or not inner.requires_grad:
+        return None
+    found = _dependencies(inner.chunk(2, -1), attempt.module, _others(attempt))
+    norms = _full_norms(attempt, trace, found)
+    if norms:
+        frozen = _run_frozen(attempt, norms)
+        again = _dependencies(frozen.inputs[attempt.last].chunk(2, -1), attempt.module, _others(attempt))
+        if again.elements(attempt.module) > found.elements(attempt.module):
+            norms = tuple(each for each in norms if f"{each}.weight" in again.splits)
+            attempt, trace, found = replace(attempt, norms=norms), _run_frozen(attempt, norms), again
+            inner = trace.inputs[attempt.last]
+            found = _dependencies(inner.chunk(2, -1), attempt.module, _others(attempt))
+    matrices = [each for each in found.splits if attempt.module.get_parameter(each).ndim >= 2]
+    if not matrices:
+        return None
+    splits = found.splits | {attempt.weight: Split(attempt.dim)}
+    whole = trace.outputs[attempt.last].detach()
+    proof = _Proof(attempt, trace, splits, found.unsplit, whole)
+    return proof.unit(alone)
+
+
+def _others(attempt: _Attempt) -> list[str]:
+    return [each for each in attempt.names if not attempt.last or each.rpartition(".")[0] != attempt.last]
+
+
+# ---- Norms over the columns of all ranks ----
+
+
+def _full_norms(attempt: _Attempt, trace: _Trace, found: _Found) -> tuple[str, ...]:
+    """Returns the leaves that are RMS norms over their whole input, if a matrix is undivided that one may have mixed."""
+    norms: list[str] = []
+    if not any(attempt.module.get_parameter(name).ndim >= 2 for name in found.unsplit):
+        return ()
+    for name in (*found.unsplit, *found.splits):
+        leaf = name.removesuffix(".weight")
+        if leaf == name or attempt.module.get_parameter(name).ndim != 1 or leaf not in trace.outputs:
+            continue
+        x, weight = trace.inputs[leaf].detach(), attempt.module.get_parameter(name).detach()
+        norm = attempt.module.get_submodule(leaf)
+        alone = len([*norm.parameters()]) == 1 and x.shape[-1] == len(weight)
+        if alone and _rms_gain(norm, weight, x, trace.outputs[leaf]) is not None:
+            norms.append(leaf)
+    return tuple(norms)
+
+
+def _epsilon(module: nn.Module) -> float:
+    values = [value for key, value in vars(module).items() if "eps" in key and isinstance(value, float)]
+    return values[0] if values else 1e-6
+
+
+def _rms_gain(module: nn.Module, weight: Tensor, x: Tensor, y: Tensor) -> Tensor | None:
+    """Returns what the norm's statistic is multiplied by: the weight, or 1 + weight; None if it is no RMS norm."""
+    scaled = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + _epsilon(module))
+    for gain in (weight, 1 + weight):
+        if torch.allclose(scaled * gain, y.detach().to(scaled), rtol=1e-4, atol=1e-4):
+            return gain
+    return None
+
+
+def _freeze(module: nn.Module, leaf: str, statistics: list[Tensor] | None, kept: list[Tensor], plus: float) -> None:
+    """Makes a norm use a statistic that is no part of the graph: its own, noted in `kept`, or that of the whole run."""
+    norm = module.get_submodule(leaf)
+    (weight,) = (each for each in norm.parameters(recurse=False))
+    eps = _epsilon(norm)
+
+    def forward(x: Tensor) -> Tensor:
+        own = torch.rsqrt(x.detach().pow(2).mean(-1, keepdim=True) + eps)
+        statistic = statistics[len(kept) % len(statistics)] if statistics is not None else own
+        kept.append(own)
+        return x * statistic * (weight + plus)
+
+    norm.forward = forward
+
+
+def _run_frozen(attempt: _Attempt, norms: tuple[str, ...]) -> _Trace:
+    """Runs the module with norms whose statistics are constants; `statistics` has them."""
+    kept: dict[str, list[Tensor]] = {leaf: [] for leaf in norms}
+    try:
+        for leaf in norms:
+            _freeze(attempt.module, leaf, None, kept[leaf], _plus(attempt.module.get_submodule(leaf)))
+        trace = _run(attempt.module, attempt.call, attempt.leaves)
+    finally:
+        for leaf in norms:
+            vars(attempt.module.get_submodule(leaf)).pop("forward", None)
+    trace.statistics = kept
+    return trace
+
+
+def _plus(norm: nn.Module) -> float:
+    """Returns 1 if a norm's gain is 1 + weight, else 0."""
+    (weight,) = (each for each in norm.parameters(recurse=False))
+    x = torch.ones(1, len(weight)).to(weight)
+    with torch.no_grad():
+        y = norm(x)
+    return 1.0 if torch.allclose(y, (1 + weight).to(y).expand_as(y), rtol=1e-3, atol=1e-3) else 0.0
+
+
+# ---- The proof ----
+
+
+@dataclass
+class _Proof:
+    attempt: _Attempt
+    trace: _Trace
+    splits: dict[str, Split]
+    unsplit: tuple[str, ...]
+    whole: Tensor  # output of the last product
+
+    def unit(self, alone: bool) -> Unit | None:
+        """Returns the unit, with relative names, if the parts add up."""
+        attempt = self.attempt
+        shared = [each for each in attempt.names if each.rpartition(".")[0] == attempt.last and each != attempt.weight]
+        self.splits |= {each: Split(share=True) for each in shared}
+        divided = next((each for each in self._trials() if self.adds_up(2, each)), None)
+        if divided is None:
+            return None
+        divided = self._fewest(divided)
+        ways = (2, 4) if self.adds_up(4, divided) else (2,)
+        styles = self._leaf_styles(divided)
+        if styles is not None:
+            splits = {name: replace(each, share=False) for name, each in self.splits.items()}
+            splits |= {name: Split(partial=name in styles.partial) for name in self.unsplit if name in styles.partial}
+            return Unit("", splits, styles.styles, divided, self._atoms(), self.columns, ways)
+        if alone and not attempt.norms and self.results_add_up(divided):
+            splits = self.splits | {name: Split(partial=True) for name in self.unsplit}
+            splits |= {name: replace(each, partial=True) for name, each in splits.items() if each.share}
+            return Unit("", splits, {"": "sums"}, divided, self._atoms(), self.columns, ways)
+        return None
+
+    @property
+    def columns(self) -> int:
+        """The number of columns of the last product's input."""
+        return self.attempt.module.get_parameter(self.attempt.weight).shape[self.attempt.dim]
+
+    def part(self, rank: int, ways: int, divided: Mapping[str, tuple[str, ...]]) -> nn.Module | None:
+        """Returns a rank's module."""
+        own = rank_part(self.attempt.module, self.splits, divided, rank, ways)
+        if own is not None:
+            for leaf in self.attempt.norms:
+                plus = _plus(self.attempt.module.get_submodule(leaf))
+                _freeze(own, leaf, self.trace.statistics[leaf], [], plus)
+        return own
+
+    def runs(self, ways: int, divided: Mapping[str, tuple[str, ...]]) -> Iterator[_Trace]:
+        """Yields the runs of all ranks' modules by themselves."""
+        for rank in range(ways):
+            own = self.part(rank, ways, divided)
+            if own is None:
+                raise ValueError("a part does not divide")
+            yield _run(own, self.attempt.call, self.attempt.leaves)
+
+    def adds_up(self, ways: int, divided: Mapping[str, tuple[str, ...]]) -> bool:
+        """Returns whether the outputs of the last product add up to that of the whole module."""
+        try:
+            parts = [each.outputs[self.attempt.last].detach() for each in self.runs(ways, divided)]
+        except (RuntimeError, ValueError, TypeError, IndexError, KeyError, ZeroDivisionError, AssertionError):
+            return False
+        return equal(parts, self.whole)
+
+    def results_add_up(self, divided: Mapping[str, tuple[str, ...]]) -> bool:
+        """Returns whether the module's own outputs add up, so that nothing behind the last product is in the way."""
+        if not isinstance(self.trace.result, Tensor):
+            return False
+        return equal([each.result.detach() for each in self.runs(2, divided)], self.trace.result.detach())
+
+    # ---- Attributes that a rank divides ----
+
+    def _trials(self) -> Iterator[dict[str, tuple[str, ...]]]:
+        """Yields attributes to divide, the most likely first."""
+        owned, counts, widths, grouped = self._attributes()
+        options = [[], counts, counts + widths, widths, grouped, counts + grouped, counts + widths + grouped]
+        options = [[], *([*owned, *each] for each in options)]
+        configured = self._configured()
+        tried = set()
+        for extra in ([], configured[0], configured[0] + configured[1]):
+            for chosen in options:
+                key = frozenset([*chosen, *extra])
+                if key not in tried:
+                    tried.add(key)
+                    yield self._by_module([*chosen, *extra])
+
+    def _by_module(self, pairs: Sequence[tuple[str, str]]) -> dict[str, tuple[str, ...]]:
+        made: dict[str, tuple[str, ...]] = {}
+        for name, attribute in [*self._groups(), *pairs]:
+            made[name] = (*made.get(name, ()), attribute)
+        return made
+
+    def _groups(self) -> list[tuple[str, str]]:
+        """Returns the convolutions by channel whose weights are divided: their groups are too."""
+        owners = {name.rpartition(".")[0] for name, each in self.splits.items() if each.dim is not None}
+        found = ((name, self.attempt.module.get_submodule(name)) for name in owners)
+        return [(name, "groups") for name, each in found if isinstance(each, nn.Conv1d) and each.groups > 1]
+
+    def _attributes(self) -> tuple[list[tuple[str, str]], ...]:
+        """Returns what a rank may divide: sizes that leaves know of their own parameters, numbers of heads, widths, and
+        numbers of heads per group."""
+        sizes = self._sizes()
+        owned, counts, widths, grouped = [], [], [], []
+        leaves = self._divided_leaves()
+        for name, module in self.attempt.module.named_modules():
+            if isinstance(module, nn.Linear | nn.Conv1d | nn.Embedding) or (name and name == self.attempt.last):
+                continue
+            if name in leaves:
+                own = self._sizes(name)
+                owned += [(name, key) for key, value in vars(module).items() if type(value) is int and value in own]
+                continue
+            for key, value in vars(module).items():
+                if type(value) is not int or value < 2 or value % 2 or key.startswith("_"):
+                    continue
+                if _GROUPED.search(key) and not _COUNTS.search(key):
+                    grouped.append((name, key))
+                elif _COUNTS.search(key):
+                    counts.append((name, key))
+                elif value in sizes and not _NO_WIDTH.search(key):
+                    widths.append((name, key))
+        return owned, counts, widths, grouped
+
+    def _sizes(self, leaf: str | None = None) -> set[int]:
+        """Returns sizes of divided dims (of a leaf's parameters, if one is named), of pieces, and of pieces side by side."""
+        sizes = set()
+        for name, split in self.splits.items():
+            if split.dim is None or (leaf is not None and name.rpartition(".")[0] != leaf):
+                continue
+            total = self.attempt.module.get_parameter(name).shape[split.dim]
+            pieces = split.pieces or (total,)
+            sizes |= {sum(pieces[a:b]) for a in range(len(pieces)) for b in range(a + 1, len(pieces) + 1)}
+        return sizes
+
+    def _configured(self) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+        """Returns settings of configurations that modules read while they run: numbers of heads, and widths."""
+        counts, widths, sizes = [], [], self._sizes()
+        for name, module in self.attempt.module.named_modules():
+            config = vars(module).get("config")
+            if config is None or not hasattr(config, "to_dict"):
+                continue
+            for key, value in config.to_dict().items():
+                if type(value) is not int or value < 2 or value % 2:
+                    continue
+                if _COUNTS.search(key):
+                    counts.append((name, f"config.{key}"))
+                elif value in sizes and not _NO_WIDTH.search(key):
+                    widths.append((name, f"config.{key}"))
+        return counts, widths
+
+    def _fewest(self, divided: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+        """Returns the attributes without which the parts do not add up."""
+        fixed = {*self._groups()}
+        for name, key in [(name, key) for name, keys in divided.items() for key in keys]:
+            if (name, key) in fixed:
+                continue
+            fewer = {n: tuple(k for k in keys if (n, k) != (name, key)) for n, keys in divided.items()}
+            fewer = {n: keys for n, keys in fewer.items() if keys}
+            if self.adds_up(2, fewer):
+                divided = fewer
+        return divided
+
+    def _atoms(self) -> int:
+        """Returns the largest number of equal parts of the columns that depend on different rows."""
+        inner = self.trace.inputs[self.attempt.last]
+        columns = inner.shape[-1]
+        values = {columns, *_numbers(self.attempt.module)}
+        for count in sorted((each for each in values if each > 2 and columns % each == 0), reverse=True)[:12]:
+            step = columns // count
+            names = [
+                each for each, split in self.splits.items() if split.dim is not None and each != self.attempt.weight
+            ]
+            if self._apart(inner, step, names):
+                return count
+        return 2
+
+    def _apart(self, inner: Tensor, step: int, names: Sequence[str]) -> bool:
+        parameters = [self.attempt.module.get_parameter(each) for each in names]
+        used = []
+        for columns in (inner[..., :step], inner[..., step:]):
+            weights = torch.rand(columns.shape).to(columns) + 0.5
+            used.append(torch.autograd.grad(columns, parameters, weights, retain_graph=True, allow_unused=True))
+        for name, first, rest in zip(names, *used):
+            if first is None or rest is None:
+                continue
+            dim = self.splits[name].dim
+            others = [each for each in range(first.ndim) if each != dim]
+            a, b = ((each != 0).any(dim=others) if others else each != 0 for each in (first, rest))
+            if bool((a & b).any()):
+                return False
+        return True
+
+    # ---- Which collectives ----
+
+    def _leaf_styles(self, divided: Mapping[str, tuple[str, ...]]) -> "_LeafStyles | None":
+        """Returns a style for each leaf, and the parameters with partial gradients, if collectives at leaves suffice: no
+        path leads from the module's arguments to the last product beside a divided projection."""
+        own = self.part(0, 2, divided)
+        assert own is not None
+        first = _run(own, self.attempt.call, self.attempt.leaves)
+        columns = [leaf for leaf in self._divided_leaves() if self._unsplit_input(leaf, first)]
+        direct = _run(own, self.attempt.call, self.attempt.leaves, detached=columns)
+        undivided = [each for each in self.unsplit if each in dict(own.named_parameters())]
+        parameters = [own.get_parameter(each) for each in undivided]
+        full = _gradients(first.outputs[self.attempt.last], parameters)
+        assert direct.call is not None
+        inputs = direct.call.trained()
+        beside = _gradients(direct.outputs[self.attempt.last], [*parameters, *inputs])
+        if any(bool((each != 0).any()) for each in beside[len(parameters) :]):
+            return None
+        partial = set()
+        for name, some, every in zip(undivided, beside, full):
+            if bool((some != 0).any()):
+                if not torch.allclose(some, every, rtol=1e-4, atol=1e-6 * float(every.abs().max())):
+                    return None
+                partial.add(name)
+        styles: dict[str, Style] = dict.fromkeys(columns, "column")
+        styles |= dict.fromkeys(self.attempt.norms, "norm_all")
+        return _LeafStyles(styles | {self.attempt.last: "row"}, partial)
+
+    def _divided_leaves(self) -> list[str]:
+        found = {name.rpartition(".")[0] for name, each in self.splits.items() if each.dim is not None}
+        return sorted(found - {"", self.attempt.last})
+
+    def _unsplit_input(self, leaf: str, trace: _Trace) -> bool:
+        """Returns whether a leaf of a rank has the same input as that of the whole module."""
+        if leaf not in trace.inputs or leaf not in self.trace.inputs:
+            return False
+        return trace.inputs[leaf].shape == self.trace.inputs[leaf].shape
+
+
+class _LeafStyles(NamedTuple):
+    styles: dict[str, Style]
+    partial: set[str]
+
+
+def _gradients(output: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    if not tensors or not output.requires_grad:
+        return [torch.zeros_like(each) for each in tensors]
+    generator = torch.Generator().manual_seed(3)
+    weights = torch.randn(output.shape, generator=generator).to(output)
+    found = torch.autograd.grad(output, tensors, weights, allow_unused=True, retain_graph=True)
+    return [torch.zeros_like(each) if made is None else made for each, made in zip(tensors, found)]
+
+
+def equal(parts: Sequence[Tensor], whole: Tensor) -> bool:
+    """Returns whether parts have the shape of the whole and add up to it."""
+    if any(each.shape != whole.shape for each in parts):
+        return False
+    total = torch.stack([*parts]).sum(0)
+    return bool((total - whole).abs().max() <= _TOLERANCE * whole.abs().max()) and bool(whole.abs().max() > 0)
+
+
+def _numbers(module: nn.Module) -> set[int]:
+    """Returns the integers among attributes and settings of modules, such as numbers of heads."""
+    found = set()
+    for each in module.modules():
+        found |= {value for value in vars(each).values() if type(value) is int}
+        if hasattr(vars(each).get("config"), "to_dict"):
+            found |= {value for value in each.config.to_dict().values() if type(value) is int}  # type: ignore[union-attr, operator]
+    return found
+
+
+# ---- Fused experts: parameters [E, ., .] of the module itself ----
+
+
+def _prove_experts(attempt: _Attempt) -> Unit | None:
+    module, weight = attempt.module, attempt.module.get_parameter(attempt.weight)
+    size = weight.shape[attempt.dim]
+    if size % 2:
+        return None
+    columns, kept = [], weight.detach().clone()
+    try:
+        for part in range(2):
+            mask = torch.zeros_like(kept)
+            mask.narrow(attempt.dim, part * size // 2, size // 2).fill_(1)
+            module._parameters[attempt.weight] = nn.Parameter(kept * mask)
+            columns.append(_run(module, attempt.call, []).result)
+    finally:
+        module._parameters[attempt.weight] = weight
+    if not all(_trained(each) for each in columns):
+        return None
+    found = _dependencies(columns, module, [each for each in attempt.names if each != attempt.weight])
+    if not any(module.get_parameter(each).ndim >= 3 for each in found.splits):
+        return None
+    return _experts_unit(attempt, found)
+
+
+def _experts_unit(attempt: _Attempt, found: _Found) -> Unit | None:
+    module, whole = attempt.module, _run(attempt.module, attempt.call, []).result.detach()
+    last = attempt.module.get_parameter(attempt.weight)
+    biases = [each for each in found.unsplit if module.get_parameter(each).ndim < last.ndim]
+    for shared in ([], biases):
+        splits = found.splits | {attempt.weight: Split(attempt.dim)}
+        splits |= {each: Split(partial=True, share=each in shared) for each in found.unsplit}
+        proof = _ExpertsProof(attempt, _Trace(result=whole), splits, found.unsplit, whole)
+        divided = next((each for each in proof._trials() if proof.adds_up(2, each)), None)
+        if divided is not None:
+            divided = proof._fewest(divided)
+            ways = (2, 4) if proof.adds_up(4, divided) else (2,)
+            return Unit("", splits, {"": "experts"}, divided, proof.columns, proof.columns, ways)
+    return None
+
+
+class _ExpertsProof(_Proof):
+    def adds_up(self, ways: int, divided: Mapping[str, tuple[str, ...]]) -> bool:
+        """Returns whether the module's outputs add up."""
+        try:
+            parts = [each.result.detach() for each in self.runs(ways, divided)]
+        except (RuntimeError, ValueError, TypeError, IndexError, KeyError, ZeroDivisionError, AssertionError):
+            return False
+        return equal(parts, self.whole)
+
+    def runs(self, ways: int, divided: Mapping[str, tuple[str, ...]]) -> Iterator[_Trace]:
+        """Yields the runs of all ranks' modules by themselves."""
+        for rank in range(ways):
+            own = self.part(rank, ways, divided)
+            if own is None:
+                raise ValueError("a part does not divide")
+            yield _run(own, self.attempt.call, [])
+
+
+def _absolute(unit: Unit, name: str) -> Unit:
+    def of(each: str) -> str:
+        return ".".join(filter(None, (name, each)))
+
+    return replace(
+        unit,
+        name=name,
+        splits={of(each): split for each, split in unit.splits.items()},
+        styles={of(each): style for each, style in unit.styles.items()},
+        divided={of(each): names for each, names in unit.divided.items()},
+    )

@@ -1,0 +1,254 @@
+"""Twins: the same configuration with small sizes, and models built from it.
+
+A twin has few layers of each kind and keeps ratios: heads to key heads, widths to head sizes. Its windows and chunks are
+shorter than its sequences, so that a mask that is left out shows.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LENGTH, ROWS, VOCABULARY = 24, 2, 320
+_WINDOW, _CHUNK, _LAYERS, _MOST_LAYERS = 5, 8, 4, 16
+_HEAD_COUNT = re.compile(r"(^|_)(n|num)_?(\w+_)?heads?$|heads?$|key_value_heads|(^|_)n_groups$|num_query_groups$")
+_HEAD_SIZE = re.compile(r"head_(dim|size)|d_head|d_kv$|d_state|state_size|dim_head|rotary_dim|qk_\w*dim|v_\w*head_dim")
+_WHOLE_HEAD = re.compile(r"head_(dim|size)$|d_head$|d_kv$|dim_head$")
+_WIDTH = re.compile(r"(size|dim|width|rank|inner|ffn|d_ff|d_model|d_ssm|n_embd|channels|hidden\w*|d_inner)(_\w+)?$")
+_COUNT = re.compile(r"(size|dim|kernel|conv|rank|block|patch|factor|width|type_vocab)")
+_OF_LAYERS = re.compile(r"(interval|pattern|step|period|frequency|every|freq)(_\w+)?$")
+
+
+def small(config: Any, layers: int | None = None) -> Any:
+    """Returns the configuration of a twin: the class of `config` with small sizes, without dropout.
+
+    `layers` is the number of layers, the first of the model; by default, one layer of each kind that lists in the
+    configuration tell apart.
+    """
+    data = config.to_dict()
+    shrunk = _Shrink(config, layers).of_mapping(data)
+    shrunk |= {"use_cache": False} if "use_cache" in data else {}
+    return type(config).from_dict(shrunk)
+
+
+def build(config: Any, attention: str = "sdpa", device: str = "cpu") -> nn.Module:
+    """Returns the model of a configuration by its own class, in fp32 and evaluation mode. Code that a folder brings along
+    does not run."""
+    from transformers import AutoModelForCausalLM
+
+    fresh = type(config).from_dict(config.to_dict())
+    options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}
+    with torch.device(device):
+        try:
+            model = AutoModelForCausalLM.from_config(fresh, attn_implementation=attention, **options)
+        except (ValueError, ImportError):
+            if attention != "sdpa":
+                raise
+            model = AutoModelForCausalLM.from_config(fresh, attn_implementation="eager", **options)
+    for each in configurations_of(model):
+        each._experts_implementation = "eager"
+    return model.eval()
+
+
+def layers_of(model: nn.Module, blocks: str) -> nn.ModuleList:
+    """Returns the list of blocks of a model."""
+    found = model.get_submodule(blocks)
+    assert isinstance(found, nn.ModuleList)
+    return found
+
+
+def configurations_of(model: nn.Module) -> list[Any]:
+    """Returns the configurations of a model and its parts."""
+    found = {id(each): each for each in (vars(module).get("config") for module in model.modules()) if each is not None}
+    return [each for each in found.values() if hasattr(each, "to_dict")]
+
+
+@torch.no_grad()
+def enlarge(model: nn.Module) -> None:
+    """Replaces the twin's weights, so that activations are about 1, nothing is linear by smallness, and norms and biases
+    matter."""
+    generator = torch.Generator().manual_seed(0)
+    for _, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim < 2 or parameter.numel() == max(parameter.shape):
+            parameter.add_(noise.to(parameter.dtype).mul_(0.2))
+        else:
+            parameter.copy_(noise.mul_(1.5 * parameter.shape[-1] ** -0.5))
+
+
+def tokens_of_twin(config: Any, rows: int = ROWS, length: int = LENGTH) -> Tensor:
+    """Returns token ids for a twin, [rows, length], none of them special."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(16, vocabulary_of(config) - 1, (rows, length), generator=generator)
+
+
+def vocabulary_of(config: Any) -> int:
+    """Returns the number of tokens of a model."""
+    return int(getattr(config.get_text_config(), "vocab_size", VOCABULARY))
+
+
+def arguments_of(model: nn.Module, **more: Any) -> dict[str, Any]:
+    """Returns the arguments of a forward pass without cache, of those that the model takes."""
+    import inspect
+
+    taken = inspect.signature(model.forward).parameters
+    return {key: value for key, value in {"use_cache": False, **more}.items() if key in taken}
+
+
+class _Shrink:
+    """The rules by which sizes shrink.
+
+    Numbers of heads shrink by `heads`, sizes of heads by `columns`, widths by the product of both, so that products of
+    a configuration that are equal stay so.
+    """
+
+    def __init__(self, config: Any, layers: int | None) -> None:
+        text = config.get_text_config()
+        number = getattr(text, "num_hidden_layers", None)
+        self.depth = number if isinstance(number, int) else 0
+        self.names = {stored: name for name, stored in getattr(text, "attribute_map", {}).items()}
+        self.chosen = self._layers(text.to_dict(), layers)
+        heads = _integer(text, "num_attention_heads") or 1
+        hidden = _integer(text, "hidden_size") or 64
+        grouped = _integer(text, "num_key_value_heads") or heads
+        counts = [grouped if grouped > 1 else heads, heads]
+        counts += [value for key, value in _integers(text.to_dict()) if _HEAD_COUNT.search(key) and value >= 4]
+        self.heads = max(each for each in range(1, counts[0] + 1) if _shrinks(each, counts))
+        size = _integer(text, "head_dim") or max(1, hidden // heads)
+        sizes = [value for key, value in _integers(text.to_dict()) if _WHOLE_HEAD.search(key)]
+        rotary = getattr(text, "rope_parameters", None)
+        part = (rotary or {}).get("partial_rotary_factor") if isinstance(rotary, Mapping) else None
+        part = part or getattr(text, "partial_rotary_factor", None) or getattr(text, "rotary_pct", None) or 1.0
+        self.columns = max(2**power for power in range(10) if _divides(2**power, size, sizes, part))
+        self.windows: dict[int, int] = {}
+
+    def _layers(self, data: Mapping[str, Any], layers: int | None) -> list[int]:
+        """Returns the layers of the model that the twin has: the first of each kind, or the first `layers`."""
+        if layers is not None:
+            return [*range(min(layers, self.depth))]
+        lists = [value for value in data.values() if self._by_layer(value) and len({*map(str, value)}) <= 6]
+        if lists:
+            rows = [tuple(map(str, row)) for row in zip(*lists)]
+            chosen = {rows.index(row) for row in rows}
+            chosen |= {*range(min(self.depth, max(2, _LAYERS - len(chosen))))}
+            return sorted(chosen)[:_MOST_LAYERS]
+        steps = [value for key, value in _integers(data) if _OF_LAYERS.search(key) and value < self.depth]
+        return [*range(min(self.depth, max([_LAYERS, *(2 * step if step < 5 else step + 1 for step in steps)])))]
+
+    def _by_layer(self, value: Any) -> bool:
+        return isinstance(value, list | tuple | str) and len(value) == self.depth > 1
+
+    def of_mapping(self, data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+        """Returns the fields with small values."""
+        return {key: self.of(key, value, f"{prefix}{key}") for key, value in data.items()}
+
+    def of(self, key: str, value: Any, path: str) -> Any:
+        """Returns the small value of one field."""
+        name = self.names.get(key, key)
+        if isinstance(value, Mapping):
+            return self._rotary(value) if "rope" in key else self.of_mapping(value, f"{path}.")
+        if self._by_layer(value):
+            picked = [value[layer] for layer in self.chosen]
+            return "".join(picked) if isinstance(value, str) else [self.of(key, each, path) for each in picked]
+        if isinstance(value, list | tuple) and "token" not in key:
+            return self._listed(key, value, path)
+        if isinstance(value, float) and ("drop" in key or "jitter" in key):
+            return 0.0
+        if isinstance(value, bool) or not isinstance(value, int):
+            return value
+        return self.of_integer(name, value)
+
+    def of_integer(self, key: str, value: int) -> int:
+        """Returns the small value of an integer, by what its name says it is."""
+        if key.endswith(("token_id", "token_index", "_idx")) and "layer" not in key:
+            return min(value, 15)
+        if "vocab" in key:
+            return min(value, VOCABULARY)
+        if key in ("num_hidden_layers", "num_layers", "n_layers", "n_layer") and value == self.depth:
+            return len(self.chosen)
+        if "layers" in key or key.startswith("first_k"):
+            return min(value, 1) if value < self.depth else min(value, len(self.chosen))
+        if "position" in key or "length" in key:
+            return value
+        if "window" in key and value > LENGTH // 2:
+            return self.windows.setdefault(value, _WINDOW + len(self.windows))
+        if "chunk" in key or key == "block_size":
+            return min(value, _CHUNK)
+        if re.search(r"per_tok|top_?k|moe_k$", key) and value > 0:
+            return min(value, 1 if "group" in key else 2 if value < LENGTH else 8)
+        if "expert" in key and not _COUNT.search(key):
+            return min(value, 2 if "shared" in key else 8)
+        if re.fullmatch(r"n_group|num_expert_group", key):
+            return min(value, 2)
+        if _HEAD_COUNT.search(key) and not key.endswith(("dim", "size")):
+            return value // self.heads if value % self.heads == 0 else value
+        if _HEAD_SIZE.search(key):
+            return value // self.columns if value % self.columns == 0 and value // self.columns >= 4 else value
+        if _WIDTH.search(key) and value > 32:
+            factor = self.heads * self.columns
+            return max(8, value // factor if value % factor == 0 else -(-value // factor // 8) * 8)
+        return value
+
+    def _listed(self, key: str, value: Any, path: str) -> Any:
+        """Returns a list: of layers (those that the twin has), else with small elements."""
+        integers = [each for each in value if isinstance(each, int) and not isinstance(each, bool)]
+        layered = integers and len(integers) == len(value) and re.search(r"layer|idx|indices|ids", key)
+        if layered and max(integers) <= self.depth:
+            offset = 0 if max(integers) < self.depth else 1
+            return [where + offset for where, layer in enumerate(self.chosen) if layer + offset in integers]
+        return [self.of(key, each, path) for each in value]
+
+    def _rotary(self, value: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns settings of rotary embeddings, whose lists have one element per two columns of a head."""
+        made: dict[str, Any] = {}
+        for key, each in value.items():
+            if isinstance(each, Mapping):
+                made[key] = self._rotary(each)
+            elif isinstance(each, list) and "section" in key:
+                total = max(3, sum(each) // self.columns)
+                made[key] = [total - 2 * (total // 3), total // 3, total // 3][: len(each)]
+            elif isinstance(each, list) and key.endswith("factor"):
+                made[key] = each[: max(1, len(each) // self.columns)]
+            else:
+                made[key] = each
+        return made
+
+
+def _divides(factor: int, size: int, sizes: list[int], part: float) -> bool:
+    """Returns whether sizes of heads can be divided by a factor, with an even number of rotated columns."""
+    if factor == 1:
+        return True
+    if any(each % factor or each // factor < 4 for each in sizes):
+        return False
+    return size % factor == 0 and size // factor >= 16 and int(size // factor * part) % 2 == 0
+
+
+def _shrinks(factor: int, counts: list[int]) -> bool:
+    first = counts[0]
+    if factor > 1 and first // factor < 4:
+        return False
+    return all(count % factor == 0 or count == 1 for count in counts)
+
+
+def _integer(config: Any, name: str) -> int | None:
+    value = getattr(config, name, None)
+    if isinstance(value, list | tuple) and value and all(isinstance(each, int) for each in value):
+        return math.gcd(*value)
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def _integers(data: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
+    for key, value in data.items():
+        if isinstance(value, int) and not isinstance(value, bool):
+            yield key, value
+        elif isinstance(value, Mapping) and "rope" not in key and "config" in key:
+            yield from _integers(value)
+
+
+def factors_of(config: Any) -> tuple[int, int]:
+    """Returns by what numbers of heads and sizes of heads are divided."""
+    shrink = _Shrink(config, None)
+    return shrink.heads, shrink.columns
