@@ -24,7 +24,7 @@ from optimus.checkpoint.slices import full_slices
 from optimus.checkpoint.store import write_model
 from optimus.disk import sync, user_path
 from optimus.errors import UserError, naming_disk_errors
-from optimus.model import Transformer
+from optimus.model.build import causal_model
 from optimus.model.parameters import named_tensors
 
 To = Literal["weights", "torch", "safetensors"]
@@ -125,7 +125,7 @@ def convert(path: str | Path, output: str | Path, to: To = "weights", dtype: str
         type_ = getattr(torch, dtype or about.precision, None)
         if not isinstance(type_, torch.dtype):
             raise UserError(f"{path} has the unknown precision {about.precision!r}: give the `dtype` of the weights")
-        model = Transformer(about.model).to(type_)
+        model = causal_model(about.model).to(type_)
         reader.fill(full_slices(named_tensors(model)))
         write_model(model, output, about.weights_only(str(type_).removeprefix("torch.")), all_masks(reader))
         count = len(list(model.parameters()))

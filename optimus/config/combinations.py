@@ -69,9 +69,10 @@ def _check_limits(config: RunConfig) -> None:
         "modules": ("recompute", not {"block", "auto"}.issuperset(config.recompute)),
         "segments": ("recompute_every", config.recompute_every > 1),
         "factors": ("train.lora_rank", config.train.lora_rank is not None),
+        "initial values": ("checkpoint.load_path", config.checkpoint.load_path is None),
     }
     for option, reason in limits.items():
-        key, is_used = used.get(option, ("model.transformers", option == "model"))
+        key, is_used = used.get(option, ("model.transformers", True))
         if is_used:
             raise ValueError(f"{key}: {reason}")
 

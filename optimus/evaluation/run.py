@@ -18,7 +18,8 @@ from optimus.evaluation.generation import answer, generate
 from optimus.evaluation.names import TASKS
 from optimus.evaluation.tasks import check_lm_eval, load_tasks, run_hub_tasks, run_tasks
 from optimus.evaluation.text import bits_per_byte, check_text
-from optimus.model import Transformer
+from optimus.model import CausalModel, Transformer
+from optimus.model.architecture import own_model
 from optimus.model.ensemble import Ensemble
 from optimus.observe.machine import use_device, versions
 from optimus.observe.progress import ProgressBar
@@ -28,7 +29,7 @@ from optimus.plugins import load_plugins, note_changed_plugins
 @dataclass(frozen=True)
 class _Loaded:
     description: Description
-    model: Transformer | Ensemble
+    model: CausalModel | Ensemble
     tokenizer: Any
     eos_id: int
 
@@ -162,6 +163,7 @@ def generate_text(
     load_plugins(plugins)
     path = local_checkpoint(checkpoint)
     loaded = _load(path, device, parse_special or chat)
+    own_model(loaded.description.model, "generate")  # others generate from their exported folder
     assert isinstance(loaded.model, Transformer)
     how: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     how |= {"eos_id": loaded.eos_id, "context": loaded.description.context, "on_text": on_text}
@@ -250,7 +252,7 @@ def _load_together(paths: Sequence[Path], device: str, parse_special: bool) -> _
     if not others:
         return first
     context = min(each.description.context for each in (first, *others))
-    model = Ensemble([each.model for each in (first, *others) if isinstance(each.model, Transformer)])
+    model = Ensemble([each.model for each in (first, *others) if isinstance(each.model, CausalModel)])
     return replace(first, description=replace(first.description, context=context), model=model)
 
 

@@ -56,7 +56,7 @@ def export_adapter(
     check_free(output)
     about, reader = read_description(path), Reader.open(path)
     note_changed_plugins(about.plugins, path)
-    if (why := no_export(about.model)) is not None:
+    if (why := no_export(own_model(about.model, "export --adapter"))) is not None:
         raise UserError(why)
     weights = [
         key for key in reader.stored if factors_of(key) and all(each in reader.stored for each in factors_of(key))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, get_args
 from optimus.config.load import model_config_from
 from optimus.disk import parse_json
 from optimus.errors import UserError
-from optimus.model.architecture import ModelConfig
+from optimus.model.architecture import Architecture, ModelConfig
 from optimus.model.families import Choice, Family, Field, Multiple, Same, families
 
 FILE = "config.json"
@@ -121,11 +121,13 @@ def further_fields(raw: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in raw.items() if name in derived}
 
 
-def no_export(model: ModelConfig) -> str | None:
+def no_export(model: Architecture) -> str | None:
     """Returns the reason why `model` cannot be exported; None if `model` can be exported.
 
     An export needs a class of `transformers` that computes the same function.
     """
+    if not isinstance(model, ModelConfig):
+        return None
     family = families()[model.family]
     if family.architecture is None:
         return f"transformers has no model of family {model.family}: it cannot be exported"

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
+from optimus.errors import UserError
 from optimus.model.families import family_named
 from optimus.model.foreign.architecture import TransformersModel
 from optimus.model.parts import PartNames
@@ -259,6 +260,11 @@ class ModelConfig(Section):
         return PartNames()
 
     @property
+    def stream_width(self) -> int:
+        """Numbers per token that go from one block to the next."""
+        return self.hidden
+
+    @property
     def limits(self) -> Mapping[str, str]:
         """Options that the model cannot have, with reasons: none."""
         return {}
@@ -360,3 +366,11 @@ Architecture = Annotated[
     Discriminator(_kind_of),
 ]
 """The section `model` of a configuration: one of the library's own models, or a model of `transformers`."""
+
+
+def own_model(config: Architecture, what: str) -> ModelConfig:
+    """Returns `config` if it describes one of the library's own models. Raises `UserError`, which begins with `what`, for a
+    model of `transformers`."""
+    if isinstance(config, ModelConfig):
+        return config
+    raise UserError(f"{what} needs one of the library's own models, but the model is a {config.family} of `transformers`")

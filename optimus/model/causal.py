@@ -93,6 +93,7 @@ class CausalModel(nn.Module):
     replaceable: Sequence[str] = ("sequence", "step")
     config: Architecture
     blocks: Sequence[nn.Module]
+    embedding: nn.Module
     head: Any
     predict: Unit
 

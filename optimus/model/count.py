@@ -108,8 +108,8 @@ def _foreign_counts(config: TransformersModel) -> _Counts:
             multiplied["block"] += chosen
     multiplied["head"] = total["embedding" if config.tie_embeddings else "head"]
     for kind in config.alike:
-        for window, columns in config.facts.scored[kind]:
-            scored[window] += columns
+        if (each := config.facts.scored[kind]) is not None:
+            scored[each.window] += each.heads * (each.query + each.value)
     return _Counts({part: ParameterCount(total[part], active[part]) for part in total}, multiplied, scored)
 
 

@@ -12,20 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from optimus.kernels.linear_divergence import SoftTargets
-from optimus.model.architecture import ModelConfig
+from optimus.model.architecture import Architecture
 from optimus.model.batch import Batch
-from optimus.model.transformer import Transformer
+from optimus.model.causal import CausalModel
 
 
 class Ensemble:
     """An ensemble of `members` that share one vocabulary: both a `Scored` model and a teacher for distillation."""
 
-    def __init__(self, members: Sequence[Transformer]) -> None:
+    def __init__(self, members: Sequence[CausalModel]) -> None:
         self._members = members
         self.training = members[0].training
 
     @property
-    def config(self) -> ModelConfig:
+    def config(self) -> Architecture:
         """The configuration of the first member; all members have the same vocabulary."""
         return self._members[0].config
 

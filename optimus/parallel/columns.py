@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from optimus.comm import Group, Groups
-from optimus.comm.functional import copy_to_group, join_rows, reduce_from_group, split_rows
+from optimus.comm.functional import all_reduce_autograd, copy_to_group, join_rows, reduce_from_group, split_rows
 from optimus.model.foreign.columns import WHOLE, Columns
 
 
@@ -18,6 +18,9 @@ class SplitColumns(Columns):
 
     def leave(self, y: Tensor) -> Tensor:
         return reduce_from_group(y, self._group)
+
+    def mean(self, m: Tensor) -> Tensor:
+        return all_reduce_autograd(m, self._group) / self.size
 
     def join(self, y_TH: Tensor) -> Tensor:
         return join_rows(y_TH.t().contiguous(), self._group).t()

@@ -93,7 +93,7 @@ class ModuleSetting(NamedTuple):
     def stream(self, sequences: int) -> Tensor:
         """Returns the residual stream of `sequences` sequences, without data."""
         rows = sequences * self.context // self.mesh.cp // (self.mesh.tp_out if self.options.sequence else 1)
-        return torch.empty(rows, self.model.hidden // self.mesh.tp_in, dtype=self.dtype, device="meta")
+        return torch.empty(rows, self.model.stream_width // self.mesh.tp_in, dtype=self.dtype, device="meta")
 
 
 class ModuleBytes(NamedTuple):
@@ -185,11 +185,11 @@ def _block_bytes(
         batch, number = _batch(setting, sequences), stage.numbers[layer]
         positions_S, positions = stage.model.local_positions(batch)
         run = stage.model.stage(range(number, number + 1), first=False, last=False)
-        measuring = _Measuring(
-            stage.model.blocks[number], shapes, step=stage.step, experts=experts, again=again
-        )
+        measuring = _Measuring(stage.model.blocks[number], shapes, step=stage.step, experts=experts, again=again)
         return measuring.measure(
-            setting.stream(sequences), lambda x_TH: run(batch, positions_S, positions, x_TH, None), splits=setting.splits
+            setting.stream(sequences),
+            lambda x_TH: run(batch, positions_S, positions, x_TH, None),
+            splits=setting.splits,
         )
 
 

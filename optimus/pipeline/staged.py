@@ -299,7 +299,7 @@ class _Forward:
     def receive_buffer(self, microbatch: int) -> Message:
         tokens_BS, config = self._microbatches[microbatch].tokens_BS, self._staged.model.config
         rows, columns = self._staged.share
-        shape = len(tokens_BS) * len(self._positions) // rows, config.hidden // columns
+        shape = len(tokens_BS) * len(self._positions) // rows, config.stream_width // columns
         x_TH = torch.empty(shape, dtype=self._staged.dtype, device=tokens_BS.device)
         wide = compute_dtype(x_TH.dtype)
         return (x_TH, x_TH.new_empty(2 * self._choices + 1, dtype=wide)) if self._choices else (x_TH,)

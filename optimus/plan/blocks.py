@@ -1,6 +1,6 @@
 """Lists the matmuls of a model's blocks, from the parameter declarations in the model's modules.
 
-Blocks with the same number of experts and the same attention window are of one kind (`Architecture.alike`). The index of
+Blocks with the same number of experts and the same attention window are of one kind (`ModelConfig.alike`). The index of
 the kind's first layer identifies the kind.
 `examples` builds one block of each kind on the meta device.
 """
@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, cast
 import torch
 from torch import nn
 
-from optimus.config import Architecture
+from optimus.config import ModelConfig
 from optimus.model import Transformer
 from optimus.model.linear import Linear
 from optimus.model.parameters import Dim, declarations
@@ -50,7 +50,7 @@ Factors = tuple[tuple[str, int], ...]  # for each projection with low-rank facto
 
 
 @lru_cache(maxsize=256)
-def examples(model: Architecture, factors: Factors = ()) -> tuple[Transformer, list[int]]:
+def examples(model: ModelConfig, factors: Factors = ()) -> tuple[Transformer, list[int]]:
     """Returns (a model on the meta device with one block of each kind of `model`, the first layer of each kind).
 
     If `factors` names a projection of `model`, the corresponding projection of the returned model has low-rank factors.
@@ -63,7 +63,7 @@ def examples(model: Architecture, factors: Factors = ()) -> tuple[Transformer, l
     return made, layers
 
 
-def _example_name(model: Architecture, layers: Sequence[int], name: str) -> str:
+def _example_name(model: ModelConfig, layers: Sequence[int], name: str) -> str:
     """Returns the name of the module or parameter in `examples` that represents `name` of `model`."""
     part, _, rest = name.partition(".")
     if part != "blocks":
@@ -73,7 +73,7 @@ def _example_name(model: Architecture, layers: Sequence[int], name: str) -> str:
 
 
 @lru_cache(maxsize=256)
-def blocks_of(model: Architecture) -> Mapping[int, BlockModules]:
+def blocks_of(model: ModelConfig) -> Mapping[int, BlockModules]:
     """Returns the modules of each kind of block in `model`, by the first layer of the kind."""
     made, layers = examples(model)
     return {layer: _block(block) for layer, block in zip(layers, made.blocks)}

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from optimus.config import Architecture
+from optimus.config import ModelConfig
 from optimus.mesh import Mesh
 from optimus.pipeline.estimates import stages_of_ranks
 from optimus.pipeline.schedules import DEFAULT, ScheduleRow, schedules
@@ -111,7 +111,7 @@ def _parts(job: Job, out: int, cp: int) -> bool:
     return heads and length % pieces == 0 and (cp == 1 or job.train.sequence_length // cp >= _SMALLEST_PART)
 
 
-def _columns(model: Architecture, parts: int) -> bool:
+def _columns(model: ModelConfig, parts: int) -> bool:
     dense = model.intermediate if model.has_dense_layers else 0
     return dense % parts == 0 == model.shared_intermediate % parts
 

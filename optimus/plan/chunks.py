@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from optimus.config import Architecture
+from optimus.config import ModelConfig
 from optimus.config.tree import StateConfig, shard_widths
 from optimus.mesh import Layout, Mesh
 from optimus.mesh.strided import StridedGroup, group_along
@@ -114,7 +114,7 @@ def kinds_of(job: Job) -> Kinds:
 
 
 @lru_cache(maxsize=256)
-def _kinds(model: Architecture, rules: Rules, factors: Factors, *options: tuple[str, bool]) -> Kinds:
+def _kinds(model: ModelConfig, rules: Rules, factors: Factors, *options: tuple[str, bool]) -> Kinds:
     (made, layers), chosen = examples(model, factors), dict(options)
     layouts, vocabulary = parameter_layouts(made, **chosen), chosen["vocabulary"]
     table: Where = "tied" if model.tie_embeddings else "first"

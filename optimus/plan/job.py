@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from optimus.config import Architecture, RunConfig
+from optimus.config import Architecture, ModelConfig, RunConfig
 from optimus.config.parallel import ParallelConfig
 from optimus.config.phases import longest, phases_of
 from optimus.config.tree import StateConfig, TrainConfig
 from optimus.errors import UserError
 from optimus.mesh import Mesh
 from optimus.mesh.strided import StridedGroup, group_along
-from optimus.model import Transformer
+from optimus.model import CausalModel
+from optimus.model.architecture import own_model
 from optimus.model.parameters import declarations
 from optimus.observe.machine import Bfloat16
 from optimus.optim.rule import Rule
@@ -64,9 +65,9 @@ class Job:
     # ---- From the configuration ----
 
     @property
-    def model(self) -> Architecture:
-        """The model to train."""
-        return self.config.model
+    def model(self) -> ModelConfig:
+        """The model to train. Raises `UserError` for a model of `transformers`."""
+        return own_model(self.config.model, "the planner")
 
     @property
     def train(self) -> TrainConfig:
@@ -263,11 +264,11 @@ def profile_of(config: RunConfig) -> Profile:
     return profile.model_copy(update=change)
 
 
-def _rules(config: RunConfig, model: Transformer, factors: Factors) -> Rules:
+def _rules(config: RunConfig, model: CausalModel, factors: Factors) -> Rules:
     """Returns the update rules of a run's parameters, with the share of each kind's blocks that have each rule. Some blocks
     of a kind may lack a low-rank factor."""
     spec, alike = state_spec_of(config, model, RunInputs()), config.model.alike
-    made, layers = examples(config.model, factors)
+    made, layers = examples(own_model(config.model, "the planner"), factors)
     remaining = (
         1.0 if config.pruning is None else 1 - config.pruning.sparsity
     )  # share of elements after the last pruning

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from optimus.comm.algorithms import CollectiveKind
-from optimus.config import Architecture
+from optimus.config import ModelConfig
 from optimus.mesh.strided import StridedGroup
 from optimus.optim.rule import Rule
 from optimus.pipeline.estimates import StageTimes, least_seconds, pipeline_seconds, stages_of_ranks
@@ -137,7 +137,7 @@ def _all_passes(work: RankCosts, inside: tuple[Any, ...]) -> _Passes:
 
 @lru_cache(maxsize=1024)
 def _alike(
-    model: Architecture, sizes: tuple[int, ...], schedule: str, pp: int
+    model: ModelConfig, sizes: tuple[int, ...], schedule: str, pp: int
 ) -> tuple[tuple[int, ...], list[tuple[int, ...]], dict[tuple[int, ...], tuple[PartCounts, ...]]]:
     """Returns (number of the first equal stage, by stage; tuple of the numbers of a rank's stages, by rank; parts of
     the model, by tuple). Stages are equal if they have the same parts of the model."""
@@ -178,7 +178,7 @@ def _other_terms(work: RankCosts, passes: _Passes, seconds: float) -> dict[str, 
 
 
 @lru_cache(maxsize=1024)
-def stage_sizes(model: Architecture, stages: int, *, divided: bool = False) -> tuple[int, ...]:
+def stage_sizes(model: ModelConfig, stages: int, *, divided: bool = False) -> tuple[int, ...]:
     """Returns the number of blocks of each stage in a run. Raises `UserError` when there are too few blocks."""
     return tuple(len(blocks) for blocks in of_run.blocks_of_stages(model, stages, divided=divided))
 
@@ -192,7 +192,7 @@ def blocks_of_stages(job: Job) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def counts_of(model: Architecture, sizes: tuple[int, ...]) -> tuple[PartCounts, ...]:
+def counts_of(model: ModelConfig, sizes: tuple[int, ...]) -> tuple[PartCounts, ...]:
     """Returns the parts of the model in each stage, for stages of `sizes` blocks."""
     alike = iter(model.alike)
     stages = []

@@ -213,7 +213,7 @@ class Inject(Hook):
             time.sleep(3600)
 
     def _nan(self, trainer: Trainer) -> None:
-        blocks = next(iter(trainer.model.stages.values()))
+        blocks = next(iter(trainer.model.stages.values())).row
 
         def poison(_module: Any, _inputs: Any, output: Any) -> Any:
             x, *others = output if isinstance(output, tuple) else (output,)

@@ -5,6 +5,7 @@ import it, and build a small model, on first use.
 """
 
 import json
+import math
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ConfigDict
@@ -13,14 +14,15 @@ from optimus.model.parts import PartNames
 from optimus.section import Section
 
 if TYPE_CHECKING:
-    from optimus.model.foreign.facts import ModelFacts
+    from optimus.model.foreign.records import ModelFacts
 
 
 _LIMITS = {
     "sequence": "the modules of `transformers` take the number of positions from their input, so the residual stream "
     "cannot be split over tokens: remove it, or use parallel.context",
     "inputs": "the residual stream of a model of `transformers` cannot be split over columns: give one number",
-    "vocabulary": "a model of `transformers` has its embedding on the first stage and its output layer on the last: remove it",
+    "vocabulary": "a model of `transformers` has its embedding on the first stage and its output layer on the last: remove "
+    "it",
     "modules": "a model of `transformers` recomputes whole blocks only: set recompute: block",
     "segments": "a model of `transformers` recomputes block by block: remove it",
     "factors": "low-rank factors need the library's own modules: remove it",
@@ -68,7 +70,9 @@ class TransformersModel(Section):
 
     def sharded_sizes(self) -> list[tuple[str, int, int]]:
         """Returns (name, size, 0) of the sizes that tensor parallelism shards over ranks."""
-        return [(f"a size of {name}", size, 0) for name, size in self.facts.sharded_sizes.items()]
+        from optimus.model.foreign.model import sharded_sizes
+
+        return [(f"the number of columns or heads of {name}", size, 0) for name, size in sharded_sizes(self.text)]
 
     @property
     def vocab(self) -> int:
@@ -79,6 +83,24 @@ class TransformersModel(Section):
     def hidden(self) -> int:
         """Width of the residual stream."""
         return self.facts.hidden
+
+    @property
+    def stream_width(self) -> int:
+        """Numbers per token that go from one block to the next."""
+        return math.prod(self.facts.stream or (self.facts.hidden,))
+
+    @property
+    def heads(self) -> int:
+        """Attention heads."""
+        return int(self._first("num_attention_heads", "n_head", "num_heads") or 1)
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return int(self._first("num_key_value_heads", "num_kv_heads") or self.heads)
+
+    def _first(self, *names: str) -> Any:
+        return next((self.transformers[name] for name in names if self.transformers.get(name)), None)
 
     @property
     def layers(self) -> int:
@@ -113,9 +135,9 @@ class TransformersModel(Section):
         return False
 
     @property
-    def learned_positions(self) -> int | None:
-        """The largest number of positions, if the model has a table of positions."""
-        return self.facts.positions
+    def learned_positions(self) -> None:
+        """None: the model's own code checks the length of a sequence."""
+        return None
 
     @property
     def init_std(self) -> float:

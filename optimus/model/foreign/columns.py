@@ -20,6 +20,10 @@ class Columns:
         """Returns the sum of the ranks' partial sums y."""
         return y
 
+    def mean(self, m: Tensor) -> Tensor:
+        """Returns the mean of `m` over the ranks."""
+        return m
+
     def join(self, y_TH: Tensor) -> Tensor:
         """Returns all columns from this rank's columns, for modules that compute the same on every rank."""
         return y_TH

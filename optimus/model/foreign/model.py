@@ -11,10 +11,10 @@ import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
-
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,21 +27,24 @@ from optimus.model.causal import BlockRow, CausalModel
 from optimus.model.foreign.architecture import TransformersModel
 from optimus.model.foreign.attention import NAME
 from optimus.model.foreign.columns import WHOLE, Columns
-from optimus.model.foreign.facts import ModelFacts, Split, facts_of
+from optimus.model.foreign.facts import facts_of
 from optimus.model.foreign.initial import Initial as Noted
 from optimus.model.foreign.initial import initial_values
 from optimus.model.foreign.modules import (
     LOCAL,
     Calls,
-    FusedExperts,
     HeadModule,
     Lookup,
+    NormOverAll,
     Projection,
     StagedBlock,
     StagedModule,
+    Summed,
     become,
     flattened,
+    shared_out,
 )
+from optimus.model.foreign.records import ModelFacts, Split, Style
 from optimus.model.foreign.twin import build
 from optimus.model.moe.statistics import RouterStats
 from optimus.model.parameters import Declaration, Dim, Initial, Normal, Role, Uniform, Values
@@ -104,14 +107,14 @@ class ForeignStage:
         stats: RouterStats | None,
     ) -> tuple[Tensor, RouterStats | None]:
         tokens_BS = batch.tokens_BS[:, positions_S]
-        received_BSH = None if x_TH is None else x_TH.unflatten(0, tokens_BS.shape)
+        received_BSH = None if x_TH is None else x_TH.view(*tokens_BS.shape, *(self._model.facts.stream or (-1,)))
         passing = Passing(self._blocks, self._first, self._last, positions.sequence, positions.documents, received_BSH)
         with self._model.running(passing):
             self._model.run_body(tokens_BS, positions.position_BS)
         made_BSH = passing.hidden_BSH if self._last else passing.stream_BSH
         assert made_BSH is not None
         passing.stream_BSH = passing.hidden_BSH = None
-        return made_BSH.flatten(0, 1), stats
+        return made_BSH.reshape(tokens_BS.numel(), -1), stats
 
 
 class ForeignModel(CausalModel):
@@ -130,17 +133,22 @@ class ForeignModel(CausalModel):
         super().__init__()
         self.config, self.facts = config, facts
         self._modules.update(body._modules)
-        self.__dict__["body"] = body
+        self.__dict__["_body"] = body
         self._columns: Columns = WHOLE
         self.passing: Passing | None = None
         for module in body.modules():
             module.__dict__["host"] = self
-        self.blocks: list[nn.Module] = list(body.get_submodule(facts.blocks))  # type: ignore[arg-type]
+        self.blocks = list(cast(nn.ModuleList, body.get_submodule(facts.blocks)))
         self._units: list[Unit] = []
         self.stored: dict[str, Stored] = {}
         _compose(self, facts, initial)
 
     # ---- Parts ----
+
+    @property
+    def body(self) -> Any:
+        """The author's module, whose children are this model's."""
+        return self.__dict__["_body"]
 
     @property
     def columns(self) -> Columns:
@@ -151,10 +159,20 @@ class ForeignModel(CausalModel):
     def columns(self, columns: Columns) -> None:
         """Sets the columns, and divides the numbers of heads that modules keep."""
         for name, attributes in self.facts.divided.items():
-            module = self.body.get_submodule(name)
+            module: Any = self.body.get_submodule(name)
+            if any(attribute.startswith("config.") for attribute in attributes):
+                module.__dict__["config"] = copy(module.config)
             for attribute in attributes:
-                setattr(module, attribute, getattr(module, attribute) * self._columns.size // columns.size)
+                owner = module.config if attribute.startswith("config.") else module
+                leaf = attribute.removeprefix("config.")
+                setattr(owner, leaf, getattr(owner, leaf) * self._columns.size // columns.size)
         self._columns = columns
+
+    @property
+    def current(self) -> Passing:
+        """The state of the running forward pass."""
+        assert self.passing is not None, "the modules of a foreign model run in a stage only"
+        return self.passing
 
     def rows(self) -> list[BlockRow]:
         return [ForeignRow(self.blocks)]
@@ -253,37 +271,40 @@ def _compose(model: ForeignModel, facts: ModelFacts, initial: Mapping[str, Noted
             pieces = tuple(leaf for leaf in module._parameters if leaf.startswith("weight"))
             own = {"product": LOCAL, "gradients": {}, "style": facts.styles.get(name, "whole"), "pieces": pieces}
             become(module, Projection, **own, transposed=isinstance(module, Conv1D))
-        elif facts.styles.get(name) == "experts":
-            become(module, FusedExperts)
+        elif (style := facts.styles.get(name)) in _SHARDED:
+            become(module, _SHARDED[style])
         elif module._parameters and not inside and module is not head:
             before = _part(f"{name}.", facts) in ("embedding", "before")
             unit = _unit("embedding" if module is embedding else "norm", module)
             model._units.append(unit)
+            own = type(module)
             become(module, StagedModule, unit=unit, before=before)
             if module is embedding:
-                _look_up(module)
+                _look_up(module, own)
     for number, block in enumerate(model.blocks):
         become(block, StagedBlock, unit=_unit("block", block), number=number, outputs=facts.outputs)
     become(head, HeadModule, vocabulary=Vocabulary(), factor=facts.logit_scale, cap=facts.logit_cap)
-    model.head, model.predict = head, Unit("head", head)
+    model.__dict__["embedding"], model.__dict__["head"] = embedding, head
+    model.predict = Unit("head", head)
     model._units.append(model.predict)
+
+
+_SHARDED: dict[Style, type] = {"experts": Summed, "sums": Summed, "norm_all": NormOverAll}
 
 
 def _unit(kind: str, module: nn.Module) -> Unit:
     return Unit(kind, Calls(module))
 
 
-def _look_up(module: nn.Module) -> None:
-    """Puts `Lookup` below the module's own class, in the place of `nn.Embedding`'s forward pass."""
-    staged = type(module)
-    own = staged.__mro__[2]
-    bases = (StagedModule, Lookup, own) if own is nn.Embedding else (StagedModule, own, _LOOKUPS)
-    module.__class__ = type(staged.__name__, bases, {})
-    module.__dict__["vocabulary"] = Vocabulary()
-
-
-class _LOOKUPS(Lookup, nn.Embedding):
+class _Lookup(Lookup, nn.Embedding):
     """`nn.Embedding` with the forward pass of `Lookup`."""
+
+
+def _look_up(module: nn.Module, own: type) -> None:
+    """Puts `Lookup` below the class `own` of an embedding, in the place of `nn.Embedding`'s forward pass."""
+    bases = (StagedModule, _Lookup) if own is nn.Embedding else (StagedModule, own, _Lookup)
+    module.__class__ = type(f"{StagedModule.__name__}{own.__name__}", bases, {})
+    module.__dict__["vocabulary"] = Vocabulary()
 
 
 def _declare_all(body: nn.Module, facts: ModelFacts, initial: Mapping[str, Noted]) -> dict[str, Stored]:
@@ -326,6 +347,8 @@ def _store(
     dims = _dims(role, len(shape), split)
     if dim is None or not split.pieces:
         declared[leaf] = Declaration(dims, role, initial)
+        if split.share:
+            owner.__class__ = shared_out(type(owner), leaf)
         return [leaf]
     if len({*split.pieces}) == 1 and not (projects and dim != 0):
         stacked = parameter.detach().unflatten(dim, (len(split.pieces), -1))
@@ -362,7 +385,7 @@ def _dims(role: Role, ndim: int, split: Split) -> tuple[Dim, ...]:
     if role in ("embedding", "head"):
         return ("vocab" if split.dim == 0 else "positions", "residual")[:ndim]
     if split.dim is None:
-        return ("head" if split.partial else "latent",) * ndim
+        return ("head" if split.partial or split.share else "latent",) * ndim
     if ndim == 1:
         return ("ffn",)
     return tuple("ffn" if dim == split.dim else "residual" if ndim == 2 else "latent" for dim in range(ndim))
@@ -391,6 +414,21 @@ def facts_of_text(text: str) -> ModelFacts:
     """Returns the facts of the model whose config.json is `text`."""
     with torch.device("cpu"):
         return facts_of(hf_config(text))
+
+
+@lru_cache(maxsize=16)
+def sharded_sizes(text: str) -> tuple[tuple[str, int], ...]:
+    """Returns (name, size) of everything that the number of tensor-parallel ranks must divide, each size once."""
+    facts, found = facts_of_text(text), dict[int, str]()
+    with torch.device("cpu"):
+        shapes = {name: each.shape for name, each in build(hf_config(text), "sdpa", "meta").named_parameters()}
+    for name, split in facts.splits.items():
+        if split.dim is not None and name.rpartition(".")[0] not in (facts.embedding, facts.head):
+            for size in split.pieces or (shapes[name][split.dim],):
+                found.setdefault(size, name)
+    for name, size in facts.heads.items():
+        found.setdefault(size, name)
+    return tuple((name, size) for size, name in found.items())
 
 
 def foreign_model(config: TransformersModel) -> ForeignModel:

@@ -7,13 +7,16 @@ Legend: B batch, S sequence, T tokens, H hidden, L inputs and N outputs of a wei
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from optimus.kernels.backend import compute_dtype
 from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.kernels.linear import MatrixProduct
+from optimus.model.foreign.columns import Columns
 from optimus.model.head import OutputHead
 from optimus.model.linear import Product
 from optimus.model.parameters import Dim, declaration
@@ -67,7 +70,7 @@ class StagedBlock(_Staged):
     outputs: int  # entries of the tuple that the block returns; 0: it returns a tensor
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        passing = self.host.passing
+        passing = self.host.current
         x, rest = _first(args, options)
         if not passing.blocks:  # a stage without blocks
             x = passing.stream_BSH = x if passing.received_BSH is None else passing.received_BSH
@@ -76,6 +79,7 @@ class StagedBlock(_Staged):
         if self.number == passing.blocks.start and passing.received_BSH is not None:
             x = passing.received_BSH
         made = self._run(x, lambda x: super(StagedBlock, self).__call__(x, *rest, **options))  # type: ignore[misc]
+        made = made if isinstance(made, tuple) or not self.outputs else (made,)  # a unit opens a tuple of one result
         passing.stream_BSH = made[0] if self.outputs else made
         return made
 
@@ -86,7 +90,7 @@ class StagedModule(_Staged):
     before: bool
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        passing = self.host.passing
+        passing = self.host.current
         x, rest = _first(args, options)
         if not (passing.first if self.before else passing.last):
             received = passing.received_BSH
@@ -132,7 +136,7 @@ class HeadModule(OutputHead):
         if getattr(self, "bias", None) is None:
             return x, self.weight
         ones = x.new_ones(1).expand(*x.shape[:-1], 1)
-        return torch.cat([x, ones], -1), torch.cat([self.weight, self.bias[:, None]], -1)
+        return torch.cat([x, ones], -1), torch.cat([self.weight, self.bias[:, None]], -1)  # type: ignore[index]
 
     def __call__(self, x: Tensor, *args: Any) -> Tensor:
         passing = self.host.passing
@@ -140,6 +144,9 @@ class HeadModule(OutputHead):
             return self.forward(x, *args)
         passing.hidden_BSH = x
         return x.detach()[..., :1]
+
+
+_COMMUNICATES = "column", "row", "gather", "scatter"
 
 
 class Projection:
@@ -158,7 +165,9 @@ class Projection:
 
     @property
     def dims(self) -> tuple[Dim, Dim]:
-        """The logical dims of the outputs and of the inputs."""
+        """The logical dims of the outputs and of the inputs. Without a style, the product needs no communication."""
+        if self.style not in _COMMUNICATES:
+            return "latent", "latent"
         *_, outputs, inputs = declaration(self, self.pieces[0]).dims  # type: ignore[arg-type]
         return (inputs, outputs) if self.transposed else (outputs, inputs)
 
@@ -168,12 +177,18 @@ class Projection:
             x_TL = columns.split(x_TL)
         made = [self._multiply(x_TL.contiguous(), getattr(self, name)) for name in self.pieces]
         y_TN = made[0] if len(made) == 1 else torch.cat(made, -1)
-        bias_N = _joined(self, "bias", self.pieces)
+        bias_N = self._bias()
         if bias_N is not None:
             y_TN = y_TN + bias_N
         if self.style == "gather":
             y_TN = columns.join(y_TN)
         return y_TN.view(*x.shape[:-1], -1)
+
+    def _bias(self) -> Tensor | None:
+        """Returns the bias, joined if it is stored in pieces."""
+        names = [leaf for leaf, each in self._parameters.items() if leaf.startswith("bias") and each is not None]  # type: ignore[attr-defined]
+        found = [getattr(self, name).flatten() for name in names]
+        return None if not found else found[0] if len(found) == 1 else torch.cat(found)
 
     def _multiply(self, x_TL: Tensor, weight: nn.Parameter) -> Tensor:
         if self.transposed:
@@ -181,25 +196,51 @@ class Projection:
         return self.product(x_TL, weight, self.gradients.get(weight))
 
 
-def _joined(module: Any, leaf: str, weights: tuple[str, ...]) -> Tensor | None:
-    """Returns the bias of a projection, joined if it is stored in pieces."""
-    names = [name.replace("weight", leaf, 1) for name in weights]
-    found = [module._parameters[name] for name in names if module._parameters.get(name) is not None]
-    if not found:
-        return None
-    return found[0].flatten() if len(found) == 1 else torch.cat([each.flatten() for each in found])
-
-
-class FusedExperts:
-    """Experts in fused tensors, of which every rank has some columns of every expert."""
+class Summed:
+    """A module that computes a part of a sum on every rank, such as fused experts of which a rank has some columns."""
 
     host: "ForeignModel"
 
-    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, *args: Any, **options: Any) -> Any:
         columns = self.host.columns
-        made = super().forward(columns.enter(x), chosen, columns.enter(weights))  # type: ignore[misc]
-        found: Tensor = columns.leave(made)
-        return found
+        args = tuple(map(partial(_entered, columns), args))
+        options = {name: _entered(columns, each) for name, each in options.items()}
+        made = super().forward(*args, **options)  # type: ignore[misc]
+        return (columns.leave(made[0]), *made[1:]) if isinstance(made, tuple) else columns.leave(made)
+
+
+def _entered(columns: Columns, value: Any) -> Any:
+    return columns.enter(value) if isinstance(value, Tensor) and value.requires_grad else value
+
+
+class NormOverAll:
+    """An RMSNorm over the columns of all ranks."""
+
+    host: "ForeignModel"
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = super().forward(x)  # type: ignore[misc]
+        columns = self.host.columns
+        if columns.size == 1:
+            return made
+        eps = next(float(getattr(self, name)) for name in _EPSILONS if hasattr(self, name))
+        own = x.to(compute_dtype(x.dtype)).square().mean(-1, keepdim=True)
+        return made * ((own + eps) / (columns.mean(own) + eps)).sqrt().to(made.dtype)
+
+
+_EPSILONS = "variance_epsilon", "eps", "epsilon", "norm_eps"
+
+
+def shared_out(kind: type, leaf: str) -> type:
+    """Returns a subclass of `kind` whose attribute `leaf` is its parameter divided by the number of ranks, because the
+    ranks' results are added up."""
+
+    def part(self: Any) -> Tensor:
+        found: Tensor = self._parameters[leaf]
+        size = self.host.columns.size
+        return found if size == 1 else found / size
+
+    return type(kind.__name__, (kind,), {leaf: property(part)})
 
 
 def flattened(kind: type, leaf: str, dim: int) -> type:
