@@ -94,21 +94,27 @@ def keys() -> str:
 
 
 def _section(item: tuple[str, FieldInfo]) -> str:
-    """Returns a heading and a table of a section's keys, or of the single key outside a section."""
+    """Returns a heading and a table of a section's keys, or of the single key outside a section. A key with several sections
+    has the keys of all."""
     name, field = item
-    section = field.annotation
     head = ["Key", "Type", "Default", "Meaning"]
-    if not _is_section(section):
+    found = [_plain(each) for each in typing.get_args(field.annotation)] or [field.annotation]
+    sections = [each for each in found if _is_section(each)]
+    if len(sections) < len(found):
         rows = [_row(name, field)]
-        for nested in filter(_is_section, typing.get_args(section)):
-            rows += [_row(f"{name}.{key}", inner) for key, inner in nested.model_fields.items()]
+        rows += [_row(f"{name}.{key}", inner) for nested in sections for key, inner in nested.model_fields.items()]
         return f"### `{name}`\n\n{_table(head, rows)}"
-    text = " ".join(filter(None, [(section.__doc__ or "").strip(), field.description]))
-    rows = [_row(f"{name}.{key}", inner) for key, inner in section.model_fields.items()]
-    for key, inner in section.model_fields.items():
+    text = " ".join(filter(None, [(sections[0].__doc__ or "").strip(), field.description]))
+    rows = [_row(f"{name}.{key}", inner) for section in sections for key, inner in section.model_fields.items()]
+    for key, inner in (each for section in sections for each in section.model_fields.items()):
         nested = [each for each in (inner.annotation, *typing.get_args(inner.annotation)) if _is_section(each)]
         rows += [_row(f"{name}.{key}.{own}", of) for each in nested for own, of in each.model_fields.items()]
     return f"### `{name}`\n\n{text}\n\n{_table(head, rows)}"
+
+
+def _plain(annotation: Any) -> Any:
+    """Returns an annotated type without its annotations."""
+    return typing.get_args(annotation)[0] if typing.get_origin(annotation) is Annotated else annotation
 
 
 def _is_section(kind: Any) -> bool:
@@ -116,7 +122,7 @@ def _is_section(kind: Any) -> bool:
 
 
 def _row(path: str, field: FieldInfo) -> list[str]:
-    if _is_section(field.annotation):
+    if _type(field.annotation) == "section":
         default = "of its keys"
     elif field.default_factory_takes_validated_data:
         default = "from others"
@@ -132,7 +138,7 @@ def _type(annotation: Any) -> str:
     arguments = typing.get_args(annotation)
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(_type(argument) for argument in arguments)
+        return " or ".join(dict.fromkeys(_type(argument) for argument in arguments))
     if origin is typing.Literal:
         return " or ".join(f"`{value}`" for value in arguments)
     if origin is typing.Annotated:
@@ -145,7 +151,7 @@ def _type(annotation: Any) -> str:
         return f"list of {_type(arguments[0])}"
     if origin is dict:
         return f"mapping of names to {_type(arguments[1])}"
-    names = {int: "integer", float: "number", str: "text", bool: "true or false", types.NoneType: "null"}
+    names = {int: "integer", float: "number", str: "text", bool: "true or false", types.NoneType: "null", Any: "value"}
     return names[annotation]
 
 

@@ -332,17 +332,28 @@ def keys_of_section(path: Sequence[str], root: type[BaseModel]) -> Iterable[str]
     """
     node: typing.Any = root
     for name in path:
+        sections = [each for each in _sections_of(node) if name in each.model_fields]
         arguments = typing.get_args(node)
-        node = arguments[-1] if arguments else getattr(node, "model_fields", {})[name].annotation
+        if not arguments and not sections:
+            raise KeyError(name)
+        node = sections[0].model_fields[name].annotation if sections else arguments[-1]
     return _fields_of(node)
 
 
 def _fields_of(annotation: Any) -> Iterable[str]:
     """Returns the fields of a section, or of all sections among the possible types of a key."""
-    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
-        return [name for each in typing.get_args(annotation) for name in _fields_of(each)]
+    return [name for section in _sections_of(annotation) for name in section.model_fields]
+
+
+def _sections_of(annotation: Any) -> list[type[BaseModel]]:
+    """Returns the sections among the possible types of a key."""
+    origin = typing.get_origin(annotation)
+    if origin is Annotated:
+        return _sections_of(typing.get_args(annotation)[0])
+    if isinstance(annotation, types.UnionType) or origin is typing.Union:
+        return [section for each in typing.get_args(annotation) for section in _sections_of(each)]
     known = isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias)
-    return annotation.model_fields if known and issubclass(annotation, BaseModel) else ()
+    return [annotation] if known and issubclass(annotation, BaseModel) else []
 
 
 def architecture_from(mapping: Mapping[str, Any], where: str) -> Architecture:

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from optimus.hub.config_json import context_of, no_export
     from optimus.hub.drop_in import FastSparseMoEBlock, register_experts
     from optimus.hub.exporting import export_checkpoint, export_model
-    from optimus.hub.foreign import read_model_folder
     from optimus.hub.gguf import convert_to_gguf
     from optimus.hub.importing import FolderReader, import_folder, load_weights, omitted_layers
     from optimus.hub.published import read_published
+    from optimus.hub.sections import read_model_folder
 
 __all__ = [
     "FastSparseMoEBlock",
@@ -55,7 +55,7 @@ __getattr__, __dir__ = lazy_exports(
         "omitted_layers": _IMPORTING,
         "load_weights": _IMPORTING,
         "no_export": _CONFIG,
-        "read_model_folder": "optimus.hub.foreign",
+        "read_model_folder": "optimus.hub.sections",
         "read_published": "optimus.hub.published",
         "register_experts": _DROP_IN,
     },

@@ -27,6 +27,7 @@ from optimus.hub.config_json import FILE as CONFIG_JSON
 from optimus.hub.config_json import no_export, write_json
 from optimus.hub.exporting import check_free, new_folder
 from optimus.hub.keys import published
+from optimus.model.architecture import own_model
 from optimus.model.families import Key, families
 from optimus.model.low_rank import has_zeros
 from optimus.plugins import load_plugins, note_changed_plugins

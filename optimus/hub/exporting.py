@@ -24,10 +24,12 @@ from optimus.data.chat import ChatTemplate
 from optimus.disk import user_path
 from optimus.errors import UserError, nearest
 from optimus.hub.config_json import FILE, no_export, write_config, write_json
+from optimus.hub.foreign import write_folder
 from optimus.hub.keys import published
 from optimus.hub.published import GENERATION, TOKENIZER, published_again
 from optimus.hub.tensors import MASKS, OutputTensor, stored_bytes, write_tensors
-from optimus.model import Transformer
+from optimus.model import CausalModel
+from optimus.model.architecture import ModelConfig
 from optimus.model.families import families
 from optimus.model.parameters import named_tensors
 from optimus.plugins import load_plugins, note_changed_plugins
@@ -75,7 +77,7 @@ def export_checkpoint(
 
 
 def export_model(
-    model: Transformer,
+    model: CausalModel,
     output: Path,
     *,
     context: int,
@@ -103,8 +105,8 @@ def export_model(
     check_free(output)
     if (why := no_export(model.config)) is not None:
         raise UserError(why)
-    tensors = _tensors(model, dtype)
-    size = sum(map(stored_bytes, tensors))
+    named = _tensors(model, dtype)
+    size = sum(map(stored_bytes, named))
     special = _special_tokens(tokenizer, eos_id)
     stored_as = str(dtype or model.embedding.weight.dtype).removeprefix("torch.")
     with new_folder(output) as partial:
@@ -121,7 +123,12 @@ def export_model(
             pad_id=special.pad_id,
             context=context,
         )
-        write_config(model.config, partial, context=context, dtype=stored_as, further=again.config)
+        if isinstance(model.config, ModelConfig):
+            write_config(model.config, partial, context=context, dtype=stored_as, further=again.config)
+            write_tensors(named, partial, max_file_bytes)
+        else:
+            tensors = {each.name: each.tensor for each in named}
+            write_folder(model.config, tensors, partial, getattr(torch, stored_as), max_file_bytes)
         files: dict[str, Any] = {GENERATION: again.generation}
         if tokenizer is not None:
             shutil.copyfile(tokenizer, partial / "tokenizer.json")
@@ -139,7 +146,6 @@ def export_model(
                 (partial / name).write_text(content, encoding="utf-8")
             else:
                 write_json(partial / name, content)
-        write_tensors(tensors, partial, max_file_bytes)
         if masks:
             save_file(dict(masks), partial / MASKS)
     sizes = {file.name: file.stat().st_size for file in sorted(output.iterdir())}
@@ -147,7 +153,7 @@ def export_model(
         "output": str(output),
         "files": sizes,
         "bytes": sum(sizes.values()),
-        "tensors": len(tensors),
+        "tensors": len(named),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "dtype": stored_as,
     }
@@ -161,11 +167,15 @@ class SpecialTokens(NamedTuple):
     pad_id: int | None
 
 
-def _tensors(model: Transformer, dtype: torch.dtype | None) -> list[OutputTensor]:
+def _tensors(model: CausalModel, dtype: torch.dtype | None) -> list[OutputTensor]:
     """Returns all tensors to write: parameters in `dtype`, if given, and buffers in their present dtype.
 
     With `Family.head_copy`, a tied output layer has a separate tensor.
     """
+    if not isinstance(model.config, ModelConfig):
+        return [
+            OutputTensor(name, tensor, tuple(tensor.shape), dtype or tensor.dtype) for name, tensor in model.author_tensors().items()
+        ]
     buffers, family = dict(model.named_buffers()), families()[model.config.family]
     named = [*named_tensors(model)]
     if family.head_copy and model.config.tie_embeddings:

@@ -11,42 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimus.config.load import preset_names, resolve_model
-from optimus.disk import parse_json, user_path
-from optimus.errors import UserError, nearest
-from optimus.hub.config_json import FILE, has_weights, published_config, read_architecture
-from optimus.model.architecture import ModelConfig
+from optimus.errors import UserError
+from optimus.hub.config_json import FILE
 from optimus.model.foreign.architecture import TransformersModel
-
-
-def read_model_folder(path: Path, *, own_modules: bool = False) -> dict[str, Any]:
-    """Returns the configuration sections for a folder: for the library's modules, or with `own_modules` for the model's own.
-
-    Raises `UserError` like `read_architecture` and `read_foreign`.
-    """
-    return read_foreign(str(path)) if own_modules else read_architecture(path)
-
-
-def read_foreign(source: str) -> dict[str, Any]:
-    """Returns the configuration sections for `model.transformers`: a folder, a config.json or the name of a preset.
-
-    The section `checkpoint` names the folder if it has weights. Raises `UserError` for a source that does not exist, for a
-    damaged config.json and for pickled weights.
-    """
-    if source in preset_names():
-        model = ModelConfig.model_validate(resolve_model(source)["model"])
-        return {"model": {"transformers": published_config(model)}}
-    path = user_path(source)
-    file = path / FILE if path.is_dir() else path
-    if not file.is_file():
-        raise UserError(
-            f"model.transformers: '{source}' is neither a folder with a {FILE}, nor such a file, nor a preset; "
-            f"{nearest(source, preset_names())}"
-        )
-    sections: dict[str, Any] = {"model": {"transformers": parse_json(file.read_text(encoding="utf-8"), str(file))}}
-    if path.is_dir() and has_weights(path):
-        sections["checkpoint"] = {"load_path": str(path)}
-    return sections
 
 
 def read_weights(path: Path, config: TransformersModel) -> dict[str, Tensor]:
@@ -56,7 +23,7 @@ def read_weights(path: Path, config: TransformersModel) -> dict[str, Tensor]:
     """
     from transformers import AutoModelForCausalLM
 
-    from optimus.model.foreign.model import hf_config
+    from optimus.model.foreign.configuration import hf_config
 
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
@@ -76,7 +43,7 @@ def write_folder(
 ) -> None:
     """Writes a folder that `from_pretrained` loads, from parameters by the author's names. Files have at most `size`
     bytes."""
-    from optimus.model.foreign.model import hf_config
+    from optimus.model.foreign.configuration import hf_config
     from optimus.model.foreign.twin import build
 
     model: Any = build(hf_config(config.text), "sdpa", "meta")

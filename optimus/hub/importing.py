@@ -153,6 +153,7 @@ def load_weights(model: CausalModel, path: Path) -> None:
         model.fill_from(read_weights(path, model.config))
         return
     check_same_model(read_model(path), model.config, path / FILE)
+    assert isinstance(model, Transformer)
     _fill(model, FolderTensors(path), path)
 
 

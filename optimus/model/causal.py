@@ -92,8 +92,8 @@ class CausalModel(nn.Module):
 
     replaceable: Sequence[str] = ("sequence", "step")
     config: Architecture
-    blocks: Sequence[nn.Module]
-    embedding: nn.Module
+    blocks: Any
+    embedding: Any
     head: Any
     predict: Unit
 
@@ -122,6 +122,10 @@ class CausalModel(nn.Module):
 
         `first` stands for the modules between embedding and blocks, `last` for those between blocks and output layer.
         """
+
+    def author_tensors(self) -> dict[str, Tensor]:
+        """Returns the parameters by their names in folders of `transformers`; only for adapted models."""
+        raise NotImplementedError
 
     def fill_from(self, tensors: Mapping[str, Tensor]) -> None:
         """Fills the parameters from tensors by their names in folders of `transformers`; only for adapted models."""

@@ -169,6 +169,9 @@ class Transformer(CausalModel):
     model has, by default all.
     """
 
+    config: ModelConfig
+    embedding: Embedding
+
     def __init__(
         self,
         config: ModelConfig,
@@ -181,7 +184,7 @@ class Transformer(CausalModel):
         self.embedding = Embedding(config.vocab, config.hidden)
         learned = config.learned_positions
         self.positions = LearnedPositions(learned, config.position_offset, config.hidden) if learned else None
-        self.blocks = Blocks(Block(config, layer, force_balanced) for layer in numbers)
+        self.blocks: Blocks = Blocks(Block(config, layer, force_balanced) for layer in numbers)
         self.final_norm = norm_of(config, Size("residual", config.hidden))
         tied = self.embedding.weight if config.tie_embeddings else None
         self.head = Head(config.vocab, config.hidden, tied, config.logit_cap)

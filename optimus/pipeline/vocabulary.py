@@ -8,7 +8,7 @@ vocabulary, B sequences, S positions.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ class VocabularyPasses:
         scale: float,
         trains: bool,
     ) -> None:
-        self._links, self._model, self._microbatches = links, model, microbatches
+        self._links, self._model, self._microbatches = links, cast(Any, model), microbatches  # has a unit `embed`
         self._receive_buffer, self._count, self._scale, self._trains = receive_buffer, count, scale, trains
         self._rank = links.outputs.rank
         self._positions_S = positions_S

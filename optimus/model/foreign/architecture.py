@@ -48,7 +48,7 @@ class TransformersModel(Section):
     @property
     def facts(self) -> "ModelFacts":
         """The facts that the adapter has found in the model."""
-        from optimus.model.foreign.model import facts_of_text
+        from optimus.model.foreign.configuration import facts_of_text
 
         return facts_of_text(self.text)
 
@@ -70,7 +70,7 @@ class TransformersModel(Section):
 
     def sharded_sizes(self) -> list[tuple[str, int, int]]:
         """Returns (name, size, 0) of the sizes that tensor parallelism shards over ranks."""
-        from optimus.model.foreign.model import sharded_sizes
+        from optimus.model.foreign.configuration import sharded_sizes
 
         return [(f"the number of columns or heads of {name}", size, 0) for name, size in sharded_sizes(self.text)]
 

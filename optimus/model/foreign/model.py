@@ -7,27 +7,23 @@ stage.
 Legend: B batch, S sequence, H hidden, T = B * S tokens.
 """
 
-import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from optimus.errors import UserError
 from optimus.model.batch import Batch, moved
 from optimus.model.causal import BlockRow, CausalModel
 from optimus.model.foreign.architecture import TransformersModel
 from optimus.model.foreign.attention import NAME
 from optimus.model.foreign.columns import WHOLE, Columns
-from optimus.model.foreign.facts import facts_of
+from optimus.model.foreign.configuration import hf_config
 from optimus.model.foreign.initial import Initial as Noted
 from optimus.model.foreign.initial import initial_values
 from optimus.model.foreign.modules import (
@@ -125,7 +121,7 @@ class ForeignModel(CausalModel):
     """
 
     replaceable = ("sequence", "step", "columns")
-    config: TransformersModel  # type: ignore[assignment]
+    config: TransformersModel
 
     def __init__(
         self, config: TransformersModel, body: nn.Module, facts: ModelFacts, initial: Mapping[str, Noted]
@@ -277,10 +273,10 @@ def _compose(model: ForeignModel, facts: ModelFacts, initial: Mapping[str, Noted
             before = _part(f"{name}.", facts) in ("embedding", "before")
             unit = _unit("embedding" if module is embedding else "norm", module)
             model._units.append(unit)
-            own = type(module)
+            authors = type(module)
             become(module, StagedModule, unit=unit, before=before)
             if module is embedding:
-                _look_up(module, own)
+                _look_up(module, authors)
     for number, block in enumerate(model.blocks):
         become(block, StagedBlock, unit=_unit("block", block), number=number, outputs=facts.outputs)
     become(head, HeadModule, vocabulary=Vocabulary(), factor=facts.logit_scale, cap=facts.logit_cap)
@@ -296,13 +292,9 @@ def _unit(kind: str, module: nn.Module) -> Unit:
     return Unit(kind, Calls(module))
 
 
-class _Lookup(Lookup, nn.Embedding):
-    """`nn.Embedding` with the forward pass of `Lookup`."""
-
-
-def _look_up(module: nn.Module, own: type) -> None:
+def _look_up(module: nn.Module, own: type[nn.Module]) -> None:
     """Puts `Lookup` below the class `own` of an embedding, in the place of `nn.Embedding`'s forward pass."""
-    bases = (StagedModule, _Lookup) if own is nn.Embedding else (StagedModule, own, _Lookup)
+    bases = (StagedModule, Lookup) if own is nn.Embedding else (StagedModule, own, Lookup)
     module.__class__ = type(f"{StagedModule.__name__}{own.__name__}", bases, {})
     module.__dict__["vocabulary"] = Vocabulary()
 
@@ -383,52 +375,17 @@ def _initial(noted: Noted | None) -> Initial:
 def _dims(role: Role, ndim: int, split: Split) -> tuple[Dim, ...]:
     """Returns logical dims that give the parameter its layout."""
     if role in ("embedding", "head"):
-        return ("vocab" if split.dim == 0 else "positions", "residual")[:ndim]
+        rows: Dim = "vocab" if split.dim == 0 else "positions"
+        return (rows, "residual")[:ndim]
     if split.dim is None:
         return ("head" if split.partial or split.share else "latent",) * ndim
     if ndim == 1:
         return ("ffn",)
-    return tuple("ffn" if dim == split.dim else "residual" if ndim == 2 else "latent" for dim in range(ndim))
+    other: Dim = "residual" if ndim == 2 else "latent"
+    return tuple("ffn" if dim == split.dim else other for dim in range(ndim))
 
 
-# ---- From configurations ----
-
-
-def hf_config(text: str) -> PretrainedConfig:
-    """Returns the configuration of `transformers` from the JSON text of a config.json. Raises `UserError` for an unknown
-    model type and for remote code."""
-    raw = json.loads(text)
-    if "auto_map" in raw:
-        raise UserError(
-            "model.transformers: auto_map names code outside of `transformers`, which is never run: remove auto_map, or "
-            "register the model through a plugin"
-        )
-    try:
-        return AutoConfig.for_model(**raw)
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"model.transformers: {error}") from None
-
-
-@lru_cache(maxsize=16)
-def facts_of_text(text: str) -> ModelFacts:
-    """Returns the facts of the model whose config.json is `text`."""
-    with torch.device("cpu"):
-        return facts_of(hf_config(text))
-
-
-@lru_cache(maxsize=16)
-def sharded_sizes(text: str) -> tuple[tuple[str, int], ...]:
-    """Returns (name, size) of everything that the number of tensor-parallel ranks must divide, each size once."""
-    facts, found = facts_of_text(text), dict[int, str]()
-    with torch.device("cpu"):
-        shapes = {name: each.shape for name, each in build(hf_config(text), "sdpa", "meta").named_parameters()}
-    for name, split in facts.splits.items():
-        if split.dim is not None and name.rpartition(".")[0] not in (facts.embedding, facts.head):
-            for size in split.pieces or (shapes[name][split.dim],):
-                found.setdefault(size, name)
-    for name, size in facts.heads.items():
-        found.setdefault(size, name)
-    return tuple((name, size) for size, name in found.items())
+# ---- Building ----
 
 
 def foreign_model(config: TransformersModel) -> ForeignModel:
@@ -448,7 +405,5 @@ def materialised(model: ForeignModel, device: torch.device) -> ForeignModel:
         for leaf, old in owner._parameters.items():
             if old is not None:
                 owner._parameters[leaf] = made.setdefault(id(old), nn.Parameter(torch.empty_like(old, device=device)))
-        for leaf, buffer in owner._buffers.items():
-            if buffer is not None:
-                owner._buffers[leaf] = buffer.to(device)
+        owner._buffers |= {leaf: None if each is None else each.to(device) for leaf, each in owner._buffers.items()}
     return model

@@ -8,7 +8,7 @@ Legend: B batch, S sequence, T tokens, H hidden, L inputs and N outputs of a wei
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -73,13 +73,15 @@ class StagedBlock(_Staged):
         passing = self.host.current
         x, rest = _first(args, options)
         if not passing.blocks:  # a stage without blocks
-            x = passing.stream_BSH = x if passing.received_BSH is None else passing.received_BSH
+            x = x if passing.received_BSH is None else passing.received_BSH
+            passing.stream_BSH = x
         if self.number not in passing.blocks:
             return (x, *[None] * (self.outputs - 1)) if self.outputs else x
         if self.number == passing.blocks.start and passing.received_BSH is not None:
             x = passing.received_BSH
         made = self._run(x, lambda x: super(StagedBlock, self).__call__(x, *rest, **options))  # type: ignore[misc]
-        made = made if isinstance(made, tuple) or not self.outputs else (made,)  # a unit opens a tuple of one result
+        if self.outputs and not isinstance(made, tuple):  # a unit opens a tuple of one result
+            made = (made,)
         passing.stream_BSH = made[0] if self.outputs else made
         return made
 
@@ -108,17 +110,15 @@ def _first(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, tuple[A
     return options.pop(next(iter(options))), ()
 
 
-class Lookup:
+class Lookup(nn.Embedding):
     """A token embedding, whose rows may be sharded. It stands below the model's own class of embeddings, so that the
     model's factors stay."""
 
     replaceable: ClassVar[tuple[str, ...]] = ("vocabulary",)
     vocabulary: Vocabulary
-    weight: nn.Parameter
-    padding_idx: int | None
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x_TH = self.vocabulary.embed(tokens.flatten(), self.weight)
+        x_TH = self.vocabulary.embed(tokens.flatten(), cast(nn.Parameter, self.weight))
         if self.padding_idx is not None:  # the row of the padding token gets no gradient, like in `nn.Embedding`
             x_TH = torch.where((tokens == self.padding_idx).flatten()[:, None], x_TH.detach(), x_TH)
         return x_TH.view(*tokens.shape, -1)

@@ -1,0 +1,53 @@
+"""Configurations of `transformers`, and what the adapter knows of their models."""
+
+import json
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from optimus.errors import UserError
+from optimus.model.foreign.facts import facts_of
+from optimus.model.foreign.needed import needed_transformers
+from optimus.model.foreign.records import ModelFacts
+from optimus.model.foreign.twin import build
+
+
+def hf_config(text: str) -> Any:
+    """Returns the configuration of `transformers` from the JSON text of a config.json. Raises `UserError` for an unknown
+    model type and for remote code."""
+    needed_transformers()
+    from transformers import AutoConfig
+
+    raw = json.loads(text)
+    if "auto_map" in raw:
+        raise UserError(
+            "model.transformers: auto_map names code outside of `transformers`, which is never run: remove auto_map, or "
+            "register the model through a plugin"
+        )
+    try:
+        return AutoConfig.for_model(**raw)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"model.transformers: {error}") from None
+
+
+@lru_cache(maxsize=16)
+def facts_of_text(text: str) -> ModelFacts:
+    """Returns the facts of the model whose config.json is `text`."""
+    with torch.device("cpu"):
+        return facts_of(hf_config(text))
+
+
+@lru_cache(maxsize=16)
+def sharded_sizes(text: str) -> tuple[tuple[str, int], ...]:
+    """Returns (name, size) of everything that the number of tensor-parallel ranks must divide, each size once."""
+    facts, found = facts_of_text(text), dict[int, str]()
+    with torch.device("cpu"):
+        shapes = {name: each.shape for name, each in build(hf_config(text), "sdpa", "meta").named_parameters()}
+    for name, split in facts.splits.items():
+        if split.dim is not None and name.rpartition(".")[0] not in (facts.embedding, facts.head):
+            for size in split.pieces or (shapes[name][split.dim],):
+                found.setdefault(size, name)
+    for name, size in facts.heads.items():
+        found.setdefault(size, name)
+    return tuple((name, size) for size, name in found.items())

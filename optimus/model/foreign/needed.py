@@ -1,0 +1,22 @@
+"""The check for the package `transformers`."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from optimus.errors import UserError, how_to_install
+
+_LEAST = (5, 17)  # the oldest version with the interfaces for attention, experts and initial values
+
+
+def needed_transformers() -> None:
+    """Raises `UserError` without a version of `transformers` that has the interfaces that adapted models need."""
+    least = ".".join(map(str, _LEAST))
+    try:
+        found = version("transformers")
+    except PackageNotFoundError:
+        raise UserError(
+            f"model.transformers needs the package transformers, version {least} or newer: {how_to_install('hf')}"
+        ) from None
+    if tuple(int(part) for part in found.split(".")[:2]) < _LEAST:
+        raise UserError(
+            f"model.transformers needs transformers {least} or newer, and {found} is installed: {how_to_install('hf')}"
+        )
