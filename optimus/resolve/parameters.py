@@ -33,7 +33,7 @@ def layout_options(config: RunConfig) -> dict[str, bool]:
 
 
 def full_model(config: RunConfig) -> CausalModel:
-    """Builds the model with all its stages on the meta device, so that its parameters take no memory."""
+    """Builds the model with all stages on the meta device, so that the parameters take no memory."""
     with torch.device("meta"):
         return with_factors(causal_model(config.model, config.moe.force_balanced), config.train)
 
