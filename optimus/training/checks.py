@@ -112,8 +112,7 @@ def _check_text(text: str, key: str, max_bytes: int) -> None:
 def check_output(config: RunConfig, resume: bool, data: TrainingData) -> None:
     """Raises `UserError` when the run folder is not writable. Without `resume`, raises `UserError` when the folder
     contains a run or files other than a lease. With `resume`, raises `UserError` when the run in the folder cannot
-    resume with `config`.
-    """
+    resume with `config`."""
     folder = Path(config.train.output)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"train.output: {folder} is a file; name a folder")
@@ -183,9 +182,10 @@ def fetch_lost_run(config: RunConfig, resume: bool) -> None:
 
 
 def check_prunings(config: RunConfig, description: Description, path: Path) -> None:
-    """Checks that a run that continues from the checkpoint `path` can prune as configured. Raises `UserError` when
-    weights that `pruning.rewind` needs are missing. Raises `UserError`, except with early-bird, when the checkpoint is
-    at or after a pruning step but not pruned.
+    """Checks that a run that continues from the checkpoint `path` can prune as configured.
+
+    Raises `UserError` when weights that `pruning.rewind` needs are missing. Raises `UserError`, except with early-bird,
+    when the checkpoint is at or after a pruning step but not pruned.
     """
     pruning, step = config.pruning, description.step
     if pruning is None:

@@ -187,10 +187,12 @@ class Trainer:
     def fit(self) -> Ending:
         """Trains to the last step of the run, or until any rank ends the run early.
 
-        Returns the reason of an early end, or an empty `Ending`; all ranks return the same ending. Calls the hooks in
-        their order, and `after_training` in reverse order, also after an error. Raises the `UserError` given to `stop`
-        or `fail`. Raises errors of the library's hooks. Raises `CollectiveError`, whose message names the step, if a
-        collective fails, as after the loss of a rank.
+        Returns the reason of an early end, or an empty `Ending`; all ranks return the same ending.
+
+        Calls the hooks in their order, and `after_training` in reverse order, also after an error.
+
+        Raises the `UserError` given to `stop` or `fail`. Raises errors of the library's hooks. Raises
+        `CollectiveError`, whose message names the step, if a collective fails, as after the loss of a rank.
         """
         try:
             self._train()

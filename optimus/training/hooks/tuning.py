@@ -14,8 +14,9 @@ _WORD = "matmul"  # prefix of a measurement's name, before the shape
 
 
 class TuneMatmuls(Hook):
-    """Times, in the first step, all forms of each large matmul that has no measurement for this chip. All ranks use the
-    same forms. Since the caches of nodes may differ, only the cache of the first rank counts.
+    """Times, in the first step of a process, all forms of each large matmul without a measurement for this chip.
+
+    All ranks use the same forms. Since the caches of nodes may differ, only the cache of the first rank counts.
     """
 
     order = Order.CHANGE

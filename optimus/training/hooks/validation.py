@@ -17,10 +17,12 @@ _SAMPLE_TOKENS = 64  # maximum length of a prompt's continuation: a few lines
 
 
 class Validation(Hook):
-    """Measures validation sets and tasks at configured intervals and at the last step. Measures bits per byte, and the
-    loss of validation sets with a name. Continues prompts after measuring a set, and at the last step. Runs on all
-    ranks, but only rank 0 reads the text and the tasks. If rank 0 needs no other rank for a forward pass, rank 0
-    measures alone. Otherwise all ranks measure together. A read error on rank 0 ends the run on all ranks.
+    """Measures validation sets and tasks at configured intervals and at the last step.
+
+    Measures bits per byte, and the loss of validation sets with a name. Continues prompts after measuring a set, and at
+    the last step. Runs on all ranks, but only rank 0 reads the text and the tasks. If rank 0 needs no other rank for a
+    forward pass, rank 0 measures alone. Otherwise all ranks measure together. A read error on rank 0 ends the run on
+    all ranks.
     """
 
     order = Order.MEASURE
