@@ -201,7 +201,7 @@ def sampled(logits_BV: Tensor, requests: Sequence[Request], randoms: Sequence[to
     logits_BV = logits_BV.float().cpu()
     below_BV = logits_BV.double() - logits_BV.amax(-1, keepdim=True)  # at most 0, so that no quotient is plus infinity
     p_BV, order_BV = torch.softmax(below_BV / temperature_B[:, None], -1).sort(descending=True, stable=True)
-    before_BV = p_BV.cumsum(-1) - p_BV  # for each token, the total probability of the tokens before it in this order
+    before_BV = p_BV.cumsum(-1) - p_BV  # for each token, the total probability of the preceding tokens
     p_BV[before_BV >= top_p_B[:, None]] = 0
     upto_BV = p_BV.cumsum(-1)
     at_B1 = torch.searchsorted(upto_BV, (drawn_B * upto_BV[:, -1])[:, None], right=True)
@@ -311,7 +311,7 @@ class TextStream:
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], until: Sequence[str] = ()) -> None:
         self._tokenizer, self._until = tokenizer, tuple(until)
         self._before, self._new = list(prompt_ids[-1:]), list[int]()
-        self._held = ""  # decoded text that is not returned yet, because it may begin a string of `until`
+        self._held = ""  # decoded text that `add` holds back, because the text may begin a string of `until`
         self.text, self.ended = "", False
 
     def add(self, token: int) -> str:
@@ -324,7 +324,7 @@ class TextStream:
         return self._released(text)
 
     def finish(self) -> str:
-        """Returns the text that was held back, once the sequence has no more tokens."""
+        """Returns the held text. Call the method once the sequence has no more tokens."""
         if self.ended:
             return ""
         piece = self._released(_decode_after(self._tokenizer, self._before, self._new)) if self._new else ""

@@ -1,7 +1,7 @@
 """Computes log-likelihoods of token sequences, in batches of similar lengths, for tasks and for bits per byte.
 
-A `Window` names the tokens to score and the tokens before them. Windows with the same input (the choices A, B, C, D
-after one question) share one row of a batch. Only the predicted positions go through the output layer.
+A `Window` has the tokens to score and the preceding tokens. Windows with the same input (the choices A, B, C, D after
+one question) share one row of a batch. Only the predicted positions go through the output layer.
 
 Legend: B rows, S positions, H hidden, N predicted tokens of a batch, V vocabulary.
 """
@@ -49,7 +49,7 @@ class Window(NamedTuple):
 
 class Score(NamedTuple):
     """The score of a window. `log_likelihood` is in nats. `greedy` is True if every scored token was the most probable
-    one."""
+    token."""
 
     log_likelihood: float
     greedy: bool

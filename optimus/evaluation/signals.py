@@ -66,7 +66,7 @@ def signals(curves: TaskCurves) -> list[dict[str, Any]]:
 
     `spearman` is the rank correlation of the metric with the step, 1 if each measurement is better than the previous
     measurement. `noise` estimates the standard deviation of a measurement, in units of the metric. `spearman` and
-    `noise` are means over the runs. `kendall` is the tau-b between the ranking of the runs at a step and their final
+    `noise` are means over the runs. `kendall` is the tau-b between the ranking of the runs at a step and the final
     ranking, as a mean over all common steps before the last. For a single run or fewer than two common steps, `kendall`
     is None.
     """

@@ -129,7 +129,7 @@ def run_hub_tasks(
             )
         except UserError:
             raise
-        except (OSError, ValueError) as error:  # what `datasets` raises for data that it cannot get
+        except (OSError, ValueError) as error:  # errors of `datasets` for unavailable data
             raise UserError(
                 f"the data of {', '.join(names)} cannot be had ({str(error).splitlines()[0]}): `--hub` downloads them, or "
                 "reads the cache of `datasets` (HF_HOME, HF_DATASETS_CACHE)"

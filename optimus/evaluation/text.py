@@ -124,7 +124,7 @@ def read_parts(
         if tokens - given >= _TOKENS_AT_ONCE:
             yield Part(held, seen_bytes, tokens)
             held, given = [], tokens
-    held += cutter.cut([], True)  # the last document, if `max_tokens` has cut it
+    held += cutter.cut([], True)  # the rest of a document that `max_tokens` has cut
     if not tokens:
         raise UserError(_no_text(text_path))
     yield Part(held, seen_bytes, tokens)

@@ -75,8 +75,8 @@ def measure_facts(
     """Returns the facts of this machine.
 
     With `world`, all ranks of `world` must call the function, which returns the same facts on all ranks. Without
-    `world`, the function times nothing. A process that only starts ranks sets `touches` to False: the function then
-    allocates nothing on the accelerator, and counts all memory of the accelerator as free.
+    `world`, the function times nothing. Without `touches`, for a process that only starts ranks, the function allocates
+    nothing on the accelerator, and counts all memory of the accelerator as free.
     """
     native = bfloat16_of(device) if world is None else world.on_first(lambda: bfloat16_of(device))
     per_node = mesh.ranks_per_node or mesh.size

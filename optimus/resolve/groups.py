@@ -90,8 +90,8 @@ def communicators(
     """Returns an upper bound of the communicators of each of `ranks`, for backends that create a communicator at a
     group's first collective.
 
-    NCCL, RCCL and oneCCL are such backends. For messages, a backend creates a communicator per pair of sender and
-    receiver. A rank exchanges messages with the ranks of neighbouring stages.
+    NCCL, RCCL and oneCCL create communicators in this way. For messages, a backend creates a communicator per pair of
+    sender and receiver. A rank exchanges messages with the ranks of neighbouring stages.
     """
     found: list[list[Communicators]] = [[] for _ in ranks]
     for what, partition, apart, messages in run_groups(config, mesh, layouts, tags=False):

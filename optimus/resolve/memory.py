@@ -65,8 +65,8 @@ class MemoryAccount(NamedTuple):
         return {**self.device, "activations": self.activations, "working": self.working, **there}
 
     def taken(self, facts: Facts) -> int:
-        """Returns the bytes of the account that must fit into `facts.device_bytes`; on a CPU, these include the state on the
-        host."""
+        """Returns the bytes of the account that must fit into `facts.device_bytes`. On a CPU, the result includes the
+        state on the host."""
         return self.total + (sum(self.host.values()) if facts.device == "cpu" else 0)
 
 
@@ -276,8 +276,8 @@ def _alike(plans: Sequence[ChunkPlan]) -> Iterator[list[ChunkPlan]]:
 
 
 def _node_bytes(run: ResolvedRun, held: Sequence[float], copied: Mapping[int, int]) -> Iterator[tuple[float, int]]:
-    """Yields, for each node, the bytes of the state of its ranks and the bytes of their copies. `held` has the mean
-    bytes of state of a rank by pipeline rank, and `copied` the bytes of copies by rank."""
+    """Yields, for each node, (bytes of the ranks' state, bytes of the ranks' copies). `held` has the mean bytes of
+    state of a rank by pipeline rank, and `copied` the bytes of copies by rank."""
     mesh = run.mesh
     node = mesh.ranks_per_node or mesh.size
     for first in range(0, mesh.size, node):

@@ -52,8 +52,8 @@ class _Machine(NamedTuple):
 
 
 def placement(run: ResolvedRun) -> Decided:
-    """Decides the folder of state on a disk. With all state on the device, decides `update_on` and `accumulate_on` as
-    `device` if they are open."""
+    """Decides the folder of state on a disk. With all state on the device, decides open `update_on` and `accumulate_on`
+    as `device`."""
     state = run.config.state
     if state.offload == "none":
         open_ = [key for key in ("update_on", "accumulate_on") if getattr(state, key) == "auto"]

@@ -1,4 +1,4 @@
-"""Resolves a run: makes every decision once, each after the decisions that it depends on."""
+"""Resolves a run: makes each decision after the decisions that determine it."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The pipeline stages of a run, derived from its configuration: their placement and their schedule."""
+"""The pipeline stages of a run: placement and schedule."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise

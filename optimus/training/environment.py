@@ -1,5 +1,5 @@
-"""Records every start and resume in the run folder: the configuration, the decisions, and, as a line of
-`environment.jsonl`, the software and hardware.
+"""Records every start and resume in the run folder. `config.yaml` has the configuration, `decisions.yaml` the
+decisions, and a line of `environment.jsonl` the software and hardware.
 
 Records no environment variables, because environment variables may hold secrets.
 """

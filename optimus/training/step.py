@@ -19,7 +19,7 @@ from optimus.step_context import region
 
 DATA = ("dp", "cp")  # mesh axes that divide the tokens of a global batch
 # The maximum clipped gradient norm of an update; the square of this norm is finite in fp32. Second moments are means of
-# squared gradients: an infinite second moment would stay infinite, and its parameter would never change again.
+# squared gradients: an infinite second moment would stay infinite, and the parameter would never change again.
 LARGEST_NORM = 0.999 * math.sqrt(torch.finfo(torch.float32).max)
 _HUGE_NORM = 1e6  # above this norm of clipped gradients, large second moments keep later updates small for many steps
 

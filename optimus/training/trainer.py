@@ -1,4 +1,4 @@
-"""The trainer: runs the steps of a run and calls hooks around them.
+"""The trainer: runs the steps of a run and calls hooks.
 
 `step.py` computes a step. Hooks measure, judge, record and save. The library's hooks are in `hooks/`; users may add
 hooks. After a failed collective, in the step or in a hook, the training ends at once, because the ranks can no longer
@@ -94,8 +94,8 @@ class Hook:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores this hook's state from a checkpoint. If the checkpoint has such a state, runs before training on
-        every rank that calls the hook."""
+        """Restores this hook's state from a checkpoint. Runs before training on each rank that calls the hook, if the
+        checkpoint has a state of the hook."""
 
     @property
     def name(self) -> str:
@@ -261,7 +261,7 @@ class Trainer:
         return StepRecord(step, result, clock.times())
 
     def _next_batch(self, loader: TokenLoader[Batch]) -> Batch | None:
-        """Returns the next batch on the run's device, with the documents on the host. If any rank cannot read its part,
+        """Returns the next batch on the run's device, with the documents on the host. If a rank cannot read its part,
         all ranks end the run as failed and return None."""
         device, reports = self.run.device, (self.progress.step + 1) % self.config.observe.log_every == 0
 
@@ -283,8 +283,7 @@ class Trainer:
             return None
 
     def _agree_on_ending(self) -> None:
-        """Sets the ending on all ranks if any rank has requested one with `stop`; after the last step, only an error
-        counts."""
+        """Sets the ending on all ranks if a rank has called `stop`. After the last step, only an error counts."""
         if not self.groups.world.any(self._wish is not None):
             return
         own, self._wish = self._wish, None

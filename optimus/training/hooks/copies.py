@@ -67,7 +67,7 @@ class CopyCheckpoints(Hook):
                 trainer.say(f"{name} is copied to {trainer.config.checkpoint.copy_to}")
         folder = trainer.folder / CHECKPOINTS
         changed = folder.stat().st_mtime_ns if folder.exists() else 0
-        if changed == self._seen:  # spares the listing of the folder in every step
+        if changed == self._seen:  # avoids listing the folder in each step
             return False
         newest = newest_local(trainer.folder)
         if newest is None or newest == self._tried:

@@ -14,7 +14,7 @@ from optimus.training.trainer import Hook, Order, Trainer
 
 
 class Metrics(Hook):
-    """Writes a record of every step to the run's metrics and shows the progress. Runs on rank 0 only."""
+    """Writes a record of every step to the run's metrics and shows the progress. Runs on rank 0."""
 
     order = Order.RECORD
     ranks = "first"
