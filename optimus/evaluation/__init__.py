@@ -1,7 +1,7 @@
 """Evaluates models: tasks through lm-eval, bits per byte of any text, generated text.
 
 `evaluate` and `generate_text` read checkpoints. `bits_per_byte` and `generate` take a model in memory, also in the
-middle of training. These functions load on first use, so importing the package is cheap.
+middle of training. The functions load on first use, so importing the package is cheap.
 """
 
 from typing import TYPE_CHECKING

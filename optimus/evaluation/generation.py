@@ -1,5 +1,5 @@
 """Generates text. `Generation` decodes many prompts of different lengths together with a KV cache, greedily unless a
-request has a temperature. `continuations` always decodes greedily, also with a model that is partitioned over ranks.
+request has a temperature. `continuations` decodes greedily, also with a model that is partitioned over ranks.
 
 Legend: B rows, S positions, H hidden, V vocabulary.
 """
@@ -22,7 +22,7 @@ from optimus.model import KVCache, Transformer
 ROWS = 64  # sequences that `Generation` decodes together by default
 _CACHE_BYTES = 4 << 30  # maximum bytes of the keys and values of all layers, unless one sequence needs more
 _PREFILL_TOKENS = 8192  # maximum tokens of a forward pass over several prompts, padding included
-_PADDED = 1.15  # maximum ratio of the tokens of such a pass, padding included, to the tokens of its prompts
+_PADDED = 1.15  # maximum ratio of the tokens of a forward pass, padding included, to the tokens of the prompts
 _MOST_HELD = 64  # maximum number of tokens for which `TextStream` waits until a character is complete
 
 
@@ -31,8 +31,8 @@ class Request(NamedTuple):
 
     The continuation ends after `max_tokens` tokens, or before the first token of `stops`. Temperature 0 takes the most
     probable token. Other temperatures draw a token from the softmax of logits / temperature. The draw is among the
-    fewest tokens whose total probability is at least `top_p` (nucleus sampling, Holtzman et al. 2020, section 3.1). The
-    same `seed` draws the same tokens if the probabilities are the same.
+    fewest tokens whose total probability is at least `top_p` (nucleus sampling, Holtzman et al. 2020, section 3.1).
+    Equal seeds draw equal tokens from equal probabilities.
     """
 
     prompt: Sequence[int]
@@ -43,8 +43,8 @@ class Request(NamedTuple):
     stops: Collection[int] = ()
 
     def fitted(self, context: int | None) -> "Request":
-        """Returns this request with the last tokens of the prompt that fit into `context` together with `max_tokens`
-        new tokens.
+        """Returns the request with a prompt that fits into `context` together with `max_tokens` new tokens. A longer
+        prompt loses its beginning.
 
         Raises `UserError` for options out of range.
         """
@@ -78,10 +78,10 @@ class _Row:
 
 
 class Generation:
-    """Decodes the continuations of requests, at most `rows` at a time, and fewer if their keys and values would take more
+    """Decodes the continuations of requests, at most `rows` at a time, and fewer if the keys and values would take more
     than 4 GiB. Iterating yields (number of the request, token).
 
-    A request gets the tokens that it would get alone, up to rounding. Waiting requests start whenever at least a
+    The other requests affect a request's continuation only by rounding. Waiting requests start whenever at least a
     quarter of the rows is free. If `context` is set, a prompt loses its first tokens until prompt and continuation fit
     into `context` tokens. Raises `UserError` for options out of range.
     """
@@ -130,19 +130,19 @@ class Generation:
                 self._rows.pop()
 
     def _can_start(self) -> bool:
-        """Returns True if requests wait and at least a quarter of the rows are free: few long passes cost less than many
-        short ones."""
+        """Returns True if requests wait and at least a quarter of the rows are free. Few long passes cost less than
+        many short passes."""
         return bool(self._waiting) and 4 * (self._slots - len(self._rows)) >= self._slots
 
     def _start(self) -> list[_Row]:
-        """Reads the prompts of the next requests into all free rows, finds their first tokens, and returns the new rows."""
+        """Reads the prompts of waiting requests into free rows, finds the first tokens, and returns the new rows."""
         started = len(self._rows)
         while self._waiting and len(self._rows) < self._slots:
             self._read(self._next_group())
         return self._rows[started:]
 
     def _next_group(self) -> list[_Row]:
-        """Returns the next requests that share a forward pass: their prompts have similar lengths."""
+        """Returns the next requests that share a forward pass, whose prompts have similar lengths."""
         group: list[_Row] = []
         longest, tokens = len(self._waiting[-1].request.prompt), 0
         while self._waiting and len(self._rows) + len(group) < self._slots:
@@ -201,7 +201,7 @@ def sampled(logits_BV: Tensor, requests: Sequence[Request], randoms: Sequence[to
     logits_BV = logits_BV.float().cpu()
     below_BV = logits_BV.double() - logits_BV.amax(-1, keepdim=True)  # at most 0, so that no quotient is plus infinity
     p_BV, order_BV = torch.softmax(below_BV / temperature_B[:, None], -1).sort(descending=True, stable=True)
-    before_BV = p_BV.cumsum(-1) - p_BV  # for each token, the total probability of the tokens before it in this order
+    before_BV = p_BV.cumsum(-1) - p_BV  # for each token, the total probability of the preceding tokens
     p_BV[before_BV >= top_p_B[:, None]] = 0
     upto_BV = p_BV.cumsum(-1)
     at_B1 = torch.searchsorted(upto_BV, (drawn_B * upto_BV[:, -1])[:, None], right=True)
@@ -222,7 +222,7 @@ def generate(
     """Generates the texts that continue `prompts`, without the prompts. A text ends before an end-of-text token.
 
     `tokenizer` is a `tokenizers.Tokenizer`. An empty prompt starts a new document after end-of-text. `options` are
-    those of `Request`, the same for all prompts. The function calls `on_text`, if given, with (number of the prompt,
+    fields of `Request`, the same for all prompts. The function calls `on_text`, if given, with (number of the prompt,
     new piece of its text) as soon as the piece is known. Raises `UserError` for options out of range and for invalid
     prompts.
     """
@@ -260,7 +260,7 @@ def answer(
     **options: Any,
 ) -> list[str]:
     """Generates the assistant's answers to users' `messages`, in the format of `template`. An answer ends where the
-    template ends the assistant's message, or after `max_tokens` tokens.
+    template ends the assistant's message, at end-of-text, or after `max_tokens` tokens.
 
     `as_tokens` and `as_text` are `tokenizers.Tokenizer` objects: `as_tokens` encodes the template's text and parses
     special tokens, and `as_text` encodes the messages. Further arguments are those of `generate`. Raises `UserError`
@@ -283,11 +283,8 @@ def texts(
     until: Sequence[Sequence[str]] | None = None,
     on_text: Callable[[int, str], None] | None = None,
 ) -> list[str]:
-    """Decodes the text of each request, up to the first string of the request's `until`. Calls `on_text` like
-    `generate`.
-
-    Holds back from `on_text` the text that may begin a string of `until`.
-    """
+    """Decodes the text of each request, up to a string of the request's `until`. Calls `on_text` like `generate`, but
+    holds back text that may begin a string of `until`."""
     streams = [
         TextStream(tokenizer, request.prompt, () if until is None else until[number])
         for number, request in enumerate(requests)
@@ -305,20 +302,20 @@ def texts(
 
 
 class TextStream:
-    """The text of a sequence, decoded as its tokens come. `text` has all pieces returned so far.
+    """The text of a sequence, decoded token by token. `text` has the pieces returned so far.
 
-    Decodes only the newest tokens, together with the piece before them, since some decoders drop the space before the
-    first word of a text.
+    Decodes the newest tokens together with the tokens of the previous piece, since some decoders drop the space before
+    the first word of a text.
     """
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], until: Sequence[str] = ()) -> None:
         self._tokenizer, self._until = tokenizer, tuple(until)
         self._before, self._new = list(prompt_ids[-1:]), list[int]()
-        self._held = ""  # decoded text that is not returned yet, because it may begin a string of `until`
+        self._held = ""  # decoded text that `add` holds back, because the text may begin a string of `until`
         self.text, self.ended = "", False
 
     def add(self, token: int) -> str:
-        """Adds a token, and returns the text that is now known, which may be empty."""
+        """Adds a token, and returns the newly known text, which may be empty."""
         self._new.append(token)
         text = _decode_after(self._tokenizer, self._before, self._new)
         if text.endswith("\ufffd") and len(self._new) < _MOST_HELD:
@@ -327,7 +324,7 @@ class TextStream:
         return self._released(text)
 
     def finish(self) -> str:
-        """Returns the text that was held back, once the sequence has no more tokens."""
+        """Returns the held text. Call the method once the sequence has no more tokens."""
         if self.ended:
             return ""
         piece = self._released(_decode_after(self._tokenizer, self._before, self._new)) if self._new else ""
@@ -336,8 +333,8 @@ class TextStream:
         return piece + held
 
     def _released(self, text: str) -> str:
-        """Returns the held and the new text up to a string of `until`. Holds back the end of the text if this end may
-        begin such a string."""
+        """Returns the held and the new text up to a string of `until`. Holds back the end of the text that may begin a
+        string of `until`."""
         text = self._held + text
         ends = [text.index(end) for end in self._until if end in text]
         if ends:
@@ -358,9 +355,9 @@ def continuations(
     and at most `max_tokens`. The result does not include the end-of-text token.
 
     If the model is partitioned over ranks, all ranks of `group` must call this function together. All ranks continue
-    with the tokens that the group's first rank finds. The function uses no KV cache, which a partitioned model lacks,
-    so every forward pass computes the whole rows. The function pads all rows to the longest possible length from the
-    beginning, so that every forward pass has the same shape.
+    with the tokens that the group's first rank finds. A partitioned model has no KV cache, so every forward pass
+    computes the whole rows. The function pads all rows to the longest possible length, so that all forward passes have
+    the same shape.
     """
     device = next(model.parameters()).device
     rows, new = [list(prompt) for prompt in prompts], [list[int]() for _ in prompts]

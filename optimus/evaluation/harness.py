@@ -1,8 +1,8 @@
 """The model interface of lm-eval.
 
-`HarnessModel` encodes texts like lm-eval's Hugging Face model (`TemplateLM._encode_pair`: trailing spaces of the context
-move to the continuation), so that results are comparable. Like training, `HarnessModel` adds no special tokens. Scores come
-from `optimus.evaluation.score`, generated text from `optimus.evaluation.generation`.
+`HarnessModel` encodes texts like lm-eval's Hugging Face model, so that results are comparable. In
+`TemplateLM._encode_pair`, trailing spaces of the context move to the continuation. The encoding adds no special tokens,
+as in training. Scores come from `optimus.evaluation.score`, generated text from `optimus.evaluation.generation`.
 """
 
 import math
@@ -60,7 +60,7 @@ class HarnessModel(TemplateLM):
         return list(self._encode(string))
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Returns (log-likelihood of the continuation, True if greedy decoding gives it) of each (context, continuation)."""
+        """Returns (log-likelihood, True if greedy decoding gives the continuation) of each (context, continuation)."""
         scores: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
         return scores
 
@@ -115,9 +115,8 @@ class HarnessModel(TemplateLM):
         return self._score(windows)
 
     def _score(self, windows_per_request: list[list[Window]]) -> list[tuple[float, bool]]:
-        """Returns for each request the sum of its windows' log-likelihoods, and True if greedy decoding gives all its
-        windows."""
-        # The longest requests come first, so that the requests of a part have similar lengths and need little padding.
+        """Returns for each request (sum of the windows' log-likelihoods, True if greedy decoding gives all windows)."""
+        # The longest requests come first, so that requests that are scored together need little padding.
         order = sorted(range(len(windows_per_request)), key=lambda i: -_inputs(windows_per_request[i]))
         results: dict[int, tuple[float, bool]] = {}
         for start in range(0, len(order), _SCORED_AT_ONCE):

@@ -7,11 +7,12 @@ from optimus.plugins import Table
 
 @dataclass(frozen=True)
 class TaskRow:
-    """A task of lm-eval, which runs on local documents.
+    """A task of lm-eval that runs on local documents.
 
     `definition` is the folder with the task's YAML file: relative to lm-eval's folder `tasks`, or an absolute path.
-    `splits` are the splits of the data to evaluate, in order of preference. For a task that lm-eval divides by
-    subjects, `subjects` is the pattern of lm-eval's names. `data` is the name of the data files, by default `name`.
+    `splits` are splits of the data, in order of preference; a run uses the first available split. For a task that
+    lm-eval divides by subjects, `subjects` is the pattern of the subjects' names in lm-eval. `data` is the name of the
+    data files, by default `name`.
     """
 
     name: str

@@ -52,18 +52,18 @@ def evaluate(
     """Scores a checkpoint (or the newest of a run) on `tasks`, whose data is in the folder `task_data`, and on `text`.
 
     Returns `{"tasks": {name: {"acc", "acc_norm", "bits_per_byte", "margin", "n"}}, "bits_per_byte": float or None}`,
-    extended by settings, splits, checkpoint, model and versions. If `output` is given, writes the same mapping to this
-    JSON file, completely or not at all. With `hub`, `tasks` names any tasks of lm-eval. These tasks have the metrics of
-    lm-eval's definitions, and run on lm-eval's data sets, which the library `datasets` downloads or has in its cache.
+    extended by facts such as settings, splits, checkpoint, model and versions. If `output` is given, writes the same
+    mapping to this JSON file, completely or not at all. With `hub`, `tasks` names tasks of lm-eval. The metrics and
+    data sets are then the ones of lm-eval's definitions. The library `datasets` downloads the data sets or has the data
+    sets in its cache.
 
     For a task on local data, `bits_per_byte` is the bits per byte of the right answer. `margin` is the bits per byte of
     the best wrong answer minus those of the right answer. Several checkpoints with the same tokenizer form an ensemble,
     whose logits are the mean of the members' logits. `limit` is the maximum number of documents per task (per subject
     for mmlu). `fewshot` is the number of examples in each prompt (by default 0, or with `hub` the number of the task's
     definition). `max_bytes` is the maximum number of bytes of text. The tokenizer encodes the spelling of a special
-    token as ordinary text, or with `parse_special` as that token. The computation is in fp32. `plugins` names the
-    plugins that the checkpoint's model or the tasks need. Raises `UserError` for invalid arguments or data, where
-    possible before loading the model.
+    token as ordinary text, or with `parse_special` as the special token. The computation is in fp32. `plugins` names
+    the plugins that the checkpoint's model or the tasks need. Raises `UserError` for invalid arguments or data.
 
     Example:
         optimus.evaluate("runs/first", text="held-out/")["bits_per_byte"]
@@ -147,14 +147,14 @@ def generate_text(
 ) -> str | list[str]:
     """Generates text after `prompt` with a checkpoint (or the newest of a run); greedily unless `temperature` is above 0.
 
-    Decodes several prompts together, up to 64 at a time, and returns the list of their texts. The function calls
-    `on_text`, if given, with (number of the prompt, new piece of its text) as soon as a piece is known. With `chat`,
-    the checkpoint's chat template formats each prompt as a user's message, and the text is the assistant's answer.
+    For several prompts, decodes up to 64 at a time, and returns a list of texts. The function calls `on_text`, if
+    given, with (number of the prompt, new piece of its text) as soon as a piece is known. With `chat`, the checkpoint's
+    chat template formats each prompt as a user's message, and the text is the assistant's answer.
 
     A prompt that does not fit into the model's context together with `max_tokens` loses its beginning. The tokenizer
-    encodes the spelling of a special token as ordinary text, or with `parse_special` as that token. `plugins` names the
-    plugins that the checkpoint's model needs. Raises `UserError` for options out of range, for invalid prompts, and for
-    a checkpoint that cannot generate text.
+    encodes the spelling of a special token as ordinary text, or with `parse_special` as the special token. `plugins`
+    names the plugins that the checkpoint's model needs. Raises `UserError` for options out of range, for invalid
+    prompts, and for a checkpoint that cannot generate text.
 
     Example:
         optimus.generate("runs/first", "Once upon a time", max_tokens=40, temperature=0.8, seed=1)
@@ -180,8 +180,8 @@ def generate_text(
 
 
 def _chat_template(path: Path, loaded: _Loaded) -> ChatTemplate:
-    """Returns the chat template with which the checkpoint was trained, else the template of the published model from
-    which its training started."""
+    """Returns the chat template of the training data; by default, the template of the published model from which the
+    training started."""
     if loaded.description.chat:
         return ChatTemplate.read(loaded.description.chat)
     eos = loaded.tokenizer.id_to_token(loaded.eos_id) or ""
@@ -203,7 +203,8 @@ def check_request(
     fewshot: int | None = None,
     max_bytes: int | None = None,
 ) -> None:
-    """Raises `UserError` for arguments of `evaluate` that are invalid for any checkpoint."""
+    """Raises `UserError` for arguments of `evaluate` that are invalid for all checkpoints, and for tasks without
+    lm-eval."""
     if not tasks and text is None:
         raise UserError(
             f"nothing to evaluate: name `tasks` ({', '.join(TASKS)}) and the folder of their data, `task_data`, or "
@@ -225,7 +226,7 @@ def check_request(
 
 
 def _check_output(output: str | Path | None) -> Path | None:
-    """Checks that `output` can be written, before an evaluation that may take hours."""
+    """Returns the path `output`. Raises `UserError` if the file cannot be written."""
     if output is None:
         return None
     path = user_path(output)

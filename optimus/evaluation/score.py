@@ -1,7 +1,7 @@
 """Computes log-likelihoods of token sequences, in batches of similar lengths, for tasks and for bits per byte.
 
-A `Window` names the tokens to score and the tokens before them. Windows with the same input (the choices A, B, C, D
-after one question) share one row of a batch. Only the predicted positions go through the output layer.
+A `Window` has the tokens to score and the preceding tokens. Windows with the same input (the choices A, B, C, D after
+one question) share one row of a batch. Only the predicted positions go through the output layer.
 
 Legend: B rows, S positions, H hidden, N predicted tokens of a batch, V vocabulary.
 """
@@ -21,7 +21,7 @@ _LOGITS_AT_ONCE = 1 << 24  # elements: 64 MB in fp32, while all logits of a batc
 
 
 class Scored(Protocol):
-    """A model that `score` can score: a `Transformer`, an `Ensemble`, or a rank's part of a `Transformer` in a pipeline."""
+    """A model that `score` can score: a `Transformer`, an `Ensemble`, or the `PipelineStages` of a rank."""
 
     training: bool
 
@@ -41,7 +41,7 @@ class Scored(Protocol):
 
 
 class Window(NamedTuple):
-    """Tokens to score: those of `continuation`, which follow `context`, a sequence of at least one token."""
+    """The tokens to score, `continuation`, and the tokens before the continuation, `context` (at least one token)."""
 
     context: Sequence[int]
     continuation: Sequence[int]
@@ -49,7 +49,7 @@ class Window(NamedTuple):
 
 class Score(NamedTuple):
     """The score of a window. `log_likelihood` is in nats. `greedy` is True if every scored token was the most probable
-    one."""
+    token."""
 
     log_likelihood: float
     greedy: bool
@@ -57,7 +57,7 @@ class Score(NamedTuple):
 
 @contextmanager
 def evaluating(model: Scored) -> Iterator[None]:
-    """Disables gradients and sets evaluation mode inside the `with` block, and restores the mode afterwards."""
+    """Disables gradients and sets evaluation mode inside the `with` block, and then restores the mode."""
     training = model.training
     model.eval()
     try:
@@ -68,12 +68,11 @@ def evaluating(model: Scored) -> Iterator[None]:
 
 
 def split_long(context: Sequence[int], continuation: Sequence[int], limit: int) -> list[Window]:
-    """Splits a request into windows of at most `limit` inputs, which together predict every token of `continuation`
-    once.
+    """Splits a request into windows of at most `limit` inputs. The windows together predict every token of
+    `continuation` once.
 
-    A long context loses its beginning, as in lm-eval. This function cuts a continuation longer than `limit` into
-    disjoint parts of at most `limit` tokens. The model predicts each token of a part from the token before the part and the
-    earlier tokens of the part.
+    A long context loses its beginning, as in lm-eval. If `continuation` is longer than `limit`, each later window has a
+    single token of context: the last token of the previous window.
     """
     windows = []
     for start in range(0, len(continuation), limit):
@@ -94,7 +93,7 @@ def score(model: Scored, windows: Sequence[Window], tokens_per_batch: int = TOKE
         if not context:
             raise ValueError(f"window {index} has no context, so nothing predicts its first token")
         rows.setdefault((*context, *continuation[:-1]), []).append(index)
-    # The longest inputs come first, so that an out-of-memory error occurs at once.
+    # The longest inputs come first, so that an out-of-memory error occurs early.
     inputs = sorted(rows, key=len, reverse=True)
     scores: dict[int, Score] = {}
     with evaluating(model):

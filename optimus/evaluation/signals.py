@@ -2,7 +2,7 @@
 
 The measures per task and metric follow FineWeb2 (Penedo et al. 2025) and "Signal and Noise" (Heineman et al. 2025). Two
 measures are the improvement with the step (Spearman's rank correlation) and the scatter from one measurement to the
-next. The third is the agreement between early and final rankings of the runs (Kendall's tau-b).
+next. The third measure is the agreement between early and final rankings of the runs (Kendall's tau-b).
 
 Legend: N measurements of a run, R runs, U distinct values.
 """
@@ -34,8 +34,8 @@ TaskCurves = dict[tuple[str, str], list[TaskCurve]]  # one curve per run, by tas
 
 
 def read_curves(runs: Sequence[str | Path]) -> TaskCurves:
-    """Reads the tasks' metrics that all `runs` have. Raises `UserError` for a folder that is not a run folder, for a
-    run with too few measurements, and if the runs have no task in common."""
+    """Reads the tasks' metrics that all `runs` have. Raises `UserError` without runs, for a folder that is not a run
+    folder, for a run with too few measurements, and if the runs have no task in common."""
     found: list[dict[tuple[str, str], TaskCurve]] = []
     for given in runs:
         folder = user_path(given)
@@ -64,10 +64,11 @@ def read_curves(runs: Sequence[str | Path]) -> TaskCurves:
 def signals(curves: TaskCurves) -> list[dict[str, Any]]:
     """Returns a row per task and metric.
 
-    `spearman` is the rank correlation with the step (1: every measurement is better than those before it). `noise`
-    estimates the standard deviation of a measurement, in units of the metric. `spearman` and `noise` are means over the
-    runs. `kendall` is the tau-b between the ranking of the runs at a step and their final ranking, as a mean over all
-    common steps before the last. For a single run or fewer than two common steps, `kendall` is None.
+    `spearman` is the rank correlation of the metric with the step, 1 if each measurement is better than the previous
+    measurement. `noise` estimates the standard deviation of a measurement, in units of the metric. `spearman` and
+    `noise` are means over the runs. `kendall` is the tau-b between the ranking of the runs at a step and the final
+    ranking, as a mean over all common steps before the last. For a single run or fewer than two common steps, `kendall`
+    is None.
     """
     rows = []
     for (task, metric), each in curves.items():

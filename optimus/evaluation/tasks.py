@@ -1,21 +1,21 @@
 """Runs the paper's tasks (Optimus, table 2) with lm-eval on local data, or any tasks of lm-eval on lm-eval's data sets.
 
-On local data, prompts and choices are those of lm-eval's task definitions; this module replaces the source of the
-documents and the list of metrics. Results are comparable with published results if the documents are the same. A task
-runs on the test split if the labels of this split are published and the folder has the split, otherwise on the
-validation split. Every task reports `acc_norm`, the accuracy by log-likelihood per character of the choice, even if
+On local data, prompts and choices are those of lm-eval's task definitions. This module replaces the source of the
+documents and the list of metrics. Results on the same documents are comparable with published results. A task runs on
+the test split if the labels of this split are published and the folder has the split, otherwise on the validation
+split. On local data, tasks report `acc_norm`, the accuracy by log-likelihood per character of the choice, even if
 lm-eval's definition lists `acc` alone.
 
-Small models and early checkpoints guess, so accuracies say little about them. Two other numbers usually improve from
-the first steps on. `bits_per_byte` is the bits per byte of the right answer, given the question. `margin` is the bits
-per byte of the best wrong answer minus those of the right answer. `bits_per_byte` and `margin` are means over the
-documents.
+Accuracies say little about small models and early checkpoints, which guess. Two numbers usually improve from the first
+steps on. `bits_per_byte` is the bits per byte of the right answer, given the question. `margin` is the bits per byte of
+the best wrong answer minus those of the right answer. `bits_per_byte` and `margin` are means over the documents.
 
-mmlu_continuation is mmlu with the text of the answers instead of their letters, because small models cannot yet choose by
+mmlu_continuation is mmlu with the text of the answers instead of letters, because small models cannot choose by
 letters.
 
-Few-shot examples come from the training split if the folder has one, otherwise, and for HellaSwag's ready-made
-requests, from the evaluated split without the document in question. Examples for mmlu must come from the split `dev`.
+Few-shot examples come from the training split if the folder has a training split. Otherwise, and for HellaSwag's
+ready-made requests, the examples come from the evaluated split, without the document in question. Examples for mmlu
+must come from the split `dev`.
 """
 
 import contextlib
@@ -99,11 +99,12 @@ def run_tasks(
 def run_hub_tasks(
     names: Sequence[str], model: Any, *, fewshot: int | None = None, limit: int | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Runs tasks, groups or tags of lm-eval by its own definitions and data sets, which the library `datasets`
-    downloads or has in its cache. Returns `{name: {metric: number, "n": documents}}`, with the metrics of the definitions.
+    """Runs tasks, groups or tags of lm-eval by lm-eval's definitions and data sets. The library `datasets` downloads
+    the data sets or has the data sets in its cache. Returns `{name: {metric: number, "n": documents}}`, with the
+    metrics of the definitions.
 
-    A tag, and a group that has no metrics, stand for their tasks, each with a result of its own. A definition's own
-    number of few-shot examples applies if `fewshot` is None, or if this own number is 0. Raises `UserError` for an
+    For a tag, and for a group without metrics, the result has an entry for each task. The definition's number of
+    few-shot examples applies if `fewshot` is None, or if the definition's number is 0. Raises `UserError` for an
     unknown name, and for data that the library can neither find in its cache nor download.
     """
     from lm_eval.evaluator import simple_evaluate
@@ -128,7 +129,7 @@ def run_hub_tasks(
             )
         except UserError:
             raise
-        except (OSError, ValueError) as error:  # what `datasets` raises for data that it cannot get
+        except (OSError, ValueError) as error:  # errors of `datasets` for unavailable data
             raise UserError(
                 f"the data of {', '.join(names)} cannot be had ({str(error).splitlines()[0]}): `--hub` downloads them, or "
                 "reads the cache of `datasets` (HF_HOME, HF_DATASETS_CACHE)"
@@ -152,8 +153,8 @@ def _numbers(scores: dict[str, Any]) -> dict[str, float]:
 
 
 def _leaves(name: str, members: dict[str, list[str]]) -> list[str]:
-    """Returns the tasks of a group and of its subgroups; `members` has the names in each group. A task's only leaf is
-    the task itself."""
+    """Returns the tasks of a group and of the subgroups; for a task, the task itself. `members` has the names in each
+    group."""
     if name not in members:
         return [name]
     return list(dict.fromkeys(leaf for member in members[name] for leaf in _leaves(member, members)))
@@ -221,7 +222,7 @@ def _build(task: LocalTask, fewshot: int) -> dict[str, Any]:
     """Builds lm-eval's task objects from local documents. The result maps names to tasks."""
     import lm_eval.tasks
 
-    # lm-eval indexes only this folder; indexing all its folders would take seconds.
+    # Indexing all folders of lm-eval would take seconds.
     home = Path(lm_eval.tasks.__file__).parent / TASKS[task.name].definition
     manager = lm_eval.tasks.TaskManager(include_defaults=False, include_path=str(home))
     members = []
@@ -242,7 +243,7 @@ def _build(task: LocalTask, fewshot: int) -> dict[str, Any]:
                 "metric_list": [{"metric": m, "aggregation": "mean", "higher_is_better": True} for m in _METRICS],
             }
         )
-    # A custom group is lm-eval's way to load its definitions with some fields replaced.
+    # A custom group loads lm-eval's definitions with some fields replaced.
     built: dict[str, Any] = manager.load({"group": f"local_{task.name}", "task": members})["tasks"]
     for part in built.values():
         part.set_fewshot_seed(_FEWSHOT_SEED)
@@ -250,8 +251,7 @@ def _build(task: LocalTask, fewshot: int) -> dict[str, Any]:
 
 
 def _source(documents: list[Document], shots: list[Document] | None) -> Callable[..., dict[str, Any]]:
-    """Returns the function that lm-eval calls instead of downloading. The function ignores the definition's metadata,
-    which lm-eval passes."""
+    """Returns the function that lm-eval calls instead of downloading. The function ignores its arguments."""
 
     def load(**_: Any) -> dict[str, Any]:
         from datasets import Dataset

@@ -2,9 +2,9 @@
 
 In text files, a document is never the context of another document. The model predicts the first token of a document
 from an end-of-text token, as in training, where end-of-text tokens separate the documents. A document longer than the
-context becomes several disjoint windows. The model predicts the first token of a window from the last token of the
-previous window, so it predicts each token exactly once, but no end-of-text tokens. The number of bytes is that of the
-UTF-8 text, even if the tokenizer drops some of the text; for prepared data, the number is an estimate.
+context becomes several disjoint windows. The model predicts the first token of a later window from the last token of
+the previous window. The model predicts each token of a text once, but no end-of-text tokens. The bytes are the bytes of
+the UTF-8 text, even if the tokenizer drops some of the text. For prepared data, the number of bytes is an estimate.
 """
 
 import math
@@ -50,9 +50,9 @@ def bits_per_byte(
     """Returns `{"loss": float, "bits_per_byte": float, "bytes": int, "tokens": int}` of a file, folder or glob of text.
 
     `loss` is in nats per token. `tokenizer` is a `tokenizers.Tokenizer`. `context` is the longest input in tokens.
-    `max_bytes` limits the text to its first bytes in reading order. The model may be in training: this function
-    restores its mode, and leaves gradients unchanged. The function calls `progress` with the number of bytes measured
-    so far. Raises `UserError` for unreadable files, and if there is no text.
+    `max_bytes` limits the text to its first bytes in reading order. The function restores the model's mode, and leaves
+    gradients unchanged. The function calls `progress`, if given, with the number of bytes measured so far. Raises
+    `UserError` for unreadable files, and if there is no text.
     """
     parts = read_parts(tokenizer, text_path, eos_id=eos_id, context=context, max_bytes=max_bytes, text_field=text_field)
     return measure(model, parts, tokens_per_batch=tokens_per_batch, progress=progress)
@@ -85,7 +85,7 @@ def measure(
 def check_text(text_path: str | Path, max_bytes: int | None = None) -> None:
     """Raises `UserError` if a text, up to `max_bytes`, has files that `prepare` would refuse, or is empty.
 
-    Call this function before a long run that reads the text only at its end.
+    Call this function before a long run that reads the text late.
     """
     if not check_beginning(resolve([text_path]), math.inf if max_bytes is None else max_bytes):
         raise UserError(_no_text(text_path))
@@ -105,8 +105,8 @@ def read_parts(
     max_tokens: int | None = None,
     text_field: str = "text",
 ) -> Iterator[Part]:
-    """Yields the windows of a text in parts that need little memory; see `bits_per_byte`. `max_tokens` limits the tokens
-    of the text, and may cut its last document."""
+    """Yields the windows of a text in parts that need little memory; see `bits_per_byte`. `max_tokens` limits the
+    tokens of the text, and may cut the last document."""
     encode = encoder(tokenizer)
     cutter = _Cutter(eos_id, context)
     seen_bytes, tokens, given = 0, 0, 0
@@ -124,7 +124,7 @@ def read_parts(
         if tokens - given >= _TOKENS_AT_ONCE:
             yield Part(held, seen_bytes, tokens)
             held, given = [], tokens
-    held += cutter.cut([], True)  # the last document, if `max_tokens` has cut it
+    held += cutter.cut([], True)  # the rest of a document that `max_tokens` has cut
     if not tokens:
         raise UserError(_no_text(text_path))
     yield Part(held, seen_bytes, tokens)
@@ -165,8 +165,7 @@ class _Cutter:
         self._before, self._pending = eos_id, list[int]()
 
     def cut(self, tokens: list[int], ends_document: bool) -> Iterator[Window]:
-        """Yields the windows that these tokens complete. `ends_document` is True if the document ends with
-        `tokens`."""
+        """Yields the windows that `tokens` complete. `ends_document` is True if the document ends with `tokens`."""
         pending = self._pending + tokens
         end = len(pending) if ends_document else len(pending) // self._context * self._context
         for start in range(0, end, self._context):

@@ -19,20 +19,20 @@ from optimus.observe.evaluations import NewScores, scores_path
 from optimus.observe.metrics import Sinks
 from optimus.report.folder import read_folder
 
-_EVERY = 5.0  # seconds between two looks at the run's folder
+_EVERY = 5.0  # seconds between two listings of the run's checkpoints
 
 
 def watch(
     run: str | Path, *, name: str = "watch", every: float = _EVERY, **options: Any
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Scores the checkpoints of `run`, the newest first, and yields (step, result of `evaluate`). Ends when the
-    training has finished and no checkpoint waits for its scores.
+    training has finished and no checkpoint waits for a score.
 
-    Writes the result of step N to `evaluations/NAME-N.json` in the run folder (N has at least eight digits), and scores
-    no checkpoint whose result is already there. `options` are those of `evaluate`. The training passes the scores to
-    the run's metric sinks; after the training, this function does. If a checkpoint cannot be scored, for example
-    because the model has diverged or the training has removed the checkpoint, prints a message to stderr and continues.
-    Raises `UserError` if `run` is not a run folder, and for arguments with which no checkpoint can be scored.
+    Writes the result of step N to `evaluations/NAME-N.json` in the run folder (N has at least eight digits). Does not
+    score a checkpoint that already has a result. `options` are those of `evaluate`. The training passes the scores to
+    the run's metric sinks; after the training, this function passes the scores. If a checkpoint cannot be scored, for
+    example because the model has diverged, prints a message to stderr and continues. Raises `UserError` if `run` is not
+    a run folder, and for arguments with which no checkpoint can be scored.
 
     Example:
         for step, scores in api.watch("runs/first", text="held-out/"):
@@ -45,7 +45,7 @@ def watch(
     folder, passed_over = user_path(run), set[str]()
     read_folder(folder)  # raises `UserError` if the folder is not a run folder
     while True:
-        trains = living_holder(folder) is not None  # before the checkpoints are listed, so that no checkpoint is missed
+        trains = living_holder(folder) is not None  # asked before the loop lists the checkpoints
         waiting = [
             path
             for path in {step_of(path): path for path in list_checkpoints(folder, "step", "weights")}.values()

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 class Decision(NamedTuple):
     """A decision on an open option: its key, the value and the reason.
 
-    A `persistent` decision is part of the run: the configuration in the run folder has the decided value. A resumed run
-    reuses decided values of the keys `length.PERSISTENT` and decides all other keys anew. `said` is True if the summary
-    of a run shows the decision.
+    The configuration in the run folder has the value of a `persistent` decision. `said` is True if the summary of a run
+    shows the decision.
     """
 
     key: str
@@ -28,7 +27,7 @@ class Decision(NamedTuple):
 
 
 class Decided(NamedTuple):
-    """The decided values by key, and the reason. `values` is empty if no option was open.
+    """The decided values by key, and the reason; no values if no option was open.
 
     A value of None clears a key that another decided key replaces.
     """

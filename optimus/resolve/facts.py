@@ -1,8 +1,8 @@
 """Facts about a machine, which a run measures or the planner reads from a machine file.
 
-`measure_facts` measures memory and times only if an open option of the configuration depends on them. The function
-caches memory and times (`tuning.cache`), and rounds free memory down to a coarse step, so that two starts usually find
-the same values.
+`measure_facts` measures memory and times only if an open option of the configuration depends on memory or times. The
+cache (`tuning.cache`) keeps the results, with free memory rounded down to a coarse step, so that two starts usually
+find the same values.
 """
 
 import time
@@ -50,12 +50,11 @@ class Facts:
     bfloat16: Bfloat16
     """A pair: True if the device supports bf16 natively, and the evidence."""
     device_bytes: int = 0
-    """Bytes of device memory that a rank may fill; 0 if no open option depends on them."""
+    """Bytes of device memory that a rank may fill; 0 if unknown."""
     timings: Timings | None = None
-    """Timings of the device's link, of updates and of a matmul, by the keys of `AMOUNTS`. All ranks measure concurrently;
-    each timing comes from the slowest rank.
+    """Timings of the device's link, of updates and of a matmul, by the keys of `AMOUNTS`; None if unknown.
 
-    None without a link or process groups, and if no open option depends on the timings.
+    All ranks of a run measure concurrently. Each number is the maximum over the ranks.
     """
     collectives: Measured | None = None
     """Measurements of collectives, or None if the run only estimates their times."""
@@ -76,8 +75,8 @@ def measure_facts(
     """Returns the facts of this machine.
 
     With `world`, all ranks of `world` must call the function, which returns the same facts on all ranks. Without
-    `world`, the function times nothing. A process that only starts ranks sets `touches` to False: the function then
-    allocates nothing on the accelerator, and counts all memory of the accelerator as free.
+    `world`, the function times nothing. Without `touches`, for a process that only starts ranks, the function allocates
+    nothing on the accelerator, and counts all memory of the accelerator as free.
     """
     native = bfloat16_of(device) if world is None else world.on_first(lambda: bfloat16_of(device))
     per_node = mesh.ranks_per_node or mesh.size
@@ -112,9 +111,8 @@ def _memory_to_count_on(
 ) -> tuple[int, list[str]]:
     """Returns (device bytes that a rank may fill, lines for the user).
 
-    The bytes are a rank's part of the free memory of its device. With `world`, the free memory is the lowest of all
-    ranks. The function caches the free memory, rounded down to a coarse step, so that small changes do not affect
-    decisions.
+    Ranks that share a device's memory get equal shares. With `world`, the function counts the least free memory of any
+    rank. `Measurements.free_memory` rounds the free memory, so that small changes do not affect decisions.
     """
     if world is None:
         free = (free_memory if touches or device.type == "cpu" else total_memory)(device)

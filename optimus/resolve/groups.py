@@ -13,7 +13,7 @@ from optimus.resolve.rules import tilings
 from optimus.resolve.stages import placement_of
 from optimus.state.plan import shard_partitions
 
-# Groups that every run uses: all ranks, the ranks of a stage, the ranks with different tokens, and single axes.
+# Groups that do not depend on options: all ranks, the ranks of a stage, the ranks with different tokens, single axes.
 _ALWAYS = (
     ("pp", "dp", "cp", "tp"),
     ("dp", "cp", "tp"),
@@ -60,7 +60,7 @@ def shared_groups(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout]) 
 
 
 def state_groups(mesh: Mesh, layouts: Mapping[str, Layout], options: StateConfig) -> list[PlannedGroups]:
-    """Returns the partitions that shard parameters and state with these layouts, and the replica groups of shards."""
+    """Returns the partitions for sharding parameters and state with `layouts`, and for replicating the shards."""
     found = []
     for axes in dict.fromkeys(layout.partial_axes for layout in layouts.values()):
         *steps, copies = shard_partitions(mesh, axes, options)
@@ -90,8 +90,8 @@ def communicators(
     """Returns an upper bound of the communicators of each of `ranks`, for backends that create a communicator at a
     group's first collective.
 
-    NCCL, RCCL and oneCCL are such backends. For messages, these backends create one communicator per pair of sender and
-    receiver; a rank needs only the communicators with the ranks of neighbouring stages.
+    NCCL, RCCL and oneCCL create communicators in this way. For messages, a backend creates a communicator per pair of
+    sender and receiver. A rank exchanges messages with the ranks of neighbouring stages.
     """
     found: list[list[Communicators]] = [[] for _ in ranks]
     for what, partition, apart, messages in run_groups(config, mesh, layouts, tags=False):

@@ -74,7 +74,7 @@ def _check(config: RunConfig, steps: int) -> None:
 
 
 def warmup(config: RunConfig, previous: Mapping[str, Any]) -> Decided:
-    """Decides open warm-up steps of each schedule. A resumed run keeps those of its earlier starts."""
+    """Decides open warm-up steps of each schedule. A resumed run keeps its earlier warm-up steps."""
     values = {
         f"{path}.warmup_steps": each.warmup_steps
         for path, each in _schedules(config)

@@ -1,8 +1,6 @@
-"""The memory account of a rank, computed from its plan. Checks, choices, plans and dry runs read the account.
+"""The memory account of a rank, computed from the rank's plan.
 
-The account leaves out buffers of collectives, messages, and tiles of offloaded updates. An offloaded update transfers
-two tiles at a time between host and device. A tile has about `state.tile` elements, but at least one matrix for a
-matrix rule.
+The account leaves out buffers of collectives, messages, and tiles of offloaded updates.
 """
 
 from collections import Counter
@@ -34,8 +32,8 @@ _IN_FLIGHT = 3  # chunks with unsharded gradients at a time, for offloaded state
 class MemoryAccount(NamedTuple):
     """The bytes that a rank needs.
 
-    `device`, `host` and `disk` list the state at rest by kind. The device also holds the teacher, gathered parameters and
-    gradients in use, saved activations of all live microbatches, and the workspace of a backward pass. Copies for
+    `device`, `host` and `disk` list the state at rest by kind. The device also holds the teacher, gathered parameters
+    and gradients in use, activations saved for backward passes, and the workspace of a backward pass. Copies for
     checkpoints are on the host.
     """
 
@@ -67,8 +65,8 @@ class MemoryAccount(NamedTuple):
         return {**self.device, "activations": self.activations, "working": self.working, **there}
 
     def taken(self, facts: Facts) -> int:
-        """Returns the bytes of the account that must fit into `facts.device_bytes`; on a CPU, these include the state on the
-        host."""
+        """Returns the bytes of the account that must fit into `facts.device_bytes`. On a CPU, the result includes the
+        state on the host."""
         return self.total + (sum(self.host.values()) if facts.device == "cpu" else 0)
 
 
@@ -84,8 +82,8 @@ def memory(run: ResolvedRun, rank: int, load: float = 1.0, *, fullest: bool = Fa
     """Returns the account of `rank` in the phase whose microbatches have the most tokens. With `fullest`, returns the
     account of the rank with the most state in the same stage.
 
-    The account is for the pruning with the most bytes on the device, but has the largest `host` and `disk` of all
-    prunings. The experts on the rank get `load` times the mean number of tokens.
+    Of the states before and after each pruning, the account has the state with the most bytes on the device, but the
+    largest `host` and `disk`. The experts on the rank get `load` times the mean number of tokens.
     """
     plans = (run.chunk_plans(rank, state_spec=spec) for spec in state_specs_of(run))
     accounts = [account(run, rank, each, load, fullest=fullest) for each in plans]
@@ -96,8 +94,7 @@ def memory(run: ResolvedRun, rank: int, load: float = 1.0, *, fullest: bool = Fa
 
 
 def memories(run: ResolvedRun, load: float = 1.0) -> list[MemoryAccount]:
-    """Returns, for each pipeline rank, `memory` of the fullest rank of its stages. Computes the state only once for
-    pipeline ranks whose parameters have the same layouts, rules and pruning."""
+    """Returns, for each pipeline rank, `memory` of the fullest rank with the same stages."""
     rules, unpruned = run.state_spec.rules, run.state_spec.unpruned
     known, found = dict[object, MemoryAccount](), list[MemoryAccount]()
     for rank in run.stage_ranks:
@@ -119,10 +116,11 @@ def memories(run: ResolvedRun, load: float = 1.0) -> list[MemoryAccount]:
 def account(
     run: ResolvedRun, rank: int, plans: Sequence[ChunkPlan], load: float = 1.0, *, fullest: bool = False
 ) -> MemoryAccount:
-    """Returns the account of `rank` if its chunks are `plans`, or of the `fullest` rank of its stage.
+    """Returns the account of `rank` with the chunks `plans`. With `fullest`, returns the account of the rank with the
+    most state in the same stage.
 
-    For the fullest rank, the copies for checkpoints are the mean over the stage, because the ranks of a node share the host
-    memory for their copies.
+    With `fullest`, the copies for checkpoints are the mean over the stage, because the ranks of a node share host
+    memory.
     """
     config, copies, state = run.config, 0, fullest_shards if fullest else bytes_by_kind
     if config.checkpoint.asynchronous:
@@ -203,8 +201,8 @@ def gradients_in_use(config: RunConfig, plans: Sequence[ChunkPlan], microbatches
 class AtRest(NamedTuple):
     """Bytes of the state at rest on the fullest device and in the memory of the fullest node.
 
-    `node` counts every rank with the mean of its stage. `copies` counts the copies for checkpoints, which are not in
-    `node`.
+    `node` counts each rank with the mean over the rank's stage. `copies` are the copies for checkpoints on the same
+    node.
     """
 
     device: float
@@ -215,8 +213,8 @@ class AtRest(NamedTuple):
 
 
 def at_rest(run: ResolvedRun, *, shared: bool) -> AtRest:
-    """Returns the maximum of each number over the run's prunings. With `shared`, devices use the memory of the host,
-    like CPUs."""
+    """Returns the maximum of each number over the states before and after each pruning. With `shared`, devices use the
+    memory of the host, like CPUs."""
     return AtRest(*map(max, zip(*(_at_rest(run, spec, shared=shared) for spec in state_specs_of(run)))))
 
 
@@ -234,8 +232,8 @@ def _at_rest(run: ResolvedRun, spec: StateSpec, *, shared: bool) -> AtRest:
 
 
 def fullest_shards(plans: Sequence[ChunkPlan], residency: Residency = "device") -> dict[str, int]:
-    """Returns the bytes by kind, like `bytes_by_kind`, of the largest shard; if the chunks have several shardings, adds
-    the largest shards of all shardings. Only the shards of a matrix rule differ in length."""
+    """Returns the bytes by kind, like `bytes_by_kind`, of the largest shard. If the chunks have several shardings, adds
+    the largest shard of each sharding."""
     found = [of_shards[of_shards.sum(1).argmax()] for of_shards in _by_shards(plans, (residency,))]
     return {kind: sum(int(sizes[number]) for sizes in found) for number, kind in enumerate(KINDS)}
 
@@ -263,8 +261,8 @@ def _by_shards(plans: Sequence[ChunkPlan], residencies: tuple[Residency, ...]) -
 
 
 def _buffer_elements(alike: Sequence[ChunkPlan], buffer: Buffer) -> "int | Table":
-    """Returns the number of elements of a buffer on each rank that shares these chunks, or a single number if all ranks
-    have equally many."""
+    """Returns the number of elements of a buffer on each rank that shares these chunks, or a single number if the
+    shards are equal."""
     first = alike[0]
     if first.mask is not None and buffer.extent != "compressed":
         return sum(plan.elements(buffer) for plan in alike)
@@ -278,8 +276,8 @@ def _alike(plans: Sequence[ChunkPlan]) -> Iterator[list[ChunkPlan]]:
 
 
 def _node_bytes(run: ResolvedRun, held: Sequence[float], copied: Mapping[int, int]) -> Iterator[tuple[float, int]]:
-    """Yields, for each node, the bytes of the state of its ranks and the bytes of their copies. `held` has the mean
-    bytes of state of a rank by pipeline rank, and `copied` the bytes of copies by rank."""
+    """Yields, for each node, (bytes of the ranks' state, bytes of the ranks' copies). `held` has the mean bytes of
+    state of a rank by pipeline rank, and `copied` the bytes of copies by rank."""
     mesh = run.mesh
     node = mesh.ranks_per_node or mesh.size
     for first in range(0, mesh.size, node):

@@ -17,10 +17,10 @@ _IDLE = 0.1
 
 
 def micro_batch(config: RunConfig, mesh: Mesh, previous: Mapping[str, Any]) -> Decided:
-    """Decides `train.micro_batch` from `parallel.microbatches`. With `auto`, the size divides a rank's sequences of a
-    step in every phase, and a resumed run reuses its earlier size if possible.
+    """Decides `train.micro_batch` from `parallel.microbatches`. With `auto`, a resumed run reuses its earlier size if
+    possible.
 
-    Raises `UserError` when the requested microbatches do not divide the sequences of a step.
+    Raises `UserError` when the steps cannot have the requested number of microbatches.
     """
     number, train = config.parallel.microbatches, config.train
     if number is None:
@@ -43,8 +43,8 @@ def micro_batch(config: RunConfig, mesh: Mesh, previous: Mapping[str, Any]) -> D
 
 
 def with_microbatches(config: RunConfig, ranks: int) -> RunConfig:
-    """Returns `config` with the `train.micro_batch` that `micro_batch` decides for `ranks` ranks, without resolving
-    other options."""
+    """Returns `config` with the `train.micro_batch` that `micro_batch` decides for `ranks` ranks. Other options stay
+    open."""
     if config.parallel.microbatches is None:
         return config
     return config.decided(micro_batch(config, mesh_of(config, ranks), {}).values)

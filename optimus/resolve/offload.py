@@ -1,9 +1,8 @@
-"""Chooses the state that stays on the device of a run with offloaded state. For `auto`, chooses the fastest choice that
-fits.
+"""Decides the open options of offloaded state, for example the state that stays on the device.
 
-With timings, the equations of `offload_times` use the measured speed of the link and of updates. Without timings, as on
-a CPU, memory alone determines the choice. With `recompute: auto`, memory and time assume no
-recomputation; a later decision chooses the recomputation from the memory that remains.
+With timings, the module takes the fastest choice by the equations of `offload_times`. Without timings, as on a CPU,
+memory alone determines the choice. With `recompute: auto`, memory and time assume no recomputation. A later decision
+chooses the recomputation from the remaining memory.
 """
 
 import math
@@ -31,9 +30,9 @@ _NO_LINK = Rates(math.inf, math.inf, math.inf, math.inf)  # all choices take the
 class _DeviceMemory(NamedTuple):
     """Device memory for chunks.
 
-    `free` bytes are available. `block` is the size of a parameter block in bytes. `resident[D]` is the number of bytes
-    that the device needs in addition if the state of the first D chunks is resident. `cached` chunks share the blocks.
-    The device needs at least `least` blocks.
+    `free` bytes are available. `block` is the size of a parameter block in bytes. With the state of the first D chunks
+    resident, the device needs `resident[D]` more bytes. `cached` chunks share the blocks. The device needs at least
+    `least` blocks.
     """
 
     free: int
@@ -53,8 +52,8 @@ class _Machine(NamedTuple):
 
 
 def placement(run: ResolvedRun) -> Decided:
-    """Decides the folder of state on a disk. With all state on the device, decides `update_on` and `accumulate_on` as
-    `device` if they are open."""
+    """Decides the folder of state on a disk. With all state on the device, decides open `update_on` and `accumulate_on`
+    as `device`."""
     state = run.config.state
     if state.offload == "none":
         open_ = [key for key in ("update_on", "accumulate_on") if getattr(state, key) == "auto"]
@@ -67,8 +66,8 @@ def placement(run: ResolvedRun) -> Decided:
 def accumulation(run: ResolvedRun) -> Decided:
     """Decides on the device or the host for accumulating the gradients of several microbatches.
 
-    Decides on the host only if the device of some rank lacks memory for these gradients besides the required parameter
-    blocks and resident state. On a CPU, decides on the device, because device and host have the same memory.
+    Decides on the host if the device of some rank lacks memory for the gradients besides the required parameter blocks
+    and resident state. On a CPU, decides on the device, because device and host have the same memory.
     """
     state = run.config.state
     if state.accumulate_on != "auto":
@@ -175,8 +174,8 @@ def _why(machine: _Machine, shape: StepShape, found: OffloadChoice) -> str:
 def _device_memory(
     run: ResolvedRun, rank: int, elsewhere: Sequence[ChunkPlan], resident: Sequence[ChunkPlan]
 ) -> _DeviceMemory:
-    """Computes the device memory for chunks: the part that the account with the chunks `elsewhere` leaves, without
-    gathered parameters. `elsewhere` and `resident` are the same chunks with offloaded state and with resident state."""
+    """Computes the device memory for chunks. `elsewhere` are the chunks with offloaded state, and `resident` the same
+    chunks with resident state."""
     state = run.config.state
     cached = [plan for plan in elsewhere if plan.lifetime == "cache"]
     block = max((plan.block for plan in cached), default=0)
@@ -214,8 +213,8 @@ def step_shape(
     *,
     unsharded: bool,
 ) -> StepShape:
-    """Describes a step on a rank with the chunks `plans`; `forward` and `backward` are the seconds of these passes for a
-    microbatch.
+    """Describes a step on a rank with the chunks `plans`; `forward` and `backward` are the seconds of the two passes of
+    a microbatch.
 
     `sizes` are the bytes per element of parameters and of gradients.
     """

@@ -1,8 +1,8 @@
 """Predicts the time of a step with offloaded state by closed equations, and chooses the resident state.
 
 The equations assume equal chunks: a stage has L chunks of S elements, sharded over n ranks, and a step has M
-microbatches. The forward and backward pass of a chunk take f and b seconds; F = L f, B = L b. The device holds C
-gathered chunks at a time. The state of the first D chunks stays on the device. The updates of the other chunks follow
+microbatches. The forward and backward pass of a chunk take f and b seconds; F = L f, B = L b. The device holds at most
+C gathered chunks at a time. The state of the first D chunks stays on the device. The updates of the other chunks follow
 the order of the next forward pass. Each update takes `a` seconds, and all updates take A = (L - D) a seconds:
 
     update after the backward       F + B + A
@@ -41,7 +41,7 @@ class Rates(NamedTuple):
 
 
 class StepShape(NamedTuple):
-    """The chunks, passes and sizes that determine the time of a rank's step; the module's docstring defines the symbols."""
+    """The chunks, passes and sizes that determine the time of a rank's step."""
 
     chunks: int
     elements: int  # per chunk
@@ -75,7 +75,7 @@ class UpdateBytes(NamedTuple):
 
 def update_bytes(shape: StepShape, on: UpdatePlace) -> UpdateBytes:
     """Returns the link traffic of an update. An update on the device transfers state to the device and back. An update
-    on the host transfers only gradients and parameters that are resident on the device."""
+    on the host transfers the gradients and the parameters that the device keeps."""
     home, waiting, _ = RESIDENCES[shape.offload]
     if on == "device":
         return UpdateBytes(
@@ -191,8 +191,8 @@ def choose(
     """Returns the fastest choice for which `free` bytes of the device suffice; None if no choice fits.
 
     `block` is the size of a parameter block in bytes. The device needs `resident[D]` additional bytes if the state of
-    the first D chunks is resident. Times within the measurements' `spread` of the fastest count as equal. Ties go to
-    the most resident state, then the most blocks, then the first of `update_on`.
+    the first D chunks is resident. Times, rounded to four digits, count as equal within the measurements' `spread` of
+    the fastest. Ties go to the most resident state, then the most blocks, then the first of `update_on`.
     """
     counts = [*devices]
     fitting = (

@@ -33,7 +33,7 @@ def layout_options(config: RunConfig) -> dict[str, bool]:
 
 
 def full_model(config: RunConfig) -> CausalModel:
-    """Builds the model with all its stages on the meta device, so that its parameters take no memory."""
+    """Builds the model with all stages on the meta device, so that the parameters take no memory."""
     with torch.device("meta"):
         return with_factors(causal_model(config.model, config.moe.force_balanced), config.train)
 
@@ -60,7 +60,7 @@ def check_blocks_of(config: RunConfig, model: CausalModel, layouts: Mapping[str,
     """Raises `UserError` if the run prunes by blocks and a target is not a matrix or has a block that several ranks would
     share.
 
-    The check skips parameters that only the initial weights prune, since their masks may have no blocks.
+    The check skips parameters that only the initial weights prune, since masks of initial weights may have no blocks.
     """
     if config.pruning is not None and config.pruning.scope.startswith("block"):
         check_blocks({name: layouts[name] for name in targets_of(config, model)}, mesh)

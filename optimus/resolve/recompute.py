@@ -16,8 +16,8 @@ _SHARE = 0.9  # usable share of the free memory
 def recomputation(run: ResolvedRun) -> Decided:
     """Decides the least activation recomputation that fits.
 
-    With `recompute_budget`, the activations of a microbatch in the whole model must fit into the budget. Otherwise, the
-    live activations of each rank must fit into nine tenths of the memory that the other entries of its account leave.
+    With `recompute_budget`, the budget limits the activations of a microbatch in the whole model. Otherwise, the limit
+    for the live activations of a rank is nine tenths of the memory that the other entries of the rank's account leave.
     Raises `UserError` when nothing fits.
     """
     config = run.config

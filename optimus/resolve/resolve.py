@@ -1,4 +1,4 @@
-"""Resolves a run: makes every decision once, each after the decisions that it depends on."""
+"""Resolves a run: makes each decision after the decisions that determine it."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ from optimus.state.plan import check_shard_ranks
 def resolve(config: RunConfig, facts: Facts, inputs: RunInputs) -> ResolvedRun:
     """Resolves the run of `config` on a machine. Equal arguments give the same result on all ranks and in the planner.
 
-    Raises `UserError`, which names the keys to change, when the run is impossible.
+    Raises `UserError` when the run is impossible.
     """
     config, record = config.model_copy(), config.model_copy()  # the run locks only its own configurations
     decisions = list[Decision]()

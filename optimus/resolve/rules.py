@@ -35,9 +35,8 @@ def rules_of(config: OptimizerConfig, model: nn.Module, freeze: Sequence[str] = 
     """Returns the rule of each parameter of the whole `model`, by name; parameters matched by `freeze` get the rule
     `Frozen`, except low-rank factors.
 
-    Raises `UserError` for an entry of a group or of `freeze` that matches no parameter, and for a model without
-    trainable parameters. Raises `UserError` for a group whose rule cannot update the role of a parameter, and for wrong
-    `optimizer.options`.
+    Raises `UserError` for an entry of a group or of `freeze` that matches no parameter, for a model without trainable
+    parameters, and for a rule that cannot update a parameter. Raises `UserError` for wrong `optimizer.options`.
     """
     roles = {name: declared.role for name, declared in declarations(model)}
     for number, group in enumerate(config.groups):
@@ -149,7 +148,7 @@ def _rule(config: OptimizerConfig, name: str, role: Role) -> Rule:
 def _hyperparameters(config: OptimizerConfig, rule: str) -> dict[str, Any]:
     """Returns the values of the fields that `rule` adds to the fields of `UpdateRule`.
 
-    Raises `UserError` for a field without a value, and for an option that no rule in use takes.
+    Raises `UserError` for a required field without a value, and for an option that no rule in use takes.
     """
     row = RULES[rule]
     known = {name: [*_options(name)] for name in config.rules}

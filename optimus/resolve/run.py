@@ -26,10 +26,10 @@ from optimus.state.plan import ChunkPlan, StateSpec, divide_stages, place_chunks
 
 @dataclass(frozen=True)
 class RunInputs:
-    """The inputs that a run reads from files at its start."""
+    """The inputs of a run that come from files."""
 
     sequences: int | None = None
-    """The number of sequences of the training data."""
+    """The number of sequences of the training data, if known."""
     previous: Mapping[str, Any] = field(default_factory=dict)
     """The recorded decisions of a resumed run, by key."""
     teachers: tuple[Architecture, ...] = ()
@@ -42,7 +42,7 @@ class RunInputs:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """A complete plan of the model and state that one rank of a resolved run builds; no option is open."""
+    """A complete plan of the model and state that a rank of a resolved run builds."""
 
     config: RunConfig
     """The configuration of the phase whose microbatches have the most tokens."""
@@ -61,8 +61,7 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A run on a machine with every option decided. Preparation, training, checks and the planner read the resolved run and
-    do not change it."""
+    """A run on a machine with every option decided. A resolved run does not change."""
 
     config: RunConfig
     mesh: Mesh
@@ -78,8 +77,7 @@ class ResolvedRun:
     _divided: dict[int, dict[int, list[ChunkPlan]]] = field(default_factory=dict, compare=False, repr=False)
 
     def with_values(self, values: Mapping[str, Any]) -> "ResolvedRun":
-        """Returns the run with other values of keys that do not affect the division into chunks; only `resolve` and its
-        decisions call this method."""
+        """Returns the run with other values of keys that do not affect the division into chunks."""
         return replace(self, config=self.config.decided(values))
 
     def closed(self) -> "ResolvedRun":
@@ -113,7 +111,7 @@ class ResolvedRun:
         return self.mesh.group(0, ("pp",))
 
     def partition(self, rank: int) -> StagePartition:
-        """Returns the partition into stages, with the stages of `rank`."""
+        """Returns the partition of the model into stages, with the stages of `rank`."""
         return partition_of(self.config, self.mesh, rank)
 
     def on_rank(self, rank: int, *, tags: bool) -> RankPlan:
@@ -172,7 +170,7 @@ class ResolvedRun:
     def chunks(self) -> Decided:
         """The largest chunk of each stage, in elements, if `state.chunk` leaves the size open.
 
-        The configuration does not store these sizes, because stages may differ in the size.
+        The configuration does not store the sizes, because stages may have different sizes.
         """
         if self.config.state.chunk is not None:
             return Decided()

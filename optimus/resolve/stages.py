@@ -1,4 +1,4 @@
-"""The pipeline stages of a run, derived from its configuration: their placement and their schedule."""
+"""The pipeline stages of a run: placement and schedule."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -76,8 +76,8 @@ def schedule_of(config: RunConfig, microbatches: int, *, transfers: bool = True)
     """Returns the schedule of a step of `microbatches` microbatches; for the message-driven executor, the placement of its
     stages.
 
-    Without `transfers`, the schedule has only computations, and takes less time to make. Raises `UserError` when no
-    schedule exists for these sizes.
+    Without `transfers`, the schedule has no sends and receives. Raises `UserError` when no schedule exists for these
+    sizes.
     """
     parallel = config.parallel
     if parallel.executor == "message-driven":
@@ -89,8 +89,8 @@ def schedule_of(config: RunConfig, microbatches: int, *, transfers: bool = True)
 def live_of(config: RunConfig, microbatches: int) -> Sequence[Sequence[Live]]:
     """Returns the peaks of each pipeline rank in a step of `microbatches` microbatches, like `live_microbatches`.
 
-    With the message-driven executor, the only peak has a stage's limit of microbatches in flight, but at most
-    `microbatches`.
+    With the message-driven executor, a rank has a single peak: each stage has its limit of microbatches in flight, but
+    at most `microbatches`.
     """
     parallel, pp = config.parallel, config.parallel.pipeline
     if parallel.executor == "message-driven":

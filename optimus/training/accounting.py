@@ -42,8 +42,8 @@ def expert_load(run: Run, choices: Mapping[Any, Tensor]) -> dict[int, list[float
 
 
 def imbalance(load: Mapping[int, list[float]]) -> dict[str, float]:
-    """Returns the mean and the maximum over the layers of the load imbalance: the largest of a layer's relative
-    loads."""
+    """Returns the mean and the maximum of the layers' load imbalances. The load imbalance of a layer is the layer's
+    largest relative load."""
     of_layers = [max(loads) for loads in load.values()]
     return {"experts/imbalance": sum(of_layers) / len(of_layers), "experts/worst_imbalance": max(of_layers)}
 
@@ -52,7 +52,7 @@ def seconds_by_kind(times: StepTimes, saving: float) -> dict[str, float]:
     """Returns the seconds of a step on this rank by kind: computation, exposed communication by kind of collective,
     waiting for data, and waiting for checkpoints. Exposed communication includes the wait for other ranks.
 
-    `saving` is the number of seconds that this rank has waited for checkpoints since the last record.
+    `saving` is the number of seconds that this rank has waited for checkpoints since the previous step.
     """
     exposed = {f"time/exposed_{kind.replace(' ', '_')}": seconds for kind, seconds in times.by_kind.items()}
     return {

@@ -1,5 +1,5 @@
-"""Sets the initial state of a new run, from fresh weights or those of `checkpoint.load_path`; also rewinds a run to this
-state."""
+"""Sets the initial state of a new run, from fresh weights or from `checkpoint.load_path`, and rewinds a run to its
+initial weights."""
 
 from collections.abc import Callable
 from contextlib import suppress

@@ -65,8 +65,8 @@ def build_trainer(
 
 
 def build_run(config: RunConfig, device: torch.device, resume: bool, dataset: Any = None) -> Run:
-    """Builds the run of this rank. The state, on `device`, is uninitialised, and has the masks of the weights that will
-    fill the state. All ranks must call this function."""
+    """Builds the run of this rank. The state is uninitialised, but has the masks of the weights that will fill the
+    state. All ranks must call this function."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     mesh = mesh_of(config, ranks, ranks_per_node(ranks))
     groups = Groups(mesh, config.resilience.timeout, [], partial_sums=partial_sums(config))
@@ -113,8 +113,8 @@ def build_model(
 ) -> tuple[PipelineStages, ModelState]:
     """Builds the model's stages on this rank, and the uninitialised state with this rank's shards of the parameters.
 
-    `masks_of` gets the groups, the layouts and the unsharded model on the meta device. The function returns packed
-    bits: the masks of this rank's shards of pruned parameters. All ranks must call this function.
+    `masks_of` takes the groups, the layouts and the unsharded model on the meta device. `masks_of` returns the masks of
+    this rank's shards of pruned parameters, as packed bits. All ranks must call this function.
     """
     groups.make(plan.groups)  # creates the groups of all stages, on all ranks in the same order
     masks, gathering = masks_of(groups, plan.layouts, plan.model), ParameterPrefetcher()

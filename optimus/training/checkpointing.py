@@ -77,8 +77,8 @@ class Checkpointer:
             self.saver.save(*targets)
 
     def _frozen_targets(self, progress: Progress, origin: Origin, hooks: Mapping[str, Any]) -> list[Target]:
-        """Returns the target for the frozen parameters, to which the next full checkpoint refers. Returns an empty list
-        if no parameter is frozen, or if the files of the target are complete."""
+        """Returns the target for the files of frozen parameters, to which a full checkpoint refers. Returns an empty
+        list if no parameter is frozen, or if the files are complete."""
         run = self._run
         if not run.config.train.freeze:
             return []
@@ -138,10 +138,9 @@ def describe(
 
 
 def _random_states(device: torch.device) -> dict[str, str]:
-    """Returns the generator states of this rank; a checkpoint holds those of rank 0.
+    """Returns the states of this rank's random generators; a checkpoint holds the states of rank 0.
 
-    The library does not draw random numbers from these generators; a user's model code may, if all ranks draw the same
-    numbers.
+    A user's model code may draw from these generators if all ranks draw the same numbers.
     """
     states = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
@@ -150,7 +149,8 @@ def _random_states(device: torch.device) -> dict[str, str]:
 
 
 def restore_random(description: Description, device: torch.device) -> None:
-    """Restores the states of the random generators of the CPU and of `device`; ignores those of other device types."""
+    """Restores the states of the random generators of the CPU and of `device`; ignores the states of other device
+    types."""
     for kind, text in description.random.items():
         state = torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8)
         if kind == "cpu":

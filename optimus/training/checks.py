@@ -110,11 +110,9 @@ def _check_text(text: str, key: str, max_bytes: int) -> None:
 
 
 def check_output(config: RunConfig, resume: bool, data: TrainingData) -> None:
-    """Raises `UserError` when the run folder is not writable.
-
-    Without `resume`, also raises `UserError` when the folder contains a run or other files than a lease. With `resume`,
-    raises `UserError` when the run in the folder cannot resume with `config`.
-    """
+    """Raises `UserError` when the run folder is not writable. Without `resume`, raises `UserError` when the folder
+    contains a run or files other than a lease. With `resume`, raises `UserError` when the run in the folder cannot
+    resume with `config`."""
     folder = Path(config.train.output)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"train.output: {folder} is a file; name a folder")
@@ -168,7 +166,7 @@ def _check_resumable(config: RunConfig, folder: Path, data: TrainingData) -> Non
 def fetch_lost_run(config: RunConfig, resume: bool) -> None:
     """Fills a lost run folder from `checkpoint.copy_to` before a run resumes.
 
-    Raises `UserError` if a new run would copy its checkpoints over those of another run.
+    Raises `UserError` if a new run would copy its checkpoints over the copies of another run.
     """
     url, folder = config.checkpoint.copy_to, Path(config.train.output)
     if url is None or list_checkpoints(folder):
@@ -184,10 +182,10 @@ def fetch_lost_run(config: RunConfig, resume: bool) -> None:
 
 
 def check_prunings(config: RunConfig, description: Description, path: Path) -> None:
-    """Checks that a run can still prune as configured when it continues from the checkpoint `path`.
+    """Checks that a run that continues from the checkpoint `path` can prune as configured.
 
-    Raises `UserError` when the checkpoint is at or after a pruning step but not pruned (except with early-bird), or
-    when weights that `pruning.rewind` needs are missing.
+    Raises `UserError` when weights that `pruning.rewind` needs are missing. Raises `UserError`, except with early-bird,
+    when the checkpoint is at or after a pruning step but not pruned.
     """
     pruning, step = config.pruning, description.step
     if pruning is None:
@@ -263,7 +261,7 @@ def dry_run(run: Run) -> str:
     Returns a line with the results.
 
     First measures the activations of a few sequences or, with a pipeline, of one microbatch per pipeline rank. Then
-    runs a whole microbatch, but not on a CPU, where running out of memory would kill the process without a message.
+    runs a whole microbatch on an accelerator. On a CPU, a lack of memory would kill the process without a message.
     Leaves weights and optimizer state unchanged. Raises `UserError` when a microbatch does not fit.
     """
     micro_batch, context = run.config.train.micro_batch, run.resolved.widest.train.sequence_length

@@ -1,7 +1,7 @@
-"""Records every start and resume in the run folder: the configuration, the decisions, and, as a line of
-`environment.jsonl`, the software and hardware.
+"""Records every start and resume in the run folder. `config.yaml` has the configuration, `decisions.yaml` the
+decisions, and a line of `environment.jsonl` the software and hardware.
 
-Records no environment variables, because they may hold secrets.
+Records no environment variables, because environment variables may hold secrets.
 """
 
 import json
@@ -31,8 +31,8 @@ _GIT_SECONDS = 10.0
 def record_start(run: Run, step: int) -> None:
     """Creates the run folder and saves the configuration, the decisions, and the software and hardware of this start.
 
-    Renames the file of an earlier, different configuration. Rank 0 calls the function before the first step after `step`.
-    Raises `UserError` when a file cannot be written, for example on a full disk.
+    Renames the file of an earlier, different configuration. Only rank 0 calls the function, before the first step after
+    `step`. Raises `UserError` when a file cannot be written, for example on a full disk.
     """
     path, text = run.folder / "config.yaml", dump_config(run.resolved.record)
     with naming_disk_errors(path, "Make room or choose another train.output"):

@@ -24,9 +24,9 @@ def conclude(
     """Records the end of a run. Returns `summary`, extended by the `seconds` since the time `began`, and by the path of
     the `report` or None.
 
-    `failure` is the error that ended the run, if any. Prints errors of the event, the report and the notification to stderr
-    instead of raising them, because they must not hide the result of the run. For a run that failed before it wrote
-    anything, writes no files. After a `DamagedError`, the run's folder stays unchanged.
+    `failure` is the error that ended the run, if any. Prints errors of the event, the report and the notification to
+    stderr, because such errors must not hide the result of the run. For a run that failed before writing anything,
+    writes no files. After a `DamagedError`, the run's folder stays unchanged.
     """
     folder = Path(config.train.output)
     found = {**(summary or {}), "seconds": time.time() - began, "report": None}

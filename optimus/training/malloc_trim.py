@@ -11,7 +11,7 @@ _LONG = 32 << 20  # bytes: the maximum of glibc's mmap threshold; larger blocks 
 def keep_freed_memory() -> None:
     """Makes glibc keep freed heap memory for the next step; does nothing with other C libraries.
 
-    By default, glibc returns the free end of its heap to the system as soon as this end is larger than a threshold, for
+    By default, glibc returns the free end of its heap to the system if the free end is larger than a threshold, for
     example after a backward pass. The kernel then has to map and zero the pages again in every step.
     """
     if sys.platform != "linux":

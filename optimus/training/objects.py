@@ -12,7 +12,7 @@ from optimus.optim.rules import RULES, RuleRow
 
 
 class UserObjects(NamedTuple):
-    """The hooks, the update rule and the dataset. Each rank has its own copy of `hooks` and `data`."""
+    """The hooks, the update rule and the dataset."""
 
     hooks: Sequence[Any] = ()
     rule: RuleRow | None = None
@@ -39,7 +39,7 @@ class UserObjects(NamedTuple):
 
     @classmethod
     def loads(cls, pickled: bytes | None) -> "UserObjects":
-        """Returns the objects from a result of `dumps`."""
+        """Returns the objects that `dumps` has pickled; no objects for None."""
         return cls() if pickled is None else cls(*map(functions.loads, functions.loads(pickled)))
 
 

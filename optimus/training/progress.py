@@ -18,7 +18,7 @@ class Progress:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens that all completed steps have read."""
+        """The number of tokens of all completed steps."""
         return tokens_after(self.phases, self.step)
 
     @property

@@ -34,7 +34,7 @@ def choose_masks(
 
 
 def after_pruning(run: Run, step: int, began_with: str | None) -> list[str]:
-    """Records a pruning event, and rewinds the remaining weights to the step `pruning.rewind` if it is set.
+    """Records a pruning event, and rewinds the remaining weights to the step `pruning.rewind`, if set.
 
     Returns lines for the user. `step` is the last completed step; `began_with` is the source of the run's initial weights.
     All ranks must call this function.
@@ -46,7 +46,7 @@ def after_pruning(run: Run, step: int, began_with: str | None) -> list[str]:
     if pruning.rewind is None:
         return said
     if pruning.rewind == step:
-        state.begin()  # the present weights are those of the step to which the run rewinds
+        state.begin()  # the run rewinds to the present weights
     elif pruning.rewind == 0:
         begin(run, began_with, masks=False)
     else:

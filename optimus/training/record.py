@@ -27,17 +27,18 @@ class StepTimes:
 
 @dataclass
 class StepRecord:
-    """The record of a completed step on the global batch. Hooks add their measurements to `values`."""
+    """The record of a completed step on the global batch. Hooks add numbers to `values`."""
 
     step: int
     result: StepResult
     times: StepTimes
     values: dict[str, float] = field(default_factory=dict)
-    """Values for the run's metrics, by name."""
+    """Numbers for the run's metrics, by name."""
     expert_load: dict[int, list[float]] = field(default_factory=dict)
-    """The number of tokens of each expert relative to the mean, by layer; empty in steps without this measurement."""
+    """The number of tokens of each expert relative to the layer's mean, by layer; empty in steps without a
+    measurement."""
     samples: list[dict[str, str]] = field(default_factory=list)
-    """The `prompt` and its continuation `text` for each of `evaluate.prompts`; empty in steps that continue no
+    """The `prompt` and the continuation `text` of each of `evaluate.prompts`; empty in steps that continue no
     prompt."""
 
 

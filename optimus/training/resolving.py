@@ -1,4 +1,4 @@
-"""Resolves a run on this machine, from facts about the hardware and from the files that the run loads."""
+"""Resolves a run on this machine, from facts about the machine and from files."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -21,9 +21,8 @@ def ended_by(trainer: Trainer, at_fault: bool, detail: str) -> EndedError:
 def go_back(trainer: Trainer, detail: str) -> int:
     """Prepares a restart from saved weights of an earlier step. All ranks must call this function and then end.
 
-    The run's first rollback takes the newest weights of an earlier step. A further rollback skips one of the newest weights
-    for each earlier rollback whose weights are still there, but never the oldest. `detail` is the reason. Returns the step
-    of the weights.
+    The run's first rollback takes the newest saved weights of an earlier step. A later rollback may take older weights,
+    because training from the newest weights may diverge again. `detail` is the reason. Returns the step of the weights.
 
     Raises `UserError` on all ranks when no earlier weights are saved, or after `resilience.max_rollbacks` rollbacks.
     """
@@ -44,7 +43,7 @@ def _go_back(trainer: Trainer, detail: str) -> int:
             why = f"the run has already gone back {rollbacks} times (resilience.max_rollbacks)"
         events.write("failure", step=trainer.progress.step, detail=f"{detail}; {why}")
         raise UserError(f"{detail}; {why}. Lower lr_schedule.lr, or look at the data of that step")
-    skipped = sum(step in steps for step in earlier)  # a rollback has moved the weights after its own away
+    skipped = sum(step in steps for step in earlier)  # a rollback has moved newer weights away
     back = steps[max(0, len(steps) - 1 - skipped)]
     events.write("failure", step=trainer.progress.step, detail=detail)
     rollback(trainer.folder, back, held=True)

@@ -26,7 +26,7 @@ _DECIDING = (
     "lr_schedule",
     "moe",
     "pruning",
-)  # sections with options that determine the numerical results of a run
+)  # sections with options that affect the numerical results of a run
 
 
 def start_run(run: Run, resume: bool) -> Start:
@@ -107,7 +107,7 @@ def _go_on(run: Run, path: Path, step: int, *, full: bool) -> tuple[Start, int]:
 
 
 def _numbers(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options that determine the numerical results of a run, by `section.key`."""
+    """Returns the options that affect the numerical results of a run, by `section.key`."""
     sections = {name: config.get(name) or {} for name in _DECIDING}
     elsewhere = [
         "data.path",

@@ -19,7 +19,7 @@ from optimus.step_context import region
 
 DATA = ("dp", "cp")  # mesh axes that divide the tokens of a global batch
 # The maximum clipped gradient norm of an update; the square of this norm is finite in fp32. Second moments are means of
-# squared gradients: an infinite second moment would stay infinite, and its parameter would never change again.
+# squared gradients: an infinite second moment would stay infinite, and the parameter would never change again.
 LARGEST_NORM = 0.999 * math.sqrt(torch.finfo(torch.float32).max)
 _HUGE_NORM = 1e6  # above this norm of clipped gradients, large second moments keep later updates small for many steps
 
@@ -70,8 +70,8 @@ def training_step(
     If `sources`, the number of sources, is above 0, the batch must name the source of each sequence. The result then
     has the loss of each source.
 
-    Every rank must have the same number of sequences. If any rank has a mask, all ranks must have one; the same holds
-    for documents.
+    Every rank must have the same number of sequences. If a rank has a mask, all ranks must have a mask. If a rank has
+    documents, all ranks must have documents.
     """
     state.begin_step()
     routers = [module for module in model.modules() if isinstance(module, Router)] if config.model.router_bias else []
@@ -80,11 +80,11 @@ def training_step(
     watch.begin()
     with watch.on(), region(lambda: "forward and backward passes"):
         losses, predicted = accumulate_gradients(model, state, batch, config, sources)
-        # Sums over all ranks, although replicas have equal losses: all ranks then decide from a bitwise equal sum.
+        # The sum over all ranks is bitwise equal on all ranks, so that all ranks decide alike.
         summing = state.groups.world.all_reduce_async(losses)
         norm = state.reduce_gradients()
     summing.wait()
-    with_losses = state.groups.world.size // state.groups.mesh.pp  # only one pipeline stage has losses
+    with_losses = state.groups.world.size // state.groups.mesh.pp  # only the ranks of the last stage have losses
     loss, balance, z, divergence, *of_sources = (losses / with_losses).tolist()
     lr, scale = step_learning_rate(config, step), clip_scale(config, step, norm)
     by_source = [nats / count if count else None for nats, count in zip(of_sources[::2], of_sources[1::2])]
@@ -107,13 +107,11 @@ def accumulate_gradients(
 
     Returns an fp32 tensor [4 + 2 * sources] and the number of predicted tokens of the global batch. The tensor has the
     losses (see `terms`) as means over this rank's microbatches, and for each source the sum of cross-entropies and the
-    number of predicted tokens.
+    number of predicted tokens. The tensor is zero except on the ranks of the last stage.
 
-    The tensor is zero except on the ranks of the last stage.
-
-    The gradients are those of this rank's share of the global batch's loss; their sum over the mesh axes `DATA` is the
-    gradient of the whole loss. The cross-entropy is a mean over the predicted tokens of the global batch, regardless of
-    how the microbatches divide the tokens. The router's losses are means over the microbatches.
+    The gradients belong to this rank's share of the global batch's loss. The sum of the gradients over the mesh axes
+    `DATA` is the gradient of the whole loss. The cross-entropy is a mean over the predicted tokens of the global batch,
+    regardless of how the microbatches divide the tokens. The router's losses are means over the microbatches.
     """
     batch = Batch.wrap(inputs)
     microbatches = batch.split(config.train.micro_batch)
@@ -179,7 +177,7 @@ class _Objective:
         """Computes the number of choices of each expert per token and layer, over all microbatches of the global
         batch."""
         routers = [router for router in counted if router is not None]
-        if not routers:  # the routers are on the ranks of another stage
+        if not routers:  # the blocks of this rank have no routers
             return
         counts_E = torch.stack([router.counts_E for router in routers]).sum(0)
         self._data.all_reduce(counts_E)  # the ranks that share a microbatch have summed their counts already
@@ -190,8 +188,7 @@ def terms(losses: Losses, choices_E: Tensor | None = None) -> Tensor:
     """Returns the losses [4] of a microbatch: cross-entropy, balance loss, z-loss and divergence from a teacher (0 without a
     teacher).
 
-    `choices_E` are the choices of each expert per token of the global batch. The balance loss uses `choices_E`, if
-    given.
+    `choices_E` are the choices of each expert per token of the global batch, for a global balance loss.
     """
     balance = losses.balance if losses.router is None else losses.router.balance_loss(choices_E)
     divergence = torch.zeros_like(losses.cross_entropy) if losses.divergence is None else losses.divergence

@@ -14,7 +14,7 @@ _MOST_EPOCHS = 4  # more repetitions of the same data help less and less (Muenni
 
 
 def summarise(run: ResolvedRun, instances: int | None) -> dict[str, Any]:
-    """Returns facts about a run with `instances` sequences of data (None: a stream), by name.
+    """Returns facts about a run, by name. `instances` is the number of sequences of the data, or None if unknown.
 
     `tokens` and `epochs` count the data read up to `last_step`; `microbatches` is the number of microbatches of a step on
     each data-parallel rank.

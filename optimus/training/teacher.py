@@ -20,7 +20,7 @@ from optimus.resolve.teachers import described_teacher
 
 
 def load_teacher(config: RunConfig, device: torch.device) -> Callable[[Batch, Tensor], SoftTargets]:
-    """Loads the frozen teacher models, unsharded; several models form an ensemble.
+    """Loads the frozen teacher models, unsharded, as an ensemble.
 
     Returns a function that computes the teacher's soft targets at given positions of each sequence.
     """

@@ -1,8 +1,8 @@
-"""The trainer: runs the steps of a run and calls hooks around them.
+"""The trainer: runs the steps of a run and calls hooks.
 
 `step.py` computes a step. Hooks measure, judge, record and save. The library's hooks are in `hooks/`; users may add
-hooks. After a failed collective, in the step or in a hook, the ranks can no longer agree on anything. The training
-therefore ends at once: the trainer only lets the hooks close their resources (`after_training`).
+hooks. After a failed collective, in the step or in a hook, the training ends at once, because the ranks can no longer
+agree. The trainer then calls only `after_training` of the hooks.
 """
 
 import math
@@ -37,7 +37,7 @@ class Order(IntEnum):
     """Looks for nodes at fault, and may end this rank before later hooks measure or save anything."""
     SIGNALS = 2
     CHANGE = 3
-    """Changes the model before its measurement and its checkpoint."""
+    """Changes the model before the measurement and the checkpoint of the model."""
     MEASURE = 4
     JUDGE = 5
     """Judges the measurements."""
@@ -59,8 +59,8 @@ class Hook:
 
     order: Order = Order.MEASURE
     ranks: str = "all"
-    """`all`: every rank calls the hook. `first`: only the first rank calls the hook. `together`: all ranks call the
-    hook, and after a user's hook wait for each other. A user's hook may use collectives only with `together`."""
+    """`all` or `together` if all ranks call the hook, `first` if only the first rank calls the hook. With `together`, a
+    user's hook may use collectives, and the ranks wait for each other after the hook."""
 
     def before_training(self, trainer: "Trainer") -> None:
         """Runs before the first step of this process."""
@@ -77,7 +77,7 @@ class Hook:
         return math.inf
 
     def after_step(self, trainer: "Trainer", record: StepRecord) -> None:
-        """Runs after a step, which `trainer.progress` already counts."""
+        """Runs after a step. `trainer.progress` already counts the step."""
 
     def after_error(self, trainer: "Trainer") -> None:
         """Runs, before `after_training`, when an error given to `Trainer.stop` or `Trainer.fail` ends the run. The
@@ -94,8 +94,8 @@ class Hook:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores this hook's state from a checkpoint. If the checkpoint has such a state, runs before training on
-        every rank that calls the hook."""
+        """Restores this hook's state from a checkpoint. Runs before training on each rank that calls the hook, if the
+        checkpoint has a state of the hook."""
 
     @property
     def name(self) -> str:
@@ -123,7 +123,7 @@ class Trainer:
         """The progress bar; set on the first rank during training."""
         self.ending: Ending | None = None
         """The reason why the run ends early, or None; the same on all ranks."""
-        self._wish: Ending | None = None  # this rank's request to end the run
+        self._wish: Ending | None = None  # this rank's request to end the run, until the ranks have agreed
         self._unsaid = [*run.notes, *start.notes]
         self._load(start.hooks)
 
@@ -172,8 +172,8 @@ class Trainer:
         """Ends the run on all ranks, even if only one rank calls this method. The run ends after the current step, if
         any, and after that step's checkpoint.
 
-        With an `error` the run fails. If a hook calls `stop` after the checkpoints of a step, the run ends after the next
-        step.
+        With an `error` the run fails. If a hook calls `stop` after the checkpoints of a step, the run ends after the
+        next step, if any.
         """
         if self._wish is None or (error is not None and self._wish.error is None):
             self._wish = Ending(signal, error, why)
@@ -187,13 +187,12 @@ class Trainer:
     def fit(self) -> Ending:
         """Trains to the last step of the run, or until any rank ends the run early.
 
-        Returns the reason of an early end, or an empty `Ending`; all ranks return the same.
+        Returns the reason of an early end, or an empty `Ending`; all ranks return the same ending.
 
         Calls the hooks in their order, and `after_training` in reverse order, also after an error.
 
-        Raises the `UserError` given to `stop` or `fail`; if the training ended because of this error, the hooks have
-        saved the last good state. Raises errors of the library's hooks. Raises `CollectiveError`, whose message names
-        the step, if a collective fails, as after the loss of a rank.
+        Raises the `UserError` given to `stop` or `fail`. Raises errors of the library's hooks. Raises
+        `CollectiveError`, whose message names the step, if a collective fails, as after the loss of a rank.
         """
         try:
             self._train()
@@ -230,7 +229,8 @@ class Trainer:
                 raise self.ending.error
 
     def _step(self, loader: TokenLoader[Batch]) -> None:
-        """Runs one step and the hooks after the step. If the data cannot be read, runs no step and sets the ending."""
+        """Runs one step and calls `after_step` of the hooks. If the data cannot be read, runs no step and sets the
+        ending."""
         clock = StepClock(self.groups.recorder)
         batch = self._next_batch(loader)
         if batch is None:
@@ -261,7 +261,7 @@ class Trainer:
         return StepRecord(step, result, clock.times())
 
     def _next_batch(self, loader: TokenLoader[Batch]) -> Batch | None:
-        """Returns the next batch on the run's device, with the documents on the host. If any rank cannot read its part,
+        """Returns the next batch on the run's device, with the documents on the host. If a rank cannot read its part,
         all ranks end the run as failed and return None."""
         device, reports = self.run.device, (self.progress.step + 1) % self.config.observe.log_every == 0
 
@@ -283,8 +283,7 @@ class Trainer:
             return None
 
     def _agree_on_ending(self) -> None:
-        """Sets the ending on all ranks if any rank has requested one with `stop`; after the last step, only an error
-        counts."""
+        """Sets the ending on all ranks if a rank has called `stop`. After the last step, only an error counts."""
         if not self.groups.world.any(self._wish is not None):
             return
         own, self._wish = self._wish, None

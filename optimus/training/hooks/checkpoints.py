@@ -5,8 +5,8 @@ from optimus.training.trainer import Hook, Order, Trainer
 
 
 class Checkpoints(Hook):
-    """Saves checkpoints at configured intervals, at the end of the run, and after an error if the newest full
-    checkpoint is older than the last completed step. Runs on all ranks."""
+    """Saves checkpoints at configured intervals and at the end of the run. After an error, saves a checkpoint if the
+    newest full checkpoint is older than the last completed step. Runs on all ranks."""
 
     order = Order.SAVE
 

@@ -15,9 +15,9 @@ _GRACE = 20.0  # seconds that a run waits for its copies after a signal
 class CopyCheckpoints(Hook):
     """Copies complete checkpoints, one at a time, in a thread of the first rank.
 
-    A failed copy only shows a line to the user; the hook goes on with the next checkpoint. After each copy, the hook
-    copies the newest checkpoint and skips older ones. At the end of the run, the hook waits for the copy of the last
-    checkpoint, after a signal for at most 20 seconds. After an error, the hook does not wait.
+    After a copy or a failed copy, the hook shows a line to the user and copies the newest checkpoint. At the end of the
+    run, the hook waits for the copy of the last checkpoint, after a signal for about 20 seconds. After an error, the
+    hook does not wait.
     """
 
     order = Order.LAST
@@ -43,7 +43,7 @@ class CopyCheckpoints(Hook):
             return
         signalled = trainer.ending is not None and trainer.ending.signal
         limit = time.monotonic() + _GRACE if signalled else None
-        self._seen = -1  # so that the hook lists the folder again: two changes may have the same time
+        self._seen = -1  # so that the hook lists the folder again, since two changes may have the same time
         while self._go_on(trainer) and (limit is None or time.monotonic() < limit):
             if self._thread is not None:
                 self._thread.join(0.1)
@@ -67,7 +67,7 @@ class CopyCheckpoints(Hook):
                 trainer.say(f"{name} is copied to {trainer.config.checkpoint.copy_to}")
         folder = trainer.folder / CHECKPOINTS
         changed = folder.stat().st_mtime_ns if folder.exists() else 0
-        if changed == self._seen:  # spares the listing of the folder in every step
+        if changed == self._seen:  # avoids listing the folder in each step
             return False
         newest = newest_local(trainer.folder)
         if newest is None or newest == self._tried:

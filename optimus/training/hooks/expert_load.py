@@ -12,8 +12,8 @@ from optimus.training.trainer import Hook, Order, Trainer
 
 
 class ExpertLoad(Hook):
-    """Measures, every `observe.log_every` steps, the tokens of each expert in a step over all ranks, relative to the
-    mean of the expert's layer. Runs on all ranks."""
+    """Measures, every `observe.log_every` steps, each expert's number of tokens over all ranks, relative to the mean of
+    the expert's layer. Runs on all ranks."""
 
     order = Order.MEASURE
 

@@ -1,4 +1,4 @@
-"""Guarded calls of users' hooks: if a hook fails, the run ends with one message that names the hook."""
+"""Guarded calls of users' hooks. If a hook fails, the message of the run's error names the hook."""
 
 import json
 import math
@@ -22,9 +22,8 @@ T = TypeVar("T")
 class GuardedHook(Hook):
     """Calls a user's hook.
 
-    If the hook raises an error during training, the run saves the last completed step and ends on all ranks with one
-    message. The guard then does not call the hook again. A failed collective, an `EndedError` or a `KeyboardInterrupt`
-    ends the rank at once.
+    If the hook raises an error, the run ends on all ranks after a checkpoint of the last completed step. The guard does
+    not call the failed hook again. A failed collective, an `EndedError` or a `KeyboardInterrupt` ends the rank at once.
     """
 
     def __init__(self, hook: Hook, name: str) -> None:
@@ -45,7 +44,7 @@ class GuardedHook(Hook):
         self._call(trainer, "before_step", lambda: self._hook.before_step(trainer), None)
 
     def loss_limit(self, trainer: Trainer) -> float:
-        """Returns the lowest limit of all ranks, so that all ranks skip the same updates and their parameters stay equal."""
+        """Returns the lowest limit of all ranks, so that all ranks skip the same updates."""
         usual = super().loss_limit(trainer)
         if type(self._hook).loss_limit is Hook.loss_limit:
             return usual

@@ -1,4 +1,4 @@
-"""A hook that ends a run in which a rank keeps the others waiting forever."""
+"""A hook that ends a hung run."""
 
 import os
 import time
@@ -11,7 +11,7 @@ from optimus.resilience.hangs import Verdict, Watchdog, clear, report_folder
 from optimus.training.record import StepRecord
 from optimus.training.trainer import Hook, Order, Trainer
 
-_TURN = 3.0  # seconds that the other ranks wait, so that a rank at fault ends first
+_TURN = 3.0  # seconds that ranks without a fault wait, so that ranks at fault end first
 
 
 class Hangs(Hook):
@@ -40,11 +40,10 @@ class Hangs(Hook):
             clear(trainer.folder)  # deletes the reports of hangs that ended earlier attempts
 
     def _end(self, verdict: Verdict) -> None:
-        """Ends this rank from the watchdog's thread, as the main thread is stuck; the launcher reads the exit code.
+        """Ends this rank from the watchdog's thread. The launcher reads the exit code.
 
-        First, one rank, not a culprit if possible, records the verdict. If all culprits are on one node, the ranks of
-        this node end next. The other ranks end last. Once a rank has ended, collectives fail on the other ranks, and
-        the launchers end all ranks of their nodes.
+        One rank, not a culprit if possible, records the verdict. Each rank then ends after `_TURN` seconds. If all
+        culprits are on one node, a rank of this node ends earlier, once the verdict is recorded.
         """
         told = self._folder / "told"
         culprits = {self._names[rank] for rank in verdict.culprits}

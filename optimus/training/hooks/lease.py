@@ -8,9 +8,9 @@ from optimus.training.trainer import Hook, Order, Trainer
 
 
 class LeaseCheck(Hook):
-    """Ends the run without another checkpoint if another run has taken its folder over.
+    """Ends the run without another checkpoint if another run has taken the folder over.
 
-    Runs on rank 0, before the hooks that measure and save, and checks the lease only every few seconds.
+    Runs on rank 0, before the hooks that measure and save. Checks the lease every few seconds.
     """
 
     order = Order.FIRST

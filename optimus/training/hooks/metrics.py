@@ -14,7 +14,7 @@ from optimus.training.trainer import Hook, Order, Trainer
 
 
 class Metrics(Hook):
-    """Writes a record of every step to the run's metrics and shows the progress. Runs on rank 0 only."""
+    """Writes a record of every step to the run's metrics and shows the progress. Runs on rank 0."""
 
     order = Order.RECORD
     ranks = "first"
@@ -80,14 +80,14 @@ class Metrics(Hook):
         self._writer.close()
 
     def _pass_scores(self) -> None:
-        """Writes scores that `optimus evaluate --watch` has found meanwhile to the sinks."""
+        """Writes new scores of `optimus evaluate --watch` to the sinks."""
         for scores in self._scores.read():
             self._writer.sinks.write(scores)
 
 
 def _by_source(trainer: Trainer, record: StepRecord) -> dict[str, float]:
-    """Returns, with several sources, the number of tokens read from each source so far. Also returns the losses by
-    source that the step has, and with phases the number of the phase."""
+    """Returns, with several sources, the number of tokens read from each source so far. Also returns the step's losses
+    by source, if any, and with phases the number of the phase."""
     tokens = trainer.run.data.tokens_by_source(trainer.progress.step)
     phase = {"phase": trainer.progress.phase.number} if trainer.progress.phase.name else {}
     read = {f"tokens/{name}": count for name, count in tokens.items() if len(tokens) > 1}

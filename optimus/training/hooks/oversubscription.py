@@ -20,7 +20,7 @@ WINDOW = 10  # steps per window; the hook compares the median step times of wind
 FACTOR = 3.0  # a window more than this many times slower than the run's fastest window is slow
 _CROWDED = 1.25  # more runnable threads per core than this are too many
 _STARVED = 0.5  # minimum CPU time of a thread, relative to the wall-clock time
-_AGAIN = 1.5  # the run has recovered once a window is at most this many times slower than the fastest
+_AGAIN = 1.5  # the run has recovered once a window is at most this many times slower than the fastest window
 
 
 def threads_wanted() -> float:
@@ -35,8 +35,8 @@ def threads_wanted() -> float:
 
 
 class Oversubscription(Hook):
-    """Warns when steps on a CPU are far slower than the run's fastest steps, or when threads get less than half of the
-    CPU time that they need.
+    """Warns when steps on a CPU are far slower than the run's fastest steps, or when the CPU time of this rank's
+    threads is on average less than half of the wall-clock time.
 
     Warns only if the machine's runnable threads, or the threads of the run's ranks on this machine, exceed 1.25 per
     core. Warns again only after the run has recovered. Runs on rank 0.

@@ -10,7 +10,7 @@ from optimus.training.trainer import Hook, Order, Trainer
 
 
 class PipelineTimeline(Hook):
-    """Writes the start and end of every computation of one step on the ranks of the first pipeline."""
+    """Writes the start and end of the pipeline's computations in one step, on the ranks of the first pipeline."""
 
     order = Order.MEASURE
 

@@ -14,8 +14,8 @@ _DRAWS = 5  # number of consecutive mask distances that must be small (You et al
 
 
 class Pruning(Hook):
-    """Prunes parameters after configured steps; with early-bird, once the masks have hardly changed for several draws.
-    Runs on all ranks, before the checkpoint hook."""
+    """Prunes parameters after configured steps. With early-bird, prunes once the masks have hardly changed over several
+    draws. Runs on all ranks, before the checkpoint hook."""
 
     order = Order.CHANGE
 

@@ -8,8 +8,8 @@ from optimus.training.trainer import Hook, Order, Trainer
 
 
 class Recovered(Hook):
-    """Records in the event log, after the first step of this process, that the run has recovered from failures, if any.
-    Runs on rank 0."""
+    """Records in the event log, after the first step of this process, the run's recovery from failures, if any. Runs on
+    rank 0."""
 
     order = Order.RECORD
     ranks = "first"

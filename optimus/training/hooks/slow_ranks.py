@@ -14,7 +14,7 @@ OFTEN = 3  # the hook reports a rank that is slow in this many consecutive windo
 
 
 class SlowRanks(Hook):
-    """Reports ranks whose step time, without waiting for other ranks, is persistently longer than that of their peers.
+    """Reports ranks whose step time, without waiting for other ranks, is persistently longer than normal.
 
     With `resilience.exclude_slow`, ends the run under `optimus launch`, so that the launcher replaces the node.
     """
@@ -57,14 +57,13 @@ class SlowRanks(Hook):
 def find_slow(
     seconds: Mapping[int, float], peers: Sequence[Sequence[int]], percent: float, usual: Mapping[int, float]
 ) -> dict[int, float]:
-    """Returns the ranks whose time exceeds their peers' median by more than `percent`, each with its slowdown factor, the
-    slowest first.
+    """Returns the slow ranks, each with a slowdown factor, in descending order of the factors.
 
     `seconds` are the computation times per step, without waiting (MegaScale; C4). `peers` are groups of ranks with
-    equal work, such as the ranks of one pipeline stage. The faster of two peers is the reference, because nothing makes
-    a rank faster than normal. A rank without peers may always take longer than other ranks, because the rank has more
-    work. Such a rank is slow if its ratio to the median of all ranks (see `alone`) exceeds `usual`, its lowest ratio so
-    far, by more than `percent`.
+    equal work, such as the ranks of one pipeline stage. A rank is slow if its time exceeds the lower median of its
+    group by more than `percent`. A rank without peers may have more work than other ranks. A rank without peers is slow
+    if its ratio to the median of all ranks (see `alone`) exceeds its lowest ratio so far, in `usual`, by more than
+    `percent`.
     """
     times = {
         rank: seconds[rank] / statistics.median_low(seconds[r] for r in group) for group in peers for rank in group

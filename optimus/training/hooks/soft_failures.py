@@ -17,10 +17,10 @@ class SoftFailures(Hook):
     """Ends the run after a step with a non-finite loss or gradient norm, so that the launcher can restart the run
     without the faulty node or from earlier weights.
 
-    If the non-finite numbers originate on one node and the same step has not failed before, that node is at fault: its
-    ranks end with `BAD_NODE`, the other ranks with `LOST`. Otherwise the training has diverged. The run then goes back
-    to earlier saved weights (see `go_back`), and all ranks end with `DIVERGED`. After `resilience.max_rollbacks`
-    rollbacks, or without earlier weights, the run fails.
+    A node is at fault if the non-finite numbers originate on this node alone and the same step has not failed before.
+    The ranks of a node at fault end with `BAD_NODE`, all other ranks with `LOST`. Without a node at fault, the training
+    has diverged. The run then goes back to earlier saved weights (see `go_back`), and all ranks end with `DIVERGED`.
+    After `resilience.max_rollbacks` rollbacks, or without earlier weights, the run fails.
     """
 
     order = Order.WATCH
@@ -34,7 +34,7 @@ class SoftFailures(Hook):
         events = EventLog(trainer.folder)
         told = trainer.groups.world.all_gather_object((*_origin(trainer), self._node))
         earlier = trainer.groups.world.on_first(lambda: [event for event in events.read() if _SIGN in event["detail"]])
-        # Ranks that all-gather damaged parameters are not the origin; the ranks that own damaged shards are.
+        # If ranks own damaged shards, ranks that all-gather the damaged parameters are not the origin.
         damaged = any(of_parameters for _, of_parameters, _ in told)
         origins = {
             rank: (what, node)
@@ -55,8 +55,8 @@ class SoftFailures(Hook):
 
 
 def _origin(trainer: Trainer) -> tuple[str | None, bool]:
-    """Returns the origin of non-finite numbers on this rank, or None, and True if the origin is the rank's own
-    parameter shards."""
+    """Returns (the origin of non-finite numbers on this rank or None, True if the origin is a parameter shard of this
+    rank)."""
     origin = trainer.groups.origin()
     for chunk in trainer.state.chunks:
         with chunk.states() as states:

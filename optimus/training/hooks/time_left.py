@@ -22,5 +22,5 @@ class TimeLeft(Hook):
         self._seconds.append(record.times.total)
         remaining = trainer.run.last_step - trainer.progress.step
         if len(self._seconds) == _STEPS_TO_KNOW and remaining > 0:
-            each = min(self._seconds)  # the first steps take longer, because they include setup
+            each = min(self._seconds)  # the first steps may take longer
             trainer.say(f"time: {time_left(each * remaining, time.time())}, at {each:.3g} s a step")

@@ -53,5 +53,5 @@ class Trace(Hook):
             self._profile.start()
 
     def after_training(self, trainer: Trainer) -> None:
-        if self._profile is not None:  # the step failed or never ran
+        if self._profile is not None:  # the step has failed or has not run
             self._profile.stop()

@@ -14,11 +14,9 @@ _WORD = "matmul"  # prefix of a measurement's name, before the shape
 
 
 class TuneMatmuls(Hook):
-    """Times, in the first step, all forms of every large matmul that has no measurement for this chip. All ranks then
-    use the same forms.
+    """Times, in the first step of a process, all forms of each large matmul without a measurement for this chip.
 
-    All ranks use the cached measurements of the first rank, because the caches of nodes may differ. If several ranks have
-    measured the same matmul, all ranks use the measurement of the lowest rank.
+    All ranks use the same forms. Since the caches of nodes may differ, only the cache of the first rank counts.
     """
 
     order = Order.CHANGE
@@ -84,8 +82,8 @@ def matmuls(known: Mapping[str, Timings]) -> dict[MatmulShape, FormTimings]:
 
 
 def describe(timings: Mapping[MatmulShape, FormTimings], known: int = 0) -> list[str]:
-    """Returns a line about all matmuls, of which `known` were measured before, and a line for each matmul that runs faster
-    in another form than its own.
+    """Returns a line about all matmuls, of which `known` were measured before. Also returns a line for each matmul that
+    runs faster in another form than its own.
 
     The line of a matmul compares the median time of the chosen form with the best time of the matmul's own form.
     """

@@ -34,8 +34,8 @@ HOOKS: Table[HookRow] = Table("hook", HookRow, dict)
 
 
 def users_hooks(named: Sequence[str], hooks: Sequence[Any] = (), rank: int = 0) -> list[Hook]:
-    """Returns the users' hooks on this rank: those `named` as package.module.Class or by the name of a plugin's hook,
-    and those in `hooks` as classes, instances or names.
+    """Returns the users' hooks on this rank. `named` has names of plugins' hooks or of classes (package.module.Class).
+    `hooks` has classes, instances or names.
 
     Raises `UserError` for a hook that the run cannot import, that is not a `Hook`, or that the trainer could not call.
     Raises `UserError` for a hook with the name of another hook, or with a name without a dot.
@@ -74,7 +74,7 @@ def _made(entry: Any) -> Hook:
         return GuardedHook(hook, _name_of(hook, where))
     except UserError:
         raise
-    except (Exception, SystemExit) as error:  # a property of the hook raised an error
+    except (Exception, SystemExit) as error:  # for example, a property of the hook raised an error
         raise UserError(f"{where}: one of its attributes cannot be read ({said(error)}): correct its class") from error
 
 

@@ -17,12 +17,12 @@ _SAMPLE_TOKENS = 64  # maximum length of a prompt's continuation: a few lines
 
 
 class Validation(Hook):
-    """Measures bits per byte of each validation set, the loss of sets with a name, and task scores, at configured
-    intervals and at the last step.
+    """Measures validation sets and tasks at configured intervals and at the last step.
 
-    Continues prompts after measuring a set, and at the last step. Runs on all ranks, but only rank 0 reads the text and
-    the tasks. If rank 0 holds the whole model, rank 0 measures alone; otherwise all ranks measure, each with its part
-    of the model. A read error on rank 0 ends the run on all ranks.
+    Measures bits per byte, and the loss of validation sets with a name. Continues prompts after measuring a set, and at
+    the last step. Runs on all ranks, but only rank 0 reads the text and the tasks. If rank 0 needs no other rank for a
+    forward pass, rank 0 measures alone. Otherwise all ranks measure together. A read error on rank 0 ends the run on
+    all ranks.
     """
 
     order = Order.MEASURE
@@ -99,8 +99,8 @@ class Validation(Hook):
             return world.on_first(lambda: measure(trainer.model, parts))
 
     def _tasks(self, trainer: Trainer) -> dict[str, float]:
-        """Returns the scores of all tasks, as `tasks/NAME/METRIC`. If ranks hold parts of the model, all ranks score
-        the requests of rank 0."""
+        """Returns the scores of all tasks, as `tasks/NAME/METRIC`. If forward passes are collective, all ranks score
+        the requests of rank 0. Otherwise rank 0 alone scores its requests."""
         from optimus.evaluation.score import score
 
         model, world = trainer.model, trainer.groups.world
