@@ -9,7 +9,7 @@ Legend: B sequences of a step, S positions, T rows of the residual stream, H col
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -61,7 +61,7 @@ def make_stages(config: RunConfig) -> PipelineStages:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
         buffers[parameter] = TensorBuffer(parameter.grad, groups.step)
-    parallelize(model, groups, StageOptions(), buffers, rows=staged.stages.values())
+    parallelize(model, groups, StageOptions(), buffers, rows=[stage.row for stage in staged.stages.values()])
     return staged
 
 
@@ -105,10 +105,10 @@ def torchs(staged: PipelineStages, config: RunConfig) -> Step:
     positions_S, positions = model.local_positions(Batch(torch.empty(1, config.train.sequence_length)))
 
     def loss_of(x_TH: Tensor, tokens_BS: Tensor) -> Tensor:
-        return model.losses_of(x_TH, None, Batch(tokens_BS), positions_S).cross_entropy / microbatches
+        return model.losses_of(model.normalise(x_TH), None, Batch(tokens_BS), positions_S).cross_entropy / microbatches
 
     modules = {
-        stage: _Module(staged.stages[stage], positions, model.embedding if stage == 0 else None)
+        stage: _Module(cast(nn.Module, staged.stages[stage].row), positions, model.embedding if stage == 0 else None)
         for stage in staged.partition.local_stages
     }
     stages = [_TorchStage(module, stage, last + 1, model.step) for stage, module in modules.items()]

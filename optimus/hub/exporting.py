@@ -174,7 +174,8 @@ def _tensors(model: CausalModel, dtype: torch.dtype | None) -> list[OutputTensor
     """
     if not isinstance(model.config, ModelConfig):
         return [
-            OutputTensor(name, tensor, tuple(tensor.shape), dtype or tensor.dtype) for name, tensor in model.author_tensors().items()
+            OutputTensor(name, tensor, tuple(tensor.shape), dtype or tensor.dtype)
+            for name, tensor in model.author_tensors().items()
         ]
     buffers, family = dict(model.named_buffers()), families()[model.config.family]
     named = [*named_tensors(model)]

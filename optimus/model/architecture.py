@@ -373,4 +373,6 @@ def own_model(config: Architecture, what: str) -> ModelConfig:
     model of `transformers`."""
     if isinstance(config, ModelConfig):
         return config
-    raise UserError(f"{what} needs one of the library's own models, but the model is a {config.family} of `transformers`")
+    raise UserError(
+        f"{what} needs one of the library's own models, but the model is a {config.family} of `transformers`"
+    )
