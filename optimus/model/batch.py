@@ -81,7 +81,7 @@ class Batch(NamedTuple):
         return inside_BS if mask_BS is None else mask_BS & moved(inside_BS, mask_BS.device)
 
     def documents(self) -> Documents | None:
-        """Returns the batch's documents, or None if every sequence is one document."""
+        """Returns the batch's documents, or None without `document_BS`."""
         if self.document_BS is None:
             return None
         first_BS = torch.ones(self.document_BS.shape, dtype=torch.bool)

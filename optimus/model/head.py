@@ -14,7 +14,7 @@ from optimus.model.vocabulary import Vocabulary
 
 
 class OutputHead:
-    """Computes logits, or the loss against targets, which needs memory for only one block of logits at a time.
+    """Computes logits, or the loss against targets without a tensor of all logits.
 
     Logits are `factor` * x @ weight.T, and then `cap` * tanh(logits / cap) if there is a cap.
     """

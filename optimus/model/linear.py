@@ -62,8 +62,8 @@ class Linear(ProjectionModule):
     def add_factors(self, rank: int) -> None:
         """Adds low-rank factors `lora_b` [*outputs, rank] and `lora_a` [rank, inputs] to the weight.
 
-        The weight should be frozen; see `low_rank.py`. `pruned` says whether the weight has zeros. Code that changes
-        the weight must set `pruned` to None, so that the next forward pass looks for zeros again.
+        The weight should be frozen; see `low_rank.py`. `pruned` is True if the weight has zeros. Code that changes the
+        weight must set `pruned` to None, so that the next forward pass looks for zeros again.
         """
         dims = declaration(self, "weight").dims
         *outputs, inputs = map(Size, dims, self.weight.shape)

@@ -118,9 +118,8 @@ def declare(
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor) of all parameters and buffers of a model.
-
-    The optimizer does not update buffers. Every rank that has a module has the module's whole buffers.
+    """Yields (name, tensor) of all parameters and stored buffers. A rank that has a module has the module's whole
+    buffers.
     """
     for name, tensor in (*model.named_parameters(), *stored_buffers(model)):
         yield name, tensor.detach()

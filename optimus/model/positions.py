@@ -65,8 +65,8 @@ def _tables(config: ModelConfig, positions_S: Tensor) -> tuple[Table, Table]:
 
 
 def _scaled(frequencies_D: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
-    """Lowers frequencies with wavelengths near or beyond the original context; `linear` lowers all frequencies (Chen et
-    al. 2023)."""
+    """Divides low frequencies by `scaling.factor`, keeps high frequencies, and interpolates in between; `linear`
+    divides all frequencies (Chen et al. 2023)."""
     slow_D = frequencies_D / scaling.factor
     if scaling.kind == "linear":
         return slow_D

@@ -20,8 +20,8 @@ class RouterStats(NamedTuple):
     """
 
     counts_E: Tensor  # how often each expert was chosen; fp32, no gradient
-    probabilities_E: Tensor  # router probabilities summed over tokens; fp32
-    z: Tensor  # squared log-sum-exp of the logits summed over tokens; fp32 scalar
+    probabilities_E: Tensor  # router probabilities summed over tokens; at least fp32
+    z: Tensor  # squared log-sum-exp of the logits summed over tokens; a scalar in at least fp32
     tokens: int  # tokens times layers
 
     def __add__(self, other: "RouterStats") -> "RouterStats":  # type: ignore[override]
