@@ -34,7 +34,7 @@ class Unit:
         self._run = run
 
     def row(self, modules: Sequence[nn.Module]) -> Callable[..., Any]:
-        """Returns a callable that runs the given modules of this unit in turn."""
+        """Returns a callable that runs the given modules of this unit one after the other."""
         return partial(in_turn, [(each, each is self.module) for each in modules])
 
 

@@ -68,7 +68,7 @@ class ModuleSetting(NamedTuple):
         teachers: tuple[Architecture, ...] = (),
         splits: bool = False,
     ) -> "ModuleSetting":
-        """Returns the setting. Meshes whose ranks compute the same give equal settings, which share measurements."""
+        """Returns the setting with a simplified mesh, so that equivalent meshes share measurements."""
         experts, tensor = mesh.ep * mesh.etp, mesh.cp * mesh.tp
         mesh = replace(mesh, pp=1, dp=lcm(tensor, experts) // tensor, ranks_per_node=None, pipeline_stride=None)
         options = replace(options, recomputation=Recomputation())
@@ -82,9 +82,7 @@ class ModuleSetting(NamedTuple):
 
     @property
     def for_experts(self) -> "ModuleSetting":
-        """The same setting for measuring experts, to which a context-parallel rank is a data-parallel rank.
-
-        The rank's sequences are shorter by the factor `cp`.
+        """The same setting for the experts, with data-parallel ranks in place of context-parallel ranks.
         """
         mesh = self.mesh
         alone = replace(mesh, cp=1, dp=lcm(mesh.tp, mesh.ep * mesh.etp) // mesh.tp)
@@ -118,8 +116,8 @@ def block_bytes(
 ) -> dict[ModulePosition, ModuleBytes]:
     """Returns the bytes, by position, of modules of block `layer`, which runs with `sequences` sequences.
 
-    With `experts`, the result has only the sparse layer, if there is one; otherwise the result has all other modules.
-    With `again`, the backward pass recomputes each module, with cached results of collectives.
+    With `experts`, the result has only the sparse layer, if there is one. Without `experts`, the result has all other
+    modules. With `again`, the backward pass recomputes each module, with cached results of collectives.
     """
     config, mesh, least = setting.model, setting.mesh, 1
     if not experts:  # all settings of expert parallelism share the measurements of the other modules
@@ -135,7 +133,7 @@ def block_bytes(
 
 @lru_cache(maxsize=4096)
 def end_bytes(setting: ModuleSetting, what: End, sequences: int) -> ModuleBytes:
-    """Returns the bytes of the parts of a model outside the blocks.
+    """Returns the bytes of the modules `what`, which are outside the blocks.
 
     `what` is "embedding" (embedding and positions), "positions" (positions only) or "head" (final norm and output layer).
     """
@@ -242,7 +240,7 @@ class _Stage:
         self.teacher = Ensemble(teachers) if teachers else None
 
     def shapes(self, load: float = 1.0, busy: int = 1, repeats: int = 1) -> Shapes:
-        """Returns a `Shapes` context that does not count parameters and their gradients."""
+        """Returns a `Shapes` context that counts neither parameters, nor their gradients, nor buffers."""
         shapes = Shapes(load, busy, repeats)
         shapes.ignore(*self.model.parameters(), *self.model.buffers(), *(each.grad for each in self._buffers.values()))
         shapes.ignore(*(() if self.teacher is None else self.teacher.parameters()))

@@ -134,8 +134,8 @@ class Shapes(TorchDispatchMode):
     def _made(self, made: "_Specification | None", columns: int | None) -> Tensor | None:
         """Creates a result, or returns None for None.
 
-        Indices of a `topk` over `columns` columns, which route tokens, are drawn at random. Other integers and booleans
-        are 0.
+        The method draws the indices of a `topk` over `columns` columns, which route tokens, at random. Other integers
+        and booleans are 0.
         """
         if made is None or made.dtype.is_floating_point:
             return (

@@ -26,10 +26,10 @@ class Weights(NamedTuple):
 
 
 def divide(time: Weights, stages: int, memory: Weights | None = None) -> list[range]:
-    """Returns the blocks of each stage, in order, so that the time of the slowest stage is minimal.
+    """Returns the blocks of each stage, in order, so that the time of the slowest stage is minimal up to rounding.
 
-    Among these partitions, the result minimises the largest memory of a stage, and then the sum of squared times. Every
-    stage has at least one block.
+    Among the partitions with such a time, the result minimises the largest memory of a stage, and then the sum of
+    squared times. Every stage has at least one block.
 
     Raises:
         UserError: there are fewer blocks than stages.

@@ -18,7 +18,8 @@ from optimus.step_context import StepContext
 
 
 class Router(ProjectionModule):
-    """Scores all experts and chooses the K with the largest scores. The scores of the chosen experts are their weights.
+    """Scores all experts and chooses K experts per token. By default, the K largest scores choose, and become the
+    weights.
 
     `router_config` has these settings:
 
