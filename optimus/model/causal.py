@@ -43,7 +43,7 @@ class Losses(NamedTuple):
 
 
 class BlockRow(Protocol):
-    """Consecutive blocks, which run one after the other."""
+    """A row of consecutive blocks, which run one after the other."""
 
     def __iter__(self) -> Iterator[nn.Module]: ...
     def __len__(self) -> int: ...

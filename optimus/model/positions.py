@@ -65,8 +65,8 @@ def _tables(config: ModelConfig, positions_S: Tensor) -> tuple[Table, Table]:
 
 
 def _scaled(frequencies_D: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
-    """Divides low frequencies by `scaling.factor`, keeps high frequencies, and interpolates in between; `linear`
-    divides all frequencies (Chen et al. 2023)."""
+    """Lowers the low frequencies by `scaling.factor`, keeps the high frequencies, and interpolates in between; `linear`
+    lowers all frequencies (Chen et al. 2023)."""
     slow_D = frequencies_D / scaling.factor
     if scaling.kind == "linear":
         return slow_D

@@ -1,5 +1,5 @@
-"""Gemma 3, text only: Gemma 2 with windows in five of six layers, a separate rotary base for windows, and norms of q
-and k instead of soft caps (Gemma 3 Technical Report, section 2)."""
+"""Gemma 3, text only (Gemma 3 Technical Report, section 2). Differs from Gemma 2: windows in five of six layers, a
+separate rotary base for windows, and norms of q and k instead of soft caps."""
 
 from collections.abc import Mapping
 from dataclasses import replace

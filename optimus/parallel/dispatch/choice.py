@@ -37,10 +37,9 @@ def dispatcher(
 ) -> Dispatcher:
     """Returns the configured dispatcher `asked`; for "auto", the dispatcher with the shorter expected time.
 
-    For "auto", the result is "alltoall" for a dense model, for one rank, for groups that are unevenly divided among
-    nodes, and if measured times of all-gathers are not clearly shorter (`GAIN`). `tokens` is the number of a rank's
-    tokens, whose elements have `itemsize` bytes. All arguments must be the same on all ranks, so that all ranks choose
-    the same dispatcher.
+    For "auto", dense models, single ranks and groups that are unevenly divided among nodes get "alltoall". Measured
+    times of all-gathers must be clearly shorter (`GAIN`). `tokens` is the number of a rank's tokens, whose elements
+    have `itemsize` bytes. All arguments must be the same on all ranks, so that all ranks choose the same dispatcher.
     """
     if asked != "auto":
         return asked

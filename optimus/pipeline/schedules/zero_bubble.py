@@ -16,8 +16,7 @@ def zb_h1(sizes: Sizes) -> Schedule:
     """Makes ZB-H1: 1F1B in which stage s runs the weight part of a microbatch s microbatches after its input part.
 
     Therefore every stage saves the activations of at most `ranks` microbatches, the maximum of 1F1B. If the three
-    passes take equal times and there are at least `ranks` microbatches, the bubble is (ranks - 1) / (3 * microbatches),
-    a third of the bubble of 1F1B.
+    passes take equal times and there are at least `ranks` microbatches, the bubble is (ranks - 1) / (3 * microbatches).
     """
     ranks, microbatches = sizes.ranks, sizes.microbatches
 
