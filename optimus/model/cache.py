@@ -26,7 +26,7 @@ class KVCache:
         self.lengths: list[int] = []
         self.layers = [LayerCache(self) for _ in range(layers)]
         self.last_B: Tensor | None = None  # positions of the new tokens if a pass takes one token of every row
-        self.start = 0  # position of the first new token otherwise
+        self.start = 0  # the position of the first new token, if a pass takes several tokens of every row
         self._new = 0
 
     def begin(self, tokens_BS: Tensor) -> Tensor:

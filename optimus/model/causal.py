@@ -33,12 +33,12 @@ class Losses(NamedTuple):
 
     @property
     def balance(self) -> Tensor:
-        """The router's balance loss over the tokens of this microbatch."""
+        """The router's balance loss over the tokens of this microbatch; 0 without router statistics."""
         return torch.zeros_like(self.cross_entropy) if self.router is None else self.router.balance_loss()
 
     @property
     def z(self) -> Tensor:
-        """The router's z-loss over the tokens of this microbatch."""
+        """The router's z-loss over the tokens of this microbatch; 0 without router statistics."""
         return torch.zeros_like(self.cross_entropy) if self.router is None else self.router.z_loss()
 
 

@@ -75,8 +75,8 @@ class Declaration:
     """A parameter's declaration by its module.
 
     `dims` are the logical dims of the whole tensor, in order. For a low-rank factor, `factor_of` has the dims of the
-    factor's matrix; for a scale, the dims of the columns that the scale multiplies. If one of these dims is sharded and
-    the parameter itself lacks the dim, a rank's gradient is a partial sum.
+    factor's matrix. For a scale, `factor_of` has the dims of the columns that the scale multiplies. If one of these
+    dims is sharded and the parameter itself lacks the dim, a rank's gradient is a partial sum.
     """
 
     dims: tuple[Dim, ...]

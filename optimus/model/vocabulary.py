@@ -31,7 +31,7 @@ class Vocabulary:
         return t_T
 
     def join(self, x_TH: Tensor) -> Tensor:
-        """Returns the whole residual stream [T, H] from this rank's shard of it."""
+        """Returns the whole residual stream [T, H] from this rank's shard `x_TH`."""
         return x_TH
 
     def logits(self, x: Tensor, weight: nn.Parameter) -> Tensor:

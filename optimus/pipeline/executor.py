@@ -184,8 +184,8 @@ class ScheduledExecutor:
         return self._computing.trace
 
     def _posts(self) -> Iterator[Sequence[Action]]:
-        """Yields, for each computation, the receives to post before it: all receives up to the next computation in the
-        order."""
+        """Yields, for each computation, the receives to post before the computation: the receives up to the next
+        computation."""
         waves: list[list[Action]] = [[]]
         for action in self._actions:
             if action.kind.computes:

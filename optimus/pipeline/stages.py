@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from optimus.errors import UserError
 
-_MORE = 1 + 1e-9  # tolerance: a cost equal to a limit is within it
+_MORE = 1 + 1e-9  # tolerance: a cost equal to a limit is within the limit
 
 
 class _Split(NamedTuple):

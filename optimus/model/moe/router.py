@@ -18,8 +18,8 @@ from optimus.step_context import StepContext
 
 
 class Router(ProjectionModule):
-    """Scores all experts and chooses K experts per token. By default, the K largest scores choose, and become the
-    weights.
+    """Scores all experts and chooses K experts per token. By default, these experts have the largest scores, which are
+    their weights.
 
     `router_config` has these settings:
 

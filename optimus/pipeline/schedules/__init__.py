@@ -22,7 +22,7 @@ DEFAULT = "1f1b"
 
 
 def schedules() -> Mapping[str, ScheduleRow]:
-    """Returns all schedules by name, including those of plugins."""
+    """Returns all schedules by name, including the schedules of plugins."""
     return _SCHEDULES
 
 
