@@ -81,7 +81,7 @@ _NOT_LATENT = "kv_heads", "qk_norm", "attention_bias", "window", "learned_positi
 
 
 class ModelConfig(Section):
-    """The architecture of the model, independent of how it is sharded."""
+    """The architecture of the model, independent of its sharding."""
 
     model_config = ConfigDict(frozen=True)  # frozen, therefore hashable: functions cache results by configuration
 
@@ -142,7 +142,7 @@ class ModelConfig(Section):
     """Normalise the weights of a token's experts to sum to 1."""
     routed_scale: float = Field(1.0, gt=0, description="Factor of the weights of a token's experts.")
     router_bias: bool = False
-    """Loss-free balancing: the router adds a bias per expert to the scores when it chooses experts."""
+    """Loss-free balancing: for the choice of experts, the router adds a bias per expert to the scores."""
     embedding_scale: bool = False
     """Multiply the embedding by the square root of hidden. Default: the family's."""
     score_cap: float | None = Field(None, gt=0, description="Attention scores s become cap * tanh(s / cap).")

@@ -105,8 +105,7 @@ def declare(
     """Creates an uninitialised parameter on the default device; the caller assigns it to the attribute `name` of
     `module`.
 
-    Raises `ValueError` for a scalar parameter without `factor_of`, because its dims do not say how to reduce its
-    gradient.
+    Raises `ValueError` for a scalar parameter without `factor_of`.
     """
     if not dims and factor_of is None:
         raise ValueError(

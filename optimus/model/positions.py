@@ -34,7 +34,7 @@ class LearnedPositions(nn.Module):
         self.vocabulary: Vocabulary = Vocabulary()
 
     def forward(self, position_T: Tensor) -> Tensor:
-        """Returns [T, H]. Clamps positions beyond the last row: they belong to padding, which no token attends to."""
+        """Returns [T, H]. Clamps positions beyond the last row, which belong to padding."""
         return embedding((self.vocabulary.rows(position_T) + self.offset).clamp(max=len(self.weight) - 1), self.weight)
 
 

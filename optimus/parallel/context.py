@@ -3,7 +3,7 @@
 In `RingSequence`, keys and values travel around the ranks (ring attention, Liu et al. 2023). Each rank computes with
 one rank's keys while it receives the next rank's keys. Each rank has a piece of the first half and the piece's mirror
 image in the second half (zig-zag order), which balances causal attention. `UlyssesSequence` uses one all-to-all to turn
-splits of the sequence into splits of the heads, and another all-to-all for the way back (DeepSpeed-Ulysses, Jacobs et
+splits of the sequence into splits of the heads, and another all-to-all for the reverse (DeepSpeed-Ulysses, Jacobs et
 al. 2023).
 
 Legend: n ranks, B batch, L positions of a whole sequence, S = L / n positions of this rank, N heads, M heads of keys and

@@ -204,7 +204,7 @@ def _end_bytes(setting: ModuleSetting, what: End, sequences: int) -> dict[Module
             made = losses.cross_entropy if losses.divergence is None else losses.cross_entropy + losses.divergence
             del soft, losses
         saved = shapes.alive - start - (made.nbytes if made is not x_TH else 0)
-        if what != "head":  # the output layer's forward pass counts too: it comes when everything else is saved already
+        if what != "head":  # the output layer's forward pass counts too, because all other saved bytes exist by then
             shapes.history.clear()
         deferred = _backward(stage.step, [made], [torch.empty_like(made)], splits=setting.splits)
         there, work = shapes.alive, [each - start - saved for each in shapes.history]

@@ -1,4 +1,4 @@
-"""Runs a pipeline whose ranks choose the next computation among those whose input has arrived.
+"""Runs a pipeline whose ranks choose the next computation among the computations whose input has arrived.
 
 The method is AxoNN's (chapter 3, algorithm 2).
 

@@ -1,4 +1,4 @@
-"""Chooses the next computation of a rank in a message-driven pipeline: the preferred one among those whose input has
+"""Chooses the next computation of a rank in a message-driven pipeline, among the computations whose input has
 arrived."""
 
 from collections.abc import Sequence

@@ -83,10 +83,10 @@ def _sums(weights: Weights, stages: int) -> Callable[[int, int, int], float]:
 def _search(blocks: int, stages: int, cost: Callable[[int, int, int], tuple[float, float]]) -> _Split:
     """Returns a partition whose largest cost is minimal.
 
-    For each stage and end, the search keeps the best partition of the blocks before the end: it compares first the
-    largest costs, then the sums. `cost` of (stage, start, end) is a pair for a stage with the blocks from `start` to
-    before `end`. The first element is the cost: it does not fall with more blocks, and is infinite for forbidden
-    blocks. The second element is the term of the sum.
+    For each stage and end, the search keeps the best partition of the blocks before the end. The best partition has the
+    smallest largest cost, and among equal costs the smallest sum. `cost` of (stage, start, end) is a pair for a stage
+    with the blocks from `start` to before `end`. The first element is the cost: it does not fall with more blocks, and
+    is infinite for forbidden blocks. The second element is the term of the sum.
     """
     ends = [blocks]  # for each stage, the earliest end for which the later stages can have the remaining blocks
     for stage in range(stages - 1, 0, -1):

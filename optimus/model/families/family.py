@@ -68,7 +68,7 @@ class Family:
     model_type: str  # the family's name: `model_type` in config.json and `model.family` in configurations
     architecture: str | None  # the class in `transformers`; None for an `unpublished` family
     defaults: Mapping[str, Any]  # defaults of our fields that all models of the family share
-    fields: Mapping[str, Field]  # fields that config.json must have
+    fields: Mapping[str, Field]  # fields that config.json must have, except a `Multiple`
     optional: Mapping[str, Field]  # fields that config.json may have
     constants: Mapping[str, Any]  # values that fields of config.json must have if they are present
     keys: Mapping[str, Key]

@@ -88,9 +88,9 @@ class ExchangeCounts(NamedTuple):
 class AllToAllDispatch:
     """A `TokenDispatcher` over the ranks of `group`, which hold `experts_per_rank` experts each, in rank order.
 
-    The group `parts` may shard the experts; each of its ranks then has another `group`. The ranks of `parts` all-gather
-    the tokens that they received, and sum the results of their shards of the experts (TED, section 7.2). With
-    `duplicates`, all ranks of `parts` send and receive the same tokens, so the ranks only sum.
+    The group `parts` may shard the experts; the ranks of `parts` have different groups `group`. The ranks of `parts`
+    all-gather the tokens that they received, and sum the results of their shards of the experts (TED, section 7.2).
+    With `duplicates`, all ranks of `parts` send and receive the same tokens, so the ranks only sum.
 
     T may differ between ranks, and may be 0. `overlapped` computation runs during communication (Megatron-Core's
     overlap of shared experts).

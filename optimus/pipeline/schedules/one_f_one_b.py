@@ -13,7 +13,7 @@ def one_f_one_b(sizes: Sizes) -> Schedule:
 
     If all stages take equal times, the bubble is (ranks - 1) / microbatches. With a `warmup_factor` c > 1, stage s runs
     up to c * (ranks - s) forward passes before its first backward pass. Stage s then saves the activations of at most
-    that number of microbatches. `ahead` adds to that number. A longer warm-up can hide link times and jitter.
+    as many microbatches. `ahead` adds to this number of microbatches. A longer warm-up can hide link times and jitter.
 
     Raises `UserError` for a `warmup_factor` below 1, with which stages could wait for each other in a circle.
     """

@@ -19,9 +19,8 @@ _BEFORE = (Kind.LOSS, Kind.LOGITS, Kind.EMBED)  # passes for which other computa
 _HELD = 2  # maximum number of ready embedding gradients that a rank defers
 
 AHEAD = 2
-"""The number of additional microbatches by which the forward passes of 1F1B must run ahead. The last stage's backward pass
-waits for S and then T on all ranks, which overlap with the last stage's next forward passes (section 5.2: p + 2
-activations)."""
+"""The number of additional microbatches by which the forward passes of 1F1B must run ahead. The last stage's backward
+pass waits for S and then T on all ranks, which overlap with the last stage's next forward passes (section 5.2)."""
 
 
 def with_vocabulary(schedule: Schedule, *, backward: bool = True) -> Schedule:
@@ -32,8 +31,8 @@ def with_vocabulary(schedule: Schedule, *, backward: bool = True) -> Schedule:
 
     The function simulates the computations with the times `USUAL`. A rank runs the computation that can begin earliest.
     Among computations that can begin at the same time, passes for which other computations wait come first. The
-    gradients of the embedding, for which no rank waits, come last. If more than `_HELD` such gradients are ready on a
-    rank, they come first.
+    gradients of the embedding, for which no rank waits, come last. Such gradients come first if more than `_HELD` of
+    them are ready on a rank.
 
     Raises `ScheduleError` if some computation can never run.
     """
