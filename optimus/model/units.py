@@ -52,7 +52,7 @@ def replace_all(model: nn.Module, made: Mapping[str, Callable[[Any], Any]]) -> N
     """Sets the `replaceable` attributes of each module that are keys of `made`; `made[name]` maps the module to the
     value."""
     for module in model.modules():
-        for what in getattr(module, "replaceable", ()):  # the same order on all ranks: the functions may run collectives
+        for what in getattr(module, "replaceable", ()):  # the same order on all ranks: functions may run collectives
             if what in made:
                 setattr(module, what, made[what](module))
 
