@@ -82,8 +82,7 @@ class ModuleSetting(NamedTuple):
 
     @property
     def for_experts(self) -> "ModuleSetting":
-        """The same setting for the experts, with data-parallel ranks in place of context-parallel ranks.
-        """
+        """The same setting for the experts, with data-parallel ranks in place of context-parallel ranks."""
         mesh = self.mesh
         alone = replace(mesh, cp=1, dp=lcm(mesh.tp, mesh.ep * mesh.etp) // mesh.tp)
         return self._replace(mesh=alone, context=self.context // mesh.cp)
