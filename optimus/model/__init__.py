@@ -1,4 +1,4 @@
-"""Transformers written for one device: no module of this package communicates or depends on how models are sharded."""
+"""Transformers, written for one device. The package `parallel` shards a model."""
 
 from typing import TYPE_CHECKING
 

@@ -1,9 +1,8 @@
 """The model's architecture: the `model` section of a configuration. A preset, a Hugging Face folder or the user fills
 this section.
 
-Modules read the architecture from these fields alone. The family provides the values that its models share, and the
-format of Hugging Face folders, but selects no code. This module does not import torch, because every program that reads
-a configuration imports this module.
+The family provides the values that its models share, and the format of Hugging Face folders, but selects no code. This
+module does not import torch, because every program that reads a configuration imports this module.
 """
 
 from collections.abc import Mapping
@@ -43,7 +42,8 @@ class RopeScaling(Section):
     attention_factor: float | None = Field(None, gt=0)
     """yarn: factor of queries and keys. Default: 0.1 ln(factor) + 1."""
     mscale: float | None = Field(None, gt=0)
-    """yarn: changes attention_factor's default to (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1)."""
+    """yarn: mscale and mscale_all_dim together change attention_factor's default to (0.1 mscale ln(factor) + 1) / (0.1
+    mscale_all_dim ln(factor) + 1)."""
     mscale_all_dim: float | None = Field(None, gt=0)
     """yarn: see mscale. Latent attention multiplies its scores by (0.1 mscale_all_dim ln(factor) + 1) squared."""
 
@@ -61,7 +61,8 @@ class RopeScaling(Section):
 
 
 class Latent(Section):
-    """Multi-head latent attention (DeepSeek-V2): keys and values are projections of one short latent vector per token.
+    """Sizes of multi-head latent attention (DeepSeek-V2), which compresses keys and values to one short latent vector
+    per token.
 
     A head's query and key have `head_size` columns without position and `rotary` columns with rotary positions; all heads
     share the rotary columns of the keys.
@@ -74,26 +75,27 @@ class Latent(Section):
     value: int = Field(gt=0, description="Columns of a head's values.")
 
 
-# Fields that a model of any family may set. An export reports values that the family's class in `transformers` lacks.
+# Fields that a model of any family may set. An export refuses values that the family's class in `transformers` lacks.
 _OF_ANY_FAMILY = "norm", "norm_place", "norm_eps"
 # Fields that latent attention does not use.
 _NOT_LATENT = "kv_heads", "qk_norm", "attention_bias", "window", "learned_positions", "query_scale", "score_cap"
 
 
 class ModelConfig(Section):
-    """The architecture of the model, independent of how it is sharded."""
+    """The architecture of the model, independent of its sharding."""
 
     model_config = ConfigDict(frozen=True)  # frozen, therefore hashable: functions cache results by configuration
 
     family: str
-    """Family of published models. The family sets the defaults below and the export format."""
+    """Family of models. The family sets the defaults of other fields, and the export format."""
     hidden: int = Field(gt=0, description="Width of the residual stream.")
     layers: int = Field(gt=0, le=10_000, description="Number of transformer blocks.")
     heads: int = Field(gt=0, description="Attention heads.")
     kv_heads: int = Field(default_factory=lambda values: values["heads"], gt=0)
     """Heads of keys and values, a divisor of heads. Default: heads."""
     head_size: int = Field(default_factory=lambda values: values["hidden"] // values["heads"], gt=0)
-    """Columns of a head, an even number. Default: hidden / heads."""
+    """Columns of a head, an even number. With latent attention: columns without position, any number. Default: hidden /
+    heads."""
     latent: Latent | None = Field(None, description="Sizes of latent attention (MLA).")
     intermediate: int = Field(gt=0, description="Width of the dense feed-forward layer.")
     vocab: int = Field(gt=0)
@@ -125,7 +127,7 @@ class ModelConfig(Section):
     experts_by_layer: list[Annotated[int, Field(ge=0)]] | None = None
     """Experts of each block, 0 for a dense block (PR-MoE's pyramid)."""
     experts: int | None = Field(default_factory=lambda values: max(values["experts_by_layer"] or [0]) or None, gt=0)
-    """Experts per block. Default: the largest of experts_by_layer."""
+    """Experts of each sparse block, or the largest number in experts_by_layer, which is the default."""
     experts_per_token: int | None = Field(None, gt=0, description="Top-k: experts per token.")
     expert_intermediate: int = Field(default_factory=lambda values: values["intermediate"], gt=0)
     """Width of each expert. Default: intermediate."""
@@ -141,7 +143,7 @@ class ModelConfig(Section):
     """Normalise the weights of a token's experts to sum to 1."""
     routed_scale: float = Field(1.0, gt=0, description="Factor of the weights of a token's experts.")
     router_bias: bool = False
-    """Loss-free balancing: the router adds a bias per expert to the scores when it chooses experts."""
+    """Loss-free balancing: for the choice of experts, the router adds a bias per expert to the scores."""
     embedding_scale: bool = False
     """Multiply the embedding by the square root of hidden. Default: the family's."""
     score_cap: float | None = Field(None, gt=0, description="Attention scores s become cap * tanh(s / cap).")
@@ -150,7 +152,8 @@ class ModelConfig(Section):
     """Attention divides its scores by the square root of query_scale. Default: head_size."""
     tie_embeddings: bool = Field(False, description="The output layer shares the embedding's weights.")
     learned_positions: int | None = Field(None, gt=0)
-    """Number of learned positions, which replace rotary positions and limit the length of a sequence."""
+    """Number of learned positions, which replace rotary positions and limit the length of a sequence or of its
+    documents."""
     position_offset: int = Field(0, ge=0)
     """Row of the first position in the learned embedding. Default: the family's."""
     rope_theta: float = Field(10_000.0, gt=0, description="Base of the rotary frequencies.")
@@ -270,8 +273,8 @@ class ModelConfig(Section):
         return {}
 
     def sharded_sizes(self) -> list[tuple[str, int, int]]:
-        """Returns (name, size, 0 or 1) of the sizes that tensor parallelism shards: over the ranks of outputs (0) or of
-        inputs (1)."""
+        """Returns (name, size, axis) of each size that tensor parallelism shards. Axis 0 shards outputs, axis 1 shards
+        inputs."""
         return [
             ("model.heads", self.heads, 0),
             ("model.kv_heads", self.kv_heads, 0),

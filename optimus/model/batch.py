@@ -33,9 +33,10 @@ class Batch(NamedTuple):
     """bool: True for the tokens to predict, by default all. The first token of a sequence is never predicted."""
 
     document_BS: Tensor | None = None
-    """int32 or int64: the number of each token's document, non-decreasing along a sequence. By default a sequence is one
-    document. Attention stays within a document, positions count from 0 in each document, and a document's first token is
-    not predicted. The tensor should be on the host, which computes the document boundaries."""
+    """int32 or int64: the number of each token's document, which must not decrease along a sequence. By default a
+    sequence is one document. Attention stays within a document, positions count from 0 in each document, and a
+    document's first token is not predicted. The tensor should be on the host, which computes the document
+    boundaries."""
 
     source_B: Tensor | None = None  # int64: the number of each sequence's data source, for the losses by source
 
@@ -81,7 +82,7 @@ class Batch(NamedTuple):
         return inside_BS if mask_BS is None else mask_BS & moved(inside_BS, mask_BS.device)
 
     def documents(self) -> Documents | None:
-        """Returns the batch's documents, or None if every sequence is one document."""
+        """Returns the batch's documents, or None without `document_BS`."""
         if self.document_BS is None:
             return None
         first_BS = torch.ones(self.document_BS.shape, dtype=torch.bool)

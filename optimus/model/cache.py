@@ -1,7 +1,7 @@
 """Keys and values that generation caches. The rows of a cache are sequences, which may have different lengths.
 
 Every layer allocates buffers for `rows` sequences of `capacity` positions, and doubles the capacity when a sequence
-outgrows the buffers. When a row ends, the last row takes the index of this row, and all other rows keep their indices.
+outgrows the buffers.
 
 Legend: B rows, S new positions of every row, P positions in the cache, N heads, M heads of keys and values, D head size.
 """
@@ -26,7 +26,7 @@ class KVCache:
         self.lengths: list[int] = []
         self.layers = [LayerCache(self) for _ in range(layers)]
         self.last_B: Tensor | None = None  # positions of the new tokens if a pass takes one token of every row
-        self.start = 0  # position of the first new token otherwise
+        self.start = 0  # the position of the first new token, if a pass takes several tokens of every row
         self._new = 0
 
     def begin(self, tokens_BS: Tensor) -> Tensor:
@@ -55,12 +55,11 @@ class KVCache:
         return F.pad(self.last_B, (0, length - len(self.last_B)))
 
     def end(self) -> None:
-        """Ends the forward pass: adds to the length of every row the number of tokens per row passed to `begin`,
-        including padding of shorter rows."""
+        """Ends the forward pass: every row grows by the tokens per row that `begin` got, including padding."""
         self.keep([length + self._new for length in self.lengths])
 
     def keep(self, lengths: Sequence[int]) -> None:
-        """Keeps the first `lengths` positions of each row. Later positions in the buffers are zeros or padding."""
+        """Keeps the first positions of each row, as many as the row's element of `lengths`."""
         self.lengths = list(lengths)
 
     def reserve(self, rows: int, length: int) -> tuple[int, int]:
@@ -71,7 +70,7 @@ class KVCache:
         return self.rows, self.capacity
 
     def extend(self, other: "KVCache") -> None:
-        """Adds the rows of another cache."""
+        """Adds the rows of `other` after the rows of this cache."""
         for layer, added in zip(self.layers, other.layers, strict=True):
             layer.extend(added)
         self.lengths += other.lengths
@@ -101,7 +100,7 @@ class LayerCache:
     def append(self, k_BSMD: Tensor, v_BSMD: Tensor) -> tuple[Tensor, Tensor]:
         """Appends new keys and new values, and returns all keys and all values of the rows [B, P, M, D].
 
-        After the last position of a shorter row, keys and values are zeros or belong to padding.
+        After the last position of a shorter row, keys and values have no meaning.
         """
         cache, rows = self._cache, len(self._cache.lengths)
         end = cache.start + k_BSMD.shape[1] if cache.last_B is None else max(cache.lengths) + 1
@@ -116,8 +115,8 @@ class LayerCache:
         return k_BMPD.transpose(1, 2), v_BMPD.transpose(1, 2)
 
     def attend(self, q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-        """Computes attention of the new positions over the cached positions of their rows; the result has the shape of
-        `q_BSND`."""
+        """Computes attention of the new positions over the cached positions of their rows: [B, S, N, D], with the head
+        size of `v_BPMD`."""
         last_B = self._cache.last_B
         if last_B is None:
             return causal_attention(q_BSND, k_BPMD, v_BPMD, scoring)

@@ -1,7 +1,6 @@
 """The protocol of causal language models.
 
-State, pipeline, recomputation, evaluation and checkpoints know a model by this protocol alone. The library's own
-`Transformer` offers the protocol, and so do the adapters of other models.
+The library's own `Transformer` implements the protocol, and so do the adapters of other models.
 
 Legend: B batch, S sequence, H hidden, V vocabulary, T tokens on this device, N selected tokens.
 """
@@ -26,8 +25,7 @@ from optimus.step_context import StepContext
 
 
 class Losses(NamedTuple):
-    """The losses of a microbatch as scalars, and the router's statistics. The router's losses are zero for a dense
-    model."""
+    """The losses of a microbatch as scalars, and the router's statistics or None."""
 
     cross_entropy: Tensor  # in nats, or another loss of tokens; summed over predicted tokens and divided by `count`
     router: RouterStats | None
@@ -35,17 +33,17 @@ class Losses(NamedTuple):
 
     @property
     def balance(self) -> Tensor:
-        """The router's balance loss over the tokens of this microbatch."""
+        """The router's balance loss over the tokens of this microbatch; 0 without router statistics."""
         return torch.zeros_like(self.cross_entropy) if self.router is None else self.router.balance_loss()
 
     @property
     def z(self) -> Tensor:
-        """The router's z-loss over the tokens of this microbatch."""
+        """The router's z-loss over the tokens of this microbatch; 0 without router statistics."""
         return torch.zeros_like(self.cross_entropy) if self.router is None else self.router.z_loss()
 
 
 class BlockRow(Protocol):
-    """Consecutive blocks, which run one after the other."""
+    """A row of consecutive blocks, which run one after the other."""
 
     def __iter__(self) -> Iterator[nn.Module]: ...
     def __len__(self) -> int: ...
@@ -64,11 +62,11 @@ class ModelStage(Protocol):
     def __call__(
         self, batch: Batch, positions_S: Tensor, positions: Any, x_TH: Tensor | None, stats: RouterStats | None
     ) -> tuple[Tensor, RouterStats | None]:
-        """Runs the stage on the tokens at `positions_S`; returns the residual stream [T, H], and the router statistics
-        added to `stats`.
+        """Runs the stage on the tokens at `positions_S`; returns (residual stream [T, H], sum of `stats` and the
+        stage's router statistics).
 
-        `x_TH` and `stats` are the results of the previous stage. The first stage gets an `x_TH` only if another rank has
-        looked up the tokens. The last stage returns the input of the output layer. `positions` comes from the model's
+        `x_TH` and `stats` are the results of the previous stage. The first stage gets an `x_TH` only if the embedding
+        ran outside the stage. The last stage returns the input of the output layer. `positions` comes from the model's
         `local_positions` or `full_positions`.
         """
 
@@ -86,8 +84,8 @@ class OutputLayer(Protocol):
 class CausalModel(nn.Module):
     """A causal language model, which maps `tokens_BS` (int64) to `logits_BSV`.
 
-    Subclasses have an attribute `head`, an `OutputLayer`, and its unit `predict`, with the arguments of
-    `model.transformer.Head`.
+    Subclasses have an `OutputLayer` named `head`, and its unit `predict`, which takes the arguments of
+    `OutputHead.forward`.
     """
 
     replaceable: Sequence[str] = ("sequence", "step")
@@ -117,10 +115,11 @@ class CausalModel(nn.Module):
 
     @abstractmethod
     def keep(self, blocks: Collection[int], *, first: bool, last: bool, embedding: bool, head: bool) -> None:
-        """Removes the parameters of all other blocks, and of the other parts where a flag is False. The remaining
-        parameters keep their names.
+        """Removes the parameters of blocks that are not in `blocks`, and of the modules whose flag is False. The
+        remaining parameters keep their names.
 
-        `first` stands for the modules between embedding and blocks, `last` for those between blocks and output layer.
+        `first` stands for the modules between the embedding and the blocks, `last` for the modules between the blocks
+        and the output layer.
         """
 
     def author_tensors(self) -> dict[str, Tensor]:
@@ -128,7 +127,8 @@ class CausalModel(nn.Module):
         raise NotImplementedError
 
     def fill_from(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fills the parameters from tensors by their names in folders of `transformers`; only for adapted models."""
+        """Fills the parameters of an adapted model from `tensors`, whose keys are names in folders of
+        `transformers`."""
         raise NotImplementedError
 
     @abstractmethod
@@ -171,11 +171,11 @@ class CausalModel(nn.Module):
         return find(self.hidden_states(tokens_BS).flatten(0, 1)[at_N])
 
     def losses(self, inputs: Tensor | Batch, count: float | None = None) -> Losses:
-        """Computes the loss of predicting each target token from the tokens before the target, and the router's
+        """Returns the loss of predicting each target token from the tokens before the target, and the router's
         statistics.
 
         Divides the sum of the losses by `count`. With the default `count`, the mean over the devices that share the
-        sequences is the mean over the predicted tokens, or 0 if no token is predicted.
+        sequences is the mean over the predicted tokens.
         """
         batch = Batch.wrap(inputs)
         positions_S, positions = self.local_positions(batch)
@@ -192,14 +192,15 @@ class CausalModel(nn.Module):
         rows_T: Tensor | None = None,
         soft: SoftTargets | None = None,
     ) -> Losses:
-        """Computes `losses` from the output of the last stage at `positions_S`. See `Head` for `rows_T` and `soft`."""
+        """Computes `losses` from the output of the last stage at `positions_S`. See `OutputHead.forward` for `rows_T`
+        and `soft`."""
         count = max(1, batch.predicted()) / self.sequence.parts if count is None else count
         found = self.predict(x_TH, self.targets(batch, positions_S), count, False, rows_T, soft)
         return Losses(found, stats) if soft is None else Losses(found[0], stats, found[1])
 
     def outputs(self, batch: Batch) -> Tensor:
-        """Returns the input of the output layer [B, S, H], with attention within each document. Needs an unsharded
-        model."""
+        """Returns the input of the output layer [B, S, H], with attention within each document. The model must be
+        unsharded."""
         x_TH, _ = self.all_blocks()(batch, *self.local_positions(batch), None, None)
         return x_TH.unflatten(0, batch.tokens_BS.shape)
 

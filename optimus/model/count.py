@@ -1,6 +1,6 @@
 """Counts a model's parameters and floating point operations from the declarations of its modules.
 
-This module builds a model of each architecture once on the meta device, with one layer of each group of identical layers.
+This module builds the model on the meta device. A `Transformer` needs only one layer of each group of identical layers.
 """
 
 from collections import Counter
@@ -17,8 +17,7 @@ from optimus.model.transformer import Transformer
 
 
 class ParameterCount(NamedTuple):
-    """Numbers of parameters. `active` counts the parameters that one token uses: of the experts, only the chosen
-    experts."""
+    """Numbers of parameters. `active` leaves out the experts that a token does not choose."""
 
     total: int
     active: int
@@ -26,7 +25,7 @@ class ParameterCount(NamedTuple):
 
 class _Counts(NamedTuple):
     parts: dict[str, ParameterCount]
-    multiplied: Counter[str]  # active matrix weights per token, by module; a key sums this module over all blocks
+    multiplied: Counter[str]  # active weights of matmuls, by kind of module, summed over all blocks
     scored: Counter[int | None]  # number of columns of queries and values, summed over heads and layers, by window
 
 
@@ -47,8 +46,7 @@ def count_parts(config: Architecture) -> dict[str, ParameterCount]:
 def too_large(config: Architecture, tensors: int, elements: int) -> bool:
     """Returns True if a model has far more layers or parameters than `tensors` tensors of `elements` elements in total.
 
-    Callers check a configuration from another program before they build its model, because the building could take all
-    memory or never end.
+    Callers check a configuration from another program before they build its model, which could exceed memory.
     """
     try:
         return config.layers > tensors + 1000 or count_parameters(config).total > 4 * elements + (1 << 26)
@@ -57,7 +55,7 @@ def too_large(config: Architecture, tensors: int, elements: int) -> bool:
 
 
 def flops_per_token(config: Architecture, context: int) -> float:
-    """Returns the floating point operations of forward and backward pass per token (PaLM, appendix B).
+    """Returns the floating point operations of the forward and the backward pass per token (PaLM, appendix B).
 
     Counts 6 per active weight of a matmul: 2 in the forward pass, 4 in the backward pass. The input embedding is a
     look-up and does not count. For attention, counts 6 per column of queries and values and per position of the context
@@ -71,8 +69,8 @@ def flops_per_token(config: Architecture, context: int) -> float:
 def forward_flops(config: Architecture, context: int) -> dict[str, float]:
     """Returns the forward floating point operations per token of a block's modules, averaged over all blocks.
 
-    The keys are kinds of modules: attention, and one or both of mlp and moe. Counts only the attention scores inside
-    the causal mask.
+    The keys are kinds of modules, such as attention, mlp and moe; a model of `transformers` has the key block alone.
+    The result counts only the attention scores inside the causal mask.
     """
     counts = _counts(config)
     found = {kind: 2.0 * weights / config.layers for kind, weights in counts.multiplied.items() if kind != "head"}

@@ -26,7 +26,7 @@ class Ensemble:
 
     @property
     def config(self) -> Architecture:
-        """The configuration of the first member; all members have the same vocabulary."""
+        """The configuration of the first member."""
         return self._members[0].config
 
     @property

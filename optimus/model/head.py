@@ -14,7 +14,7 @@ from optimus.model.vocabulary import Vocabulary
 
 
 class OutputHead:
-    """Computes logits, or the loss against targets, which needs memory for only one block of logits at a time.
+    """Computes logits, or the loss against targets without a tensor of all logits.
 
     Logits are `factor` * x @ weight.T, and then `cap` * tanh(logits / cap) if there is a cap.
     """
@@ -40,9 +40,9 @@ class OutputHead:
         """Maps x [..., H] to logits [..., V].
 
         With `target_T`, maps x [T, H] to the summed loss divided by `count`, a scalar in at least fp32; see
-        `Vocabulary.loss`. `rows_T`, if given, gets the loss of each row. With `soft`, the result is [2]: the loss and
-        the divergence from the soft targets; then the vocabulary must not be sharded. With `part`, x is the residual
-        stream as the blocks shard it, and the logits cover this rank's vocabulary entries.
+        `Vocabulary.loss`. `rows_T`, if given, gets the loss of each row. With `target_T` and `soft`, the result is [2]:
+        the loss and the divergence from the soft targets. `soft` needs an unsharded vocabulary. With `part`, x is this
+        rank's shard of the residual stream, and the logits cover this rank's vocabulary entries.
         """
         x, weight = self.table(x if self.factor == 1.0 else x * self.factor)
         if target_T is not None:

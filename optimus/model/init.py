@@ -1,9 +1,10 @@
 """Initial weights by name and position: the same values for any layout and number of ranks, and on any device up to
 rounding.
 
-Each element is a pure function of (seed, parameter name, index of the element in the global tensor). A SplitMix64 hash gives
-a uniform number. The inverse error function maps this number to a normal distribution truncated at three standard deviations
-(OLMo's initialisation). A rank that holds a shard of a tensor fills that shard alone.
+Each random element is a pure function of (seed, parameter name, index of the element in the global tensor). A
+SplitMix64 hash gives a uniform number. For most parameters, the inverse error function maps this number to a normal
+distribution truncated at three standard deviations (OLMo's initialisation). A rank that holds a shard of a tensor fills
+that shard alone.
 """
 
 import hashlib
@@ -21,8 +22,8 @@ _CUT = 3.0
 
 
 def initialize(model: nn.Module, seed: int, std: float) -> None:
-    """Fills every parameter of `model` in place as declared: a constant, or a normal distribution of standard deviation
-    `std`, truncated at three deviations."""
+    """Fills every parameter of `model` in place with its declared initial values. `std` is the standard deviation for
+    "normal"."""
     for name, declared in declarations(model):
         initialize_parameter(name, model.get_parameter(name), declared.initial, seed, std)
 
@@ -40,7 +41,7 @@ def initialize_parameter(
     """Fills the contiguous `parameter`: a whole parameter, or the part of a rank's row-major shard that begins at element
     `start`.
 
-    `positions` maps elements of the shard to elements of the global row-major tensor.
+    `positions` maps indices into the shard to indices into the global row-major tensor.
     """
     if isinstance(initial, float | int):
         parameter.fill_(initial)

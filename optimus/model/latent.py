@@ -1,8 +1,9 @@
-"""Multi-head latent attention (DeepSeek-V2, section 2.1): keys and values are projections of one latent vector per token.
+"""Multi-head latent attention (DeepSeek-V2, section 2.1), which computes keys and values from one latent vector per
+token.
 
-A head's query and key have columns without position and columns with rotary positions. All heads share the rotary
-columns of the keys. Every tensor-parallel rank computes whole latent vectors, for its own rows of the residual stream.
-A rank projects the latent vectors of all rows, but only for its own heads.
+A head's query and key have columns without position and columns with rotary positions. The latent vector does not
+include the rotary columns of the keys, which all heads share. Every tensor-parallel rank computes whole latent vectors,
+for its own rows of the residual stream. A rank projects the latent vectors of all rows, but only for its own heads.
 
 Legend: B batch, S sequence, N heads, D head size, T = B * S tokens, P positions in the cache, R rows and H columns of
 the residual stream on this rank; X columns of a projection.
@@ -30,8 +31,8 @@ _EPS = 1e-6  # epsilon of the latent norms in the published models, independent 
 class LatentAttention(nn.Module):
     """Multi-head latent attention.
 
-    The cache has the latent vectors and rotary keys, `keys` + `rotary` numbers per position. `all_rows` maps this rank's
-    rows of the residual stream to the rows that this rank's heads need.
+    The cache has the latent vectors and rotary keys, `keys` + `rotary` numbers per position. `all_rows` maps the rotary
+    keys of this rank's rows to the rotary keys of all rows.
     """
 
     replaceable = ("all_rows",)
@@ -61,7 +62,7 @@ class LatentAttention(nn.Module):
     def forward(self, x_RH: Tensor, positions: AttentionPositions, cache: LayerCache | None = None) -> Tensor:
         """Returns [R, H].
 
-        `x_RH` has the tokens of `positions`, sequence by sequence. With a `cache`, these tokens follow the cached positions.
+        The rows of `x_RH` are tokens, sequence by sequence. With a `cache`, the tokens follow the cached positions.
         """
         low, table = self.latent, positions.table
         length, query = len(table[0]), self.plain + low.rotary
@@ -86,8 +87,8 @@ class LatentAttention(nn.Module):
     def _attend_latent(self, q: Tensor, c_BP1X: Tensor, turned_BP1D: Tensor, cache: LayerCache) -> Tensor:
         """Computes attention over the latent vectors themselves, which all heads share.
 
-        The projection of keys moves to the queries, and that of values to the results, so that a step projects one token of
-        a row and not all its positions (DeepSeek-V2, section 2.1.2).
+        The method applies the projection of keys to the queries, and the projection of values to the results
+        (DeepSeek-V2, section 2.1.2). So a step does not project the cached positions.
         """
         low = self.latent
         keys, values = self.kv_up.weight.view(-1, self.plain + low.value, low.keys).split([self.plain, low.value], 1)

@@ -23,7 +23,7 @@ class Product:
         return Product(inner)
 
     def __call__(self, x: Tensor, weight: nn.Parameter, buffer: GradientBuffer | None) -> Tensor:
-        """Maps [..., inputs] to [..., outputs], where the leading dims of `weight` are flattened to `outputs`.
+        """Maps [..., inputs] to [..., outputs], where `outputs` is the product of the leading dims of `weight`.
 
         The backward pass adds the weight's gradient to `buffer`, if there is one.
         """
@@ -62,8 +62,8 @@ class Linear(ProjectionModule):
     def add_factors(self, rank: int) -> None:
         """Adds low-rank factors `lora_b` [*outputs, rank] and `lora_a` [rank, inputs] to the weight.
 
-        The weight should be frozen; see `low_rank.py`. `pruned` says whether the weight has zeros. Code that changes
-        the weight must set `pruned` to None, so that the next forward pass looks for zeros again.
+        The weight should be frozen; see `low_rank.py`. `pruned` is True if the weight has zeros. Code that changes the
+        weight must set `pruned` to None, so that the next forward pass looks for zeros again.
         """
         dims = declaration(self, "weight").dims
         *outputs, inputs = map(Size, dims, self.weight.shape)

@@ -19,7 +19,7 @@ def merged(w_NL: Tensor, b_NR: Tensor, a_RL: Tensor) -> Tensor:
 
 
 def has_zeros(w: Tensor) -> bool:
-    """Returns True if an element of a frozen weight is zero, so that its factors need `MaskedFactors`."""
+    """Returns True if an element of a frozen weight is zero, so that the weight's factors need `MaskedFactors`."""
     return not w.is_meta and not bool(w.all())
 
 

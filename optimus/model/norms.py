@@ -48,14 +48,13 @@ class RMSNorm(Norm):
 
     def forward(self, x_TH: Tensor) -> Tensor:
         weight: Tensor = self.weight
-        if self.offset:  # in fp32: bf16 numbers near one are too coarse for the small distance from one
+        if self.offset:  # in at least fp32: bf16 numbers near one are too coarse for the small distance from one
             weight = weight.to(compute_dtype(weight.dtype)) + 1
         return self.norms.rms(x_TH, self.eps, weight)
 
 
 class LayerNorm(Norm):
-    """LayerNorm, computed in at least fp32: with weight and bias if `affine`, otherwise without parameters (OLMo's
-    non-parametric norm)."""
+    """LayerNorm with a weight and a bias if `affine`, otherwise without parameters (OLMo's non-parametric norm)."""
 
     def __init__(self, columns: Size, eps: float, *, affine: bool = False) -> None:
         super().__init__(columns, eps)

@@ -75,8 +75,8 @@ class Declaration:
     """A parameter's declaration by its module.
 
     `dims` are the logical dims of the whole tensor, in order. For a low-rank factor, `factor_of` has the dims of the
-    factor's matrix; for a scale, the dims of the columns that the scale multiplies. If one of these dims is sharded and
-    the parameter itself lacks the dim, a rank's gradient is a partial sum.
+    factor's matrix. For a scale, `factor_of` has the dims of the columns that the scale multiplies. If one of these
+    dims is sharded and the parameter itself lacks the dim, a rank's gradient is a partial sum.
     """
 
     dims: tuple[Dim, ...]
@@ -105,8 +105,7 @@ def declare(
     """Creates an uninitialised parameter on the default device; the caller assigns it to the attribute `name` of
     `module`.
 
-    Raises `ValueError` for a scalar parameter without `factor_of`, because its dims do not say how to reduce its
-    gradient.
+    Raises `ValueError` for a scalar parameter without `factor_of`.
     """
     if not dims and factor_of is None:
         raise ValueError(
@@ -118,9 +117,8 @@ def declare(
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor) of all parameters and buffers of a model.
-
-    The optimizer does not update buffers. Every rank that has a module has the module's whole buffers.
+    """Yields (name, tensor) of all parameters and stored buffers. A rank that has a module has the module's whole
+    buffers.
     """
     for name, tensor in (*model.named_parameters(), *stored_buffers(model)):
         yield name, tensor.detach()

@@ -1,4 +1,4 @@
-"""The names of a causal model's parts. This module does not import torch, because configurations import it."""
+"""The names of a causal model's parts. This module, which configurations import, does not import torch."""
 
 from typing import NamedTuple
 
@@ -6,8 +6,8 @@ from typing import NamedTuple
 class PartNames(NamedTuple):
     """The names of the modules that divide a causal model into parts.
 
-    The blocks are numbered from 0 below `blocks`. The modules `before` run between the embedding and the blocks; all other
-    modules outside the blocks run after them.
+    The names of the blocks are `blocks`.0, `blocks`.1 and so on. The modules `before` run between the embedding and the
+    blocks. Modules without a name here run between the blocks and the output layer `head`.
     """
 
     blocks: str = "blocks"

@@ -34,7 +34,7 @@ class LearnedPositions(nn.Module):
         self.vocabulary: Vocabulary = Vocabulary()
 
     def forward(self, position_T: Tensor) -> Tensor:
-        """Returns [T, H]. Clamps positions beyond the last row: they belong to padding, which no token attends to."""
+        """Returns [T, H]. Clamps positions beyond the last row, which belong to padding."""
         return embedding((self.vocabulary.rows(position_T) + self.offset).clamp(max=len(self.weight) - 1), self.weight)
 
 
@@ -65,8 +65,8 @@ def _tables(config: ModelConfig, positions_S: Tensor) -> tuple[Table, Table]:
 
 
 def _scaled(frequencies_D: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
-    """Lowers frequencies with wavelengths near or beyond the original context; `linear` lowers all frequencies (Chen et
-    al. 2023)."""
+    """Lowers the low frequencies by `scaling.factor`, keeps the high frequencies, and interpolates in between; `linear`
+    lowers all frequencies (Chen et al. 2023)."""
     slow_D = frequencies_D / scaling.factor
     if scaling.kind == "linear":
         return slow_D

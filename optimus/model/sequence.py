@@ -13,7 +13,7 @@ from optimus.kernels.documents import Documents, document_attention
 
 
 class SequenceSplit:
-    """The positions of every sequence on this device, and their attention to all positions.
+    """The positions of every sequence on this device, and their attention.
 
     In this base class, the device has all positions.
     """
@@ -30,8 +30,8 @@ class SequenceSplit:
     def attend(self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, scoring: Scoring = PLAIN) -> Tensor:
         """Computes softmax attention of this device's positions over all positions up to themselves.
 
-        A window in `scoring` limits these positions. The result is [B, S, N, D]. With documents, B is 1, and dim S has
-        the positions of all sequences, one sequence after the other.
+        A window in `scoring` limits the positions that a position attends to. The result is [B, S, N, D]. With
+        documents, B is 1, and dim S has the positions of all sequences, one sequence after the other.
         """
         if self._documents is None:
             return causal_attention(q_BSND, k_BSMD, v_BSMD, scoring)

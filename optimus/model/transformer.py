@@ -31,10 +31,9 @@ from optimus.model.vocabulary import Vocabulary
 
 
 class Block(nn.Module):
-    """A transformer block: x + attention(norm(x)), then x + feed_forward(norm(x)).
+    """A transformer block: x + attention(x), then x + feed_forward(x), with norms.
 
-    Norms are before the module, after the module, or both. `forward` may call its units in any order: the all-gathering of
-    parameters, recomputation and memory accounting do not depend on the order.
+    Norms are before the module, after the module, or both. `forward` of a subclass may call its units in any order.
     """
 
     def __init__(self, config: ModelConfig, layer: int, force_balanced: bool = False) -> None:
@@ -58,7 +57,7 @@ class Block(nn.Module):
     def forward(
         self, x_TH: Tensor, positions: AttentionPositions, cache: LayerCache | None = None
     ) -> tuple[Tensor, RouterStats | None]:
-        """Returns (residual stream [T, H], router statistics)."""
+        """Returns (residual stream [T, H], router statistics or None for a dense block)."""
         x_TH = x_TH + self.attend(x_TH, positions, cache)
         y_TH, stats = self.feed_forward(x_TH, positions.position_T)
         return x_TH + y_TH, stats
@@ -139,7 +138,7 @@ class Head(OutputHead, nn.Module):
 
 
 class TransformerStage:
-    """A pipeline stage of a `Transformer`, which is a `ModelStage`."""
+    """The `ModelStage` of a `Transformer`."""
 
     def __init__(self, model: "Transformer", row: Blocks, *, first: bool, last: bool) -> None:
         self.row, self._model, self._first, self._last = row, model, first, last
@@ -162,7 +161,7 @@ class TransformerStage:
 
 
 class Transformer(CausalModel):
-    """A causal language model. Maps `tokens_BS` (int64) to `logits_BSV`.
+    """A causal language model, which maps `tokens_BS` (int64) to `logits_BSV`.
 
     The constructor creates uninitialised parameters on the default device; `model.init.initialize` or a checkpoint fills
     them. The code is written for one device, and `parallelize` shards the model. `layers` lists the layers whose blocks the
@@ -267,8 +266,8 @@ class Transformer(CausalModel):
         return positions_S, self._attention_positions(position_T, 1, self.sequence.for_documents(documents))
 
     def full_positions(self, tokens_BS: Tensor, cache: KVCache | None = None) -> tuple[Tensor, AttentionPositions]:
-        """Returns the result of `local_positions`, but with all positions on every device, after the positions of a
-        `cache`."""
+        """Returns the result of `local_positions`, but with all positions on every device. With a `cache`, the
+        positions follow the cached positions."""
         find = torch.arange if cache is None else cache.positions
         positions_S = find(tokens_BS.shape[1], device=tokens_BS.device)
         return positions_S, self._attention_positions(positions_S, len(tokens_BS), SequenceSplit())

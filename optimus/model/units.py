@@ -1,4 +1,4 @@
-"""Units: groups of modules that run in sequence, with all their parameters all-gathered.
+"""Units: groups of modules that run one after the other.
 
 A unit's runner may all-gather the parameters, recompute activations and reshard (`parallel.recompute`). The code of the
 unit and of the block that calls the unit does not depend on the runner.
@@ -26,8 +26,7 @@ class Unit:
         self.run_by(self.row([step for _, step in self.steps]))
 
     def __call__(self, x: Tensor, *args: Any) -> Any:
-        """Runs the unit. If the module returns several results, the first result goes through the norm after the
-        module."""
+        """Returns the module's results. The norm `after`, if there is one, applies to the first result alone."""
         return self._run(x, *args)
 
     def run_by(self, run: Callable[..., Any]) -> None:
@@ -35,13 +34,13 @@ class Unit:
         self._run = run
 
     def row(self, modules: Sequence[nn.Module]) -> Callable[..., Any]:
-        """Returns a callable that runs the given modules of this unit in turn."""
+        """Returns a callable that runs the given modules of this unit one after the other."""
         return partial(in_turn, [(each, each is self.module) for each in modules])
 
 
 def in_turn(calls: Sequence[tuple[Callable[..., Any], bool]], x: Any, *args: Any) -> Any:
-    """Runs the calls in turn, each on the first result of the previous call, and appends all other results to the final
-    result. A call with a true flag also gets `args`."""
+    """Runs the calls one after the other: the first on `x`, each later call on the first result of the previous call.
+    Appends all other results to the final result. A call whose flag is true also gets `args`."""
     rest: tuple[Any, ...] = ()
     for call, takes in calls:
         made = call(x, *args) if takes else call(x)
@@ -50,9 +49,10 @@ def in_turn(calls: Sequence[tuple[Callable[..., Any], bool]], x: Any, *args: Any
 
 
 def replace_all(model: nn.Module, made: Mapping[str, Callable[[Any], Any]]) -> None:
-    """Replaces each module's `replaceable` attributes, by name, with the results of the functions in `made`."""
+    """Sets the `replaceable` attributes of each module that are keys of `made`; `made[name]` maps the module to the
+    value."""
     for module in model.modules():
-        for what in getattr(module, "replaceable", ()):  # same order on all ranks: constructors may run collectives
+        for what in getattr(module, "replaceable", ()):  # the same order on all ranks: functions may run collectives
             if what in made:
                 setattr(module, what, made[what](module))
 

@@ -31,7 +31,7 @@ class Vocabulary:
         return t_T
 
     def join(self, x_TH: Tensor) -> Tensor:
-        """Returns the whole residual stream [T, H] from this rank's shard of it."""
+        """Returns the whole residual stream [T, H] from this rank's shard `x_TH`."""
         return x_TH
 
     def logits(self, x: Tensor, weight: nn.Parameter) -> Tensor:
@@ -48,8 +48,8 @@ class Vocabulary:
     ) -> Tensor:  # fmt: skip
         """Returns the summed loss of the residual stream's logits against `target_T`, divided by `count`.
 
-        The loss is the cross-entropy, unless the run has another `token_loss`. The loss ignores negative targets. With
-        a `cap`, the logits are `soft_capped`. `rows_T`, if given, gets the loss of each row.
+        The loss is the cross-entropy, unless the constructor got a `token_loss`. The loss ignores negative targets.
+        With a `cap`, the logits are `soft_capped`. `rows_T`, if given, gets the loss of each row.
         """
         return self._loss(x_TH, weight, target_T, count, None, cap, rows_T)
 

@@ -152,7 +152,7 @@ def _alone(module: ModuleBytes, saved_inputs: _Sources) -> _Region:
 
 
 def _shared(module: ModuleBytes, saved_inputs: _Sources) -> float:
-    """Returns the bytes of the module's input if `saved_inputs` has the input already, and adds the input to
+    """Returns the bytes of the module's input if `saved_inputs` has the input already, else 0. Adds a saved input to
     `saved_inputs`."""
     shared = module.saved_input if module.source in saved_inputs else 0
     saved_inputs |= {module.source} if module.saved_input else set()

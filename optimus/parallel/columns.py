@@ -1,4 +1,4 @@
-"""Communication of activations whose columns are sharded over tensor-parallel ranks."""
+"""Collectives for activations whose columns are sharded over tensor-parallel ranks."""
 
 from torch import Tensor
 

@@ -2,8 +2,8 @@
 
 In `RingSequence`, keys and values travel around the ranks (ring attention, Liu et al. 2023). Each rank computes with
 one rank's keys while it receives the next rank's keys. Each rank has a piece of the first half and the piece's mirror
-image in the second half (zig-zag order), which balances the computation. `UlyssesSequence` uses one all-to-all to turn
-splits of the sequence into splits of the heads, and another all-to-all for the way back (DeepSpeed-Ulysses, Jacobs et
+image in the second half (zig-zag order), which balances causal attention. `UlyssesSequence` uses one all-to-all to turn
+splits of the sequence into splits of the heads, and another all-to-all for the reverse (DeepSpeed-Ulysses, Jacobs et
 al. 2023).
 
 Legend: n ranks, B batch, L positions of a whole sequence, S = L / n positions of this rank, N heads, M heads of keys and
@@ -37,16 +37,16 @@ from optimus.kernels.documents import Documents
 from optimus.model.sequence import SequenceSplit
 from optimus.parallel.options import StageOptions
 
-Seen = Callable[[int], list[AttentionBlock]]  # the blocks by which a rank's positions attend to other ranks' positions
+Seen = Callable[[int], list[AttentionBlock]]  # the blocks by which this rank attends to rank number `int`
 
 
 class RingSequence(SequenceSplit):
     """A `SequenceSplit` by ring attention: rank i has the pieces i and 2n - 1 - i of 2n pieces of every sequence.
 
     In the forward pass each rank sends keys and values n - 1 times: 2 (n - 1) B S M D numbers. In the backward pass the
-    rank sends keys and values again, and sends gradients of keys and values n times: 2 n B S M D numbers in fp32.
-    Transfers to the next rank overlap with attention to the current keys. Autograd saves q, k, v, the output, and one
-    number per query and head.
+    rank sends keys and values again, and sends gradients of keys and values n times: 2 n B S M D numbers in at least
+    fp32. Transfers to the next rank overlap with attention to the current keys. Autograd saves q, k, v, the output, and
+    one number per query and head.
     """
 
     def __init__(self, group: Group, documents: Documents | None = None) -> None:
@@ -65,7 +65,7 @@ class RingSequence(SequenceSplit):
         return torch.cat([pieces[self._group.rank], pieces[-1 - self._group.rank]])
 
     def attend(self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-        """Computes causal attention over all ranks' positions. Collective. See `SequenceSplit`."""
+        """Computes causal attention over all ranks' positions, see `SequenceSplit`. All ranks must call this method."""
         seen = partial(self._seen, q_BSND.shape[1], scoring.window, scoring.cap)
         return _Ring.apply(q_BSND, k_BSMD, v_BSMD, scoring.sink_N, self._group, seen)
 
@@ -95,7 +95,7 @@ class UlyssesSequence(SequenceSplit):
         return torch.arange(length, device=device).view(self.parts, -1)[self._group.rank]
 
     def attend(self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-        """Computes causal attention over all ranks' positions. Collective. See `SequenceSplit`."""
+        """Computes causal attention over all ranks' positions, see `SequenceSplit`. All ranks must call this method."""
         if scoring.sink_N is not None:
             scoring = scoring._replace(sink_N=scoring.sink_N.chunk(self.parts)[self._group.rank])
         if self._documents is None:

@@ -1,9 +1,10 @@
 """The layouts of a model's parameters, derived from the declarations of its modules and one table of rules.
 
-One axis of the tensor-parallel grid shards a projection's outputs, and the other axis shards its inputs. Projections from
-the residual stream shard their outputs over `tp_out`. Projections back to the residual stream are 'transposed' (AxoNN,
-section 5.1.1): they shard their inputs over `tp_out`. So `tp_in` shards the residual stream's columns, and `tp_out` shards
-heads and feed-forward columns. With `tp_in` 1, the scheme is Megatron-LM's tensor parallelism.
+One axis of the tensor-parallel grid shards a projection's outputs, and the other axis shards its inputs. Projections
+from the residual stream to heads or feed-forward columns shard their outputs over `tp_out`. Projections back to the
+residual stream are 'transposed' (AxoNN, section 5.1.1): they shard their inputs over `tp_out`. So `tp_in` shards the
+residual stream's columns, and `tp_out` shards heads and feed-forward columns. With `tp_in` 1, the scheme is
+Megatron-LM's tensor parallelism.
 """
 
 from dataclasses import replace
@@ -27,7 +28,7 @@ _TENSOR = ("tp_in", "tp_out")
 
 
 def ranks_along(groups: Groups, dim: Dim) -> Group:
-    """Returns the group of ranks over which the logical dim `dim` is sharded."""
+    """Returns the group of ranks over which the logical dim `dim` is sharded; this rank alone for an unsharded dim."""
     return groups.along(*([RULES[dim]] if dim in RULES else []))
 
 

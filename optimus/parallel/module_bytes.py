@@ -68,7 +68,7 @@ class ModuleSetting(NamedTuple):
         teachers: tuple[Architecture, ...] = (),
         splits: bool = False,
     ) -> "ModuleSetting":
-        """Returns the setting. Meshes whose ranks compute the same give equal settings, which share measurements."""
+        """Returns the setting with a simplified mesh, so that equivalent meshes share measurements."""
         experts, tensor = mesh.ep * mesh.etp, mesh.cp * mesh.tp
         mesh = replace(mesh, pp=1, dp=lcm(tensor, experts) // tensor, ranks_per_node=None, pipeline_stride=None)
         options = replace(options, recomputation=Recomputation())
@@ -82,10 +82,7 @@ class ModuleSetting(NamedTuple):
 
     @property
     def for_experts(self) -> "ModuleSetting":
-        """The same setting for measuring experts, to which a context-parallel rank is a data-parallel rank.
-
-        The rank's sequences are shorter by the factor `cp`.
-        """
+        """The same setting for the experts, with data-parallel ranks in place of context-parallel ranks."""
         mesh = self.mesh
         alone = replace(mesh, cp=1, dp=lcm(mesh.tp, mesh.ep * mesh.etp) // mesh.tp)
         return self._replace(mesh=alone, context=self.context // mesh.cp)
@@ -118,8 +115,8 @@ def block_bytes(
 ) -> dict[ModulePosition, ModuleBytes]:
     """Returns the bytes, by position, of modules of block `layer`, which runs with `sequences` sequences.
 
-    With `experts`, the result has only the sparse layer, if there is one; otherwise the result has all other modules.
-    With `again`, the backward pass recomputes each module, with cached results of collectives.
+    With `experts`, the result has only the sparse layer, if there is one. Without `experts`, the result has all other
+    modules. With `again`, the backward pass recomputes each module, with cached results of collectives.
     """
     config, mesh, least = setting.model, setting.mesh, 1
     if not experts:  # all settings of expert parallelism share the measurements of the other modules
@@ -135,7 +132,7 @@ def block_bytes(
 
 @lru_cache(maxsize=4096)
 def end_bytes(setting: ModuleSetting, what: End, sequences: int) -> ModuleBytes:
-    """Returns the bytes of the parts of a model outside the blocks.
+    """Returns the bytes of the modules `what`, which are outside the blocks.
 
     `what` is "embedding" (embedding and positions), "positions" (positions only) or "head" (final norm and output layer).
     """
@@ -215,7 +212,7 @@ def _end_bytes(setting: ModuleSetting, what: End, sequences: int) -> dict[Module
             made = losses.cross_entropy if losses.divergence is None else losses.cross_entropy + losses.divergence
             del soft, losses
         saved = shapes.alive - start - (made.nbytes if made is not x_TH else 0)
-        if what != "head":  # the output layer's forward pass counts too: it comes when everything else is saved already
+        if what != "head":  # the output layer's forward pass counts too, because all other saved bytes exist by then
             shapes.history.clear()
         deferred = _backward(stage.step, [made], [torch.empty_like(made)], splits=setting.splits)
         there, work = shapes.alive, [each - start - saved for each in shapes.history]
@@ -252,7 +249,7 @@ class _Stage:
         self.teacher = Ensemble(teachers) if teachers else None
 
     def shapes(self, load: float = 1.0, busy: int = 1, repeats: int = 1) -> Shapes:
-        """Returns a `Shapes` context that does not count parameters and their gradients."""
+        """Returns a `Shapes` context that counts neither parameters, nor their gradients, nor buffers."""
         shapes = Shapes(load, busy, repeats)
         shapes.ignore(*self.model.parameters(), *self.model.buffers(), *(each.grad for each in self._buffers.values()))
         shapes.ignore(*(() if self.teacher is None else self.teacher.parameters()))

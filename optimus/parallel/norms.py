@@ -1,4 +1,4 @@
-"""Norms of rows whose columns are sharded over a group: sums over a row are all-reduced.
+"""Norms of rows whose columns are sharded over a group, whose ranks all-reduce the means over a row.
 
 Legend: T rows, H columns of this rank.
 """

@@ -12,9 +12,9 @@ class StageOptions:
     """Options for parallelization and recomputation, in addition to the sizes of the mesh.
 
     With `sequence`, the rows of the residual stream are sharded over `tp_out`. With `overlap`, a projection's
-    communication overlaps with its matmuls. With `vocabulary`, all pipeline ranks have a shard of the vocabulary. With
-    `duplicates`, all ranks of a tensor-parallel grid send the same tokens to the experts. `loss` is the loss of tokens,
-    None for cross-entropy.
+    communication in the backward pass overlaps with a matmul. With `vocabulary`, all pipeline ranks have a shard of the
+    vocabulary. With `duplicates`, all ranks of a tensor-parallel grid send the same tokens to the experts. `loss` is
+    the loss of tokens, None for cross-entropy.
     """
 
     force_balanced: bool = False

@@ -42,10 +42,10 @@ def parallelize(
 ) -> Model:
     """Makes `model`, or a rank's stages of it, compute with this rank's shards of the parameters, and returns `model`.
 
-    The backward pass adds weight gradients to their buffers in `gradients`, which the caller may fill later. `unit` runs a
-    unit and may all-gather the unit's parameters first (see `Recompute`). `rows` are further sequences of the model's
-    blocks, one per stage, which recompute like `model.rows()`. Collective. Raises `UserError` if the experts cannot be
-    divided evenly.
+    The backward pass adds weight gradients to their buffers in `gradients`, which the caller may fill later. `unit`
+    runs a unit and may all-gather the unit's parameters first (see `Recompute`). `rows` are further sequences of the
+    model's blocks, one per stage, which recompute like `model.rows()`. All ranks must call this function. Raises the
+    `UserError` of `dispatch_of`.
     """
     product = products(groups, options, MatrixProduct(groups.step))
     replaced: dict[str, Callable[[Any], Any]] = {

@@ -1,4 +1,5 @@
-"""Activation checkpointing: the chosen modules save only their inputs, and the backward pass recomputes their activations.
+"""Activation checkpointing: the chosen modules save their inputs and results of collectives, and the backward pass
+recomputes their activations.
 
 Users choose modules of every n-th block (selective activation checkpointing, the Optimus paper, section 1). Or users
 choose segments of n whole blocks (`ac` blocks in the dissertation on AxoNN, section 3.3.1). If users choose a norm and
@@ -45,9 +46,10 @@ def run_unit(modules: Sequence[nn.Module], function: Callable[..., Any], *args: 
 class Recompute:
     """Runs units, and recomputes the `chosen` activations.
 
-    `unit` runs modules by a function; `unit` may all-gather the modules' parameters before, and again for the backward
-    pass. `step` caches results of collectives; without `keep_collectives`, all ranks repeat the collectives.
-    Recomputation with cached results works only once, so a second backward pass through the same graph is impossible.
+    `unit` runs modules by a function; `unit` may all-gather the modules' parameters before the function, and again for
+    the backward pass. `step` caches results of collectives; without `keep_collectives`, all ranks repeat the
+    collectives. Recomputation with cached results works only once, so a second backward pass through the same graph is
+    impossible.
     """
 
     def __init__(

@@ -67,8 +67,8 @@ class ShapeGroup(Group):
 
 
 class Shapes(TorchDispatchMode):
-    """A context in which integer and boolean operations compute data, floating-point results have shapes but no data,
-    and `alive` counts the live bytes.
+    """A context in which operations on integers and booleans compute data, floating-point results have shapes but no
+    data, and `alive` counts the live bytes.
 
     `topk` draws distinct columns at random: the first `busy` columns about `load` times as often as the mean, and all
     other columns equally often. The rows consist of `repeats` equal parts with the same draws.
@@ -134,8 +134,8 @@ class Shapes(TorchDispatchMode):
     def _made(self, made: "_Specification | None", columns: int | None) -> Tensor | None:
         """Creates a result, or returns None for None.
 
-        Indices of a `topk` over `columns` columns, which route tokens, are drawn at random. Other integers and booleans
-        are 0.
+        The method draws the indices of a `topk` over `columns` columns, which route tokens, at random. Other integers
+        and booleans are 0.
         """
         if made is None or made.dtype.is_floating_point:
             return (

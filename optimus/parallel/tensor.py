@@ -1,14 +1,13 @@
 """Tensor parallelism: projections whose weight is sharded over a grid of ranks (AxoNN, section 5.1.1, algorithm 3).
 
-One group shards a weight's inputs, and another group shards its outputs. The projection's result is a partial sum over
-the first group, and the input's gradient is a partial sum over the second group. If one of the groups has a single
-rank, the projection is Megatron-LM's column- or row-parallel layer. AxoNN's third dimension is the sharding of
-parameters (`state.shard_ranks`).
+One group shards a weight's inputs, and another group shards its outputs. Before communication, a rank's result is a
+partial sum over the first group, and the input's gradient is a partial sum over the second group. If one of the groups
+has a single rank, the projection is Megatron-LM's column- or row-parallel layer. AxoNN's third dimension corresponds to
+`state.shard_ranks`.
 
 With sequence parallelism (Korthikanti et al. 2022), the rows of the residual stream are sharded over `tp_out`.
 Projections then all-gather rows on entry to a module and reduce-scatter them on exit, instead of all-reducing over
-`tp_out`. Autograd then saves only a shard of the rows. Any assignment of rows to ranks is correct, because only modules
-that all-gather rows connect tokens.
+`tp_out`. Autograd then saves only a shard of the rows.
 
 Legend: T rows, L inputs and N outputs of a weight on this rank.
 """

@@ -1,8 +1,9 @@
 """Selects the tokens that a rank's sparse layers process, with tensor and context parallelism.
 
 A rank of a tensor-parallel grid has some columns of each of its tokens. Along the grid's rows, all ranks have the same
-tokens, or different tokens with sequence parallelism. The sparse layer needs every token once, on one rank, and whole. So
-the layer drops duplicate tokens on entry, and all-gathers the tokens on exit (TED, section 7.2: duplicate token dropping).
+tokens, or different tokens with sequence parallelism. Without `duplicates`, the sparse layer processes every token
+once, whole, on one rank. The layer drops duplicate tokens on entry, and restores the duplicates on exit (TED, section
+7.2: duplicate token dropping).
 
 Legend: T rows and H columns of the residual stream on this rank, U tokens that a rank processes, E experts.
 """
@@ -51,8 +52,8 @@ class SplitTokens(TokenSplit):
         return y_TH if self.sequence else join_rows(y_TH, self.rows)
 
     def sum(self, stats: RouterStats) -> RouterStats:
-        """Sums statistics over `parts`, whose ranks compute shares of the loss, and without `duplicates` over the grid,
-        whose ranks compute one loss."""
+        """Sums statistics over `parts` and, without `duplicates`, over the grid. The ranks of `parts` compute shares of
+        the loss; the ranks of the grid compute the same loss."""
         sums = torch.cat([stats.counts_E, stats.probabilities_E, stats.z[None]])
         tokens = stats.tokens * self.parts.size
         if not self.duplicates:

@@ -36,8 +36,8 @@ class SplitVocabulary(Vocabulary):
 
     `tokens` are the vocabulary entries of each shard. With `sequence`, the rows of the residual stream are sharded over
     `parts`; otherwise every rank has all rows. If every pipeline rank has a shard of the vocabulary, `everyone` is the
-    group of all shards, in which the ranks of `parts` are adjacent. Only `logits` covers all shards of `everyone`, so
-    callers must not use `loss` then.
+    group of all shards, in which the ranks of `parts` are adjacent. With such a group, only `logits` covers all shards,
+    so callers must not use `loss`.
     """
 
     def __init__(

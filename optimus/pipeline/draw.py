@@ -77,8 +77,8 @@ def draw(timelines: Mapping[str, Timeline], path: Path, units: Mapping[str, str]
 
 
 def shade(kind: Kind, turn: int, stages: int) -> tuple[float, float, float]:
-    """Returns the colour (red, green and blue, from 0 to 1) of a computation in stage number `turn` of a rank with `stages`
-    stages."""
+    """Returns the colour (red, green and blue, from 0 to 1) of a computation in stage number `turn` (from 0) of a rank
+    with `stages` stages."""
     white = _PALEST * turn / max(1, stages - 1)
     dark = (int(_COLOURS[kind][at : at + 2], 16) / 255 for at in (1, 3, 5))
     red, green, blue = (part + (1 - part) * white for part in dark)

@@ -115,7 +115,7 @@ def _few(name: str, ranks: int, microbatches: int) -> int:
     """Returns a number of microbatches that is enough to simulate all phases of the step; further microbatches only
     extend the steady state.
 
-    Where the schedule runs in rounds, the number has the same remainder modulo `ranks` as `microbatches`.
+    If the schedule runs in rounds, the number has the same remainder modulo `ranks` as `microbatches`.
     """
     few = _ROUNDS * ranks
     if microbatches <= few:

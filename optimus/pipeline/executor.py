@@ -96,7 +96,7 @@ class StageLinks:
         return Result(wait)
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Encloses a wait for the first message to arrive from any rank."""
+        """Encloses a wait for a message from any rank."""
         return self._streams[0].waiting("receive of a message")
 
     def finish(self, but: int = 0) -> None:
@@ -166,7 +166,8 @@ class ScheduledExecutor:
     def run(self) -> list[Executed]:
         """Runs all actions of a step and returns the trace of the computations.
 
-        Raises `CollectiveError`, which names the action and the peer, when another rank is lost.
+        Raises `CollectiveError` when another rank is lost. The error of a send or a receive names the action and the
+        peer.
         """
         posts = self._posts()
         for action in self._actions:
@@ -183,8 +184,8 @@ class ScheduledExecutor:
         return self._computing.trace
 
     def _posts(self) -> Iterator[Sequence[Action]]:
-        """Yields, for each computation, the receives to post before it: all receives up to the next computation in the
-        order."""
+        """Yields, for each computation, the receives to post before the computation: the receives up to the next
+        computation."""
         waves: list[list[Action]] = [[]]
         for action in self._actions:
             if action.kind.computes:

@@ -1,4 +1,4 @@
-"""Runs a pipeline whose ranks choose the next computation among those whose input has arrived.
+"""Runs a pipeline whose ranks choose the next computation among the computations whose input has arrived.
 
 The method is AxoNN's (chapter 3, algorithm 2).
 
@@ -8,7 +8,7 @@ because Gloo reports an arrival only to a waiting caller. On an accelerator, eac
 waits only for that stream.
 
 Ranks that share a stage must run the same computations in the same order, because these ranks take part in the same
-collectives. Therefore the first of these ranks chooses for all.
+collectives. Therefore the first of these ranks chooses the computations.
 """
 
 import threading
@@ -75,7 +75,8 @@ class MessageDrivenExecutor:
         return self._computing.trace
 
     def _next(self) -> Action:
-        """Waits for the next action and returns the action, which the first rank of `team` chooses."""
+        """Returns the next action, which the first rank of `team` chooses. Waits for messages until an action is
+        ready."""
         while not self._queue.empty():
             self._take_in()
         if self._team.rank:

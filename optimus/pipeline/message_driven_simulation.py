@@ -18,7 +18,7 @@ def simulate_message_driven(
     prefer: Preference = "forward",
     stages_per_rank: int = 1,
 ) -> Timeline:
-    """Simulates ranks that, whenever they are idle, run the preferred forward or backward pass among those whose input has
+    """Simulates ranks that run, when idle, the preferred forward or backward pass among the passes whose input has
     arrived.
 
     See `ReadyQueue` for `caps` and `prefer`. By default a forward pass takes 1, a backward pass 2, and a message no time.

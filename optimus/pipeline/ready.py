@@ -1,4 +1,4 @@
-"""Chooses the next computation of a rank in a message-driven pipeline: the preferred one among those whose input has
+"""Chooses the next computation of a rank in a message-driven pipeline, among the computations whose input has
 arrived."""
 
 from collections.abc import Sequence
@@ -40,9 +40,9 @@ class ReadyQueue:
     `caps`, an argument of `find_caps`, limits the live activations of each stage. One number for all stages is
     `pipeline_limit` of the AxoNN dissertation: the maximum number of microbatches in the pipeline.
 
-    With `prefer` "forward", forward passes of stages below their caps come before backward passes. With "backward", backward
-    passes come first. With "arrival", the computation with the earliest input comes first. Among equally preferred
-    computations, the last stage comes first.
+    With `prefer` "forward", forward passes of stages below their caps come before backward passes. With "backward",
+    backward passes come first. With "arrival", the computation with the earliest input comes first. Among equally
+    preferred computations, the computation of the latest stage comes first.
     """
 
     def __init__(self, schedule: Schedule, rank: int, caps: int | Sequence[int] | None, prefer: Preference) -> None:
@@ -70,7 +70,7 @@ class ReadyQueue:
         return action
 
     def has(self, action: Action) -> bool:
-        """Returns whether the input of `action` has arrived."""
+        """Returns True if the input of `action` has arrived and `action` has not begun."""
         return any(item.action == action for item in self._arrived)
 
     def begin(self, action: Action) -> None:

@@ -1,8 +1,8 @@
 """Describes a pipeline schedule as data: for each rank the list of its actions, in order.
 
 A *stage* consists of consecutive layers; a rank has one stage or several. Stage s gets activations from stage s - 1 and
-gradients from stage s + 1. Between stages of different ranks, a send and a receive, which are separate actions, transfer the
-activations and gradients. Neighbouring stages on one rank use each other's results directly.
+gradients from stage s + 1. Between stages of different ranks, a send and a receive transfer the activations and
+gradients. Neighbouring stages on one rank use each other's results directly.
 """
 
 from collections.abc import Iterable, Iterator
@@ -39,7 +39,7 @@ class Kind(str, Enum):
 
     @property
     def computes(self) -> bool:
-        """True for a computation, false for a transfer."""
+        """True if the action is a computation, not a transfer."""
         return self in _LETTERS
 
     @property
@@ -100,10 +100,10 @@ class Schedule:
 
     A schedule without actions only maps stages to ranks.
 
-    `with_transfers` places the transfers so that every rank's list is a part of one global order, in which a send and
-    its receive are one event. Therefore no ranks wait in a circle, even if every send lasts until the receiving rank
-    reaches the receive. For the same reason, a rank sends messages to another rank in the order in which that rank
-    receives them. An executor may post receives earlier, and may post adjacent transfers as one batch.
+    `with_transfers` places the transfers so that every rank's list is a subsequence of one global order, in which a
+    send and its receive are one event. Therefore no ranks wait in a circle, even if every send lasts until the
+    receiving rank reaches the receive. For the same reason, a rank sends messages to another rank in the order in which
+    that rank receives them. An executor may post receives earlier, and may post adjacent transfers as one batch.
     """
 
     name: str

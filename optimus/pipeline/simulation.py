@@ -25,8 +25,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
 
 def _overlapping(schedule: Schedule, costs: Costs) -> dict[Action, Interval]:
-    """Simulates transfers that begin when the computation of their content ends, and that never delay a computation on their
-    ranks."""
+    """Simulates transfers that begin when the computation of their content ends. A transfer delays only computations
+    that need its content."""
     times = _computations(schedule, costs)
     for action, (_, end) in list(times.items()):
         send = schedule.send_of(action)
@@ -42,8 +42,8 @@ def _computations(schedule: Schedule, costs: Costs) -> dict[Action, Interval]:
 
 def _blocking(schedule: Schedule, costs: Costs) -> dict[Action, Interval]:
     """Simulates ranks that post adjacent transfers together and wait until the last of these transfers ends. A transfer
-    begins when its sender and its receiver have posted the transfer. A computation waits for its inputs, which no transfer
-    brings to or from vocabulary passes."""
+    begins when its sender and its receiver have posted the transfer. A computation waits for its inputs. The inputs and
+    the results of vocabulary passes need no transfer."""
     steps = [_steps(schedule, actions) for actions in schedule.actions]
     duration = costs.durations(schedule.stages, schedule.microbatches)
     awaited: list[list[Action]] = [[] for _ in steps]  # actions that each rank waits for

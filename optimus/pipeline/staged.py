@@ -50,7 +50,8 @@ class Gradients(Protocol):
     """
 
     def backward(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Encloses the backward pass of a microbatch through a stage, or a part of that pass."""
+        """Encloses the backward pass of a microbatch through a stage, or a part of that pass; with stage -1, any
+        vocabulary pass."""
 
     def reduce_on_arrival(self, stage: int) -> None:
         """Announces that the next backward pass, which is not split, is the last one of the stage."""
@@ -87,13 +88,12 @@ class StagePartition(NamedTuple):
         return 0 if self.names.is_before(name) else len(self.blocks) - 1
 
     def first_of(self, names: Iterable[str]) -> int:
-        """Returns the first stage that computes with any of these parameters; -1 stands for a split
-        embedding, which comes before the first stage."""
+        """Returns the first stage that computes with any of these parameters; -1 stands for a split embedding."""
         last = len(self.blocks) - 1
         return min(last if self.names.in_head(name) else self.stage_of(name) for name in names)
 
     def keeps(self, name: str, tied: bool) -> bool:
-        """Returns whether this rank has a parameter: in one of its stages, in its shard of a split vocabulary, or as
+        """Returns True if this rank has a parameter: in one of its stages, in its shard of a split vocabulary, or as
         the embedding `tied` to its output layer."""
         return self.stage_of(name) in (-1, *self.local_stages) or (
             tied and self.has_last and self.names.in_embedding(name)
@@ -160,8 +160,8 @@ class PipelineStages(nn.Module):
         return self.model.config
 
     def at_tokens(self, tokens_BS: Tensor, at_N: Tensor, find: Callable[[Tensor], Tensor]) -> Tensor:
-        """Returns on every rank the result of `CausalModel.at_tokens` for the whole model: fp32 [N, 2]. All ranks must
-        call this method.
+        """Returns on every rank the result of `CausalModel.at_tokens` for the whole model. The result of `find` must be
+        fp32 [N, 2]. All ranks must call this method.
 
         The rank with the last stage computes the values and broadcasts them. If every rank has a shard of the output
         layer, the rank with the last stage broadcasts the tokens' hidden states instead, and every rank computes the
@@ -292,7 +292,7 @@ class _Forward:
         self._vocabulary.run(kind, microbatch)
 
     def finish(self) -> None:
-        """Waits for running transfers at the end of a step."""
+        """Waits for running transfers of vocabulary passes at the end of a step."""
         if self._vocabulary is not None:
             self._vocabulary.finish()
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from optimus.errors import UserError
 
-_MORE = 1 + 1e-9  # tolerance: a cost equal to a limit is within it
+_MORE = 1 + 1e-9  # tolerance: a cost equal to a limit is within the limit
 
 
 class _Split(NamedTuple):
@@ -26,10 +26,10 @@ class Weights(NamedTuple):
 
 
 def divide(time: Weights, stages: int, memory: Weights | None = None) -> list[range]:
-    """Returns the blocks of each stage, in order, so that the time of the slowest stage is minimal.
+    """Returns the blocks of each stage, in order, so that the time of the slowest stage is minimal up to rounding.
 
-    Among these partitions, the result minimises the largest memory of a stage, and then the sum of squared times. Every
-    stage has at least one block.
+    Among the partitions with such a time, the result minimises the largest memory of a stage, and then the sum of
+    squared times. Every stage has at least one block.
 
     Raises:
         UserError: there are fewer blocks than stages.
@@ -83,10 +83,10 @@ def _sums(weights: Weights, stages: int) -> Callable[[int, int, int], float]:
 def _search(blocks: int, stages: int, cost: Callable[[int, int, int], tuple[float, float]]) -> _Split:
     """Returns a partition whose largest cost is minimal.
 
-    For each stage and end, the search keeps the best partition of the blocks before the end: it compares first the
-    largest costs, then the sums. `cost` of (stage, start, end) is a pair for a stage with the blocks from `start` to
-    before `end`. The first element is the cost: it does not fall with more blocks, and is infinite for forbidden
-    blocks. The second element is the term of the sum.
+    For each stage and end, the search keeps the best partition of the blocks before the end. The best partition has the
+    smallest largest cost, and among equal costs the smallest sum. `cost` of (stage, start, end) is a pair for a stage
+    with the blocks from `start` to before `end`. The first element is the cost: it does not fall with more blocks, and
+    is infinite for forbidden blocks. The second element is the term of the sum.
     """
     ends = [blocks]  # for each stage, the earliest end for which the later stages can have the remaining blocks
     for stage in range(stages - 1, 0, -1):

@@ -71,8 +71,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The idle time of all ranks divided by their computing time, as in the literature: (p - 1) / m for GPipe and
-        1F1B."""
+        """The idle time of all ranks divided by their computing time, as in the literature."""
         busy = sum(self.busy)
         return (self.ranks * self.makespan - busy) / busy if busy else float("inf")
 

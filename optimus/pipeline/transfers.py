@@ -16,9 +16,6 @@ def with_transfers(schedule: Schedule) -> Schedule:
     earliest remaining event can always happen. Therefore no deadlock is possible, even if a send lasts until the
     receiving rank reaches the receive. A transfer to a busy rank comes after the rank's current computation.
 
-    In the steady state of 1F1B, the forward send and the backward receive between two neighbours are simultaneous, and
-    therefore adjacent in the lists.
-
     Raises `ScheduleError` when a rank waits for a computation that never runs.
     """
     times = replay(schedule, schedule.actions, USUAL.durations(schedule.stages, schedule.microbatches))

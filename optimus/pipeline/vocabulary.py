@@ -1,7 +1,7 @@
 """Runs the embedding and the output layer of a pipeline whose ranks all have a shard of the vocabulary.
 
 Source: Balancing Pipeline Parallelism with Vocabulary Parallelism, Yeung et al. 2024, algorithm 1. Sends, reduces and
-all-gathers overlap with the computations that the schedule has between the vocabulary passes; receives block.
+all-gathers overlap with computations between the vocabulary passes; receives block.
 
 Legend: T rows and H columns of the residual stream, V tokens of this rank's shard of the vocabulary, P shards of the
 vocabulary, B sequences, S positions.

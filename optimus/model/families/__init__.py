@@ -1,4 +1,4 @@
-"""The families of published models, one file each. Start with `family.py`; `olmoe.py` is an example.
+"""The families of models, one file each. Start with `family.py`; `olmoe.py` is an example.
 
 Every module of this package with a `FAMILY` defines a family, so a new file adds a family. Plugins add further families.
 """
@@ -16,7 +16,7 @@ __all__ = ["Choice", "Family", "Field", "Further", "Key", "Multiple", "Same", "f
 
 
 def families() -> Mapping[str, Family]:
-    """Returns all families by their `model_type` in config.json, including the families of plugins."""
+    """Returns all families by name, including the families of plugins."""
     return FAMILIES
 
 

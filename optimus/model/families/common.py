@@ -84,7 +84,8 @@ VOCABULARY = {"embedding.weight": Key(("model.embed_tokens.weight",)), "head.wei
 
 
 def no_window(raw: Mapping[str, Any], tokens: int) -> str | None:
-    """Returns what the window must be for an implementation without windows, which agrees on texts within it."""
+    """Returns what `sliding_window` must be for an implementation without windows, or None if the context fits the
+    window."""
     window, context = raw.get("sliding_window"), raw.get("max_position_embeddings")
     if window is None or (context is not None and context <= window):
         return None
@@ -92,7 +93,7 @@ def no_window(raw: Mapping[str, Any], tokens: int) -> str | None:
 
 
 def full_attention_every(every: int) -> Only:
-    """Returns the `Only` of `layer_types` for an implementation with one pattern of windows."""
+    """Returns the `Only` of `layer_types` for an implementation in which one layer of `every` has full attention."""
 
     def only(raw: Mapping[str, Any], tokens: int) -> str | None:
         kinds = raw.get("layer_types") or []

@@ -1,7 +1,8 @@
 """The classes that a family file uses to map a Hugging Face model's config.json and tensors to our model.
 
-A family adds no code: the fields of `ModelConfig` determine the computation. A family file declares the values that all
-models of the family share, the names of the other fields in `config.json`, and the published names of our parameters.
+A family adds no code to the model: the fields of `ModelConfig` determine the computation. A family file declares the
+values that all models of the family share, the names of the other fields in `config.json`, and the published names of
+our parameters.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -14,8 +15,8 @@ class Key(NamedTuple):
 
     Without the flags below, each tensor is a view of our parameter, obtained by indexing leading dims. In a name, {i}
     is the layer. If the name contains {e}, the first index is the expert e. If the parameter stacks several tensors,
-    the next index is n for the n-th name. Newer `transformers` may save the experts of a layer as one tensor with
-    flattened middle dims, under the name `fused`.
+    the next index is the position of the name in `names`. Newer `transformers` may save the experts of a layer as one
+    tensor with flattened middle dims, under the name `fused`.
     """
 
     names: tuple[str, ...]
@@ -56,18 +57,18 @@ class Further(NamedTuple):
 
 
 Field = str | Choice | Multiple
-# Takes config.json and the number of the tokenizer's tokens; returns what the field must be, or None if it is that.
+# Maps config.json and the number of the tokenizer's tokens to what a field must be, or to None if the field is right.
 Only = Callable[[Mapping[str, Any], int], str | None]
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family of published models. Mappings go from fields of `ModelConfig` to fields of `config.json`."""
+    """A family of models. `fields` and `optional` map fields of `ModelConfig` to fields of `config.json`."""
 
     model_type: str  # the family's name: `model_type` in config.json and `model.family` in configurations
     architecture: str | None  # the class in `transformers`; None for an `unpublished` family
     defaults: Mapping[str, Any]  # defaults of our fields that all models of the family share
-    fields: Mapping[str, Field]  # fields that config.json must have
+    fields: Mapping[str, Field]  # fields that config.json must have, except a `Multiple`
     optional: Mapping[str, Field]  # fields that config.json may have
     constants: Mapping[str, Any]  # values that fields of config.json must have if they are present
     keys: Mapping[str, Key]
@@ -78,14 +79,14 @@ class Family:
     prefix: str = ""  # prefix of the published tensors' names, which some files omit
     no_parameters: tuple[str, ...] = ()  # patterns of the names of tensors in published files that are not parameters
     further: Further | None = None
-    without_effect: tuple[str, ...] = ()  # other fields of config.json: exports repeat the imported model's values
+    without_effect: tuple[str, ...] = ()  # fields of config.json without effect: exports repeat the imported values
     copies: Mapping[str, str] = field(
         default_factory=dict
     )  # fields without effect that other programs need: exports write the value of the field named here
-    head_copy: bool = False  # servers do not tie: exports of tied models have the output layer's tensor too
+    head_copy: bool = False  # True if exports of tied models have the output layer's tensor too, for servers
     gguf: Mapping[str, Any] = field(
         default_factory=dict
-    )  # fields of config.json that llama.cpp ignores: the value with which it computes the model, or an `Only`
+    )  # fields of config.json that llama.cpp ignores: the value that llama.cpp assumes, or an `Only`
 
     @property
     def name(self) -> str:

@@ -1,5 +1,5 @@
-"""Gemma 3, text only: Gemma 2 with windows in five of six layers, a separate rotary base for windows, and norms of q
-and k instead of soft caps (Gemma 3 Technical Report, section 2)."""
+"""Gemma 3, text only (Gemma 3 Technical Report, section 2). Differs from Gemma 2: windows in five of six layers, a
+separate rotary base for windows, and norms of q and k instead of soft caps."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,7 +12,7 @@ _TWO = gemma2.FAMILY
 
 
 def _scale(raw: Mapping[str, Any], tokens: int) -> str | None:
-    # llama.cpp knows Gemma 3 27B, which has a scale of its own, by its layers.
+    # llama.cpp recognises Gemma 3 27B, which has another scale, by the number of layers.
     large = raw.get("num_hidden_layers") == 62
     scale = raw["hidden_size"] // raw["num_attention_heads"] if large else raw.get("head_dim", 256)
     return None if raw.get("query_pre_attn_scalar", 256) == scale else str(scale)

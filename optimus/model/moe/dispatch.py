@@ -43,11 +43,11 @@ class TokenDispatcher(Protocol):
     ) -> Tensor:
         """Returns the sum over k of weights[t, k] * expert_e(x[t]) with e = indices[t, k]; [T, H].
 
-        `indices_TK` number the experts of the whole layer. `experts(x, weights, indices, choices)` is the module with this
-        rank's experts. The module counts its experts from 0 and skips a choice of -1, an expert of another rank (Algorithm 1
-        of the Optimus paper, line 29). `choices` is the number of choices that are not -1, from which the module sizes its
-        memory. Dispatchers call `experts(...)`, not `experts.forward`, so that the module's hooks run. A dispatcher computes
-        each part of `overlapped` once, in order.
+        `indices_TK` are indices among the experts of the whole layer. `experts(x, weights, indices, choices)` is the
+        module with this rank's experts. The module counts its experts from 0 and skips a choice of -1, an expert of
+        another rank (Algorithm 1 of the Optimus paper, line 29). `choices` is the number of choices that are not -1,
+        from which the module sizes its memory. Dispatchers call `experts(...)`, not `experts.forward`, so that the
+        module's hooks run. A dispatcher computes each part of `overlapped` once, in order.
         """
 
 

@@ -61,11 +61,11 @@ class Experts(nn.Module):
 
 
 class MoeLayer(nn.Module):
-    """A router with its experts, plus a shared expert that processes every token, if the shared expert's width is not 0.
+    """A router with its experts, and a shared expert for every token unless the shared expert's width is 0.
 
     With `expert_bias`, the router and the projections of the experts have biases. Every rank has the down projection's
-    biases of all experts, and the layer adds them on the token's rank, after the dispatch. `tokens` selects the tokens that
-    this device processes, and `dispatch` sends the tokens to their experts.
+    biases of all experts, and the layer adds the biases on the token's rank, after the dispatch. `tokens` selects the
+    tokens that this device processes, and `dispatch` sends the tokens to their experts.
     """
 
     replaceable = "tokens", "dispatch"

@@ -18,7 +18,8 @@ from optimus.step_context import StepContext
 
 
 class Router(ProjectionModule):
-    """Scores all experts and chooses the K with the largest scores. The scores of the chosen experts are their weights.
+    """Scores all experts and chooses K experts per token. By default, these experts have the largest scores, which are
+    their weights.
 
     `router_config` has these settings:
 
@@ -33,8 +34,7 @@ class Router(ProjectionModule):
 
     `force_balanced` forces the uniform routing of the Optimus paper (section 2.3), with the router's scores as weights:
     token t of a sequence or document goes to experts t*K ... t*K + K-1 modulo E. In each sequence or document, the
-    numbers of tokens of any two experts differ by at most one. A token's experts depend on its position alone, not on
-    the other tokens of its batch or rank.
+    numbers of tokens of any two experts differ by at most one.
     """
 
     replaceable = (*ProjectionModule.replaceable, "step")

@@ -15,13 +15,13 @@ from optimus.model.architecture import ModelConfig
 class RouterStats(NamedTuple):
     """Sums over the tokens of one or more layers, which determine the router losses.
 
-    `a + b` adds the statistics of two sets of layers. The balance loss and the z-loss are functions of the sums over all
-    layers, so they do not depend on the ranks that run the layers.
+    `a + b` adds the statistics of two sets of layers. The balance loss and the z-loss are functions of the sums over
+    all layers.
     """
 
     counts_E: Tensor  # how often each expert was chosen; fp32, no gradient
-    probabilities_E: Tensor  # router probabilities summed over tokens; fp32
-    z: Tensor  # squared log-sum-exp of the logits summed over tokens; fp32 scalar
+    probabilities_E: Tensor  # router probabilities summed over tokens; at least fp32
+    z: Tensor  # squared log-sum-exp of the logits summed over tokens; a scalar in at least fp32
     tokens: int  # tokens times layers
 
     def __add__(self, other: "RouterStats") -> "RouterStats":  # type: ignore[override]

@@ -22,7 +22,7 @@ class TokenSplit:
         return values_T
 
     def restore_rows(self, y_UH: Tensor) -> Tensor:
-        """Returns [T, H], sharded like the input of `take`."""
+        """Returns `y_UH` as rows of the residual stream [T, H], sharded like the input of `take`."""
         return y_UH
 
     def sum(self, stats: RouterStats) -> RouterStats:

@@ -1,4 +1,5 @@
-"""All-gather dispatch: every rank gets every token and runs its experts (stage 1 of the Optimus paper, section 3.1).
+"""All-gather dispatch: every rank gets every token and runs its own experts (stage 1 of the Optimus paper, section
+3.1).
 
 For any routing, a rank receives the tokens of N - 1 other ranks. An all-gather and a reduce-scatter can take less time
 than an all-to-all of uneven sizes if N is small, or if the network favours messages of equal size.
@@ -18,8 +19,7 @@ class AllGatherDispatch:
     """A `TokenDispatcher` over the ranks of `group`; this rank holds `experts_per_rank` experts from `first` on.
 
     For each token, a reduce-scatter sums the results of the ranks, which have different experts or shards of the same
-    expert. T must be
-    the same on every rank.
+    expert. T must be equal on all ranks.
     """
 
     def __init__(self, group: Group, first: int, experts_per_rank: int) -> None:

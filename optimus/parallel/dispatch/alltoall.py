@@ -88,13 +88,12 @@ class ExchangeCounts(NamedTuple):
 class AllToAllDispatch:
     """A `TokenDispatcher` over the ranks of `group`, which hold `experts_per_rank` experts each, in rank order.
 
-    The group `parts` may shard the experts; each of its ranks then has another `group`. The ranks of `parts` all-gather
-    the tokens that they received, and sum the results of their shards of the experts (TED, section 7.2). TED's
-    algorithm 5 instead drops the tokens that the other ranks send. With `duplicates`, all ranks of `parts` send and
-    receive the same tokens, so the ranks only sum.
+    The group `parts` may shard the experts; the ranks of `parts` have different groups `group`. The ranks of `parts`
+    all-gather the tokens that they received, and sum the results of their shards of the experts (TED, section 7.2).
+    With `duplicates`, all ranks of `parts` send and receive the same tokens, so the ranks only sum.
 
-    T may differ between ranks, and may be 0. `overlapped` computation runs during communication (Megatron-Core's overlap of
-    shared experts), in the backward pass too.
+    T may differ between ranks, and may be 0. `overlapped` computation runs during communication (Megatron-Core's
+    overlap of shared experts).
     """
 
     def __init__(self, group: Group, experts_per_rank: int, parts: Group, *, duplicates: bool = False) -> None:
@@ -123,7 +122,8 @@ class AllToAllDispatch:
     def exchange_counts(self, send_N2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Exchanges the counts (rows, choices) with each rank.
 
-        Returns the sent counts, the received counts, and the total received counts of each rank of `parts`.
+        Returns the sent counts, the received counts, and the received total of each rank of `parts`, or with
+        `duplicates` of this rank alone.
         """
         receive_N2 = self.group.all_to_all(send_N2)
         totals_P2 = receive_N2.sum(0, keepdim=True)

@@ -37,8 +37,8 @@ def dispatcher(
 ) -> Dispatcher:
     """Returns the configured dispatcher `asked`; for "auto", the dispatcher with the shorter expected time.
 
-    For "auto", the result is "alltoall" for one rank, for groups that are unevenly divided among nodes, and if measured
-    times of all-gathers are not clearly shorter (`GAIN`). `tokens` is the number of a rank's tokens, whose elements
+    For "auto", dense models, single ranks and groups that are unevenly divided among nodes get "alltoall". Measured
+    times of all-gathers must be clearly shorter (`GAIN`). `tokens` is the number of a rank's tokens, whose elements
     have `itemsize` bytes. All arguments must be the same on all ranks, so that all ranks choose the same dispatcher.
     """
     if asked != "auto":
@@ -82,7 +82,7 @@ def copies(experts: int, parts: int, chosen: int) -> float:
 def dispatch_of(groups: Groups, options: StageOptions, experts: int) -> TokenDispatcher:
     """Returns the dispatcher of a layer with `experts` experts.
 
-    Raises `UserError` if the experts cannot be divided evenly.
+    Raises `UserError` if the number of expert-parallel ranks does not divide `experts`.
     """
     ranks, parts = groups.along("ep"), groups.along("etp")
     if ranks.size * parts.size == 1:

@@ -1,4 +1,5 @@
-"""Two-level dispatch: a token goes once to each node with any of its experts, and there once to each rank with any of them.
+"""Two-level dispatch: a token goes once to each node with any of its experts, and there once to each rank with any of
+its experts.
 
 Between nodes, tokens go to the rank with the same local rank, so that all ranks of a node send and receive. The receiving
 rank dispatches tokens within its node, and sends back the sum of the results of its node's experts. So one row per token

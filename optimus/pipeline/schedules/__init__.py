@@ -22,7 +22,7 @@ DEFAULT = "1f1b"
 
 
 def schedules() -> Mapping[str, ScheduleRow]:
-    """Returns all schedules by name, including those of plugins."""
+    """Returns all schedules by name, including the schedules of plugins."""
     return _SCHEDULES
 
 
@@ -55,7 +55,7 @@ def make_schedule(
             factor other than 1.
         vocabulary: True if every rank has a shard of the vocabulary; 1F1B and interleaved 1F1B then run two more
             forward passes in the warm-up.
-        transfers: False omits sends and receives, for callers that need computations alone.
+        transfers: True if the schedule includes sends and receives.
 
     Raises `UserError` for an unknown name and for numbers that the schedule does not support.
     """
@@ -70,8 +70,8 @@ def make_schedule(
 
 
 def _problem(row: ScheduleRow, sizes: Sizes) -> str | None:
-    """Explains why the schedule of `row` does not support these sizes, and suggests others; returns None if it supports
-    them."""
+    """Explains why the schedule of `row` does not support these sizes, and suggests others; returns None if the
+    schedule supports the sizes."""
     ranks, microbatches, per_rank, warmup_factor, _ = sizes
     for what, value in (("ranks", ranks), ("microbatches", microbatches), ("stages per rank", per_rank)):
         if value < 1:

@@ -9,12 +9,11 @@ from optimus.pipeline.schedules.row import ScheduleRow, Sizes
 
 
 def one_f_one_b(sizes: Sizes) -> Schedule:
-    """Makes 1F1B: stage s saves the activations of at most ranks - s microbatches.
+    """Makes 1F1B, in which stage s by default saves the activations of at most ranks - s microbatches.
 
-    If all stages take equal times, the bubble is (ranks - 1) / microbatches, like that of GPipe. With a `warmup_factor`
-    c > 1, stage s runs c * (ranks - s) forward passes, rounded down, before its first backward pass. Stage s then saves
-    the activations of at most that number of microbatches. `ahead` adds to that number. A longer warm-up hides link
-    times and jitter.
+    If all stages take equal times, the bubble is (ranks - 1) / microbatches. With a `warmup_factor` c > 1, stage s runs
+    up to c * (ranks - s) forward passes before its first backward pass. Stage s then saves the activations of at most
+    as many microbatches. `ahead` adds to this number of microbatches. A longer warm-up can hide link times and jitter.
 
     Raises `UserError` for a `warmup_factor` below 1, with which stages could wait for each other in a circle.
     """

@@ -35,7 +35,7 @@ class ScheduleRow:
     any_stages: bool = False
     in_rounds: bool = False
     """True if the schedule runs rounds of one microbatch per rank. Such a schedule needs at least one microbatch per
-    rank. An incomplete round takes less time than a whole round but enlarges the bubble."""
+    rank."""
     deepens: bool = False  # True if the schedule supports a `warmup_factor` other than 1
     # True if another schedule takes about the same time with at most as many live activations; searches then skip this
     # schedule.

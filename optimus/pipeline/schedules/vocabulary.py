@@ -19,23 +19,22 @@ _BEFORE = (Kind.LOSS, Kind.LOGITS, Kind.EMBED)  # passes for which other computa
 _HELD = 2  # maximum number of ready embedding gradients that a rank defers
 
 AHEAD = 2
-"""The number of additional microbatches by which the forward passes of 1F1B must run ahead. The last stage's backward pass
-waits for S and then T on all ranks, which overlap with the last stage's next forward passes (section 5.2: p + 2
-activations)."""
+"""The number of additional microbatches by which the forward passes of 1F1B must run ahead. The last stage's backward
+pass waits for S and then T on all ranks, which overlap with the last stage's next forward passes (section 5.2)."""
 
 
 def with_vocabulary(schedule: Schedule, *, backward: bool = True) -> Schedule:
     """Inserts the vocabulary passes into `schedule`, which must contain only computations.
 
-    The order of the other computations stays. Without `backward`, the schedule must contain only forward passes, and
-    the function inserts only the embedding passes.
+    The order of the other computations does not change. Without `backward`, the schedule must contain only forward
+    passes, and the function inserts only the embedding passes.
 
     The function simulates the computations with the times `USUAL`. A rank runs the computation that can begin earliest.
     Among computations that can begin at the same time, passes for which other computations wait come first. The
-    gradients of the embedding, for which no rank waits, come last. If more than `_HELD` such gradients are ready on a
-    rank, they come first.
+    gradients of the embedding, for which no rank waits, come last. Such gradients come first if more than `_HELD` of
+    them are ready on a rank.
 
-    Raises `ScheduleError` if the order of the other computations keeps a vocabulary pass from ever running.
+    Raises `ScheduleError` if some computation can never run.
     """
     playing = _Playing(replace(schedule, splits_vocabulary=True), backward)
     while playing.remaining:
@@ -58,7 +57,7 @@ class _Option(NamedTuple):
 class _Playing:
     """The state of the simulation. One queue has the first option of each rank.
 
-    A rank's first option changes only after actions of this rank, or of a rank for which it waits.
+    A rank's first option changes only after actions of this rank, or of a rank for which this rank waits.
     """
 
     def __init__(self, schedule: Schedule, backward: bool) -> None:
@@ -80,7 +79,7 @@ class _Playing:
         self._look(range(schedule.ranks))
 
     def step(self) -> bool:
-        """Runs the action that can begin first; returns whether there is one."""
+        """Runs the action that can begin first; returns False if no action can run."""
         while self._queue and self._queue[0] is not self._first[self._queue[0].rank]:
             heappop(self._queue)  # outdated: the rank has another first option
         if not self._queue:

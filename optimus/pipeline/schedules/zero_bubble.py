@@ -17,7 +17,6 @@ def zb_h1(sizes: Sizes) -> Schedule:
 
     Therefore every stage saves the activations of at most `ranks` microbatches, the maximum of 1F1B. If the three
     passes take equal times and there are at least `ranks` microbatches, the bubble is (ranks - 1) / (3 * microbatches).
-    This is a third of the bubble of 1F1B.
     """
     ranks, microbatches = sizes.ranks, sizes.microbatches
 
@@ -44,8 +43,7 @@ def zbv(sizes: Sizes) -> Schedule:
     Next come the input part and then the weight part of a backward pass of the first stage, and last these two parts of the
     second stage.
 
-    The paper has only a picture, which is valid for at least 2 * ranks - 1 microbatches. Tests check that the order of
-    preference here reaches the bubble above.
+    The paper has only a picture of the order. Tests check that the order of preference here reaches the bubble above.
     """
     ranks, microbatches = sizes.ranks, sizes.microbatches
     schedule = Schedule("zbv", ranks, microbatches, (), stages_per_rank=2, placement="v", splits_backward=True)
