@@ -1,4 +1,4 @@
-"""Folders of models of `transformers` that run with their own modules.
+"""Reads and writes folders of models of `transformers` that run with their own modules.
 
 `transformers` itself reads and writes the weights of these folders, because only its classes know how stored tensors map
 to parameters.

@@ -81,7 +81,7 @@ class TransformersModel(Section):
 
     @property
     def hidden(self) -> int:
-        """Width of the residual stream."""
+        """The width of the residual stream."""
         return self.facts.hidden
 
     @property
@@ -91,12 +91,12 @@ class TransformersModel(Section):
 
     @property
     def heads(self) -> int:
-        """Attention heads."""
+        """The number of attention heads."""
         return int(self._first("num_attention_heads", "n_head", "num_heads") or 1)
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values."""
+        """The number of heads of keys and values."""
         return int(self._first("num_key_value_heads", "num_kv_heads") or self.heads)
 
     def _first(self, *names: str) -> Any:
@@ -121,27 +121,27 @@ class TransformersModel(Section):
 
     @property
     def experts(self) -> None:
-        """None: the state treats experts like other weights."""
+        """Returns None: the state treats experts like other weights."""
         return None
 
     @property
     def experts_per_token(self) -> None:
-        """None: see `experts`."""
+        """Returns None; see `experts`."""
         return None
 
     @property
     def router_bias(self) -> bool:
-        """False: the model's own code balances its routers."""
+        """Returns False: the model's own code balances its routers."""
         return False
 
     @property
     def learned_positions(self) -> None:
-        """None: the model's own code checks the length of a sequence."""
+        """Returns None: the model's own code checks the length of a sequence."""
         return None
 
     @property
     def init_std(self) -> float:
-        """Unused: every parameter has its own standard deviation."""
+        """Returns a number that no parameter uses: every parameter has its own initial values."""
         return 0.02
 
     @property
@@ -151,12 +151,12 @@ class TransformersModel(Section):
 
     @property
     def expert_counts(self) -> list[int]:
-        """Empty: see `experts`."""
+        """Returns an empty list; see `experts`."""
         return []
 
     @property
     def has_dense_layers(self) -> bool:
-        """True: see `experts`."""
+        """Returns True; see `experts`."""
         return True
 
     def experts_of(self, layer: int) -> int:

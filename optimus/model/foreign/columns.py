@@ -1,4 +1,4 @@
-"""Communication of activations whose columns are sharded over tensor-parallel ranks. Here one device has all columns;
+"""Collectives on activations whose columns are sharded over tensor-parallel ranks. Here one device has all columns;
 `parallel.columns` is for sharded columns.
 
 Legend: T tokens, H columns.

@@ -28,11 +28,11 @@ from optimus.model.foreign.initial import Initial as Noted
 from optimus.model.foreign.initial import initial_values
 from optimus.model.foreign.modules import (
     LOCAL,
+    AuthorsLinear,
     Calls,
     HeadModule,
     Lookup,
     NormOverAll,
-    Projection,
     StagedBlock,
     StagedModule,
     Summed,
@@ -40,6 +40,7 @@ from optimus.model.foreign.modules import (
     flattened,
     shared_out,
 )
+from optimus.model.foreign.passing import Passing
 from optimus.model.foreign.records import ModelFacts, Split, Style
 from optimus.model.foreign.twin import build
 from optimus.model.moe.statistics import RouterStats
@@ -47,20 +48,6 @@ from optimus.model.parameters import Declaration, Dim, Initial, Normal, Role, Un
 from optimus.model.sequence import SequenceSplit
 from optimus.model.units import Unit
 from optimus.model.vocabulary import Vocabulary
-
-
-@dataclass
-class Passing:
-    """The state of one forward pass through a stage, which the modules read and write."""
-
-    blocks: range
-    first: bool
-    last: bool
-    sequence: SequenceSplit
-    documents: bool
-    received_BSH: Tensor | None
-    stream_BSH: Tensor | None = None  # output of the last block that ran
-    hidden_BSH: Tensor | None = None  # input of the output layer
 
 
 @dataclass(frozen=True)
@@ -73,7 +60,7 @@ class ForeignPositions:
 
 
 class Stored(NamedTuple):
-    """How the model stores a parameter of the author's."""
+    """The storage of a parameter of the author's."""
 
     names: tuple[str, ...]  # the names of the stored parts, which lie end to end along `dim`
     dim: int | None
@@ -210,8 +197,10 @@ class ForeignModel(CausalModel):
         """Fills the parameters from tensors by the author's names."""
         for name, (names, dim, _) in self.stored.items():
             parts = [self.get_parameter(each) for each in names]
-            whole = tensors[name].view(parts[0].shape) if len(parts) == 1 else tensors[name]
-            pieces = whole.split([each.shape[dim or 0] for each in parts], dim or 0) if len(parts) > 1 else [whole]
+            if len(parts) == 1:
+                parts[0].copy_(tensors[name].view(parts[0].shape))
+                continue
+            pieces = tensors[name].split([each.shape[dim or 0] for each in parts], dim or 0)
             for part, piece in zip(parts, pieces, strict=True):
                 part.copy_(piece)
 
@@ -237,8 +226,8 @@ class ForeignModel(CausalModel):
         if documents is not None:
             position_BS = moved(documents.positions().view_as(tokens_BS), tokens_BS.device)[:, positions_S]
             return positions_S, ForeignPositions(self.sequence.for_documents(documents), True, position_BS)
-        position_BS = positions_S.expand(len(tokens_BS), -1) if self.sequence.parts > 1 else None
-        return positions_S, ForeignPositions(self.sequence, False, position_BS)
+        parted = positions_S.expand(len(tokens_BS), -1) if self.sequence.parts > 1 else None
+        return positions_S, ForeignPositions(self.sequence, False, parted)
 
     def full_positions(self, tokens_BS: Tensor) -> tuple[Tensor, ForeignPositions]:
         positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
@@ -265,8 +254,8 @@ def _compose(model: ForeignModel, facts: ModelFacts, initial: Mapping[str, Noted
         inside = name.startswith(f"{facts.blocks}.")
         if inside and (type(module) is nn.Linear or isinstance(module, Conv1D)):
             pieces = tuple(leaf for leaf in module._parameters if leaf.startswith("weight"))
-            own = {"product": LOCAL, "gradients": {}, "style": facts.styles.get(name, "whole"), "pieces": pieces}
-            become(module, Projection, **own, transposed=isinstance(module, Conv1D))
+            parts = {"product": LOCAL, "gradients": {}, "style": facts.styles.get(name, "whole"), "pieces": pieces}
+            become(module, AuthorsLinear, **parts, transposed=isinstance(module, Conv1D))
         elif (style := facts.styles.get(name)) in _SHARDED:
             become(module, _SHARDED[style])
         elif module._parameters and not inside and module is not head:
@@ -292,10 +281,10 @@ def _unit(kind: str, module: nn.Module) -> Unit:
     return Unit(kind, Calls(module))
 
 
-def _look_up(module: nn.Module, own: type[nn.Module]) -> None:
-    """Puts `Lookup` below the class `own` of an embedding, in the place of `nn.Embedding`'s forward pass."""
-    bases = (StagedModule, Lookup) if own is nn.Embedding else (StagedModule, own, Lookup)
-    module.__class__ = type(f"{StagedModule.__name__}{own.__name__}", bases, {})
+def _look_up(module: nn.Module, authors: type[nn.Module]) -> None:
+    """Puts `Lookup` below the class `authors` of an embedding, in the place of `nn.Embedding`'s forward pass."""
+    bases = (StagedModule, Lookup) if authors is nn.Embedding else (StagedModule, authors, Lookup)
+    module.__class__ = type(f"{StagedModule.__name__}{authors.__name__}", bases, {})
     module.__dict__["vocabulary"] = Vocabulary()
 
 
@@ -399,11 +388,11 @@ def foreign_model(config: TransformersModel) -> ForeignModel:
 
 
 def materialised(model: ForeignModel, device: torch.device) -> ForeignModel:
-    """Gives the parameters of `model` memory on `device`."""
+    """Allocates the parameters of `model` on `device`, and moves its buffers there."""
     made: dict[int, nn.Parameter] = {}
     for owner in model.modules():
         for leaf, old in owner._parameters.items():
             if old is not None:
                 owner._parameters[leaf] = made.setdefault(id(old), nn.Parameter(torch.empty_like(old, device=device)))
-        owner._buffers |= {leaf: None if each is None else each.to(device) for leaf, each in owner._buffers.items()}
+        owner._buffers.update({leaf: old.to(device) for leaf, old in owner._buffers.items() if old is not None})
     return model

@@ -1,4 +1,4 @@
-"""What the modules of a foreign model become: subclasses of their own classes that add one thing each.
+"""The subclasses that modules of a foreign model become. Each adds one thing to the module's own class.
 
 A module changes its class in place (as in FSDP2), so names of modules and parameters, attributes and `isinstance` stay,
 and the author's forward pass runs unchanged. Each of these classes stands before the module's own class.
@@ -8,7 +8,7 @@ Legend: B batch, S sequence, T tokens, H hidden, L inputs and N outputs of a wei
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,21 +17,19 @@ from optimus.kernels.backend import compute_dtype
 from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.kernels.linear import MatrixProduct
 from optimus.model.foreign.columns import Columns
+from optimus.model.foreign.passing import ModelHost
 from optimus.model.head import OutputHead
 from optimus.model.linear import Product
 from optimus.model.parameters import Dim, declaration
 from optimus.model.units import Unit
 from optimus.model.vocabulary import Vocabulary
 
-if TYPE_CHECKING:
-    from optimus.model.foreign.model import ForeignModel
 
-
-def become(module: nn.Module, *kinds: type, **own: Any) -> None:
-    """Gives `module` the classes `kinds` before its own class, and the attributes `own`."""
+def become(module: nn.Module, *kinds: type, **attributes: Any) -> None:
+    """Puts the classes `kinds` before the module's own class, and sets the `attributes`."""
     was = type(module)
     module.__class__ = type(f"{kinds[0].__name__}{was.__name__}", (*kinds, was), {})
-    module.__dict__.update(own)
+    module.__dict__.update(attributes)
 
 
 class Calls(nn.Module):
@@ -48,7 +46,7 @@ class Calls(nn.Module):
 class _Staged:
     """A module with parameters, which runs as a unit in its stage and passes its input on in all other stages."""
 
-    host: "ForeignModel"
+    host: ModelHost
     unit: Unit
     _modules: dict[str, nn.Module | None]
 
@@ -128,7 +126,7 @@ class HeadModule(OutputHead):
     """The output layer. In the model's forward pass, it only keeps its input, and gives the model one column of nothing."""
 
     replaceable: ClassVar[tuple[str, ...]] = ("vocabulary",)
-    host: "ForeignModel"
+    host: ModelHost
     bias: nn.Parameter | None
 
     def table(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,14 +147,14 @@ class HeadModule(OutputHead):
 _COMMUNICATES = "column", "row", "gather", "scatter"
 
 
-class Projection:
+class AuthorsLinear:
     """A linear layer. `pieces` are the names of the parameters whose outputs lie end to end.
 
     `transposed` is True if the weight is [inputs, outputs] (GPT-2's `Conv1D`).
     """
 
     replaceable: ClassVar[tuple[str, ...]] = ("product", "gradients")
-    host: "ForeignModel"
+    host: ModelHost
     product: Product
     gradients: Mapping[nn.Parameter, GradientBuffer]
     style: str
@@ -199,7 +197,7 @@ class Projection:
 class Summed:
     """A module that computes a part of a sum on every rank, such as fused experts of which a rank has some columns."""
 
-    host: "ForeignModel"
+    host: ModelHost
 
     def forward(self, *args: Any, **options: Any) -> Any:
         columns = self.host.columns
@@ -216,7 +214,7 @@ def _entered(columns: Columns, value: Any) -> Any:
 class NormOverAll:
     """An RMSNorm over the columns of all ranks."""
 
-    host: "ForeignModel"
+    host: ModelHost
 
     def forward(self, x: Tensor) -> Tensor:
         made: Tensor = super().forward(x)  # type: ignore[misc]

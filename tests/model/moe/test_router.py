@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from optimus.config.tree import ModelConfig
+from optimus.config import ModelConfig
 from optimus.model import Transformer
 from optimus.model.cache import KVCache
 from optimus.model.init import initialize

@@ -1,0 +1,44 @@
+"""The state of a forward pass through a foreign model, which its modules read and write.
+
+Legend: B batch, S sequence, H hidden.
+"""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from optimus.model.foreign.columns import Columns
+from optimus.model.sequence import SequenceSplit
+
+
+@dataclass
+class Passing:
+    """The state of one forward pass through a stage, which the modules read and write."""
+
+    blocks: range
+    first: bool
+    last: bool
+    sequence: SequenceSplit
+    documents: bool
+    received_BSH: Tensor | None
+    stream_BSH: Tensor | None = None  # output of the last block that ran
+    hidden_BSH: Tensor | None = None  # input of the output layer
+
+
+class ModelHost(Protocol):
+    """The adapted model as its modules know it."""
+
+    passing: Passing | None
+
+    @property
+    def columns(self) -> Columns:
+        """The columns of sharded activations."""
+
+    @property
+    def current(self) -> Passing:
+        """The state of the running forward pass."""
+
+    def running(self, passing: Passing | None) -> AbstractContextManager[None]:
+        """Makes the modules read and write `passing` inside the `with` block."""
