@@ -17,13 +17,13 @@ from optimus.errors import UserError
 from optimus.model.foreign import probes
 from optimus.model.foreign.initial import initial_values, without_initial
 from optimus.model.foreign.plan import gathered_by_plan, published_plan, published_splits
-from optimus.model.foreign.probes import AttentionFacts, Lists, Pass, twin_tokens
-from optimus.model.foreign.records import STYLES, ModelFacts, RouterFacts, Scored, Split, Style
-from optimus.model.foreign.sizes import Sizes
-from optimus.model.foreign.splits import Unit, prove_units, record_calls
+from optimus.model.foreign.probes import AttentionFacts, Pass, find_blocks, twin_tokens
+from optimus.model.foreign.records import STYLES, ModelFacts, RouterFacts, ScoredColumns, Split, Style
+from optimus.model.foreign.sizes import RealSizes
+from optimus.model.foreign.splits import ProvedUnit, prove_units, record_calls
 from optimus.model.foreign.twin import arguments_of, build, enlarge, layers_of, small, tokens_of_twin
 
-__all__ = ["STYLES", "ModelFacts", "RouterFacts", "Scored", "Split", "Style", "facts_of"]
+__all__ = ["STYLES", "ModelFacts", "RouterFacts", "ScoredColumns", "Split", "Style", "facts_of"]
 
 _LAYER = re.compile(r"layer_?(idx|id|number|index|num)$|^idx$|^index$")
 _FAILURES = (
@@ -49,7 +49,7 @@ def facts_of(config: Any, module: nn.Module | None = None) -> ModelFacts:
 
 def _twin_of(config: Any, real: nn.Module) -> tuple[Any, nn.Module]:
     """Returns the configuration of a twin that has each kind of layer of the real model, and the twin."""
-    blocks = Lists.blocks(real)
+    blocks = find_blocks(real)
     kinds = {signature(layer) for layer in layers_of(real, blocks)}
     made: tuple[Any, nn.Module, int] | None = None
     problem: Exception | None = None
@@ -117,9 +117,9 @@ class _Analysis:
     def facts(self, no_initial: tuple[str, ...]) -> ModelFacts:
         """Returns all facts."""
         self.names = {id(each): name for name, each in self.real.named_modules()}
-        self.blocks = Lists.blocks(self.real)
+        self.blocks = find_blocks(self.real)
         self.layers = layers_of(self.real, self.blocks)
-        self.sizes = Sizes(self.config, self.twin_config)
+        self.sizes = RealSizes(self.config, self.twin_config)
         self.refusals: dict[str, str] = {}
         self.tokens_BS = twin_tokens(self.twin)
         embedding = self.names[id(self.real.get_input_embeddings())]  # type: ignore[operator]
@@ -239,21 +239,21 @@ class _Analysis:
             )
         return found
 
-    def _scored(self, attention: AttentionFacts) -> dict[int, Scored | None]:
+    def _scored(self, attention: AttentionFacts) -> dict[int, ScoredColumns | None]:
         """Returns the attention of each kind of layer, with real sizes."""
         twins = self._twin_layers()
-        found: dict[int, Scored | None] = {}
+        found: dict[int, ScoredColumns | None] = {}
         for number, twin in enumerate(twins):
             made = attention.scored.get(twin) if twin is not None else None
             found[number] = self._real_scored(*made) if made is not None else None
         return found
 
-    def _real_scored(self, heads: int, query: int, value: int, window: int | None) -> Scored:
+    def _real_scored(self, heads: int, query: int, value: int, window: int | None) -> ScoredColumns:
         factor = self._factors()
         real_window = (
             None if window is None else self.sizes.one(window, "window") or self.sizes.common(window, "window")
         )
-        return Scored(
+        return ScoredColumns(
             self.sizes.one(heads, "heads", "n_head") or heads * factor[0],
             self.sizes.one(query, "head_dim", "d_kv") or query * factor[1],
             self.sizes.one(value, "v_head_dim", "head_dim") or value * factor[1],
@@ -337,7 +337,7 @@ class _Analysis:
         ways = tuple(sorted(set.intersection(*({*unit.ways} for unit in units)))) if units else ()
         return real, real_styles, self._real_names(divided, names), self._heads(units, names), ways, shares
 
-    def _units(self) -> list[Unit]:
+    def _units(self) -> list[ProvedUnit]:
         """Returns the proved units of the first layer of each kind of the twin; in double precision where that runs."""
         first: dict[Any, int] = {}
         for number, layer in enumerate(layers_of(self.twin, self.blocks)):
@@ -370,7 +370,7 @@ class _Analysis:
             made[name] = split
         return made
 
-    def _heads(self, units: Iterable[Unit], names: Iterable[str]) -> dict[str, int]:
+    def _heads(self, units: Iterable[ProvedUnit], names: Iterable[str]) -> dict[str, int]:
         """Returns the numbers of heads that the number of ranks must divide, by module."""
         found = {}
         for unit in units:

@@ -1,4 +1,4 @@
-"""Published tensor-parallel plans: what they divide, and what they gather."""
+"""Plans of tensor parallelism that authors publish: what they divide, and what they gather."""
 
 import re
 from collections.abc import Iterable, Mapping

@@ -1,5 +1,6 @@
-"""Probes of a twin: one forward pass shows the chain of blocks, the output layer and what runs before; another one shows
-that documents, masks and attention are right.
+"""Observation of a twin: one forward pass shows the chain of blocks, the output layer and what runs before it.
+
+Another one shows that documents, masks and attention are right.
 
 Legend: B batch, S positions, N heads, M heads of keys and values, D head size, V vocabulary.
 """
@@ -8,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,20 +27,16 @@ CUT = 11  # tokens of the first of two documents
 _TOLERANCE = 1e-4
 
 
-class Lists:
-    """The lists of modules among which the blocks are."""
-
-    @staticmethod
-    def blocks(module: nn.Module) -> str:
-        """Returns the name of the list of blocks: the one with the most parameters, not inside another list."""
-        found: dict[str, int] = {}
-        for name, each in module.named_modules():
-            outer = any(name.startswith(f"{other}.") for other in found)
-            if isinstance(each, nn.ModuleList) and len(each) and not outer:
-                found[name] = sum(parameter.numel() for parameter in each.parameters())
-        if not found:
-            raise ValueError(f"{type(module).__name__} has no list of blocks (`nn.ModuleList`)")
-        return max(found, key=lambda name: found[name])
+def find_blocks(module: nn.Module) -> str:
+    """Returns the name of the list of blocks: the one with the most parameters, not inside another list."""
+    found: dict[str, int] = {}
+    for name, child in module.named_modules():
+        outer = any(name.startswith(f"{other}.") for other in found)
+        if isinstance(child, nn.ModuleList) and len(child) and not outer:
+            found[name] = sum(parameter.numel() for parameter in child.parameters())
+    if not found:
+        raise ValueError(f"{type(module).__name__} has no list of blocks (`nn.ModuleList`)")
+    return max(found, key=lambda name: found[name])
 
 
 @dataclass
@@ -56,7 +53,7 @@ class Pass:
 
     @property
     def outputs(self) -> int:
-        """Entries of a block's output; 0 if it is a tensor."""
+        """Number of entries of a block's output; 0 if it is a tensor."""
         return 0 if isinstance(self.made[0], Tensor) else len(self.made[0])
 
     def stream_shape(self) -> tuple[int, ...] | None:
@@ -80,8 +77,8 @@ def observe(twin: nn.Module, blocks: str, head: str, tokens_BS: Tensor) -> Pass:
             stack.callback(layer.register_forward_hook(lambda m, a, out: seen.made.append(out)).remove)
         product = twin.get_submodule(head)
         stack.callback(product.register_forward_hook(lambda m, a, out: seen.product.append(out)).remove)
-        seen.logits = logits_of(twin, tokens_BS)
-    return seen
+        logits = logits_of(twin, tokens_BS)
+    return replace(seen, logits=logits)
 
 
 def _noting(order: list[str], name: str) -> Callable[..., None]:
@@ -160,7 +157,7 @@ _calls: ContextVar[_Calls | None] = ContextVar("_calls", default=None)
 def _attend(
     module: nn.Module, q_BNSD: Tensor, k_BMSD: Tensor, v_BMSD: Tensor, mask: Any, scaling: Any = None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Our attention behind the models' own interface, without a mask."""
+    """Computes our attention behind the models' own interface, without a mask."""
     calls = _calls.get()
     assert calls is not None
     size = q_BNSD.shape[-1]
@@ -183,17 +180,17 @@ def our_attention(twin: nn.Module, documents: Documents | None = None) -> Iterat
     token = _calls.set(calls)
     try:
         for each, _ in before:
-            each._attn_implementation_internal = _NAME
+            vars(each)["_attn_implementation_internal"] = _NAME
         yield calls
     finally:
         for each, was in before:
-            each._attn_implementation_internal = was
+            vars(each)["_attn_implementation_internal"] = was
         _calls.reset(token)
 
 
 @dataclass(frozen=True)
 class AttentionFacts:
-    """What runs with our attention showed."""
+    """Results of runs with our attention."""
 
     used: bool  # the model calls the interface
     equal: bool  # our attention gives the logits of its own
@@ -203,7 +200,9 @@ class AttentionFacts:
 
 
 @torch.no_grad()
-def attention_facts(twin: nn.Module, blocks: str, tokens_BS: Tensor, own: Tensor, position_ids: bool) -> AttentionFacts:
+def attention_facts(
+    twin: nn.Module, blocks: str, tokens_BS: Tensor, expected: Tensor, position_ids: bool
+) -> AttentionFacts:
     """Compares the twin's logits with those of our attention, whole and in documents."""
     try:
         with our_attention(twin) as calls:
@@ -216,7 +215,7 @@ def attention_facts(twin: nn.Module, blocks: str, tokens_BS: Tensor, own: Tensor
         found = re.match(rf"{re.escape(blocks)}\.(\d+)(\.|$)", names.get(id(module), ""))
         if found:
             scored[int(found[1])] = tuple(rest)
-    same = _close(ours, own)
+    same = _close(ours, expected)
     documents, why = _documents(twin, blocks, tokens_BS[:1], position_ids) if same else (False, "attention differs")
     return AttentionFacts(bool(calls.seen), same, documents, why, scored)
 

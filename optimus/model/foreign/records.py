@@ -35,7 +35,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredColumns:
     """The attention of one kind of layer: numbers of columns of one query and of one value, and its window."""
 
     heads: int
@@ -58,7 +58,7 @@ class RouterFacts:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a causal model of `transformers` does not say of itself, found and proved on a twin."""
+    """Facts that a causal model of `transformers` does not say of itself, found and proved on a twin."""
 
     blocks: str  # name of the list of blocks
     layers: int
@@ -80,7 +80,7 @@ class ModelFacts:
     documents: bool
     position_ids: bool
     attention: bool
-    scored: Mapping[int, Scored | None]  # by kind; None: no attention
+    scored: Mapping[int, ScoredColumns | None]  # by kind; None: no attention
     router: RouterFacts | None
     chain: str | None
     dropout: Mapping[str, float]

@@ -1,4 +1,4 @@
-"""Real sizes of what is found on a twin: the same product of settings, with the values of the real configuration."""
+"""Sizes of the real model for what is found on a twin: products of the same settings, with their real values."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
@@ -6,7 +6,7 @@ from math import gcd, prod
 from typing import Any
 
 
-class Sizes:
+class RealSizes:
     """Settings of a configuration and of its twin, by value."""
 
     def __init__(self, config: Any, twin: Any) -> None:

@@ -1,4 +1,4 @@
-"""Twins: the same configuration with small sizes, and models built from it.
+"""Small twins of models: the same configuration with small sizes, and models built from it.
 
 A twin has few layers of each kind and keeps ratios: heads to key heads, widths to head sizes. Its windows and chunks are
 shorter than its sequences, so that a mask that is left out shows.
@@ -49,7 +49,7 @@ def build(config: Any, attention: str = "sdpa", device: str = "cpu") -> nn.Modul
                 raise
             model = AutoModelForCausalLM.from_config(fresh, attn_implementation="eager", **options)
     for each in configurations_of(model):
-        each._experts_implementation = "eager"
+        vars(each)["_experts_implementation_internal"] = "eager"
     return model.eval()
 
 
@@ -143,16 +143,16 @@ class _Shrink:
 
     def of_mapping(self, data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         """Returns the fields with small values."""
-        return {key: self.of(key, value, f"{prefix}{key}") for key, value in data.items()}
+        return {key: self.small_value(key, value, f"{prefix}{key}") for key, value in data.items()}
 
-    def of(self, key: str, value: Any, path: str) -> Any:
+    def small_value(self, key: str, value: Any, path: str) -> Any:
         """Returns the small value of one field."""
         name = self.names.get(key, key)
         if isinstance(value, Mapping):
             return self._rotary(value) if "rope" in key else self.of_mapping(value, f"{path}.")
         if self._by_layer(value):
             picked = [value[layer] for layer in self.chosen]
-            return "".join(picked) if isinstance(value, str) else [self.of(key, each, path) for each in picked]
+            return "".join(picked) if isinstance(value, str) else [self.small_value(key, each, path) for each in picked]
         if isinstance(value, list | tuple) and "token" not in key:
             return self._listed(key, value, path)
         if isinstance(value, float) and ("drop" in key or "jitter" in key):
@@ -199,7 +199,7 @@ class _Shrink:
         if layered and max(integers) <= self.depth:
             offset = 0 if max(integers) < self.depth else 1
             return [where + offset for where, layer in enumerate(self.chosen) if layer + offset in integers]
-        return [self.of(key, each, path) for each in value]
+        return [self.small_value(key, each, path) for each in value]
 
     def _rotary(self, value: Mapping[str, Any]) -> dict[str, Any]:
         """Returns settings of rotary embeddings, whose lists have one element per two columns of a head."""
