@@ -4,6 +4,7 @@
 refused by name.
 """
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -82,13 +83,18 @@ def signature(layer: nn.Module) -> Any:
     found = set()
     for name, each in layer.named_modules():
         settings = (
-            (key, value if isinstance(value, bool | str) else None)
+            (key, value if isinstance(value, bool | str) else None if value is None else value == 0)
             for key, value in vars(each).items()
-            if (value is None or isinstance(value, bool | str)) and not key.startswith("_") and key != "training"
+            if (value is None or isinstance(value, bool | str | int | float)) and _setting(key)
         )
         parameters = tuple(sorted(key for key, value in each._parameters.items() if value is not None))
         found.add((general(name), type(each).__qualname__, tuple(sorted(settings, key=str)), parameters))
     return frozenset(found)
+
+
+def _setting(key: str) -> bool:
+    """Returns whether an attribute is a setting of a module, which its position does not change."""
+    return not key.startswith("_") and key != "training" and not _LAYER.search(key)
 
 
 def _kind(layer: nn.Module) -> Any:
@@ -149,7 +155,7 @@ class _Analysis:
             tied=self.real.get_submodule(head).weight is weight,
             hidden=stream[-1] if stream else weight.shape[1],
             vocab=weight.shape[0],
-            before=frozenset(seen.order[: seen.order.index(self.blocks)]),
+            before=frozenset(itertools.takewhile(lambda name: name != self.blocks, seen.order)),
             logit_scale=scale,
             logit_cap=cap,
             splits=splits,

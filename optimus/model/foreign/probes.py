@@ -50,23 +50,24 @@ class Pass:
     beside: set[str] = field(default_factory=set)  # further tensors with gradients that a block took
     product: list[Tensor] = field(default_factory=list)  # outputs of the output layer
     logits: Tensor | None = None
+    tokens: tuple[int, ...] = ()
 
     @property
     def outputs(self) -> int:
         """Number of entries of a block's output; 0 if it is a tensor."""
-        return 0 if isinstance(self.made[0], Tensor) else len(self.made[0])
+        return 0 if not self.made or isinstance(self.made[0], Tensor) else len(self.made[0])
 
     def stream_shape(self) -> tuple[int, ...] | None:
         """Returns the dims of the residual stream behind batch and sequence; None if it has others before them."""
-        first = self.streams[0]
-        if not isinstance(first, Tensor) or first.ndim < 3:
+        first = self.streams[0] if self.streams else None
+        if not isinstance(first, Tensor) or first.ndim < 3 or first.shape[:2] != self.tokens:
             return None
         return tuple(first.shape[2:])
 
 
 def observe(twin: nn.Module, blocks: str, head: str, tokens_BS: Tensor) -> Pass:
     """Runs a twin and notes what runs when."""
-    seen = Pass()
+    seen = Pass(tokens=tuple(tokens_BS.shape))
     layers = layers_of(twin, blocks)
     with ExitStack() as stack:
         for name, each in twin.named_modules():
@@ -114,6 +115,8 @@ def logits_of(twin: nn.Module, tokens_BS: Tensor, **more: Any) -> Tensor:
 
 def broken_chain(seen: Pass, blocks: str, layers: int) -> str | None:
     """Returns why the blocks cannot be cut into stages, or None."""
+    if not seen.entered:
+        return f"{blocks} do not run"
     if seen.entered != [*range(layers)]:
         return f"{blocks} run in the order {seen.entered[:6]}, not once each from the first to the last"
     for number, (stream, made) in enumerate(zip(seen.streams[1:], seen.made)):
@@ -155,7 +158,13 @@ _calls: ContextVar[_Calls | None] = ContextVar("_calls", default=None)
 
 
 def _attend(
-    module: nn.Module, q_BNSD: Tensor, k_BMSD: Tensor, v_BMSD: Tensor, mask: Any, scaling: Any = None, **options: Any
+    module: nn.Module,
+    q_BNSD: Tensor,
+    k_BMSD: Tensor,
+    v_BMSD: Tensor,
+    attention_mask: Any = None,
+    scaling: Any = None,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Computes our attention behind the models' own interface, without a mask."""
     calls = _calls.get()

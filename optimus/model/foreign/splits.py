@@ -301,7 +301,8 @@ class _Attempt:
 def _prove_unit(module: nn.Module, name: str, call: Call, taken: set[str]) -> ProvedUnit | None:
     """Returns a unit of free parameters inside a module, relative names made absolute."""
     prefix = f"{name}." if name else ""
-    names = [each for each, _ in module.named_parameters() if prefix + each not in taken]
+    named = module.named_parameters()
+    names = [each for each, parameter in named if parameter.requires_grad and prefix + each not in taken]
     if sum(module.get_parameter(each).ndim >= 2 for each in names) < 2:
         return None
     leaves = sorted({each.rpartition(".")[0] for each in names} - {""})

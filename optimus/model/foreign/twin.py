@@ -15,8 +15,8 @@ from torch import Tensor, nn
 LENGTH, ROWS, VOCABULARY = 24, 2, 320
 _WINDOW, _CHUNK, _LAYERS, _MOST_LAYERS = 5, 8, 4, 16
 _HEAD_COUNT = re.compile(r"(^|_)(n|num)_?(\w+_)?heads?$|heads?$|key_value_heads|(^|_)n_groups$|num_query_groups$")
-_HEAD_SIZE = re.compile(r"head_(dim|size)|d_head|d_kv$|d_state|state_size|dim_head|rotary_dim|qk_\w*dim|v_\w*head_dim")
-_WHOLE_HEAD = re.compile(r"head_(dim|size)$|d_head$|d_kv$|dim_head$")
+_HEAD_SIZE = re.compile(r"head_?(dim|size)|d_head|d_kv$|d_state|state_size|dim_head|rotary_dim|qk_\w*dim|v_\w*head_dim")
+_WHOLE_HEAD = re.compile(r"head_?(dim|size)$|d_head$|d_kv$|dim_head$")
 _WIDTH = re.compile(r"(size|dim|width|rank|inner|ffn|d_ff|d_model|d_ssm|n_embd|channels|hidden\w*|d_inner)(_\w+)?$")
 _COUNT = re.compile(r"(size|dim|kernel|conv|rank|block|patch|factor|width|type_vocab)")
 _OF_LAYERS = re.compile(r"(interval|pattern|step|period|frequency|every|freq)(_\w+)?$")
@@ -107,21 +107,22 @@ class _Shrink:
 
     def __init__(self, config: Any, layers: int | None) -> None:
         text = config.get_text_config()
-        number = getattr(text, "num_hidden_layers", None)
-        self.depth = number if isinstance(number, int) else 0
+        data = text.to_dict()
         self.names = {stored: name for name, stored in getattr(text, "attribute_map", {}).items()}
-        self.chosen = self._layers(text.to_dict(), layers)
-        heads = _integer(text, "num_attention_heads") or 1
-        hidden = _integer(text, "hidden_size") or 64
-        grouped = _integer(text, "num_key_value_heads") or heads
+        named = {self.names.get(key, key): value for key, value in data.items()}
+        number = named.get("num_hidden_layers")
+        self.depth = number if isinstance(number, int) else 0
+        self.chosen = self._layers(data, layers)
+        heads = _integer(named, "num_attention_heads") or _integer(named, "num_heads") or 1
+        hidden = self.hidden = _integer(named, "hidden_size") or 64
+        grouped = _integer(named, "num_key_value_heads") or heads
+        every = [*_integers(data)]
         counts = [grouped if grouped > 1 else heads, heads]
-        counts += [value for key, value in _integers(text.to_dict()) if _HEAD_COUNT.search(key) and value >= 4]
+        counts += [v for key, v in every if _HEAD_COUNT.search(key) and not _HEAD_SIZE.search(key) and v >= 4]
         self.heads = max(each for each in range(1, counts[0] + 1) if _shrinks(each, counts))
-        size = _integer(text, "head_dim") or max(1, hidden // heads)
-        sizes = [value for key, value in _integers(text.to_dict()) if _WHOLE_HEAD.search(key)]
-        rotary = getattr(text, "rope_parameters", None)
-        part = (rotary or {}).get("partial_rotary_factor") if isinstance(rotary, Mapping) else None
-        part = part or getattr(text, "partial_rotary_factor", None) or getattr(text, "rotary_pct", None) or 1.0
+        size = _integer(named, "head_dim") or max(1, hidden // heads)
+        sizes = [value for key, value in every if _WHOLE_HEAD.search(key)]
+        part = min([1.0, *_rotated(named)])
         self.columns = max(2**power for power in range(10) if _divides(2**power, size, sizes, part))
         self.windows: dict[int, int] = {}
 
@@ -130,6 +131,10 @@ class _Shrink:
         if layers is not None:
             return [*range(min(layers, self.depth))]
         lists = [value for value in data.values() if self._by_layer(value) and len({*map(str, value)}) <= 6]
+        for value in data.values():
+            if _of_single_layers(value):
+                of_layer = {int(number): each for number, each in value.items()}
+                lists.append([str(of_layer.get(layer)) for layer in range(self.depth)])
         if lists:
             rows = [tuple(map(str, row)) for row in zip(*lists)]
             chosen = {rows.index(row) for row in rows}
@@ -148,6 +153,8 @@ class _Shrink:
     def small_value(self, key: str, value: Any, path: str) -> Any:
         """Returns the small value of one field."""
         name = self.names.get(key, key)
+        if _of_single_layers(value):
+            return self._by_number(value, path)
         if isinstance(value, Mapping):
             return self._rotary(value) if "rope" in key else self.of_mapping(value, f"{path}.")
         if self._by_layer(value):
@@ -183,14 +190,21 @@ class _Shrink:
             return min(value, 2 if "shared" in key else 8)
         if re.fullmatch(r"n_group|num_expert_group", key):
             return min(value, 2)
-        if _HEAD_COUNT.search(key) and not key.endswith(("dim", "size")):
-            return value // self.heads if value % self.heads == 0 else value
         if _HEAD_SIZE.search(key):
             return value // self.columns if value % self.columns == 0 and value // self.columns >= 4 else value
+        if _HEAD_COUNT.search(key):
+            return value // self.heads if value % self.heads == 0 else value
         if _WIDTH.search(key) and value > 32:
             factor = self.heads * self.columns
-            return max(8, value // factor if value % factor == 0 else -(-value // factor // 8) * 8)
+            made = value // factor if value % factor == 0 else -(-value // factor // 8) * 8
+            return max(32 if value == self.hidden else 16, made)
         return value
+
+    def _by_number(self, value: Mapping[Any, Any], path: str) -> dict[Any, Any]:
+        """Returns settings of single layers, by the numbers that the twin's layers have."""
+        of_layer = {int(number): each for number, each in value.items()}
+        chosen = {where: of_layer[layer] for where, layer in enumerate(self.chosen) if layer in of_layer}
+        return {where: self.of_mapping(each, f"{path}.") for where, each in chosen.items()}
 
     def _listed(self, key: str, value: Any, path: str) -> Any:
         """Returns a list: of layers (those that the twin has), else with small elements."""
@@ -230,11 +244,27 @@ def _shrinks(factor: int, counts: list[int]) -> bool:
     first = counts[0]
     if factor > 1 and first // factor < 4:
         return False
-    return all(count % factor == 0 or count == 1 for count in counts)
+    return all(count == 1 or (count % factor == 0 and (count // factor) % 2 == count % 2) for count in counts)
 
 
-def _integer(config: Any, name: str) -> int | None:
-    value = getattr(config, name, None)
+def _of_single_layers(value: Any) -> bool:
+    """Returns whether a value has settings by number of layer."""
+    if not isinstance(value, Mapping) or not value:
+        return False
+    return all(str(key).isdecimal() and isinstance(each, Mapping) for key, each in value.items())
+
+
+def _rotated(data: Mapping[str, Any]) -> Iterable[float]:
+    """Yields the parts of a head's columns that are rotated."""
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            yield from _rotated(value)
+        elif key in ("partial_rotary_factor", "rotary_pct") and isinstance(value, float) and value > 0:
+            yield value
+
+
+def _integer(data: Mapping[str, Any], name: str) -> int | None:
+    value = data.get(name)
     if isinstance(value, list | tuple) and value and all(isinstance(each, int) for each in value):
         return math.gcd(*value)
     return value if isinstance(value, int) and value > 0 else None
@@ -244,7 +274,7 @@ def _integers(data: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
     for key, value in data.items():
         if isinstance(value, int) and not isinstance(value, bool):
             yield key, value
-        elif isinstance(value, Mapping) and "rope" not in key and "config" in key:
+        elif isinstance(value, Mapping) and "rope" not in key and "config" in str(key):
             yield from _integers(value)
 
 
