@@ -22,7 +22,7 @@ from optimus.model.foreign.probes import AttentionFacts, Pass, find_blocks, twin
 from optimus.model.foreign.records import STYLES, ModelFacts, RouterFacts, ScoredColumns, Split, Style
 from optimus.model.foreign.sizes import RealSizes
 from optimus.model.foreign.splits import ProvedUnit, prove_units, record_calls
-from optimus.model.foreign.twin import arguments_of, build, enlarge, layers_of, small, tokens_of_twin
+from optimus.model.foreign.twin import arguments_of, build, enlarge, general, layers_of, small, tokens_of_twin
 
 __all__ = ["STYLES", "ModelFacts", "RouterFacts", "ScoredColumns", "Split", "Style", "facts_of"]
 
@@ -106,11 +106,6 @@ def _kind(layer: nn.Module) -> Any:
         if isinstance(value, bool | int | float | str | None) and not key.startswith("_") and not _LAYER.search(key)
     ]
     return tuple(settings), tuple((name, tuple(each.shape)) for name, each in layer.named_parameters())
-
-
-def general(name: str) -> str:
-    """Returns a name with stars for numbers of lists."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", name)
 
 
 @dataclass

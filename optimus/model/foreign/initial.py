@@ -11,6 +11,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from optimus.model.foreign.twin import build, general, small
+
 _SMALL = 1 << 21  # elements of a parameter whose values are computed
 _Note = Callable[..., "Initial | None"]
 
@@ -54,6 +56,8 @@ def initial_values(module: nn.Module, seed: int = 0) -> dict[str, Initial]:
             found |= _scaled(module, missing)
         if missing := without_initial(module, found):
             found |= _constructed(module, missing)
+        if missing := without_initial(module, found):
+            found |= _constants(module, missing)
     return found
 
 
@@ -160,8 +164,8 @@ def _scaled(module: nn.Module, missing: Iterable[str]) -> dict[str, Initial]:
         linear = torch.allclose(one * 2, results[1][name]) and bool((one == factor).all())
         if linear and factor and name in last:
             base = last[name]
-            bounds = (None if each is None else each * factor for each in (base.low, base.high))
-            found[name] = Initial(base.kind, base.mean * factor, base.std * factor, *bounds)
+            low, high = (None if each is None else each * factor for each in (base.low, base.high))
+            found[name] = Initial(base.kind, base.mean * factor, base.std * factor, low, high)
     return found
 
 
@@ -186,6 +190,20 @@ def _constructed(module: nn.Module, missing: Iterable[str]) -> dict[str, Initial
         fresh = type(module)(copy.deepcopy(config))
     named = dict(fresh.named_parameters())
     return {name: noted[id(named[name])] for name in missing if name in named and id(named[name]) in noted}
+
+
+def _constants(module: nn.Module, missing: Iterable[str]) -> dict[str, Initial]:
+    """Returns the constants that constructors give to parameters, as two twins have them."""
+    config: Any = module.config
+    found: dict[str, set[float]] = {}
+    for seed in range(2):
+        torch.manual_seed(seed)
+        for name, each in build(small(config)).named_parameters():
+            values = each.detach().flatten()
+            found.setdefault(general(name), set()).update([float(values.min()), float(values.max())])
+    alike = {name: values.pop() for name, values in found.items() if len(values) == 1}
+    known = {name: alike[general(name)] for name in missing if general(name) in alike}
+    return {name: Initial("constant", value, 0.0, value=value) for name, value in known.items() if math.isfinite(value)}
 
 
 @contextmanager

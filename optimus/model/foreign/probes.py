@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -173,9 +174,14 @@ def _attend(
     factor = (scaling if scaling is not None else size**-0.5) * size**0.5
     window = options.get("sliding_window")
     calls.seen.append((module, q_BNSD.shape[1], size, v_BMSD.shape[-1], window))
+    columns = v_BMSD.shape[-1]
+    if columns != size:  # our kernels take one size of heads: zeros change no score and no sum
+        most = max(size, columns)
+        factor *= (most / size) ** 0.5
+        q_BNSD, k_BMSD, v_BMSD = (F.pad(each, (0, most - each.shape[-1])) for each in (q_BNSD, k_BMSD, v_BMSD))
     scoring = Scoring(window, options.get("softcap"), options.get("s_aux"))
     q, k, v = (each.transpose(1, 2) for each in (q_BNSD * factor, k_BMSD, v_BMSD))
-    return SequenceSplit(calls.documents).attend(q, k, v, scoring), None
+    return SequenceSplit(calls.documents).attend(q, k, v, scoring)[..., :columns], None
 
 
 @contextmanager

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 LENGTH, ROWS, VOCABULARY = 24, 2, 320
 _WINDOW, _CHUNK, _LAYERS, _MOST_LAYERS = 5, 8, 4, 16
 _HEAD_COUNT = re.compile(r"(^|_)(n|num)_?(\w+_)?heads?$|heads?$|key_value_heads|(^|_)n_groups$|num_query_groups$")
-_HEAD_SIZE = re.compile(r"head_?(dim|size)|d_head|d_kv$|d_state|state_size|dim_head|rotary_dim|qk_\w*dim|v_\w*head_dim")
+_HEAD_SIZE = re.compile(r"head_?(dim|size)|d_head|d_kv$|dim_head|rotary_dim|qk_\w*dim|v_\w*head_dim")
+_STATE, _STATE_SIZE = re.compile(r"d_state$|state_size$"), 12  # unlike any product of other sizes
+_LAYERS_TOO = ("num_layers", "n_layers", "n_layer")
 _WHOLE_HEAD = re.compile(r"head_?(dim|size)$|d_head$|d_kv$|dim_head$")
 _WIDTH = re.compile(r"(size|dim|width|rank|inner|ffn|d_ff|d_model|d_ssm|n_embd|channels|hidden\w*|d_inner)(_\w+)?$")
 _COUNT = re.compile(r"(size|dim|kernel|conv|rank|block|patch|factor|width|type_vocab)")
@@ -58,6 +60,11 @@ def layers_of(model: nn.Module, blocks: str) -> nn.ModuleList:
     found = model.get_submodule(blocks)
     assert isinstance(found, nn.ModuleList)
     return found
+
+
+def general(name: str) -> str:
+    """Returns a name with stars for numbers of lists."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", name)
 
 
 def configurations_of(model: nn.Module) -> list[Any]:
@@ -110,8 +117,8 @@ class _Shrink:
         data = text.to_dict()
         self.names = {stored: name for name, stored in getattr(text, "attribute_map", {}).items()}
         named = {self.names.get(key, key): value for key, value in data.items()}
-        number = named.get("num_hidden_layers")
-        self.depth = number if isinstance(number, int) else 0
+        numbers = (named.get(key) for key in ("num_hidden_layers", *_LAYERS_TOO))
+        self.depth = next((each for each in numbers if isinstance(each, int)), 0)
         self.chosen = self._layers(data, layers)
         heads = _integer(named, "num_attention_heads") or _integer(named, "num_heads") or 1
         hidden = self.hidden = _integer(named, "hidden_size") or 64
@@ -174,8 +181,12 @@ class _Shrink:
             return min(value, 15)
         if "vocab" in key:
             return min(value, VOCABULARY)
-        if key in ("num_hidden_layers", "num_layers", "n_layers", "n_layer") and value == self.depth:
+        if key in ("num_hidden_layers", *_LAYERS_TOO) and value == self.depth:
             return len(self.chosen)
+        if key in _LAYERS_TOO and value and self.depth % value == 0:  # layers of several sublayers
+            return max(1, len(self.chosen) * value // self.depth)
+        if "layers_per" in key:
+            return value
         if "layers" in key or key.startswith("first_k"):
             return min(value, 1) if value < self.depth else min(value, len(self.chosen))
         if "position" in key or "length" in key:
@@ -190,6 +201,8 @@ class _Shrink:
             return min(value, 2 if "shared" in key else 8)
         if re.fullmatch(r"n_group|num_expert_group", key):
             return min(value, 2)
+        if _STATE.search(key) and value >= 16:
+            return _STATE_SIZE
         if _HEAD_SIZE.search(key):
             return value // self.columns if value % self.columns == 0 and value // self.columns >= 4 else value
         if _HEAD_COUNT.search(key):
