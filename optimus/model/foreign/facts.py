@@ -94,7 +94,7 @@ def signature(layer: nn.Module) -> Any:
 
 def _setting(key: str) -> bool:
     """Returns whether an attribute is a setting of a module, which its position does not change."""
-    return not key.startswith("_") and key != "training" and not _LAYER.search(key)
+    return not key.startswith("_") and key not in ("training", "p") and "drop" not in key and not _LAYER.search(key)
 
 
 def _kind(layer: nn.Module) -> Any:
@@ -131,7 +131,7 @@ class _Analysis:
         position_ids = bool(arguments_of(self.twin, position_ids=0).get("position_ids") == 0)
         attention = self._attention(seen, position_ids)
         causal = self._causal()
-        splits, styles, divided, heads, ways, shares = self._tensor(embedding, head)
+        splits, styles, divided, heads, ways, shares = self._tensor(embedding, head, seen.width())
         weight = self.real.get_parameter(f"{embedding}.weight")
         stream = self._stream(seen, weight)
         dropout = self._dropout()
@@ -314,8 +314,8 @@ class _Analysis:
 
     # ---- Tensor parallelism ----
 
-    def _tensor(self, embedding: str, head: str) -> Any:
-        units = self._units()
+    def _tensor(self, embedding: str, head: str, width: int) -> Any:
+        units = self._units(width)
         splits = {name: split for unit in units for name, split in unit.splits.items()}
         styles: dict[str, Style] = {name: style for unit in units for name, style in unit.styles.items()}
         divided = {name: names for unit in units for name, names in unit.divided.items()}
@@ -338,7 +338,7 @@ class _Analysis:
         ways = tuple(sorted(set.intersection(*({*unit.ways} for unit in units)))) if units else ()
         return real, real_styles, self._real_names(divided, names), self._heads(units, names), ways, shares
 
-    def _units(self) -> list[ProvedUnit]:
+    def _units(self, width: int) -> list[ProvedUnit]:
         """Returns the proved units of the first layer of each kind of the twin; in double precision where that runs."""
         first: dict[Any, int] = {}
         for number, layer in enumerate(layers_of(self.twin, self.blocks)):
@@ -355,7 +355,8 @@ class _Analysis:
             calls = record_calls(twin.double(), containers, {"input_ids": tokens_BS, **arguments_of(twin)})
         except _FAILURES:
             calls = record_calls(twin.float(), containers, {"input_ids": tokens_BS, **arguments_of(twin)})
-        units = [unit for number in first.values() for unit in prove_units(twin, f"{self.blocks}.{number}", calls)]
+        proved = (prove_units(twin, f"{self.blocks}.{number}", calls, width) for number in first.values())
+        units = [*itertools.chain(*proved)]
         twin.float()
         return units
 

@@ -58,6 +58,10 @@ class Pass:
         """Number of entries of a block's output; 0 if it is a tensor."""
         return 0 if not self.made or isinstance(self.made[0], Tensor) else len(self.made[0])
 
+    def width(self) -> int:
+        """Returns the number of columns of the residual stream."""
+        return next((each.shape[-1] for each in self.streams if isinstance(each, Tensor)), 0)
+
     def stream_shape(self) -> tuple[int, ...] | None:
         """Returns the dims of the residual stream behind batch and sequence; None if it has others before them."""
         first = self.streams[0] if self.streams else None

@@ -7,6 +7,7 @@ Nothing is known of the module beside its call.
 """
 
 import copy
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -72,14 +73,18 @@ def record_calls(model: nn.Module, names: Iterable[str], arguments: Mapping[str,
     return found
 
 
-def prove_units(model: nn.Module, block: str, calls: Mapping[str, Call]) -> list[ProvedUnit]:
-    """Returns the units of one block that divide, from the innermost module to the block itself."""
+def prove_units(model: nn.Module, block: str, calls: Mapping[str, Call], width: int) -> list[ProvedUnit]:
+    """Returns the units of one block that divide: those of its children, then of modules inside, last of the block itself.
+
+    A child comes before what is inside, so that bottlenecks inside attention do not become units of their own. `width` is
+    the number of columns of the residual stream, to which a unit's last product returns.
+    """
     units: list[ProvedUnit] = []
     taken: set[str] = set()
-    for name in sorted(_containers(model, block), key=lambda each: -each.count(".")):
+    for name in sorted(_containers(model, block), key=lambda each: (each == block, each.count("."))):
         if name not in calls:
             continue
-        while (unit := _prove_unit(model.get_submodule(name), name, calls[name], taken)) is not None:
+        while (unit := _prove_unit(model.get_submodule(name), name, calls[name], taken, width)) is not None:
             units.append(unit)
             taken |= {each for each, split in unit.splits.items() if split.dim is not None or split.partial}
     return units
@@ -298,7 +303,7 @@ class _Attempt:
     norms: tuple[str, ...] = ()
 
 
-def _prove_unit(module: nn.Module, name: str, call: Call, taken: set[str]) -> ProvedUnit | None:
+def _prove_unit(module: nn.Module, name: str, call: Call, taken: set[str], width: int) -> ProvedUnit | None:
     """Returns a unit of free parameters inside a module, relative names made absolute."""
     prefix = f"{name}." if name else ""
     named = module.named_parameters()
@@ -311,6 +316,8 @@ def _prove_unit(module: nn.Module, name: str, call: Call, taken: set[str]) -> Pr
     except (RuntimeError, ValueError, TypeError, IndexError):
         return None
     for attempt in _attempts(module, call, names, leaves, trace):
+        if attempt.last and trace.outputs[attempt.last].shape[-1] != width:
+            continue
         unit = _prove(attempt, trace, alone=not any(each.startswith(prefix) for each in taken))
         if unit is not None:
             return _absolute(unit, name)
@@ -661,7 +668,8 @@ class _Proof:
         own = self.part(0, 2, divided)
         assert own is not None
         first = _run(own, self.attempt.call, self.attempt.leaves)
-        columns = [leaf for leaf in self._divided_leaves() if self._unsplit_input(leaf, first)]
+        inner = {leaf for leaf in self._divided_leaves() if not _has_parameters_inside(own.get_submodule(leaf))}
+        columns = sorted(leaf for leaf in inner if self._unsplit_input(leaf, first))
         direct = _run(own, self.attempt.call, self.attempt.leaves, detached=columns)
         undivided = [each for each in self.unsplit if each in dict(own.named_parameters())]
         parameters = [own.get_parameter(each) for each in undivided]
@@ -689,6 +697,10 @@ class _Proof:
         if leaf not in trace.inputs or leaf not in self.trace.inputs:
             return False
         return trace.inputs[leaf].shape == self.trace.inputs[leaf].shape
+
+
+def _has_parameters_inside(module: nn.Module) -> bool:
+    return any(True for child in module.children() for _ in child.parameters())
 
 
 class _LeafStyles(NamedTuple):
@@ -753,19 +765,45 @@ def _experts_unit(attempt: _Attempt, found: _Found) -> ProvedUnit | None:
     module, expected = attempt.module, _run(attempt.module, attempt.call, []).result.detach()
     last = attempt.module.get_parameter(attempt.weight)
     biases = [each for each in found.unsplit if module.get_parameter(each).ndim < last.ndim]
-    for shared in ([], biases):
+    identities = tuple(name for name, each in module.named_modules() if isinstance(each, nn.Identity))
+    for shared, passed in itertools.product(([], biases), ((), identities)):
         splits = found.splits | {attempt.weight: Split(attempt.dim)}
         splits |= {each: Split(partial=True, share=each in shared) for each in found.unsplit}
-        proof = _ExpertsProof(attempt, _Trace(result=expected), splits, found.unsplit, expected)
+        proof = _ExpertsProof(attempt, _Trace(result=expected), splits, found.unsplit, expected, passed)
         divided = next((each for each in proof._trials() if proof.adds_up(2, each)), None)
         if divided is not None:
             divided = proof._fewest(divided)
             ways = (2, 4) if proof.adds_up(4, divided) else (2,)
-            return ProvedUnit("", splits, {"": "experts"}, divided, proof.columns, proof.columns, ways)
+            styles: dict[str, Style] = {"": "experts", **dict.fromkeys(passed, "share")}
+            return ProvedUnit("", splits, styles, divided, proof.columns, proof.columns, ways)
     return None
 
 
+class _Shared(nn.Module):
+    """A module of a rank that passes its share of what every rank has."""
+
+    def __init__(self, ways: int) -> None:
+        super().__init__()
+        self.ways = ways
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the share."""
+        return x / self.ways
+
+
+@dataclass
 class _ExpertsProof(_Proof):
+    identities: tuple[str, ...] = ()  # experts without parameters, which every rank has
+
+    def part(self, rank: int, ways: int, divided: Mapping[str, tuple[str, ...]]) -> nn.Module | None:
+        """Returns a rank's module."""
+        part = super().part(rank, ways, divided)
+        if part is not None:
+            for name in self.identities:
+                owner, leaf = _owner(part, name)
+                owner._modules[leaf] = _Shared(ways)
+        return part
+
     def adds_up(self, ways: int, divided: Mapping[str, tuple[str, ...]]) -> bool:
         """Returns whether the module's outputs add up."""
         try:

@@ -173,9 +173,9 @@ class _Shrink:
             return 0.0
         if isinstance(value, bool) or not isinstance(value, int):
             return value
-        return self.of_integer(name, value)
+        return self.of_integer(name, value, path)
 
-    def of_integer(self, key: str, value: int) -> int:
+    def of_integer(self, key: str, value: int, path: str) -> int:
         """Returns the small value of an integer, by what its name says it is."""
         if key.endswith(("token_id", "token_index", "_idx")) and "layer" not in key:
             return min(value, 15)
@@ -193,6 +193,8 @@ class _Shrink:
             return value
         if "window" in key and value > LENGTH // 2:
             return self.windows.setdefault(value, _WINDOW + len(self.windows))
+        if "compress" in f"{path}.{key}" and value > LENGTH // 2:
+            return _CHUNK
         if "chunk" in key or key == "block_size":
             return min(value, _CHUNK)
         if re.search(r"per_tok|top_?k|moe_k$", key) and value > 0:

@@ -16,13 +16,23 @@ FILE = Path(__file__).resolve().parents[2] / "model" / "foreign" / "facts.json"
 SECONDS = 120  # of one class
 # What a class needs beside its defaults, with which it cannot be built or is not causal; by type of model.
 SETTINGS: dict[str, dict[str, Any]] = {
-    "cohere_compass_text": {"layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 10},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 10
+    },
+    "dbrx": {"attn_config": {"rope_theta": 500000.0, "kv_n_heads": 8}},
     "deepseek_v2": {"num_experts_per_tok": 6, "n_group": 8, "topk_group": 3, "topk_method": "group_limited_greedy"},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 16, "moe_topk": 2},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "ministral": {"head_dim": 128},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 128,
+        "indexer_budget": 2048,
+        "indexer_compress_ratio": 4,
+    },
     "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
     "xmod": {"default_language": "en_XX"},
 }
@@ -53,7 +63,7 @@ def row(kind: str) -> dict[str, Any]:
     from optimus.model.foreign.facts import facts_of
 
     facts = facts_of(configuration(kind))
-    factor = facts.logit_cap and f"cap {facts.logit_cap:g}" or f"times {facts.logit_scale:g}"
+    factor = f"cap {facts.logit_cap:g}" if facts.logit_cap else f"times {facts.logit_scale:g}"
     return {
         "blocks": facts.blocks,
         "layers": facts.layers,
