@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from optimus.errors import UserError
 from optimus.model.foreign import probes
-from optimus.model.foreign.initial import initial_values, without_initial
+from optimus.model.foreign.initial import Initial, initial_values, without_initial
 from optimus.model.foreign.plan import gathered_by_plan, published_plan, published_splits
 from optimus.model.foreign.probes import AttentionFacts, Pass, find_blocks, twin_tokens
 from optimus.model.foreign.records import STYLES, ModelFacts, RouterFacts, ScoredColumns, Split, Style
@@ -27,6 +27,7 @@ from optimus.model.foreign.twin import arguments_of, build, enlarge, general, la
 __all__ = ["STYLES", "ModelFacts", "RouterFacts", "ScoredColumns", "Split", "Style", "facts_of"]
 
 _LAYER = re.compile(r"layer_?(idx|id|number|index|num)$|^idx$|^index$")
+_RANDOM = re.compile(r"drop|jitter")  # settings that make a model's training random; a twin has none
 _FAILURES = (
     RuntimeError,
     ValueError,
@@ -39,11 +40,14 @@ _FAILURES = (
 )
 
 
-def facts_of(config: Any, module: nn.Module | None = None) -> ModelFacts:
-    """Returns the facts of a model. `config` has the real sizes; `module` is the model on the meta device, whose buffers get
-    values, by default a new one."""
+def facts_of(config: Any, module: nn.Module | None = None, initial: Mapping[str, Initial] | None = None) -> ModelFacts:
+    """Returns the facts of a model.
+
+    `config` has the real sizes. `module` is the model on the meta device, by default a new one. `initial` are its initial
+    values, by default noted now, so that its buffers get values.
+    """
     real = build(config, "sdpa", "meta") if module is None else module
-    initial = initial_values(real)
+    initial = initial_values(real) if initial is None else initial
     analysis = _Analysis(config, real, *_twin_of(config, real))
     return analysis.facts(without_initial(real, initial))
 
@@ -94,7 +98,7 @@ def signature(layer: nn.Module) -> Any:
 
 def _setting(key: str) -> bool:
     """Returns whether an attribute is a setting of a module, which its position does not change."""
-    return not key.startswith("_") and key not in ("training", "p") and "drop" not in key and not _LAYER.search(key)
+    return not (key.startswith("_") or key in ("training", "p") or _RANDOM.search(key) or _LAYER.search(key))
 
 
 def _kind(layer: nn.Module) -> Any:
@@ -401,18 +405,15 @@ class _Analysis:
     # ---- Settings ----
 
     def _dropout(self) -> dict[str, float]:
+        """Returns the settings above 0 that make training random."""
         found = {}
         for key, value in self.config.get_text_config().to_dict().items():
-            if (
-                isinstance(value, float)
-                and value > 0
-                and "drop" in key
-                and not key.startswith(("classifier", "summary"))
-            ):
+            unused = key.startswith(("classifier", "summary"))
+            if isinstance(value, float) and value > 0 and _RANDOM.search(key) and not unused:
                 found[key] = value
         if found:
             named = ", ".join(f"{key}: {value}" for key, value in found.items())
-            self.refusals["dropout"] = f"dropout is above 0 ({named}): set it to 0 in the model's configuration"
+            self.refusals["dropout"] = f"the model draws random numbers ({named}): set it to 0 in its configuration"
         return found
 
     def _router(self) -> RouterFacts | None:

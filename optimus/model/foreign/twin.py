@@ -164,7 +164,7 @@ class _Shrink:
             return self._by_number(value, path)
         if isinstance(value, Mapping):
             return self._rotary(value) if "rope" in key else self.of_mapping(value, f"{path}.")
-        if self._by_layer(value):
+        if self._by_layer(value) and not self._indices(key, value):
             picked = [value[layer] for layer in self.chosen]
             return "".join(picked) if isinstance(value, str) else [self.small_value(key, each, path) for each in picked]
         if isinstance(value, list | tuple) and "token" not in key:
@@ -215,6 +215,13 @@ class _Shrink:
             return max(32 if value == self.hidden else 16, made)
         return value
 
+    def _indices(self, key: str, value: Any) -> bool:
+        """Returns whether a list has numbers of layers, in order."""
+        if not re.search(r"layer|idx|indices|ids", key) or not isinstance(value, list | tuple) or not value:
+            return False
+        integers = all(isinstance(each, int) and not isinstance(each, bool) for each in value)
+        return integers and [*value] == sorted({*value}) and max(value) <= self.depth
+
     def _by_number(self, value: Mapping[Any, Any], path: str) -> dict[Any, Any]:
         """Returns settings of single layers, by the numbers that the twin's layers have."""
         of_layer = {int(number): each for number, each in value.items()}
@@ -223,11 +230,9 @@ class _Shrink:
 
     def _listed(self, key: str, value: Any, path: str) -> Any:
         """Returns a list: of layers (those that the twin has), else with small elements."""
-        integers = [each for each in value if isinstance(each, int) and not isinstance(each, bool)]
-        layered = integers and len(integers) == len(value) and re.search(r"layer|idx|indices|ids", key)
-        if layered and max(integers) <= self.depth:
-            offset = 0 if max(integers) < self.depth else 1
-            return [where + offset for where, layer in enumerate(self.chosen) if layer + offset in integers]
+        if self._indices(key, value):
+            offset = 0 if max(value) < self.depth else 1
+            return [where + offset for where, layer in enumerate(self.chosen) if layer + offset in value]
         return [self.small_value(key, each, path) for each in value]
 
     def _rotary(self, value: Mapping[str, Any]) -> dict[str, Any]:
