@@ -4,6 +4,7 @@
 refused by name.
 """
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -15,17 +16,18 @@ from torch import Tensor, nn
 
 from optimus.errors import UserError
 from optimus.model.foreign import probes
-from optimus.model.foreign.initial import initial_values, without_initial
+from optimus.model.foreign.initial import Initial, initial_values, without_initial
 from optimus.model.foreign.plan import gathered_by_plan, published_plan, published_splits
-from optimus.model.foreign.probes import AttentionFacts, Lists, Pass, twin_tokens
-from optimus.model.foreign.records import STYLES, ModelFacts, RouterFacts, Scored, Split, Style
-from optimus.model.foreign.sizes import Sizes
-from optimus.model.foreign.splits import Unit, prove_units, record_calls
-from optimus.model.foreign.twin import arguments_of, build, enlarge, layers_of, small, tokens_of_twin
+from optimus.model.foreign.probes import AttentionFacts, Pass, find_blocks, twin_tokens
+from optimus.model.foreign.records import STYLES, ModelFacts, RouterFacts, ScoredColumns, Split, Style
+from optimus.model.foreign.sizes import RealSizes
+from optimus.model.foreign.splits import ProvedUnit, prove_units, record_calls
+from optimus.model.foreign.twin import arguments_of, build, enlarge, general, layers_of, small, tokens_of_twin
 
-__all__ = ["STYLES", "ModelFacts", "RouterFacts", "Scored", "Split", "Style", "facts_of"]
+__all__ = ["STYLES", "ModelFacts", "RouterFacts", "ScoredColumns", "Split", "Style", "facts_of"]
 
 _LAYER = re.compile(r"layer_?(idx|id|number|index|num)$|^idx$|^index$")
+_RANDOM = re.compile(r"drop|jitter")  # settings that make a model's training random; a twin has none
 _FAILURES = (
     RuntimeError,
     ValueError,
@@ -38,18 +40,21 @@ _FAILURES = (
 )
 
 
-def facts_of(config: Any, module: nn.Module | None = None) -> ModelFacts:
-    """Returns the facts of a model. `config` has the real sizes; `module` is the model on the meta device, whose buffers get
-    values, by default a new one."""
+def facts_of(config: Any, module: nn.Module | None = None, initial: Mapping[str, Initial] | None = None) -> ModelFacts:
+    """Returns the facts of a model.
+
+    `config` has the real sizes. `module` is the model on the meta device, by default a new one. `initial` are its initial
+    values, by default noted now, so that its buffers get values.
+    """
     real = build(config, "sdpa", "meta") if module is None else module
-    initial = initial_values(real)
+    initial = initial_values(real) if initial is None else initial
     analysis = _Analysis(config, real, *_twin_of(config, real))
     return analysis.facts(without_initial(real, initial))
 
 
 def _twin_of(config: Any, real: nn.Module) -> tuple[Any, nn.Module]:
     """Returns the configuration of a twin that has each kind of layer of the real model, and the twin."""
-    blocks = Lists.blocks(real)
+    blocks = find_blocks(real)
     kinds = {signature(layer) for layer in layers_of(real, blocks)}
     made: tuple[Any, nn.Module, int] | None = None
     problem: Exception | None = None
@@ -82,13 +87,18 @@ def signature(layer: nn.Module) -> Any:
     found = set()
     for name, each in layer.named_modules():
         settings = (
-            (key, value if isinstance(value, bool | str) else None)
+            (key, value if isinstance(value, bool | str) else None if value is None else value == 0)
             for key, value in vars(each).items()
-            if (value is None or isinstance(value, bool | str)) and not key.startswith("_") and key != "training"
+            if (value is None or isinstance(value, bool | str | int | float)) and _setting(key)
         )
         parameters = tuple(sorted(key for key, value in each._parameters.items() if value is not None))
         found.add((general(name), type(each).__qualname__, tuple(sorted(settings, key=str)), parameters))
     return frozenset(found)
+
+
+def _setting(key: str) -> bool:
+    """Returns whether an attribute is a setting of a module, which its position does not change."""
+    return not (key.startswith("_") or key in ("training", "p") or _RANDOM.search(key) or _LAYER.search(key))
 
 
 def _kind(layer: nn.Module) -> Any:
@@ -102,11 +112,6 @@ def _kind(layer: nn.Module) -> Any:
     return tuple(settings), tuple((name, tuple(each.shape)) for name, each in layer.named_parameters())
 
 
-def general(name: str) -> str:
-    """Returns a name with stars for numbers of lists."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", name)
-
-
 @dataclass
 class _Analysis:
     config: Any
@@ -117,9 +122,9 @@ class _Analysis:
     def facts(self, no_initial: tuple[str, ...]) -> ModelFacts:
         """Returns all facts."""
         self.names = {id(each): name for name, each in self.real.named_modules()}
-        self.blocks = Lists.blocks(self.real)
+        self.blocks = find_blocks(self.real)
         self.layers = layers_of(self.real, self.blocks)
-        self.sizes = Sizes(self.config, self.twin_config)
+        self.sizes = RealSizes(self.config, self.twin_config)
         self.refusals: dict[str, str] = {}
         self.tokens_BS = twin_tokens(self.twin)
         embedding = self.names[id(self.real.get_input_embeddings())]  # type: ignore[operator]
@@ -130,7 +135,7 @@ class _Analysis:
         position_ids = bool(arguments_of(self.twin, position_ids=0).get("position_ids") == 0)
         attention = self._attention(seen, position_ids)
         causal = self._causal()
-        splits, styles, divided, heads, ways, shares = self._tensor(embedding, head)
+        splits, styles, divided, heads, ways, shares = self._tensor(embedding, head, seen.width())
         weight = self.real.get_parameter(f"{embedding}.weight")
         stream = self._stream(seen, weight)
         dropout = self._dropout()
@@ -149,7 +154,7 @@ class _Analysis:
             tied=self.real.get_submodule(head).weight is weight,
             hidden=stream[-1] if stream else weight.shape[1],
             vocab=weight.shape[0],
-            before=frozenset(seen.order[: seen.order.index(self.blocks)]),
+            before=frozenset(itertools.takewhile(lambda name: name != self.blocks, seen.order)),
             logit_scale=scale,
             logit_cap=cap,
             splits=splits,
@@ -239,21 +244,21 @@ class _Analysis:
             )
         return found
 
-    def _scored(self, attention: AttentionFacts) -> dict[int, Scored | None]:
+    def _scored(self, attention: AttentionFacts) -> dict[int, ScoredColumns | None]:
         """Returns the attention of each kind of layer, with real sizes."""
         twins = self._twin_layers()
-        found: dict[int, Scored | None] = {}
+        found: dict[int, ScoredColumns | None] = {}
         for number, twin in enumerate(twins):
             made = attention.scored.get(twin) if twin is not None else None
             found[number] = self._real_scored(*made) if made is not None else None
         return found
 
-    def _real_scored(self, heads: int, query: int, value: int, window: int | None) -> Scored:
+    def _real_scored(self, heads: int, query: int, value: int, window: int | None) -> ScoredColumns:
         factor = self._factors()
         real_window = (
             None if window is None else self.sizes.one(window, "window") or self.sizes.common(window, "window")
         )
-        return Scored(
+        return ScoredColumns(
             self.sizes.one(heads, "heads", "n_head") or heads * factor[0],
             self.sizes.one(query, "head_dim", "d_kv") or query * factor[1],
             self.sizes.one(value, "v_head_dim", "head_dim") or value * factor[1],
@@ -313,8 +318,8 @@ class _Analysis:
 
     # ---- Tensor parallelism ----
 
-    def _tensor(self, embedding: str, head: str) -> Any:
-        units = self._units()
+    def _tensor(self, embedding: str, head: str, width: int) -> Any:
+        units = self._units(width)
         splits = {name: split for unit in units for name, split in unit.splits.items()}
         styles: dict[str, Style] = {name: style for unit in units for name, style in unit.styles.items()}
         divided = {name: names for unit in units for name, names in unit.divided.items()}
@@ -337,7 +342,7 @@ class _Analysis:
         ways = tuple(sorted(set.intersection(*({*unit.ways} for unit in units)))) if units else ()
         return real, real_styles, self._real_names(divided, names), self._heads(units, names), ways, shares
 
-    def _units(self) -> list[Unit]:
+    def _units(self, width: int) -> list[ProvedUnit]:
         """Returns the proved units of the first layer of each kind of the twin; in double precision where that runs."""
         first: dict[Any, int] = {}
         for number, layer in enumerate(layers_of(self.twin, self.blocks)):
@@ -354,7 +359,8 @@ class _Analysis:
             calls = record_calls(twin.double(), containers, {"input_ids": tokens_BS, **arguments_of(twin)})
         except _FAILURES:
             calls = record_calls(twin.float(), containers, {"input_ids": tokens_BS, **arguments_of(twin)})
-        units = [unit for number in first.values() for unit in prove_units(twin, f"{self.blocks}.{number}", calls)]
+        proved = (prove_units(twin, f"{self.blocks}.{number}", calls, width) for number in first.values())
+        units = [*itertools.chain(*proved)]
         twin.float()
         return units
 
@@ -370,7 +376,7 @@ class _Analysis:
             made[name] = split
         return made
 
-    def _heads(self, units: Iterable[Unit], names: Iterable[str]) -> dict[str, int]:
+    def _heads(self, units: Iterable[ProvedUnit], names: Iterable[str]) -> dict[str, int]:
         """Returns the numbers of heads that the number of ranks must divide, by module."""
         found = {}
         for unit in units:
@@ -399,18 +405,15 @@ class _Analysis:
     # ---- Settings ----
 
     def _dropout(self) -> dict[str, float]:
+        """Returns the settings above 0 that make training random."""
         found = {}
         for key, value in self.config.get_text_config().to_dict().items():
-            if (
-                isinstance(value, float)
-                and value > 0
-                and "drop" in key
-                and not key.startswith(("classifier", "summary"))
-            ):
+            unused = key.startswith(("classifier", "summary"))
+            if isinstance(value, float) and value > 0 and _RANDOM.search(key) and not unused:
                 found[key] = value
         if found:
             named = ", ".join(f"{key}: {value}" for key, value in found.items())
-            self.refusals["dropout"] = f"dropout is above 0 ({named}): set it to 0 in the model's configuration"
+            self.refusals["dropout"] = f"the model draws random numbers ({named}): set it to 0 in its configuration"
         return found
 
     def _router(self) -> RouterFacts | None:

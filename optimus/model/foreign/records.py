@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Style = Literal["column", "row", "gather", "scatter", "experts", "sums", "norm_all"]
+Style = Literal["column", "row", "gather", "scatter", "experts", "sums", "share", "norm_all"]
 
 # The collectives of a module under tensor parallelism, one for each style. In none of them is anything else reduced.
 STYLES: dict[Style, str] = {
@@ -15,6 +15,7 @@ STYLES: dict[Style, str] = {
     "experts": "fused experts [E, ., .]: sums",
     "sums": "gradients of all its tensor arguments are all-reduced, its first output is all-reduced; modules inside have"
     " no collectives, and its whole parameters have partial gradients",
+    "share": "inside sums or experts: its output, which all ranks have, is divided by the number of ranks",
     "norm_all": "RMS norm over the columns of all ranks: its mean of squares is the sum over the ranks",
 }
 
@@ -35,7 +36,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredColumns:
     """The attention of one kind of layer: numbers of columns of one query and of one value, and its window."""
 
     heads: int
@@ -58,7 +59,7 @@ class RouterFacts:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a causal model of `transformers` does not say of itself, found and proved on a twin."""
+    """Facts that a causal model of `transformers` does not say of itself, found and proved on a twin."""
 
     blocks: str  # name of the list of blocks
     layers: int
@@ -80,7 +81,7 @@ class ModelFacts:
     documents: bool
     position_ids: bool
     attention: bool
-    scored: Mapping[int, Scored | None]  # by kind; None: no attention
+    scored: Mapping[int, ScoredColumns | None]  # by kind; None: no attention
     router: RouterFacts | None
     chain: str | None
     dropout: Mapping[str, float]

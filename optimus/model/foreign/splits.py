@@ -7,6 +7,7 @@ Nothing is known of the module beside its call.
 """
 
 import copy
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -41,7 +42,7 @@ class Call(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Unit:
+class ProvedUnit:
     """A module whose parts were proved to add up; names are those of the twin's parameters and modules."""
 
     name: str
@@ -72,14 +73,18 @@ def record_calls(model: nn.Module, names: Iterable[str], arguments: Mapping[str,
     return found
 
 
-def prove_units(model: nn.Module, block: str, calls: Mapping[str, Call]) -> list[Unit]:
-    """Returns the units of one block that divide, from the innermost module to the block itself."""
-    units: list[Unit] = []
+def prove_units(model: nn.Module, block: str, calls: Mapping[str, Call], width: int) -> list[ProvedUnit]:
+    """Returns the units of one block that divide: those of its children, then of modules inside, last of the block itself.
+
+    A child comes before what is inside, so that bottlenecks inside attention do not become units of their own. `width` is
+    the number of columns of the residual stream, to which a unit's last product returns.
+    """
+    units: list[ProvedUnit] = []
     taken: set[str] = set()
-    for name in sorted(_containers(model, block), key=lambda each: -each.count(".")):
+    for name in sorted(_containers(model, block), key=lambda each: (each == block, each.count("."))):
         if name not in calls:
             continue
-        while (unit := _prove_unit(model.get_submodule(name), name, calls[name], taken)) is not None:
+        while (unit := _prove_unit(model.get_submodule(name), name, calls[name], taken, width)) is not None:
             units.append(unit)
             taken |= {each for each, split in unit.splits.items() if split.dim is not None or split.partial}
     return units
@@ -100,12 +105,11 @@ class _Trace:
     outputs: dict[str, Tensor] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
     result: Any = None
-    call: Call | None = None
-    statistics: dict[str, list[Tensor]] = field(default_factory=dict)
+    call: Call = field(default_factory=lambda: Call((), {}))
 
 
 def _run(module: nn.Module, call: Call, leaves: Iterable[str], detached: Iterable[str] = ()) -> _Trace:
-    trace, detached = _Trace(call=call.fresh()), {*detached}
+    trace, detached = _Trace(), {*detached}
 
     def before(leaf: str) -> Callable[..., Any]:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -126,14 +130,14 @@ def _run(module: nn.Module, call: Call, leaves: Iterable[str], detached: Iterabl
 
         return hook
 
-    assert trace.call is not None
+    call = call.fresh()
     with ExitStack() as stack:
         for leaf in leaves:
-            each = module.get_submodule(leaf)
-            stack.callback(each.register_forward_pre_hook(before(leaf), with_kwargs=True).remove)
-            stack.callback(each.register_forward_hook(behind(leaf)).remove)
-        trace.result = first_of(module(*trace.call.args, **trace.call.kwargs))
-    return trace
+            inner = module.get_submodule(leaf)
+            stack.callback(inner.register_forward_pre_hook(before(leaf), with_kwargs=True).remove)
+            stack.callback(inner.register_forward_hook(behind(leaf)).remove)
+        result = first_of(module(*call.args, **call.kwargs))
+    return replace(trace, result=result, call=call)
 
 
 def first_of(output: Any) -> Any:
@@ -143,19 +147,19 @@ def first_of(output: Any) -> Any:
     return output
 
 
-def _fresh(each: Tensor) -> Tensor:
-    return each.detach().clone().requires_grad_(each.requires_grad)
+def _fresh(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-def _trained(each: Any) -> bool:
-    return isinstance(each, Tensor) and each.requires_grad
+def _trained(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 # ---- Which rows depend on which columns ----
 
 
 class _Found(NamedTuple):
-    """Divided dims by parameter, and the parameters on which the last product depends but which stay whole."""
+    """Dims by divided parameter, and the parameters on which the last product depends but which stay whole."""
 
     splits: dict[str, Split]
     unsplit: tuple[str, ...]
@@ -266,7 +270,7 @@ def _divide(module: nn.Module, names: tuple[str, ...], ways: int) -> bool:
     for name in names:
         if name.startswith("config."):
             if holder is module:
-                module.config = holder = copy.copy(module.config)
+                vars(module)["config"] = holder = copy.copy(module.config)
             target: Any = module.config
         else:
             target = module
@@ -287,7 +291,7 @@ def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 @dataclass
 class _Attempt:
-    """What is tried: a module, its call, and the leaf with the last product (or the container's own parameter)."""
+    """One attempt: a module, its call, and the leaf with the last product (or the container's own parameter)."""
 
     module: nn.Module
     call: Call
@@ -299,10 +303,11 @@ class _Attempt:
     norms: tuple[str, ...] = ()
 
 
-def _prove_unit(module: nn.Module, name: str, call: Call, taken: set[str]) -> Unit | None:
+def _prove_unit(module: nn.Module, name: str, call: Call, taken: set[str], width: int) -> ProvedUnit | None:
     """Returns a unit of free parameters inside a module, relative names made absolute."""
     prefix = f"{name}." if name else ""
-    names = [each for each, _ in module.named_parameters() if prefix + each not in taken]
+    named = module.named_parameters()
+    names = [each for each, parameter in named if parameter.requires_grad and prefix + each not in taken]
     if sum(module.get_parameter(each).ndim >= 2 for each in names) < 2:
         return None
     leaves = sorted({each.rpartition(".")[0] for each in names} - {""})
@@ -311,6 +316,8 @@ def _prove_unit(module: nn.Module, name: str, call: Call, taken: set[str]) -> Un
     except (RuntimeError, ValueError, TypeError, IndexError):
         return None
     for attempt in _attempts(module, call, names, leaves, trace):
+        if attempt.last and trace.outputs[attempt.last].shape[-1] != width:
+            continue
         unit = _prove(attempt, trace, alone=not any(each.startswith(prefix) for each in taken))
         if unit is not None:
             return _absolute(unit, name)
@@ -351,7 +358,7 @@ def _input_dim(module: nn.Module, leaf: str, weight: str, trace: _Trace) -> int 
     return None
 
 
-def _prove(attempt: _Attempt, trace: _Trace, alone: bool) -> Unit | None:
+def _prove(attempt: _Attempt, trace: _Trace, alone: bool) -> ProvedUnit | None:
     if not attempt.last:
         return _prove_experts(attempt) if alone else None
     inner = trace.inputs[attempt.last]
@@ -360,20 +367,31 @@ def _prove(attempt: _Attempt, trace: _Trace, alone: bool) -> Unit | None:
     found = _dependencies(inner.chunk(2, -1), attempt.module, _others(attempt))
     norms = _full_norms(attempt, trace, found)
     if norms:
-        frozen = _run_frozen(attempt, norms)
-        again = _dependencies(frozen.inputs[attempt.last].chunk(2, -1), attempt.module, _others(attempt))
-        if again.elements(attempt.module) > found.elements(attempt.module):
-            norms = tuple(each for each in norms if f"{each}.weight" in again.splits)
-            attempt, trace, found = replace(attempt, norms=norms), _run_frozen(attempt, norms), again
-            inner = trace.inputs[attempt.last]
-            found = _dependencies(inner.chunk(2, -1), attempt.module, _others(attempt))
+        attempt, trace, found = _without_statistics(attempt, trace, found, norms)
     matrices = [each for each in found.splits if attempt.module.get_parameter(each).ndim >= 2]
     if not matrices:
         return None
     splits = found.splits | {attempt.weight: Split(attempt.dim)}
-    whole = trace.outputs[attempt.last].detach()
-    proof = _Proof(attempt, trace, splits, found.unsplit, whole)
+    expected = trace.outputs[attempt.last].detach()
+    proof = _Proof(attempt, trace, splits, found.unsplit, expected)
     return proof.unit(alone)
+
+
+def _without_statistics(
+    attempt: _Attempt, trace: _Trace, found: _Found, norms: tuple[str, ...]
+) -> tuple[_Attempt, _Trace, _Found]:
+    """Returns the attempt in which norms have constant statistics, if more is divided so, else the same as before."""
+
+    def again(norms: tuple[str, ...]) -> tuple[_Attempt, _Trace, _Found]:
+        constant = _with_constant_norms(attempt, norms)
+        seen = _run(constant.module, constant.call, constant.leaves)
+        columns = seen.inputs[constant.last].chunk(2, -1)
+        return constant, seen, _dependencies(columns, constant.module, _others(constant))
+
+    more = again(norms)[2]
+    if more.elements(attempt.module) <= found.elements(attempt.module):
+        return attempt, trace, found
+    return again(tuple(each for each in norms if f"{each}.weight" in more.splits))
 
 
 def _others(attempt: _Attempt) -> list[str]:
@@ -414,38 +432,37 @@ def _rms_gain(module: nn.Module, weight: Tensor, x: Tensor, y: Tensor) -> Tensor
     return None
 
 
-def _freeze(module: nn.Module, leaf: str, statistics: list[Tensor] | None, kept: list[Tensor], plus: float) -> None:
-    """Makes a norm use a statistic that is no part of the graph: its own, noted in `kept`, or that of the whole run."""
-    norm = module.get_submodule(leaf)
-    (weight,) = (each for each in norm.parameters(recurse=False))
-    eps = _epsilon(norm)
+class _ConstantNorm(nn.Module):
+    """An RMS norm whose statistic is no part of the graph: its own, or those of the whole module's calls in order."""
 
-    def forward(x: Tensor) -> Tensor:
-        own = torch.rsqrt(x.detach().pow(2).mean(-1, keepdim=True) + eps)
-        statistic = statistics[len(kept) % len(statistics)] if statistics is not None else own
-        kept.append(own)
-        return x * statistic * (weight + plus)
+    def __init__(self, weight: nn.Parameter, eps: float, plus: float, statistics: list[Tensor] | None = None) -> None:
+        super().__init__()
+        self.weight, self.eps, self.plus, self.statistics = weight, eps, plus, statistics
+        self.seen: list[Tensor] = []
 
-    norm.forward = forward
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiplies by the statistic and the gain."""
+        statistic = torch.rsqrt(x.detach().pow(2).mean(-1, keepdim=True) + self.eps)
+        if self.statistics is not None:
+            statistic = self.statistics[len(self.seen) % len(self.statistics)]
+        self.seen.append(statistic)
+        return x * statistic * (self.weight + self.plus)
 
 
-def _run_frozen(attempt: _Attempt, norms: tuple[str, ...]) -> _Trace:
-    """Runs the module with norms whose statistics are constants; `statistics` has them."""
-    kept: dict[str, list[Tensor]] = {leaf: [] for leaf in norms}
-    try:
-        for leaf in norms:
-            _freeze(attempt.module, leaf, None, kept[leaf], _plus(attempt.module.get_submodule(leaf)))
-        trace = _run(attempt.module, attempt.call, attempt.leaves)
-    finally:
-        for leaf in norms:
-            vars(attempt.module.get_submodule(leaf)).pop("forward", None)
-    trace.statistics = kept
-    return trace
+def _with_constant_norms(attempt: _Attempt, norms: tuple[str, ...]) -> _Attempt:
+    """Returns an attempt on a copy of the module, in which these norms have constant statistics."""
+    module = rank_part(attempt.module, {}, {}, 0, 1)
+    assert module is not None
+    for name in norms:
+        norm, (owner, leaf) = attempt.module.get_submodule(name), _owner(module, name)
+        weight = nn.Parameter(norm.get_parameter("weight").detach().clone())
+        owner._modules[leaf] = _ConstantNorm(weight, _epsilon(norm), _plus(norm))
+    return replace(attempt, module=module, norms=norms)
 
 
 def _plus(norm: nn.Module) -> float:
     """Returns 1 if a norm's gain is 1 + weight, else 0."""
-    (weight,) = (each for each in norm.parameters(recurse=False))
+    weight = norm.get_parameter("weight").detach()
     x = torch.ones(1, len(weight)).to(weight)
     with torch.no_grad():
         y = norm(x)
@@ -461,9 +478,9 @@ class _Proof:
     trace: _Trace
     splits: dict[str, Split]
     unsplit: tuple[str, ...]
-    whole: Tensor  # output of the last product
+    expected: Tensor  # output of the last product
 
-    def unit(self, alone: bool) -> Unit | None:
+    def unit(self, alone: bool) -> ProvedUnit | None:
         """Returns the unit, with relative names, if the parts add up."""
         attempt = self.attempt
         shared = [each for each in attempt.names if each.rpartition(".")[0] == attempt.last and each != attempt.weight]
@@ -477,11 +494,11 @@ class _Proof:
         if styles is not None:
             splits = {name: replace(each, share=False) for name, each in self.splits.items()}
             splits |= {name: Split(partial=name in styles.partial) for name in self.unsplit if name in styles.partial}
-            return Unit("", splits, styles.styles, divided, self._atoms(), self.columns, ways)
+            return ProvedUnit("", splits, styles.styles, divided, self._atoms(), self.columns, ways)
         if alone and not attempt.norms and self.results_add_up(divided):
             splits = self.splits | {name: Split(partial=True) for name in self.unsplit}
             splits |= {name: replace(each, partial=True) for name, each in splits.items() if each.share}
-            return Unit("", splits, {"": "sums"}, divided, self._atoms(), self.columns, ways)
+            return ProvedUnit("", splits, {"": "sums"}, divided, self._atoms(), self.columns, ways)
         return None
 
     @property
@@ -493,9 +510,11 @@ class _Proof:
         """Returns a rank's module."""
         own = rank_part(self.attempt.module, self.splits, divided, rank, ways)
         if own is not None:
-            for leaf in self.attempt.norms:
-                plus = _plus(self.attempt.module.get_submodule(leaf))
-                _freeze(own, leaf, self.trace.statistics[leaf], [], plus)
+            for name in self.attempt.norms:
+                norm, (owner, leaf) = self.attempt.module.get_submodule(name), _owner(own, name)
+                assert isinstance(norm, _ConstantNorm)
+                weight = nn.Parameter(own.get_parameter(f"{name}.weight").detach())
+                owner._modules[leaf] = _ConstantNorm(weight, norm.eps, norm.plus, norm.seen)
         return own
 
     def runs(self, ways: int, divided: Mapping[str, tuple[str, ...]]) -> Iterator[_Trace]:
@@ -512,7 +531,7 @@ class _Proof:
             parts = [each.outputs[self.attempt.last].detach() for each in self.runs(ways, divided)]
         except (RuntimeError, ValueError, TypeError, IndexError, KeyError, ZeroDivisionError, AssertionError):
             return False
-        return equal(parts, self.whole)
+        return equal(parts, self.expected)
 
     def results_add_up(self, divided: Mapping[str, tuple[str, ...]]) -> bool:
         """Returns whether the module's own outputs add up, so that nothing behind the last product is in the way."""
@@ -649,12 +668,12 @@ class _Proof:
         own = self.part(0, 2, divided)
         assert own is not None
         first = _run(own, self.attempt.call, self.attempt.leaves)
-        columns = [leaf for leaf in self._divided_leaves() if self._unsplit_input(leaf, first)]
+        inner = {leaf for leaf in self._divided_leaves() if not _has_parameters_inside(own.get_submodule(leaf))}
+        columns = sorted(leaf for leaf in inner if self._unsplit_input(leaf, first))
         direct = _run(own, self.attempt.call, self.attempt.leaves, detached=columns)
         undivided = [each for each in self.unsplit if each in dict(own.named_parameters())]
         parameters = [own.get_parameter(each) for each in undivided]
         full = _gradients(first.outputs[self.attempt.last], parameters)
-        assert direct.call is not None
         inputs = direct.call.trained()
         beside = _gradients(direct.outputs[self.attempt.last], [*parameters, *inputs])
         if any(bool((each != 0).any()) for each in beside[len(parameters) :]):
@@ -680,6 +699,10 @@ class _Proof:
         return trace.inputs[leaf].shape == self.trace.inputs[leaf].shape
 
 
+def _has_parameters_inside(module: nn.Module) -> bool:
+    return any(True for child in module.children() for _ in child.parameters())
+
+
 class _LeafStyles(NamedTuple):
     styles: dict[str, Style]
     partial: set[str]
@@ -694,12 +717,13 @@ def _gradients(output: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [torch.zeros_like(each) if made is None else made for each, made in zip(tensors, found)]
 
 
-def equal(parts: Sequence[Tensor], whole: Tensor) -> bool:
+def equal(parts: Sequence[Tensor], expected: Tensor) -> bool:
     """Returns whether parts have the shape of the whole and add up to it."""
-    if any(each.shape != whole.shape for each in parts):
+    if any(each.shape != expected.shape for each in parts):
         return False
     total = torch.stack([*parts]).sum(0)
-    return bool((total - whole).abs().max() <= _TOLERANCE * whole.abs().max()) and bool(whole.abs().max() > 0)
+    largest = expected.abs().max()
+    return bool((total - expected).abs().max() <= _TOLERANCE * largest) and bool(largest > 0)
 
 
 def _numbers(module: nn.Module) -> set[int]:
@@ -715,17 +739,17 @@ def _numbers(module: nn.Module) -> set[int]:
 # ---- Fused experts: parameters [E, ., .] of the module itself ----
 
 
-def _prove_experts(attempt: _Attempt) -> Unit | None:
+def _prove_experts(attempt: _Attempt) -> ProvedUnit | None:
     module, weight = attempt.module, attempt.module.get_parameter(attempt.weight)
     size = weight.shape[attempt.dim]
     if size % 2:
         return None
-    columns, kept = [], weight.detach().clone()
+    columns, values = [], weight.detach().clone()
     try:
         for part in range(2):
-            mask = torch.zeros_like(kept)
+            mask = torch.zeros_like(values)
             mask.narrow(attempt.dim, part * size // 2, size // 2).fill_(1)
-            module._parameters[attempt.weight] = nn.Parameter(kept * mask)
+            module._parameters[attempt.weight] = nn.Parameter(values * mask)
             columns.append(_run(module, attempt.call, []).result)
     finally:
         module._parameters[attempt.weight] = weight
@@ -737,30 +761,56 @@ def _prove_experts(attempt: _Attempt) -> Unit | None:
     return _experts_unit(attempt, found)
 
 
-def _experts_unit(attempt: _Attempt, found: _Found) -> Unit | None:
-    module, whole = attempt.module, _run(attempt.module, attempt.call, []).result.detach()
+def _experts_unit(attempt: _Attempt, found: _Found) -> ProvedUnit | None:
+    module, expected = attempt.module, _run(attempt.module, attempt.call, []).result.detach()
     last = attempt.module.get_parameter(attempt.weight)
     biases = [each for each in found.unsplit if module.get_parameter(each).ndim < last.ndim]
-    for shared in ([], biases):
+    identities = tuple(name for name, each in module.named_modules() if isinstance(each, nn.Identity))
+    for shared, passed in itertools.product(([], biases), ((), identities)):
         splits = found.splits | {attempt.weight: Split(attempt.dim)}
         splits |= {each: Split(partial=True, share=each in shared) for each in found.unsplit}
-        proof = _ExpertsProof(attempt, _Trace(result=whole), splits, found.unsplit, whole)
+        proof = _ExpertsProof(attempt, _Trace(result=expected), splits, found.unsplit, expected, passed)
         divided = next((each for each in proof._trials() if proof.adds_up(2, each)), None)
         if divided is not None:
             divided = proof._fewest(divided)
             ways = (2, 4) if proof.adds_up(4, divided) else (2,)
-            return Unit("", splits, {"": "experts"}, divided, proof.columns, proof.columns, ways)
+            styles: dict[str, Style] = {"": "experts", **dict.fromkeys(passed, "share")}
+            return ProvedUnit("", splits, styles, divided, proof.columns, proof.columns, ways)
     return None
 
 
+class _Shared(nn.Module):
+    """A module of a rank that passes its share of what every rank has."""
+
+    def __init__(self, ways: int) -> None:
+        super().__init__()
+        self.ways = ways
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the share."""
+        return x / self.ways
+
+
+@dataclass
 class _ExpertsProof(_Proof):
+    identities: tuple[str, ...] = ()  # experts without parameters, which every rank has
+
+    def part(self, rank: int, ways: int, divided: Mapping[str, tuple[str, ...]]) -> nn.Module | None:
+        """Returns a rank's module."""
+        part = super().part(rank, ways, divided)
+        if part is not None:
+            for name in self.identities:
+                owner, leaf = _owner(part, name)
+                owner._modules[leaf] = _Shared(ways)
+        return part
+
     def adds_up(self, ways: int, divided: Mapping[str, tuple[str, ...]]) -> bool:
         """Returns whether the module's outputs add up."""
         try:
             parts = [each.result.detach() for each in self.runs(ways, divided)]
         except (RuntimeError, ValueError, TypeError, IndexError, KeyError, ZeroDivisionError, AssertionError):
             return False
-        return equal(parts, self.whole)
+        return equal(parts, self.expected)
 
     def runs(self, ways: int, divided: Mapping[str, tuple[str, ...]]) -> Iterator[_Trace]:
         """Yields the runs of all ranks' modules by themselves."""
@@ -771,14 +821,14 @@ class _ExpertsProof(_Proof):
             yield _run(own, self.attempt.call, [])
 
 
-def _absolute(unit: Unit, name: str) -> Unit:
-    def of(each: str) -> str:
-        return ".".join(filter(None, (name, each)))
+def _absolute(unit: ProvedUnit, name: str) -> ProvedUnit:
+    def absolute(inner: str) -> str:
+        return ".".join(filter(None, (name, inner)))
 
     return replace(
         unit,
         name=name,
-        splits={of(each): split for each, split in unit.splits.items()},
-        styles={of(each): style for each, style in unit.styles.items()},
-        divided={of(each): names for each, names in unit.divided.items()},
+        splits={absolute(each): split for each, split in unit.splits.items()},
+        styles={absolute(each): style for each, style in unit.styles.items()},
+        divided={absolute(each): names for each, names in unit.divided.items()},
     )
