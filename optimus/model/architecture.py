@@ -262,6 +262,10 @@ class ModelConfig(Section):
         """The names of the model's parts."""
         return PartNames()
 
+    def router_weights(self, balance: float, z: float) -> tuple[float, float]:
+        """Returns the weights of the routers' balance loss and z-loss: those of the section `moe`."""
+        return balance, z
+
     @property
     def stream_width(self) -> int:
         """Numbers per token that go from one block to the next."""

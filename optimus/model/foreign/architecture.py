@@ -151,8 +151,9 @@ class TransformersModel(Section):
 
     @property
     def expert_counts(self) -> list[int]:
-        """Returns an empty list; see `experts`."""
-        return []
+        """The number of experts in the statistics of the routers; empty if the model's configuration has no router loss."""
+        router = self.facts.router
+        return [router.experts] if router is not None and router.on else []
 
     @property
     def has_dense_layers(self) -> bool:
@@ -164,5 +165,13 @@ class TransformersModel(Section):
         return 0
 
     def sparse_layers(self, before: int | None = None) -> int:
-        """Returns 0: see `experts`."""
-        return 0
+        """Returns the number of layers with routers whose statistics count, among all layers or among the first
+        `before`."""
+        router = self.facts.router
+        layers = router.layers if router is not None and router.on else ()
+        return sum(layer < (self.layers if before is None else before) for layer in layers)
+
+    def router_weights(self, balance: float, z: float) -> tuple[float, float]:
+        """Returns the weights of the routers' balance loss and z-loss, from the model's configuration."""
+        router = self.facts.router
+        return (router.coefficient, 0.0) if router is not None and router.on else (0.0, 0.0)

@@ -421,7 +421,7 @@ class _Analysis:
         if "output_router_logits" not in arguments:
             return None
         try:
-            with torch.no_grad():
+            with torch.no_grad(), probes.outputs_of_modules(self.twin) as made:
                 out = self.twin(input_ids=self.tokens_BS, **arguments)
         except _FAILURES:
             return None
@@ -439,7 +439,27 @@ class _Analysis:
             return None
         coefficient = float(getattr(text, "router_aux_loss_coef", 0.0) or 0.0)
         on = bool(getattr(text, "output_router_logits", False)) and coefficient > 0
-        return RouterFacts(experts, getattr(text, top), score, "router_logits", coefficient, on)
+        layers = self._layers_of([made.get(id(each), "") for each in logits])
+        return RouterFacts(
+            experts, getattr(text, top), score, "router_logits", coefficient, on and bool(layers), layers
+        )
+
+    def _layers_of(self, names: Iterable[str]) -> tuple[int, ...]:
+        """Returns the real layers of the kinds whose twins contain the modules `names`; none if a module is outside the
+        blocks."""
+        found = [re.match(rf"{re.escape(self.blocks)}\.(\d+)\.", name) for name in names]
+        if not all(found):
+            return ()
+        numbers = {int(match[1]) for match in found if match is not None}
+        return tuple(layer for layer, twin in enumerate(self._twin_layers()) if twin in self._first_alike(numbers))
+
+    def _first_alike(self, numbers: set[int]) -> set[int | None]:
+        """Returns the first layers of the twin of the kinds of these layers."""
+        first: dict[Any, int] = {}
+        layers = layers_of(self.twin, self.blocks)
+        for number, layer in enumerate(layers):
+            first.setdefault(signature(layer), number)
+        return {first[signature(layers[number])] for number in numbers}
 
     def _score(self, out: Any, logits: Any, top_k: int) -> Any:
         """Returns the score function with which the model's own balance loss is computed from its router's logits."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from optimus.kernels.backend import compute_dtype
 from optimus.model.batch import Batch, moved
 from optimus.model.causal import BlockRow, CausalModel
 from optimus.model.foreign.architecture import TransformersModel
@@ -37,8 +38,7 @@ from optimus.model.foreign.modules import (
     StagedModule,
     Summed,
     become,
-    flattened,
-    shared_out,
+    computed,
 )
 from optimus.model.foreign.passing import Passing
 from optimus.model.foreign.records import ModelFacts, Split, Style
@@ -93,10 +93,12 @@ class ForeignStage:
         received_BSH = None if x_TH is None else x_TH.view(*tokens_BS.shape, *(self._model.facts.stream or (-1,)))
         passing = Passing(self._blocks, self._first, self._last, positions.sequence, positions.documents, received_BSH)
         with self._model.running(passing):
-            self._model.run_body(tokens_BS, positions.position_BS)
+            own = self._model.run_body(tokens_BS, positions.position_BS)
         made_BSH = passing.hidden_BSH if self._last else passing.stream_BSH
         assert made_BSH is not None
         passing.stream_BSH = passing.hidden_BSH = None
+        if own is not None:
+            stats = own if stats is None else stats + own
         return made_BSH.reshape(tokens_BS.numel(), -1), stats
 
 
@@ -215,10 +217,19 @@ class ForeignModel(CausalModel):
         finally:
             self.passing = before
 
-    def run_body(self, tokens_BS: Tensor, position_BS: Tensor | None) -> None:
-        """Runs the author's forward pass."""
+    def run_body(self, tokens_BS: Tensor, position_BS: Tensor | None) -> RouterStats | None:
+        """Runs the author's forward pass; returns the statistics of the routers that ran, if their loss counts."""
         positions = {} if position_BS is None else {"position_ids": position_BS}
-        self.body(input_ids=tokens_BS, use_cache=False, **positions)
+        made = self.body(input_ids=tokens_BS, use_cache=False, **positions)
+        router = self.facts.router
+        if router is None or not router.on or not made[router.output]:
+            return None
+        z_TE = torch.cat([each.flatten(0, -2) for each in made[router.output]])
+        z_TE = z_TE.to(compute_dtype(z_TE.dtype))
+        p_TE = z_TE.softmax(-1) if router.score == "softmax" else z_TE.sigmoid()
+        chosen = p_TE.detach().topk(router.top_k, -1).indices.flatten()
+        counts_E = torch.bincount(chosen, minlength=router.experts).to(p_TE.dtype)
+        return RouterStats(counts_E, p_TE.sum(0), p_TE.new_zeros(()), len(z_TE))
 
     def local_positions(self, batch: Batch) -> tuple[Tensor, ForeignPositions]:
         tokens_BS, documents = batch.tokens_BS, batch.documents()
@@ -326,26 +337,33 @@ def _store(
     declared: dict[str, Declaration] = owner.__dict__.setdefault("declared", {})
     shape, dim = tuple(parameter.shape), split.dim
     dims = _dims(role, len(shape), split)
+
+    def store(name: str, tensor: Tensor, dims: tuple[Dim, ...], initial: Initial) -> str:
+        owner._parameters[name] = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor)
+        declared[name] = Declaration(dims, role, initial)
+        return name
+
     if dim is None or not split.pieces:
-        declared[leaf] = Declaration(dims, role, initial)
-        if split.share:
-            owner.__class__ = shared_out(type(owner), leaf)
-        return [leaf]
+        if not split.share:
+            return [store(leaf, parameter, dims, initial)]
+        del owner._parameters[leaf]
+        # The ranks' results are added up, so that each rank uses its share of the parameter.
+        computed(owner, leaf, f"{leaf}_sum", lambda self, sum_: sum_ / self.host.columns.size)
+        return [store(f"{leaf}_sum", parameter, dims, initial)]
     if len({*split.pieces}) == 1 and not (projects and dim != 0):
-        stacked = parameter.detach().unflatten(dim, (len(split.pieces), -1))
-        owner._parameters[leaf] = nn.Parameter(stacked)
-        declared[leaf] = Declaration((*dims[:dim], "stack", *dims[dim:]), role, initial)
-        if not projects:
-            owner.__class__ = flattened(type(owner), leaf, dim)
-        return [leaf]
+        stacked, dims = parameter.detach().unflatten(dim, (len(split.pieces), -1)), (*dims[:dim], "stack", *dims[dim:])
+        if projects:
+            return [store(leaf, stacked, dims, initial)]
+        del owner._parameters[leaf]
+        computed(owner, leaf, f"{leaf}_stack", lambda self, stack: stack.flatten(dim, dim + 1))
+        return [store(f"{leaf}_stack", stacked, dims, initial)]
     del owner._parameters[leaf]
     setattr(owner, leaf, None)
     cut = initial.tensor.split(split.pieces, dim) if isinstance(initial, Values) else ()
-    for number, piece in enumerate(parameter.detach().split(split.pieces, dim)):
-        owner.register_parameter(f"{leaf}_{number}", nn.Parameter(piece))
-        first = Values(cut[number]) if cut else initial
-        declared[f"{leaf}_{number}"] = Declaration(dims, role, first)
-    return [f"{leaf}_{number}" for number in range(len(split.pieces))]
+    return [
+        store(f"{leaf}_{number}", piece, dims, Values(cut[number]) if cut else initial)
+        for number, piece in enumerate(parameter.detach().split(split.pieces, dim))
+    ]
 
 
 def _initial(noted: Noted | None) -> Initial:

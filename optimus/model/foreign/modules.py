@@ -184,8 +184,9 @@ class AuthorsLinear:
 
     def _bias(self) -> Tensor | None:
         """Returns the bias, joined if it is stored in pieces."""
-        names = [leaf for leaf, each in self._parameters.items() if leaf.startswith("bias") and each is not None]  # type: ignore[attr-defined]
-        found = [getattr(self, name).flatten() for name in names]
+        stored: dict[str, Any] = self._parameters  # type: ignore[attr-defined]
+        names = [leaf for leaf, each in stored.items() if leaf.startswith("bias") and each is not None]
+        found = [getattr(self, name.removesuffix("_sum")).flatten() for name in names]
         return None if not found else found[0] if len(found) == 1 else torch.cat(found)
 
     def _multiply(self, x_TL: Tensor, weight: nn.Parameter) -> Tensor:
@@ -229,26 +230,13 @@ class NormOverAll:
 _EPSILONS = "variance_epsilon", "eps", "epsilon", "norm_eps"
 
 
-def shared_out(kind: type, leaf: str) -> type:
-    """Returns a subclass of `kind` whose attribute `leaf` is its parameter divided by the number of ranks, because the
-    ranks' results are added up."""
+def computed(owner: nn.Module, leaf: str, stored: str, compute: Callable[[Any, Tensor], Tensor]) -> None:
+    """Makes the attribute `leaf` of a module a tensor that `compute` makes of the module and its parameter `stored`."""
 
-    def part(self: Any) -> Tensor:
-        found: Tensor = self._parameters[leaf]
-        size = self.host.columns.size
-        return found if size == 1 else found / size
+    def found(self: Any) -> Tensor:
+        return compute(self, self._parameters[stored])
 
-    return type(kind.__name__, (kind,), {leaf: property(part)})
-
-
-def flattened(kind: type, leaf: str, dim: int) -> type:
-    """Returns a subclass of `kind` whose attribute `leaf` is its parameter with the dims `dim` and `dim` + 1 flattened."""
-
-    def flat(self: Any) -> Tensor:
-        found: Tensor = self._parameters[leaf].flatten(dim, dim + 1)
-        return found
-
-    return type(kind.__name__, (kind,), {leaf: property(flat)})
+    owner.__class__ = type(type(owner).__name__, (type(owner),), {leaf: property(found)})
 
 
 LOCAL = Product(MatrixProduct())

@@ -337,3 +337,26 @@ def _short(error: Exception) -> str:
 def twin_tokens(twin: nn.Module) -> Tensor:
     """Returns tokens for a twin."""
     return tokens_of_twin(twin.config)
+
+
+@contextmanager
+def outputs_of_modules(model: nn.Module) -> Iterator[dict[int, str]]:
+    """Collects, by id, the tensors that modules return inside the `with` block, with the name of the innermost module."""
+    found: dict[int, str] = {}
+    alive: list[Any] = []
+
+    def record(name: str, made: Any) -> None:
+        for each in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(each, Tensor):
+                found.setdefault(id(each), name)
+                alive.append(each)
+
+    handles = [
+        each.register_forward_hook(lambda _module, _args, made, name=name: record(name, made))
+        for name, each in model.named_modules()
+    ]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -55,6 +55,7 @@ class RouterFacts:
     output: str
     coefficient: float
     on: bool
+    layers: tuple[int, ...] = ()  # the layers with a router
 
 
 @dataclass(frozen=True)
