@@ -329,7 +329,7 @@ class _Analysis:
         real = self._real_splits(splits | gathered, parameters)
         names = [name for name, _ in self.real.named_modules()]
         real_styles = self._real_names(styles | gather_styles, names)
-        for name in (f"{embedding}.weight", f"{head}.weight"):
+        for name in (f"{embedding}.weight", f"{head}.weight", f"{head}.bias"):
             if name in parameters:
                 real[name] = Split(0)
         proved = {name for name in self._real_names(splits, parameters) if real[name].dim is not None}

@@ -82,7 +82,7 @@ class ModelFacts:
     documents: bool
     position_ids: bool
     attention: bool
-    scored: Mapping[int, ScoredColumns | None]  # by kind; None: no attention
+    scored: Mapping[int, ScoredColumns | None]  # by layer; None: no attention behind the interface
     router: RouterFacts | None
     chain: str | None
     dropout: Mapping[str, float]
@@ -92,4 +92,19 @@ class ModelFacts:
     stream: tuple[int, ...] = ()  # dims of the residual stream behind [B, S]
     causal: bool = True
     shares: Mapping[str, float] = field(default_factory=dict)  # share of block parameters divided: plan, proof, both
-    notes: tuple[str, ...] = ()
+
+    def refuse_ways(self, ways: int) -> str | None:
+        """Returns why tensor parallelism over so many ranks is not possible, or None."""
+        if ways == 1:
+            return None
+        if "tensor" in self.refusals and not self.styles:
+            return self.refusals["tensor"]
+        for name, count in self.heads.items():
+            if count % ways:
+                return f"{ways} ranks do not divide the {count} heads of {name}: choose a divisor of {count}"
+        for name, split in self.splits.items():
+            if uneven := [piece for piece in split.pieces if piece % ways]:
+                return f"{ways} ranks do not divide {uneven[0]} rows of {name}: choose a divisor of {uneven[0]}"
+        if ways > 2 and 4 not in self.ways:
+            return f"the division of {self.blocks} is proved for 2 ranks only: choose `parallel.tensor: 2`"
+        return None

@@ -40,6 +40,16 @@ class Call(NamedTuple):
         """Returns the tensors that have gradients."""
         return [each for each in pytree.tree_leaves((self.args, self.kwargs)) if _trained(each)]
 
+    def nested(self) -> list[Tensor]:
+        """Returns those of them that are inside of dictionaries or lists."""
+        direct = {id(each) for each in (*self.args, *self.kwargs.values())}
+        return [each for each in self.trained() if id(each) not in direct]
+
+
+def _held(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+    """Returns the tensors that a call's dictionaries and lists hold."""
+    return [id(each) for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+
 
 @dataclass(frozen=True)
 class ProvedUnit:
@@ -55,22 +65,42 @@ class ProvedUnit:
 
 
 def record_calls(model: nn.Module, names: Iterable[str], arguments: Mapping[str, Any]) -> dict[str, Call]:
-    """Returns the first call of each of these modules in one forward pass."""
+    """Returns the first call of each of these modules in one forward pass.
+
+    Calls that exchange tensors with other modules in a dictionary or list are not among them: what one rank puts there is
+    its own part, and a module by itself does not show that.
+    """
     found: dict[str, Call] = {}
+    exchanging: set[str] = set()
 
     def note(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if name not in found:
                 found[name] = Call(*pytree.tree_map_only(Tensor, _fresh, (args, kwargs)))
+                given[name] = _held(args, kwargs)
 
         return hook
 
+    def compare(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            others = any(
+                isinstance(each, Mapping) for each in pytree.tree_leaves((args, kwargs))
+            )  # of classes of their own
+            if others or found[name].nested() or _held(args, kwargs) != given.get(name, _held(args, kwargs)):
+                exchanging.add(name)
+            given.pop(name, None)
+
+        return hook
+
+    given: dict[str, list[int]] = {}
+
     with ExitStack() as stack:
         for name in names:
-            handle = model.get_submodule(name).register_forward_pre_hook(note(name), with_kwargs=True)
-            stack.callback(handle.remove)
+            module = model.get_submodule(name)
+            stack.callback(module.register_forward_pre_hook(note(name), with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(compare(name), with_kwargs=True).remove)
         model(**arguments)
-    return found
+    return {name: call for name, call in found.items() if name not in exchanging}
 
 
 def prove_units(model: nn.Module, block: str, calls: Mapping[str, Call], width: int) -> list[ProvedUnit]:
