@@ -259,7 +259,7 @@ def _constant(tensor: Tensor, val: float) -> Initial:
 
 
 def _copy(tensor: Tensor, other: Any) -> Initial | None:
-    values = torch.as_tensor(other).detach()
+    values = other.detach() if isinstance(other, Tensor) else torch.as_tensor(other)
     if values.is_meta:
         return None
     if values.numel() == 1 or bool((values == values.flatten()[0]).all()):

@@ -348,21 +348,25 @@ def _store(
             return [store(leaf, parameter, dims, initial)]
         del owner._parameters[leaf]
         # The ranks' results are added up, so that each rank uses its share of the parameter.
-        computed(owner, leaf, f"{leaf}_sum", lambda self, sum_: sum_ / self.host.columns.size)
+        computed(owner, leaf, lambda self: self._parameters[f"{leaf}_sum"] / self.host.columns.size)
         return [store(f"{leaf}_sum", parameter, dims, initial)]
     if len({*split.pieces}) == 1 and not (projects and dim != 0):
         stacked, dims = parameter.detach().unflatten(dim, (len(split.pieces), -1)), (*dims[:dim], "stack", *dims[dim:])
         if projects:
             return [store(leaf, stacked, dims, initial)]
         del owner._parameters[leaf]
-        computed(owner, leaf, f"{leaf}_stack", lambda self, stack: stack.flatten(dim, dim + 1))
+        computed(owner, leaf, lambda self: self._parameters[f"{leaf}_stack"].flatten(dim, dim + 1))
         return [store(f"{leaf}_stack", stacked, dims, initial)]
     del owner._parameters[leaf]
-    setattr(owner, leaf, None)
+    names = [f"{leaf}_{number}" for number in range(len(split.pieces))]
+    if projects:
+        setattr(owner, leaf, None)
+    else:
+        computed(owner, leaf, lambda self: torch.cat([self._parameters[name] for name in names], dim))
     cut = initial.tensor.split(split.pieces, dim) if isinstance(initial, Values) else ()
     return [
-        store(f"{leaf}_{number}", piece, dims, Values(cut[number]) if cut else initial)
-        for number, piece in enumerate(parameter.detach().split(split.pieces, dim))
+        store(name, piece, dims, Values(cut[number]) if cut else initial)
+        for number, (name, piece) in enumerate(zip(names, parameter.detach().split(split.pieces, dim), strict=True))
     ]
 
 

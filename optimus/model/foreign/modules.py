@@ -230,13 +230,9 @@ class NormOverAll:
 _EPSILONS = "variance_epsilon", "eps", "epsilon", "norm_eps"
 
 
-def computed(owner: nn.Module, leaf: str, stored: str, compute: Callable[[Any, Tensor], Tensor]) -> None:
-    """Makes the attribute `leaf` of a module a tensor that `compute` makes of the module and its parameter `stored`."""
-
-    def found(self: Any) -> Tensor:
-        return compute(self, self._parameters[stored])
-
-    owner.__class__ = type(type(owner).__name__, (type(owner),), {leaf: property(found)})
+def computed(owner: nn.Module, leaf: str, compute: Callable[[Any], Tensor]) -> None:
+    """Makes the attribute `leaf` of a module a tensor that `compute` makes of the module's parameters."""
+    owner.__class__ = type(type(owner).__name__, (type(owner),), {leaf: property(compute)})
 
 
 LOCAL = Product(MatrixProduct())
