@@ -405,10 +405,10 @@ def test_a_template_can_do_nothing_but_write(source: str) -> None:
 
 
 @pytest.mark.parametrize("cut", ["[:2]", "[1:]", "[:1]", "[-1:]"])
-@pytest.mark.parametrize("around", ["%s", "{%% generation %%}%s{%% endgeneration %%}"])
+@pytest.mark.parametrize("around", ["CUT", "{% generation %}CUT{% endgeneration %}"])
 def test_a_template_that_cuts_a_quoted_token(cut: str, around: str) -> None:
     """No part of a quoted special token enters the text: the conversation is refused."""
-    source = "{% for m in messages %}" + around % ("{{ m.content%s }}" % cut) + " hello {% endfor %}"
+    source = "{% for m in messages %}" + around.replace("CUT", "{{ m.content" + cut + " }}") + " hello {% endfor %}"
     said = [{"role": "assistant", "content": "<x>"}]
     with pytest.raises(UserError, match="here: the chat template splits a text that spells a special token"):
         ChatTemplate(source).conversation(said, "here", special=["<x>"])
