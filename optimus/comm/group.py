@@ -344,9 +344,11 @@ class Group:
 def _slices(tensor: Tensor, lengths: Sequence[int] | int) -> tuple[Sequence[Tensor], bool]:
     """Splits `tensor` into slices of the given lengths, or into the given number of equal slices.
 
-    Also returns whether all slices have equal length.
+    Also returns whether all slices have equal length. Raises `ValueError` when equal slices are impossible.
     """
     if isinstance(lengths, int):
+        if len(tensor) % lengths:
+            raise ValueError(f"dim 0 has length {len(tensor)}, which {lengths} ranks cannot divide evenly: give `lengths`")
         return tensor.chunk(lengths), True
     return tensor.split(list(lengths)), len(set(lengths)) == 1
 

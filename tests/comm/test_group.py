@@ -118,6 +118,15 @@ def test_unequal_parts_are_a_list_for_other_backends(lengths: list[int] | None) 
             assert [name.removesuffix("_single") for name, _ in calls] == ["reduce_scatter", "all_gather"]
 
 
+@pytest.mark.parametrize("length", [5, 2, 1])
+def test_parts_without_lengths_are_equal(length: int) -> None:
+    """A tensor that cannot be divided evenly is refused before any message."""
+    group, whole = Group(range(4), 0), torch.zeros(length)
+    for call in (group.reduce_scatter_async, group.all_gather_async):
+        with pytest.raises(ValueError, match=rf"dim 0 has length {length}, which 4 ranks cannot divide evenly: give"):
+            call(whole, torch.zeros(1))
+
+
 def test_a_group_of_one_needs_no_process_group() -> None:
     group = Groups(Mesh()).world
     assert (group.ranks, group.size, group.rank) == ([0], 1, 0)
