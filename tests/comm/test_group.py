@@ -141,20 +141,22 @@ def test_a_group_of_one_needs_no_process_group() -> None:
     assert not group.any(False)
 
 
-def fails_on_first(error: Exception) -> str:
+def fails_on_first(error: BaseException) -> str:
     world = Groups(Mesh(dp=2)).world
 
     def call() -> None:
         raise error
 
-    with pytest.raises(Exception) as caught:  # noqa: PT011
+    with pytest.raises(BaseException) as caught:  # noqa: PT011
         world.on_first(call)
     assert world.any(world.rank == 1)  # the ranks are still in step
     return repr(caught.value)
 
 
-@pytest.mark.parametrize("error", [UserError("no such file"), ZeroDivisionError("by zero")])
-def test_all_ranks_learn_of_an_error_of_the_first(error: Exception) -> None:
+@pytest.mark.parametrize(
+    "error", [UserError("no such file"), ZeroDivisionError("by zero"), SystemExit(3), KeyboardInterrupt()]
+)
+def test_all_ranks_learn_of_an_error_of_the_first(error: BaseException) -> None:
     first, second = run_ranks(fails_on_first, 2, error)
     assert first == repr(error)
     assert repr(error) in second
