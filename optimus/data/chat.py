@@ -393,8 +393,8 @@ def _unmarked(text: str, marks: tuple[str, str, str], special: Sequence[str], wh
             if began < len(made):
                 generated.append((began, len(made)))
         elif quote in part:
-            whole = re.fullmatch(f"{quote}([0-9]+){quote}", part)
-            if whole is None or (number := int(whole[1])) >= len(special):
+            matched = re.fullmatch(f"{quote}([0-9]+){quote}", part)
+            if matched is None or (number := int(matched[1])) >= len(special):
                 raise UserError(
                     f"{where}: the chat template splits a text that spells a special token: remove it from the text"
                 )
