@@ -4,7 +4,6 @@
 to parameters.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ import torch
 from torch import Tensor
 
 from optimus.errors import UserError
-from optimus.hub.config_json import FILE
 from optimus.model.foreign.architecture import TransformersModel
+from optimus.model.foreign.needed import silent_transformers
 
 
 def read_weights(path: Path, config: TransformersModel) -> dict[str, Tensor]:
@@ -26,9 +25,10 @@ def read_weights(path: Path, config: TransformersModel) -> dict[str, Tensor]:
     from optimus.model.foreign.configuration import hf_config
 
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            path, config=hf_config(config.text), dtype="auto", output_loading_info=True, use_safetensors=True
-        )
+        with silent_transformers():
+            model, found = AutoModelForCausalLM.from_pretrained(
+                path, config=hf_config(config.text), dtype="auto", output_loading_info=True, use_safetensors=True
+            )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise UserError(f"{path}: `transformers` cannot load the weights: {error}") from None
     if missing := sorted(found["missing_keys"]):
@@ -50,11 +50,5 @@ def write_folder(
     model.load_state_dict({name: tensor.to(dtype) for name, tensor in tensors.items()}, strict=False, assign=True)
     model.tie_weights()
     model.config.dtype = dtype
-    model.save_pretrained(folder, max_shard_size=size)
-
-
-def same_model(folder: Path, config: TransformersModel) -> str | None:
-    """Returns the keys of the folder's config.json whose values differ from `config`; None if none differ."""
-    raw = json.loads((folder / FILE).read_text(encoding="utf-8"))
-    differing = [key for key, value in config.transformers.items() if key in raw and raw[key] != value]
-    return ", ".join(differing) or None
+    with silent_transformers():
+        model.save_pretrained(folder, max_shard_size=size)

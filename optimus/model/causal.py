@@ -7,7 +7,7 @@ Legend: B batch, S sequence, H hidden, V vocabulary, T tokens on this device, N 
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -89,6 +89,8 @@ class CausalModel(nn.Module):
     """
 
     replaceable: Sequence[str] = ("sequence", "step")
+    # True if `hidden_states` takes a `KVCache` of several sequences; otherwise the model has a method `continued`.
+    shares_cache: ClassVar[bool] = False
     config: Architecture
     blocks: Any
     embedding: Any

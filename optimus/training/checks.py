@@ -66,7 +66,8 @@ def check_references(config: RunConfig, resume: bool) -> None:
     initial = config.checkpoint.load_path
     if initial is not None and not resume:
         if is_model_folder(initial):
-            model = architecture_from(read_model_folder(Path(initial))["model"], initial)
+            sections = read_model_folder(Path(initial), own_modules=config.model.is_adapted)
+            model = architecture_from(sections["model"], initial)
             check_same_model(model, config.model, Path(initial))
         else:
             path = find_checkpoint(initial)

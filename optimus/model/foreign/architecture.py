@@ -6,6 +6,7 @@ import it, and build a small model, on first use.
 
 import json
 import math
+from collections.abc import Set
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ConfigDict
@@ -29,6 +30,11 @@ _LIMITS = {
 }
 
 
+# Keys of a config.json that do not change what the model computes.
+_SAYS_NOTHING = {"_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "initializer_range"}
+_SAYS_NOTHING |= {"return_dict", "torch_dtype", "transformers_version", "use_cache"}
+
+
 class TransformersModel(Section):
     """A causal language model of the package `transformers`, which runs with its own modules."""
 
@@ -45,6 +51,10 @@ class TransformersModel(Section):
         """The configuration as JSON, with sorted keys."""
         return json.dumps(self.transformers, sort_keys=True)
 
+    def compared(self, unasked: Set[str]) -> dict[str, Any]:
+        """Returns the keys by which two models are compared: all that say how the model computes."""
+        return {key: value for key, value in self.transformers.items() if key not in _SAYS_NOTHING}
+
     @property
     def facts(self) -> "ModelFacts":
         """The facts that the adapter has found in the model."""
@@ -56,6 +66,11 @@ class TransformersModel(Section):
     def family(self) -> str:
         """The model's type in `transformers`."""
         return str(self.transformers["model_type"])
+
+    @property
+    def is_adapted(self) -> bool:
+        """Returns True: the model's modules are others'."""
+        return True
 
     @property
     def parts(self) -> PartNames:

@@ -8,7 +8,7 @@ import torch
 
 from optimus.errors import UserError
 from optimus.model.foreign.facts import facts_of
-from optimus.model.foreign.needed import needed_transformers
+from optimus.model.foreign.needed import needed_transformers, silent_transformers
 from optimus.model.foreign.records import ModelFacts
 from optimus.model.foreign.twin import build
 
@@ -26,7 +26,8 @@ def hf_config(text: str) -> Any:
             "register the model through a plugin"
         )
     try:
-        return AutoConfig.for_model(**raw)
+        with silent_transformers():
+            return AutoConfig.for_model(**raw)
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"model.transformers: {error}") from None
 
@@ -34,7 +35,7 @@ def hf_config(text: str) -> Any:
 @lru_cache(maxsize=16)
 def facts_of_text(text: str) -> ModelFacts:
     """Returns the facts of the model whose config.json is `text`."""
-    with torch.device("cpu"):
+    with torch.device("cpu"), silent_transformers():
         return facts_of(hf_config(text))
 
 
@@ -42,7 +43,7 @@ def facts_of_text(text: str) -> ModelFacts:
 def sharded_sizes(text: str) -> tuple[tuple[str, int], ...]:
     """Returns (name, size) of everything that the number of tensor-parallel ranks must divide, each size once."""
     facts, found = facts_of_text(text), dict[int, str]()
-    with torch.device("cpu"):
+    with torch.device("cpu"), silent_transformers():
         shapes = {name: each.shape for name, each in build(hf_config(text), "sdpa", "meta").named_parameters()}
     for name, split in facts.splits.items():
         if split.dim is not None and name.rpartition(".")[0] not in (facts.embedding, facts.head):

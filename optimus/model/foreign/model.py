@@ -40,10 +40,12 @@ from optimus.model.foreign.modules import (
     become,
     computed,
 )
+from optimus.model.foreign.needed import silent_transformers
 from optimus.model.foreign.passing import Passing
 from optimus.model.foreign.records import ModelFacts, Split, Style
 from optimus.model.foreign.twin import build
 from optimus.model.moe.statistics import RouterStats
+from optimus.model.moe.tokens import TokenSplit
 from optimus.model.parameters import Declaration, Dim, Initial, Normal, Role, Uniform, Values
 from optimus.model.sequence import SequenceSplit
 from optimus.model.units import Unit
@@ -98,6 +100,7 @@ class ForeignStage:
         assert made_BSH is not None
         passing.stream_BSH = passing.hidden_BSH = None
         if own is not None:
+            own = self._model.tokens.sum(own)
             stats = own if stats is None else stats + own
         return made_BSH.reshape(tokens_BS.numel(), -1), stats
 
@@ -109,7 +112,7 @@ class ForeignModel(CausalModel):
     values of its parameters. The names of modules and parameters are the author's.
     """
 
-    replaceable = ("sequence", "step", "columns")
+    replaceable = ("sequence", "step", "columns", "tokens")
     config: TransformersModel
 
     def __init__(
@@ -120,6 +123,7 @@ class ForeignModel(CausalModel):
         self._modules.update(body._modules)
         self.__dict__["_body"] = body
         self._columns: Columns = WHOLE
+        self.tokens = TokenSplit()
         self.passing: Passing | None = None
         for module in body.modules():
             module.__dict__["host"] = self
@@ -216,6 +220,15 @@ class ForeignModel(CausalModel):
             yield
         finally:
             self.passing = before
+
+    def continued(self, tokens_BS: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        """Returns the input of the output layer [B, S, H] for tokens after those in the author's `cache`, and the cache with
+        these tokens. Without a cache, begins a new sequence."""
+        passing = Passing(range(len(self.blocks)), True, True, SequenceSplit(), False, None)
+        with self.running(passing):
+            made = self.body(input_ids=tokens_BS, past_key_values=cache, use_cache=True)
+        assert passing.hidden_BSH is not None
+        return passing.hidden_BSH, made.past_key_values
 
     def run_body(self, tokens_BS: Tensor, position_BS: Tensor | None) -> RouterStats | None:
         """Runs the author's forward pass; returns the statistics of the routers that ran, if their loss counts."""
@@ -402,7 +415,7 @@ def _dims(role: Role, ndim: int, split: Split) -> tuple[Dim, ...]:
 def foreign_model(config: TransformersModel) -> ForeignModel:
     """Builds the model of `config`, with uninitialised parameters on the default device and buffers with values."""
     facts, device = config.facts, torch.get_default_device()
-    with torch.device("cpu"):
+    with torch.device("cpu"), silent_transformers():
         body = build(hf_config(config.text), NAME if facts.attention else "sdpa", "meta")
         initial = initial_values(body)
     model = ForeignModel(config, body, facts, initial)
