@@ -122,6 +122,8 @@ def further_layers(path: Path) -> tuple[str, range]:
 
 def further_fields(raw: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of config.json that do not affect the computation and are also valid for derived models."""
+    if raw["model_type"] not in families():  # a model that runs with its own modules keeps its whole configuration
+        return {}
     family = families()[raw["model_type"]]
     derived = {*_OF_ANY, *family.without_effect} - {*_OF_THE_FILE, *_known(family)}
     return {name: value for name, value in raw.items() if name in derived}

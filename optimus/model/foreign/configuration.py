@@ -28,8 +28,8 @@ def hf_config(text: str) -> Any:
     try:
         with silent_transformers():
             return AutoConfig.for_model(**raw)
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"model.transformers: {error}") from None
+    except Exception as error:  # the packages that check configurations have their own classes of errors
+        raise UserError(f"model.transformers: {' '.join(str(error).split())}") from None
 
 
 @lru_cache(maxsize=16)
