@@ -448,14 +448,15 @@ def _full_norms(attempt: _Attempt, trace: _Trace, found: _Found) -> tuple[str, .
     return tuple(norms)
 
 
-def _epsilon(module: nn.Module) -> float:
+def epsilon_of(module: nn.Module) -> float:
+    """Returns what a norm adds to its mean of squares."""
     values = [value for key, value in vars(module).items() if "eps" in key and isinstance(value, float)]
     return values[0] if values else 1e-6
 
 
 def _rms_gain(module: nn.Module, weight: Tensor, x: Tensor, y: Tensor) -> Tensor | None:
     """Returns what the norm's statistic is multiplied by: the weight, or 1 + weight; None if it is no RMS norm."""
-    scaled = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + _epsilon(module))
+    scaled = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon_of(module))
     for gain in (weight, 1 + weight):
         if torch.allclose(scaled * gain, y.detach().to(scaled), rtol=1e-4, atol=1e-4):
             return gain
@@ -486,11 +487,11 @@ def _with_constant_norms(attempt: _Attempt, norms: tuple[str, ...]) -> _Attempt:
     for name in norms:
         norm, (owner, leaf) = attempt.module.get_submodule(name), _owner(module, name)
         weight = nn.Parameter(norm.get_parameter("weight").detach().clone())
-        owner._modules[leaf] = _ConstantNorm(weight, _epsilon(norm), _plus(norm))
+        owner._modules[leaf] = _ConstantNorm(weight, epsilon_of(norm), offset_of(norm))
     return replace(attempt, module=module, norms=norms)
 
 
-def _plus(norm: nn.Module) -> float:
+def offset_of(norm: nn.Module) -> float:
     """Returns 1 if a norm's gain is 1 + weight, else 0."""
     weight = norm.get_parameter("weight").detach()
     x = torch.ones(1, len(weight)).to(weight)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 LENGTH, ROWS, VOCABULARY = 24, 2, 320
-_WINDOW, _CHUNK, _LAYERS, _MOST_LAYERS = 5, 8, 4, 16
+_WINDOW, _CHUNK, _LAYERS, _MOST_LAYERS = 5, 8, 2, 16
 _HEAD_COUNT = re.compile(r"(^|_)(n|num)_?(\w+_)?heads?$|heads?$|key_value_heads|(^|_)n_groups$|num_query_groups$")
 _HEAD_SIZE = re.compile(r"head_?(dim|size)|d_head|d_kv$|dim_head|rotary_dim|qk_\w*dim|v_\w*head_dim")
 _STATE, _STATE_SIZE = re.compile(r"d_state$|state_size$"), 12  # unlike any product of other sizes
@@ -151,6 +151,8 @@ class _Shrink:
         return [*range(min(self.depth, max([_LAYERS, *(2 * step if step < 5 else step + 1 for step in steps)])))]
 
     def _by_layer(self, value: Any) -> bool:
+        if isinstance(value, str) and value != value.upper():
+            return False  # a word, no pattern with a letter for each layer
         return isinstance(value, list | tuple | str) and len(value) == self.depth > 1
 
     def of_mapping(self, data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
