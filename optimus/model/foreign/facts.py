@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,16 @@ from optimus.model.foreign.ranks import Division, largest_difference
 from optimus.model.foreign.records import STYLES, ModelFacts, RouterFacts, ScoredColumns, Split, Style
 from optimus.model.foreign.sizes import RealSizes
 from optimus.model.foreign.splits import ProvedUnit, prove_units, record_calls
-from optimus.model.foreign.twin import arguments_of, build, enlarge, general, layers_of, small, tokens_of_twin
+from optimus.model.foreign.twin import (
+    arguments_of,
+    build,
+    enlarge,
+    factors_of,
+    general,
+    layers_of,
+    small,
+    tokens_of_twin,
+)
 
 __all__ = ["STYLES", "ModelFacts", "RouterFacts", "ScoredColumns", "Split", "Style", "facts_of"]
 
@@ -153,6 +163,7 @@ class _Analysis:
         weight = self.real.get_parameter(f"{embedding}.weight")
         stream = self._stream(seen, weight)
         dropout = self._dropout()
+        self._unknown_layers()
         if no_initial:
             self.refusals["initial values"] = (
                 f"{', '.join(no_initial[:3])} have no initial values that are known: begin with a folder of weights"
@@ -259,8 +270,8 @@ class _Analysis:
         return found
 
     def _scored(self, attention: AttentionFacts) -> dict[int, ScoredColumns | None]:
-        """Returns the attention of each kind of layer, with real sizes."""
-        twins = self._twin_layers()
+        """Returns the attention of each layer, with real sizes."""
+        twins = self._twin_layers
         found: dict[int, ScoredColumns | None] = {}
         for number, twin in enumerate(twins):
             made = attention.scored.get(twin) if twin is not None else None
@@ -268,7 +279,7 @@ class _Analysis:
         return found
 
     def _real_scored(self, heads: int, query: int, value: int, window: int | None) -> ScoredColumns:
-        factor = self._factors()
+        factor = factors_of(self.config)
         real_window = (
             None if window is None else self.sizes.one(window, "window") or self.sizes.common(window, "window")
         )
@@ -279,19 +290,24 @@ class _Analysis:
             real_window if window is not None else None,
         )
 
-    def _factors(self) -> tuple[int, int]:
-        from optimus.model.foreign.twin import factors_of
-
-        return factors_of(self.config)
-
     # ---- Layers and parameters of the twin, and the real ones ----
 
+    @cached_property
     def _twin_layers(self) -> list[int | None]:
         """Returns, for each layer of the real model, one of the twin of the same kind."""
         first: dict[Any, int] = {}
         for number, layer in enumerate(layers_of(self.twin, self.blocks)):
             first.setdefault(signature(layer), number)
         return [first.get(signature(layer)) for layer in self.layers]
+
+    def _unknown_layers(self) -> None:
+        """Refuses to say anything of layers of a kind that the twin lacks."""
+        missing = [str(number) for number, twin in enumerate(self._twin_layers) if twin is None]
+        if missing:
+            self.refusals["layers"] = (
+                f"no small model has the kind of {self.blocks}.{missing[0]} (in all {len(missing)} layers): their "
+                "parameters stay whole, and their operations are not known"
+            )
 
     def _names_by_layer(self, found: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
         """Returns entries by the twin's layer, then by general name inside it; None where instances differ."""
@@ -305,7 +321,7 @@ class _Analysis:
 
     def _real_names(self, found: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
         """Returns entries of the twin's names by the real names."""
-        return self._names_of_layers(found, names, self._twin_layers())
+        return self._names_of_layers(found, names, self._twin_layers)
 
     def _names_of_layers(
         self, found: Mapping[str, Any], names: Iterable[str], twins: Sequence[int | None]
@@ -326,7 +342,7 @@ class _Analysis:
         by_layer = self._names_by_layer({name: name in missing for name, _ in self.twin.named_parameters()})
         if not missing:
             return ()
-        twins = self._twin_layers()
+        twins = self._twin_layers
         found = []
         for name, _ in self.real.named_parameters():
             match = re.fullmatch(rf"{re.escape(self.blocks)}\.(\d+)\.(.*)", name)
