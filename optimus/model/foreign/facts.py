@@ -310,14 +310,37 @@ class _Analysis:
             )
 
     def _names_by_layer(self, found: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-        """Returns entries by the twin's layer, then by general name inside it; None where instances differ."""
+        """Returns entries by the twin's layer, then by name inside it: with stars if all of that name are alike.
+
+        None stands for entries that differ.
+        """
         made: dict[int, dict[str, Any]] = {}
         for name, value in found.items():
-            match = re.fullmatch(rf"{re.escape(self.blocks)}\.(\d+)(?:\.(.*))?", name)
-            if match:
-                inner, layer = general(match[2] or ""), made.setdefault(int(match[1]), {})
+            if match := self._inside(name):
+                inner, layer = self._known_as(match[2] or ""), made.setdefault(int(match[1]), {})
                 layer[inner] = value if layer.get(inner, value) == value else None
         return made
+
+    def _inside(self, name: str) -> re.Match[str] | None:
+        """Matches the number of a layer and the name inside it."""
+        return re.fullmatch(rf"{re.escape(self.blocks)}\.(\d+)(?:\.(.*))?", name)
+
+    def _known_as(self, inner: str) -> str:
+        """Returns a name inside a layer with stars, unless modules or parameters of that name have different shapes."""
+        return inner if general(inner) in self._unlike else general(inner)
+
+    @cached_property
+    def _unlike(self) -> set[str]:
+        """The names with stars inside the twin's layers that are not all of one class or shape."""
+        shapes: dict[tuple[str, str], set[Any]] = {}
+        named: list[tuple[str, Any]] = [(name, tuple(each.shape)) for name, each in self.twin.named_parameters()]
+        for name, module in self.twin.named_modules():
+            own = tuple(tuple(each.shape) for each in module.parameters(recurse=False))
+            named.append((name, (type(module), own)))
+        for name, shape in named:
+            if match := self._inside(name):
+                shapes.setdefault((match[1], general(match[2] or "")), set()).add(shape)
+        return {inner for (_, inner), found in shapes.items() if len(found) > 1}
 
     def _real_names(self, found: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
         """Returns entries of the twin's names by the real names."""
@@ -329,10 +352,10 @@ class _Analysis:
         """Returns entries by names whose layers have those of the twin; `twins` says which."""
         by_layer, made = self._names_by_layer(found), {}
         for name in names:
-            match = re.fullmatch(rf"{re.escape(self.blocks)}\.(\d+)(?:\.(.*))?", name)
+            match = self._inside(name)
             twin = twins[int(match[1])] if match else None
             if match and twin is not None:
-                value = by_layer.get(twin, {}).get(general(match[2] or ""))
+                value = by_layer.get(twin, {}).get(self._known_as(match[2] or ""))
                 if value is not None:
                     made[name] = value
         return made
@@ -345,10 +368,10 @@ class _Analysis:
         twins = self._twin_layers
         found = []
         for name, _ in self.real.named_parameters():
-            match = re.fullmatch(rf"{re.escape(self.blocks)}\.(\d+)\.(.*)", name)
+            match = self._inside(name)
             if match is None:
                 found += [name] if name in missing else []
-            elif (twin := twins[int(match[1])]) is not None and by_layer[twin].get(general(match[2])):
+            elif (twin := twins[int(match[1])]) is not None and by_layer[twin].get(self._known_as(match[2])):
                 found.append(name)
         return tuple(found)
 
@@ -387,7 +410,8 @@ class _Analysis:
             common = set.intersection({2, 4}, *({*unit.ways} for unit in units))
             worst = {number: self._difference(division, tokens_BS[:1], number) for number in sorted(common)}
             ways = tuple(number for number, (difference, _) in worst.items() if difference <= _GRADIENTS)
-            why = f"a divided twin differs from one process in {worst[2][1]}"
+            difference, where = worst.get(2, (math.inf, "all"))
+            why = f"a divided twin differs from one process by {difference:.0e} in {where}"
         twin.float()
         if ways[:1] == (2,):
             return units, division, ways

@@ -43,12 +43,20 @@ class Call(NamedTuple):
     def nested(self) -> list[Tensor]:
         """Returns those of them that are inside of dictionaries or lists."""
         direct = {id(each) for each in (*self.args, *self.kwargs.values())}
-        return [each for each in self.trained() if id(each) not in direct]
+        return [each for each in _tensors((self.args, self.kwargs)) if each.requires_grad and id(each) not in direct]
 
 
 def _held(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
     """Returns the tensors that a call's dictionaries and lists hold."""
-    return [id(each) for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    return [id(each) for each in _tensors((args, kwargs))]
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif isinstance(leaf, Mapping):  # of a class of its own
+            yield from _tensors([*leaf.values()])
 
 
 @dataclass(frozen=True)
@@ -83,10 +91,7 @@ def record_calls(model: nn.Module, names: Iterable[str], arguments: Mapping[str,
 
     def compare(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            others = any(
-                isinstance(each, Mapping) for each in pytree.tree_leaves((args, kwargs))
-            )  # of classes of their own
-            if others or found[name].nested() or _held(args, kwargs) != given.get(name, _held(args, kwargs)):
+            if found[name].nested() or _held(args, kwargs) != given.get(name, _held(args, kwargs)):
                 exchanging.add(name)
             given.pop(name, None)
 
@@ -279,19 +284,20 @@ def rank_part(
     module: nn.Module, splits: Mapping[str, Split], divided: Mapping[str, tuple[str, ...]], rank: int, ways: int
 ) -> nn.Module | None:
     """Returns the module of one rank: parameters sliced, attributes divided. None if something does not divide."""
-    memo = {id(each.config): each.config for each in module.modules() if hasattr(each, "config")}
-    own = copy.deepcopy(module, memo)
+    memo: dict[int, Any] = {id(each.config): each.config for each in module.modules() if hasattr(each, "config")}
+    states = (value for each in module.modules() for value in vars(each).values() if isinstance(value, Tensor))
+    own = copy.deepcopy(module, memo | {id(each): each.detach() for each in states if not each.is_leaf})
+    sliced: dict[int, nn.Parameter] = {}
     for name, split in splits.items():
-        owner, leaf = _owner(own, name)
-        tensor = owner._parameters[leaf]
-        assert tensor is not None
-        if split.dim is not None:
-            sliced = _slice(tensor.detach(), split, rank, ways)
-            if sliced is None:
-                return None
-            owner._parameters[leaf] = nn.Parameter(sliced)
-        elif split.share:
-            owner._parameters[leaf] = nn.Parameter(tensor.detach() / ways)
+        tensor = own.get_parameter(name)
+        part = tensor.detach() / ways if split.share else tensor.detach()
+        if split.dim is not None and (part := _slice(part, split, rank, ways)) is None:  # type: ignore[assignment]
+            return None
+        sliced[id(tensor)] = nn.Parameter(part)
+    for each in own.modules():  # modules may share a parameter
+        for leaf, parameter in each._parameters.items():
+            if parameter is not None and id(parameter) in sliced:
+                each._parameters[leaf] = sliced[id(parameter)]
     return own if all(_divide(own.get_submodule(name), names, ways) for name, names in divided.items()) else None
 
 
