@@ -18,13 +18,14 @@ from torch import Tensor, nn
 
 from optimus.errors import UserError
 from optimus.model.foreign import probes
+from optimus.model.foreign.calls import record_calls
 from optimus.model.foreign.initial import Initial, initial_values, without_initial
 from optimus.model.foreign.plan import gathered_by_plan, published_plan, published_splits
 from optimus.model.foreign.probes import AttentionFacts, Pass, find_blocks, twin_tokens
-from optimus.model.foreign.ranks import Division, largest_difference
+from optimus.model.foreign.ranks import TensorPartition, largest_difference
 from optimus.model.foreign.records import STYLES, ModelFacts, RouterFacts, ScoredColumns, Split, Style
 from optimus.model.foreign.sizes import RealSizes
-from optimus.model.foreign.splits import ProvedUnit, prove_units, record_calls
+from optimus.model.foreign.splits import ProvedUnit, prove_units
 from optimus.model.foreign.twin import (
     arguments_of,
     build,
@@ -322,7 +323,7 @@ class _Analysis:
         return made
 
     def _inside(self, name: str) -> re.Match[str] | None:
-        """Matches the number of a layer and the name inside it."""
+        """Finds the number of a layer and the name inside it."""
         return re.fullmatch(rf"{re.escape(self.blocks)}\.(\d+)(?:\.(.*))?", name)
 
     def _known_as(self, inner: str) -> str:
@@ -381,7 +382,7 @@ class _Analysis:
         """Divides the modules of blocks as far as the twin proves, and says it of the real model."""
         plan, parameters = published_plan(self.real), dict(self.real.named_parameters())
         modules = [name for name, _ in self.real.named_modules()]
-        units, of_twin, ways = self._proved_division(plan, width)
+        units, of_twin, ways = self._proved_partition(plan, width)
         real = self._real_splits(of_twin.splits, parameters)
         for name in (f"{embedding}.weight", f"{head}.weight", f"{head}.bias"):
             if name in parameters:
@@ -397,28 +398,28 @@ class _Analysis:
             self._shares(parameters, real, proved, published_splits(plan, parameters)),
         )
 
-    def _proved_division(
+    def _proved_partition(
         self, plan: Mapping[str, str], width: int
-    ) -> tuple[list[ProvedUnit], Division, tuple[int, ...]]:
-        """Returns the units of the twin, its division, and the numbers of ranks for which it is proved as a whole."""
+    ) -> tuple[list[ProvedUnit], TensorPartition, tuple[int, ...]]:
+        """Returns the units of the twin, its partition, and the numbers of ranks for which it is proved as a whole."""
         twin, tokens_BS = self._in_double()
         units = self._units(twin, tokens_BS, width)
-        division = self._twin_division(units, plan)
+        partition = self._twin_partition(units, plan)
         ways: tuple[int, ...] = ()
         why = f"no module in {self.blocks} has parts that add up"
-        if division.styles:
+        if partition.styles:
             common = set.intersection({2, 4}, *({*unit.ways} for unit in units))
-            worst = {number: self._difference(division, tokens_BS[:1], number) for number in sorted(common)}
+            worst = {number: self._difference(partition, tokens_BS[:1], number) for number in sorted(common)}
             ways = tuple(number for number, (difference, _) in worst.items() if difference <= _GRADIENTS)
             difference, where = worst.get(2, (math.inf, "all"))
             why = f"a divided twin differs from one process by {difference:.0e} in {where}"
         twin.float()
         if ways[:1] == (2,):
-            return units, division, ways
+            return units, partition, ways
         self.refusals["tensor"] = (
             f"{type(self.real).__name__}: {why}: its parameters stay whole; choose `parallel.tensor: 1`"
         )
-        return [], Division({}, {}, {}), ()
+        return [], TensorPartition({}, {}, {}), ()
 
     def _in_double(self) -> tuple[nn.Module, Tensor]:
         """Returns the twin in double precision, where its code runs so, and tokens for it."""
@@ -430,9 +431,9 @@ class _Analysis:
             self.twin.float()
         return self.twin, tokens_BS
 
-    def _difference(self, division: Division, tokens_BS: Tensor, ways: int) -> tuple[float, str]:
+    def _difference(self, partition: TensorPartition, tokens_BS: Tensor, ways: int) -> tuple[float, str]:
         try:
-            return largest_difference(self.twin, division, tokens_BS, ways)
+            return largest_difference(self.twin, partition, tokens_BS, ways)
         except _FAILURES as error:
             return math.inf, str(error)
 
@@ -448,8 +449,8 @@ class _Analysis:
         calls = record_calls(twin, names, {"input_ids": tokens_BS, **arguments_of(twin)})
         return [unit for block in blocks for unit in prove_units(twin, block, calls, width)]
 
-    def _twin_division(self, units: Iterable[ProvedUnit], plan: Mapping[str, str]) -> Division:
-        """Returns the division of all layers of the twin."""
+    def _twin_partition(self, units: Iterable[ProvedUnit], plan: Mapping[str, str]) -> TensorPartition:
+        """Returns the partition of all layers of the twin."""
         first = self._first_layers()
         parameters = [name for name, _ in self.twin.named_parameters()]
         modules = [name for name, _ in self.twin.named_modules()]
@@ -459,7 +460,9 @@ class _Analysis:
         splits = self._names_of_layers(split, parameters, first)
         styles = self._names_of_layers(style, modules, first)
         gathered, gather_styles = gathered_by_plan(plan, self.twin, splits, styles)
-        return Division(splits | gathered, styles | gather_styles, self._names_of_layers(divided, modules, first))
+        return TensorPartition(
+            splits | gathered, styles | gather_styles, self._names_of_layers(divided, modules, first)
+        )
 
     def _real_splits(self, splits: Mapping[str, Split], parameters: Mapping[str, Tensor]) -> dict[str, Split]:
         found, made = self._real_names(splits, parameters), {}

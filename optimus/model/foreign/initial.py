@@ -208,7 +208,7 @@ def _constants(module: nn.Module, missing: Iterable[str]) -> dict[str, Initial]:
 
 @contextmanager
 def _stored(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[dict[str, Tensor]]:
-    """Gives parameters storage on the CPU while it lasts, with these shapes."""
+    """Stores parameters on the CPU while it lasts, with these shapes."""
     before = {name: module.get_parameter(name) for name in shapes}
     filled: dict[str, Tensor] = {}
     for name, shape in shapes.items():

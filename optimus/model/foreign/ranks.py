@@ -1,4 +1,4 @@
-"""The proof of a whole division: a divided twin, whose ranks are threads, has the loss and gradients of one process.
+"""The proof of a whole partition: a divided twin, whose ranks are threads, has the loss and gradients of one process.
 
 Sums of modules by themselves do not show what passes between modules. Here all modules run with the collectives that their
 styles name.
@@ -13,16 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from optimus.model.foreign.full_norms import epsilon_of, offset_of
 from optimus.model.foreign.records import Split, Style
-from optimus.model.foreign.splits import epsilon_of, offset_of, rank_part
+from optimus.model.foreign.slicing import rank_part
 from optimus.model.foreign.twin import arguments_of
 
 _Change = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Division:
-    """The division of a twin: splits by parameter, styles and divided attributes by module."""
+class TensorPartition:
+    """The partition of a twin: splits by parameter, styles and divided attributes by module."""
 
     splits: Mapping[str, Split]
     styles: Mapping[str, Style]
@@ -79,9 +80,9 @@ class _SummedNorm(nn.Module):
 class _Rank:
     """One rank's twin: sliced, with collectives around its modules."""
 
-    def __init__(self, twin: nn.Module, division: Division, exchange: _Exchange, rank: int) -> None:
+    def __init__(self, twin: nn.Module, partition: TensorPartition, exchange: _Exchange, rank: int) -> None:
         self.ways = exchange.ranks
-        made = rank_part(twin, division.splits, division.divided, rank, self.ways)
+        made = rank_part(twin, partition.splits, partition.divided, rank, self.ways)
         if made is None:
             raise ValueError("a parameter or an attribute does not divide")
         self.model = made
@@ -99,7 +100,7 @@ class _Rank:
         self.reduce = _differentiable(total, Tensor.clone)
         self.sum_over_ranks = _differentiable(total, total)
         self.join, self.scatter = _differentiable(every, local), _differentiable(local, every)
-        for name, style in division.styles.items():
+        for name, style in partition.styles.items():
             getattr(self, f"_{style}")(name, made.get_submodule(name))
 
     def _column(self, name: str, module: nn.Module) -> None:
@@ -144,7 +145,7 @@ def loss_of(model: nn.Module, tokens_BS: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens_BS[:, 1:].flatten())
 
 
-def largest_difference(twin: nn.Module, division: Division, tokens_BS: Tensor, ways: int) -> tuple[float, str]:
+def largest_difference(twin: nn.Module, partition: TensorPartition, tokens_BS: Tensor, ways: int) -> tuple[float, str]:
     """Returns the largest difference between ranks and one process, and where it is: the loss, or the gradient of a
     parameter, relative to its largest element.
 
@@ -153,21 +154,23 @@ def largest_difference(twin: nn.Module, division: Division, tokens_BS: Tensor, w
     named = {name: each for name, each in twin.named_parameters() if each.requires_grad}
     loss = loss_of(twin, tokens_BS)
     expected = dict(zip(named, torch.autograd.grad(loss, [*named.values()], allow_unused=True)))
-    losses, gradients = _run_ranks(twin, division, tokens_BS, ways)
+    losses, gradients = _run_ranks(twin, partition, tokens_BS, ways)
     found = [(max(float((each - loss.detach()).abs() / loss.detach().abs()) for each in losses), "the loss")]
     norms = [float(each.norm()) for each in expected.values() if each is not None]
     smallest = 1e-4 * sum(each**2 for each in norms) ** 0.5
     for name, gradient in expected.items():
         if gradient is not None:
             local = [torch.zeros(()) if each[name] is None else each[name] for each in gradients]
-            worst = _difference(gradient, local, division.splits.get(name, Split()))
+            worst = _difference(gradient, local, partition.splits.get(name, Split()))
             found.append((worst / (float(gradient.abs().max()) + smallest), name))
     return max(found)
 
 
-def _run_ranks(twin: nn.Module, division: Division, tokens_BS: Tensor, ways: int) -> tuple[list[Tensor], list[Any]]:
+def _run_ranks(
+    twin: nn.Module, partition: TensorPartition, tokens_BS: Tensor, ways: int
+) -> tuple[list[Tensor], list[Any]]:
     exchange = _Exchange(ways)
-    ranks = [_Rank(twin, division, exchange, rank) for rank in range(ways)]
+    ranks = [_Rank(twin, partition, exchange, rank) for rank in range(ways)]
     results: list[Any] = [None] * ways
     errors: list[Exception] = []
 

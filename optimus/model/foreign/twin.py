@@ -1,4 +1,4 @@
-"""Small twins of models: the same configuration with small sizes, and models built from it.
+"""Models built from the same configuration with small sizes: twins.
 
 A twin has few layers of each kind and keeps ratios: heads to key heads, widths to head sizes. Its windows and chunks are
 shorter than its sequences, so that a mask that is left out shows.

@@ -1,4 +1,4 @@
-"""Divided twins have the loss and the gradients of one process, and what is wrong with a division shows."""
+"""Divided twins have the loss and the gradients of one process, and what is wrong with a partition shows."""
 
 import dataclasses
 import math
@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from helpers.model_facts import configuration
 from helpers.sweep import in_turns
+from optimus.model.foreign.calls import ModuleCall
 from optimus.model.foreign.facts import ModelFacts, Split, facts_of
-from optimus.model.foreign.ranks import Division, largest_difference
-from optimus.model.foreign.splits import Call, prove_units
+from optimus.model.foreign.ranks import TensorPartition, largest_difference
+from optimus.model.foreign.splits import prove_units
 from optimus.model.foreign.twin import build, enlarge, small, tokens_of_twin
 
 pytest.importorskip("transformers", minversion="5.20")
@@ -25,53 +26,53 @@ KINDS = [
 ]
 
 
-def divided_twin(kind: str) -> tuple[nn.Module, ModelFacts, Division, Tensor]:
-    """Returns a twin with large weights, its facts and its division, and tokens."""
+def divided_twin(kind: str) -> tuple[nn.Module, ModelFacts, TensorPartition, Tensor]:
+    """Returns a twin with large weights, its facts and its partition, and tokens."""
     torch.set_num_threads(1)
     config = small(configuration(kind))
     facts, model = facts_of(config), build(config)
     enlarge(model)
     inside = {name: each for name, each in facts.splits.items() if name.startswith(f"{facts.blocks}.")}
-    return model.double(), facts, Division(inside, facts.styles, facts.divided), tokens_of_twin(config)
+    return model.double(), facts, TensorPartition(inside, facts.styles, facts.divided), tokens_of_twin(config)
 
 
 @pytest.mark.parametrize("kind", in_turns(KINDS, 6, always=len(ALWAYS)))
 def test_ranks_have_the_gradients_of_one_process(kind: str) -> None:
-    model, facts, division, tokens_BS = divided_twin(kind)
+    model, facts, partition, tokens_BS = divided_twin(kind)
     assert facts.ways
     for ways in facts.ways:
-        difference, where = largest_difference(model, division, tokens_BS, ways)
+        difference, where = largest_difference(model, partition, tokens_BS, ways)
         assert difference < 3e-4, where
 
 
-def without(division: Division, end: str) -> Division:
-    """Returns the division without the styles of modules whose names end so."""
+def without(partition: TensorPartition, end: str) -> TensorPartition:
+    """Returns the partition without the styles of modules whose names end so."""
     return dataclasses.replace(
-        division, styles={name: style for name, style in division.styles.items() if not name.endswith(end)}
+        partition, styles={name: style for name, style in partition.styles.items() if not name.endswith(end)}
     )
 
 
 @pytest.mark.parametrize("end", ["o_proj", "q_proj", "q_norm", "experts"])
 def test_a_collective_that_is_left_out_shows(end: str) -> None:
-    model, _, division, tokens_BS = divided_twin("olmoe")
-    assert largest_difference(model, division, tokens_BS, 2)[0] < 3e-4
-    assert largest_difference(model, without(division, end), tokens_BS, 2)[0] > 1e-2
+    model, _, partition, tokens_BS = divided_twin("olmoe")
+    assert largest_difference(model, partition, tokens_BS, 2)[0] < 3e-4
+    assert largest_difference(model, without(partition, end), tokens_BS, 2)[0] > 1e-2
 
 
 def test_a_gradient_that_is_not_summed_shows() -> None:
-    model, _, division, tokens_BS = divided_twin("qwen3")
+    model, _, partition, tokens_BS = divided_twin("qwen3")
     name = "model.layers.1.self_attn.k_norm.weight"
-    assert division.splits[name] == Split(partial=True)
-    wrong = dataclasses.replace(division, splits={**division.splits, name: Split()})
+    assert partition.splits[name] == Split(partial=True)
+    wrong = dataclasses.replace(partition, splits={**partition.splits, name: Split()})
     difference, where = largest_difference(model, wrong, tokens_BS, 2)
     assert (difference > 1e-2, where) == (True, name)
 
 
 def test_heads_that_a_module_counts_itself_are_divided() -> None:
-    model, _, division, tokens_BS = divided_twin("stablelm")
-    assert division.divided["model.layers.0.self_attn"] == ("num_heads", "num_key_value_heads")
+    model, _, partition, tokens_BS = divided_twin("stablelm")
+    assert partition.divided["model.layers.0.self_attn"] == ("num_heads", "num_key_value_heads")
     with pytest.raises(RuntimeError, match="a rank of the divided twin fails"):
-        largest_difference(model, dataclasses.replace(division, divided={}), tokens_BS, 2)
+        largest_difference(model, dataclasses.replace(partition, divided={}), tokens_BS, 2)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,7 @@ class Own(nn.Module):
 
 def prove(layer: nn.Module) -> Any:
     torch.manual_seed(0)
-    call = Call((torch.randn(2, 5, 16).requires_grad_(),), {})
+    call = ModuleCall((torch.randn(2, 5, 16).requires_grad_(),), {})
     return prove_units(nn.ModuleDict({"block": Own(layer)}), "block", {"block.layer": call}, 16)
 
 
