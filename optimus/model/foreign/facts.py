@@ -62,8 +62,10 @@ def facts_of(config: Any, module: nn.Module | None = None, initial: Mapping[str,
     """
     real = build(config, "sdpa", "meta") if module is None else module
     initial = initial_values(real) if initial is None else initial
-    analysis = _Analysis(config, real, *_twin_of(config, real))
-    return analysis.facts(without_initial(real, initial))
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.manual_seed(0)
+        analysis = _Analysis(config, real, *_twin_of(config, real))
+        return analysis.facts(without_initial(real, initial))
 
 
 def _twin_of(config: Any, real: nn.Module) -> tuple[Any, nn.Module]:
