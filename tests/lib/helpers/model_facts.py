@@ -50,13 +50,13 @@ def kinds() -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def configuration(kind: str) -> Any:
-    """Returns the configuration of a type of model, as its class has it by default."""
+def configuration(kind: str, **changed: Any) -> Any:
+    """Returns the configuration of a type of model, as its class has it by default, but for what is changed."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     made = CONFIG_MAPPING[kind]
     decoder = {"is_decoder": True} if getattr(made, "is_decoder", None) is False else {}
-    return made(**decoder, **SETTINGS.get(kind, {}))
+    return made(**decoder | SETTINGS.get(kind, {}) | changed)
 
 
 def row(kind: str) -> dict[str, Any]:

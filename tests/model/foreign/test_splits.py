@@ -92,9 +92,7 @@ def test_styles(kind: str, module: str, style: Any) -> None:
 
 
 def test_numbers_of_ranks_that_do_not_divide_are_refused() -> None:
-    config = configuration("phi3")
-    config.num_key_value_heads = 8
-    facts = facts_of(config)
+    facts = facts_of(configuration("phi3", num_key_value_heads=8))
     assert facts.refuse_ways(1) is facts.refuse_ways(4) is facts.refuse_ways(8) is None
     assert "8 heads of model.layers.0.self_attn" in str(facts.refuse_ways(16))
     assert "proved for 2" in str(dataclasses.replace(facts, ways=(2,)).refuse_ways(4))
