@@ -5,29 +5,43 @@ refused by name.
 """
 
 import itertools
+import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from optimus.errors import UserError
 from optimus.model.foreign import probes
+from optimus.model.foreign.calls import record_calls
 from optimus.model.foreign.initial import Initial, initial_values, without_initial
 from optimus.model.foreign.plan import gathered_by_plan, published_plan, published_splits
 from optimus.model.foreign.probes import AttentionFacts, Pass, find_blocks, twin_tokens
+from optimus.model.foreign.ranks import TensorPartition, largest_difference
 from optimus.model.foreign.records import STYLES, ModelFacts, RouterFacts, ScoredColumns, Split, Style
 from optimus.model.foreign.sizes import RealSizes
-from optimus.model.foreign.splits import ProvedUnit, prove_units, record_calls
-from optimus.model.foreign.twin import arguments_of, build, enlarge, general, layers_of, small, tokens_of_twin
+from optimus.model.foreign.splits import ProvedUnit, prove_units
+from optimus.model.foreign.twin import (
+    arguments_of,
+    build,
+    enlarge,
+    factors_of,
+    general,
+    layers_of,
+    small,
+    tokens_of_twin,
+)
 
 __all__ = ["STYLES", "ModelFacts", "RouterFacts", "ScoredColumns", "Split", "Style", "facts_of"]
 
 _LAYER = re.compile(r"layer_?(idx|id|number|index|num)$|^idx$|^index$")
 _RANDOM = re.compile(r"drop|jitter")  # settings that make a model's training random; a twin has none
+_GRADIENTS = 3e-4  # the largest difference of a gradient between ranks and one process, relative to its largest element
 _FAILURES = (
     RuntimeError,
     ValueError,
@@ -48,8 +62,10 @@ def facts_of(config: Any, module: nn.Module | None = None, initial: Mapping[str,
     """
     real = build(config, "sdpa", "meta") if module is None else module
     initial = initial_values(real) if initial is None else initial
-    analysis = _Analysis(config, real, *_twin_of(config, real))
-    return analysis.facts(without_initial(real, initial))
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.manual_seed(0)
+        analysis = _Analysis(config, real, *_twin_of(config, real))
+        return analysis.facts(without_initial(real, initial))
 
 
 def _twin_of(config: Any, real: nn.Module) -> tuple[Any, nn.Module]:
@@ -112,6 +128,17 @@ def _kind(layer: nn.Module) -> Any:
     return tuple(settings), tuple((name, tuple(each.shape)) for name, each in layer.named_parameters())
 
 
+class _Tensor(NamedTuple):
+    """Facts about tensor parallelism, as in `ModelFacts`."""
+
+    splits: dict[str, Split]
+    styles: dict[str, Style]
+    divided: dict[str, tuple[str, ...]]
+    heads: dict[str, int]
+    ways: tuple[int, ...]
+    shares: dict[str, float]
+
+
 @dataclass
 class _Analysis:
     config: Any
@@ -135,10 +162,11 @@ class _Analysis:
         position_ids = bool(arguments_of(self.twin, position_ids=0).get("position_ids") == 0)
         attention = self._attention(seen, position_ids)
         causal = self._causal()
-        splits, styles, divided, heads, ways, shares = self._tensor(embedding, head, seen.width())
+        tensor = self._tensor(embedding, head, seen.width())
         weight = self.real.get_parameter(f"{embedding}.weight")
         stream = self._stream(seen, weight)
         dropout = self._dropout()
+        self._unknown_layers()
         if no_initial:
             self.refusals["initial values"] = (
                 f"{', '.join(no_initial[:3])} have no initial values that are known: begin with a folder of weights"
@@ -157,11 +185,11 @@ class _Analysis:
             before=frozenset(itertools.takewhile(lambda name: name != self.blocks, seen.order)),
             logit_scale=scale,
             logit_cap=cap,
-            splits=splits,
-            styles=styles,
-            divided=divided,
-            heads=heads,
-            ways=ways,
+            splits=tensor.splits,
+            styles=tensor.styles,
+            divided=tensor.divided,
+            heads=tensor.heads,
+            ways=tensor.ways,
             documents=attention.documents,
             position_ids=position_ids,
             attention=attention.used and attention.equal,
@@ -174,7 +202,7 @@ class _Analysis:
             refusals=dict(self.refusals),
             stream=stream,
             causal=causal,
-            shares=shares,
+            shares=tensor.shares,
         )
 
     # ---- What one pass shows ----
@@ -245,8 +273,8 @@ class _Analysis:
         return found
 
     def _scored(self, attention: AttentionFacts) -> dict[int, ScoredColumns | None]:
-        """Returns the attention of each kind of layer, with real sizes."""
-        twins = self._twin_layers()
+        """Returns the attention of each layer, with real sizes."""
+        twins = self._twin_layers
         found: dict[int, ScoredColumns | None] = {}
         for number, twin in enumerate(twins):
             made = attention.scored.get(twin) if twin is not None else None
@@ -254,7 +282,7 @@ class _Analysis:
         return found
 
     def _real_scored(self, heads: int, query: int, value: int, window: int | None) -> ScoredColumns:
-        factor = self._factors()
+        factor = factors_of(self.config)
         real_window = (
             None if window is None else self.sizes.one(window, "window") or self.sizes.common(window, "window")
         )
@@ -265,13 +293,9 @@ class _Analysis:
             real_window if window is not None else None,
         )
 
-    def _factors(self) -> tuple[int, int]:
-        from optimus.model.foreign.twin import factors_of
-
-        return factors_of(self.config)
-
     # ---- Layers and parameters of the twin, and the real ones ----
 
+    @cached_property
     def _twin_layers(self) -> list[int | None]:
         """Returns, for each layer of the real model, one of the twin of the same kind."""
         first: dict[Any, int] = {}
@@ -279,24 +303,62 @@ class _Analysis:
             first.setdefault(signature(layer), number)
         return [first.get(signature(layer)) for layer in self.layers]
 
+    def _unknown_layers(self) -> None:
+        """Refuses to say anything of layers of a kind that the twin lacks."""
+        missing = [str(number) for number, twin in enumerate(self._twin_layers) if twin is None]
+        if missing:
+            self.refusals["layers"] = (
+                f"no small model has the kind of {self.blocks}.{missing[0]} (in all {len(missing)} layers): their "
+                "parameters stay whole, and their operations are not known"
+            )
+
     def _names_by_layer(self, found: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-        """Returns entries by the twin's layer, then by general name inside it; None where instances differ."""
+        """Returns entries by the twin's layer, then by name inside it: with stars if all of that name are alike.
+
+        None stands for entries that differ.
+        """
         made: dict[int, dict[str, Any]] = {}
         for name, value in found.items():
-            match = re.fullmatch(rf"{re.escape(self.blocks)}\.(\d+)(?:\.(.*))?", name)
-            if match:
-                inner, layer = general(match[2] or ""), made.setdefault(int(match[1]), {})
+            if match := self._inside(name):
+                inner, layer = self._known_as(match[2] or ""), made.setdefault(int(match[1]), {})
                 layer[inner] = value if layer.get(inner, value) == value else None
         return made
 
+    def _inside(self, name: str) -> re.Match[str] | None:
+        """Finds the number of a layer and the name inside it."""
+        return re.fullmatch(rf"{re.escape(self.blocks)}\.(\d+)(?:\.(.*))?", name)
+
+    def _known_as(self, inner: str) -> str:
+        """Returns a name inside a layer with stars, unless modules or parameters of that name have different shapes."""
+        return inner if general(inner) in self._unlike else general(inner)
+
+    @cached_property
+    def _unlike(self) -> set[str]:
+        """The names with stars inside the twin's layers that are not all of one class or shape."""
+        shapes: dict[tuple[str, str], set[Any]] = {}
+        named: list[tuple[str, Any]] = [(name, tuple(each.shape)) for name, each in self.twin.named_parameters()]
+        for name, module in self.twin.named_modules():
+            own = tuple(tuple(each.shape) for each in module.parameters(recurse=False))
+            named.append((name, (type(module), own)))
+        for name, shape in named:
+            if match := self._inside(name):
+                shapes.setdefault((match[1], general(match[2] or "")), set()).add(shape)
+        return {inner for (_, inner), found in shapes.items() if len(found) > 1}
+
     def _real_names(self, found: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
         """Returns entries of the twin's names by the real names."""
-        by_layer, twins, made = self._names_by_layer(found), self._twin_layers(), {}
+        return self._names_of_layers(found, names, self._twin_layers)
+
+    def _names_of_layers(
+        self, found: Mapping[str, Any], names: Iterable[str], twins: Sequence[int | None]
+    ) -> dict[str, Any]:
+        """Returns entries by names whose layers have those of the twin; `twins` says which."""
+        by_layer, made = self._names_by_layer(found), {}
         for name in names:
-            match = re.fullmatch(rf"{re.escape(self.blocks)}\.(\d+)(?:\.(.*))?", name)
+            match = self._inside(name)
             twin = twins[int(match[1])] if match else None
             if match and twin is not None:
-                value = by_layer.get(twin, {}).get(general(match[2] or ""))
+                value = by_layer.get(twin, {}).get(self._known_as(match[2] or ""))
                 if value is not None:
                     made[name] = value
         return made
@@ -306,63 +368,103 @@ class _Analysis:
         by_layer = self._names_by_layer({name: name in missing for name, _ in self.twin.named_parameters()})
         if not missing:
             return ()
-        twins = self._twin_layers()
+        twins = self._twin_layers
         found = []
         for name, _ in self.real.named_parameters():
-            match = re.fullmatch(rf"{re.escape(self.blocks)}\.(\d+)\.(.*)", name)
+            match = self._inside(name)
             if match is None:
                 found += [name] if name in missing else []
-            elif (twin := twins[int(match[1])]) is not None and by_layer[twin].get(general(match[2])):
+            elif (twin := twins[int(match[1])]) is not None and by_layer[twin].get(self._known_as(match[2])):
                 found.append(name)
         return tuple(found)
 
     # ---- Tensor parallelism ----
 
-    def _tensor(self, embedding: str, head: str, width: int) -> Any:
-        units = self._units(width)
-        splits = {name: split for unit in units for name, split in unit.splits.items()}
-        styles: dict[str, Style] = {name: style for unit in units for name, style in unit.styles.items()}
-        divided = {name: names for unit in units for name, names in unit.divided.items()}
-        parameters = dict(self.real.named_parameters())
-        plan = published_plan(self.real)
-        gathered, gather_styles = gathered_by_plan(plan, self.twin, splits, styles)
-        real = self._real_splits(splits | gathered, parameters)
-        names = [name for name, _ in self.real.named_modules()]
-        real_styles = self._real_names(styles | gather_styles, names)
+    def _tensor(self, embedding: str, head: str, width: int) -> "_Tensor":
+        """Divides the modules of blocks as far as the twin proves, and says it of the real model."""
+        plan, parameters = published_plan(self.real), dict(self.real.named_parameters())
+        modules = [name for name, _ in self.real.named_modules()]
+        units, of_twin, ways = self._proved_partition(plan, width)
+        real = self._real_splits(of_twin.splits, parameters)
         for name in (f"{embedding}.weight", f"{head}.weight", f"{head}.bias"):
             if name in parameters:
                 real[name] = Split(0)
-        proved = {name for name in self._real_names(splits, parameters) if real[name].dim is not None}
-        shares = self._shares(parameters, real, proved, published_splits(plan, parameters))
-        if not units:
-            self.refusals["tensor"] = (
-                f"no module in {self.blocks} of {type(self.real).__name__} has parts that add up: its parameters stay "
-                "whole; choose `parallel.tensor: 1`"
-            )
-        ways = tuple(sorted(set.intersection(*({*unit.ways} for unit in units)))) if units else ()
-        return real, real_styles, self._real_names(divided, names), self._heads(units, names), ways, shares
+        by_units = {name: split for unit in units for name, split in unit.splits.items()}
+        proved = {name for name in self._real_names(by_units, parameters) if real[name].dim is not None}
+        return _Tensor(
+            real,
+            self._real_names(of_twin.styles, modules),
+            self._real_names(of_twin.divided, modules),
+            self._heads(units, modules),
+            ways,
+            self._shares(parameters, real, proved, published_splits(plan, parameters)),
+        )
 
-    def _units(self, width: int) -> list[ProvedUnit]:
-        """Returns the proved units of the first layer of each kind of the twin; in double precision where that runs."""
-        first: dict[Any, int] = {}
-        for number, layer in enumerate(layers_of(self.twin, self.blocks)):
-            first.setdefault(signature(layer), number)
-        containers = [
-            name
-            for number in first.values()
-            for name, _ in self.twin.get_submodule(f"{self.blocks}.{number}").named_modules(
-                prefix=f"{self.blocks}.{number}"
-            )
-        ]
-        twin, tokens_BS = self.twin, tokens_of_twin(self.twin_config, 3)
-        try:
-            calls = record_calls(twin.double(), containers, {"input_ids": tokens_BS, **arguments_of(twin)})
-        except _FAILURES:
-            calls = record_calls(twin.float(), containers, {"input_ids": tokens_BS, **arguments_of(twin)})
-        proved = (prove_units(twin, f"{self.blocks}.{number}", calls, width) for number in first.values())
-        units = [*itertools.chain(*proved)]
+    def _proved_partition(
+        self, plan: Mapping[str, str], width: int
+    ) -> tuple[list[ProvedUnit], TensorPartition, tuple[int, ...]]:
+        """Returns the units of the twin, its partition, and the numbers of ranks for which it is proved as a whole."""
+        twin, tokens_BS = self._in_double()
+        units = self._units(twin, tokens_BS, width)
+        partition = self._twin_partition(units, plan)
+        ways: tuple[int, ...] = ()
+        why = f"no module in {self.blocks} has parts that add up"
+        if partition.styles:
+            common = set.intersection({2, 4}, *({*unit.ways} for unit in units))
+            worst = {number: self._difference(partition, tokens_BS[:1], number) for number in sorted(common)}
+            ways = tuple(number for number, (difference, _) in worst.items() if difference <= _GRADIENTS)
+            difference, where = worst.get(2, (math.inf, "all"))
+            why = f"a divided twin differs from one process by {difference:.0e} in {where}"
         twin.float()
-        return units
+        if ways[:1] == (2,):
+            return units, partition, ways
+        self.refusals["tensor"] = (
+            f"{type(self.real).__name__}: {why}: its parameters stay whole; choose `parallel.tensor: 1`"
+        )
+        return [], TensorPartition({}, {}, {}), ()
+
+    def _in_double(self) -> tuple[nn.Module, Tensor]:
+        """Returns the twin in double precision, where its code runs so, and tokens for it."""
+        tokens_BS = tokens_of_twin(self.twin_config, 3)
+        try:
+            with torch.no_grad():
+                probes.logits_of(self.twin.double(), tokens_BS)
+        except _FAILURES:
+            self.twin.float()
+        return self.twin, tokens_BS
+
+    def _difference(self, partition: TensorPartition, tokens_BS: Tensor, ways: int) -> tuple[float, str]:
+        try:
+            return largest_difference(self.twin, partition, tokens_BS, ways)
+        except _FAILURES as error:
+            return math.inf, str(error)
+
+    def _first_layers(self) -> list[int]:
+        """Returns, for each layer of the twin, the first one of the same kind."""
+        first: dict[Any, int] = {}
+        return [first.setdefault(signature(each), n) for n, each in enumerate(layers_of(self.twin, self.blocks))]
+
+    def _units(self, twin: nn.Module, tokens_BS: Tensor, width: int) -> list[ProvedUnit]:
+        """Returns the proved units of the first layer of each kind of the twin."""
+        blocks = [f"{self.blocks}.{number}" for number in sorted({*self._first_layers()})]
+        names = [name for block in blocks for name, _ in twin.get_submodule(block).named_modules(prefix=block)]
+        calls = record_calls(twin, names, {"input_ids": tokens_BS, **arguments_of(twin)})
+        return [unit for block in blocks for unit in prove_units(twin, block, calls, width)]
+
+    def _twin_partition(self, units: Iterable[ProvedUnit], plan: Mapping[str, str]) -> TensorPartition:
+        """Returns the partition of all layers of the twin."""
+        first = self._first_layers()
+        parameters = [name for name, _ in self.twin.named_parameters()]
+        modules = [name for name, _ in self.twin.named_modules()]
+        split = {name: each for unit in units for name, each in unit.splits.items()}
+        style = {name: each for unit in units for name, each in unit.styles.items()}
+        divided = {name: each for unit in units for name, each in unit.divided.items()}
+        splits = self._names_of_layers(split, parameters, first)
+        styles = self._names_of_layers(style, modules, first)
+        gathered, gather_styles = gathered_by_plan(plan, self.twin, splits, styles)
+        return TensorPartition(
+            splits | gathered, styles | gather_styles, self._names_of_layers(divided, modules, first)
+        )
 
     def _real_splits(self, splits: Mapping[str, Split], parameters: Mapping[str, Tensor]) -> dict[str, Split]:
         found, made = self._real_names(splits, parameters), {}

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from optimus.model.foreign.twin import build, general, small
+from optimus.model.foreign.twin import build_small, general
 
 _SMALL = 1 << 21  # elements of a parameter whose values are computed
 _Note = Callable[..., "Initial | None"]
@@ -47,23 +47,23 @@ def initial_values(module: nn.Module, seed: int = 0) -> dict[str, Initial]:
     parameters and done for buffers. Values that its code computes beside these calls are computed, small ones with their
     real shapes. `seed` chooses the random ones among them. A parameter that is not in the result has no known values.
     """
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _untied(module):
         torch.manual_seed(seed)
-        found = _Listener(module).run()
-        if missing := without_initial(module, found):
-            found |= _computed(module, missing)
-        if missing := without_initial(module, found):
-            found |= _scaled(module, missing)
-        if missing := without_initial(module, found):
-            found |= _constructed(module, missing)
-        if missing := without_initial(module, found):
-            found |= _constants(module, missing)
-    return found
+        listener = _Listener(module)
+        found = listener.run()
+        if unwritten := listener.unwritten():
+            _fill_buffers(module, unwritten)
+        for more in (_computed, _scaled, _constructed, _constants):
+            if missing := [name for name, _ in module.named_parameters() if name not in found]:
+                found |= more(module, missing)
+    named = dict(module.named_parameters())
+    return {name: each for name, each in found.items() if name in named}
 
 
 def without_initial(module: nn.Module, found: Mapping[str, Initial]) -> tuple[str, ...]:
-    """Returns the names of parameters that have no known initial values."""
-    return tuple(name for name, _ in module.named_parameters() if name not in found)
+    """Returns the names of parameters that have no known initial values, and of buffers without known values."""
+    unknown = [name for name, each in module.named_buffers() if each.is_floating_point() and bool(each.isnan().all())]
+    return tuple([name for name, _ in module.named_parameters() if name not in found] + unknown)
 
 
 class _Listener:
@@ -84,12 +84,19 @@ class _Listener:
         self.last: dict[str, Initial] = {}  # the last random numbers of each parameter
         self.found: dict[str, Initial] = {}
         self.parts: dict[str, list[Initial | None]] = {}
+        self.unset: set[int] = set()  # buffers that had no storage
+        self.written: set[int] = set()
+
+    def unwritten(self) -> list[str]:
+        """Returns the names of buffers without storage before, which no initialiser has written."""
+        unset = self.unset - self.written
+        return [name for name, each in self.module.named_buffers() if id(each) in unset]
 
     def run(self) -> dict[str, Initial]:
         """Runs the module's initialisation; returns what was noted."""
         from transformers import initialization
 
-        _forget(self.module)
+        self.unset = _forget(self.module)
         self.buffers = {id(each) for each in self.module.buffers()}
         listeners: Any = {kind: self._listener(kind, getattr(initialization, kind)) for kind in _NOTES}
         with patch.multiple(initialization, **listeners):
@@ -111,6 +118,7 @@ class _Listener:
             elif tensor.is_meta and id(base) in self.names:
                 self.parts.setdefault(self.names[id(base)], []).append(_NOTES[kind](tensor, *args, **kwargs))
             elif id(tensor) in self.buffers or not tensor.is_meta:
+                self.written |= {id(tensor), id(base)}
                 original(tensor, *args, **kwargs)
             return tensor
 
@@ -198,7 +206,7 @@ def _constants(module: nn.Module, missing: Iterable[str]) -> dict[str, Initial]:
     found: dict[str, set[float]] = {}
     for seed in range(2):
         torch.manual_seed(seed)
-        for name, each in build(small(config)).named_parameters():
+        for name, each in build_small(config).named_parameters():
             values = each.detach().flatten()
             found.setdefault(general(name), set()).update([float(values.min()), float(values.max())])
     alike = {name: values.pop() for name, values in found.items() if len(values) == 1}
@@ -207,8 +215,53 @@ def _constants(module: nn.Module, missing: Iterable[str]) -> dict[str, Initial]:
 
 
 @contextmanager
+def _untied(module: nn.Module) -> Iterator[None]:
+    """Separates tied parameters while it lasts, as they are while a model initialises itself: the first of them counts."""
+    seen: set[int] = set()
+    tied: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for owner in module.modules():
+        for leaf, parameter in owner._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) in seen:
+                tied.append((owner, leaf, parameter))
+                owner._parameters[leaf] = nn.Parameter(torch.empty_like(parameter), parameter.requires_grad)
+            seen.add(id(parameter))
+    try:
+        yield
+    finally:
+        for owner, leaf, parameter in tied:
+            owner._parameters[leaf] = parameter
+
+
+@torch.no_grad()
+def _fill_buffers(module: nn.Module, names: Iterable[str]) -> None:
+    """Fills buffers that only constructors set: with those of a twin, if its have the same shape or are constant.
+
+    Others become NaN, so that nothing is computed with them.
+    """
+    config: Any = module.config
+    of_twin: dict[str, list[Tensor]] = {}
+    for name, each in build_small(config).named_buffers():
+        of_twin.setdefault(general(name), []).append(each)
+    for name in names:
+        buffer = module.get_buffer(name)
+        alike = of_twin.get(general(name), [])
+        first = alike[0] if alike else None
+        if first is not None and all(each.shape == first.shape and torch.equal(each, first) for each in alike):
+            if first.shape == buffer.shape:
+                buffer.copy_(first)
+                continue
+            if first.numel() and bool((first == first.flatten()[0]).all()):
+                buffer.fill_(first.flatten()[0])
+                continue
+        if buffer.is_floating_point():
+            buffer.fill_(math.nan)
+
+
+@contextmanager
 def _stored(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[dict[str, Tensor]]:
-    """Gives parameters storage on the CPU while it lasts, with these shapes."""
+    """Stores parameters on the CPU while it lasts, with these shapes."""
     before = {name: module.get_parameter(name) for name in shapes}
     filled: dict[str, Tensor] = {}
     for name, shape in shapes.items():
@@ -227,14 +280,17 @@ def _is_finite(made: Initial) -> bool:
     return math.isfinite(made.value) and (made.values is None or bool(made.values.isfinite().all()))
 
 
-def _forget(module: nn.Module) -> None:
-    """Marks nothing as initialised, and gives buffers without storage zeros."""
+def _forget(module: nn.Module) -> set[int]:
+    """Marks nothing as initialised, and gives buffers without storage zeros; returns the identities of these."""
+    unset = set()
     for owner in module.modules():
         for leaf, buffer in owner._buffers.items():
             if buffer is not None and buffer.is_meta:
-                owner._buffers[leaf] = torch.zeros_like(buffer, device="cpu")
+                owner._buffers[leaf] = made = torch.zeros_like(buffer, device="cpu")
+                unset.add(id(made))
         for each in (owner, *owner._parameters.values(), *owner._buffers.values()):
             getattr(each, "__dict__", {}).pop("_is_hf_initialized", None)
+    return unset
 
 
 # ---- One note for each initialiser ----

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from optimus.kernels.attention import Scoring
 from optimus.kernels.documents import Documents
-from optimus.model.foreign.splits import first_of
+from optimus.model.foreign.calls import first_of
 from optimus.model.foreign.twin import arguments_of, configurations_of, layers_of, tokens_of_twin
 from optimus.model.sequence import SequenceSplit
 

@@ -22,7 +22,7 @@ STYLES: dict[Style, str] = {
 
 @dataclass(frozen=True)
 class Split:
-    """The division of one parameter by tensor parallelism.
+    """The partition of one parameter by tensor parallelism.
 
     `pieces` lie end to end along `dim` (queries, keys and values; gate and up); each is sharded by itself. A `partial`
     parameter is not divided, but acts on sharded activations, so its gradient is a sum over the ranks. A `share` enters a
@@ -106,5 +106,5 @@ class ModelFacts:
             if uneven := [piece for piece in split.pieces if piece % ways]:
                 return f"{ways} ranks do not divide {uneven[0]} rows of {name}: choose a divisor of {uneven[0]}"
         if ways > 2 and 4 not in self.ways:
-            return f"the division of {self.blocks} is proved for 2 ranks only: choose `parallel.tensor: 2`"
+            return f"the partition of {self.blocks} is proved for 2 ranks only: choose `parallel.tensor: 2`"
         return None

@@ -1,4 +1,5 @@
-"""The table of facts of the causal models of `transformers`: `python -m helpers.model_facts` writes it anew.
+"""The table of facts of the causal models of `transformers`: `python -m helpers.model_facts` writes it anew, with types
+of models as arguments only their rows.
 
 Each row is of the configuration that the class has by default, which is mostly that of its first published model.
 """
@@ -49,13 +50,13 @@ def kinds() -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def configuration(kind: str) -> Any:
-    """Returns the configuration of a type of model, as its class has it by default."""
+def configuration(kind: str, **changed: Any) -> Any:
+    """Returns the configuration of a type of model, as its class has it by default, but for what is changed."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     made = CONFIG_MAPPING[kind]
     decoder = {"is_decoder": True} if getattr(made, "is_decoder", None) is False else {}
-    return made(**decoder, **SETTINGS.get(kind, {}))
+    return made(**decoder | SETTINGS.get(kind, {}) | changed)
 
 
 def row(kind: str) -> dict[str, Any]:
@@ -109,27 +110,31 @@ def limited(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def main() -> None:
-    """Writes the table."""
+def main(chosen: list[str]) -> None:
+    """Writes the table: all rows, or the chosen ones anew."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import torch
     import transformers
 
     torch.set_num_threads(1)
-    rows, absent = {}, {}
+    table = read() if chosen else {"classes": {}, "absent": {}}
+    rows, absent = table["classes"], table["absent"]
     for kind, name in kinds().items():
+        if chosen and kind not in chosen:
+            continue
+        rows.pop(kind, None), absent.pop(kind, None)
         try:
             with limited(SECONDS):
                 rows[kind] = {"class": name, **row(kind)}
         except Exception as error:
             absent[kind] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        print(kind, "" if kind in rows else absent[kind], file=sys.stderr, flush=True)
+        print(kind, absent.get(kind, ""), file=sys.stderr, flush=True)
+    lines = ",\n".join(f"  {json.dumps(kind)}: {json.dumps(rows[kind])}" for kind in sorted(rows))
+    missing = json.dumps(dict(sorted(absent.items())), indent=1)
     FILE.parent.mkdir(parents=True, exist_ok=True)
-    table = ",\n".join(f"  {json.dumps(kind)}: {json.dumps(each)}" for kind, each in rows.items())
-    missing = json.dumps(absent, indent=1)
-    text = f'{{"transformers": "{transformers.__version__}",\n"classes": {{\n{table}\n}},\n"absent": {missing}}}\n'
+    text = f'{{"transformers": "{transformers.__version__}",\n"classes": {{\n{lines}\n}},\n"absent": {missing}}}\n'
     FILE.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

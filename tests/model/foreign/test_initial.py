@@ -26,7 +26,20 @@ KINDS = [
         "openai-gpt",
         "deepseek_v4",
     ),
-    *("opt", "bert", "granitemoe", "lfm2", "hy_v4", "gpt_oss", "olmo_hybrid", "bloom", "falcon", "stablelm", "phi3"),
+    *(
+        "opt",
+        "bert",
+        "granitemoe",
+        "lfm2",
+        "hy_v4",
+        "gpt_oss",
+        "olmo_hybrid",
+        "bloom",
+        "falcon",
+        "stablelm",
+        "phi3",
+        "modernbert-decoder",
+    ),
 ]
 
 
@@ -45,6 +58,8 @@ def agrees(initial: Initial, own: torch.Tensor) -> bool:
     if count < 64:
         return bool((values - initial.mean).abs().max() <= 6 * initial.std)
     mean_error, std_error = 6 / math.sqrt(count), 6 / math.sqrt(2 * count) + 0.02  # rows of padding are zero
+    if initial.kind == "normal" and initial.high is not None and initial.high < 4 * initial.std:
+        return float(values.abs().max()) <= initial.high and float(values.std()) < initial.std
     near = abs(float(values.mean()) - initial.mean) <= mean_error * initial.std
     return near and abs(float(values.std()) / initial.std - 1) <= std_error
 
