@@ -85,10 +85,11 @@ class CausalModel(nn.Module):
     """A causal language model, which maps `tokens_BS` (int64) to `logits_BSV`.
 
     Subclasses have an `OutputLayer` named `head`, and its unit `predict`, which takes the arguments of
-    `OutputHead.forward`.
+    `OutputHead.forward`. `notes` are lines for the user.
     """
 
     replaceable: Sequence[str] = ("sequence", "step")
+    notes: tuple[str, ...] = ()
     config: Architecture
     blocks: Any
     embedding: Any
