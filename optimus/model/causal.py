@@ -85,12 +85,13 @@ class CausalModel(nn.Module):
     """A causal language model, which maps `tokens_BS` (int64) to `logits_BSV`.
 
     Subclasses have an `OutputLayer` named `head`, and its unit `predict`, which takes the arguments of
-    `OutputHead.forward`.
+    `OutputHead.forward`. `notes` are lines for the user.
     """
 
     replaceable: Sequence[str] = ("sequence", "step")
     # True if `hidden_states` takes a `KVCache` of several sequences; otherwise the model has a method `continued`.
     shares_cache: ClassVar[bool] = False
+    notes: tuple[str, ...] = ()
     config: Architecture
     blocks: Any
     embedding: Any

@@ -25,6 +25,7 @@ from optimus.model.foreign.architecture import TransformersModel
 from optimus.model.foreign.attention import NAME
 from optimus.model.foreign.columns import WHOLE, Columns
 from optimus.model.foreign.configuration import hf_config
+from optimus.model.foreign.experts import FusedExperts, choose_experts
 from optimus.model.foreign.initial import Initial as Noted
 from optimus.model.foreign.initial import initial_values
 from optimus.model.foreign.modules import (
@@ -36,6 +37,7 @@ from optimus.model.foreign.modules import (
     NormOverAll,
     StagedBlock,
     StagedModule,
+    Storage,
     Summed,
     become,
     computed,
@@ -105,7 +107,7 @@ class ForeignStage:
         return made_BSH.reshape(tokens_BS.numel(), -1), stats
 
 
-class ForeignModel(CausalModel):
+class ForeignModel(Storage, CausalModel):
     """A causal language model whose modules the library does not know.
 
     `body` is the author's module, with parameters on the meta device and buffers with values. `initial` has the initial
@@ -130,7 +132,8 @@ class ForeignModel(CausalModel):
         self.blocks = list(cast(nn.ModuleList, body.get_submodule(facts.blocks)))
         self._units: list[Unit] = []
         self.stored: dict[str, Stored] = {}
-        _compose(self, facts, initial)
+        fused, self.notes = choose_experts(body)
+        _compose(self, facts, initial, fused)
 
     # ---- Parts ----
 
@@ -269,11 +272,16 @@ def _part(name: str, facts: ModelFacts) -> str:
 # ---- Composition ----
 
 
-def _compose(model: ForeignModel, facts: ModelFacts, initial: Mapping[str, Noted]) -> None:
-    """Turns the modules of the body into units, projections, lookup and output layer, and declares their parameters."""
+def _compose(
+    model: ForeignModel, facts: ModelFacts, initial: Mapping[str, Noted], fused: Iterable[nn.Module]
+) -> None:
+    """Turns the modules of the body into units, projections, fused experts, lookup and output layer, and declares their
+    parameters."""
     body: nn.Module = model.body
     embedding, head = body.get_submodule(facts.embedding), body.get_submodule(facts.head)
     model.stored |= _declare_all(body, facts, initial)
+    for module in fused:
+        become(module, FusedExperts, gradients={}, step=model.step)
     for name, module in list(body.named_modules()):
         inside = name.startswith(f"{facts.blocks}.")
         if inside and (type(module) is nn.Linear or isinstance(module, Conv1D)):

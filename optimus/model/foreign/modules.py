@@ -61,7 +61,20 @@ class _Staged:
         return self.unit(x, run)
 
 
-class StagedBlock(_Staged):
+class Storage:
+    """A module that finds parameters as they are stored, where attributes of the same names are `flattened` or
+    `shared_out`."""
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """Returns the parameter `target`. Raises `AttributeError` if there is none."""
+        owner, _, leaf = target.rpartition(".")
+        found = self.get_submodule(owner)._parameters.get(leaf)  # type: ignore[attr-defined]
+        if found is None:
+            raise AttributeError(f"no parameter {target}")
+        return cast(nn.Parameter, found)
+
+
+class StagedBlock(_Staged, Storage):
     """A block. The first block of a later stage takes what the previous stage sent instead of its argument."""
 
     number: int
