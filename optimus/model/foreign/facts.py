@@ -91,7 +91,7 @@ def signature(layer: nn.Module) -> Any:
     return frozenset(found)
 
 
-def _kind(layer: nn.Module) -> Any:
+def kind_of(layer: nn.Module) -> Any:
     """Returns a layer's class, shapes and settings, beside its number."""
     settings = [
         (name, type(each).__qualname__, key, value)
@@ -143,7 +143,7 @@ class _Analysis:
             blocks=self.blocks,
             layers=len(self.layers),
             outputs=seen.outputs,
-            kinds=tuple(first.setdefault(_kind(layer), number) for number, layer in enumerate(self.layers)),
+            kinds=tuple(first.setdefault(kind_of(layer), number) for number, layer in enumerate(self.layers)),
             embedding=embedding,
             head=head,
             tied=self.real.get_submodule(head).weight is weight,

@@ -1,4 +1,4 @@
-"""Adapts causal language models of `transformers` to the protocol `CausalModel`.
+"""Adapts causal language models of other authors, of `transformers` or of a plugin, to the protocol `CausalModel`.
 
 Every stage runs the model's own whole forward pass. Blocks and modules of other stages pass their input on; the first
 block of a stage takes what the previous stage sent. So masks, rotary tables and factors are the author's code on every
@@ -8,7 +8,7 @@ Legend: B batch, S sequence, H hidden, T = B * S tokens.
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -16,16 +16,11 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from optimus.model.batch import Batch, moved
 from optimus.model.causal import BlockRow, CausalModel
-from optimus.model.foreign.architecture import TransformersModel
-from optimus.model.foreign.attention import NAME
+from optimus.model.foreign.adapted import AdaptedModel
 from optimus.model.foreign.columns import WHOLE, Columns
-from optimus.model.foreign.configuration import hf_config
-from optimus.model.foreign.initial import Initial as Noted
-from optimus.model.foreign.initial import initial_values
 from optimus.model.foreign.modules import (
     LOCAL,
     AuthorsLinear,
@@ -42,9 +37,8 @@ from optimus.model.foreign.modules import (
 )
 from optimus.model.foreign.passing import Passing
 from optimus.model.foreign.records import ModelFacts, Split, Style
-from optimus.model.foreign.twin import build
 from optimus.model.moe.statistics import RouterStats
-from optimus.model.parameters import Declaration, Dim, Initial, Normal, Role, Uniform, Values
+from optimus.model.parameters import Declaration, Dim, Initial, Role, Values
 from optimus.model.sequence import SequenceSplit
 from optimus.model.units import Unit
 from optimus.model.vocabulary import Vocabulary
@@ -93,7 +87,7 @@ class ForeignStage:
         received_BSH = None if x_TH is None else x_TH.view(*tokens_BS.shape, *(self._model.facts.stream or (-1,)))
         passing = Passing(self._blocks, self._first, self._last, positions.sequence, positions.documents, received_BSH)
         with self._model.running(passing):
-            self._model.run_body(tokens_BS, positions.position_BS)
+            self._model.call(self._model.body, batch._replace(tokens_BS=tokens_BS), positions.position_BS)
         made_BSH = passing.hidden_BSH if self._last else passing.stream_BSH
         assert made_BSH is not None
         passing.stream_BSH = passing.hidden_BSH = None
@@ -104,17 +98,23 @@ class ForeignModel(CausalModel):
     """A causal language model whose modules the library does not know.
 
     `body` is the author's module, with parameters on the meta device and buffers with values. `initial` has the initial
-    values of its parameters. The names of modules and parameters are the author's.
+    values of its parameters. The names of modules and parameters are the author's. `call(body, batch, position_BS)` runs
+    the author's forward pass; without positions, every sequence has the positions from 0.
     """
 
     replaceable = ("sequence", "step", "columns")
-    config: TransformersModel
+    config: AdaptedModel
 
     def __init__(
-        self, config: TransformersModel, body: nn.Module, facts: ModelFacts, initial: Mapping[str, Noted]
+        self,
+        config: AdaptedModel,
+        body: nn.Module,
+        initial: Mapping[str, Initial],
+        call: Callable[[nn.Module, Batch, Tensor | None], Any],
     ) -> None:
         super().__init__()
-        self.config, self.facts = config, facts
+        self.config, self.facts, self.call = config, config.facts, call
+        facts = self.facts
         self._modules.update(body._modules)
         self.__dict__["_body"] = body
         self._columns: Columns = WHOLE
@@ -215,11 +215,6 @@ class ForeignModel(CausalModel):
         finally:
             self.passing = before
 
-    def run_body(self, tokens_BS: Tensor, position_BS: Tensor | None) -> None:
-        """Runs the author's forward pass."""
-        positions = {} if position_BS is None else {"position_ids": position_BS}
-        self.body(input_ids=tokens_BS, use_cache=False, **positions)
-
     def local_positions(self, batch: Batch) -> tuple[Tensor, ForeignPositions]:
         tokens_BS, documents = batch.tokens_BS, batch.documents()
         positions_S = self.sequence.positions(tokens_BS.shape[1], tokens_BS.device)
@@ -245,17 +240,17 @@ def _part(name: str, facts: ModelFacts) -> str:
 # ---- Composition ----
 
 
-def _compose(model: ForeignModel, facts: ModelFacts, initial: Mapping[str, Noted]) -> None:
+def _compose(model: ForeignModel, facts: ModelFacts, initial: Mapping[str, Initial]) -> None:
     """Turns the modules of the body into units, projections, lookup and output layer, and declares their parameters."""
     body: nn.Module = model.body
     embedding, head = body.get_submodule(facts.embedding), body.get_submodule(facts.head)
     model.stored |= _declare_all(body, facts, initial)
     for name, module in list(body.named_modules()):
         inside = name.startswith(f"{facts.blocks}.")
-        if inside and (type(module) is nn.Linear or isinstance(module, Conv1D)):
+        if inside and (type(module) is nn.Linear or _is_conv1d(module)):
             pieces = tuple(leaf for leaf in module._parameters if leaf.startswith("weight"))
             parts = {"product": LOCAL, "gradients": {}, "style": facts.styles.get(name, "whole"), "pieces": pieces}
-            become(module, AuthorsLinear, **parts, transposed=isinstance(module, Conv1D))
+            become(module, AuthorsLinear, **parts, transposed=_is_conv1d(module))
         elif (style := facts.styles.get(name)) in _SHARDED:
             become(module, _SHARDED[style])
         elif module._parameters and not inside and module is not head:
@@ -277,6 +272,11 @@ def _compose(model: ForeignModel, facts: ModelFacts, initial: Mapping[str, Noted
 _SHARDED: dict[Style, type] = {"experts": Summed, "sums": Summed, "norm_all": NormOverAll}
 
 
+def _is_conv1d(module: nn.Module) -> bool:
+    """Returns True for GPT-2's linear layer of `transformers`, whose weight is [inputs, outputs]."""
+    return any(kind.__module__ == "transformers.pytorch_utils" for kind in type(module).__mro__)
+
+
 def _unit(kind: str, module: nn.Module) -> Unit:
     return Unit(kind, Calls(module))
 
@@ -288,20 +288,19 @@ def _look_up(module: nn.Module, authors: type[nn.Module]) -> None:
     module.__dict__["vocabulary"] = Vocabulary()
 
 
-def _declare_all(body: nn.Module, facts: ModelFacts, initial: Mapping[str, Noted]) -> dict[str, Stored]:
+def _declare_all(body: nn.Module, facts: ModelFacts, initial: Mapping[str, Initial]) -> dict[str, Stored]:
     """Stores fused parameters in pieces, and declares every parameter. Returns the storage of the author's parameters."""
     named = {name for name, _ in body.named_parameters()}
     stored: dict[str, Stored] = {}
-    linear = (nn.Linear, Conv1D)
     for owner_name, owner in list(body.named_modules()):
         for leaf, parameter in list(owner._parameters.items()):
             if parameter is None:
                 continue
             name = f"{owner_name}.{leaf}" if owner_name else leaf
             split = Split(0) if owner_name in (facts.embedding, facts.head) else facts.splits.get(name, Split(None))
-            first = _initial(initial.get(name))
+            first = initial.get(name, "normal")
             role = _role(name, owner, parameter, facts)
-            leaves = _store(owner, leaf, parameter, split, role, first, projects=isinstance(owner, linear))
+            leaves = _store(owner, leaf, parameter, split, role, first, projects=isinstance(owner, nn.Linear) or _is_conv1d(owner))
             if name in named:  # a tied parameter has one name
                 names = tuple(name.removesuffix(leaf) + each for each in leaves)
                 stored[name] = Stored(names, split.dim, tuple(parameter.shape))
@@ -348,19 +347,6 @@ def _store(
     return [f"{leaf}_{number}" for number in range(len(split.pieces))]
 
 
-def _initial(noted: Noted | None) -> Initial:
-    """Returns the declared form of noted initial values."""
-    if noted is None:
-        return "normal"
-    if noted.kind == "constant":
-        return noted.value
-    if noted.kind == "values":
-        assert noted.values is not None
-        return Values(noted.values)
-    low, high = (-math.inf if noted.low is None else noted.low), (math.inf if noted.high is None else noted.high)
-    return Uniform(low, high) if noted.kind == "uniform" else Normal(noted.mean, noted.std, low, high)
-
-
 def _dims(role: Role, ndim: int, split: Split) -> tuple[Dim, ...]:
     """Returns logical dims that give the parameter its layout."""
     if role in ("embedding", "head"):
@@ -374,17 +360,7 @@ def _dims(role: Role, ndim: int, split: Split) -> tuple[Dim, ...]:
     return tuple("ffn" if dim == split.dim else other for dim in range(ndim))
 
 
-# ---- Building ----
-
-
-def foreign_model(config: TransformersModel) -> ForeignModel:
-    """Builds the model of `config`, with uninitialised parameters on the default device and buffers with values."""
-    facts, device = config.facts, torch.get_default_device()
-    with torch.device("cpu"):
-        body = build(hf_config(config.text), NAME if facts.attention else "sdpa", "meta")
-        initial = initial_values(body)
-    model = ForeignModel(config, body, facts, initial)
-    return model if device.type == "meta" else materialised(model, device)
+# ---- Storage ----
 
 
 def materialised(model: ForeignModel, device: torch.device) -> ForeignModel:
