@@ -1,8 +1,9 @@
 """A language model of one's own: gated causal convolutions instead of attention."""
 
 import torch.nn.functional as F
-from optimus.extend import ModelRow, ModelSpec, Normal
 from torch import Tensor, nn
+
+from optimus.extend import ModelRow, ModelSpec, Normal
 
 
 class Block(nn.Module):

@@ -18,6 +18,7 @@ from optimus.model.architecture import Architecture, ModelConfig
 from optimus.model.families import Choice, Family, Field, Multiple, Same, families
 
 FILE = "config.json"
+PLUGIN, ARGUMENTS = "plugin", "arguments"  # fields of the config.json of a plugin's model
 
 
 def read_architecture(path: Path) -> dict[str, Any]:
@@ -26,13 +27,26 @@ def read_architecture(path: Path) -> dict[str, Any]:
     Raises `UserError` for a folder with pickled weights only, and for a config.json that is missing or damaged. Raises
     `UserError`, which names the field, for a missing field, and for a field that our models cannot express.
     """
-    model = read_model(path)
-    usual = families()[model.family].defaults
-    none = {name: None for name, value in model if value is None and usual.get(name) is not None}
-    sections: dict[str, Any] = {"model": model.model_dump(exclude_none=True) | none}
+    sections: dict[str, Any] = {"model": read_plugin_model(path)}
+    if sections["model"] is None:
+        model = read_model(path)
+        usual = families()[model.family].defaults
+        none = {name: None for name, value in model if value is None and usual.get(name) is not None}
+        sections["model"] = model.model_dump(exclude_none=True) | none
     if has_weights(path):
         sections["checkpoint"] = {"load_path": str(path)}
     return sections
+
+
+def read_plugin_model(path: Path) -> dict[str, Any] | None:
+    """Returns the section `model` for the folder of a plugin's model; None for another folder. Raises `UserError` for a
+    config.json that is missing or damaged."""
+    raw = read_config(path)
+    if PLUGIN not in raw:
+        return None
+    if not isinstance(raw[PLUGIN], str) or not isinstance(raw.get(ARGUMENTS), dict):
+        raise UserError(f"{path / FILE} is damaged: {PLUGIN} must be a text, and {ARGUMENTS} a mapping")
+    return {"plugin": raw[PLUGIN], **raw[ARGUMENTS]}
 
 
 def has_weights(path: Path) -> bool:
@@ -98,9 +112,9 @@ def context_of(path: Path) -> int:
 
     Raises `UserError` like `read_model`, and if config.json does not state the length.
     """
-    return read_model(path).learned_positions or integer_field(
-        read_config(path), "max_position_embeddings", path / FILE
-    )
+    raw = read_config(path)
+    stated = None if "max_position_embeddings" in raw or PLUGIN in raw else read_model(path).learned_positions
+    return stated or integer_field(raw, "max_position_embeddings", path / FILE)
 
 
 def further_layers(path: Path) -> tuple[str, range]:
@@ -116,7 +130,9 @@ def further_layers(path: Path) -> tuple[str, range]:
 
 def further_fields(raw: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of config.json that do not affect the computation and are also valid for derived models."""
-    family = families()[raw["model_type"]]
+    family = families().get(raw.get("model_type", ""))
+    if family is None:  # an adapted model
+        return {}
     derived = {*_OF_ANY, *family.without_effect} - {*_OF_THE_FILE, *_known(family)}
     return {name: value for name, value in raw.items() if name in derived}
 

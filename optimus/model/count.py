@@ -11,7 +11,8 @@ import torch
 
 from optimus.model.architecture import Architecture, ModelConfig
 from optimus.model.build import causal_model
-from optimus.model.foreign.adapted import AdaptedModel
+from optimus.model.foreign.architecture import TransformersModel
+from optimus.model.foreign.plugin import PluginModel
 from optimus.model.parameters import declarations
 from optimus.model.transformer import Transformer
 
@@ -87,7 +88,7 @@ def _counts(config: Architecture) -> _Counts:
     return _own_counts(config) if isinstance(config, ModelConfig) else _foreign_counts(config)
 
 
-def _foreign_counts(config: AdaptedModel) -> _Counts:
+def _foreign_counts(config: TransformersModel | PluginModel) -> _Counts:
     names, router, scored = config.parts, config.facts.router, Counter[int | None]()
     with torch.device("meta"):
         model = causal_model(config)

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from optimus.model.foreign.records import ModelFacts
 
 _LIMITS = {
-    "sequence": "the modules of {of} take the number of positions from their input, so the residual stream cannot be split over "
-    "tokens: remove it",
+    "sequence": "the modules of {of} take the number of positions from their input, so the residual stream cannot be split "
+    "over tokens: remove it",
     "inputs": "the residual stream of a model of {of} cannot be split over columns: give one number",
     "vocabulary": "a model of {of} has its embedding on the first stage and its output layer on the last: remove it",
     "modules": "a model of {of} recomputes whole blocks only: set recompute: block",

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from optimus.model.batch import Batch
-from optimus.model.foreign.adapted import AdaptedModel
 from optimus.model.foreign.architecture import TransformersModel
 from optimus.model.foreign.described import built
 from optimus.model.foreign.initial import Initial as Noted
@@ -17,7 +16,7 @@ from optimus.model.foreign.rows import MODELS
 from optimus.model.parameters import Initial, Normal, Uniform, Values
 
 
-def adapted_model(config: AdaptedModel) -> ForeignModel:
+def adapted_model(config: TransformersModel | PluginModel) -> ForeignModel:
     """Builds the model of `config`, with uninitialised parameters on the default device and buffers with values."""
     device = torch.get_default_device()
     with torch.device("cpu"):
@@ -31,13 +30,12 @@ def _plugin_model(config: PluginModel) -> ForeignModel:
     return ForeignModel(config, described.spec.module, described.initial, lambda body, batch, _: forward(body, batch))
 
 
-def _transformers_model(config: AdaptedModel) -> ForeignModel:
+def _transformers_model(config: TransformersModel) -> ForeignModel:
     from optimus.model.foreign.attention import NAME  # imports `transformers`
     from optimus.model.foreign.configuration import hf_config
     from optimus.model.foreign.initial import initial_values
     from optimus.model.foreign.twin import build
 
-    assert isinstance(config, TransformersModel)
     body = build(hf_config(config.text), NAME if config.facts.attention else "sdpa", "meta")
     initial = {name: _declared(noted) for name, noted in initial_values(body).items()}
     return ForeignModel(config, body, initial, _call_transformers)

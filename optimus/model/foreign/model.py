@@ -7,7 +7,6 @@ stage.
 Legend: B batch, S sequence, H hidden, T = B * S tokens.
 """
 
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from optimus.model.batch import Batch, moved
 from optimus.model.causal import BlockRow, CausalModel
-from optimus.model.foreign.adapted import AdaptedModel
+from optimus.model.foreign.architecture import TransformersModel
 from optimus.model.foreign.columns import WHOLE, Columns
 from optimus.model.foreign.modules import (
     LOCAL,
@@ -36,6 +35,7 @@ from optimus.model.foreign.modules import (
     shared_out,
 )
 from optimus.model.foreign.passing import Passing
+from optimus.model.foreign.plugin import PluginModel
 from optimus.model.foreign.records import ModelFacts, Split, Style
 from optimus.model.moe.statistics import RouterStats
 from optimus.model.parameters import Declaration, Dim, Initial, Role, Values
@@ -103,11 +103,11 @@ class ForeignModel(CausalModel):
     """
 
     replaceable = ("sequence", "step", "columns")
-    config: AdaptedModel
+    config: TransformersModel | PluginModel
 
     def __init__(
         self,
-        config: AdaptedModel,
+        config: TransformersModel | PluginModel,
         body: nn.Module,
         initial: Mapping[str, Initial],
         call: Callable[[nn.Module, Batch, Tensor | None], Any],
@@ -300,7 +300,8 @@ def _declare_all(body: nn.Module, facts: ModelFacts, initial: Mapping[str, Initi
             split = Split(0) if owner_name in (facts.embedding, facts.head) else facts.splits.get(name, Split(None))
             first = initial.get(name, "normal")
             role = _role(name, owner, parameter, facts)
-            leaves = _store(owner, leaf, parameter, split, role, first, projects=isinstance(owner, nn.Linear) or _is_conv1d(owner))
+            projects = isinstance(owner, nn.Linear) or _is_conv1d(owner)
+            leaves = _store(owner, leaf, parameter, split, role, first, projects=projects)
             if name in named:  # a tied parameter has one name
                 names = tuple(name.removesuffix(leaf) + each for each in leaves)
                 stored[name] = Stored(names, split.dim, tuple(parameter.shape))

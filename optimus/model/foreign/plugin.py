@@ -28,7 +28,9 @@ class PluginModel(AdaptedModel):
     @model_validator(mode="after")
     def _complete(self) -> "PluginModel":
         if self.plugin not in MODELS:
-            known = nearest(self.plugin, MODELS) if MODELS else "no plugin is loaded that has models: name it in plugins"
+            known = (
+                nearest(self.plugin, MODELS) if MODELS else "no plugin is loaded that has models: name it in plugins"
+            )
             raise ValueError(f"plugin: the model '{self.plugin}' does not exist; {known}")
         arguments = MODELS[self.plugin].complete(self.arguments)
         assert self.__pydantic_extra__ is not None
@@ -49,14 +51,14 @@ class PluginModel(AdaptedModel):
     @property
     def facts(self) -> "ModelFacts":
         """The facts that the adapter has found in the model."""
-        from optimus.model.foreign.described import facts_of_row
+        from optimus.model.foreign.plugin_facts import facts_of_row
 
         return facts_of_row(MODELS[self.plugin], json.dumps(self.arguments, sort_keys=True))
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the parameters, by the author's names."""
-        from optimus.model.foreign.described import shapes_of_row
+        from optimus.model.foreign.plugin_facts import shapes_of_row
 
         return shapes_of_row(MODELS[self.plugin], json.dumps(self.arguments, sort_keys=True))
 

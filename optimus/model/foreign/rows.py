@@ -78,7 +78,9 @@ class ModelRow:
         is unknown, missing or of another type."""
         parameters = inspect.signature(self.make, eval_str=True).parameters
         if unknown := [name for name in values if name not in parameters]:
-            raise ValueError(f"'{unknown[0]}' is no argument of the plugin's {self.name}: {nearest(unknown[0], parameters)}")
+            raise ValueError(
+                f"'{unknown[0]}' is no argument of the plugin's {self.name}: {nearest(unknown[0], parameters)}"
+            )
         found = {}
         for name, parameter in parameters.items():
             if name not in values:
