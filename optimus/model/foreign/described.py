@@ -13,6 +13,10 @@ from optimus.errors import UserError, nearest
 from optimus.model.foreign.rows import ModelRow, ModelSpec
 from optimus.model.parameters import Initial, Normal, Uniform, Values
 
+# Names that the adapter gives to attributes of the root, of blocks and of all other modules.
+_OF_ROOT = ("columns", "config", "facts", "passing", "predict", "sequence", "step", "stored")
+_OF_BLOCKS = ("number", "outputs")
+_OF_MODULES = ("before", "declared", "host", "replaceable", "unit", "vocabulary")
 _NAMED = {"ones": 1.0, "zeros": 0.0}
 
 
@@ -85,6 +89,7 @@ def _check_parts(row: ModelRow, spec: ModelSpec) -> None:
             fitting = [each for each, module in modules.items() if isinstance(module, kind)]
             cure = nearest(str(name), fitting) if fitting else f"the module has no {kind.__name__}"
             raise wrong(row, f"{part} '{name}' is {found}, not a {kind.__name__}: {cure}")
+    _check_names(row, spec)
     if not len(modules[spec.blocks]):
         raise wrong(row, f"blocks '{spec.blocks}' is empty: it needs a block")
     for name, module in modules.items():
@@ -105,6 +110,18 @@ def _check_parts(row: ModelRow, spec: ModelSpec) -> None:
             raise wrong(row, f"splits: {pattern} is '{style}': it must be colwise or rowwise")
         if not any(fnmatchcase(name, pattern) for name in modules):
             raise wrong(row, f"splits: no module has a name like {pattern}")
+
+
+def _check_names(row: ModelRow, spec: ModelSpec) -> None:
+    """Raises `UserError` for an attribute or a child whose name the adapter uses."""
+    for name, module in spec.module.named_modules():
+        block = name.startswith(f"{spec.blocks}.") and "." not in name.removeprefix(f"{spec.blocks}.")
+        taken = [leaf for leaf in _OF_BLOCKS if block and hasattr(module, leaf)]
+        taken += [leaf for leaf in (_OF_MODULES if name else ()) if hasattr(module, leaf)]
+        taken += [leaf for leaf in (() if name else _OF_ROOT) if leaf in module._modules]
+        if taken:
+            full = f"{name}.{taken[0]}" if name else taken[0]
+            raise wrong(row, f"the attribute {full} has a name that the library uses itself: rename it")
 
 
 def _initial(row: ModelRow, spec: ModelSpec, name: str) -> Initial:

@@ -121,7 +121,7 @@ class ForeignModel(CausalModel):
         self.passing: Passing | None = None
         for module in body.modules():
             module.__dict__["host"] = self
-        self.blocks = list(cast(nn.ModuleList, body.get_submodule(facts.blocks)))
+        self.__dict__["blocks"] = list(cast(nn.ModuleList, body.get_submodule(facts.blocks)))
         self._units: list[Unit] = []
         self.stored: dict[str, Stored] = {}
         _compose(self, facts, initial)
@@ -156,6 +156,11 @@ class ForeignModel(CausalModel):
         """The state of the running forward pass."""
         assert self.passing is not None, "the modules of a foreign model run in a stage only"
         return self.passing
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """Returns the author's module `target`, also if this class has another attribute of its name."""
+        found: nn.Module = self.body.get_submodule(target) if target else self
+        return found
 
     def rows(self) -> list[BlockRow]:
         return [ForeignRow(self.blocks)]

@@ -28,9 +28,7 @@ class PluginModel(AdaptedModel):
     @model_validator(mode="after")
     def _complete(self) -> "PluginModel":
         if self.plugin not in MODELS:
-            known = (
-                nearest(self.plugin, MODELS) if MODELS else "no plugin is loaded that has models: name it in plugins"
-            )
+            known = nearest(self.plugin, MODELS) if MODELS else "name the plugin that has it in plugins"
             raise ValueError(f"plugin: the model '{self.plugin}' does not exist; {known}")
         arguments = MODELS[self.plugin].complete(self.arguments)
         assert self.__pydantic_extra__ is not None

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from math import gcd
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -218,7 +219,10 @@ class _Facts:
             parts = (slice(0, CUT), slice(CUT, None))
             alone = torch.cat([self._run(row_1S[:, part], torch.zeros_like(row_1S[:, part])) for part in parts], 1)
             if not _close(both, alone):
-                raise self._wrong("documents=True, but the states of one document reach the next one: reset them")
+                raise self._wrong(
+                    "documents=True, but two documents in a sequence have other logits than each by itself: reset states and "
+                    "positions where batch.document_BS changes"
+                )
 
     @torch.no_grad()
     def _run(self, tokens_BS: Tensor, document_BS: Tensor | None = None) -> Tensor:
@@ -262,9 +266,11 @@ class _Facts:
                 chosen += 1
                 splits |= known
                 styles |= {names(name): style for name, style in unit.styles.items()}
-                divided |= {names(name): keys for name, keys in unit.divided.items()}
-                if unit.atoms != unit.columns:
-                    heads[names(unit.name)] = self._atoms(unit.atoms)
+                for name, keys in unit.divided.items():
+                    divided[names(name)] = keys
+                    heads |= {f"{names(name)}.{key}": self._attribute(names(name), key) for key in keys}
+                if unit.atoms != unit.columns and not unit.divided:
+                    heads[names(unit.name)] = self._atoms(unit, known, shapes, names)
         for name, style in wanted.items():
             split = splits.get(f"{name}.weight")
             if split is None or split.dim != (0 if style == "colwise" else 1):
@@ -322,11 +328,23 @@ class _Facts:
                 return False
         return True
 
-    def _atoms(self, small: int) -> int:
-        """Returns the number of the real model's heads, from the argument that has the value `small` in the copy."""
+    def _attribute(self, name: str, key: str) -> int:
+        """Returns the value of an attribute of the real module that a rank divides."""
+        owner: Any = self.real.module.get_submodule(name)
+        value: int = getattr(owner.config if key.startswith("config.") else owner, key.removeprefix("config."))
+        return value
+
+    def _atoms(
+        self, unit: Unit, splits: Mapping[str, Split], shapes: Mapping[str, Sequence[int]], names: "_Renamed"
+    ) -> int:
+        """Returns a number that divides the number of equal parts, such as heads, of a unit of the real model."""
         arguments = {**self.arguments, **self.row.small}
-        real = {self.arguments[name] for name, value in arguments.items() if value == small}
-        return real.pop() if len(real) == 1 else small
+        real = {self.arguments[name] for name, value in arguments.items() if value == unit.atoms}
+        if len(real) == 1:
+            return int(real.pop())
+        small = {names(name): each.shape for name, each in self.small.module.named_parameters()}
+        name, dim = next((name, split.dim) for name, split in splits.items() if split.dim is not None)
+        return gcd(unit.atoms, unit.atoms * shapes[name][dim] // small[name][dim])
 
 
 class _Renamed(NamedTuple):

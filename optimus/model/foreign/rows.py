@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from optimus.model.parameters import Initial
 
 Division = Literal["colwise", "rowwise"]
+_WORDS = {"int_type": "a whole number", "float_type": "a number", "bool_type": "true or false", "string_type": "text"}
 _NAMED = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
 
@@ -99,7 +100,8 @@ def _checked(name: str, value: Any, annotation: Any) -> Any:
     try:
         return TypeAdapter(annotation).validate_python(value, strict=True)
     except ValidationError as error:
-        said = error.errors()[0]["msg"].removeprefix("Input should be ")
+        problem = error.errors()[0]
+        said = _WORDS.get(problem["type"], problem["msg"].removeprefix("Input should be "))
         raise ValueError(f"'{name}' is {value!r}: it must be {said}") from None
 
 
