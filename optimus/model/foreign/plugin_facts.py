@@ -220,8 +220,8 @@ class _Facts:
             alone = torch.cat([self._run(row_1S[:, part], torch.zeros_like(row_1S[:, part])) for part in parts], 1)
             if not _close(both, alone):
                 raise self._wrong(
-                    "documents=True, but two documents in a sequence have other logits than each by itself: reset states and "
-                    "positions where batch.document_BS changes"
+                    "documents=True, but two documents in a sequence have other logits than each by itself: reset states "
+                    "and positions where batch.document_BS changes"
                 )
 
     @torch.no_grad()

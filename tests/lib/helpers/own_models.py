@@ -1,7 +1,6 @@
 """Models of a user's own, as a plugin describes them: right ones of several kinds, and one for each mistake."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -97,9 +96,8 @@ class Model(nn.Module):
 
 def described(module: nn.Module, **more: Any) -> ModelSpec:
     """Returns the description of a `Model`."""
-    return ModelSpec(
-        module, **{"blocks": "body.layers", "embedding": "body.embed", "head": "head", "initial": INITIAL} | more
-    )
+    parts: dict[str, Any] = {"blocks": "body.layers", "embedding": "body.embed", "head": "head", "initial": INITIAL}
+    return ModelSpec(module, **parts | more)
 
 
 def convolutions(vocab: int, width: int = 32, depth: int = 4, kernel: int = 3) -> ModelSpec:
@@ -186,6 +184,12 @@ def _with(change: Callable[[Tensor], Tensor] = lambda x: x, **more: Any) -> Mode
     return described(Model(320, 32, _blocks(change)), **more)
 
 
+class Reserved(Convolution):
+    """A block with an attribute that the adapter sets."""
+
+    outputs = 2
+
+
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "raises": (lambda: {}["width"], "the function raises KeyError: 'width'"),
     "returns a module": (lambda: Model(320, 32, _blocks()), "the function returns Model: return a ModelSpec"),
@@ -198,6 +202,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "beside": (_beside, "the parameter scale is beside the blocks: put it into a module that the model calls"),
     "shared": (_shared_block, "body.layers.0.norm.weight and body.layers.1.norm.weight are one parameter"),
     "frozen": (_frozen, "the parameter body.norm.weight has no gradient: make it a buffer, or use train.freeze"),
+    "a name": (
+        lambda: described(Model(320, 32, [Reserved(32)])),
+        "the attribute body.layers.0.outputs has a name that the library uses itself: rename it",
+    ),
     "initial": (lambda: _with(initial={"*bias": "zeros"}), "has no initial values: add a pattern to `initial`"),
     "a word": (lambda: _with(initial={"*": "one"}), "is 'one': give ones, zeros, a number or Normal"),
     "a style": (lambda: _with(splits={"*.up": "columns"}), "splits: *.up is 'columns': it must be colwise or rowwise"),
@@ -224,7 +232,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 def _large(width: int = 12_000) -> ModelSpec:
-    return replace(described(Model(320, width, [Convolution(width)])))
+    return described(Model(320, width, [Convolution(width)]))
 
 
 ROWS = [
