@@ -20,6 +20,9 @@ _HOMES = {
     "LrSchedule": "optimus.optim.schedule",
     "MachineRow": "optimus.plan.machine",
     "Message": "optimus.comm.schedules",
+    "ModelRow": "optimus.model.foreign.rows",
+    "ModelSpec": "optimus.model.foreign.rows",
+    "Normal": "optimus.model.parameters",
     "OptimizerStep": "optimus.optim.rule",
     "ReaderRow": "optimus.data.readers",
     "Round": "optimus.comm.schedules",
@@ -31,6 +34,7 @@ _HOMES = {
     "SinkRow": "optimus.observe.sinks",
     "TaskRow": "optimus.evaluation.names",
     "Tile": "optimus.optim.rule",
+    "Uniform": "optimus.model.parameters",
     "UpdateRule": "optimus.optim.rule",
     "family_parts": "optimus.model.families:common",
     "record_reader": "optimus.data.documents",
@@ -44,6 +48,8 @@ if TYPE_CHECKING:
     from optimus.evaluation.names import TaskRow
     from optimus.model.families import Choice, Family, Field, Key
     from optimus.model.families import common as family_parts
+    from optimus.model.foreign.rows import ModelRow, ModelSpec
+    from optimus.model.parameters import Normal, Uniform
     from optimus.observe.sinks import Sink, SinkRow
     from optimus.optim.losses import LossRow
     from optimus.optim.rule import OptimizerStep, Tile, UpdateRule
@@ -67,6 +73,9 @@ __all__ = [
     "LrSchedule",
     "MachineRow",
     "Message",
+    "ModelRow",
+    "ModelSpec",
+    "Normal",
     "OptimizerStep",
     "ReaderRow",
     "Round",
@@ -78,6 +87,7 @@ __all__ = [
     "SinkRow",
     "TaskRow",
     "Tile",
+    "Uniform",
     "UpdateRule",
     "family_parts",
     "record_reader",

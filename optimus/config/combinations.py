@@ -72,7 +72,7 @@ def _check_limits(config: RunConfig) -> None:
         "initial values": ("checkpoint.load_path", config.checkpoint.load_path is None),
     }
     for option, reason in limits.items():
-        key, is_used = used.get(option, ("model.transformers", True))
+        key, is_used = used.get(option, (f"model.{getattr(config.model, 'source', 'family')}", True))
         if is_used:
             raise ValueError(f"{key}: {reason}")
 

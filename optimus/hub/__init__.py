@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from optimus.hub.drop_in import FastSparseMoEBlock, register_experts
     from optimus.hub.exporting import export_checkpoint, export_model
     from optimus.hub.gguf import convert_to_gguf
-    from optimus.hub.importing import FolderReader, import_folder, load_weights, omitted_layers
+    from optimus.hub.importing import FolderReader, check_same_folder, import_folder, load_weights, omitted_layers
     from optimus.hub.published import read_published
     from optimus.hub.sections import read_model_folder
 
 __all__ = [
     "FastSparseMoEBlock",
     "FolderReader",
+    "check_same_folder",
     "context_of",
     "convert_to_gguf",
     "export_adapter",
@@ -52,6 +53,7 @@ __getattr__, __dir__ = lazy_exports(
         "export_checkpoint": _EXPORTING,
         "export_model": _EXPORTING,
         "import_folder": _IMPORTING,
+        "check_same_folder": _IMPORTING,
         "omitted_layers": _IMPORTING,
         "load_weights": _IMPORTING,
         "no_export": _CONFIG,

@@ -18,6 +18,7 @@ from optimus.model.architecture import Architecture, ModelConfig
 from optimus.model.families import Choice, Family, Field, Multiple, Same, families
 
 FILE = "config.json"
+PLUGIN, ARGUMENTS = "plugin", "arguments"  # fields of the config.json of a plugin's model
 
 
 def read_architecture(path: Path) -> dict[str, Any]:
@@ -26,13 +27,26 @@ def read_architecture(path: Path) -> dict[str, Any]:
     Raises `UserError` for a folder with pickled weights only, and for a config.json that is missing or damaged. Raises
     `UserError`, which names the field, for a missing field, and for a field that our models cannot express.
     """
-    model = read_model(path)
-    usual = families()[model.family].defaults
-    none = {name: None for name, value in model if value is None and usual.get(name) is not None}
-    sections: dict[str, Any] = {"model": model.model_dump(exclude_none=True) | none}
+    sections: dict[str, Any] = {"model": read_plugin_model(path)}
+    if sections["model"] is None:
+        model = read_model(path)
+        usual = families()[model.family].defaults
+        none = {name: None for name, value in model if value is None and usual.get(name) is not None}
+        sections["model"] = model.model_dump(exclude_none=True) | none
     if has_weights(path):
         sections["checkpoint"] = {"load_path": str(path)}
     return sections
+
+
+def read_plugin_model(path: Path) -> dict[str, Any] | None:
+    """Returns the section `model` for the folder of a plugin's model; None for another folder. Raises `UserError` for a
+    config.json that is missing or damaged."""
+    raw = read_config(path)
+    if PLUGIN not in raw:
+        return None
+    if not isinstance(raw[PLUGIN], str) or not isinstance(raw.get(ARGUMENTS), dict):
+        raise UserError(f"{path / FILE} is damaged: {PLUGIN} must be a text, and {ARGUMENTS} a mapping")
+    return {"plugin": raw[PLUGIN], **raw[ARGUMENTS]}
 
 
 def has_weights(path: Path) -> bool:
@@ -100,7 +114,7 @@ def context_of(path: Path, *, own_modules: bool = False) -> int:
     `read_model`. Raises `UserError` if config.json does not state the length.
     """
     raw, file = read_config(path), path / FILE
-    if own_modules:
+    if own_modules or PLUGIN in raw:
         name = next((name for name in _CONTEXTS if name in raw), _CONTEXTS[0])
         return integer_field(raw, name, file)
     return read_model(path).learned_positions or integer_field(raw, "max_position_embeddings", file)
@@ -122,9 +136,9 @@ def further_layers(path: Path) -> tuple[str, range]:
 
 def further_fields(raw: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of config.json that do not affect the computation and are also valid for derived models."""
-    if raw["model_type"] not in families():  # a model that runs with its own modules keeps its whole configuration
+    family = families().get(raw.get("model_type", ""))
+    if family is None:  # an adapted model
         return {}
-    family = families()[raw["model_type"]]
     derived = {*_OF_ANY, *family.without_effect} - {*_OF_THE_FILE, *_known(family)}
     return {name: value for name, value in raw.items() if name in derived}
 

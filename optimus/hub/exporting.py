@@ -24,13 +24,14 @@ from optimus.data.chat import ChatTemplate
 from optimus.disk import user_path
 from optimus.errors import UserError, nearest
 from optimus.hub.config_json import FILE, no_export, write_config, write_json
-from optimus.hub.foreign import write_folder
+from optimus.hub.foreign import write_folder, write_plugin_folder
 from optimus.hub.keys import published
 from optimus.hub.published import GENERATION, TOKENIZER, published_again
 from optimus.hub.tensors import MASKS, OutputTensor, stored_bytes, write_tensors
 from optimus.model import CausalModel
 from optimus.model.architecture import ModelConfig
 from optimus.model.families import families
+from optimus.model.foreign.plugin import PluginModel
 from optimus.model.parameters import named_tensors
 from optimus.plugins import load_plugins, note_changed_plugins
 
@@ -126,10 +127,14 @@ def export_model(
         if isinstance(model.config, ModelConfig):
             write_config(model.config, partial, context=context, dtype=stored_as, further=again.config)
             write_tensors(named, partial, max_file_bytes)
+        elif isinstance(model.config, PluginModel):
+            write_plugin_folder(
+                model.config, named, partial, max_file_bytes, context=context, dtype=stored_as, further=again.config
+            )
         else:
             tensors = {each.name: each.tensor for each in named}
             write_folder(model.config, tensors, partial, getattr(torch, stored_as), max_file_bytes)
-        files: dict[str, Any] = {GENERATION: again.generation}
+        files: dict[str, Any] = {} if isinstance(model.config, PluginModel) else {GENERATION: again.generation}
         if tokenizer is not None:
             shutil.copyfile(tokenizer, partial / "tokenizer.json")
             files |= {TOKENIZER: _tokenizer_config(special, context)} | again.files

@@ -1,9 +1,11 @@
-"""Reads and writes folders of models of `transformers` that run with their own modules.
+"""Reads and writes folders of models that run with their authors' modules.
 
-`transformers` itself reads and writes the weights of these folders, because only its classes know how stored tensors map
-to parameters.
+`transformers` itself reads and writes the weights of its models, because only its classes know how stored tensors map to
+parameters. A folder of a plugin's model has safetensors by the author's names, and a config.json with the plugin's model
+and its arguments.
 """
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +13,61 @@ import torch
 from torch import Tensor
 
 from optimus.errors import UserError
+from optimus.hub.config_json import ARGUMENTS, FILE, PLUGIN, write_json
+from optimus.hub.tensors import FolderTensors, OutputTensor, write_tensors
 from optimus.model.foreign.architecture import TransformersModel
 from optimus.model.foreign.needed import silent_transformers
+from optimus.model.foreign.plugin import PluginModel
+from optimus.plugins import loaded_plugins
 
 
-def read_weights(path: Path, config: TransformersModel) -> dict[str, Tensor]:
+def read_weights(path: Path, config: TransformersModel | PluginModel) -> dict[str, Tensor]:
     """Returns the parameters of a folder by the author's names, in the dtype of the folder.
 
     Raises `UserError` for a folder of another model and for missing tensors.
     """
+    return _read_plugin(path, config) if isinstance(config, PluginModel) else _read_transformers(path, config)
+
+
+def _read_plugin(path: Path, config: PluginModel) -> dict[str, Tensor]:
+    tensors, shapes = FolderTensors(path), config.shapes
+    if missing := [name for name in shapes if name not in tensors.where]:
+        raise UserError(f"{path} lacks the tensor {missing[0]} (and {len(missing) - 1} more): the folder is incomplete")
+    if unexpected := [name for name in tensors.where if name not in shapes]:
+        raise UserError(
+            f"{path} holds the tensor {unexpected[0]} (and {len(unexpected) - 1} more), which {config.plugin} does not have"
+        )
+    for name, shape in shapes.items():
+        if tensors.shape(name) != shape:
+            raise UserError(
+                f"{path}: {name} has shape {list(tensors.shape(name))}, but {config.plugin} needs {list(shape)}"
+            )
+    return {name: tensors.read(name) for name in shapes}
+
+
+def write_plugin_folder(
+    config: PluginModel,
+    tensors: Iterable[OutputTensor],
+    folder: Path,
+    size: int,
+    *,
+    context: int,
+    dtype: str,
+    further: Mapping[str, Any],
+) -> None:
+    """Writes a folder that `checkpoint.load_path` reads: files of at most `size` bytes, and config.json with the model, its
+    arguments and the `further` fields."""
+    raw: dict[str, Any] = {
+        PLUGIN: config.plugin,
+        ARGUMENTS: config.arguments,
+        "plugins": [each.name for each in loaded_plugins()],
+    }
+    raw |= {"max_position_embeddings": context, "torch_dtype": dtype, **further}
+    write_json(folder / FILE, raw)
+    write_tensors(tensors, folder, size)
+
+
+def _read_transformers(path: Path, config: TransformersModel) -> dict[str, Tensor]:
     from transformers import AutoModelForCausalLM
 
     from optimus.model.foreign.configuration import hf_config

@@ -14,20 +14,23 @@ from optimus.checkpoint.masks import PREFIX, booleans, check_fits, share_of
 from optimus.checkpoint.slices import TensorSlice
 from optimus.checkpoint.store import check_same_model, save_model
 from optimus.config import Architecture
+from optimus.config.load import architecture_from
 from optimus.disk import user_path
 from optimus.errors import UserError
-from optimus.hub.config_json import FILE, context_of, further_layers, read_config, read_model
+from optimus.hub.config_json import FILE, context_of, further_layers, read_config, read_model, read_plugin_model
 from optimus.hub.foreign import read_weights
 from optimus.hub.keys import Published, fused, published
 from optimus.hub.published import read_published
 from optimus.hub.tensors import MASKS, FolderTensors
 from optimus.model import CausalModel, Transformer
+from optimus.model.architecture import ModelConfig
 from optimus.model.build import causal_model
 from optimus.model.count import too_large
 from optimus.model.families import families
+from optimus.model.foreign.adapted import AdaptedModel
 from optimus.model.foreign.architecture import TransformersModel
 from optimus.model.parameters import named_tensors
-from optimus.plugins import load_plugins
+from optimus.plugins import Plugin, load_plugins
 
 
 def import_folder(hf_dir: str | Path, output: str | Path, *, plugins: Sequence[str] = ()) -> dict[str, Any]:
@@ -45,6 +48,8 @@ def import_folder(hf_dir: str | Path, output: str | Path, *, plugins: Sequence[s
     """
     loaded = load_plugins(plugins)
     path, output = user_path(hf_dir), user_path(output)
+    if (described := read_plugin_model(path)) is not None:
+        return _import_plugin_folder(path, architecture_from(described, str(path / FILE)), output, loaded)
     raw = read_config(path)
     model_config, tensors = read_model(path), FolderTensors(path)
     if too_large(model_config, len(tensors.where), tensors.elements):
@@ -82,7 +87,30 @@ def import_folder(hf_dir: str | Path, output: str | Path, *, plugins: Sequence[s
         "dtype": str(model.embedding.weight.dtype).removeprefix("torch."),
         "eos_id": eos_id,
         "tokenizer": tokenizer is not None,
-        "left_out": omitted_layers(path),
+        "left_out": omitted_layers(path, model_config),
+    }
+
+
+def _import_plugin_folder(path: Path, config: Architecture, output: Path, loaded: list[Plugin]) -> dict[str, Any]:
+    """Converts the folder of a plugin's model, as `import_folder` does."""
+    model, tensors = causal_model(config), FolderTensors(path)
+    dtypes = {tensors.dtype(name) for name in tensors.where}
+    model = model.to(torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32)
+    load_weights(model, path)
+    eos_id = _eos_id(read_config(path), config.vocab)
+    tokenizer = file if (file := path / "tokenizer.json").is_file() else None
+    masks = read_masks(path, _shapes(model))
+    context = context_of(path)
+    save_model(model, output, context=context, tokenizer=tokenizer, eos_id=eos_id, masks=masks, plugins=loaded)
+    return {
+        "checkpoint": str(output),
+        "family": config.family,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "context": context,
+        "dtype": str(model.embedding.weight.dtype).removeprefix("torch."),
+        "eos_id": eos_id,
+        "tokenizer": tokenizer is not None,
+        "left_out": None,
     }
 
 
@@ -149,17 +177,29 @@ def load_weights(model: CausalModel, path: Path) -> None:
     `UserError` for another architecture, for missing, unexpected or mis-shaped tensors, and for a dtype that `model`
     would round.
     """
-    if isinstance(model.config, TransformersModel):
+    if isinstance(model.config, AdaptedModel):
         model.fill_from(read_weights(path, model.config))
         return
-    check_same_model(read_model(path), model.config, path / FILE)
+    check_same_folder(path, model.config)
     assert isinstance(model, Transformer)
     _fill(model, FolderTensors(path), path)
 
 
-def omitted_layers(path: Path) -> str | None:
-    """Describes the multi-token prediction layers of the folder `path`, which the model omits; None without such
-    layers."""
+def check_same_folder(path: Path, model: Architecture) -> None:
+    """Raises `UserError`, which names the differences, if the model folder `path` is of another architecture than
+    `model`."""
+    if isinstance(model, TransformersModel):
+        check_same_model(TransformersModel(transformers=read_config(path)), model, path / FILE)
+        return
+    described = read_plugin_model(path)
+    found = read_model(path) if described is None else architecture_from(described, str(path / FILE))
+    check_same_model(found, model, path / FILE)
+
+
+def omitted_layers(path: Path, model: Architecture) -> str | None:
+    """Describes the multi-token prediction layers of the folder `path`, which `model` omits; None without such layers."""
+    if not isinstance(model, ModelConfig):
+        return None
     tensors = _further_tensors(path, FolderTensors(path))
     if not tensors:
         return None

@@ -13,7 +13,9 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, mod
 
 from optimus.errors import UserError
 from optimus.model.families import family_named
+from optimus.model.foreign.adapted import AdaptedModel
 from optimus.model.foreign.architecture import TransformersModel
+from optimus.model.foreign.plugin import PluginModel
 from optimus.model.parts import PartNames
 from optimus.section import Section
 
@@ -372,23 +374,26 @@ def _alike(model: ModelConfig) -> tuple[int, ...]:
 
 def _kind_of(values: Any) -> str:
     """Returns the name of the class of architecture to which `values` belong."""
-    if isinstance(values, TransformersModel) or (isinstance(values, Mapping) and "transformers" in values):
-        return "TransformersModel"
-    return "ModelConfig"
+    if isinstance(values, AdaptedModel):
+        return type(values).__name__
+    keys = values if isinstance(values, Mapping) else ()
+    return "TransformersModel" if "transformers" in keys else "PluginModel" if "plugin" in keys else "ModelConfig"
 
 
 Architecture = Annotated[
-    Annotated[ModelConfig, Tag("ModelConfig")] | Annotated[TransformersModel, Tag("TransformersModel")],
+    Annotated[ModelConfig, Tag("ModelConfig")]
+    | Annotated[TransformersModel, Tag("TransformersModel")]
+    | Annotated[PluginModel, Tag("PluginModel")],
     Discriminator(_kind_of),
 ]
-"""The section `model` of a configuration: one of the library's own models, or a model of `transformers`."""
+"""The section `model` of a configuration: one of the library's own models, or a model of `transformers` or of a plugin."""
 
 
 def own_model(config: Architecture, what: str) -> ModelConfig:
     """Returns `config` if it describes one of the library's own models. Raises `UserError`, which begins with `what`, for a
-    model of `transformers`."""
+    model of `transformers` or of a plugin."""
     if isinstance(config, ModelConfig):
         return config
     raise UserError(
-        f"{what} needs one of the library's own models, but the model is a {config.family} of `transformers`"
+        f"{what} needs one of the library's own models, but the model is a {config.family} of {config.origin}"
     )

@@ -17,6 +17,6 @@ def causal_model(
     """
     if isinstance(config, ModelConfig):
         return Transformer(config, force_balanced, layers)
-    from optimus.model.foreign.model import foreign_model  # imports `transformers`
+    from optimus.model.foreign.building import adapted_model
 
-    return foreign_model(config)
+    return adapted_model(config)

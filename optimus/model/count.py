@@ -12,6 +12,7 @@ import torch
 from optimus.model.architecture import Architecture, ModelConfig
 from optimus.model.build import causal_model
 from optimus.model.foreign.architecture import TransformersModel
+from optimus.model.foreign.plugin import PluginModel
 from optimus.model.parameters import declarations
 from optimus.model.transformer import Transformer
 
@@ -69,7 +70,7 @@ def flops_per_token(config: Architecture, context: int) -> float:
 def forward_flops(config: Architecture, context: int) -> dict[str, float]:
     """Returns the forward floating point operations per token of a block's modules, averaged over all blocks.
 
-    The keys are kinds of modules, such as attention, mlp and moe; a model of `transformers` has the key block alone.
+    The keys are kinds of modules, such as attention, mlp and moe; an adapted model has the key block alone.
     The result counts only the attention scores inside the causal mask.
     """
     counts = _counts(config)
@@ -87,7 +88,7 @@ def _counts(config: Architecture) -> _Counts:
     return _own_counts(config) if isinstance(config, ModelConfig) else _foreign_counts(config)
 
 
-def _foreign_counts(config: TransformersModel) -> _Counts:
+def _foreign_counts(config: TransformersModel | PluginModel) -> _Counts:
     names, router, scored = config.parts, config.facts.router, Counter[int | None]()
     with torch.device("meta"):
         model = causal_model(config)

@@ -70,7 +70,7 @@ def _drawn(index: Tensor, key: int, initial: Normal | Uniform) -> Tensor:
     uniform = _uniform(index, key)
     if isinstance(initial, Uniform):
         return uniform.mul_(initial.high - initial.low).add_(initial.low).float()
-    mean, std, *bounds = initial
+    std, mean, *bounds = initial
     low, high = (
         math.erf((bound - mean) / (std * math.sqrt(2))) if std else math.copysign(1, bound) for bound in bounds
     )

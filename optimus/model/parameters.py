@@ -39,8 +39,8 @@ Role = Literal["matrix", "vector", "embedding", "head", "router", "expert", "fac
 class Normal(NamedTuple):
     """Initial values from a normal distribution, limited to numbers from `low` to `high`."""
 
-    mean: float
     std: float
+    mean: float = 0.0
     low: float = -math.inf
     high: float = math.inf
 

@@ -22,14 +22,13 @@ from optimus.checkpoint.manifest import read_checked_description
 from optimus.checkpoint.rollback import resume_points
 from optimus.checkpoint.store import check_same_model, check_same_run
 from optimus.config import RunConfig, load_config
-from optimus.config.load import architecture_from
 from optimus.config.sizes import size_text
 from optimus.copies import RemoteCopies
 from optimus.data.shards import Shards
 from optimus.data.training import TrainingData, check_same_tokenizer
 from optimus.errors import UserError
 from optimus.evaluation.text import check_text, read_rows
-from optimus.hub import read_model_folder
+from optimus.hub import check_same_folder
 from optimus.model.count import count_parameters
 from optimus.observe.machine import free_memory, total_memory
 from optimus.observe.sinks import check_sinks
@@ -66,9 +65,7 @@ def check_references(config: RunConfig, resume: bool) -> None:
     initial = config.checkpoint.load_path
     if initial is not None and not resume:
         if is_model_folder(initial):
-            sections = read_model_folder(Path(initial), own_modules=config.model.is_adapted)
-            model = architecture_from(sections["model"], initial)
-            check_same_model(model, config.model, Path(initial))
+            check_same_folder(Path(initial), config.model)
         else:
             path = find_checkpoint(initial)
             check_same_model(read_description(path).model, config.model, path)

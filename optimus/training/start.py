@@ -141,8 +141,8 @@ def _begin(run: Run, resume: bool) -> Start:
         origin, readers = begin(run, initial, masks=not pruned_further)
         if initial is not None:
             notes.append(f"starting from the weights of {initial}{_readers(run, readers)}")
-            if is_model_folder(initial) and not config.model.is_adapted:
-                notes += filter(None, [world.on_first(lambda: omitted_layers(Path(initial)))])
+            if is_model_folder(initial):
+                notes += filter(None, [world.on_first(lambda: omitted_layers(Path(initial), config.model))])
         start = Start(Progress(run.resolved.phases), origin, notes=notes)
     if start.progress.step == 0 and config.pruning is not None and config.pruning.comes_first:
         start.notes.extend(after_pruning(run, 0, start.origin.began_with))

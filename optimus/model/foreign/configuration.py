@@ -40,15 +40,7 @@ def facts_of_text(text: str) -> ModelFacts:
 
 
 @lru_cache(maxsize=16)
-def sharded_sizes(text: str) -> tuple[tuple[str, int], ...]:
-    """Returns (name, size) of everything that the number of tensor-parallel ranks must divide, each size once."""
-    facts, found = facts_of_text(text), dict[int, str]()
+def shapes_of_text(text: str) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the parameters of the model whose config.json is `text`, by name."""
     with torch.device("cpu"), silent_transformers():
-        shapes = {name: each.shape for name, each in build(hf_config(text), "sdpa", "meta").named_parameters()}
-    for name, split in facts.splits.items():
-        if split.dim is not None and name.rpartition(".")[0] not in (facts.embedding, facts.head):
-            for size in split.pieces or (shapes[name][split.dim],):
-                found.setdefault(size, name)
-    for name, size in facts.heads.items():
-        found.setdefault(size, name)
-    return tuple((name, size) for size, name in found.items())
+        return {name: tuple(each.shape) for name, each in build(hf_config(text), "sdpa", "meta").named_parameters()}

@@ -117,7 +117,7 @@ def _setting(key: str) -> bool:
     return not (key.startswith("_") or key in ("training", "p") or _RANDOM.search(key) or _LAYER.search(key))
 
 
-def _kind(layer: nn.Module) -> Any:
+def kind_of(layer: nn.Module) -> Any:
     """Returns a layer's class, shapes and settings, beside its number."""
     settings = [
         (name, type(each).__qualname__, key, value)
@@ -176,7 +176,7 @@ class _Analysis:
             blocks=self.blocks,
             layers=len(self.layers),
             outputs=seen.outputs,
-            kinds=tuple(first.setdefault(_kind(layer), number) for number, layer in enumerate(self.layers)),
+            kinds=tuple(first.setdefault(kind_of(layer), number) for number, layer in enumerate(self.layers)),
             embedding=embedding,
             head=head,
             tied=self.real.get_submodule(head).weight is weight,
@@ -553,7 +553,7 @@ class _Analysis:
         if not all(found):
             return ()
         numbers = {int(match[1]) for match in found if match is not None}
-        return tuple(layer for layer, twin in enumerate(self._twin_layers()) if twin in self._first_alike(numbers))
+        return tuple(layer for layer, twin in enumerate(self._twin_layers) if twin in self._first_alike(numbers))
 
     def _first_alike(self, numbers: set[int]) -> set[int | None]:
         """Returns the first layers of the twin of the kinds of these layers."""

@@ -1,4 +1,4 @@
-"""Adapts causal language models of `transformers` to the protocol `CausalModel`.
+"""Adapts causal language models of other authors, of `transformers` or of a plugin, to the protocol `CausalModel`.
 
 Every stage runs the model's own whole forward pass. Blocks and modules of other stages pass their input on; the first
 block of a stage takes what the previous stage sent. So masks, rotary tables and factors are the author's code on every
@@ -7,8 +7,7 @@ stage.
 Legend: B batch, S sequence, H hidden, T = B * S tokens.
 """
 
-import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -16,18 +15,13 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from optimus.kernels.backend import compute_dtype
 from optimus.model.batch import Batch, moved
 from optimus.model.causal import BlockRow, CausalModel
 from optimus.model.foreign.architecture import TransformersModel
-from optimus.model.foreign.attention import NAME
 from optimus.model.foreign.columns import WHOLE, Columns
-from optimus.model.foreign.configuration import hf_config
 from optimus.model.foreign.experts import FusedExperts, choose_experts
-from optimus.model.foreign.initial import Initial as Noted
-from optimus.model.foreign.initial import initial_values
 from optimus.model.foreign.modules import (
     LOCAL,
     AuthorsLinear,
@@ -42,13 +36,12 @@ from optimus.model.foreign.modules import (
     become,
     computed,
 )
-from optimus.model.foreign.needed import silent_transformers
 from optimus.model.foreign.passing import Passing
+from optimus.model.foreign.plugin import PluginModel
 from optimus.model.foreign.records import ModelFacts, Split, Style
-from optimus.model.foreign.twin import build
 from optimus.model.moe.statistics import RouterStats
 from optimus.model.moe.tokens import TokenSplit
-from optimus.model.parameters import Declaration, Dim, Initial, Normal, Role, Uniform, Values
+from optimus.model.parameters import Declaration, Dim, Initial, Role, Values
 from optimus.model.sequence import SequenceSplit
 from optimus.model.units import Unit
 from optimus.model.vocabulary import Vocabulary
@@ -97,7 +90,8 @@ class ForeignStage:
         received_BSH = None if x_TH is None else x_TH.view(*tokens_BS.shape, *(self._model.facts.stream or (-1,)))
         passing = Passing(self._blocks, self._first, self._last, positions.sequence, positions.documents, received_BSH)
         with self._model.running(passing):
-            own = self._model.run_body(tokens_BS, positions.position_BS)
+            made = self._model.call(self._model.body, batch._replace(tokens_BS=tokens_BS), positions.position_BS)
+        own = self._model.router_stats(made)
         made_BSH = passing.hidden_BSH if self._last else passing.stream_BSH
         assert made_BSH is not None
         passing.stream_BSH = passing.hidden_BSH = None
@@ -111,17 +105,26 @@ class ForeignModel(Storage, CausalModel):
     """A causal language model whose modules the library does not know.
 
     `body` is the author's module, with parameters on the meta device and buffers with values. `initial` has the initial
-    values of its parameters. The names of modules and parameters are the author's.
+    values of its parameters. The names of modules and parameters are the author's. `call(body, batch, position_BS)` runs
+    the author's forward pass; without positions, every sequence has the positions from 0. `caches` is True if the body
+    takes and returns `past_key_values`.
     """
 
     replaceable = ("sequence", "step", "columns", "tokens")
-    config: TransformersModel
+    config: TransformersModel | PluginModel
 
     def __init__(
-        self, config: TransformersModel, body: nn.Module, facts: ModelFacts, initial: Mapping[str, Noted]
+        self,
+        config: TransformersModel | PluginModel,
+        body: nn.Module,
+        initial: Mapping[str, Initial],
+        call: Callable[[nn.Module, Batch, Tensor | None], Any],
+        *,
+        caches: bool = False,
     ) -> None:
         super().__init__()
-        self.config, self.facts = config, facts
+        self.config, self.facts, self.call, self.caches = config, config.facts, call, caches
+        facts = self.facts
         self._modules.update(body._modules)
         self.__dict__["_body"] = body
         self._columns: Columns = WHOLE
@@ -129,7 +132,7 @@ class ForeignModel(Storage, CausalModel):
         self.passing: Passing | None = None
         for module in body.modules():
             module.__dict__["host"] = self
-        self.blocks = list(cast(nn.ModuleList, body.get_submodule(facts.blocks)))
+        self.__dict__["blocks"] = list(cast(nn.ModuleList, body.get_submodule(facts.blocks)))
         self._units: list[Unit] = []
         self.stored: dict[str, Stored] = {}
         fused, self.notes = choose_experts(body)
@@ -165,6 +168,11 @@ class ForeignModel(Storage, CausalModel):
         """The state of the running forward pass."""
         assert self.passing is not None, "the modules of a foreign model run in a stage only"
         return self.passing
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """Returns the author's module `target`, also if this class has another attribute of its name."""
+        found: nn.Module = self.body.get_submodule(target) if target else self
+        return found
 
     def rows(self) -> list[BlockRow]:
         return [ForeignRow(self.blocks)]
@@ -229,14 +237,16 @@ class ForeignModel(Storage, CausalModel):
         these tokens. Without a cache, begins a new sequence."""
         passing = Passing(range(len(self.blocks)), True, True, SequenceSplit(), False, None)
         with self.running(passing):
-            made = self.body(input_ids=tokens_BS, past_key_values=cache, use_cache=True)
+            if self.caches:
+                cache = self.body(input_ids=tokens_BS, past_key_values=cache, use_cache=True).past_key_values
+            else:  # the cache has the tokens so far
+                cache = tokens_BS if cache is None else torch.cat([cache, tokens_BS], 1)
+                self.call(self.body, Batch(cache), None)
         assert passing.hidden_BSH is not None
-        return passing.hidden_BSH, made.past_key_values
+        return passing.hidden_BSH, cache
 
-    def run_body(self, tokens_BS: Tensor, position_BS: Tensor | None) -> RouterStats | None:
-        """Runs the author's forward pass; returns the statistics of the routers that ran, if their loss counts."""
-        positions = {} if position_BS is None else {"position_ids": position_BS}
-        made = self.body(input_ids=tokens_BS, use_cache=False, **positions)
+    def router_stats(self, made: Any) -> RouterStats | None:
+        """Returns the statistics of the routers that ran, from the author's outputs, if their loss counts."""
         router = self.facts.router
         if router is None or not router.on or not made[router.output]:
             return None
@@ -273,7 +283,7 @@ def _part(name: str, facts: ModelFacts) -> str:
 
 
 def _compose(
-    model: ForeignModel, facts: ModelFacts, initial: Mapping[str, Noted], fused: Iterable[nn.Module]
+    model: ForeignModel, facts: ModelFacts, initial: Mapping[str, Initial], fused: Iterable[nn.Module]
 ) -> None:
     """Turns the modules of the body into units, projections, fused experts, lookup and output layer, and declares their
     parameters."""
@@ -284,10 +294,10 @@ def _compose(
         become(module, FusedExperts, gradients={}, step=model.step)
     for name, module in list(body.named_modules()):
         inside = name.startswith(f"{facts.blocks}.")
-        if inside and (type(module) is nn.Linear or isinstance(module, Conv1D)):
+        if inside and (type(module) is nn.Linear or _is_conv1d(module)):
             pieces = tuple(leaf for leaf in module._parameters if leaf.startswith("weight"))
             parts = {"product": LOCAL, "gradients": {}, "style": facts.styles.get(name, "whole"), "pieces": pieces}
-            become(module, AuthorsLinear, **parts, transposed=isinstance(module, Conv1D))
+            become(module, AuthorsLinear, **parts, transposed=_is_conv1d(module))
         elif (style := facts.styles.get(name)) in _SHARDED:
             become(module, _SHARDED[style])
         elif module._parameters and not inside and module is not head:
@@ -309,6 +319,11 @@ def _compose(
 _SHARDED: dict[Style, type] = {"experts": Summed, "sums": Summed, "norm_all": NormOverAll}
 
 
+def _is_conv1d(module: nn.Module) -> bool:
+    """Returns True for GPT-2's linear layer of `transformers`, whose weight is [inputs, outputs]."""
+    return any(kind.__module__ == "transformers.pytorch_utils" for kind in type(module).__mro__)
+
+
 def _unit(kind: str, module: nn.Module) -> Unit:
     return Unit(kind, Calls(module))
 
@@ -320,20 +335,20 @@ def _look_up(module: nn.Module, authors: type[nn.Module]) -> None:
     module.__dict__["vocabulary"] = Vocabulary()
 
 
-def _declare_all(body: nn.Module, facts: ModelFacts, initial: Mapping[str, Noted]) -> dict[str, Stored]:
+def _declare_all(body: nn.Module, facts: ModelFacts, initial: Mapping[str, Initial]) -> dict[str, Stored]:
     """Stores fused parameters in pieces, and declares every parameter. Returns the storage of the author's parameters."""
     named = {name for name, _ in body.named_parameters()}
     stored: dict[str, Stored] = {}
-    linear = (nn.Linear, Conv1D)
     for owner_name, owner in list(body.named_modules()):
         for leaf, parameter in list(owner._parameters.items()):
             if parameter is None:
                 continue
             name = f"{owner_name}.{leaf}" if owner_name else leaf
             split = Split(0) if owner_name in (facts.embedding, facts.head) else facts.splits.get(name, Split(None))
-            first = _initial(initial.get(name))
+            first = initial.get(name, "normal")
             role = _role(name, owner, parameter, facts)
-            leaves = _store(owner, leaf, parameter, split, role, first, projects=isinstance(owner, linear))
+            projects = isinstance(owner, nn.Linear) or _is_conv1d(owner)
+            leaves = _store(owner, leaf, parameter, split, role, first, projects=projects)
             if name in named:  # a tied parameter has one name
                 names = tuple(name.removesuffix(leaf) + each for each in leaves)
                 stored[name] = Stored(names, split.dim, tuple(parameter.shape))
@@ -391,19 +406,6 @@ def _store(
     ]
 
 
-def _initial(noted: Noted | None) -> Initial:
-    """Returns the declared form of noted initial values."""
-    if noted is None:
-        return "normal"
-    if noted.kind == "constant":
-        return noted.value
-    if noted.kind == "values":
-        assert noted.values is not None
-        return Values(noted.values)
-    low, high = (-math.inf if noted.low is None else noted.low), (math.inf if noted.high is None else noted.high)
-    return Uniform(low, high) if noted.kind == "uniform" else Normal(noted.mean, noted.std, low, high)
-
-
 def _dims(role: Role, ndim: int, split: Split) -> tuple[Dim, ...]:
     """Returns logical dims that give the parameter its layout."""
     if role in ("embedding", "head"):
@@ -417,17 +419,7 @@ def _dims(role: Role, ndim: int, split: Split) -> tuple[Dim, ...]:
     return tuple("ffn" if dim == split.dim else other for dim in range(ndim))
 
 
-# ---- Building ----
-
-
-def foreign_model(config: TransformersModel) -> ForeignModel:
-    """Builds the model of `config`, with uninitialised parameters on the default device and buffers with values."""
-    facts, device = config.facts, torch.get_default_device()
-    with torch.device("cpu"), silent_transformers():
-        body = build(hf_config(config.text), NAME if facts.attention else "sdpa", "meta")
-        initial = initial_values(body)
-    model = ForeignModel(config, body, facts, initial)
-    return model if device.type == "meta" else materialised(model, device)
+# ---- Storage ----
 
 
 def materialised(model: ForeignModel, device: torch.device) -> ForeignModel:

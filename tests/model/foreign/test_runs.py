@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.adapted import config_json
 from transformers import AutoModelForCausalLM
 
 import optimus
+from helpers.adapted import config_json
 from optimus.config import load_config
 from optimus.errors import UserError
 from optimus.evaluation.generation import Request, generation
@@ -98,7 +98,11 @@ def test_a_preset_trains_with_the_modules_of_transformers(run: dict[str, Any], t
         ({}, ["parallel.vocabulary=true", "parallel.pipeline=2"], "parallel.vocabulary: a model of `transformers`"),
         ({}, ["recompute=norm"], "recompute: a model of `transformers` recomputes whole blocks only"),
         ({}, ["recompute=block", "recompute_every=2"], "recompute_every: .* block by block"),
-        ({}, ["train.lora_rank=4", "train.freeze=[matrix]"], "train.lora_rank: low-rank factors need the library's own"),
+        (
+            {},
+            ["train.lora_rank=4", "train.freeze=[matrix]"],
+            "train.lora_rank: low-rank factors need the library's own",
+        ),
         ({}, ["parallel.expert=2"], "parallel.expert 2: the model is dense"),
         ({"resid_pdrop": 0.1}, [], r"model.transformers: .*resid_pdrop: 0.1\): set it to 0"),
         ({"auto_map": {"AutoModel": "x.Y"}}, [], "auto_map names code outside of `transformers`, which is never run"),

@@ -1,0 +1,136 @@
+"""Models that plugins describe: their modules and initial values, and checks of the description."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any, Literal, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from optimus.errors import UserError, nearest
+from optimus.model.foreign.rows import ModelRow, ModelSpec
+from optimus.model.parameters import Initial, Normal, Uniform, Values
+
+# Names that the adapter gives to attributes of the root, of blocks and of all other modules.
+_OF_ROOT = ("columns", "config", "facts", "passing", "predict", "sequence", "step", "stored")
+_OF_BLOCKS = ("number", "outputs")
+_OF_MODULES = ("before", "declared", "host", "replaceable", "unit", "vocabulary")
+_NAMED = {"ones": 1.0, "zeros": 0.0}
+
+
+class Described(NamedTuple):
+    """A model as its plugin describes it, and the initial values of its parameters by name."""
+
+    spec: ModelSpec
+    initial: dict[str, Initial]
+
+
+def built(
+    row: ModelRow, arguments: Mapping[str, Any], values: Literal["all", "buffers", "none"] = "buffers"
+) -> Described:
+    """Calls a row's function, with random numbers of its own.
+
+    With `values` buffers, parameters are on the meta device and buffers have values; with all, both have values; with
+    none, both are on the meta device. Raises `UserError` for a function that fails, and for a result that is no valid
+    `ModelSpec`.
+    """
+    device = "meta" if values == "none" else "cpu"
+    with torch.device(device), _parameters_on_meta(values == "buffers"), torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        try:
+            spec = row.make(**arguments)
+        except Exception as error:  # the user's code
+            raise wrong(row, f"the function raises {said(error)}") from error
+    if not isinstance(spec, ModelSpec):
+        raise wrong(row, f"the function returns {type(spec).__name__}: return a ModelSpec")
+    _check_parts(row, spec)
+    return Described(spec, {name: _initial(row, spec, name) for name, _ in spec.module.named_parameters()})
+
+
+@contextmanager
+def _parameters_on_meta(wanted: bool) -> Iterator[None]:
+    """Moves parameters to the meta device as soon as a module registers them; buffers stay."""
+    register = nn.Module.register_parameter
+
+    def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    with patch.object(nn.Module, "register_parameter", registered if wanted else register):
+        yield
+
+
+def wrong(row: ModelRow, what: str) -> UserError:
+    """Returns the error for a model of which `what` is wrong."""
+    return UserError(f"model.plugin: {row.name}: {what}")
+
+
+def said(error: Exception) -> str:
+    """Returns the class and the first line of an error of the user's code."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0][:200]}"
+
+
+# ---- What the description says ----
+
+_PARTS: dict[str, type[nn.Module]] = {"blocks": nn.ModuleList, "embedding": nn.Embedding, "head": nn.Linear}
+
+
+def _check_parts(row: ModelRow, spec: ModelSpec) -> None:
+    """Raises `UserError` for parts that do not exist or are of another class, and for parameters that no part can hold."""
+    body = spec.module
+    modules = dict(body.named_modules())
+    for part, kind in _PARTS.items():
+        name = getattr(spec, part)
+        if name not in modules or not isinstance(modules[name], kind):
+            found = type(modules[name]).__name__ if name in modules else "no module"
+            fitting = [each for each, module in modules.items() if isinstance(module, kind)]
+            cure = nearest(str(name), fitting) if fitting else f"the module has no {kind.__name__}"
+            raise wrong(row, f"{part} '{name}' is {found}, not a {kind.__name__}: {cure}")
+    _check_names(row, spec)
+    if not len(modules[spec.blocks]):
+        raise wrong(row, f"blocks '{spec.blocks}' is empty: it needs a block")
+    for name, module in modules.items():
+        parameters = [leaf for leaf, each in module._parameters.items() if each is not None]
+        if parameters and f"{spec.blocks}.".startswith(f"{name}." if name else ""):
+            full = f"{name}.{parameters[0]}" if name else parameters[0]
+            raise wrong(row, f"the parameter {full} is beside the blocks: put it into a module that the model calls")
+    seen: dict[int, str] = {}
+    tied = {f"{spec.embedding}.weight", f"{spec.head}.weight"}
+    for name, parameter in body.named_parameters(remove_duplicate=False):
+        other = seen.setdefault(id(parameter), name)
+        if other != name and {other, name} != tied:
+            raise wrong(row, f"{other} and {name} are one parameter: only the embedding and the head may share theirs")
+        if not parameter.requires_grad:
+            raise wrong(row, f"the parameter {name} has no gradient: make it a buffer, or use train.freeze")
+    for pattern, style in (spec.splits or {}).items():
+        if style not in ("colwise", "rowwise"):
+            raise wrong(row, f"splits: {pattern} is '{style}': it must be colwise or rowwise")
+        if not any(fnmatchcase(name, pattern) for name in modules):
+            raise wrong(row, f"splits: no module has a name like {pattern}")
+
+
+def _check_names(row: ModelRow, spec: ModelSpec) -> None:
+    """Raises `UserError` for an attribute or a child whose name the adapter uses."""
+    for name, module in spec.module.named_modules():
+        block = name.startswith(f"{spec.blocks}.") and "." not in name.removeprefix(f"{spec.blocks}.")
+        taken = [leaf for leaf in _OF_BLOCKS if block and hasattr(module, leaf)]
+        taken += [leaf for leaf in (_OF_MODULES if name else ()) if hasattr(module, leaf)]
+        taken += [leaf for leaf in (() if name else _OF_ROOT) if leaf in module._modules]
+        if taken:
+            full = f"{name}.{taken[0]}" if name else taken[0]
+            raise wrong(row, f"the attribute {full} has a name that the library uses itself: rename it")
+
+
+def _initial(row: ModelRow, spec: ModelSpec, name: str) -> Initial:
+    """Returns the initial values of the parameter `name`."""
+    found: Any = next((value for pattern, value in spec.initial.items() if fnmatchcase(name, pattern)), None)
+    if found is None:
+        raise wrong(row, f"{name} has no initial values: add a pattern to `initial`, such as '*': Normal(0.02)")
+    found = _NAMED.get(found, found) if isinstance(found, str) else found
+    number = isinstance(found, int | float) and not isinstance(found, bool)
+    if not (number or isinstance(found, Normal | Uniform | Values) or found == "normal"):
+        raise wrong(row, f"the initial value of {name} is {found!r}: give ones, zeros, a number or Normal(std)")
+    return float(found) if number else found

@@ -1,0 +1,123 @@
+"""The table of models that plugins describe, and the description of such a model. This module does not import torch.
+
+A plugin lists `ModelRow`s in `ROWS`. The function of a row returns a `ModelSpec`: the module, the names of its parts, and
+what the library cannot see in the module.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from optimus.errors import nearest
+from optimus.plugins import Table
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from optimus.model.batch import Batch
+    from optimus.model.parameters import Initial
+
+Division = Literal["colwise", "rowwise"]
+_WORDS = {"int_type": "a whole number", "float_type": "a number", "bool_type": "true or false", "string_type": "text"}
+_NAMED = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+
+
+def call_with_tokens(module: Any, batch: "Batch") -> "Tensor":
+    """Returns the logits of `module(tokens)`."""
+    logits: Tensor = module(batch.tokens_BS)
+    return logits
+
+
+@dataclass(frozen=True, eq=False)
+class ModelSpec:
+    """A causal language model of the user's own.
+
+    `module` is the model. `blocks` names its `nn.ModuleList` of blocks: a block maps the residual stream [B, S, ...], its
+    first argument, to a tensor or to a tuple that begins with a tensor. `embedding` names its `nn.Embedding` of tokens, and
+    `head` its output layer, an `nn.Linear`. `forward(module, batch)` returns logits [B, S, V]; `batch.tokens_BS` has the
+    tokens. After the output layer, `forward` may only multiply by a factor, or apply `logit_cap` * tanh(x / `logit_cap`).
+
+    `initial` maps shell patterns of parameter names to initial values: ones, zeros, a number, `Normal(std)` or `Uniform(low,
+    high)`. The first pattern that fits a parameter counts.
+
+    `splits` maps shell patterns of linear layers in the blocks to colwise (divided by outputs) or rowwise (divided by
+    inputs) for tensor parallelism. By default the library looks for such layers itself. It proves every division by adding
+    up the parts.
+
+    With `documents`, the model keeps the documents in `batch.document_BS` apart.
+    """
+
+    module: "nn.Module"
+    _: KW_ONLY
+    blocks: str
+    embedding: str
+    head: str
+    initial: "Mapping[str, Initial | Literal['ones', 'zeros']]"
+    forward: "Callable[[Any, Batch], Tensor]" = call_with_tokens
+    splits: Mapping[str, Division] | None = None
+    documents: bool = False
+    logit_cap: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ModelRow:
+    """A model that configurations choose by `model.plugin`.
+
+    `make` returns the `ModelSpec`; the other keys of the section `model` are its arguments. The library finds the facts of
+    the model on a copy with the arguments `small`, by default on the model itself.
+    """
+
+    name: str
+    make: Callable[..., ModelSpec]
+    small: Mapping[str, Any] = field(default_factory=dict)
+
+    def complete(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the arguments of `make`: `values`, and defaults for the others. Raises `ValueError` for an argument that
+        is unknown, missing or of another type."""
+        parameters = inspect.signature(self.make, eval_str=True).parameters
+        if unknown := [name for name in values if name not in parameters]:
+            raise ValueError(
+                f"'{unknown[0]}' is no argument of the plugin's {self.name}: {nearest(unknown[0], parameters)}"
+            )
+        found = {}
+        for name, parameter in parameters.items():
+            if name not in values:
+                if parameter.default is parameter.empty:
+                    raise ValueError(f"'{name}' is missing, an argument of the plugin's {self.name}")
+                found[name] = parameter.default
+            elif parameter.annotation is parameter.empty:
+                found[name] = values[name]
+            else:
+                found[name] = _checked(name, values[name], parameter.annotation)
+        return found
+
+
+def _checked(name: str, value: Any, annotation: Any) -> Any:
+    """Returns `value`. Raises `ValueError` if its type is not that of the `annotation`."""
+    try:
+        return TypeAdapter(annotation).validate_python(value, strict=True)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        said = _WORDS.get(problem["type"], problem["msg"].removeprefix("Input should be "))
+        raise ValueError(f"'{name}' is {value!r}: it must be {said}") from None
+
+
+def _check(row: ModelRow) -> None:
+    """Raises `ValueError` for a row without a name, or with a function whose arguments cannot be keys of a
+    configuration."""
+    if not isinstance(row.name, str) or not row.name:
+        raise ValueError(f"its name is {row.name!r}: give a text")
+    if not callable(row.make):
+        raise ValueError(f"'{row.name}': its function is {row.make!r}: give a function that returns a ModelSpec")
+    parameters = inspect.signature(row.make).parameters
+    for name, parameter in parameters.items():
+        if parameter.kind not in _NAMED or name == "plugin":
+            raise ValueError(f"'{row.name}': its argument {name} cannot be a key of the section model: rename it")
+    if unknown := [name for name in row.small if name not in parameters]:
+        raise ValueError(f"'{row.name}': small: {unknown[0]} is no argument: {nearest(unknown[0], parameters)}")
+
+
+MODELS: Table[ModelRow] = Table("model", ModelRow, dict, _check)

@@ -1,0 +1,247 @@
+"""Models of a user's own, as a plugin describes them: right ones of several kinds, and one for each mistake."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from optimus.extend import ModelRow, ModelSpec, Normal
+from optimus.model.batch import Batch
+
+INITIAL: dict[str, Any] = {"*norm.weight": "ones", "*bias": "zeros", "*bias_??_l0": "zeros", "*": Normal(0.05)}
+
+
+class Convolution(nn.Module):
+    """Mixes the last positions of each channel, and gates them; `heads` numbers of channels share a filter."""
+
+    def __init__(self, width: int, kernel: int = 3, heads: int | None = None) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width, eps=1e-6)
+        self.up = nn.Linear(width, 2 * width)
+        self.conv = nn.Conv1d(2 * width, 2 * width, kernel, groups=heads or 2 * width, padding=kernel - 1)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = self.conv(self.up(self.norm(x)).mT)[..., : x.shape[1]].mT
+        return x + self.down(F.silu(mixed))
+
+
+class Recurrence(nn.Module):
+    """A recurrent network, whose class keeps a list of its parameters."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.cell = nn.GRU(width, width, batch_first=True)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return x + self.cell(self.norm(x))[0], None
+
+
+class Attention(nn.Module):
+    """Causal attention within documents, with one product for queries, keys and values, and a feed-forward layer."""
+
+    def __init__(self, width: int, heads: int, positions: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm, self.mlp_norm = nn.RMSNorm(width, eps=1e-6), nn.RMSNorm(width, eps=1e-6)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 3 * width, bias=False), nn.Linear(3 * width, width, bias=False)
+        self.register_buffer("mask", torch.ones(positions, positions, dtype=torch.bool).tril(), persistent=False)
+
+    def forward(self, x: Tensor, document_BS: Tensor | None = None) -> Tensor:
+        mask = self.mask[: x.shape[1], : x.shape[1]]
+        if document_BS is not None:
+            mask = mask & (document_BS[:, None, :, None] == document_BS[:, None, None, :])
+        q, k, v = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in self.qkv(self.norm(x)).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        x = x + self.out(y.transpose(1, 2).flatten(-2))
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+
+
+def positions_of(tokens_BS: Tensor, document_BS: Tensor | None) -> Tensor:
+    """Returns the positions, counted from 0 in each document."""
+    position_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
+    if document_BS is None:
+        return position_BS
+    first_BS = F.pad(document_BS[:, 1:] != document_BS[:, :-1], (1, 0), value=True)
+    return position_BS - (position_BS * first_BS).cummax(1).values
+
+
+class Model(nn.Module):
+    """An embedding, learned positions if asked for, blocks, a norm and an output layer, in a module of a module."""
+
+    def __init__(self, vocab: int, width: int, blocks: list[nn.Module], positions: int = 0, tied: bool = False) -> None:
+        super().__init__()
+        self.body = nn.Module()
+        self.body.embed = nn.Embedding(vocab, width)
+        self.body.positions = nn.Embedding(positions, width) if positions else None
+        self.body.layers = nn.ModuleList(blocks)
+        self.body.norm = nn.RMSNorm(width, eps=1e-6)
+        self.head = nn.Linear(width, vocab, bias=False)
+        if tied:
+            self.head.weight = self.body.embed.weight
+
+    def forward(self, tokens: Tensor, document_BS: Tensor | None = None) -> Tensor:
+        x = self.body.embed(tokens)
+        if self.body.positions is not None:
+            x = x + self.body.positions(positions_of(tokens, document_BS))
+        for layer in self.body.layers:
+            made = layer(x) if document_BS is None else layer(x, document_BS)
+            x = made[0] if isinstance(made, tuple) else made
+        return self.head(self.body.norm(x))
+
+
+def described(module: nn.Module, **more: Any) -> ModelSpec:
+    """Returns the description of a `Model`."""
+    parts: dict[str, Any] = {"blocks": "body.layers", "embedding": "body.embed", "head": "head", "initial": INITIAL}
+    return ModelSpec(module, **parts | more)
+
+
+def convolutions(vocab: int, width: int = 32, depth: int = 4, kernel: int = 3) -> ModelSpec:
+    splits = {"*.up": "colwise", "*.down": "rowwise"}
+    return described(Model(vocab, width, [Convolution(width, kernel) for _ in range(depth)]), splits=splits)
+
+
+def shared(vocab: int, width: int = 32, depth: int = 4) -> ModelSpec:
+    blocks: list[nn.Module] = [Convolution(width, 3, heads=8) for _ in range(depth)]
+    return described(
+        Model(vocab, width, blocks, tied=True), forward=lambda module, batch: module(batch.tokens_BS) * 0.5
+    )
+
+
+def recurrent(vocab: int, width: int = 32, depth: int = 4) -> ModelSpec:
+    return described(Model(vocab, width, [Recurrence(width) for _ in range(depth)]))
+
+
+def attending(vocab: int, width: int = 32, depth: int = 4, heads: int = 4, positions: int = 64) -> ModelSpec:
+    def forward(module: Any, batch: Batch) -> Tensor:
+        documents = batch.document_BS
+        return module(batch.tokens_BS, None if documents is None else documents.to(batch.tokens_BS.device))
+
+    blocks: list[nn.Module] = [Attention(width, heads, positions) for _ in range(depth)]
+    return described(Model(vocab, width, blocks, positions), forward=forward, documents=True)
+
+
+# ---- One model for each mistake ----
+
+
+class Changed(nn.Module):
+    """A block that does something else with what a right one makes."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.change = Convolution(32), change
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.change(self.inner(x))
+
+
+def _blocks(change: Callable[[Tensor], Tensor] = lambda x: x) -> list[nn.Module]:
+    return [Changed(change), Changed(change)]
+
+
+def _not_called(module: Any, batch: Batch) -> Tensor:
+    x = F.embedding(batch.tokens_BS, module.body.embed.weight)
+    for layer in module.body.layers:
+        x = layer(x)
+    return module.head(module.body.norm(x))
+
+
+def _between(module: Any, batch: Batch) -> Tensor:
+    x = module.body.embed(batch.tokens_BS)
+    for layer in module.body.layers:
+        x = layer(x) + 1
+    return module.head(module.body.norm(x))
+
+
+def _beside() -> ModelSpec:
+    model = Model(320, 32, _blocks())
+    model.scale = nn.Parameter(torch.ones(32))
+    return described(model)
+
+
+def _unused() -> ModelSpec:
+    blocks = _blocks()
+    blocks[1].extra = nn.Linear(32, 32)
+    return described(Model(320, 32, blocks))
+
+
+def _shared_block() -> ModelSpec:
+    block = Convolution(32)
+    return described(Model(320, 32, [block, block]))
+
+
+def _frozen() -> ModelSpec:
+    model = Model(320, 32, _blocks())
+    model.body.norm.weight.requires_grad_(False)
+    return described(model)
+
+
+def _with(change: Callable[[Tensor], Tensor] = lambda x: x, **more: Any) -> ModelSpec:
+    return described(Model(320, 32, _blocks(change)), **more)
+
+
+class Reserved(Convolution):
+    """A block with an attribute that the adapter sets."""
+
+    outputs = 2
+
+
+MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
+    "raises": (lambda: {}["width"], "the function raises KeyError: 'width'"),
+    "returns a module": (lambda: Model(320, 32, _blocks()), "the function returns Model: return a ModelSpec"),
+    "blocks": (
+        lambda: _with(blocks="layers"),
+        "blocks 'layers' is no module, not a ModuleList: did you mean 'body.layers'?",
+    ),
+    "head": (lambda: _with(head="body.norm"), "head 'body.norm' is RMSNorm, not a Linear"),
+    "empty": (lambda: described(Model(320, 32, [])), "blocks 'body.layers' is empty"),
+    "beside": (_beside, "the parameter scale is beside the blocks: put it into a module that the model calls"),
+    "shared": (_shared_block, "body.layers.0.norm.weight and body.layers.1.norm.weight are one parameter"),
+    "frozen": (_frozen, "the parameter body.norm.weight has no gradient: make it a buffer, or use train.freeze"),
+    "a name": (
+        lambda: described(Model(320, 32, [Reserved(32)])),
+        "the attribute body.layers.0.outputs has a name that the library uses itself: rename it",
+    ),
+    "initial": (lambda: _with(initial={"*bias": "zeros"}), "has no initial values: add a pattern to `initial`"),
+    "a word": (lambda: _with(initial={"*": "one"}), "is 'one': give ones, zeros, a number or Normal"),
+    "a style": (lambda: _with(splits={"*.up": "columns"}), "splits: *.up is 'columns': it must be colwise or rowwise"),
+    "a pattern": (lambda: _with(splits={"*.gate": "colwise"}), "splits: no module has a name like *.gate"),
+    "a convolution": (lambda: _with(splits={"*.conv": "colwise"}), "conv is no nn.Linear in the blocks"),
+    "fails": (
+        lambda: _with(lambda x: x @ x),
+        "its forward pass on the meta device (without values) on tokens [2, 24] raises ",
+    ),
+    "shape": (lambda: _with(forward=lambda m, b: m(b.tokens_BS)[0]), "forward returns [24, 320] for tokens [2, 24]"),
+    "not called": (lambda: _with(forward=_not_called), "its forward pass does not call body.embed, whose parameters"),
+    "random": (lambda: _with(lambda x: F.dropout(x, 0.1)), "two passes give different logits: remove dropout"),
+    "later tokens": (lambda: _with(lambda x: x + x.mean(1, keepdim=True)), "its logits depend on later tokens"),
+    "unused": (_unused, "the parameter body.layers.1.extra.bias gets no gradient"),
+    "documents": (
+        lambda: _with(documents=True),
+        "documents=True, but two documents in a sequence have other logits than each by itself",
+    ),
+    "logits": (
+        lambda: _with(forward=lambda m, b: m(b.tokens_BS).log_softmax(-1)),
+        "the output layer is followed by something",
+    ),
+}
+
+
+def _large(width: int = 12_000) -> ModelSpec:
+    return described(Model(320, width, [Convolution(width)]))
+
+
+ROWS = [
+    ModelRow("convolutions", convolutions, small={"width": 16, "depth": 1}),
+    ModelRow("shared", shared),
+    ModelRow("recurrent", recurrent),
+    ModelRow("attending", attending, small={"width": 16, "heads": 2, "depth": 2}),
+    ModelRow("large", _large),
+    ModelRow("between", lambda: _with(forward=_between)),
+    ModelRow("undivided", lambda: _with(lambda x: x, splits={"*.down": "colwise"})),
+    *(ModelRow(f"wrong: {name}", make) for name, (make, _) in MISTAKES.items()),
+]
