@@ -336,7 +336,7 @@ class _Facts:
         return value
 
     def _atoms(
-        self, unit: Unit, splits: Mapping[str, Split], shapes: Mapping[str, Sequence[int]], names: "_Renamed"
+        self, unit: ProvedUnit, splits: Mapping[str, Split], shapes: Mapping[str, Sequence[int]], names: "_Renamed"
     ) -> int:
         """Returns a number that divides the number of equal parts, such as heads, of a unit of the real model."""
         arguments = {**self.arguments, **self.row.small}
