@@ -1,4 +1,4 @@
-"""Dependencies of columns on rows of parameters, found by gradients."""
+"""Finds the rows of parameters on which columns depend, by gradients."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

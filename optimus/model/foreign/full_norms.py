@@ -1,4 +1,4 @@
-"""RMS norms over all columns of sharded activations."""
+"""Norms over all columns of sharded activations."""
 
 import torch
 from torch import Tensor, nn

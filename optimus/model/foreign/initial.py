@@ -216,7 +216,7 @@ def _constants(module: nn.Module, missing: Iterable[str]) -> dict[str, Initial]:
 
 @contextmanager
 def _untied(module: nn.Module) -> Iterator[None]:
-    """Separates tied parameters while it lasts, as they are while a model initialises itself: the first of them counts."""
+    """Splits tied parameters while it lasts, as they are while a model initialises itself: the first of them counts."""
     seen: set[int] = set()
     tied: list[tuple[nn.Module, str, nn.Parameter]] = []
     for owner in module.modules():

@@ -9,7 +9,6 @@ from helpers.model_facts import FILE, configuration, read, row
 from helpers.sweep import in_turns
 from optimus.errors import UserError
 from optimus.model.foreign.facts import ModelFacts, facts_of
-from optimus.model.foreign.twin import small
 
 transformers = pytest.importorskip("transformers", minversion="5.20")
 
@@ -74,7 +73,7 @@ def test_twelve_families_are_divided_and_have_a_chain(kind: str) -> None:
 )
 def test_refusals_name_what_is_in_the_way_and_what_works(kind: str, option: str, name: str) -> None:
     narrow = {"mamba_n_heads": 16, "mamba_d_head": 64} if kind == "falcon_h1" else {}
-    text = facts_of(small(configuration(kind, **narrow))).refusals[option]
+    text = facts(kind, **narrow).refusals[option]
     assert name in text
     assert "choose" in text
 

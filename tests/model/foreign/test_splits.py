@@ -149,3 +149,12 @@ def test_what_follows_the_last_product_is_outside_of_the_sum() -> None:
     assert unit.styles["block.layer.down"] == "row"
     assert "block.layer.gate" not in unit.styles
     assert math.prod(unit.ways) == 8
+
+
+def test_a_single_key_head_stays_whole_with_partial_gradients() -> None:
+    torch.set_num_threads(1)
+    facts = facts_of(configuration("llama", num_key_value_heads=1))
+    assert facts.splits["model.layers.0.self_attn.k_proj.weight"] == Split(partial=True)
+    assert facts.splits["model.layers.0.self_attn.q_proj.weight"] == Split(0)
+    assert facts.styles["model.layers.0.self_attn"] == "sums"
+    assert facts.heads["model.layers.0.self_attn"] == 32
