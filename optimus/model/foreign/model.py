@@ -248,9 +248,7 @@ def _part(name: str, facts: ModelFacts) -> str:
 # ---- Composition ----
 
 
-def _compose(
-    model: ForeignModel, facts: ModelFacts, initial: Mapping[str, Noted], fused: Iterable[nn.Module]
-) -> None:
+def _compose(model: ForeignModel, facts: ModelFacts, initial: Mapping[str, Noted], fused: Iterable[nn.Module]) -> None:
     """Turns the modules of the body into units, projections, fused experts, lookup and output layer, and declares their
     parameters."""
     body: nn.Module = model.body
@@ -261,9 +259,13 @@ def _compose(
     for name, module in list(body.named_modules()):
         inside = name.startswith(f"{facts.blocks}.")
         if inside and (type(module) is nn.Linear or isinstance(module, Conv1D)):
-            pieces = tuple(leaf for leaf in module._parameters if leaf.startswith("weight"))
-            parts = {"product": LOCAL, "gradients": {}, "style": facts.styles.get(name, "whole"), "pieces": pieces}
-            become(module, AuthorsLinear, **parts, transposed=isinstance(module, Conv1D))
+            pieces, biases = (
+                tuple(leaf for leaf, each in module._parameters.items() if leaf.startswith(kind) and each is not None)
+                for kind in ("weight", "bias")
+            )
+            parts = {"product": LOCAL, "gradients": {}, "style": facts.styles.get(name, "whole")}
+            transposed = isinstance(module, Conv1D)
+            become(module, AuthorsLinear, **parts, pieces=pieces, biases=biases, transposed=transposed)
         elif (style := facts.styles.get(name)) in _SHARDED:
             become(module, _SHARDED[style])
         elif module._parameters and not inside and module is not head:
