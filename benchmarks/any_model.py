@@ -41,6 +41,7 @@ class Task(NamedTuple):
 
     config: tuple[str, Mapping[str, Any]]
     batch: tuple[int, int] = (4, 256)
+    microbatches: int = 1
 
     @property
     def sparse(self) -> bool:
@@ -62,26 +63,32 @@ def _llama(vocab: int, hidden: int, layers: int) -> Task:
     return Task(("LlamaConfig", {**sizes, **more, "tie_word_embeddings": False}))
 
 
-_MOE = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 8192, "num_experts_per_tok": 8}
+_MOE = {
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 4096,
+    "num_experts_per_tok": 8,
+}
 
 TASKS: dict[str, Task] = {
     "llama-8k": _llama(8192, 512, 8),
     "llama-32k": _llama(32768, 256, 4),
     "granite-moe": Task(
-        (
-            "GraniteMoeConfig",
-            {**_MOE, "hidden_size": 512, "intermediate_size": 256, "num_hidden_layers": 4, "num_local_experts": 32},
-        )
+        ("GraniteMoeConfig", {**_MOE, "intermediate_size": 256, "num_hidden_layers": 2, "num_local_experts": 32}),
+        microbatches=2,
     ),
     "qwen3-moe": Task(
         (
             "Qwen3MoeConfig",
-            {**_MOE, "hidden_size": 512, "moe_intermediate_size": 192, "num_hidden_layers": 2, "num_experts": 64}
+            {**_MOE, "moe_intermediate_size": 192, "num_hidden_layers": 1, "num_experts": 128}
             | {"head_dim": 64, "intermediate_size": 512, "output_router_logits": False, "norm_topk_prob": True},
-        )
+        ),
+        microbatches=2,
     ),
 }
-"""Models of 20 to 60 M parameters with the proportions of published ones."""
+"""Models of 20 to 50 M parameters. Those with experts have as many as Granite 3.0 1B-A400M and Qwen3 30B-A3B, a quarter
+to a half as wide."""
 
 
 def run(
@@ -139,7 +146,13 @@ def _exported(task: Task, path: Path) -> RunConfig:
     transformers.AutoModelForCausalLM.from_config(given, dtype=torch.float32).save_pretrained(path)
     rows, length = task.batch
     return configuration(
-        {"transformers": given.to_dict()}, rows, length, precision="float32", output=path.parent, **BY_HEART
+        {"transformers": given.to_dict()},
+        rows,
+        length,
+        micro_batch=rows // task.microbatches,
+        precision="float32",
+        output=path.parent,
+        **BY_HEART,
     )
 
 
@@ -211,13 +224,16 @@ def _loop(config: RunConfig, path: Path, experts: str | None = None) -> Callable
     def step() -> float:
         nonlocal done
         done += 1
-        tokens_BS = random_batch(config, done)
-        loss = model(input_ids=tokens_BS, labels=tokens_BS, use_cache=False).loss
-        loss.backward()
+        batch, total = random_batch(config, done), 0.0
+        parts = batch.split(config.train.micro_batch)
+        for tokens_BS in parts:
+            loss = model(input_ids=tokens_BS, labels=tokens_BS, use_cache=False).loss / len(parts)
+            loss.backward()
+            total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss.detach())
+        return total
 
     return partial(_timed, step)
 

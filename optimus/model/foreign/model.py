@@ -26,9 +26,11 @@ from optimus.model.foreign.modules import (
     LOCAL,
     AuthorsLinear,
     Calls,
+    ColumnLeaf,
     HeadModule,
     Lookup,
     NormOverAll,
+    SharedOut,
     StagedBlock,
     StagedModule,
     Storage,
@@ -295,9 +297,13 @@ def _compose(
     for name, module in list(body.named_modules()):
         inside = name.startswith(f"{facts.blocks}.")
         if inside and (type(module) is nn.Linear or _is_conv1d(module)):
-            pieces = tuple(leaf for leaf in module._parameters if leaf.startswith("weight"))
-            parts = {"product": LOCAL, "gradients": {}, "style": facts.styles.get(name, "whole"), "pieces": pieces}
-            become(module, AuthorsLinear, **parts, transposed=_is_conv1d(module))
+            pieces, biases = (
+                tuple(leaf for leaf, each in module._parameters.items() if leaf.startswith(kind) and each is not None)
+                for kind in ("weight", "bias")
+            )
+            parts = {"product": LOCAL, "gradients": {}, "style": facts.styles.get(name, "whole")}
+            transposed = _is_conv1d(module)
+            become(module, AuthorsLinear, **parts, pieces=pieces, biases=biases, transposed=transposed)
         elif (style := facts.styles.get(name)) in _SHARDED:
             become(module, _SHARDED[style])
         elif module._parameters and not inside and module is not head:
@@ -316,7 +322,13 @@ def _compose(
     model._units.append(model.predict)
 
 
-_SHARDED: dict[Style, type] = {"experts": Summed, "sums": Summed, "norm_all": NormOverAll}
+_SHARDED: dict[Style, type] = {
+    "experts": Summed,
+    "sums": Summed,
+    "norm_all": NormOverAll,
+    "share": SharedOut,
+    "column": ColumnLeaf,
+}
 
 
 def _is_conv1d(module: nn.Module) -> bool:
