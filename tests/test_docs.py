@@ -319,7 +319,8 @@ def test_pages_about_more_ranks(name: str, trained: Path, reader: Reader) -> Non
 def test_no_page_is_left_out() -> None:
     """Every page with steps is read. Some programs are tested elsewhere: those that download a published model, with
     small models in tests/hub; those on serving, in tests/hub/test_gguf.py; those on hooks, in
-    tests/training/test_users_hooks.py; those on plugins, in tests/test_plugins.py; that on data,
+    tests/training/test_users_hooks.py; those on plugins, in tests/test_plugins.py; that on models of
+    one's own, in tests/model/foreign/test_own_model.py; that on data,
     in tests/training/test_user_objects.py."""
     read = {
         "tutorial",
@@ -333,6 +334,7 @@ def test_no_page_is_left_out() -> None:
         "serving",
         "hooks",
         "plugins",
+        "own_model",
         "data",
     }
     pages = [page for page in (ROOT / "docs").glob("*.md") if page.stem not in read]

@@ -184,6 +184,17 @@ def _with(change: Callable[[Tensor], Tensor] = lambda x: x, **more: Any) -> Mode
     return described(Model(320, 32, _blocks(change)), **more)
 
 
+class Attribute(nn.Module):
+    """A block with a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = Convolution(32), torch.ones(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.scale
+
+
 class Reserved(Convolution):
     """A block with an attribute that the adapter sets."""
 
@@ -213,7 +224,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "a convolution": (lambda: _with(splits={"*.conv": "colwise"}), "conv is no nn.Linear in the blocks"),
     "fails": (
         lambda: _with(lambda x: x @ x),
-        "its forward pass on the meta device (without values) on tokens [2, 24] raises ",
+        "its forward pass on the meta device (without values; tensors must be parameters or buffers) on tokens [2, 24] ",
+    ),
+    "a tensor": (
+        lambda: described(Model(320, 32, [Attribute()])),
+        "tensors must be parameters or buffers) on tokens [2, 24]",
     ),
     "shape": (lambda: _with(forward=lambda m, b: m(b.tokens_BS)[0]), "forward returns [24, 320] for tokens [2, 24]"),
     "not called": (lambda: _with(forward=_not_called), "its forward pass does not call body.embed, whose parameters"),

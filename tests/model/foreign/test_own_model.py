@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import optimus
+from helpers.equality import Layout, assert_same_as_one_process
 from helpers.own_models import MISTAKES
 from helpers.plugin_tables import tables_restored
 from optimus.config import load_config
@@ -137,6 +138,12 @@ def test_documents_of_a_model_that_heeds_them(layout: str) -> None:
 
 
 # ---- A run from start to end ----
+
+
+def test_pruned_matrices_on_other_layouts() -> None:
+    run = run_of("convolutions", pruning={"at": 2, "sparsity": 0.5, "targets": ["matrix"]})
+    layouts = [Layout(2, ["state.shard=parameters"]), Layout(4, ["parallel.tensor=2", "parallel.pipeline=2"])]
+    assert_same_as_one_process(run, layouts, STEPS)
 
 
 def changed(run: dict[str, Any], output: Path, **sections: dict[str, Any]) -> dict[str, Any]:
