@@ -163,7 +163,7 @@ def generate_text(
     load_plugins(plugins)
     path = local_checkpoint(checkpoint)
     loaded = _load(path, device, parse_special or chat)
-    own_model(loaded.description.model, "generate")  # others generate from their exported folder
+    own_model(loaded.description.model, "generate", ": export the checkpoint, and generate with its author's modules")
     assert isinstance(loaded.model, Transformer)
     how: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     how |= {"eos_id": loaded.eos_id, "context": loaded.description.context, "on_text": on_text}

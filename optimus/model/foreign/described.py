@@ -38,7 +38,7 @@ def built(row: ModelRow, arguments: Mapping[str, Any], *, values: bool = False) 
     with torch.device("cpu"), on_meta, torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         try:
-            spec = row.make(**arguments)
+            spec = row.make(**row.typed(arguments))
         except Exception as error:  # the user's code
             raise wrong(row, f"the function raises {said(error)}") from error
     if not isinstance(spec, ModelSpec):

@@ -1,7 +1,7 @@
 """Models of a user's own, as a plugin describes them: right ones of several kinds, and one for each mistake."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -123,6 +123,12 @@ def attending(vocab: int, width: int = 32, depth: int = 4, heads: int = 4, posit
 
     blocks: list[nn.Module] = [Attention(width, heads, positions) for _ in range(depth)]
     return described(Model(vocab, width, blocks, positions), forward=forward, documents=True)
+
+
+def listed(kernels: tuple[int, ...], kind: Literal["conv"], scale: tuple[int, int] = (1, 2)) -> ModelSpec:
+    assert isinstance(kernels, tuple)
+    assert scale == (1, 2)
+    return described(Model(320, 32, [Convolution(32, kernel) for kernel in kernels]))
 
 
 # ---- One model for each mistake ----
@@ -255,6 +261,7 @@ ROWS = [
     ModelRow("shared", shared),
     ModelRow("recurrent", recurrent),
     ModelRow("attending", attending, small={"width": 16, "heads": 2, "depth": 2}),
+    ModelRow("listed", listed),
     ModelRow("large", _large),
     ModelRow("between", lambda: _with(forward=_between)),
     ModelRow("undivided", lambda: _with(lambda x: x, splits={"*.down": "colwise"})),

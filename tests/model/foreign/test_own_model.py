@@ -20,6 +20,7 @@ from helpers.equality import Layout, assert_same_as_one_process
 from helpers.own_models import MISTAKES
 from helpers.plugin_tables import tables_restored
 from optimus.config import load_config
+from optimus.config.load import dump_config
 from optimus.errors import UserError
 from optimus.model.batch import Batch
 from optimus.model.build import causal_model
@@ -205,7 +206,9 @@ def test_it_resumes_is_evaluated_exported_and_read_again(run: dict[str, Any], tm
     assert losses(tmp_path / "by_folder") == losses(tmp_path / "further")
     with pytest.raises(UserError, match=r"exported.config\.json is of another model: width is 32 there and 48 here"):
         optimus.train(further, ["model.width=48", f"train.output={tmp_path / 'other'}"])
-    with pytest.raises(UserError, match="generate needs one of the library's own models, but the model is a mixer"):
+    with pytest.raises(
+        UserError, match="one of the library's own models, but the model is a mixer of a plugin: export "
+    ):
         optimus.generate(one, "a")
 
 
@@ -304,6 +307,7 @@ def test_large_models_need_small_arguments() -> None:
         ("ModelRow('', print)", "its name is ''"),
         ("ModelRow('a', 3)", "'a': its function is 3: give a function that returns a ModelSpec"),
         ("ModelRow('a', lambda plugin: 0)", "'a': its argument plugin cannot be a key of the section model: rename it"),
+        ("ModelRow('a', lambda kind=print: 0)", "'a': the default of kind is <built-in function print>: give a value"),
         ("ModelRow('a', lambda *sizes: 0)", "'a': its argument sizes cannot be a key"),
         ("ModelRow('a', lambda width: 0, small={'widht': 3})", "small: widht is no argument: did you mean 'width'?"),
     ],
@@ -337,3 +341,20 @@ def test_the_page_has_the_example() -> None:
     assert len(function.splitlines()) <= 15
     raw = yaml.safe_load(page.partition("```yaml\nplugins: [mixer]")[2].partition("```")[0])
     assert load_config(run_of("mixer") | raw).model.layers == raw["model"]["depth"]
+    load_config(ROOT / "examples" / "own_model" / "run.yaml")
+
+
+def test_arguments_are_values_of_yaml_and_typed_for_the_function(tmp_path: Path) -> None:
+    """The configuration has lists, the function gets tuples; the file of the configuration is read as it was."""
+    run = run_of("mixer", plugins=["helpers.own_models"])
+    run["model"] = {"plugin": "listed", "kernels": [2, 3], "kind": "conv"}
+    config = load_config(run)
+    assert config.model.model_dump() == {"plugin": "listed", "kernels": [2, 3], "kind": "conv", "scale": [1, 2]}
+    assert config.model.layers == 2
+    (tmp_path / "run.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "run.yaml") == config
+    assert hash(load_config(tmp_path / "run.yaml").model) == hash(config.model)
+    with pytest.raises(UserError, match=r"model: 'kernels' is \[2, 'x'\]: it must be a whole number"):
+        load_config(run | {"model": {"plugin": "listed", "kernels": [2, "x"], "kind": "conv"}})
+    with pytest.raises(UserError, match=r"model: 'kind' is missing, an argument of the plugin's listed"):
+        load_config(run | {"model": {"plugin": "listed", "kernels": [2]}})
