@@ -1,13 +1,14 @@
 """Models that plugins describe: their modules and initial values, and checks of the description."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from optimus.errors import UserError, nearest
 from optimus.model.foreign.rows import ModelRow, ModelSpec
@@ -27,20 +28,17 @@ class Described(NamedTuple):
     initial: dict[str, Initial]
 
 
-def built(
-    row: ModelRow, arguments: Mapping[str, Any], values: Literal["all", "buffers", "none"] = "buffers"
-) -> Described:
-    """Calls a row's function, with random numbers of its own.
+def built(row: ModelRow, arguments: Mapping[str, Any], *, values: bool = False) -> Described:
+    """Calls a row's function, with random numbers of its own. Buffers have values; parameters are on the meta device unless
+    `values` is True.
 
-    With `values` buffers, parameters are on the meta device and buffers have values; with all, both have values; with
-    none, both are on the meta device. Raises `UserError` for a function that fails, and for a result that is no valid
-    `ModelSpec`.
+    Raises `UserError` for a function that fails, and for a result that is no valid `ModelSpec`.
     """
-    device = "meta" if values == "none" else "cpu"
-    with torch.device(device), _parameters_on_meta(values == "buffers"), torch.random.fork_rng(devices=()):
+    on_meta = nullcontext() if values else _parameters_on_meta()
+    with torch.device("cpu"), on_meta, torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         try:
-            spec = row.make(**arguments)
+            spec = row.make(**row.typed(arguments))
         except Exception as error:  # the user's code
             raise wrong(row, f"the function raises {said(error)}") from error
     if not isinstance(spec, ModelSpec):
@@ -50,16 +48,18 @@ def built(
 
 
 @contextmanager
-def _parameters_on_meta(wanted: bool) -> Iterator[None]:
-    """Moves parameters to the meta device as soon as a module registers them; buffers stay."""
-    register = nn.Module.register_parameter
+def _parameters_on_meta() -> Iterator[None]:
+    """Moves parameters to the meta device as soon as a module registers them; shared ones stay shared."""
+    register, made = nn.Module.register_parameter, WeakIdKeyDictionary()
 
     def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+            if parameter not in made:
+                made[parameter] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+            parameter = made[parameter]
         register(module, name, parameter)
 
-    with patch.object(nn.Module, "register_parameter", registered if wanted else register):
+    with patch.object(nn.Module, "register_parameter", registered):
         yield
 
 

@@ -53,7 +53,8 @@ def facts_of_row(row: ModelRow, text: str) -> ModelFacts:
     """Returns the facts of the model of `row` whose arguments are the JSON `text`. Raises `UserError` for a model that
     cannot train."""
     arguments = json.loads(text)
-    shapes = built(row, arguments, "none")
+    shapes = built(row, arguments)
+    shapes.spec.module.to("meta")
     count = sum(each.numel() for each in shapes.spec.module.parameters())
     if not row.small and count > _LARGEST:
         raise wrong(
@@ -61,7 +62,7 @@ def facts_of_row(row: ModelRow, text: str) -> ModelFacts:
             f"{count:,} parameters are too many for the checks, which run the model: name small arguments in the row, such "
             "as ModelRow(name, make, small={'width': 64, 'depth': 2})",
         )
-    copy = built(row, {**arguments, **row.small}, "all")
+    copy = built(row, {**arguments, **row.small}, values=True)
     with torch.no_grad():
         for name, parameter in copy.spec.module.named_parameters():
             initialize_parameter(name, parameter.data, copy.initial[name], 0, 0.02)
@@ -160,7 +161,9 @@ class _Facts:
 
     def _observe(self, spec: ModelSpec, tokens_BS: Tensor, vocab: int) -> Pass:
         shape = list(tokens_BS.shape)
-        where = "on the meta device (without values) " if tokens_BS.is_meta else ""
+        where = (
+            "on the meta device (without values; tensors must be parameters or buffers) " if tokens_BS.is_meta else ""
+        )
         try:
             seen = probes.observe(Copy(spec), spec.blocks, spec.head, tokens_BS)
         except Exception as error:  # the user's code

@@ -5,6 +5,7 @@ what the library cannot see in the module.
 """
 
 import inspect
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from optimus.model.batch import Batch
     from optimus.model.parameters import Initial
 
-SplitStyle = Literal["colwise", "rowwise"]
+LinearSplit = Literal["colwise", "rowwise"]
 _WORDS = {"int_type": "a whole number", "float_type": "a number", "bool_type": "true or false", "string_type": "text"}
 _NAMED = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
@@ -57,7 +58,7 @@ class ModelSpec:
     head: str
     initial: "Mapping[str, Initial | Literal['ones', 'zeros']]"
     forward: "Callable[[Any, Batch], Tensor]" = call_with_tokens
-    splits: Mapping[str, SplitStyle] | None = None
+    splits: Mapping[str, LinearSplit] | None = None
     documents: bool = False
     logit_cap: float | None = None
 
@@ -75,30 +76,36 @@ class ModelRow:
     small: Mapping[str, Any] = field(default_factory=dict)
 
     def complete(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the arguments of `make`: `values`, and defaults for the others. Raises `ValueError` for an argument that
-        is unknown, missing or of another type."""
-        parameters = inspect.signature(self.make, eval_str=True).parameters
+        """Returns all arguments of `make` as values of JSON: `values`, and defaults for the others.
+
+        Raises `ValueError` for an argument that is unknown, missing or of another type.
+        """
+        parameters = inspect.signature(self.make).parameters
         if unknown := [name for name in values if name not in parameters]:
             raise ValueError(
                 f"'{unknown[0]}' is no argument of the plugin's {self.name}: {nearest(unknown[0], parameters)}"
             )
-        found = {}
-        for name, parameter in parameters.items():
-            if name not in values:
-                if parameter.default is parameter.empty:
-                    raise ValueError(f"'{name}' is missing, an argument of the plugin's {self.name}")
-                found[name] = parameter.default
-            elif parameter.annotation is parameter.empty:
-                found[name] = values[name]
-            else:
-                found[name] = _checked(name, values[name], parameter.annotation)
-        return found
+        given = {name: parameter.default for name, parameter in parameters.items()} | dict(values)
+        if missing := [name for name, value in given.items() if value is inspect.Parameter.empty]:
+            raise ValueError(f"'{missing[0]}' is missing, an argument of the plugin's {self.name}")
+        plain: dict[str, Any] = json.loads(json.dumps(given))
+        self.typed(plain)
+        return {name: plain[name] for name in parameters}
+
+    def typed(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns `arguments`, which are values of JSON, as the types of their annotations.
+
+        Raises `ValueError` for an argument of another type.
+        """
+        parameters = inspect.signature(self.make, eval_str=True).parameters
+        return {name: _typed(name, value, parameters[name].annotation) for name, value in arguments.items()}
 
 
-def _checked(name: str, value: Any, annotation: Any) -> Any:
-    """Returns `value`. Raises `ValueError` if its type is not that of the `annotation`."""
+def _typed(name: str, value: Any, annotation: Any) -> Any:
+    if annotation is inspect.Parameter.empty:
+        return value
     try:
-        return TypeAdapter(annotation).validate_python(value, strict=True)
+        return TypeAdapter(annotation).validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
         problem = error.errors()[0]
         said = _WORDS.get(problem["type"], problem["msg"].removeprefix("Input should be "))
@@ -116,8 +123,20 @@ def _check(row: ModelRow) -> None:
     for name, parameter in parameters.items():
         if parameter.kind not in _NAMED or name == "plugin":
             raise ValueError(f"'{row.name}': its argument {name} cannot be a key of the section model: rename it")
+    for name, parameter in parameters.items():
+        if parameter.default is not parameter.empty and not _is_plain(parameter.default):
+            raise ValueError(f"'{row.name}': the default of {name} is {parameter.default!r}: give a value of YAML")
     if unknown := [name for name in row.small if name not in parameters]:
         raise ValueError(f"'{row.name}': small: {unknown[0]} is no argument: {nearest(unknown[0], parameters)}")
 
 
 MODELS: Table[ModelRow] = Table("model", ModelRow, dict, _check)
+
+
+def _is_plain(value: Any) -> bool:
+    """Returns True for a value that a configuration can hold."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -1,7 +1,7 @@
 """Models of a user's own, as a plugin describes them: right ones of several kinds, and one for each mistake."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -125,6 +125,12 @@ def attending(vocab: int, width: int = 32, depth: int = 4, heads: int = 4, posit
     return described(Model(vocab, width, blocks, positions), forward=forward, documents=True)
 
 
+def listed(kernels: tuple[int, ...], kind: Literal["conv"], scale: tuple[int, int] = (1, 2)) -> ModelSpec:
+    assert isinstance(kernels, tuple)
+    assert scale == (1, 2)
+    return described(Model(320, 32, [Convolution(32, kernel) for kernel in kernels]))
+
+
 # ---- One model for each mistake ----
 
 
@@ -184,6 +190,17 @@ def _with(change: Callable[[Tensor], Tensor] = lambda x: x, **more: Any) -> Mode
     return described(Model(320, 32, _blocks(change)), **more)
 
 
+class Attribute(nn.Module):
+    """A block with a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = Convolution(32), torch.ones(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.scale
+
+
 class Reserved(Convolution):
     """A block with an attribute that the adapter sets."""
 
@@ -213,7 +230,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "a convolution": (lambda: _with(splits={"*.conv": "colwise"}), "conv is no nn.Linear in the blocks"),
     "fails": (
         lambda: _with(lambda x: x @ x),
-        "its forward pass on the meta device (without values) on tokens [2, 24] raises ",
+        "its forward pass on the meta device (without values; tensors must be parameters or buffers) on tokens [2, 24] ",
+    ),
+    "a tensor": (
+        lambda: described(Model(320, 32, [Attribute()])),
+        "tensors must be parameters or buffers) on tokens [2, 24]",
     ),
     "shape": (lambda: _with(forward=lambda m, b: m(b.tokens_BS)[0]), "forward returns [24, 320] for tokens [2, 24]"),
     "not called": (lambda: _with(forward=_not_called), "its forward pass does not call body.embed, whose parameters"),
@@ -240,6 +261,7 @@ ROWS = [
     ModelRow("shared", shared),
     ModelRow("recurrent", recurrent),
     ModelRow("attending", attending, small={"width": 16, "heads": 2, "depth": 2}),
+    ModelRow("listed", listed),
     ModelRow("large", _large),
     ModelRow("between", lambda: _with(forward=_between)),
     ModelRow("undivided", lambda: _with(lambda x: x, splits={"*.down": "colwise"})),

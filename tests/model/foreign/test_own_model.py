@@ -16,9 +16,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import optimus
+from helpers.equality import Layout, assert_same_as_one_process
 from helpers.own_models import MISTAKES
 from helpers.plugin_tables import tables_restored
 from optimus.config import load_config
+from optimus.config.load import dump_config
 from optimus.errors import UserError
 from optimus.model.batch import Batch
 from optimus.model.build import causal_model
@@ -137,6 +139,12 @@ def test_documents_of_a_model_that_heeds_them(layout: str) -> None:
 
 
 # ---- A run from start to end ----
+
+
+def test_pruned_matrices_on_other_layouts() -> None:
+    run = run_of("convolutions", pruning={"at": 2, "sparsity": 0.5, "targets": ["matrix"]})
+    layouts = [Layout(2, ["state.shard=parameters"]), Layout(4, ["parallel.tensor=2", "parallel.pipeline=2"])]
+    assert_same_as_one_process(run, layouts, STEPS)
 
 
 def changed(run: dict[str, Any], output: Path, **sections: dict[str, Any]) -> dict[str, Any]:
@@ -296,6 +304,7 @@ def test_large_models_need_small_arguments() -> None:
         ("ModelRow('', print)", "its name is ''"),
         ("ModelRow('a', 3)", "'a': its function is 3: give a function that returns a ModelSpec"),
         ("ModelRow('a', lambda plugin: 0)", "'a': its argument plugin cannot be a key of the section model: rename it"),
+        ("ModelRow('a', lambda kind=print: 0)", "'a': the default of kind is <built-in function print>: give a value"),
         ("ModelRow('a', lambda *sizes: 0)", "'a': its argument sizes cannot be a key"),
         ("ModelRow('a', lambda width: 0, small={'widht': 3})", "small: widht is no argument: did you mean 'width'?"),
     ],
@@ -329,3 +338,20 @@ def test_the_page_has_the_example() -> None:
     assert len(function.splitlines()) <= 15
     raw = yaml.safe_load(page.partition("```yaml\nplugins: [mixer]")[2].partition("```")[0])
     assert load_config(run_of("mixer") | raw).model.layers == raw["model"]["depth"]
+    load_config(ROOT / "examples" / "own_model" / "run.yaml")
+
+
+def test_arguments_are_values_of_yaml_and_typed_for_the_function(tmp_path: Path) -> None:
+    """The configuration has lists, the function gets tuples; the file of the configuration is read as it was."""
+    run = run_of("mixer", plugins=["helpers.own_models"])
+    run["model"] = {"plugin": "listed", "kernels": [2, 3], "kind": "conv"}
+    config = load_config(run)
+    assert config.model.model_dump() == {"plugin": "listed", "kernels": [2, 3], "kind": "conv", "scale": [1, 2]}
+    assert config.model.layers == 2
+    (tmp_path / "run.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "run.yaml") == config
+    assert hash(load_config(tmp_path / "run.yaml").model) == hash(config.model)
+    with pytest.raises(UserError, match=r"model: 'kernels' is \[2, 'x'\]: it must be a whole number"):
+        load_config(run | {"model": {"plugin": "listed", "kernels": [2, "x"], "kind": "conv"}})
+    with pytest.raises(UserError, match=r"model: 'kind' is missing, an argument of the plugin's listed"):
+        load_config(run | {"model": {"plugin": "listed", "kernels": [2]}})
