@@ -14,7 +14,7 @@ def remove(path: Path) -> None:
 
 
 def clear_leftovers(run: Path) -> None:
-    """Deletes the folders that interrupted writes and deletions of a killed run have left."""
+    """Deletes the folders that a killed run has left from unfinished writes and deletions."""
     for pattern in (".*.partial", ".*.old"):
         for path in (run / "checkpoints").glob(pattern):
             shutil.rmtree(path)
@@ -67,8 +67,8 @@ def retire_frozen(run: Path, name: str | None) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Renames a checkpoint that is damaged or in the way, and returns the new path. The run then neither resumes from
-    the checkpoint nor counts it."""
+    """Renames a checkpoint or a rollback marker that the resumed run must not use, and returns the new path. The run
+    then neither resumes from the checkpoint nor counts it."""
     aside, number = path.with_name(f"{path.name}.aside"), 1
     while aside.exists():
         number += 1

@@ -37,9 +37,9 @@ def writers(plans: Sequence[ChunkPlan], mesh: Mesh, rank: int, options: StateCon
     """Returns the writer of each chunk of `rank`: one of the ranks that hold the same shard of the chunk.
 
     If `scattered`, the writer is on the node with the fewest bytes to write so far, so that nodes share the writing. A
-    fixed rule assigns tied embeddings. In the Optimus paper (section 4, DP-scattered), rank m % DP of the holders
-    writes part m instead. Without `scattered`, the first holder writes. All ranks of a stage have shards of the same
-    chunks, so each rank can compute the writers of all shards.
+    fixed rule assigns tied embeddings. In the Optimus paper (section 4, DP-scattered), data-parallel rank m % DP
+    writes model-parallel shard m instead. Without `scattered`, the first holder writes. All ranks of a stage have
+    shards of the same chunks, so each rank can compute the writers of all shards.
     """
     found, _ = _shared_writing(plans, mesh, rank, options, scattered)
     return found
@@ -59,8 +59,8 @@ def bytes_copied(
 
 
 def saved_bytes(plan: ChunkPlan) -> int:
-    """Returns the bytes of a rank's shard of a chunk in full checkpoints: fp32 weights and the state of the update
-    rule.
+    """Returns the bytes of a rank's shard of a chunk in full checkpoints, without pruned elements: fp32 weights and
+    the state of the update rule.
 
     Frozen chunks have only the weights, in the compute dtype.
     """
@@ -79,7 +79,7 @@ def _shared_writing(
     """Returns (the writer of each chunk of `rank`, the bytes of trained chunks that each rank of its stage copies)."""
     stage, found = mesh.coordinate(rank, "pp"), [0] * len(plans)
     known: dict[tuple[tuple[str, ...], tuple[str, ...], bool], list[list[int]]] = {}
-    # Bytes to write by node and by rank, and bytes to copy first by rank.
+    # Bytes to write by node and by rank, and bytes to copy before the write, by rank.
     of_node, of_rank, copied = Counter[int](), Counter[int](), Counter[int]()
     for number, plan in sorted(enumerate(plans), key=lambda each: -saved_bytes(each[1])):
         layout = plan.slots[0].layout

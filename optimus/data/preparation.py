@@ -61,7 +61,7 @@ COMMIT_SECONDS = 5.0
 # merges.
 TRAINING_SAMPLE = 64 << 20
 TEXTS_AT_ONCE = 64  # texts of a message to the process that trains a tokenizer
-LOOKED_AT_HERE = 16 << 20  # the main process checks inputs of at most this many bytes without helpers
+LOOKED_AT_HERE = 16 << 20  # if the check reads at most this many bytes, the main process checks without helpers
 SIZE_SAMPLE = 1 << 17  # characters of text from which `_estimate` extrapolates
 SMALLEST_VOCABULARY = 257  # all bytes, and the end-of-text token
 
@@ -152,10 +152,10 @@ def prepare(
     Unicode normalisation. With "minhash", `prepare` also excludes near-duplicates.
 
     Text is UTF-8 by default. `prepare` decodes files that are not valid UTF-8 with `encoding`. Before tokenising,
-    `prepare` checks all files, of large files often only the beginning. One error lists the unreadable files. With
-    `skip_bad`, `prepare` excludes the unreadable files, and the index lists them as `bad_files`. `plugins` names
-    plugins with readers for other types of files. `prepare` calls `progress(stage, done, total)` now and then; `total`
-    may be None.
+    `prepare` checks all files, but often only the beginning of a large file. One error lists the unreadable files.
+    With `skip_bad`, `prepare` excludes the unreadable files, and the index lists them as `bad_files`. `plugins` names
+    plugins with readers for other types of files. `prepare` calls `progress(stage, done, total)` now and then;
+    `total` may be None.
 
     A new call resumes an interrupted call. If `output` is already complete with the same settings, the call returns its
     index. Raises `UserError` for bad input, too little disk space, or an `output` with other content.
@@ -356,7 +356,7 @@ def _look(
 
 
 def _refuse(run: _Run, different: str) -> None:
-    """Raises `UserError` if `different`, the differences to the unfinished run in the folder, is not empty."""
+    """Raises `UserError` unless `different`, the differences from the unfinished run in the folder, is empty."""
     if different:
         raise UserError(
             f"{run.partial} holds an unfinished run with other settings ({different}). "
@@ -543,8 +543,8 @@ class _StreamWriter:
         """Counts the current document as included, empty or excluded. The next document overwrites an excluded
         document.
 
-        This method does not truncate the stream at an excluded document. The journal may count the first tokens of that
-        document, but a resumed run excludes the document again.
+        This method does not truncate the stream at an excluded document. A truncated stream could be shorter than the
+        journal says. A resumed run excludes the document again.
         """
         document, self._document = self._document, Document()
         if not document.text_bytes:

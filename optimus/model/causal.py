@@ -92,6 +92,7 @@ class CausalModel(nn.Module):
     # True if `hidden_states` takes a `KVCache` of several sequences; otherwise the model has a method `continued`.
     shares_cache: ClassVar[bool] = False
     notes: tuple[str, ...] = ()
+    untrained: frozenset[str] = frozenset()  # parameters that get no gradient; a run freezes them
     config: Architecture
     blocks: Any
     embedding: Any

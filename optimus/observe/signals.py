@@ -17,7 +17,8 @@ class _SignalledError(KeyboardInterrupt):
 
 
 def ending_signals() -> list[signal.Signals]:
-    """Lists the signals that end a run or a command: all but a hangup that `nohup` has made this process ignore."""
+    """Returns the signals that end a run: all of `ENDING`, but without SIGHUP if this process ignores SIGHUP
+    (`nohup`)."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [number for number in ENDING if not (ignored and number == signal.SIGHUP)]
 

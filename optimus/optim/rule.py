@@ -32,8 +32,9 @@ def local_matrices(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 class Tile(NamedTuple):
     """The tensors of one update: flat tensors, or [N, R, C] with the tiling `matrices`.
 
-    With the tiling `matrices`, the tensors may be blocks of matrices that ranks share. `matrix_function(function, x)`
-    applies `function` to the whole matrices of x and returns this rank's block of the result.
+    With the tiling `matrices`, the tensors may be this rank's blocks of matrices that are split over ranks.
+    `matrix_function(function, x)` applies `function` to the whole matrices of x and returns this rank's block of the
+    result.
     """
 
     weight: Tensor  # fp32
@@ -51,7 +52,9 @@ class Rule:
     kinds: ClassVar[tuple[str, ...]] = ()  # names of the rule's fp32 buffers in checkpoints
     tiling: ClassVar[TilingName] = "flat"  # `flat`: tiles of any length; `matrices`: tiles of matrices
     averages: ClassVar[bool] = False  # True if the model's weights are averages, and training uses other weights
-    counters: ClassVar[tuple[str, ...]] = ()  # names of run-wide numbers that the rule needs and checkpoints store
+    counters: ClassVar[
+        tuple[str, ...]
+    ] = ()  # names of run-wide numbers that the rule needs; checkpoints store these numbers
 
     def begin(self, weight: Tensor, moments: Sequence[Tensor]) -> None:
         """Initialises the buffers `moments` before the first update of `weight`."""

@@ -317,7 +317,7 @@ class _Training(_Forward):
         self._deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
         # Number of remaining backward passes, by stage.
         self._remaining = dict.fromkeys(staged.partition.local_stages, len(microbatches))
-        # The router statistics of each microbatch after the last stage, until the microbatch's backward pass.
+        # With a split vocabulary: the router statistics of each microbatch until the microbatch's backward pass.
         self._router: dict[int, RouterStats | None] = {}
         self.reported: list[Tensor] = []
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from optimus.errors import UserError
 
-_MORE = 1 + 1e-9  # tolerance: a cost equal to a limit is within the limit
+_MORE = 1 + 1e-9  # tolerance for rounding errors of costs and limits
 
 
 class _Split(NamedTuple):
@@ -51,7 +51,7 @@ def divide(time: Weights, stages: int, memory: Weights | None = None) -> list[ra
             * _search(blocks, stages, lambda *stage: (cost(*stage) if taken(*stage) <= limit else inf, 0.0)).largest
         )
 
-    # An upper bound, which prunes the search.
+    # An upper bound of the least time of the slowest stage, which prunes the search.
     rough = _MORE * max(taken(*stage) for stage in _even(time.blocks, stages))
     longest = within(rough, taken)
     fullest = within(longest, held)
@@ -84,8 +84,8 @@ def _search(blocks: int, stages: int, cost: Callable[[int, int, int], tuple[floa
     """Returns a partition whose largest cost is minimal.
 
     For each stage and end, the search keeps the best partition of the blocks before the end. The best partition has the
-    smallest largest cost, and among equal costs the smallest sum. `cost` of (stage, start, end) is a pair for a stage
-    with the blocks from `start` to before `end`. The first element is the cost: it does not fall with more blocks, and
+    smallest largest cost, and among equal costs the smallest sum. `cost(stage, start, end)` returns a pair for a
+    stage with the blocks `start` to `end` - 1. The first element is the cost: it does not fall with more blocks, and
     is infinite for forbidden blocks. The second element is the term of the sum.
     """
     ends = [blocks]  # for each stage, the earliest end for which the later stages can have the remaining blocks

@@ -1,4 +1,4 @@
-"""Describes how well training code uses a machine, as factors of the predictions; the defaults are this library's.
+"""Describes how well a training framework uses a machine. The defaults describe this library.
 
 The profiles of other frameworks are outside the package (`benchmarks/published/profiles.yaml`). These profiles serve to
 check the planner against published speeds.
@@ -38,7 +38,8 @@ class Profile(Section):
     overlap_data: float = Field(1.0, ge=0, le=1)
     """Share of the backward pass that overlaps the reduction of gradients."""
     overlap_gather: float = Field(1.0, ge=0, le=1)
-    """Share of computation that overlaps the all-gather of parameters."""
+    """Share of computation that overlaps the all-gather of parameters and, if parameters are sharded, the
+    reduce-scatter of gradients."""
     overlap_tensor: float = Field(0.2, ge=0, le=1)
     """Share of the tensor-parallel collectives that computation overlaps."""
     overlap_expert: float = Field(0.0, ge=0, le=1)
@@ -47,20 +48,20 @@ class Profile(Section):
     """Share of the shared experts' computation that overlaps the dispatch of tokens to the chosen experts, and the
     combine."""
     collectives: Algorithm = "chosen"
-    """Algorithm of collectives on several nodes. chosen: this library's choice. ring, hierarchical: one ring or two
-    levels; best: the faster of ring and hierarchical. library, pccl: the vendor's library or PCCL, by figures measured
-    on this machine, for all-gathers and reduce-scatters."""
+    """Algorithm of collectives on several nodes; chosen also applies within a node. chosen: this library's choice.
+    ring, hierarchical: one ring or two levels; best: the faster of ring and hierarchical. library, pccl: all-gathers
+    and reduce-scatters by the vendor's library or PCCL, with the measured figures of the machine file."""
     gathers: int = Field(0, ge=0)
-    """Number of collectives that all-gather a block's parameters, and of collectives that reduce-scatter the block's
-    gradients; 0: collectives so large that their number makes no difference."""
+    """Number of all-gathers of a block's parameters, and also number of reduce-scatters of its gradients; 0:
+    collectives so large that their number makes no difference."""
     copies: Literal["expert", "rank", "node", "levels"] = "levels"
     """Copies of a token that dispatch sends. expert: one copy to each chosen expert. rank: one copy to each rank with a
     chosen expert. node: one copy to each node with a chosen expert; the node forwards the token to its ranks while
     other tokens arrive. levels: like node, but the node forwards tokens after all tokens have arrived
     (`parallel.dispatch.two_level`)."""
     broadcast: float = Field(0.0, ge=0)
-    """Seconds of one broadcast, for frameworks in which each rank in turn broadcasts the parameters that it has updated; 0:
-    one collective all-gathers the updated parameters."""
+    """Seconds to add for each rank's broadcast, for frameworks in which each rank in turn broadcasts its updated
+    parameters; 0: only the all-gather of the updated parameters counts."""
     blocking: bool = Field(False, description="True if ranks of a pipeline wait for their transfers.")
     gradient: float = Field(4.0, gt=0, description="Bytes of an accumulated gradient, per parameter.")
     reduced: float = Field(4.0, gt=0, description="Bytes of a gradient in its reduction, per parameter.")
@@ -70,7 +71,8 @@ class Profile(Section):
     """Memory traffic of the update, as a multiple of `state`. The default is the traffic of one kernel, which reads
     state and gradient, and writes state and parameter."""
     host_traffic: float = Field(0.0, ge=0)
-    """Bytes per updated parameter that a step moves between host and device, if the optimizer's state is on the host."""
+    """Bytes per updated parameter that a step moves between host and device, for frameworks with the optimizer state
+    on the host."""
 
     def state_bytes(self, rule: Rule) -> float:
         """Returns the bytes of master weights and of the state of `rule`, per parameter; 0 for frozen parameters."""

@@ -21,8 +21,7 @@ from optimus.state.buffers import RESIDENCES, Residency
 from optimus.state.plan import ChunkPlan
 
 _SHARE = 0.9  # usable share of the free memory
-# Minimum number of parameter blocks, without blocks for prefetching: for a chunk in use, an arriving chunk and a
-# waiting chunk.
+# Minimum number of parameter blocks, without blocks for prefetching.
 BLOCKS = 3
 _NO_LINK = Rates(math.inf, math.inf, math.inf, math.inf)  # all choices take the same time
 
@@ -30,9 +29,9 @@ _NO_LINK = Rates(math.inf, math.inf, math.inf, math.inf)  # all choices take the
 class _DeviceMemory(NamedTuple):
     """Device memory for chunks.
 
-    `free` bytes are available. `block` is the size of a parameter block in bytes. With the state of the first D chunks
-    resident, the device needs `resident[D]` more bytes. `cached` chunks share the blocks. The device needs at least
-    `least` blocks.
+    `free` bytes are available. `block` is the size in bytes of a parameter block, the device buffer for the unsharded
+    parameters of one chunk. With the state of the first D chunks resident, the device needs `resident[D]` more bytes.
+    `cached` chunks share the blocks. The device needs at least `least` blocks.
     """
 
     free: int
@@ -64,10 +63,11 @@ def placement(run: ResolvedRun) -> Decided:
 
 
 def accumulation(run: ResolvedRun) -> Decided:
-    """Decides on the device or the host for accumulating the gradients of several microbatches.
+    """Chooses the device or the host as the place where the gradients of several microbatches accumulate.
 
-    Decides on the host if the device of some rank lacks memory for the gradients besides the required parameter blocks
-    and resident state. On a CPU, decides on the device, because device and host have the same memory.
+    Chooses the host if the device of some rank lacks memory for the gradients besides the required parameter blocks
+    and
+    the resident state. On a CPU, chooses the device, because device and host have the same memory.
     """
     state = run.config.state
     if state.accumulate_on != "auto":
@@ -98,8 +98,8 @@ def residency(run: ResolvedRun) -> Decided:
     offloaded state.
 
     Finds the fastest choice that fits for each pipeline rank, or the choice with the least memory if no choice fits.
-    The run gets the smallest fraction, and the device or host that the first pipeline rank chose. The ranks whose
-    chunks do not all fit into the cache limit the number of cached chunks.
+    The run gets the smallest fraction, and the device or host that the first pipeline rank chose. The number of
+    cached chunks is the minimum over the ranks whose chunks do not all fit into the cache.
     """
     state = run.config.state
     open_ = {

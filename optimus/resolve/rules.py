@@ -42,6 +42,7 @@ def rules_of(config: OptimizerConfig, model: nn.Module, freeze: Sequence[str] = 
     for number, group in enumerate(config.groups):
         _check_matches(f"optimizer.groups.{number}.match", group.matches, roles)
     frozen = {name for name in matching("train.freeze", freeze, roles) if roles[name] != "factor"}
+    frozen |= getattr(model, "untrained", frozenset())
     if len(frozen) == len(roles):
         raise UserError("train.freeze matches every parameter of the model: leave out the parameters to train")
     return {name: Frozen() if name in frozen else _rule(config, name, role) for name, role in roles.items()}

@@ -6,7 +6,7 @@ forgets a storage when it is freed. Bytes are the requested bytes, before the al
 
 The counter does not count:
 - memory that an operator allocates and frees internally, for example the workspace of a matmul;
-- memory of compiled code;
+- memory that compiled code allocates;
 - storages created without an operator: by `torch.UntypedStorage(n)`, and so by `torch.load` and `copy.deepcopy`;
 - memory that torch has not allocated: of NumPy arrays, of mapped files, of a communication library;
 - operators that other threads call. (On a CPU, the backward pass runs in the thread that calls `backward`.)
@@ -62,7 +62,7 @@ class Allocations:
         return storage._cdata in self._alive
 
     def reset_peak(self) -> None:
-        """Resets the peak to the current bytes."""
+        """Starts a new measurement of the peak."""
         self.peak = self.current
 
     def _end(self) -> None:
@@ -126,7 +126,8 @@ def _storages(values: Any) -> list[UntypedStorage]:
 def resizes(
     allocations: Allocations, counts: Callable[[UntypedStorage], bool] = lambda storage: storage.device.type != "meta"
 ) -> Iterator[None]:
-    """Intercepts `UntypedStorage.resize_`, which is no operator, in all threads, for storages that `counts` accepts."""
+    """Counts every resize, in any thread, of a storage that `counts` accepts. `UntypedStorage.resize_` is no
+    operator, so a dispatch mode does not see the call."""
     original: Callable[..., Any] = UntypedStorage.resize_
 
     @wraps(original)
@@ -149,8 +150,8 @@ def resizes(
 
 
 def allocated(chunks: Iterable[Chunk]) -> dict[str, int]:
-    """Returns the current bytes of all chunks' buffers by kind. A storage counts once, so `master` is 0 if the
-    parameters are the master weights."""
+    """Returns the current bytes of the chunks' buffers by kind, without gradients on the host and without buffers on
+    a disk. A storage counts once, so `master` is 0 if the parameters are the master weights."""
     counted: set[int] = set()
 
     def count(*buffers: Tensor) -> int:

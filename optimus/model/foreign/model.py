@@ -139,6 +139,12 @@ class ForeignModel(Storage, CausalModel):
         self.stored: dict[str, Stored] = {}
         fused, self.notes = choose_experts(body)
         _compose(self, facts, initial, fused)
+        self.untrained = frozenset(
+            part for name in facts.untrained if name in self.stored for part in self.stored[name].names
+        )
+        if self.untrained:
+            names = ", ".join(sorted(self.untrained)[:3])
+            self.notes += (f"model: {len(self.untrained)} parameters get no gradient and stay frozen ({names})",)
 
     # ---- Parts ----
 

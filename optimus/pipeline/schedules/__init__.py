@@ -1,4 +1,5 @@
-"""The schedules by name, with related generators in one file. Start with `row.py`; `gpipe.py` is an example.
+"""The pipeline schedules by name. Each module of this package has the generators of related schedules. Start with
+`row.py`; `gpipe.py` is an example.
 
 Every module of this package with a constant `ROWS` registers its schedules: a new schedule needs only a new file. Each
 generator lists the computations of every rank; `transfers.with_transfers` adds the sends and receives.

@@ -105,9 +105,9 @@ def _contestants(per: int) -> Iterator[tuple[CollectiveKind, Shape, str, Group]]
 def _tried(kind: CollectiveKind, shape: Shape) -> list[str]:
     """Returns the algorithms to measure; for all-to-alls, only the backend's algorithm.
 
-    With Gloo, the list includes the backend's algorithm for all-reduces only: for all-gathers and reduce-scatters,
-    Gloo's algorithm is slow. With other backends, the list has the backend's algorithm and, for several nodes with
-    several ranks, direct rounds on two levels.
+    With Gloo, the list leaves out the backend's slow algorithm for all-gathers and reduce-scatters. With other
+    backends, the list has the backend's algorithm and, for several nodes with several ranks, direct rounds on two
+    levels.
     """
     if kind == "all_to_all":
         return [OWN]
@@ -150,7 +150,7 @@ def merged(before: Measured, now: Measured) -> Measured:
     return Measured.model_validate({kind: {**getattr(before, kind), **getattr(now, kind)} for kind in KINDS})
 
 
-# The section's key and its indented lines; blank lines and comments at the margin belong to it only between these.
+# Matches the section's key and indented lines, and the blank lines and unindented comments between these lines.
 _SECTION = r"^collectives:.*(?:\n(?:(?:[ \t]*|#.*)\n)*[ \t]+\S.*)*\n?"
 
 

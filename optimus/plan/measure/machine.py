@@ -71,8 +71,8 @@ def measure(ranks: int, name: str = "measured", extent: Extent | None = None) ->
 
 
 def observe(ranks: int, extent: Extent | None = None) -> Observations | None:
-    """Measures the times of operations on `ranks` ranks of this machine. Returns None on all ranks of torchrun but the
-    first."""
+    """Measures the times of operations on `ranks` ranks of each machine. Returns None on all ranks of torchrun but
+    the first."""
     return on_ranks(observe_rank, ranks, extent)
 
 
