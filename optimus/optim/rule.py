@@ -52,9 +52,7 @@ class Rule:
     kinds: ClassVar[tuple[str, ...]] = ()  # names of the rule's fp32 buffers in checkpoints
     tiling: ClassVar[TilingName] = "flat"  # `flat`: tiles of any length; `matrices`: tiles of matrices
     averages: ClassVar[bool] = False  # True if the model's weights are averages, and training uses other weights
-    counters: ClassVar[
-        tuple[str, ...]
-    ] = ()  # names of run-wide numbers that the rule needs; checkpoints store these numbers
+    counters: ClassVar[tuple[str, ...]] = ()  # names of run-wide numbers that the rule needs, also in checkpoints
 
     def begin(self, weight: Tensor, moments: Sequence[Tensor]) -> None:
         """Initialises the buffers `moments` before the first update of `weight`."""
