@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements/constraints.txt
 
-.PHONY: install install-dev demo test sweep-part test-full test-newest slurm ways kernels-aot lint docs gpu-check clean
+.PHONY: install install-dev demo test sweep-part test-full test-newest slurm ways model-facts kernels-aot lint docs gpu-check clean
 
 install: .venv/installed        ## a virtual environment with Optimus in it
 install-dev: .venv/installed-dev
@@ -46,6 +46,9 @@ ways: install-dev               ## the tests in all six ways, one after the othe
 
 test-full: install-dev lint     ## lint and all tests, with all cases of those that have turns; hours
 	@SWEEP=all $(PYTEST)
+
+model-facts: install-dev        ## facts of every causal class of transformers anew: tests/model/foreign/facts.json; ten minutes
+	@PYTHONPATH=.:tests/lib OMP_NUM_THREADS=1 $(BIN)/python -m helpers.model_facts
 
 kernels-aot: install-dev        ## every kernel compiled for every chip of the table: shared memory, registers, spills; TRITON=folder of another
 	@OMP_NUM_THREADS=1 SWEEP=all OPTIMUS_TRITON=$(TRITON) $(BIN)/python -m pytest tests/kernels/triton/test_compile.py

@@ -15,6 +15,7 @@ from optimus.disk import user_path
 
 BENCHMARKS = {
     "train": "Training speed against the Hugging Face Trainer on the same model and data.",
+    "any-model": "Models of `transformers` by our engine against a plain PyTorch loop and the Trainer; their experts.",
     "tokenise": "Tokenisation speed against `tokenizers.encode_batch` on the same cores.",
     "data": "Padding of best-fit rows, attention within documents, and times of a mixture's batches and places.",
     "data-parallel": "Data-parallel training against torch DDP and FSDP2, and DeepSpeed where installed, on 2 and 4 ranks.",

@@ -84,6 +84,7 @@ def show(path: str | Path) -> dict[str, Any]:
         "path": str(path),
         "step": about.step,
         "kind": "full" if about.full else "weights",
+        "family": about.model.family,
         "model": about.model.model_dump(),
         "precision": about.precision,
         "context": about.context,

@@ -174,7 +174,7 @@ def check_same_model(saved: Architecture, current: Architecture, path: Path) -> 
     unasked = {"init_std", *(saved.derived & current.derived)}
     if not (saved.has_dense_layers or current.has_dense_layers):
         unasked = unasked - {"expert_intermediate"} | {"intermediate"}
-    if changed := differences(saved.model_dump(exclude=unasked), current.model_dump(exclude=unasked)):
+    if changed := differences(saved.compared(unasked), current.compared(unasked)):
         raise UserError(f"{path} is of another model: {changed}")
 
 

@@ -64,7 +64,7 @@ def checkpointshow(
         about,
         as_json,
         f"{about['path']}: step {about['step']}, {about['kind']}, {size_text(about['bytes'])}\n"
-        f"{about['parameters']:,} parameters ({about['model']['family']}, {about['precision']}), {about['tensors']} tensors "
+        f"{about['parameters']:,} parameters ({about['family']}, {about['precision']}), {about['tensors']} tensors "
         f"in {about['slices']} slices\n"
         f"written by {about['writers']} of {about['written'].get('ranks', 1)} ranks: {nodes}",
     )

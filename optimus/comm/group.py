@@ -7,7 +7,7 @@ out, and `observer.py` records them.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -19,7 +19,7 @@ from torch import Tensor
 from optimus.comm.algorithms import OWN, CollectiveKind, Measured, used
 from optimus.comm.exchange import AS_THEY_ARE, Codec, ProgressThread, shift
 from optimus.comm.handle import DONE, Handle
-from optimus.comm.observer import Observer
+from optimus.comm.observer import CollectiveError, Observer
 from optimus.comm.recorder import Recorder
 from optimus.comm.schedules import Shape
 from optimus.comm.scratch import Scratch
@@ -317,8 +317,9 @@ class Group:
     def on_first(self, call: Callable[[], T]) -> T:
         """Runs `call` on the group's first rank, and returns its result on all ranks.
 
-        Raises `UserError` on all ranks when `call` raises one. When `call` raises another `Exception`, the first rank
-        raises that exception, and the other ranks raise a `UserError` that names the exception.
+        Raises `UserError` on all ranks when `call` raises one. When `call` raises another exception, also
+        `SystemExit` or `KeyboardInterrupt`, the first rank raises that exception, and the other ranks raise a `UserError`
+        that names the exception.
         """
         outcome: tuple[T | None, UserError | None] = (None, None)
         if self.rank == 0:
@@ -326,9 +327,10 @@ class Group:
                 outcome = (call(), None)
             except UserError as error:
                 outcome = (None, error)
-            except Exception as error:
+            except BaseException as error:
                 known = f"rank {self.ranks[0]} failed while the other ranks waited: {error!r}: see the log of that rank"
-                self.broadcast_object((None, UserError(known)))
+                with suppress(CollectiveError):  # a signal may have ended the other ranks too
+                    self.broadcast_object((None, UserError(known)))
                 raise
         value, failure = self.broadcast_object(outcome)
         if failure is not None:
@@ -344,9 +346,13 @@ class Group:
 def _slices(tensor: Tensor, lengths: Sequence[int] | int) -> tuple[Sequence[Tensor], bool]:
     """Splits `tensor` into slices of the given lengths, or into the given number of equal slices.
 
-    Also returns whether all slices have equal length.
+    Also returns whether all slices have equal length. Raises `ValueError` when equal slices are impossible.
     """
     if isinstance(lengths, int):
+        if len(tensor) % lengths:
+            raise ValueError(
+                f"dim 0 has length {len(tensor)}, which {lengths} ranks cannot divide evenly: give `lengths`"
+            )
         return tensor.chunk(lengths), True
     return tensor.split(list(lengths)), len(set(lengths)) == 1
 

@@ -104,9 +104,10 @@ class Observer:
 
 
 def _cause(error: RuntimeError) -> str:
-    """Returns the first line of torch's message, without the source location before it and the advice after it."""
-    line = str(error).strip().splitlines()[0]
-    return re.sub(r"^\[[^]]*\] ?|\. This is typically.*$", "", line)
+    """Returns the first line of torch's message, without the source location before it and the advice after it; for an
+    error without a message its type."""
+    line = str(error).strip().partition("\n")[0]
+    return re.sub(r"^\[[^]]*\] ?|\. This is typically.*$", "", line) or type(error).__name__
 
 
 def _few(ranks: Sequence[int]) -> str:

@@ -15,11 +15,22 @@ def flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def differing(trees: Sequence[Mapping[str, Any]], missing: Any = "-") -> dict[str, list[Any]]:
-    """Returns the keys whose values differ between the trees, each with its value in every tree."""
+    """Returns the keys whose values differ between the trees, each with its value in every tree. True is not 1."""
     flattened = [dict(flat(tree)) for tree in trees]
     keys = dict.fromkeys(key for each in flattened for key in each)
     rows = {key: [each.get(key, missing) for each in flattened] for key in keys}
-    return {key: values for key, values in rows.items() if any(value != values[0] for value in values[1:])}
+    return {
+        key: values for key, values in rows.items() if any(_typed(value) != _typed(values[0]) for value in values[1:])
+    }
+
+
+def _typed(value: Any) -> Any:
+    """Marks the booleans in a value, because Python's True equals 1."""
+    if isinstance(value, Mapping):
+        return {key: _typed(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_typed(each) for each in value]
+    return ("boolean", value) if isinstance(value, bool) else value
 
 
 def value_text(value: Any) -> str:

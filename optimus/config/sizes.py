@@ -1,5 +1,6 @@
 """Parses and formats numbers of bytes, tokens and seconds."""
 
+import math
 import re
 
 from optimus.errors import UserError
@@ -21,9 +22,10 @@ def parse_count(text: str) -> int:
 
 def _parsed(text: str, units: dict[str, int], what: str, cure: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:E\+?\d+)?)\s*([A-Z]*)", text.strip().upper())
-    if not match or match[2] not in units:
+    number = float(match[1]) * units[match[2]] if match and match[2] in units else math.inf
+    if number == math.inf:  # also for a number that a float cannot hold
         raise UserError(f"not {what}: {text!r}. {cure}")
-    return float(match[1]) * units[match[2]]
+    return number
 
 
 def size_text(size: float, digits: int = 3) -> str:

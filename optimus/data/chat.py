@@ -383,7 +383,7 @@ def _quoted(value: Any, special: Sequence[str], quote: str) -> Any:
 
 def _unmarked(text: str, marks: tuple[str, str, str], special: Sequence[str], where: str) -> tuple[str, Spans, Spans]:
     """Removes the marks from a text, and restores the quoted special tokens. Returns the text, the spans marked as
-    generated, and the quoted spans. Raises `UserError` if the number of a quoted token is unknown."""
+    generated, and the quoted spans. Raises `UserError` if a quoted token is incomplete or its number is unknown."""
     begin, end, quote = marks
     made, generated, quoted, began = "", list[tuple[int, int]](), list[tuple[int, int]](), 0
     for part in re.split(f"([{begin}{end}]|{quote}[0-9]+{quote})", text):
@@ -392,9 +392,9 @@ def _unmarked(text: str, marks: tuple[str, str, str], special: Sequence[str], wh
         elif part == end:
             if began < len(made):
                 generated.append((began, len(made)))
-        elif part.startswith(quote):
-            number = int(part.strip(quote))
-            if number >= len(special):
+        elif quote in part:
+            matched = re.fullmatch(f"{quote}([0-9]+){quote}", part)
+            if matched is None or (number := int(matched[1])) >= len(special):
                 raise UserError(
                     f"{where}: the chat template splits a text that spells a special token: remove it from the text"
                 )

@@ -31,8 +31,7 @@ class MixedSource(NamedTuple):
     """A source in a phase. Earlier phases have read the sequences before `first`. A row of the shards has `parts`
     sequences.
 
-    For a replayed source, the phase reads only the first `seen` rows, and `first` selects the pass at which the replay
-    begins.
+    For a replayed source, the phase reads only the first `seen` rows, and `replay` is the number of the phase.
     """
 
     name: str
@@ -40,6 +39,7 @@ class MixedSource(NamedTuple):
     parts: int = 1
     first: int = 0
     seen: int | None = None
+    replay: int | None = None
 
     @property
     def instances(self) -> int:
@@ -50,13 +50,16 @@ class MixedSource(NamedTuple):
         """Locates the source's sequences `index_N` of the phase. Returns the row [N] of each sequence, and the part [N]
         of the row.
 
-        Pass 0 reads the rows in the stored order. Each later pass permutes the rows with the key (seed, pass).
+        Pass 0 reads the rows in the stored order. Each later pass permutes the rows with the key (seed, pass). A
+        replay permutes the rows of every pass, with the key (seed, phase, pass).
         """
         passed_N, part_N = np.divmod(self.first + index_N, self.parts)
         pass_N, row_N = np.divmod(passed_N, self.instances)
-        for number in np.unique(pass_N[pass_N > 0]).tolist():
-            chosen = pass_N == number
-            row_N[chosen] = Permutation(self.instances, "epoch", seed, number)(row_N[chosen])
+        key = ("epoch", seed) if self.replay is None else ("replay", seed, self.replay)
+        for number in np.unique(pass_N).tolist():
+            if number > 0 or self.replay is not None:
+                chosen = pass_N == number
+                row_N[chosen] = Permutation(self.instances, *key, number)(row_N[chosen])
         return row_N, part_N
 
 
@@ -203,7 +206,7 @@ class TrainingData:
             )
         parts = shards.context // phase.config.train.sequence_length
         seen = min(shards.instances, max(1, tokens // shards.context))
-        return MixedSource(name, shards, parts, phase.number * seen * parts, seen)
+        return MixedSource(name, shards, parts, seen=seen, replay=phase.number)
 
     def _check_passes(self, phase: Phase, source: SourceConfig, mixed: MixedSource, number: int) -> None:
         """Raises `UserError` if the run would read a source of `data.sources` with a weight more than once. `tokens`

@@ -17,7 +17,7 @@ from optimus.data.chat import Answering, ChatTemplate
 from optimus.data.tokenizer import encoder
 from optimus.errors import UserError
 from optimus.evaluation.score import Scored, evaluating
-from optimus.model import KVCache, Transformer
+from optimus.model import CausalModel, KVCache, Transformer
 
 ROWS = 64  # sequences that `Generation` decodes together by default
 _CACHE_BYTES = 4 << 30  # maximum bytes of the keys and values of all layers, unless one sequence needs more
@@ -87,9 +87,10 @@ class Generation:
     """
 
     def __init__(
-        self, model: Transformer, requests: Sequence[Request], *, context: int | None = None, rows: int = ROWS
+        self, model: CausalModel, requests: Sequence[Request], *, context: int | None = None, rows: int = ROWS
     ) -> None:
-        self._model, self._device = model, model.embedding.weight.device
+        self._model: Any = model
+        self._device = model.embedding.weight.device
         requests = [request.fitted(context) for request in requests]
         # The longest prompts come first: neighbours of similar length need little padding.
         order = sorted(range(len(requests)), key=lambda number: len(requests[number].prompt))
@@ -99,9 +100,14 @@ class Generation:
         ]
         self._rows: list[_Row] = []
         self._stopped: set[int] = set()
+        self._slots = self._make_cache(requests, min(rows, len(requests)))
+
+    def _make_cache(self, requests: Sequence[Request], rows: int) -> int:
+        """Makes the cache; returns the number of rows that can be decoded at once, at most `rows`."""
         capacity = max((len(request.prompt) + request.max_tokens for request in requests), default=1)
-        self._slots = max(1, min(rows, len(requests), _CACHE_BYTES // (capacity * _cache_bytes(model))))
-        self._cache = KVCache(model.config.layers, rows=self._slots, capacity=capacity)
+        slots = max(1, min(rows, _CACHE_BYTES // (capacity * _cache_bytes(self._model))))
+        self._cache = KVCache(self._model.config.layers, rows=slots, capacity=capacity)
+        return slots
 
     def stop(self, number: int) -> None:
         """Ends the continuation of request `number`, which gets no more tokens."""
@@ -125,9 +131,13 @@ class Generation:
     def _drop_ended(self) -> None:
         for at in reversed(range(len(self._rows))):
             if self._rows[at].left == 0 or self._rows[at].number in self._stopped:
-                self._cache.remove(at)
+                self._remove(at)
                 self._rows[at] = self._rows[-1]
                 self._rows.pop()
+
+    def _remove(self, at: int) -> None:
+        """Removes row `at` from the cache; the last row takes its place."""
+        self._cache.remove(at)
 
     def _can_start(self) -> bool:
         """Returns True if requests wait and at least a quarter of the rows are free. Few long passes cost less than
@@ -184,6 +194,40 @@ class Generation:
             row.token = token
 
 
+class GenerationByRow(Generation):
+    """A `Generation` for models that make their own caches, with one forward pass for each sequence."""
+
+    def _make_cache(self, requests: Sequence[Request], rows: int) -> int:
+        self._caches: list[Any] = []
+        return rows
+
+    def _remove(self, at: int) -> None:
+        self._caches[at] = self._caches[-1]
+        self._caches.pop()
+
+    def _read(self, new: list[_Row]) -> None:
+        for row in new:
+            self._caches.append(None)
+            self._rows.append(row)
+            self._extend(len(self._rows) - 1, row.request.prompt)
+
+    def _step(self) -> list[_Row]:
+        for at, row in enumerate(self._rows):
+            self._extend(at, [row.token])
+        return list(self._rows)
+
+    def _extend(self, at: int, tokens: Sequence[int]) -> None:
+        """Reads the next `tokens` of row `at`, and finds the token after them."""
+        tokens_1S = torch.tensor([tokens], device=self._device)
+        hidden_1SH, self._caches[at] = self._model.continued(tokens_1S, self._caches[at])
+        self._sample(hidden_1SH[:, -1], [self._rows[at]])
+
+
+def generation(model: CausalModel, requests: Sequence[Request], *, context: int | None = None) -> Generation:
+    """Returns the `Generation` of the requests that suits the model."""
+    return (Generation if model.shares_cache else GenerationByRow)(model, requests, context=context)
+
+
 def _cache_bytes(model: Transformer) -> int:
     """Returns the bytes of the keys and values of one position in all layers."""
     config = model.config
@@ -210,7 +254,7 @@ def sampled(logits_BV: Tensor, requests: Sequence[Request], randoms: Sequence[to
 
 
 def generate(
-    model: Transformer,
+    model: CausalModel,
     tokenizer: Any,
     prompts: Sequence[str],
     *,
@@ -235,7 +279,7 @@ def generate(
             which = "the prompt" if len(prompts) == 1 else f"prompt {number}"
             raise UserError(f"{which} is empty and no end-of-text token is known to start from: give a prompt")
     requests = [Request(ids, stops=start, **options) for ids in prompt_ids]
-    return texts(Generation(model, requests, context=context), tokenizer, requests, on_text=on_text)
+    return texts(generation(model, requests, context=context), tokenizer, requests, on_text=on_text)
 
 
 def check_prompts(prompts: Sequence[Any]) -> None:
@@ -248,7 +292,7 @@ def check_prompts(prompts: Sequence[Any]) -> None:
 
 
 def answer(
-    model: Transformer,
+    model: CausalModel,
     template: ChatTemplate,
     as_tokens: Any,
     as_text: Any,
@@ -273,7 +317,7 @@ def answer(
         Request(each.prompt.encoded(as_tokens, as_text)[0], stops=(*each.stops, *ends), **options) for each in asked
     ]
     until = [[each.end_text] if each.end_text else [] for each in asked]
-    return texts(Generation(model, requests, context=context), as_tokens, requests, until, on_text)
+    return texts(generation(model, requests, context=context), as_tokens, requests, until, on_text)
 
 
 def texts(

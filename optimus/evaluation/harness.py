@@ -8,7 +8,7 @@ as in training. Scores come from `optimus.evaluation.score`, generated text from
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
@@ -16,10 +16,11 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from optimus.data.tokenizer import encoder
 from optimus.errors import UserError
-from optimus.evaluation.generation import Generation, Request, texts
+from optimus.evaluation.generation import Request, generation, texts
 from optimus.evaluation.score import TOKENS_PER_BATCH, Score, Scored, Window, split_long
 from optimus.evaluation.score import score as score_windows
-from optimus.model import Transformer
+from optimus.model import CausalModel
+from optimus.model.ensemble import Ensemble
 
 # Requests between two reports of progress.
 _SCORED_AT_ONCE = 512
@@ -76,9 +77,10 @@ class HarnessModel(TemplateLM):
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Generates text up to the first stop string, end-of-text or `max_gen_toks`; greedily unless the request
-        samples. Raises `UserError` for a model that is not a `Transformer`."""
-        if not isinstance(self.model, Transformer):
+        samples. Raises `UserError` for an ensemble."""
+        if isinstance(self.model, Ensemble):
             raise UserError("tasks that generate text cannot be run with an ensemble: evaluate its members one by one")
+        model = cast(CausalModel, self.model)
         found: list[str] = []
         for start in range(0, len(requests), _GENERATED_AT_ONCE):
             part = [
@@ -87,7 +89,7 @@ class HarnessModel(TemplateLM):
             ]
             asked = [self._request(prompt, options) for prompt, options in part]
             ends = [[end for end in handle_stop_sequences(options["until"], eos=None) if end] for _, options in part]
-            found += texts(Generation(self.model, asked, context=self._context), self.tokenizer, asked, ends)
+            found += texts(generation(model, asked, context=self._context), self.tokenizer, asked, ends)
             self._report(len(found), len(requests))
         return found
 

@@ -18,8 +18,7 @@ from optimus.evaluation.generation import answer, generate
 from optimus.evaluation.names import TASKS
 from optimus.evaluation.tasks import check_lm_eval, load_tasks, run_hub_tasks, run_tasks
 from optimus.evaluation.text import bits_per_byte, check_text
-from optimus.model import CausalModel, Transformer
-from optimus.model.architecture import own_model
+from optimus.model import CausalModel
 from optimus.model.ensemble import Ensemble
 from optimus.observe.machine import use_device, versions
 from optimus.observe.progress import ProgressBar
@@ -163,8 +162,7 @@ def generate_text(
     load_plugins(plugins)
     path = local_checkpoint(checkpoint)
     loaded = _load(path, device, parse_special or chat)
-    own_model(loaded.description.model, "generate", ": export the checkpoint, and generate with its author's modules")
-    assert isinstance(loaded.model, Transformer)
+    assert isinstance(loaded.model, CausalModel)
     how: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     how |= {"eos_id": loaded.eos_id, "context": loaded.description.context, "on_text": on_text}
     several, tokens = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes), loaded.tokenizer

@@ -107,14 +107,20 @@ def integer_field(raw: dict[str, Any], field: str, file: Path) -> int:
     return value
 
 
-def context_of(path: Path) -> int:
+def context_of(path: Path, *, own_modules: bool = False) -> int:
     """Returns the length of the longest sequence, in tokens, that the config.json of `path` states for its model.
 
-    Raises `UserError` like `read_model`, and if config.json does not state the length.
+    With `own_modules`, the model runs with its own modules and may be of any type. Otherwise raises `UserError` like
+    `read_model`. Raises `UserError` if config.json does not state the length.
     """
-    raw = read_config(path)
-    stated = None if "max_position_embeddings" in raw or PLUGIN in raw else read_model(path).learned_positions
-    return stated or integer_field(raw, "max_position_embeddings", path / FILE)
+    raw, file = read_config(path), path / FILE
+    if own_modules or PLUGIN in raw:
+        name = next((name for name in _CONTEXTS if name in raw), _CONTEXTS[0])
+        return integer_field(raw, name, file)
+    return read_model(path).learned_positions or integer_field(raw, "max_position_embeddings", file)
+
+
+_CONTEXTS = "max_position_embeddings", "n_positions", "model_max_length", "max_sequence_length", "max_seq_len"
 
 
 def further_layers(path: Path) -> tuple[str, range]:

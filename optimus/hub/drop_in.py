@@ -12,15 +12,14 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optimus.errors import UserError
 from optimus.kernels.expert_mlp import expert_mlp
+from optimus.model.foreign.experts import differences
 
 NAME = "optimus"
 _NEEDED = (5, 17)  # the oldest supported version of transformers
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def register_experts() -> None:
@@ -110,38 +109,9 @@ def _check_version() -> None:
 
 def _check(experts: Any) -> None:
     """Raises `UserError` if the kernels would compute something else than the forward pass of `experts`."""
-    found = _differences(experts)
+    found = differences(experts)
     if found:
         raise UserError(
             f"experts_implementation='{NAME}' cannot run {type(experts).__name__}: {'; '.join(found)}. "
             "Load this model with another implementation, such as experts_implementation='grouped_mm' or 'eager'"
         )
-
-
-def _differences(experts: Any) -> list[str]:
-    """Returns the differences of these experts from bias-free SwiGLU with weights [E, 2 I, H] and [E, H, I]."""
-    from transformers.activations import SiLUActivation
-    from transformers.integrations.moe import _default_apply_gate
-
-    if not experts.has_gate:
-        return ["its experts have no gate projection"]
-    own_gating = type(experts)._apply_gate is not _default_apply_gate
-    activation = None if own_gating else experts.act_fn
-    weights = (experts.gate_up_proj, experts.down_proj)
-    kinds = [f"{type(weight).__name__} of {str(weight.dtype).removeprefix('torch.')}" for weight in weights]
-    differences = {
-        "its experts have biases": experts.has_bias,
-        "its weights are stored transposed": experts.is_transposed,
-        "its gate and up projections are interleaved": not experts.is_concatenated,
-        # Only newer versions than transformers 5.17 have this attribute.
-        "its experts end in a norm": getattr(experts, "has_post_expert_norm", False),
-        "it combines the gate and up projections by its own function": own_gating,
-        f"its activation is {getattr(activation, '__name__', type(activation).__name__)}, not SiLU": not (
-            own_gating or activation is F.silu or isinstance(activation, (nn.SiLU, SiLUActivation))
-        ),
-        f"its weights are {' and '.join(kinds)}, not dense tensors of one floating-point type": (
-            any(type(w) not in (Tensor, nn.Parameter) or w.dtype not in _DTYPES for w in weights)
-            or weights[0].dtype != weights[1].dtype
-        ),
-    }
-    return [text for text, differs in differences.items() if differs]

@@ -5,7 +5,6 @@ parameters. A folder of a plugin's model has safetensors by the author's names, 
 and its arguments.
 """
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from optimus.errors import UserError
 from optimus.hub.config_json import ARGUMENTS, FILE, PLUGIN, write_json
 from optimus.hub.tensors import FolderTensors, OutputTensor, write_tensors
 from optimus.model.foreign.architecture import TransformersModel
+from optimus.model.foreign.needed import silent_transformers
 from optimus.model.foreign.plugin import PluginModel
 from optimus.plugins import loaded_plugins
 
@@ -73,9 +73,10 @@ def _read_transformers(path: Path, config: TransformersModel) -> dict[str, Tenso
     from optimus.model.foreign.configuration import hf_config
 
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            path, config=hf_config(config.text), dtype="auto", output_loading_info=True, use_safetensors=True
-        )
+        with silent_transformers():
+            model, found = AutoModelForCausalLM.from_pretrained(
+                path, config=hf_config(config.text), dtype="auto", output_loading_info=True, use_safetensors=True
+            )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise UserError(f"{path}: `transformers` cannot load the weights: {error}") from None
     if missing := sorted(found["missing_keys"]):
@@ -97,11 +98,5 @@ def write_folder(
     model.load_state_dict({name: tensor.to(dtype) for name, tensor in tensors.items()}, strict=False, assign=True)
     model.tie_weights()
     model.config.dtype = dtype
-    model.save_pretrained(folder, max_shard_size=size)
-
-
-def same_model(folder: Path, config: TransformersModel) -> str | None:
-    """Returns the keys of the folder's config.json whose values differ from `config`; None if none differ."""
-    raw = json.loads((folder / FILE).read_text(encoding="utf-8"))
-    differing = [key for key, value in config.transformers.items() if key in raw and raw[key] != value]
-    return ", ".join(differing) or None
+    with silent_transformers():
+        model.save_pretrained(folder, max_shard_size=size)

@@ -34,8 +34,8 @@ def convert_to_gguf(
     `converter` is a llama.cpp checkout. `outtype` is the type of the tensors in the file: f32, f16, bf16, q8_0, or auto
     for 16 bits. `python` is an interpreter with the converter's packages (torch, transformers); by default the running
     interpreter. `pre` is the name of the pre-tokenizer, which the converter uses for an unknown tokenizer; None if
-    Optimus knows no name. Raises `UserError` if `output` exists, if the conversion fails, and for a model that
-    llama.cpp computes otherwise.
+    Optimus knows no name. Raises `UserError` if `output` or its partial file exists, if the conversion fails, and for a
+    model that llama.cpp computes otherwise.
 
     Example:
         api.gguf("huggingface", "llama.cpp", "model.gguf")
@@ -63,11 +63,17 @@ def convert_to_gguf(
     words += [str(folder), "--outfile", str(partial), "--outtype", outtype]
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
+        partial.touch(exist_ok=False)
     except OSError as error:
+        if isinstance(error, FileExistsError) and output.parent.is_dir():
+            raise UserError(
+                f"{partial} exists already: wait until the other conversion to {output.name} ends, or, if there is none, "
+                "remove it"
+            ) from None
         raise UserError(f"cannot write {output}: {error.strerror or error}") from error
     try:
         done = subprocess.run(words, capture_output=True, text=True, errors="replace", env=_environment())
-        if done.returncode != 0 or not partial.is_file():
+        if done.returncode != 0 or partial.stat().st_size == 0:
             raise UserError(
                 f"{converter / CONVERTER} does not convert {folder}: {_last_line(done.stderr + done.stdout)}"
             )

@@ -18,7 +18,7 @@ from optimus.config.load import architecture_from
 from optimus.disk import user_path
 from optimus.errors import UserError
 from optimus.hub.config_json import FILE, context_of, further_layers, read_config, read_model, read_plugin_model
-from optimus.hub.foreign import read_weights, same_model
+from optimus.hub.foreign import read_weights
 from optimus.hub.keys import Published, fused, published
 from optimus.hub.published import read_published
 from optimus.hub.tensors import MASKS, FolderTensors
@@ -189,8 +189,7 @@ def check_same_folder(path: Path, model: Architecture) -> None:
     """Raises `UserError`, which names the differences, if the model folder `path` is of another architecture than
     `model`."""
     if isinstance(model, TransformersModel):
-        if changed := same_model(path, model):
-            raise UserError(f"{path} is of another model: its {FILE} has other values of {changed}")
+        check_same_model(TransformersModel(transformers=read_config(path)), model, path / FILE)
         return
     described = read_plugin_model(path)
     found = read_model(path) if described is None else architecture_from(described, str(path / FILE))

@@ -48,6 +48,21 @@ class MatrixProduct:
         return None
 
 
+class TransposedMatrixProduct(MatrixProduct):
+    """A `MatrixProduct` with a weight that is stored as [L, N]."""
+
+    def forward(self, x_TL: Tensor, w_LN: Tensor) -> Tensor:
+        return matmul(x_TL, w_LN, forms=self._step.forms)
+
+    def input_gradient(self, y_grad_TN: Tensor, w_LN: Tensor) -> Tensor:
+        return matmul(y_grad_TN, w_LN.T, forms=self._step.forms)
+
+    def weight_gradient(
+        self, y_grad_TN: Tensor, x_TL: Tensor, w_LN: Tensor, buffer: GradientBuffer | None
+    ) -> Tensor | None:
+        return super().weight_gradient(x_TL, y_grad_TN, w_LN, buffer)
+
+
 _PLAIN = MatrixProduct()
 
 
@@ -71,7 +86,8 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, w_NL: Tensor, buffer: GradientBuffer | None, product: MatrixProduct) -> Tensor:
         ctx.save_for_backward(x, w_NL)
         ctx.buffer, ctx.product = buffer, product
-        return product.forward(_rows(x), w_NL).view(*x.shape[:-1], len(w_NL))
+        y_TN = product.forward(_rows(x), w_NL)
+        return y_TN.view(*x.shape[:-1], y_TN.shape[-1])
 
     @staticmethod
     @once_differentiable

@@ -144,7 +144,10 @@ def _in_blocks(
         if rows_T is not None:
             rows_T[start : start + block] = losses
         if gradients is not None:
-            logits.copy_(p.div_(count))
+            if logits.dtype == wide:
+                torch.div(p, count, out=logits)
+            else:
+                logits.copy_(p.div_(count))
             if gradients[0] is not None:
                 matmul(logits, w_VH, out=gradients[0][start : start + block], forms=forms)
             if gradients[1] is not None:
@@ -189,7 +192,8 @@ def partial_softmax(logits_TV: Tensor, target_T: Tensor, first: int, out_TV: Ten
     row_T = target_T - first
     here_T = (row_T >= 0) & (row_T < logits_TV.shape[1])
     row_T1 = row_T.clamp(0, logits_TV.shape[1] - 1)[:, None]
-    wide, p_TV = out_TV.dtype, torch.softmax(out_TV.copy_(logits_TV), -1, out=out_TV)
+    wide = out_TV.dtype
+    p_TV = torch.softmax(logits_TV if logits_TV.dtype == wide else out_TV.copy_(logits_TV), -1, out=out_TV)
     lse_T = (
         logits_TV.amax(-1).to(wide) - p_TV.amax(-1).log()
     )  # both maxima are of the same column; finding the column by `argmax` would take ten times as long

@@ -81,11 +81,13 @@ class StridedGroup(NamedTuple):
 def group_along(mesh: Mesh, axes: tuple[str, ...]) -> StridedGroup:
     """Returns the group of rank 0 along `axes` of `mesh`. The groups of all ranks have the same size and strides.
 
-    `axes` are `pp` alone, or neighbouring axes of one view; axes of size 1 may lie between neighbours.
+    `axes` are `pp` alone, or neighbouring axes of one view; axes of size 1 may lie between neighbours. `tp` stands for
+    `tp_in` and `tp_out`. Raises `ValueError` for other axes.
     """
     if axes == ("pp",):
         return StridedGroup(mesh.pp, mesh.block)
     inner = {
+        "tp": 1,
         "tp_out": 1,
         "tp_in": mesh.tp_out,
         "cp": mesh.tp,
@@ -94,6 +96,8 @@ def group_along(mesh: Mesh, axes: tuple[str, ...]) -> StridedGroup:
         "ep": mesh.etp,
         "edp": mesh.etp * mesh.ep,
     }
+    if not axes or not set(axes) <= set(inner):
+        raise ValueError(f"axes {', '.join(axes) or '()'}: give pp alone, or neighbouring axes of one view")
     size, stride = mesh.axis_size(*axes), min(inner[axis] for axis in axes)
     near = mesh.block // stride
     if size <= near:

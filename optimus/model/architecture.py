@@ -5,7 +5,7 @@ The family provides the values that its models share, and the format of Hugging 
 module does not import torch, because every program that reads a configuration imports this module.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
@@ -260,9 +260,22 @@ class ModelConfig(Section):
         return hash((self.family, self.hidden, self.layers, self.heads, self.intermediate, self.vocab, self.experts))
 
     @property
+    def is_adapted(self) -> bool:
+        """Returns False: the model's modules are the library's own."""
+        return False
+
+    @property
     def parts(self) -> PartNames:
         """The names of the model's parts."""
         return PartNames()
+
+    def compared(self, unasked: Set[str]) -> dict[str, Any]:
+        """Returns the fields by which two models are compared: all but `unasked`."""
+        return self.model_dump(exclude={*unasked})
+
+    def router_weights(self, balance: float, z: float) -> tuple[float, float]:
+        """Returns the weights of the routers' balance loss and z-loss: those of the section `moe`."""
+        return balance, z
 
     @property
     def stream_width(self) -> int:
@@ -376,11 +389,11 @@ Architecture = Annotated[
 """The section `model` of a configuration: one of the library's own models, or a model of `transformers` or of a plugin."""
 
 
-def own_model(config: Architecture, what: str, cure: str = "") -> ModelConfig:
-    """Returns `config` if it describes one of the library's own models. Raises `UserError`, which begins with `what`
-    and ends with `cure`, for a model of `transformers` or of a plugin."""
+def own_model(config: Architecture, what: str) -> ModelConfig:
+    """Returns `config` if it describes one of the library's own models. Raises `UserError`, which begins with `what`, for a
+    model of `transformers` or of a plugin."""
     if isinstance(config, ModelConfig):
         return config
     raise UserError(
-        f"{what} needs one of the library's own models, but the model is a {config.family} of {config.origin}{cure}"
+        f"{what} needs one of the library's own models, but the model is a {config.family} of {config.origin}"
     )

@@ -7,7 +7,7 @@ Legend: B batch, S sequence, H hidden, V vocabulary, T tokens on this device, N 
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -85,10 +85,13 @@ class CausalModel(nn.Module):
     """A causal language model, which maps `tokens_BS` (int64) to `logits_BSV`.
 
     Subclasses have an `OutputLayer` named `head`, and its unit `predict`, which takes the arguments of
-    `OutputHead.forward`.
+    `OutputHead.forward`. `notes` are lines for the user.
     """
 
     replaceable: Sequence[str] = ("sequence", "step")
+    # True if `hidden_states` takes a `KVCache` of several sequences; otherwise the model has a method `continued`.
+    shares_cache: ClassVar[bool] = False
+    notes: tuple[str, ...] = ()
     config: Architecture
     blocks: Any
     embedding: Any

@@ -168,6 +168,7 @@ class Transformer(CausalModel):
     model has, by default all.
     """
 
+    shares_cache = True
     config: ModelConfig
     embedding: Embedding
 

@@ -21,6 +21,7 @@ _SLOW = 50e6  # bytes/s below which checkpoints are too slow
 _SKEW = 2.0  # maximum seconds between two clocks; with more, events of different nodes can appear in the wrong order
 _FILES, _SHARED = 4096, 64 << 20  # smallest adequate limit of open files, and free bytes of shared memory
 _LEAST_FREE = 10 << 30
+_CANNOT_WRITE = "make room, or choose another folder"
 
 Status = Literal["ok", "warning", "problem"]
 
@@ -153,9 +154,7 @@ def _file_system(folder: Path) -> Iterator[Finding]:
             os.fsync(file.fileno())
             rate = _TRIAL / (time.perf_counter() - began)
     except OSError as error:
-        yield Finding(
-            "file system", "problem", f"cannot write: {error.strerror}", "make room, or choose another folder"
-        )
+        yield Finding("file system", "problem", f"cannot write: {error.strerror or error}", _CANNOT_WRITE)
         return
     mend = "choose a faster file system, or set checkpoint.asynchronous=true"
     yield _judged("file system", rate < _SLOW, f"{size_text(int(rate))}/s written", mend)
@@ -163,10 +162,14 @@ def _file_system(folder: Path) -> Iterator[Finding]:
 
 def _clock(folder: Path) -> Iterator[Finding]:
     if os.access(folder, os.W_OK | os.X_OK):
-        skew = file_system_time(folder) - time.time()
-        found = f"differs from the file system's clock by {abs(skew):.1f} s"
-        mend = "set both clocks by NTP: leases and events are compared by time"
-        yield _judged("clock", abs(skew) > _SKEW, found, mend)
+        try:
+            skew = file_system_time(folder) - time.time()
+        except OSError as error:
+            yield Finding("clock", "problem", f"cannot write: {error.strerror or error}", _CANNOT_WRITE)
+        else:
+            found = f"differs from the file system's clock by {abs(skew):.1f} s"
+            mend = "set both clocks by NTP: leases and events are compared by time"
+            yield _judged("clock", abs(skew) > _SKEW, found, mend)
     try:
         command = ["timedatectl", "show", "--property=NTPSynchronized", "--value"]
         said = subprocess.run(command, capture_output=True, text=True, timeout=5).stdout.strip()

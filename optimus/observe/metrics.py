@@ -4,14 +4,14 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 from optimus.config import RunConfig
 from optimus.disk import read_json_lines
 from optimus.errors import UserError, naming_disk_errors
-from optimus.observe.sinks import FULL, sinks_of
+from optimus.observe.sinks import FULL, Sink, sinks_of
 
 
 class MetricsWriter:
@@ -59,12 +59,13 @@ class Sinks:
         self._sinks = {row.name: row.make(folder, config, after_step) for row in sinks_of(config)}
 
     def write(self, record: dict[str, Any]) -> None:
-        """Writes a record, which must have `step`, to the sinks. Raises the `UserError` of a sink."""
+        """Writes a record, which must have `step`, to all sinks. Then raises the first `UserError` of a sink."""
+        failure: UserError | None = None
         for name, sink in [*self._sinks.items()]:
             try:
                 sink.write(record)
-            except UserError:
-                raise
+            except UserError as error:
+                failure = failure or error
             except Exception as error:  # an error in a plugin or in a client library
                 del self._sinks[name]
                 print(
@@ -72,16 +73,23 @@ class Sinks:
                     "gets no metrics; metrics.jsonl has them",
                     file=sys.stderr,
                 )
+        if failure is not None:
+            raise failure
 
     def close(self) -> None:
-        """Closes the sinks. Raises the `UserError` of a sink, and prints any other exception."""
-        for name, sink in self._sinks.items():
-            try:
-                sink.close()
-            except UserError:
-                raise
-            except Exception as error:
-                print(f"the metric sink {name} failed at its end ({type(error).__name__}: {error})", file=sys.stderr)
+        """Closes all sinks. Then raises the `UserError` of a sink. Prints any other exception."""
+        with ExitStack() as stack:
+            for name, sink in reversed(self._sinks.items()):
+                stack.callback(_close, name, sink)
+
+
+def _close(name: str, sink: Sink) -> None:
+    try:
+        sink.close()
+    except UserError:
+        raise
+    except Exception as error:
+        print(f"the metric sink {name} failed at its end ({type(error).__name__}: {error})", file=sys.stderr)
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -72,12 +72,16 @@ _OWN = [
 
 
 def _check(row: LossRow) -> None:
-    """Raises `ValueError` unless the row has a name, a function and numbers as options."""
+    """Raises `ValueError` unless the row has a name, a function and a mapping of numbers as options."""
     if not isinstance(row.name, str) or not row.name:
         raise ValueError(f"its name is {row.name!r}: give a text")
     if not callable(row.function):
         raise ValueError(f"'{row.name}': its function is {row.function!r}: give a function of logits and targets")
-    if wrong := [name for name, value in row.options.items() if not isinstance(value, int | float)]:
+    if not isinstance(row.options, Mapping):
+        raise ValueError(f"'{row.name}': its options are {row.options!r}: give a mapping of names to numbers")
+    if wrong := [
+        name for name, value in row.options.items() if type(value) is bool or not isinstance(value, int | float)
+    ]:
         raise ValueError(f"'{row.name}': its option {wrong[0]} is {row.options[wrong[0]]!r}: give a number")
 
 

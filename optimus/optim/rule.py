@@ -93,6 +93,6 @@ class UpdateRule(Rule, ABC):
 
 def scaled(gradient: Tensor, scale: float) -> Tensor:
     """Returns `gradient` times `scale` in fp32, or `gradient` itself if it is in fp32 and `scale` is 1."""
-    if scale == 1.0 and gradient.dtype == torch.float32:
-        return gradient
+    if gradient.dtype == torch.float32:
+        return gradient if scale == 1.0 else gradient * scale
     return gradient.to(torch.float32, copy=True).mul_(scale)

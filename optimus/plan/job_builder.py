@@ -171,12 +171,19 @@ def best_layout(config: str | Path, overrides: Iterable[str], machine: str, rank
     """Returns `config` with the layout that is fastest on `machine` for this number of ranks. Under a launcher, the
     number is the launcher's `WORLD_SIZE`.
 
-    Raises `UserError` when the number of ranks is unknown, or no layout fits.
+    Raises `UserError` when the number of ranks is unknown, when `ranks` is another number than the launcher's, or when
+    no layout fits.
     """
     join()
-    if not isinstance(ranks, int) and "WORLD_SIZE" not in os.environ:
+    number = int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else ranks
+    if not isinstance(number, int):
         raise UserError("--auto-plan needs the number of ranks: give --ranks, or start the ranks with a launcher")
-    number = _counted(int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else int(ranks or 0))
+    if isinstance(ranks, int) and ranks != number:
+        raise UserError(
+            f"--ranks is {ranks}, but a launcher has started {number} ranks (WORLD_SIZE): leave --ranks out, and ask the "
+            "launcher for the number"
+        )
+    number = _counted(number)
     run = configured(str(config), overrides, number)
     best = search(asked(run, machine, number, []), best=1)[0]
     if int(os.environ.get("RANK", "0")) == 0:

@@ -268,6 +268,9 @@ def explained(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+_UNKNOWN_SIZE = "whose size a machine file does not say: check that they have the room"
+
+
 def _elsewhere(plan: Plan) -> Iterator[str]:
     """Yields lines on offloaded state: the state's bytes, whether the host accumulates gradients, and the time that
     offloading costs."""
@@ -279,7 +282,7 @@ def _elsewhere(plan: Plan) -> Iterator[str]:
     yield (
         f"state.offload {state.offload}: the state of {device_share(job):.0%} of the chunks is on the device; the rest "
         f"takes {size_text(ranks * beside.host, 4)} of the {size_text(host.memory)} of a node's host memory"
-        + (f" and {size_text(ranks * beside.disk, 4)} of its disks" if beside.disk else "")
+        + (f" and {size_text(ranks * beside.disk, 4)} of its disks, {_UNKNOWN_SIZE}" if beside.disk else "")
     )
     if sends_gradients(job):
         yield "  the host accumulates the gradients of each microbatch"

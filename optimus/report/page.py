@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from optimus.config.yaml_text import Dumper
+from optimus.copies import is_url, url_text
 from optimus.disk import printable, user_path
 from optimus.errors import UserError, naming_disk_errors
 from optimus.report.compare import differences, has_other_tokenizer
@@ -56,17 +57,21 @@ def write_report(runs: str | Path | Sequence[str | Path], output: str | Path | N
     and no network.
 
     Without `output` the file is report.html in the run's folder, or comparison.html in the current folder for several runs.
-    Returns `output`, its `bytes`, and the `warnings` about the runs. Raises `UserError` for a folder without a run, and for
-    a file that cannot be written.
+    Returns `output`, its `bytes`, and the `warnings` about the runs. Raises `UserError` for a folder without a run, for
+    one run at a URL without `output`, and for a file that cannot be written.
 
     Example:
         api.report(["demo/run"])["output"]
     """
     runs = [runs] if isinstance(runs, str | Path) else runs
-    data = report_data(runs)
+    path = Path(_COMPARED)
     if output is not None:
-        return write_page(data, user_path(output))
-    return write_page(data, user_path(runs[0]) / _ALONE if len(runs) == 1 else Path(_COMPARED))
+        path = user_path(output)
+    elif len(runs) == 1:
+        if is_url(runs[0]):
+            raise UserError(f"{url_text(runs[0])} is a URL: say with --output where the page goes on this machine")
+        path = user_path(runs[0]) / _ALONE
+    return write_page(report_data(runs), path)
 
 
 def write_page(data: Mapping[str, Any], path: Path) -> dict[str, Any]:

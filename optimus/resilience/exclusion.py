@@ -14,7 +14,8 @@ _FILE = "excluded.txt"
 def excluded(run: str | Path) -> list[str]:
     """Returns the names of the nodes that are excluded from `run`."""
     path = Path(run) / _FILE
-    return path.read_text(encoding="utf-8", errors="replace").split() if path.exists() else []
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []
+    return [name for line in lines if (name := line.strip())]
 
 
 def exclude(run: str | Path, node: str) -> None:

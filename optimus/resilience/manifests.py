@@ -77,11 +77,16 @@ def manifest(platform: Platform, job: Manifest, path: Path) -> tuple[str, str]:
 
 
 def parse_directives(texts: Sequence[str]) -> dict[str, str]:
-    """Parses directives NAME=VALUE. Raises `UserError` for other text."""
+    """Parses directives NAME=VALUE. Raises `UserError` for other text, and for a NAME that is given twice."""
+    found = dict[str, str]()
     for text in texts:
-        if not all(text.partition("=")[::2]):
+        name, _, value = text.partition("=")
+        if not name or not value:
             raise UserError(f"--directive {text!r}: give NAME=VALUE")
-    return {text.partition("=")[0]: text.partition("=")[2] for text in texts}
+        if name in found:
+            raise UserError(f"--directive {text}: {name} is given twice: give it once")
+        found[name] = value
+    return found
 
 
 def _jobset(job: Manifest) -> str:

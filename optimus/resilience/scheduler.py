@@ -99,7 +99,7 @@ def _check(job: BatchJob) -> None:
     for text in job.directives:
         if "\n" in text or text.startswith("#") or not text:
             raise UserError(f"--directive {text!r}: give one line without #SBATCH or #PBS, such as '--account=physics'")
-        if re.match(r"(--time|-t|-l *walltime)\b", text):
+        if re.search(r"(?:^|\s)(?:--time(?=[\s=]|$)|-t|-l *(?:\S*,)?walltime\b)", text):
             raise UserError(f"--directive '{text}': give --time instead, so that the script knows when to save")
 
 

@@ -21,7 +21,7 @@ def stage_options(config: RunConfig, recomputation: Recomputation | None = None)
         overlap=config.parallel.overlap,
         vocabulary=config.parallel.vocabulary,
         context_method=config.parallel.context_method,
-        duplicates=not config.moe.drop_duplicates,
+        duplicates=config.model.is_adapted or not config.moe.drop_duplicates,
         dispatch=config.moe.dispatch,
         recomputation=recomputation or Recomputation(),
         keep_collectives=config.recompute_collectives == "keep",

@@ -88,7 +88,12 @@ def begin(run: Run, began_with: str | None, *, masks: bool) -> tuple[Origin, int
         source = read_together(lambda: FolderReader(Path(began_with), run.config.model), world)
         pruned = masks and follow_masks(run.state, source)
         readers, unpruned = load_slices(run.state, source.fill, full=False, send=send, pruned=pruned), source.unpruned
-        context, published = world.on_first(lambda: (context_of(Path(began_with)), read_published(Path(began_with))))
+        context, published = world.on_first(
+            lambda: (
+                context_of(Path(began_with), own_modules=run.config.model.is_adapted),
+                read_published(Path(began_with)),
+            )
+        )
         origin = Origin(began_with, context, published)
     else:
         path = world.on_first(lambda: find_checkpoint(began_with))

@@ -143,6 +143,7 @@ def _notes(resolved: ResolvedRun, groups: Groups, data: TrainingData) -> list[st
         *summary_lines(summarise(resolved, data.instances)),
         *([describe(groups.mesh)] if groups.world.size > 1 and resolved.config.observe.verbose else []),
         *resolved.facts.notes,
+        *resolved.model.notes,
         *filter(None, [_frozen_line(resolved)]),
         *([f"train.teacher: {', '.join(teacher.checkpoints)}"] if teacher is not None else []),
         *groups.notes,

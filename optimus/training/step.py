@@ -198,7 +198,8 @@ def terms(losses: Losses, choices_E: Tensor | None = None) -> Tensor:
 def objective(terms_4: Tensor, config: RunConfig) -> Tensor:
     """Returns the value to minimise: cross-entropy plus the weighted losses of the router and of the teacher."""
     cross_entropy, balance, z, divergence = terms_4
-    router = config.moe.balance_coefficient * balance + config.moe.z_coefficient * z
+    of_balance, of_z = config.model.router_weights(config.moe.balance_coefficient, config.moe.z_coefficient)
+    router = of_balance * balance + of_z * z
     teacher = config.train.teacher
     return cross_entropy + router + (teacher.weight * divergence if teacher is not None else 0.0)
 

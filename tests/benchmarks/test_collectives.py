@@ -1,6 +1,7 @@
 """The benchmark of collectives: programs of the ranks take the model's times, the choice of an algorithm loses little,
 and measurements are written and read back."""
 
+import errno
 import math
 import sys
 from dataclasses import replace
@@ -108,6 +109,38 @@ def test_a_table_is_written_beside_what_the_file_has(tmp_path: Path) -> None:
     assert choose("all_gather", Shape(2, 4), 4096, measured) == "direct"
     write(path, Measured())
     assert path.read_text(encoding="utf-8").startswith(text.rstrip("\n"))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("a: 1\ncollectives: {}", "a: 1\n"),
+        ("a: 1\ncollectives:\n  b:\n    c: 2", "a: 1\n"),
+        ("collectives:\n  b: 2\n\n# what d is\nd: 3\n# at the end\n", "# what d is\nd: 3\n# at the end\n"),
+        ("collectives:\n# between\n\n  b: 2\n  # of b\n# of d\nd: 3", "# of d\nd: 3\n"),
+        ("# of all\ncollectives:  # old\n# of d\nd: 3\n", "# of all\n# of d\nd: 3\n"),
+    ],
+)
+def test_only_the_section_is_replaced(tmp_path: Path, before: str, after: str) -> None:
+    """The section may end without a newline. Comments at the margin after its last line belong to what follows."""
+    path = tmp_path / "machine.yaml"
+    path.write_text(before, encoding="utf-8")
+    write(path, Measured())
+    assert path.read_text(encoding="utf-8").replace("\n\n", "\n").removeprefix("\n") == f"{after}collectives: {{}}\n"
+
+
+def test_a_full_disk_leaves_the_machine_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "machine.yaml"
+    path.write_text("a: 1\n", encoding="utf-8")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(UserError, match="No space left on device"):
+        write(path, Measured())
+    assert path.read_text(encoding="utf-8") == "a: 1\n"
+    assert [each.name for each in tmp_path.iterdir()] == ["machine.yaml"]
 
 
 def test_there_must_be_a_machine_file(tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 
-from optimus.comm.device_waits import DeviceWaits
+from optimus.comm.device_waits import DeviceWaits, flight_record
 
 
 class Looked(int):
@@ -51,3 +52,14 @@ def test_what_has_passed_is_found_in_as_many_looks_as_there_are_waits(count: int
     reached[0] = 2 * count
     assert [int(place[2]) for place, _ in waits.passed()] == list(range(count // 2, count))
     assert waits.passed() == []
+
+
+@pytest.mark.parametrize("name", ["_dump_nccl_trace_json", "_dump_fr_trace_json", None])
+def test_the_flight_record_of_any_torch(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions of torch have the function under one of two names, and some builds have none."""
+    there = torch._C._distributed_c10d
+    for each in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        monkeypatch.delattr(there, each, raising=False)
+    if name is not None:
+        monkeypatch.setattr(there, name, lambda *given: b"record", raising=False)
+    assert flight_record() == (b"{}" if name is None else b"record")

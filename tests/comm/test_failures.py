@@ -15,6 +15,8 @@ from torch import Tensor
 from optimus.comm import CollectiveError, Group, Groups
 from optimus.comm.exchange import Channel
 from optimus.comm.group import Transport
+from optimus.comm.observer import Observer
+from optimus.comm.recorder import Recorder
 from optimus.mesh import Mesh
 from optimus.testing import run_ranks
 
@@ -96,3 +98,14 @@ def test_a_rank_lost_in_any_round_is_named(number: int) -> None:
             assert re.match(
                 rf"all_reduce of 1,048,576 bytes over ranks 0, 1, 2, 3 failed on rank {rank}: rank \d: \S", text
             )
+
+
+@pytest.mark.parametrize("text", ["", " \n", "[gloo.cc:1] "])
+def test_an_error_without_text_is_named_by_its_type(text: str) -> None:
+    observer = Observer([0, 1], 0, 0, Recorder(), None, gloo=True)
+
+    def call(number: int) -> None:
+        raise RuntimeError(text)
+
+    with pytest.raises(CollectiveError, match=r"over ranks 0, 1 failed on rank 0: RuntimeError$"):
+        observer.begin("all_reduce", torch.zeros(1), call)

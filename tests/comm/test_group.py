@@ -118,6 +118,15 @@ def test_unequal_parts_are_a_list_for_other_backends(lengths: list[int] | None) 
             assert [name.removesuffix("_single") for name, _ in calls] == ["reduce_scatter", "all_gather"]
 
 
+@pytest.mark.parametrize("length", [5, 2, 1])
+def test_parts_without_lengths_are_equal(length: int) -> None:
+    """A tensor that cannot be divided evenly is refused before any message."""
+    group, whole = Group(range(4), 0), torch.zeros(length)
+    for call in (group.reduce_scatter_async, group.all_gather_async):
+        with pytest.raises(ValueError, match=rf"dim 0 has length {length}, which 4 ranks cannot divide evenly: give"):
+            call(whole, torch.zeros(1))
+
+
 def test_a_group_of_one_needs_no_process_group() -> None:
     group = Groups(Mesh()).world
     assert (group.ranks, group.size, group.rank) == ([0], 1, 0)
@@ -132,20 +141,22 @@ def test_a_group_of_one_needs_no_process_group() -> None:
     assert not group.any(False)
 
 
-def fails_on_first(error: Exception) -> str:
+def fails_on_first(error: BaseException) -> str:
     world = Groups(Mesh(dp=2)).world
 
     def call() -> None:
         raise error
 
-    with pytest.raises(Exception) as caught:  # noqa: PT011
+    with pytest.raises(BaseException) as caught:  # noqa: PT011
         world.on_first(call)
     assert world.any(world.rank == 1)  # the ranks are still in step
     return repr(caught.value)
 
 
-@pytest.mark.parametrize("error", [UserError("no such file"), ZeroDivisionError("by zero")])
-def test_all_ranks_learn_of_an_error_of_the_first(error: Exception) -> None:
+@pytest.mark.parametrize(
+    "error", [UserError("no such file"), ZeroDivisionError("by zero"), SystemExit(3), KeyboardInterrupt()]
+)
+def test_all_ranks_learn_of_an_error_of_the_first(error: BaseException) -> None:
     first, second = run_ranks(fails_on_first, 2, error)
     assert first == repr(error)
     assert repr(error) in second

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from optimus.cli import app
 from optimus.config import load_config
 from optimus.config.completion import complete_key, complete_preset
+from optimus.config.flat import differing
 from optimus.errors import UserError
 
 TRAIN = "train: {output: x, steps: 10, global_batch: 8, micro_batch: 4, sequence_length: 32}\n"
@@ -63,6 +64,12 @@ def test_show_and_diff(tmp_path: Path) -> None:
     assert "no keys differ" in call("config", "diff", base, base)
     with pytest.raises(UserError, match="name two"):
         call("config", "diff", base)
+
+
+def test_true_differs_from_one() -> None:
+    """A number equals the same number in another form, but no boolean, also inside lists."""
+    trees = [{"a": {"x": 1, "y": [1, {"z": 0}], "w": 1}}, {"a": {"x": True, "y": [1, {"z": False}], "w": 1.0}}]
+    assert differing(trees) == {"a.x": [1, True], "a.y": [[1, {"z": 0}], [1, {"z": False}]]}
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 import pytest
 
-from optimus.config.sizes import count_text, size_text
+from optimus.config.sizes import count_text, parse_count, parse_size, size_text
+from optimus.errors import UserError
 
 
 @pytest.mark.parametrize(
@@ -19,3 +20,11 @@ def test_three_digits_and_a_unit(number: float, text: str) -> None:
 )
 def test_a_size_in_so_many_digits(size: float, digits: int, text: str) -> None:
     assert size_text(size, digits) == text
+
+
+@pytest.mark.parametrize("text", ["1e400", "1e300 T", "9" * 400])
+def test_a_number_without_bound_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match=f"not a size: '{text}'. Write a number and a unit"):
+        parse_size(text)
+    with pytest.raises(UserError, match=f"not a number: '{text}'. Write a number, or one with a unit"):
+        parse_count(text)

@@ -404,6 +404,16 @@ def test_a_template_can_do_nothing_but_write(source: str) -> None:
         )
 
 
+@pytest.mark.parametrize("cut", ["[:2]", "[1:]", "[:1]", "[-1:]"])
+@pytest.mark.parametrize("around", ["CUT", "{% generation %}CUT{% endgeneration %}"])
+def test_a_template_that_cuts_a_quoted_token(cut: str, around: str) -> None:
+    """No part of a quoted special token enters the text: the conversation is refused."""
+    source = "{% for m in messages %}" + around.replace("CUT", "{{ m.content" + cut + " }}") + " hello {% endfor %}"
+    said = [{"role": "assistant", "content": "<x>"}]
+    with pytest.raises(UserError, match="here: the chat template splits a text that spells a special token"):
+        ChatTemplate(source).conversation(said, "here", special=["<x>"])
+
+
 def test_characters_that_are_none() -> None:
     """Characters of the text are never used as internal marks; a text with all mark characters is refused."""
     said = "".join(chat._MARKS[:5])

@@ -7,6 +7,7 @@ llama-cpp-python. Both run in processes of their own, so their versions are inde
 import json
 import os
 import random
+import re
 import subprocess
 import unicodedata
 from collections.abc import Mapping
@@ -448,6 +449,26 @@ def test_what_cannot_be_converted_is_one_message(trained: Path, tmp_path: Path) 
             api.gguf(*arguments)
     with pytest.raises(UserError, match=r"cannot run or convert the interpreter .*no-python"):
         api.gguf(folder, tool, output, python=str(tmp_path / "no-python"))
+    assert not [path for path in tmp_path.iterdir() if "gguf" in path.name]
+
+
+def test_a_partial_file_of_another_is_left_alone(trained: Path, tmp_path: Path) -> None:
+    """Another conversion to the same file may be under way; the user decides."""
+    known, folder = checkout(tmp_path / "known", "return 'olmo'", True), exported(tmp_path / "hf", trained)
+    partial = tmp_path / ".a.gguf.partial"
+    partial.write_text("of another")
+    with pytest.raises(UserError, match=rf"{re.escape(str(partial))} exists already: .* remove it"):
+        api.gguf(folder, known, tmp_path / "a.gguf")
+    assert partial.read_text() == "of another"
+    assert not (tmp_path / "a.gguf").exists()
+
+
+def test_a_converter_that_writes_nothing(trained: Path, tmp_path: Path) -> None:
+    folder, tool = exported(tmp_path / "hf", trained), tmp_path / "tool"
+    tool.mkdir()
+    (tool / "convert_hf_to_gguf.py").write_text("print('nothing to do')\n")
+    with pytest.raises(UserError, match=r"does not convert .*: nothing to do"):
+        api.gguf(folder, tool, tmp_path / "a.gguf")
     assert not [path for path in tmp_path.iterdir() if "gguf" in path.name]
 
 

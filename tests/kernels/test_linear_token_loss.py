@@ -119,14 +119,24 @@ def test_a_function_that_fails_is_named(loss: Any, message: str) -> None:
         linear_token_loss(x, w, target, 1.0, loss)
 
 
+FUNCTION: Any = len
+
+
 @pytest.mark.parametrize(
     "row",
-    [LossRow("x", 3), LossRow("x", len, {"k": "a"}), LossRow("", len)],
-    ids=["number", "option", "name"],  # type: ignore[arg-type,dict-item]
+    [
+        LossRow("x", 3),  # type: ignore[arg-type]
+        LossRow("x", FUNCTION, {"k": "a"}),  # type: ignore[dict-item]
+        LossRow("x", FUNCTION, {"k": True}),
+        LossRow("x", FUNCTION, ["k"]),  # type: ignore[arg-type]
+        LossRow("x", FUNCTION, None),  # type: ignore[arg-type]
+        LossRow("", FUNCTION),
+    ],
+    ids=["number", "option", "boolean", "list", "none", "name"],
 )
 def test_rows_that_are_no_losses(row: LossRow) -> None:
     assert LOSSES.check is not None
-    with pytest.raises(ValueError, match=r"give a (text|function|number)"):
+    with pytest.raises(ValueError, match=r"give a (text|function|number|mapping)"):
         LOSSES.check(row)
 
 

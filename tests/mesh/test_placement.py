@@ -4,6 +4,7 @@ import pytest
 
 from optimus.mesh import Mesh
 from optimus.mesh.placement import AxisPlacement, describe, placement
+from optimus.mesh.strided import group_along
 
 
 def test_a_grid_in_nodes_of_eight() -> None:
@@ -54,3 +55,14 @@ def test_the_table() -> None:
     assert {
         line.index(first) for line, first in zip(lines[3:], ["group of", "0 24", "0 1", "0 12", "0 1"], strict=True)
     } == {lines[3].index("group of")}
+
+
+@pytest.mark.parametrize(
+    "mesh", [Mesh(dp=2, tp=4), Mesh(dp=2, tp=4, tp_in=2), Mesh(pp=2, dp=2, tp=4, pipeline_stride=4)]
+)
+def test_a_group_is_a_size_and_strides(mesh: Mesh) -> None:
+    """The axis `tp` stands for its two parts, as in `Mesh.group`."""
+    assert group_along(mesh, ("tp",)) == group_along(mesh, ("tp_in", "tp_out"))
+    for axes in (("pp", "dp"), ("embedding",), ("none",), ()):
+        with pytest.raises(ValueError, match=r"axes .*: give pp alone, or neighbouring axes of one view"):
+            group_along(mesh, axes)

@@ -1,5 +1,6 @@
 """The findings of `optimus doctor`, and its proposed cures."""
 
+import errno
 import json
 from collections import namedtuple
 from pathlib import Path
@@ -55,6 +56,16 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     result = CliRunner().invoke(app, ["doctor", str(tmp_path)])
     assert result.exit_code == 1
     assert "you may not write to" in result.output
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tempfile.NamedTemporaryFile", full)
+    found = doctor.examine(tmp_path)
+    assert {statuses(found)[what] for what in ("file system", "clock")} == {"problem"}
+    assert {each.mend for each in found if "No space left" in each.found} == {"make room, or choose another folder"}
 
 
 def test_interfaces_that_say_their_speed(tmp_path: Path) -> None:

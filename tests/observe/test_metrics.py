@@ -110,3 +110,35 @@ def test_a_full_disk_under_tensorboard(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(tensorboard, "close", refuse)
     with pytest.raises(UserError, match=expected):
         writer.close()
+
+
+class Recording:
+    """A sink that keeps its records, and raises `error` in each call."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        self.error, self.records, self.closed = error, list[dict[str, object]](), False
+
+    def write(self, record: dict[str, object]) -> None:
+        self.records.append(record)
+        if self.error is not None:
+            raise self.error
+
+    def close(self) -> None:
+        self.closed = True
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [UserError("make room"), KeyboardInterrupt()], ids=["user", "interrupt"])
+def test_an_error_of_one_sink_leaves_the_others_whole(tmp_path: Path, error: BaseException) -> None:
+    """The later sinks get the record and are closed, before the error of the first is raised."""
+    writer = MetricsWriter(tmp_path, config(), 0)
+    first, second = Recording(error), Recording(None)
+    writer.sinks._sinks = {"first": first, "second": second}
+    if isinstance(error, UserError):
+        with pytest.raises(UserError, match="make room"):
+            writer.write({"step": 1})
+        assert second.records == [{"step": 1}]
+    with pytest.raises(type(error)):
+        writer.close()
+    assert second.closed

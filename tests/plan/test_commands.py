@@ -19,7 +19,7 @@ from optimus.cli import app
 from optimus.config import load_config
 from optimus.config.sizes import counted, size_text
 from optimus.plan import largest
-from optimus.plan.job_builder import as_configured, asked, configured
+from optimus.plan.job_builder import as_configured, asked, best_layout, configured
 from optimus.plan.machine import load_machine
 from optimus.plan.machine_template import machine_template
 from optimus.plan.prediction import dry_run, predict
@@ -300,6 +300,21 @@ def test_a_run_divides_its_ranks_by_itself(plan: Callable[..., Any], tmp_path: P
     assert "is ready to run: 4 steps on 4 rank(s)" in result.output
     with pytest.raises(optimus.UserError, match=r"^--auto-plan needs the number of ranks: give --ranks, or"):
         CliRunner().invoke(app, words, catch_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    ("launched", "message"),
+    [
+        ("2", "--ranks is 4, but a launcher has started 2 ranks (WORLD_SIZE): leave --ranks out"),
+        ("two", "WORLD_SIZE is 'two', but must be a number of at least 1"),
+    ],
+)
+def test_a_launcher_of_other_ranks(monkeypatch: pytest.MonkeyPatch, launched: str, message: str) -> None:
+    """The number is refused before a layout is searched, so also without a run's file."""
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", launched), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(optimus.UserError, match=f"^{re.escape(message)}"):
+        best_layout("none.yaml", [], "laptop", 4)
 
 
 def test_as_it_is_and_scaled(plan: Callable[..., Any]) -> None:

@@ -98,6 +98,8 @@ def test_the_search_goes_to_the_host_where_the_device_has_no_room() -> None:
     assert memory_of(more).total > device_capacity(plan.job)
     (tight,) = search(job(SMALL, machine(2.5e9, host=2e9)), best=1)
     assert tight.job.state.offload == "disk"
+    assert "of its disks, whose size a machine file does not say: check that they have the room" in explained(tight)
+    assert "disks" not in explained(plan)
 
 
 def test_gradients_of_several_microbatches_go_where_there_is_room() -> None:

@@ -222,6 +222,15 @@ def test_states(tmp_path: Path, make_run: Make) -> None:
     assert read_folder(running).state == ("running", "")
 
 
+@pytest.mark.parametrize("path", ["run", "gone"])
+def test_a_run_at_a_url_needs_a_place_for_its_page(tmp_path: Path, make_run: Make, path: str) -> None:
+    """The cure is named before anything is read, so also for a run that is not there."""
+    make_run(tmp_path / "run")
+    url = f"file://{tmp_path / path}"
+    with pytest.raises(UserError, match=f"{url} is a URL: say with --output where the page goes"):
+        write_report(url)
+
+
 def test_bad_input(tmp_path: Path) -> None:
     def message(*runs: Path) -> str:
         with pytest.raises(UserError) as error:

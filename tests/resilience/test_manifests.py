@@ -110,6 +110,7 @@ def losses(run: Path) -> list[float]:
         (["jobset"], "--scheduler jobset needs --directive image=...: the image of the containers"),
         (["jobset", *IMAGE, "--directive", "imag=x"], "--directive imag=...: did you mean 'image'"),
         (["jobset", *IMAGE, "--directive", "claim"], "--directive 'claim': give NAME=VALUE"),
+        (["jobset", *IMAGE, "--directive", "image=y"], "--directive image=y: image is given twice: give it once"),
         (["jobset", *IMAGE, "--directive", "claim=runs"], "--directive claim=runs: give CLAIM:/PATH"),
         (["trainjob", *IMAGE, "--spares", "1"], "--scheduler trainjob has no spares"),
         (["ray", "--spares", "1"], "--scheduler ray has no spares"),

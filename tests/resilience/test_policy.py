@@ -152,3 +152,12 @@ def test_exclusion(tmp_path: Path) -> None:
     (tmp_path / "excluded.txt").write_text("n1")  # an editor that writes no last newline
     exclude(tmp_path, "n2")
     assert excluded(tmp_path) == ["n1", "n2"]
+
+
+def test_each_line_of_the_exclusion_is_one_name(tmp_path: Path) -> None:
+    """A name may contain white space, as the batch script reads it; a name in it is not excluded."""
+    exclude(tmp_path, "rack 7")
+    exclude(tmp_path, "rack 7")
+    assert excluded(tmp_path) == ["rack 7"]
+    (tmp_path / "excluded.txt").write_bytes(b"  n1 \r\n\t\nrack 7\n")
+    assert excluded(tmp_path) == ["n1", "rack 7"]

@@ -322,7 +322,9 @@ def test_pbs_warns_by_a_clock_and_slurm_by_itself(stage: Stage) -> None:
 def test_directives(stage: Stage) -> None:
     """Directives ask for nodes and spares, and those of the user replace the defaults."""
     slurm = stage.job.scheduler == "slurm"
-    given = ["--exclusive=user", "--account=physics"] if slurm else ["-l select=4:ncpus=64", "-A physics"]
+    given = ["-l select=4:ncpus=64", "-A physics", "-l min_walltime=1:00:00"]
+    if slurm:
+        given = ["--exclusive=user", "--account=physics", "--time-min=1:00:00"]
     lines = script(replace(stage.job, time="24:00:00", directives=given), "submit").splitlines()
     head = "#SBATCH" if slurm else "#PBS"
     found = [line.removeprefix(head).strip() for line in lines if line.startswith(f"{head} ")]
@@ -344,7 +346,11 @@ def test_directives(stage: Stage) -> None:
         ({"directives": ["#SBATCH -A x"]}, "without #SBATCH"),
         ({"directives": ["-A x\nrm -rf ."]}, "one line"),
         ({"directives": ["--time=1:00:00"]}, "give --time instead"),
+        ({"directives": ["-t1:00:00"]}, "give --time instead"),
+        ({"directives": ["--mem=0 --time 1:00:00"]}, "give --time instead"),
         ({"directives": ["-l walltime=1:00:00"]}, "give --time instead"),
+        ({"directives": ["-l select=2,walltime=1:00:00"]}, "give --time instead"),
+        ({"directives": ["-l select=2 -lwalltime=1:00:00"]}, "give --time instead"),
     ],
 )
 def test_bad_jobs(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -434,3 +434,19 @@ def test_replay_reads_again_what_was_read(small_run: dict[str, Any], folders: di
     run["phases"][0]["replay"] = 0.1
     with pytest.raises(UserError, match=r"phases.0.replay: nothing has been read before"):
         read_run(run)
+
+
+def test_no_two_passes_of_replays_have_one_order(small_run: dict[str, Any], folders: dict[str, str]) -> None:
+    """Two phases that each replay a source more than once read it in another order each time."""
+    run = copy.deepcopy(small_run)
+    del run["data"], run["train"]["steps"]
+    later = {"steps": 4, "data": {"path": folders["training"]}, "replay": 0.5}
+    run["phases"] = [{"steps": 8, "data": {"path": folders["model"]}}, later, later]
+    _, data = read_run(run)
+    orders = []
+    for phase in data.phases[1:]:
+        replayed = next(source for source in phase.sources if source.name == "model")
+        rows, _ = replayed.rows(np.arange(3 * 64), run["train"].get("seed", 0))
+        orders += [tuple(rows[start : start + 64]) for start in range(0, 3 * 64, 64)]
+    assert all(sorted(order) == list(range(64)) for order in orders)
+    assert len(set(orders)) == 6

@@ -1,2 +1,2 @@
-"""Analysis of causal language models of `transformers`: facts about a model that its authors do not publish, each of
+"""Facts about causal language models of `transformers` that their authors do not publish, each of
 them proved on a small twin."""

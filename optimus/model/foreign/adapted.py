@@ -5,7 +5,8 @@ import it, and build a small model, on first use.
 """
 
 import math
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Set
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from optimus.model.parts import PartNames
 from optimus.section import Section
@@ -52,6 +53,15 @@ class AdaptedModel(Section):
     def family(self) -> str:
         """The name of the model's type."""
         raise NotImplementedError
+
+    @property
+    def is_adapted(self) -> bool:
+        """Returns True: the model's modules are others'."""
+        return True
+
+    def compared(self, unasked: Set[str]) -> dict[str, Any]:
+        """Returns the keys by which two models are compared."""
+        return self.model_dump()
 
     @property
     def parts(self) -> PartNames:
@@ -150,8 +160,9 @@ class AdaptedModel(Section):
 
     @property
     def expert_counts(self) -> list[int]:
-        """Returns an empty list; see `experts`."""
-        return []
+        """The number of experts in the statistics of the routers; empty if the model's configuration has no router loss."""
+        router = self.facts.router
+        return [router.experts] if router is not None and router.on else []
 
     @property
     def has_dense_layers(self) -> bool:
@@ -163,5 +174,13 @@ class AdaptedModel(Section):
         return 0
 
     def sparse_layers(self, before: int | None = None) -> int:
-        """Returns 0: see `experts`."""
-        return 0
+        """Returns the number of layers with routers whose statistics count, among all layers or among the first
+        `before`."""
+        router = self.facts.router
+        layers = router.layers if router is not None and router.on else ()
+        return sum(layer < (self.layers if before is None else before) for layer in layers)
+
+    def router_weights(self, balance: float, z: float) -> tuple[float, float]:
+        """Returns the weights of the routers' balance loss and z-loss, from the model's configuration."""
+        router = self.facts.router
+        return (router.coefficient, 0.0) if router is not None and router.on else (0.0, 0.0)

@@ -5,6 +5,7 @@ import it, and build a small model, on first use.
 """
 
 import json
+from collections.abc import Set
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import ConfigDict
@@ -13,6 +14,11 @@ from optimus.model.foreign.adapted import AdaptedModel
 
 if TYPE_CHECKING:
     from optimus.model.foreign.records import ModelFacts
+
+
+# Keys of a config.json that do not change what the model computes.
+_SAYS_NOTHING = {"_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "initializer_range"}
+_SAYS_NOTHING |= {"return_dict", "torch_dtype", "transformers_version", "use_cache"}
 
 
 class TransformersModel(AdaptedModel):
@@ -31,6 +37,10 @@ class TransformersModel(AdaptedModel):
     def text(self) -> str:
         """The configuration as JSON, with sorted keys."""
         return json.dumps(self.transformers, sort_keys=True)
+
+    def compared(self, unasked: Set[str]) -> dict[str, Any]:
+        """Returns the keys by which two models are compared: all that say how the model computes."""
+        return {key: value for key, value in self.transformers.items() if key not in _SAYS_NOTHING}
 
     @property
     def facts(self) -> "ModelFacts":

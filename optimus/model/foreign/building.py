@@ -34,11 +34,13 @@ def _transformers_model(config: TransformersModel) -> ForeignModel:
     from optimus.model.foreign.attention import NAME  # imports `transformers`
     from optimus.model.foreign.configuration import hf_config
     from optimus.model.foreign.initial import initial_values
+    from optimus.model.foreign.needed import silent_transformers
     from optimus.model.foreign.twin import build
 
-    body = build(hf_config(config.text), NAME if config.facts.attention else "sdpa", "meta")
-    initial = {name: _declared(noted) for name, noted in initial_values(body).items()}
-    return ForeignModel(config, body, initial, _call_transformers)
+    with silent_transformers():
+        body = build(hf_config(config.text), NAME if config.facts.attention else "sdpa", "meta")
+        initial = {name: _declared(noted) for name, noted in initial_values(body).items()}
+    return ForeignModel(config, body, initial, _call_transformers, caches=True)
 
 
 def _call_transformers(body: nn.Module, batch: Batch, position_BS: Tensor | None) -> Any:

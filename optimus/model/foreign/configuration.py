@@ -8,7 +8,7 @@ import torch
 
 from optimus.errors import UserError
 from optimus.model.foreign.facts import facts_of
-from optimus.model.foreign.needed import needed_transformers
+from optimus.model.foreign.needed import needed_transformers, silent_transformers
 from optimus.model.foreign.records import ModelFacts
 from optimus.model.foreign.twin import build
 
@@ -26,20 +26,21 @@ def hf_config(text: str) -> Any:
             "register the model through a plugin"
         )
     try:
-        return AutoConfig.for_model(**raw)
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"model.transformers: {error}") from None
+        with silent_transformers():
+            return AutoConfig.for_model(**raw)
+    except Exception as error:  # the packages that check configurations have their own classes of errors
+        raise UserError(f"model.transformers: {' '.join(str(error).split())}") from None
 
 
 @lru_cache(maxsize=16)
 def facts_of_text(text: str) -> ModelFacts:
     """Returns the facts of the model whose config.json is `text`."""
-    with torch.device("cpu"):
+    with torch.device("cpu"), silent_transformers():
         return facts_of(hf_config(text))
 
 
 @lru_cache(maxsize=16)
 def shapes_of_text(text: str) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the parameters of the model whose config.json is `text`, by name."""
-    with torch.device("cpu"):
+    with torch.device("cpu"), silent_transformers():
         return {name: tuple(each.shape) for name, each in build(hf_config(text), "sdpa", "meta").named_parameters()}

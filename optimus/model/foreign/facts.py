@@ -4,28 +4,44 @@
 refused by name.
 """
 
+import itertools
+import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from optimus.errors import UserError
 from optimus.model.foreign import probes
-from optimus.model.foreign.initial import initial_values, without_initial
+from optimus.model.foreign.calls import record_calls
+from optimus.model.foreign.initial import Initial, initial_values, without_initial
 from optimus.model.foreign.plan import gathered_by_plan, published_plan, published_splits
-from optimus.model.foreign.probes import AttentionFacts, Lists, Pass, twin_tokens
-from optimus.model.foreign.records import STYLES, ModelFacts, RouterFacts, Scored, Split, Style
-from optimus.model.foreign.sizes import Sizes
-from optimus.model.foreign.splits import Unit, prove_units, record_calls
-from optimus.model.foreign.twin import arguments_of, build, enlarge, layers_of, small, tokens_of_twin
+from optimus.model.foreign.probes import AttentionFacts, Pass, find_blocks, twin_tokens
+from optimus.model.foreign.ranks import TensorPartition, largest_difference
+from optimus.model.foreign.records import STYLES, ModelFacts, RouterFacts, ScoredColumns, Split, Style
+from optimus.model.foreign.sizes import RealSizes
+from optimus.model.foreign.splits import ProvedUnit, prove_units
+from optimus.model.foreign.twin import (
+    arguments_of,
+    build,
+    enlarge,
+    factors_of,
+    general,
+    layers_of,
+    small,
+    tokens_of_twin,
+)
 
-__all__ = ["STYLES", "ModelFacts", "RouterFacts", "Scored", "Split", "Style", "facts_of"]
+__all__ = ["STYLES", "ModelFacts", "RouterFacts", "ScoredColumns", "Split", "Style", "facts_of"]
 
 _LAYER = re.compile(r"layer_?(idx|id|number|index|num)$|^idx$|^index$")
+_RANDOM = re.compile(r"drop|jitter")  # settings that make a model's training random; a twin has none
+_GRADIENTS = 3e-4  # the largest difference of a gradient between ranks and one process, relative to its largest element
 _FAILURES = (
     RuntimeError,
     ValueError,
@@ -38,18 +54,23 @@ _FAILURES = (
 )
 
 
-def facts_of(config: Any, module: nn.Module | None = None) -> ModelFacts:
-    """Returns the facts of a model. `config` has the real sizes; `module` is the model on the meta device, whose buffers get
-    values, by default a new one."""
+def facts_of(config: Any, module: nn.Module | None = None, initial: Mapping[str, Initial] | None = None) -> ModelFacts:
+    """Returns the facts of a model.
+
+    `config` has the real sizes. `module` is the model on the meta device, by default a new one. `initial` are its initial
+    values, by default noted now, so that its buffers get values.
+    """
     real = build(config, "sdpa", "meta") if module is None else module
-    initial = initial_values(real)
-    analysis = _Analysis(config, real, *_twin_of(config, real))
-    return analysis.facts(without_initial(real, initial))
+    initial = initial_values(real) if initial is None else initial
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.manual_seed(0)
+        analysis = _Analysis(config, real, *_twin_of(config, real))
+        return analysis.facts(without_initial(real, initial))
 
 
 def _twin_of(config: Any, real: nn.Module) -> tuple[Any, nn.Module]:
     """Returns the configuration of a twin that has each kind of layer of the real model, and the twin."""
-    blocks = Lists.blocks(real)
+    blocks = find_blocks(real)
     kinds = {signature(layer) for layer in layers_of(real, blocks)}
     made: tuple[Any, nn.Module, int] | None = None
     problem: Exception | None = None
@@ -82,13 +103,18 @@ def signature(layer: nn.Module) -> Any:
     found = set()
     for name, each in layer.named_modules():
         settings = (
-            (key, value if isinstance(value, bool | str) else None)
+            (key, value if isinstance(value, bool | str) else None if value is None else value == 0)
             for key, value in vars(each).items()
-            if (value is None or isinstance(value, bool | str)) and not key.startswith("_") and key != "training"
+            if (value is None or isinstance(value, bool | str | int | float)) and _setting(key)
         )
         parameters = tuple(sorted(key for key, value in each._parameters.items() if value is not None))
         found.add((general(name), type(each).__qualname__, tuple(sorted(settings, key=str)), parameters))
     return frozenset(found)
+
+
+def _setting(key: str) -> bool:
+    """Returns whether an attribute is a setting of a module, which its position does not change."""
+    return not (key.startswith("_") or key in ("training", "p") or _RANDOM.search(key) or _LAYER.search(key))
 
 
 def kind_of(layer: nn.Module) -> Any:
@@ -102,9 +128,15 @@ def kind_of(layer: nn.Module) -> Any:
     return tuple(settings), tuple((name, tuple(each.shape)) for name, each in layer.named_parameters())
 
 
-def general(name: str) -> str:
-    """Returns a name with stars for numbers of lists."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", name)
+class _Tensor(NamedTuple):
+    """Facts about tensor parallelism, as in `ModelFacts`."""
+
+    splits: dict[str, Split]
+    styles: dict[str, Style]
+    divided: dict[str, tuple[str, ...]]
+    heads: dict[str, int]
+    ways: tuple[int, ...]
+    shares: dict[str, float]
 
 
 @dataclass
@@ -117,9 +149,9 @@ class _Analysis:
     def facts(self, no_initial: tuple[str, ...]) -> ModelFacts:
         """Returns all facts."""
         self.names = {id(each): name for name, each in self.real.named_modules()}
-        self.blocks = Lists.blocks(self.real)
+        self.blocks = find_blocks(self.real)
         self.layers = layers_of(self.real, self.blocks)
-        self.sizes = Sizes(self.config, self.twin_config)
+        self.sizes = RealSizes(self.config, self.twin_config)
         self.refusals: dict[str, str] = {}
         self.tokens_BS = twin_tokens(self.twin)
         embedding = self.names[id(self.real.get_input_embeddings())]  # type: ignore[operator]
@@ -130,10 +162,11 @@ class _Analysis:
         position_ids = bool(arguments_of(self.twin, position_ids=0).get("position_ids") == 0)
         attention = self._attention(seen, position_ids)
         causal = self._causal()
-        splits, styles, divided, heads, ways, shares = self._tensor(embedding, head)
+        tensor = self._tensor(embedding, head, seen.width())
         weight = self.real.get_parameter(f"{embedding}.weight")
         stream = self._stream(seen, weight)
         dropout = self._dropout()
+        self._unknown_layers()
         if no_initial:
             self.refusals["initial values"] = (
                 f"{', '.join(no_initial[:3])} have no initial values that are known: begin with a folder of weights"
@@ -149,14 +182,14 @@ class _Analysis:
             tied=self.real.get_submodule(head).weight is weight,
             hidden=stream[-1] if stream else weight.shape[1],
             vocab=weight.shape[0],
-            before=frozenset(seen.order[: seen.order.index(self.blocks)]),
+            before=frozenset(itertools.takewhile(lambda name: name != self.blocks, seen.order)),
             logit_scale=scale,
             logit_cap=cap,
-            splits=splits,
-            styles=styles,
-            divided=divided,
-            heads=heads,
-            ways=ways,
+            splits=tensor.splits,
+            styles=tensor.styles,
+            divided=tensor.divided,
+            heads=tensor.heads,
+            ways=tensor.ways,
             documents=attention.documents,
             position_ids=position_ids,
             attention=attention.used and attention.equal,
@@ -169,7 +202,7 @@ class _Analysis:
             refusals=dict(self.refusals),
             stream=stream,
             causal=causal,
-            shares=shares,
+            shares=tensor.shares,
         )
 
     # ---- What one pass shows ----
@@ -239,34 +272,30 @@ class _Analysis:
             )
         return found
 
-    def _scored(self, attention: AttentionFacts) -> dict[int, Scored | None]:
-        """Returns the attention of each kind of layer, with real sizes."""
-        twins = self._twin_layers()
-        found: dict[int, Scored | None] = {}
+    def _scored(self, attention: AttentionFacts) -> dict[int, ScoredColumns | None]:
+        """Returns the attention of each layer, with real sizes."""
+        twins = self._twin_layers
+        found: dict[int, ScoredColumns | None] = {}
         for number, twin in enumerate(twins):
             made = attention.scored.get(twin) if twin is not None else None
             found[number] = self._real_scored(*made) if made is not None else None
         return found
 
-    def _real_scored(self, heads: int, query: int, value: int, window: int | None) -> Scored:
-        factor = self._factors()
+    def _real_scored(self, heads: int, query: int, value: int, window: int | None) -> ScoredColumns:
+        factor = factors_of(self.config)
         real_window = (
             None if window is None else self.sizes.one(window, "window") or self.sizes.common(window, "window")
         )
-        return Scored(
+        return ScoredColumns(
             self.sizes.one(heads, "heads", "n_head") or heads * factor[0],
             self.sizes.one(query, "head_dim", "d_kv") or query * factor[1],
             self.sizes.one(value, "v_head_dim", "head_dim") or value * factor[1],
             real_window if window is not None else None,
         )
 
-    def _factors(self) -> tuple[int, int]:
-        from optimus.model.foreign.twin import factors_of
-
-        return factors_of(self.config)
-
     # ---- Layers and parameters of the twin, and the real ones ----
 
+    @cached_property
     def _twin_layers(self) -> list[int | None]:
         """Returns, for each layer of the real model, one of the twin of the same kind."""
         first: dict[Any, int] = {}
@@ -274,24 +303,62 @@ class _Analysis:
             first.setdefault(signature(layer), number)
         return [first.get(signature(layer)) for layer in self.layers]
 
+    def _unknown_layers(self) -> None:
+        """Refuses to say anything of layers of a kind that the twin lacks."""
+        missing = [str(number) for number, twin in enumerate(self._twin_layers) if twin is None]
+        if missing:
+            self.refusals["layers"] = (
+                f"no small model has the kind of {self.blocks}.{missing[0]} (in all {len(missing)} layers): their "
+                "parameters stay whole, and their operations are not known"
+            )
+
     def _names_by_layer(self, found: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-        """Returns entries by the twin's layer, then by general name inside it; None where instances differ."""
+        """Returns entries by the twin's layer, then by name inside it: with stars if all of that name are alike.
+
+        None stands for entries that differ.
+        """
         made: dict[int, dict[str, Any]] = {}
         for name, value in found.items():
-            match = re.fullmatch(rf"{re.escape(self.blocks)}\.(\d+)(?:\.(.*))?", name)
-            if match:
-                inner, layer = general(match[2] or ""), made.setdefault(int(match[1]), {})
+            if match := self._inside(name):
+                inner, layer = self._known_as(match[2] or ""), made.setdefault(int(match[1]), {})
                 layer[inner] = value if layer.get(inner, value) == value else None
         return made
 
+    def _inside(self, name: str) -> re.Match[str] | None:
+        """Finds the number of a layer and the name inside it."""
+        return re.fullmatch(rf"{re.escape(self.blocks)}\.(\d+)(?:\.(.*))?", name)
+
+    def _known_as(self, inner: str) -> str:
+        """Returns a name inside a layer with stars, unless modules or parameters of that name have different shapes."""
+        return inner if general(inner) in self._unlike else general(inner)
+
+    @cached_property
+    def _unlike(self) -> set[str]:
+        """The names with stars inside the twin's layers that are not all of one class or shape."""
+        shapes: dict[tuple[str, str], set[Any]] = {}
+        named: list[tuple[str, Any]] = [(name, tuple(each.shape)) for name, each in self.twin.named_parameters()]
+        for name, module in self.twin.named_modules():
+            own = tuple(tuple(each.shape) for each in module.parameters(recurse=False))
+            named.append((name, (type(module), own)))
+        for name, shape in named:
+            if match := self._inside(name):
+                shapes.setdefault((match[1], general(match[2] or "")), set()).add(shape)
+        return {inner for (_, inner), found in shapes.items() if len(found) > 1}
+
     def _real_names(self, found: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
         """Returns entries of the twin's names by the real names."""
-        by_layer, twins, made = self._names_by_layer(found), self._twin_layers(), {}
+        return self._names_of_layers(found, names, self._twin_layers)
+
+    def _names_of_layers(
+        self, found: Mapping[str, Any], names: Iterable[str], twins: Sequence[int | None]
+    ) -> dict[str, Any]:
+        """Returns entries by names whose layers have those of the twin; `twins` says which."""
+        by_layer, made = self._names_by_layer(found), {}
         for name in names:
-            match = re.fullmatch(rf"{re.escape(self.blocks)}\.(\d+)(?:\.(.*))?", name)
+            match = self._inside(name)
             twin = twins[int(match[1])] if match else None
             if match and twin is not None:
-                value = by_layer.get(twin, {}).get(general(match[2] or ""))
+                value = by_layer.get(twin, {}).get(self._known_as(match[2] or ""))
                 if value is not None:
                     made[name] = value
         return made
@@ -301,62 +368,103 @@ class _Analysis:
         by_layer = self._names_by_layer({name: name in missing for name, _ in self.twin.named_parameters()})
         if not missing:
             return ()
-        twins = self._twin_layers()
+        twins = self._twin_layers
         found = []
         for name, _ in self.real.named_parameters():
-            match = re.fullmatch(rf"{re.escape(self.blocks)}\.(\d+)\.(.*)", name)
+            match = self._inside(name)
             if match is None:
                 found += [name] if name in missing else []
-            elif (twin := twins[int(match[1])]) is not None and by_layer[twin].get(general(match[2])):
+            elif (twin := twins[int(match[1])]) is not None and by_layer[twin].get(self._known_as(match[2])):
                 found.append(name)
         return tuple(found)
 
     # ---- Tensor parallelism ----
 
-    def _tensor(self, embedding: str, head: str) -> Any:
-        units = self._units()
-        splits = {name: split for unit in units for name, split in unit.splits.items()}
-        styles: dict[str, Style] = {name: style for unit in units for name, style in unit.styles.items()}
-        divided = {name: names for unit in units for name, names in unit.divided.items()}
-        parameters = dict(self.real.named_parameters())
-        plan = published_plan(self.real)
-        gathered, gather_styles = gathered_by_plan(plan, self.twin, splits, styles)
-        real = self._real_splits(splits | gathered, parameters)
-        names = [name for name, _ in self.real.named_modules()]
-        real_styles = self._real_names(styles | gather_styles, names)
-        for name in (f"{embedding}.weight", f"{head}.weight"):
+    def _tensor(self, embedding: str, head: str, width: int) -> "_Tensor":
+        """Divides the modules of blocks as far as the twin proves, and says it of the real model."""
+        plan, parameters = published_plan(self.real), dict(self.real.named_parameters())
+        modules = [name for name, _ in self.real.named_modules()]
+        units, of_twin, ways = self._proved_partition(plan, width)
+        real = self._real_splits(of_twin.splits, parameters)
+        for name in (f"{embedding}.weight", f"{head}.weight", f"{head}.bias"):
             if name in parameters:
                 real[name] = Split(0)
-        proved = {name for name in self._real_names(splits, parameters) if real[name].dim is not None}
-        shares = self._shares(parameters, real, proved, published_splits(plan, parameters))
-        if not units:
-            self.refusals["tensor"] = (
-                f"no module in {self.blocks} of {type(self.real).__name__} has parts that add up: its parameters stay "
-                "whole; choose `parallel.tensor: 1`"
-            )
-        ways = tuple(sorted(set.intersection(*({*unit.ways} for unit in units)))) if units else ()
-        return real, real_styles, self._real_names(divided, names), self._heads(units, names), ways, shares
+        by_units = {name: split for unit in units for name, split in unit.splits.items()}
+        proved = {name for name in self._real_names(by_units, parameters) if real[name].dim is not None}
+        return _Tensor(
+            real,
+            self._real_names(of_twin.styles, modules),
+            self._real_names(of_twin.divided, modules),
+            self._heads(units, modules),
+            ways,
+            self._shares(parameters, real, proved, published_splits(plan, parameters)),
+        )
 
-    def _units(self) -> list[Unit]:
-        """Returns the proved units of the first layer of each kind of the twin; in double precision where that runs."""
-        first: dict[Any, int] = {}
-        for number, layer in enumerate(layers_of(self.twin, self.blocks)):
-            first.setdefault(signature(layer), number)
-        containers = [
-            name
-            for number in first.values()
-            for name, _ in self.twin.get_submodule(f"{self.blocks}.{number}").named_modules(
-                prefix=f"{self.blocks}.{number}"
-            )
-        ]
-        twin, tokens_BS = self.twin, tokens_of_twin(self.twin_config, 3)
-        try:
-            calls = record_calls(twin.double(), containers, {"input_ids": tokens_BS, **arguments_of(twin)})
-        except _FAILURES:
-            calls = record_calls(twin.float(), containers, {"input_ids": tokens_BS, **arguments_of(twin)})
-        units = [unit for number in first.values() for unit in prove_units(twin, f"{self.blocks}.{number}", calls)]
+    def _proved_partition(
+        self, plan: Mapping[str, str], width: int
+    ) -> tuple[list[ProvedUnit], TensorPartition, tuple[int, ...]]:
+        """Returns the units of the twin, its partition, and the numbers of ranks for which it is proved as a whole."""
+        twin, tokens_BS = self._in_double()
+        units = self._units(twin, tokens_BS, width)
+        partition = self._twin_partition(units, plan)
+        ways: tuple[int, ...] = ()
+        why = f"no module in {self.blocks} has parts that add up"
+        if partition.styles:
+            common = set.intersection({2, 4}, *({*unit.ways} for unit in units))
+            worst = {number: self._difference(partition, tokens_BS[:1], number) for number in sorted(common)}
+            ways = tuple(number for number, (difference, _) in worst.items() if difference <= _GRADIENTS)
+            difference, where = worst.get(2, (math.inf, "all"))
+            why = f"a divided twin differs from one process by {difference:.0e} in {where}"
         twin.float()
-        return units
+        if ways[:1] == (2,):
+            return units, partition, ways
+        self.refusals["tensor"] = (
+            f"{type(self.real).__name__}: {why}: its parameters stay whole; choose `parallel.tensor: 1`"
+        )
+        return [], TensorPartition({}, {}, {}), ()
+
+    def _in_double(self) -> tuple[nn.Module, Tensor]:
+        """Returns the twin in double precision, where its code runs so, and tokens for it."""
+        tokens_BS = tokens_of_twin(self.twin_config, 3)
+        try:
+            with torch.no_grad():
+                probes.logits_of(self.twin.double(), tokens_BS)
+        except _FAILURES:
+            self.twin.float()
+        return self.twin, tokens_BS
+
+    def _difference(self, partition: TensorPartition, tokens_BS: Tensor, ways: int) -> tuple[float, str]:
+        try:
+            return largest_difference(self.twin, partition, tokens_BS, ways)
+        except _FAILURES as error:
+            return math.inf, str(error)
+
+    def _first_layers(self) -> list[int]:
+        """Returns, for each layer of the twin, the first one of the same kind."""
+        first: dict[Any, int] = {}
+        return [first.setdefault(signature(each), n) for n, each in enumerate(layers_of(self.twin, self.blocks))]
+
+    def _units(self, twin: nn.Module, tokens_BS: Tensor, width: int) -> list[ProvedUnit]:
+        """Returns the proved units of the first layer of each kind of the twin."""
+        blocks = [f"{self.blocks}.{number}" for number in sorted({*self._first_layers()})]
+        names = [name for block in blocks for name, _ in twin.get_submodule(block).named_modules(prefix=block)]
+        calls = record_calls(twin, names, {"input_ids": tokens_BS, **arguments_of(twin)})
+        return [unit for block in blocks for unit in prove_units(twin, block, calls, width)]
+
+    def _twin_partition(self, units: Iterable[ProvedUnit], plan: Mapping[str, str]) -> TensorPartition:
+        """Returns the partition of all layers of the twin."""
+        first = self._first_layers()
+        parameters = [name for name, _ in self.twin.named_parameters()]
+        modules = [name for name, _ in self.twin.named_modules()]
+        split = {name: each for unit in units for name, each in unit.splits.items()}
+        style = {name: each for unit in units for name, each in unit.styles.items()}
+        divided = {name: each for unit in units for name, each in unit.divided.items()}
+        splits = self._names_of_layers(split, parameters, first)
+        styles = self._names_of_layers(style, modules, first)
+        gathered, gather_styles = gathered_by_plan(plan, self.twin, splits, styles)
+        return TensorPartition(
+            splits | gathered, styles | gather_styles, self._names_of_layers(divided, modules, first)
+        )
 
     def _real_splits(self, splits: Mapping[str, Split], parameters: Mapping[str, Tensor]) -> dict[str, Split]:
         found, made = self._real_names(splits, parameters), {}
@@ -370,7 +478,7 @@ class _Analysis:
             made[name] = split
         return made
 
-    def _heads(self, units: Iterable[Unit], names: Iterable[str]) -> dict[str, int]:
+    def _heads(self, units: Iterable[ProvedUnit], names: Iterable[str]) -> dict[str, int]:
         """Returns the numbers of heads that the number of ranks must divide, by module."""
         found = {}
         for unit in units:
@@ -399,18 +507,15 @@ class _Analysis:
     # ---- Settings ----
 
     def _dropout(self) -> dict[str, float]:
+        """Returns the settings above 0 that make training random."""
         found = {}
         for key, value in self.config.get_text_config().to_dict().items():
-            if (
-                isinstance(value, float)
-                and value > 0
-                and "drop" in key
-                and not key.startswith(("classifier", "summary"))
-            ):
+            unused = key.startswith(("classifier", "summary"))
+            if isinstance(value, float) and value > 0 and _RANDOM.search(key) and not unused:
                 found[key] = value
         if found:
             named = ", ".join(f"{key}: {value}" for key, value in found.items())
-            self.refusals["dropout"] = f"dropout is above 0 ({named}): set it to 0 in the model's configuration"
+            self.refusals["dropout"] = f"the model draws random numbers ({named}): set it to 0 in its configuration"
         return found
 
     def _router(self) -> RouterFacts | None:
@@ -418,7 +523,7 @@ class _Analysis:
         if "output_router_logits" not in arguments:
             return None
         try:
-            with torch.no_grad():
+            with torch.no_grad(), probes.outputs_of_modules(self.twin) as made:
                 out = self.twin(input_ids=self.tokens_BS, **arguments)
         except _FAILURES:
             return None
@@ -436,7 +541,27 @@ class _Analysis:
             return None
         coefficient = float(getattr(text, "router_aux_loss_coef", 0.0) or 0.0)
         on = bool(getattr(text, "output_router_logits", False)) and coefficient > 0
-        return RouterFacts(experts, getattr(text, top), score, "router_logits", coefficient, on)
+        layers = self._layers_of([made.get(id(each), "") for each in logits])
+        return RouterFacts(
+            experts, getattr(text, top), score, "router_logits", coefficient, on and bool(layers), layers
+        )
+
+    def _layers_of(self, names: Iterable[str]) -> tuple[int, ...]:
+        """Returns the real layers of the kinds whose twins contain the modules `names`; none if a module is outside the
+        blocks."""
+        found = [re.match(rf"{re.escape(self.blocks)}\.(\d+)\.", name) for name in names]
+        if not all(found):
+            return ()
+        numbers = {int(match[1]) for match in found if match is not None}
+        return tuple(layer for layer, twin in enumerate(self._twin_layers) if twin in self._first_alike(numbers))
+
+    def _first_alike(self, numbers: set[int]) -> set[int | None]:
+        """Returns the first layers of the twin of the kinds of these layers."""
+        first: dict[Any, int] = {}
+        layers = layers_of(self.twin, self.blocks)
+        for number, layer in enumerate(layers):
+            first.setdefault(signature(layer), number)
+        return {first[signature(layers[number])] for number in numbers}
 
     def _score(self, out: Any, logits: Any, top_k: int) -> Any:
         """Returns the score function with which the model's own balance loss is computed from its router's logits."""

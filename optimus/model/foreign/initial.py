@@ -1,7 +1,8 @@
 """Initial values of foreign models, noted while the model's own code initialises parameters without storage."""
 
+import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,6 +11,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from optimus.model.foreign.twin import build_small, general
+
+_SMALL = 1 << 21  # elements of a parameter whose values are computed
 _Note = Callable[..., "Initial | None"]
 
 
@@ -36,65 +40,257 @@ class Initial:
         return self.values.shape == other.values.shape and torch.equal(self.values, other.values)
 
 
-def initial_values(module: nn.Module) -> dict[str, Initial]:
+def initial_values(module: nn.Module, seed: int = 0) -> dict[str, Initial]:
     """Returns the initial values of parameters by name, and gives buffers their values.
 
     `module` is on the meta device. It runs its own `initialize_weights`, whose calls of initialisers are noted for
-    parameters and done for buffers. A parameter that is not in the result has no known initial values.
+    parameters and done for buffers. Values that its code computes beside these calls are computed, small ones with their
+    real shapes. `seed` chooses the random ones among them. A parameter that is not in the result has no known values.
     """
-    from transformers import initialization
-
-    names = {id(each): name for name, each in module.named_parameters()}
-    found: dict[str, Initial] = {}
-    parts: dict[str, list[Initial | None]] = {}
-    _forget(module)
-    buffers = {id(each) for each in module.buffers()}
-
-    def note(kind: str, original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if id(tensor) in names:
-            name = names[id(tensor)]
-            found.pop(name, None)
-            if (made := _NOTES[kind](tensor, *args, **kwargs)) is not None:
-                found[name] = made
-        elif tensor.is_meta and id(getattr(tensor, "_base", None)) in names:
-            parts.setdefault(names[id(tensor._base)], []).append(_NOTES[kind](tensor, *args, **kwargs))
-        elif id(tensor) in buffers or not tensor.is_meta:
-            original(tensor, *args, **kwargs)
-        return tensor
-
-    with _listening(initialization, note):
-        module.initialize_weights()  # type: ignore[operator]
-    for name, calls in parts.items():
-        first = calls[0]
-        if name not in found and first is not None and all(each is not None and each.same_as(first) for each in calls):
-            found[name] = first
-    return found
+    with torch.random.fork_rng(devices=[]), _untied(module):
+        torch.manual_seed(seed)
+        listener = _Listener(module)
+        found = listener.run()
+        if unwritten := listener.unwritten():
+            _fill_buffers(module, unwritten)
+        for more in (_computed, _scaled, _constructed, _constants):
+            if missing := [name for name, _ in module.named_parameters() if name not in found]:
+                found |= more(module, missing)
+    named = dict(module.named_parameters())
+    return {name: each for name, each in found.items() if name in named}
 
 
 def without_initial(module: nn.Module, found: Mapping[str, Initial]) -> tuple[str, ...]:
-    """Returns the names of parameters that have no known initial values."""
-    return tuple(name for name, _ in module.named_parameters() if name not in found)
+    """Returns the names of parameters that have no known initial values, and of buffers without known values."""
+    unknown = [name for name, each in module.named_buffers() if each.is_floating_point() and bool(each.isnan().all())]
+    return tuple([name for name, _ in module.named_parameters() if name not in found] + unknown)
+
+
+class _Listener:
+    """Notes the calls of initialisers for parameters, and lets those for buffers happen.
+
+    `filled` are parameters with storage: calls for these happen too, by `fill` if it is given.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        filled: Mapping[str, Tensor] | None = None,
+        fill: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        self.module, self.fill = module, fill
+        self.filled = {id(each) for each in (filled or {}).values()}
+        self.names = {id(each): name for name, each in module.named_parameters()}
+        self.last: dict[str, Initial] = {}  # the last random numbers of each parameter
+        self.found: dict[str, Initial] = {}
+        self.parts: dict[str, list[Initial | None]] = {}
+        self.unset: set[int] = set()  # buffers that had no storage
+        self.written: set[int] = set()
+
+    def unwritten(self) -> list[str]:
+        """Returns the names of buffers without storage before, which no initialiser has written."""
+        unset = self.unset - self.written
+        return [name for name, each in self.module.named_buffers() if id(each) in unset]
+
+    def run(self) -> dict[str, Initial]:
+        """Runs the module's initialisation; returns what was noted."""
+        from transformers import initialization
+
+        self.unset = _forget(self.module)
+        self.buffers = {id(each) for each in self.module.buffers()}
+        listeners: Any = {kind: self._listener(kind, getattr(initialization, kind)) for kind in _NOTES}
+        with patch.multiple(initialization, **listeners):
+            self.module.initialize_weights()  # type: ignore[operator]
+        for name, calls in self.parts.items():
+            first = calls[0]
+            alike = first is not None and all(each is not None and each.same_as(first) for each in calls)
+            if name not in self.found and first is not None and alike:
+                self.found[name] = first
+        return self.found
+
+    def _listener(self, kind: str, original: Callable[..., Any]) -> Callable[..., Tensor]:
+        def listen(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            base = getattr(tensor, "_base", None)
+            if id(tensor) in self.names:
+                self._note(self.names[id(tensor)], _NOTES[kind](tensor, *args, **kwargs))
+                if id(tensor) in self.filled:
+                    self._do(kind, original, tensor, *args, **kwargs)
+            elif tensor.is_meta and id(base) in self.names:
+                self.parts.setdefault(self.names[id(base)], []).append(_NOTES[kind](tensor, *args, **kwargs))
+            elif id(tensor) in self.buffers or not tensor.is_meta:
+                self.written |= {id(tensor), id(base)}
+                original(tensor, *args, **kwargs)
+            return tensor
+
+        return listen
+
+    def _note(self, name: str, made: Initial | None) -> None:
+        self.found.pop(name, None)
+        if made is not None:
+            self.found[name] = made
+            if made.kind in ("normal", "uniform"):
+                self.last[name] = made
+
+    def _do(self, kind: str, original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        if self.fill is not None and kind != "copy_":
+            self.fill(tensor)
+        else:
+            original(tensor, *args, **kwargs)
+
+
+def _computed(module: nn.Module, missing: Iterable[str]) -> dict[str, Initial]:
+    """Returns values of small parameters that the model's code computes: they get storage while it runs."""
+    small = [name for name in missing if module.get_parameter(name).numel() <= _SMALL]
+    with _stored(module, {name: tuple(module.get_parameter(name).shape) for name in small}) as filled:
+        with torch.no_grad():
+            for each in filled.values():
+                each.fill_(math.nan)  # what is left of it was not initialised
+        _Listener(module, filled).run()
+        made = {name: _copy(each, each.detach().clone()) for name, each in filled.items()}
+    return {name: each for name, each in made.items() if each is not None and _is_finite(each)}
+
+
+def _scaled(module: nn.Module, missing: Iterable[str]) -> dict[str, Initial]:
+    """Returns the initial values of large parameters that are random numbers times a factor.
+
+    A small tensor stands for each; initialisers fill it with one, then with two, and the code's arithmetic shows the factor.
+    """
+    shapes = {name: tuple(min(size, 2) for size in module.get_parameter(name).shape) for name in missing}
+    results, last = [], {}
+    for value in (1.0, 2.0):
+        with _stored(module, shapes) as filled:
+            listener = _Listener(module, filled, lambda tensor, value=value: tensor.fill_(value))  # type: ignore[misc]
+            try:
+                listener.run()
+            except RuntimeError:  # the code divides them by sizes
+                return {}
+            last = listener.last
+            results.append({name: each.detach().clone() for name, each in filled.items()})
+    found = {}
+    for name, one in results[0].items():
+        factor = float(one.flatten()[0])
+        linear = torch.allclose(one * 2, results[1][name]) and bool((one == factor).all())
+        if linear and factor and name in last:
+            base = last[name]
+            low, high = (None if each is None else each * factor for each in (base.low, base.high))
+            found[name] = Initial(base.kind, base.mean * factor, base.std * factor, low, high)
+    return found
+
+
+def _constructed(module: nn.Module, missing: Iterable[str]) -> dict[str, Initial]:
+    """Returns the initial values of parameters that only a module's constructor fills."""
+    noted: dict[int, Initial] = {}
+    constants: list[Tensor] = []
+
+    def listener(kind: str) -> Callable[..., Tensor]:
+        def listen(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            made = _NOTES[kind](tensor, *args, **kwargs)
+            if made is not None:
+                noted[id(tensor)] = made
+            constants.append(tensor)  # so that no other tensor gets its id
+            return tensor
+
+        return listen
+
+    listeners: Any = {kind: listener(kind) for kind in _NOTES if hasattr(torch.nn.init, kind)}
+    with patch.multiple(torch.nn.init, **listeners), torch.device("meta"):
+        config: Any = module.config
+        fresh = type(module)(copy.deepcopy(config))
+    named = dict(fresh.named_parameters())
+    return {name: noted[id(named[name])] for name in missing if name in named and id(named[name]) in noted}
+
+
+def _constants(module: nn.Module, missing: Iterable[str]) -> dict[str, Initial]:
+    """Returns the constants that constructors give to parameters, as two twins have them."""
+    config: Any = module.config
+    found: dict[str, set[float]] = {}
+    for seed in range(2):
+        torch.manual_seed(seed)
+        for name, each in build_small(config).named_parameters():
+            values = each.detach().flatten()
+            found.setdefault(general(name), set()).update([float(values.min()), float(values.max())])
+    alike = {name: values.pop() for name, values in found.items() if len(values) == 1}
+    known = {name: alike[general(name)] for name in missing if general(name) in alike}
+    return {name: Initial("constant", value, 0.0, value=value) for name, value in known.items() if math.isfinite(value)}
 
 
 @contextmanager
-def _listening(initialization: Any, note: Callable[..., Tensor]) -> Iterator[None]:
-    def listener(kind: str) -> Callable[..., Tensor]:
-        original = getattr(initialization, kind)
-        return lambda tensor, *args, **kwargs: note(kind, original, tensor, *args, **kwargs)
-
-    listeners: Any = {kind: listener(kind) for kind in _NOTES}
-    with patch.multiple(initialization, **listeners):
+def _untied(module: nn.Module) -> Iterator[None]:
+    """Splits tied parameters while it lasts, as they are while a model initialises itself: the first of them counts."""
+    seen: set[int] = set()
+    tied: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for owner in module.modules():
+        for leaf, parameter in owner._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) in seen:
+                tied.append((owner, leaf, parameter))
+                owner._parameters[leaf] = nn.Parameter(torch.empty_like(parameter), parameter.requires_grad)
+            seen.add(id(parameter))
+    try:
         yield
+    finally:
+        for owner, leaf, parameter in tied:
+            owner._parameters[leaf] = parameter
 
 
-def _forget(module: nn.Module) -> None:
-    """Marks nothing as initialised, and gives buffers without storage zeros."""
+@torch.no_grad()
+def _fill_buffers(module: nn.Module, names: Iterable[str]) -> None:
+    """Fills buffers that only constructors set: with those of a twin, if its have the same shape or are constant.
+
+    Others become NaN, so that nothing is computed with them.
+    """
+    config: Any = module.config
+    of_twin: dict[str, list[Tensor]] = {}
+    for name, each in build_small(config).named_buffers():
+        of_twin.setdefault(general(name), []).append(each)
+    for name in names:
+        buffer = module.get_buffer(name)
+        alike = of_twin.get(general(name), [])
+        first = alike[0] if alike else None
+        if first is not None and all(each.shape == first.shape and torch.equal(each, first) for each in alike):
+            if first.shape == buffer.shape:
+                buffer.copy_(first)
+                continue
+            if first.numel() and bool((first == first.flatten()[0]).all()):
+                buffer.fill_(first.flatten()[0])
+                continue
+        if buffer.is_floating_point():
+            buffer.fill_(math.nan)
+
+
+@contextmanager
+def _stored(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[dict[str, Tensor]]:
+    """Stores parameters on the CPU while it lasts, with these shapes."""
+    before = {name: module.get_parameter(name) for name in shapes}
+    filled: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
+        owner, _, leaf = name.rpartition(".")
+        filled[name] = nn.Parameter(torch.empty(shape, dtype=before[name].dtype))
+        module.get_submodule(owner)._parameters[leaf] = filled[name]  # type: ignore[assignment]
+    try:
+        yield filled
+    finally:
+        for name, parameter in before.items():
+            owner, _, leaf = name.rpartition(".")
+            module.get_submodule(owner)._parameters[leaf] = parameter
+
+
+def _is_finite(made: Initial) -> bool:
+    return math.isfinite(made.value) and (made.values is None or bool(made.values.isfinite().all()))
+
+
+def _forget(module: nn.Module) -> set[int]:
+    """Marks nothing as initialised, and gives buffers without storage zeros; returns the identities of these."""
+    unset = set()
     for owner in module.modules():
         for leaf, buffer in owner._buffers.items():
             if buffer is not None and buffer.is_meta:
-                owner._buffers[leaf] = torch.zeros_like(buffer, device="cpu")
+                owner._buffers[leaf] = made = torch.zeros_like(buffer, device="cpu")
+                unset.add(id(made))
         for each in (owner, *owner._parameters.values(), *owner._buffers.values()):
             getattr(each, "__dict__", {}).pop("_is_hf_initialized", None)
+    return unset
 
 
 # ---- One note for each initialiser ----
@@ -119,7 +315,7 @@ def _constant(tensor: Tensor, val: float) -> Initial:
 
 
 def _copy(tensor: Tensor, other: Any) -> Initial | None:
-    values = torch.as_tensor(other).detach()
+    values = other.detach() if isinstance(other, Tensor) else torch.as_tensor(other)
     if values.is_meta:
         return None
     if values.numel() == 1 or bool((values == values.flatten()[0]).all()):

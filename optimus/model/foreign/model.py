@@ -16,28 +16,33 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from optimus.kernels.backend import compute_dtype
 from optimus.model.batch import Batch, moved
 from optimus.model.causal import BlockRow, CausalModel
 from optimus.model.foreign.architecture import TransformersModel
 from optimus.model.foreign.columns import WHOLE, Columns
+from optimus.model.foreign.experts import FusedExperts, choose_experts
 from optimus.model.foreign.modules import (
     LOCAL,
     AuthorsLinear,
     Calls,
+    ColumnLeaf,
     HeadModule,
     Lookup,
     NormOverAll,
+    SharedOut,
     StagedBlock,
     StagedModule,
+    Storage,
     Summed,
     become,
-    flattened,
-    shared_out,
+    computed,
 )
 from optimus.model.foreign.passing import Passing
 from optimus.model.foreign.plugin import PluginModel
 from optimus.model.foreign.records import ModelFacts, Split, Style
 from optimus.model.moe.statistics import RouterStats
+from optimus.model.moe.tokens import TokenSplit
 from optimus.model.parameters import Declaration, Dim, Initial, Role, Values
 from optimus.model.sequence import SequenceSplit
 from optimus.model.units import Unit
@@ -87,22 +92,27 @@ class ForeignStage:
         received_BSH = None if x_TH is None else x_TH.view(*tokens_BS.shape, *(self._model.facts.stream or (-1,)))
         passing = Passing(self._blocks, self._first, self._last, positions.sequence, positions.documents, received_BSH)
         with self._model.running(passing):
-            self._model.call(self._model.body, batch._replace(tokens_BS=tokens_BS), positions.position_BS)
+            made = self._model.call(self._model.body, batch._replace(tokens_BS=tokens_BS), positions.position_BS)
+        own = self._model.router_stats(made)
         made_BSH = passing.hidden_BSH if self._last else passing.stream_BSH
         assert made_BSH is not None
         passing.stream_BSH = passing.hidden_BSH = None
+        if own is not None:
+            own = self._model.tokens.sum(own)
+            stats = own if stats is None else stats + own
         return made_BSH.reshape(tokens_BS.numel(), -1), stats
 
 
-class ForeignModel(CausalModel):
+class ForeignModel(Storage, CausalModel):
     """A causal language model whose modules the library does not know.
 
     `body` is the author's module, with parameters on the meta device and buffers with values. `initial` has the initial
     values of its parameters. The names of modules and parameters are the author's. `call(body, batch, position_BS)` runs
-    the author's forward pass; without positions, every sequence has the positions from 0.
+    the author's forward pass; without positions, every sequence has the positions from 0. `caches` is True if the body
+    takes and returns `past_key_values`.
     """
 
-    replaceable = ("sequence", "step", "columns")
+    replaceable = ("sequence", "step", "columns", "tokens")
     config: TransformersModel | PluginModel
 
     def __init__(
@@ -111,20 +121,24 @@ class ForeignModel(CausalModel):
         body: nn.Module,
         initial: Mapping[str, Initial],
         call: Callable[[nn.Module, Batch, Tensor | None], Any],
+        *,
+        caches: bool = False,
     ) -> None:
         super().__init__()
-        self.config, self.facts, self.call = config, config.facts, call
+        self.config, self.facts, self.call, self.caches = config, config.facts, call, caches
         facts = self.facts
         self._modules.update(body._modules)
         self.__dict__["_body"] = body
         self._columns: Columns = WHOLE
+        self.tokens = TokenSplit()
         self.passing: Passing | None = None
         for module in body.modules():
             module.__dict__["host"] = self
         self.__dict__["blocks"] = list(cast(nn.ModuleList, body.get_submodule(facts.blocks)))
         self._units: list[Unit] = []
         self.stored: dict[str, Stored] = {}
-        _compose(self, facts, initial)
+        fused, self.notes = choose_experts(body)
+        _compose(self, facts, initial, fused)
 
     # ---- Parts ----
 
@@ -220,6 +234,31 @@ class ForeignModel(CausalModel):
         finally:
             self.passing = before
 
+    def continued(self, tokens_BS: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        """Returns the input of the output layer [B, S, H] for tokens after those in the author's `cache`, and the cache with
+        these tokens. Without a cache, begins a new sequence."""
+        passing = Passing(range(len(self.blocks)), True, True, SequenceSplit(), False, None)
+        with self.running(passing):
+            if self.caches:
+                cache = self.body(input_ids=tokens_BS, past_key_values=cache, use_cache=True).past_key_values
+            else:  # the cache has the tokens so far
+                cache = tokens_BS if cache is None else torch.cat([cache, tokens_BS], 1)
+                self.call(self.body, Batch(cache), None)
+        assert passing.hidden_BSH is not None
+        return passing.hidden_BSH, cache
+
+    def router_stats(self, made: Any) -> RouterStats | None:
+        """Returns the statistics of the routers that ran, from the author's outputs, if their loss counts."""
+        router = self.facts.router
+        if router is None or not router.on or not made[router.output]:
+            return None
+        z_TE = torch.cat([each.flatten(0, -2) for each in made[router.output]])
+        z_TE = z_TE.to(compute_dtype(z_TE.dtype))
+        p_TE = z_TE.softmax(-1) if router.score == "softmax" else z_TE.sigmoid()
+        chosen = p_TE.detach().topk(router.top_k, -1).indices.flatten()
+        counts_E = torch.bincount(chosen, minlength=router.experts).to(p_TE.dtype)
+        return RouterStats(counts_E, p_TE.sum(0), p_TE.new_zeros(()), len(z_TE))
+
     def local_positions(self, batch: Batch) -> tuple[Tensor, ForeignPositions]:
         tokens_BS, documents = batch.tokens_BS, batch.documents()
         positions_S = self.sequence.positions(tokens_BS.shape[1], tokens_BS.device)
@@ -245,17 +284,26 @@ def _part(name: str, facts: ModelFacts) -> str:
 # ---- Composition ----
 
 
-def _compose(model: ForeignModel, facts: ModelFacts, initial: Mapping[str, Initial]) -> None:
-    """Turns the modules of the body into units, projections, lookup and output layer, and declares their parameters."""
+def _compose(
+    model: ForeignModel, facts: ModelFacts, initial: Mapping[str, Initial], fused: Iterable[nn.Module]
+) -> None:
+    """Turns the modules of the body into units, projections, fused experts, lookup and output layer, and declares their
+    parameters."""
     body: nn.Module = model.body
     embedding, head = body.get_submodule(facts.embedding), body.get_submodule(facts.head)
     model.stored |= _declare_all(body, facts, initial)
+    for module in fused:
+        become(module, FusedExperts, gradients={}, step=model.step)
     for name, module in list(body.named_modules()):
         inside = name.startswith(f"{facts.blocks}.")
         if inside and (type(module) is nn.Linear or _is_conv1d(module)):
-            pieces = tuple(leaf for leaf in module._parameters if leaf.startswith("weight"))
-            parts = {"product": LOCAL, "gradients": {}, "style": facts.styles.get(name, "whole"), "pieces": pieces}
-            become(module, AuthorsLinear, **parts, transposed=_is_conv1d(module))
+            pieces, biases = (
+                tuple(leaf for leaf, each in module._parameters.items() if leaf.startswith(kind) and each is not None)
+                for kind in ("weight", "bias")
+            )
+            parts = {"product": LOCAL, "gradients": {}, "style": facts.styles.get(name, "whole")}
+            transposed = _is_conv1d(module)
+            become(module, AuthorsLinear, **parts, pieces=pieces, biases=biases, transposed=transposed)
         elif (style := facts.styles.get(name)) in _SHARDED:
             become(module, _SHARDED[style])
         elif module._parameters and not inside and module is not head:
@@ -274,7 +322,13 @@ def _compose(model: ForeignModel, facts: ModelFacts, initial: Mapping[str, Initi
     model._units.append(model.predict)
 
 
-_SHARDED: dict[Style, type] = {"experts": Summed, "sums": Summed, "norm_all": NormOverAll}
+_SHARDED: dict[Style, type] = {
+    "experts": Summed,
+    "sums": Summed,
+    "norm_all": NormOverAll,
+    "share": SharedOut,
+    "column": ColumnLeaf,
+}
 
 
 def _is_conv1d(module: nn.Module) -> bool:
@@ -331,26 +385,37 @@ def _store(
     declared: dict[str, Declaration] = owner.__dict__.setdefault("declared", {})
     shape, dim = tuple(parameter.shape), split.dim
     dims = _dims(role, len(shape), split)
+
+    def store(name: str, tensor: Tensor, dims: tuple[Dim, ...], initial: Initial) -> str:
+        owner._parameters[name] = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor)
+        declared[name] = Declaration(dims, role, initial)
+        return name
+
     if dim is None or not split.pieces:
-        declared[leaf] = Declaration(dims, role, initial)
-        if split.share:
-            owner.__class__ = shared_out(type(owner), leaf)
-        return [leaf]
+        if not split.share:
+            return [store(leaf, parameter, dims, initial)]
+        del owner._parameters[leaf]
+        # The ranks' results are added up, so that each rank uses its share of the parameter.
+        computed(owner, leaf, lambda self: self._parameters[f"{leaf}_sum"] / self.host.columns.size)
+        return [store(f"{leaf}_sum", parameter, dims, initial)]
     if len({*split.pieces}) == 1 and not (projects and dim != 0):
-        stacked = parameter.detach().unflatten(dim, (len(split.pieces), -1))
-        owner._parameters[leaf] = nn.Parameter(stacked)
-        declared[leaf] = Declaration((*dims[:dim], "stack", *dims[dim:]), role, initial)
-        if not projects:
-            owner.__class__ = flattened(type(owner), leaf, dim)
-        return [leaf]
+        stacked, dims = parameter.detach().unflatten(dim, (len(split.pieces), -1)), (*dims[:dim], "stack", *dims[dim:])
+        if projects:
+            return [store(leaf, stacked, dims, initial)]
+        del owner._parameters[leaf]
+        computed(owner, leaf, lambda self: self._parameters[f"{leaf}_stack"].flatten(dim, dim + 1))
+        return [store(f"{leaf}_stack", stacked, dims, initial)]
     del owner._parameters[leaf]
-    setattr(owner, leaf, None)
+    names = [f"{leaf}_{number}" for number in range(len(split.pieces))]
+    if projects:
+        setattr(owner, leaf, None)
+    else:
+        computed(owner, leaf, lambda self: torch.cat([self._parameters[name] for name in names], dim))
     cut = initial.tensor.split(split.pieces, dim) if isinstance(initial, Values) else ()
-    for number, piece in enumerate(parameter.detach().split(split.pieces, dim)):
-        owner.register_parameter(f"{leaf}_{number}", nn.Parameter(piece))
-        first = Values(cut[number]) if cut else initial
-        declared[f"{leaf}_{number}"] = Declaration(dims, role, first)
-    return [f"{leaf}_{number}" for number in range(len(split.pieces))]
+    return [
+        store(name, piece, dims, Values(cut[number]) if cut else initial)
+        for number, (name, piece) in enumerate(zip(names, parameter.detach().split(split.pieces, dim), strict=True))
+    ]
 
 
 def _dims(role: Role, ndim: int, split: Split) -> tuple[Dim, ...]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from optimus.kernels.backend import compute_dtype
 from optimus.kernels.gradient_buffer import GradientBuffer
-from optimus.kernels.linear import MatrixProduct
+from optimus.kernels.linear import MatrixProduct, TransposedMatrixProduct
 from optimus.model.foreign.columns import Columns
 from optimus.model.foreign.passing import ModelHost
 from optimus.model.head import OutputHead
@@ -61,7 +61,20 @@ class _Staged:
         return self.unit(x, run)
 
 
-class StagedBlock(_Staged):
+class Storage:
+    """A module that finds parameters as they are stored, where attributes of the same names are `flattened` or
+    `shared_out`."""
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """Returns the parameter `target`. Raises `AttributeError` if there is none."""
+        owner, _, leaf = target.rpartition(".")
+        found = self.get_submodule(owner)._parameters.get(leaf)  # type: ignore[attr-defined]
+        if found is None:
+            raise AttributeError(f"no parameter {target}")
+        return cast(nn.Parameter, found)
+
+
+class StagedBlock(_Staged, Storage):
     """A block. The first block of a later stage takes what the previous stage sent instead of its argument."""
 
     number: int
@@ -148,7 +161,7 @@ _COMMUNICATES = "column", "row", "gather", "scatter"
 
 
 class AuthorsLinear:
-    """A linear layer. `pieces` are the names of the parameters whose outputs lie end to end.
+    """A linear layer. `pieces` are the names of the weights, and `biases` those of the biases, whose outputs lie end to end.
 
     `transposed` is True if the weight is [inputs, outputs] (GPT-2's `Conv1D`).
     """
@@ -159,6 +172,7 @@ class AuthorsLinear:
     gradients: Mapping[nn.Parameter, GradientBuffer]
     style: str
     pieces: tuple[str, ...]
+    biases: tuple[str, ...]
     transposed: bool
 
     @property
@@ -170,28 +184,31 @@ class AuthorsLinear:
         return (inputs, outputs) if self.transposed else (outputs, inputs)
 
     def forward(self, x: Tensor) -> Tensor:
+        if type(self.product) is Product:  # no communication: a product takes any leading dims, which saves views
+            return self._all_columns(x)
         columns, x_TL = self.host.columns, x.reshape(-1, x.shape[-1])
         if self.style == "scatter":
             x_TL = columns.split(x_TL)
-        made = [self._multiply(x_TL.contiguous(), getattr(self, name)) for name in self.pieces]
-        y_TN = made[0] if len(made) == 1 else torch.cat(made, -1)
-        bias_N = self._bias()
-        if bias_N is not None:
-            y_TN = y_TN + bias_N
+        y_TN = self._all_columns(x_TL.contiguous())
         if self.style == "gather":
             y_TN = columns.join(y_TN)
         return y_TN.view(*x.shape[:-1], -1)
 
-    def _bias(self) -> Tensor | None:
-        """Returns the bias, joined if it is stored in pieces."""
-        names = [leaf for leaf, each in self._parameters.items() if leaf.startswith("bias") and each is not None]  # type: ignore[attr-defined]
-        found = [getattr(self, name).flatten() for name in names]
-        return None if not found else found[0] if len(found) == 1 else torch.cat(found)
+    def _all_columns(self, x: Tensor) -> Tensor:
+        """Returns the products of all pieces end to end, plus the bias."""
+        parameters = self._parameters  # type: ignore[attr-defined]
+        made = [self._multiply(x, parameters[name]) for name in self.pieces]
+        y = made[0] if len(made) == 1 else torch.cat(made, -1)
+        biases = [
+            getattr(self, name.removesuffix("_sum")).flatten() for name in self.biases if parameters[name] is not None
+        ]
+        return y if not biases else y + (biases[0] if len(biases) == 1 else torch.cat(biases))
 
-    def _multiply(self, x_TL: Tensor, weight: nn.Parameter) -> Tensor:
+    def _multiply(self, x: Tensor, weight: nn.Parameter) -> Tensor:
+        product = self.product
         if self.transposed:
-            return self.product(x_TL, weight.t().contiguous(), None)  # type: ignore[arg-type]
-        return self.product(x_TL, weight, self.gradients.get(weight))
+            product = product.around(TransposedMatrixProduct(self.host.step))
+        return product(x, weight, self.gradients.get(weight))
 
 
 class Summed:
@@ -209,6 +226,26 @@ class Summed:
 
 def _entered(columns: Columns, value: Any) -> Any:
     return columns.enter(value) if isinstance(value, Tensor) and value.requires_grad else value
+
+
+class ColumnLeaf:
+    """A module without projections, such as a convolution, of which a rank has some columns of the output."""
+
+    host: ModelHost
+
+    def forward(self, x: Tensor, *args: Any, **options: Any) -> Any:
+        return super().forward(self.host.columns.enter(x), *args, **options)  # type: ignore[misc]
+
+
+class SharedOut:
+    """A module inside a sum over the ranks that gives the same result on every rank."""
+
+    host: ModelHost
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        made = super().forward(*args, **options)  # type: ignore[misc]
+        size = self.host.columns.size
+        return made if size == 1 else made / size
 
 
 class NormOverAll:
@@ -229,26 +266,9 @@ class NormOverAll:
 _EPSILONS = "variance_epsilon", "eps", "epsilon", "norm_eps"
 
 
-def shared_out(kind: type, leaf: str) -> type:
-    """Returns a subclass of `kind` whose attribute `leaf` is its parameter divided by the number of ranks, because the
-    ranks' results are added up."""
-
-    def part(self: Any) -> Tensor:
-        found: Tensor = self._parameters[leaf]
-        size = self.host.columns.size
-        return found if size == 1 else found / size
-
-    return type(kind.__name__, (kind,), {leaf: property(part)})
-
-
-def flattened(kind: type, leaf: str, dim: int) -> type:
-    """Returns a subclass of `kind` whose attribute `leaf` is its parameter with the dims `dim` and `dim` + 1 flattened."""
-
-    def flat(self: Any) -> Tensor:
-        found: Tensor = self._parameters[leaf].flatten(dim, dim + 1)
-        return found
-
-    return type(kind.__name__, (kind,), {leaf: property(flat)})
+def computed(owner: nn.Module, leaf: str, compute: Callable[[Any], Tensor]) -> None:
+    """Makes the attribute `leaf` of a module a tensor that `compute` makes of the module's parameters."""
+    owner.__class__ = type(type(owner).__name__, (type(owner),), {leaf: property(compute)})
 
 
 LOCAL = Product(MatrixProduct())

@@ -1,5 +1,7 @@
-"""The check for the package `transformers`."""
+"""The check for the package `transformers`, and its messages."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 
 from optimus.errors import UserError, how_to_install
@@ -20,3 +22,19 @@ def needed_transformers() -> None:
         raise UserError(
             f"model.transformers needs transformers {least} or newer, and {found} is installed: {how_to_install('hf')}"
         )
+
+
+@contextmanager
+def silent_transformers() -> Iterator[None]:
+    """Suppresses the warnings and progress bars of `transformers` inside the `with` block."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

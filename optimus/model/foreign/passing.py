@@ -11,6 +11,7 @@ from torch import Tensor
 
 from optimus.model.foreign.columns import Columns
 from optimus.model.sequence import SequenceSplit
+from optimus.step_context import StepContext
 
 
 @dataclass
@@ -31,6 +32,7 @@ class ModelHost(Protocol):
     """The adapted model as its modules know it."""
 
     passing: Passing | None
+    step: StepContext
 
     @property
     def columns(self) -> Columns:

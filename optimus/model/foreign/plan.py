@@ -1,4 +1,4 @@
-"""Published tensor-parallel plans: what they divide, and what they gather."""
+"""Plans of tensor parallelism that authors publish: what they divide, and what they gather."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -13,17 +13,20 @@ _GATHERS: dict[str, Style] = {"colwise_gather_output": "gather", "rowwise_split_
 
 
 def published_plan(model: nn.Module) -> dict[str, str]:
-    """Returns the styles that the authors published, by names of modules or parameters with stars for numbers."""
+    """Returns the styles that the authors published, by ends of names of modules or parameters, with stars for numbers."""
     config: Any = model.config
-    plan = getattr(config, "base_model_tp_plan", None) or {}
-    prefix = getattr(model, "base_model_prefix", "")
-    return {f"{prefix}.{key}" if prefix else key: style for key, style in plan.items() if isinstance(style, str)}
+    plan = getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
+    return {key: style for key, style in plan.items() if isinstance(style, str)}
 
 
 def style_of(plan: Mapping[str, str], name: str) -> str | None:
     """Returns the style of a parameter: its own, or that of its module."""
-    starred = _STAR.sub("*", name)
-    return plan.get(starred) or plan.get(starred.rpartition(".")[0])
+    parts = _STAR.sub("*", name).split(".")
+    for words in (parts, parts[:-1]):
+        for start in range(len(words)):
+            if style := plan.get(".".join(words[start:])):
+                return style
+    return None
 
 
 def published_splits(plan: Mapping[str, str], names: Iterable[str]) -> set[str]:

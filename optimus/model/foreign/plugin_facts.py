@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from optimus.errors import UserError
 from optimus.model.batch import Batch
 from optimus.model.foreign import probes
+from optimus.model.foreign.calls import record_calls
 from optimus.model.foreign.described import built, said, wrong
 from optimus.model.foreign.facts import kind_of, signature
 from optimus.model.foreign.probes import CUT, Pass
 from optimus.model.foreign.records import ModelFacts, Split, Style
 from optimus.model.foreign.rows import ModelRow, ModelSpec
-from optimus.model.foreign.splits import Unit, prove_units, record_calls
+from optimus.model.foreign.splits import ProvedUnit, prove_units
 from optimus.model.foreign.twin import LENGTH, ROWS, enlarge
 from optimus.model.init import initialize_parameter
 
@@ -310,18 +311,18 @@ class _Facts:
         found = [(number, first.get(signature(layer))) for number, layer in enumerate(self._layers(self.real))]
         return [(number, like) for number, like in found if like is not None]
 
-    def _units(self) -> list[Unit]:
+    def _units(self) -> list[ProvedUnit]:
         """Returns the proved units of the copy's blocks; in double precision where that runs."""
         blocks = [f"{self.small.blocks}.{like}" for like in dict.fromkeys(like for _, like in self._pairs())]
         names = [name for block in blocks for name, _ in self.copy.get_submodule(block).named_modules(prefix=block)]
-        arguments = {"input_ids": self._tokens(ROWS + 1)}
+        arguments, width = {"input_ids": self._tokens(ROWS + 1)}, self._embedding(self.small).shape[1]
         try:
             calls = record_calls(self.copy.double(), names, arguments)
         except Exception:  # the user's code may make tensors in single precision
             calls = record_calls(self.copy.float(), names, arguments)
-        return [unit for block in blocks for unit in prove_units(self.copy, block, calls)]
+        return [unit for block in blocks for unit in prove_units(self.copy, block, calls, width)]
 
-    def _supported(self, unit: Unit) -> bool:
+    def _supported(self, unit: ProvedUnit) -> bool:
         """Returns True if the modules of a unit have the classes that its collectives need."""
         for name, style in unit.styles.items():
             module = self.copy.get_submodule(name)
@@ -338,7 +339,7 @@ class _Facts:
         return value
 
     def _atoms(
-        self, unit: Unit, splits: Mapping[str, Split], shapes: Mapping[str, Sequence[int]], names: "_Renamed"
+        self, unit: ProvedUnit, splits: Mapping[str, Split], shapes: Mapping[str, Sequence[int]], names: "_Renamed"
     ) -> int:
         """Returns a number that divides the number of equal parts, such as heads, of a unit of the real model."""
         arguments = {**self.arguments, **self.row.small}

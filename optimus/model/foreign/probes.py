@@ -1,5 +1,6 @@
-"""Probes of a twin: one forward pass shows the chain of blocks, the output layer and what runs before; another one shows
-that documents, masks and attention are right.
+"""Observation of a twin: one forward pass shows the chain of blocks, the output layer and what runs before it.
+
+Another one shows that documents, masks and attention are right.
 
 Legend: B batch, S positions, N heads, M heads of keys and values, D head size, V vocabulary.
 """
@@ -8,16 +9,17 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from optimus.kernels.attention import Scoring
 from optimus.kernels.documents import Documents
-from optimus.model.foreign.splits import first_of
+from optimus.model.foreign.calls import first_of
 from optimus.model.foreign.twin import arguments_of, configurations_of, layers_of, tokens_of_twin
 from optimus.model.sequence import SequenceSplit
 
@@ -26,20 +28,16 @@ CUT = 11  # tokens of the first of two documents
 _TOLERANCE = 1e-4
 
 
-class Lists:
-    """The lists of modules among which the blocks are."""
-
-    @staticmethod
-    def blocks(module: nn.Module) -> str:
-        """Returns the name of the list of blocks: the one with the most parameters, not inside another list."""
-        found: dict[str, int] = {}
-        for name, each in module.named_modules():
-            outer = any(name.startswith(f"{other}.") for other in found)
-            if isinstance(each, nn.ModuleList) and len(each) and not outer:
-                found[name] = sum(parameter.numel() for parameter in each.parameters())
-        if not found:
-            raise ValueError(f"{type(module).__name__} has no list of blocks (`nn.ModuleList`)")
-        return max(found, key=lambda name: found[name])
+def find_blocks(module: nn.Module) -> str:
+    """Returns the name of the list of blocks: the one with the most parameters, not inside another list."""
+    found: dict[str, int] = {}
+    for name, child in module.named_modules():
+        outer = any(name.startswith(f"{other}.") for other in found)
+        if isinstance(child, nn.ModuleList) and len(child) and not outer:
+            found[name] = sum(parameter.numel() for parameter in child.parameters())
+    if not found:
+        raise ValueError(f"{type(module).__name__} has no list of blocks (`nn.ModuleList`)")
+    return max(found, key=lambda name: found[name])
 
 
 @dataclass
@@ -53,23 +51,28 @@ class Pass:
     beside: set[str] = field(default_factory=set)  # further tensors with gradients that a block took
     product: list[Tensor] = field(default_factory=list)  # outputs of the output layer
     logits: Tensor | None = None
+    tokens: tuple[int, ...] = ()
 
     @property
     def outputs(self) -> int:
-        """Entries of a block's output; 0 if it is a tensor."""
-        return 0 if isinstance(self.made[0], Tensor) else len(self.made[0])
+        """Number of entries of a block's output; 0 if it is a tensor."""
+        return 0 if not self.made or isinstance(self.made[0], Tensor) else len(self.made[0])
+
+    def width(self) -> int:
+        """Returns the number of columns of the residual stream."""
+        return next((each.shape[-1] for each in self.streams if isinstance(each, Tensor)), 0)
 
     def stream_shape(self) -> tuple[int, ...] | None:
         """Returns the dims of the residual stream behind batch and sequence; None if it has others before them."""
-        first = self.streams[0]
-        if not isinstance(first, Tensor) or first.ndim < 3:
+        first = self.streams[0] if self.streams else None
+        if not isinstance(first, Tensor) or first.ndim < 3 or first.shape[:2] != self.tokens:
             return None
         return tuple(first.shape[2:])
 
 
 def observe(twin: nn.Module, blocks: str, head: str, tokens_BS: Tensor) -> Pass:
     """Runs a twin and notes what runs when."""
-    seen = Pass()
+    seen = Pass(tokens=tuple(tokens_BS.shape))
     layers = layers_of(twin, blocks)
     with ExitStack() as stack:
         for name, each in twin.named_modules():
@@ -80,8 +83,8 @@ def observe(twin: nn.Module, blocks: str, head: str, tokens_BS: Tensor) -> Pass:
             stack.callback(layer.register_forward_hook(lambda m, a, out: seen.made.append(out)).remove)
         product = twin.get_submodule(head)
         stack.callback(product.register_forward_hook(lambda m, a, out: seen.product.append(out)).remove)
-        seen.logits = logits_of(twin, tokens_BS)
-    return seen
+        logits = logits_of(twin, tokens_BS)
+    return replace(seen, logits=logits)
 
 
 def _noting(order: list[str], name: str) -> Callable[..., None]:
@@ -117,6 +120,8 @@ def logits_of(twin: nn.Module, tokens_BS: Tensor, **more: Any) -> Tensor:
 
 def broken_chain(seen: Pass, blocks: str, layers: int) -> str | None:
     """Returns why the blocks cannot be cut into stages, or None."""
+    if not seen.entered:
+        return f"{blocks} do not run"
     if seen.entered != [*range(layers)]:
         return f"{blocks} run in the order {seen.entered[:6]}, not once each from the first to the last"
     for number, (stream, made) in enumerate(zip(seen.streams[1:], seen.made)):
@@ -158,18 +163,29 @@ _calls: ContextVar[_Calls | None] = ContextVar("_calls", default=None)
 
 
 def _attend(
-    module: nn.Module, q_BNSD: Tensor, k_BMSD: Tensor, v_BMSD: Tensor, mask: Any, scaling: Any = None, **options: Any
+    module: nn.Module,
+    q_BNSD: Tensor,
+    k_BMSD: Tensor,
+    v_BMSD: Tensor,
+    attention_mask: Any = None,
+    scaling: Any = None,
+    **options: Any,
 ) -> tuple[Tensor, None]:
-    """Our attention behind the models' own interface, without a mask."""
+    """Computes our attention behind the models' own interface, without a mask."""
     calls = _calls.get()
     assert calls is not None
     size = q_BNSD.shape[-1]
     factor = (scaling if scaling is not None else size**-0.5) * size**0.5
     window = options.get("sliding_window")
     calls.seen.append((module, q_BNSD.shape[1], size, v_BMSD.shape[-1], window))
+    columns = v_BMSD.shape[-1]
+    if columns != size:  # our kernels take one size of heads: zeros change no score and no sum
+        most = max(size, columns)
+        factor *= (most / size) ** 0.5
+        q_BNSD, k_BMSD, v_BMSD = (F.pad(each, (0, most - each.shape[-1])) for each in (q_BNSD, k_BMSD, v_BMSD))
     scoring = Scoring(window, options.get("softcap"), options.get("s_aux"))
     q, k, v = (each.transpose(1, 2) for each in (q_BNSD * factor, k_BMSD, v_BMSD))
-    return SequenceSplit(calls.documents).attend(q, k, v, scoring), None
+    return SequenceSplit(calls.documents).attend(q, k, v, scoring)[..., :columns], None
 
 
 @contextmanager
@@ -183,17 +199,17 @@ def our_attention(twin: nn.Module, documents: Documents | None = None) -> Iterat
     token = _calls.set(calls)
     try:
         for each, _ in before:
-            each._attn_implementation_internal = _NAME
+            vars(each)["_attn_implementation_internal"] = _NAME
         yield calls
     finally:
         for each, was in before:
-            each._attn_implementation_internal = was
+            vars(each)["_attn_implementation_internal"] = was
         _calls.reset(token)
 
 
 @dataclass(frozen=True)
 class AttentionFacts:
-    """What runs with our attention showed."""
+    """Results of runs with our attention."""
 
     used: bool  # the model calls the interface
     equal: bool  # our attention gives the logits of its own
@@ -203,7 +219,9 @@ class AttentionFacts:
 
 
 @torch.no_grad()
-def attention_facts(twin: nn.Module, blocks: str, tokens_BS: Tensor, own: Tensor, position_ids: bool) -> AttentionFacts:
+def attention_facts(
+    twin: nn.Module, blocks: str, tokens_BS: Tensor, expected: Tensor, position_ids: bool
+) -> AttentionFacts:
     """Compares the twin's logits with those of our attention, whole and in documents."""
     try:
         with our_attention(twin) as calls:
@@ -216,7 +234,7 @@ def attention_facts(twin: nn.Module, blocks: str, tokens_BS: Tensor, own: Tensor
         found = re.match(rf"{re.escape(blocks)}\.(\d+)(\.|$)", names.get(id(module), ""))
         if found:
             scored[int(found[1])] = tuple(rest)
-    same = _close(ours, own)
+    same = _close(ours, expected)
     documents, why = _documents(twin, blocks, tokens_BS[:1], position_ids) if same else (False, "attention differs")
     return AttentionFacts(bool(calls.seen), same, documents, why, scored)
 
@@ -319,3 +337,26 @@ def _short(error: Exception) -> str:
 def twin_tokens(twin: nn.Module) -> Tensor:
     """Returns tokens for a twin."""
     return tokens_of_twin(twin.config)
+
+
+@contextmanager
+def outputs_of_modules(model: nn.Module) -> Iterator[dict[int, str]]:
+    """Collects, by id, the tensors that modules return inside the `with` block, with the name of the innermost module."""
+    found: dict[int, str] = {}
+    alive: list[Any] = []
+
+    def record(name: str, made: Any) -> None:
+        for each in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(each, Tensor):
+                found.setdefault(id(each), name)
+                alive.append(each)
+
+    handles = [
+        each.register_forward_hook(lambda _module, _args, made, name=name: record(name, made))
+        for name, each in model.named_modules()
+    ]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Style = Literal["column", "row", "gather", "scatter", "experts", "sums", "norm_all"]
+Style = Literal["column", "row", "gather", "scatter", "experts", "sums", "share", "norm_all"]
 
 # The collectives of a module under tensor parallelism, one for each style. In none of them is anything else reduced.
 STYLES: dict[Style, str] = {
@@ -15,13 +15,14 @@ STYLES: dict[Style, str] = {
     "experts": "fused experts [E, ., .]: sums",
     "sums": "gradients of all its tensor arguments are all-reduced, its first output is all-reduced; modules inside have"
     " no collectives, and its whole parameters have partial gradients",
+    "share": "inside sums or experts: its output, which all ranks have, is divided by the number of ranks",
     "norm_all": "RMS norm over the columns of all ranks: its mean of squares is the sum over the ranks",
 }
 
 
 @dataclass(frozen=True)
 class Split:
-    """The division of one parameter by tensor parallelism.
+    """The partition of one parameter by tensor parallelism.
 
     `pieces` lie end to end along `dim` (queries, keys and values; gate and up); each is sharded by itself. A `partial`
     parameter is not divided, but acts on sharded activations, so its gradient is a sum over the ranks. A `share` enters a
@@ -35,7 +36,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredColumns:
     """The attention of one kind of layer: numbers of columns of one query and of one value, and its window."""
 
     heads: int
@@ -54,11 +55,12 @@ class RouterFacts:
     output: str
     coefficient: float
     on: bool
+    layers: tuple[int, ...] = ()  # the layers with a router
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a causal model of `transformers` does not say of itself, found and proved on a twin."""
+    """Facts that a causal model of `transformers` does not say of itself, found and proved on a twin."""
 
     blocks: str  # name of the list of blocks
     layers: int
@@ -80,7 +82,7 @@ class ModelFacts:
     documents: bool
     position_ids: bool
     attention: bool
-    scored: Mapping[int, Scored | None]  # by kind; None: no attention
+    scored: Mapping[int, ScoredColumns | None]  # by layer; None: no attention behind the interface
     router: RouterFacts | None
     chain: str | None
     dropout: Mapping[str, float]
@@ -90,4 +92,19 @@ class ModelFacts:
     stream: tuple[int, ...] = ()  # dims of the residual stream behind [B, S]
     causal: bool = True
     shares: Mapping[str, float] = field(default_factory=dict)  # share of block parameters divided: plan, proof, both
-    notes: tuple[str, ...] = ()
+
+    def refuse_ways(self, ways: int) -> str | None:
+        """Returns why tensor parallelism over so many ranks is not possible, or None."""
+        if ways == 1:
+            return None
+        if "tensor" in self.refusals and not self.styles:
+            return self.refusals["tensor"]
+        for name, count in self.heads.items():
+            if count % ways:
+                return f"{ways} ranks do not divide the {count} heads of {name}: choose a divisor of {count}"
+        for name, split in self.splits.items():
+            if uneven := [piece for piece in split.pieces if piece % ways]:
+                return f"{ways} ranks do not divide {uneven[0]} rows of {name}: choose a divisor of {uneven[0]}"
+        if ways > 2 and 4 not in self.ways:
+            return f"the partition of {self.blocks} is proved for 2 ranks only: choose `parallel.tensor: 2`"
+        return None

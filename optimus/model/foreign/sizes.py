@@ -1,4 +1,4 @@
-"""Real sizes of what is found on a twin: the same product of settings, with the values of the real configuration."""
+"""Sizes of the real model for what is found on a twin: products of the same settings, with their real values."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
@@ -6,17 +6,15 @@ from math import gcd, prod
 from typing import Any
 
 
-class Sizes:
+class RealSizes:
     """Settings of a configuration and of its twin, by value."""
 
     def __init__(self, config: Any, twin: Any) -> None:
         real, small = (dict(_settings(each.to_dict())) for each in (config, twin))
         self.pairs = {key: (small[key], real[key]) for key in small if key in real}
-        text, of_twin = config.get_text_config(), twin.get_text_config()
-        for name, total in (("hidden_size", "num_attention_heads"),):
-            if all(isinstance(getattr(each, key, None), int) for each in (text, of_twin) for key in (name, total)):
-                both = (getattr(each, name) // getattr(each, total) for each in (of_twin, text))
-                self.pairs["derived.head_dim"] = (next(both), next(both))
+        derived = [_derived(each.get_text_config()) for each in (twin, config)]
+        if derived[0] and derived[1]:
+            self.pairs["derived.head_dim"] = (derived[0], derived[1])
 
     def named(self, value: int, *words: str) -> set[int]:
         """Returns the real values of settings that have this value in the twin and one of the words in their name."""
@@ -65,6 +63,14 @@ class Sizes:
             if small * 2 == value:
                 found.add(2 * real)
         return found
+
+
+def _derived(config: Any) -> int | None:
+    """Returns the columns of a head, if all heads together have those of the residual stream."""
+    names = {stored: name for name, stored in getattr(config, "attribute_map", {}).items()}
+    named = {names.get(key, key): value for key, value in config.to_dict().items()}
+    hidden, heads = named.get("hidden_size"), named.get("num_attention_heads")
+    return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else None
 
 
 def _settings(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int]]:

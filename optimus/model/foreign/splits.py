@@ -6,18 +6,20 @@ each rank's module by slicing, runs it by itself, and adds the results, which mu
 Nothing is known of the module beside its call.
 """
 
-import copy
+import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from optimus.model.foreign.calls import ModuleCall, ModuleRun, has_gradient, run_module
+from optimus.model.foreign.dependencies import Dependencies, find_dependencies
+from optimus.model.foreign.full_norms import ConstantNorm, epsilon_of, offset_of, rms_gain
 from optimus.model.foreign.records import Split, Style
+from optimus.model.foreign.slicing import owner_of, rank_part
 
 _TOLERANCE = 2e-5  # of a sum over ranks, relative to the largest element of the whole result
 _COUNTS = re.compile(r"(num|n)_\w*heads?$|^\w*heads$|^n_?heads?$|n_groups$|num_groups$|n_head$")
@@ -25,23 +27,8 @@ _NO_WIDTH = re.compile(r"head_?(dim|size)|kernel|layer|top_?k|experts|rank|state
 _GROUPED = re.compile(r"groups$|n_rep$")
 
 
-class Call(NamedTuple):
-    """The arguments of one call of a module."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def fresh(self) -> "Call":
-        """Returns a copy whose tensors are leaves of a graph of their own; those with gradients have them again."""
-        return Call(*pytree.tree_map_only(Tensor, _fresh, (self.args, self.kwargs)))
-
-    def trained(self) -> list[Tensor]:
-        """Returns the tensors that have gradients."""
-        return [each for each in pytree.tree_leaves((self.args, self.kwargs)) if _trained(each)]
-
-
 @dataclass(frozen=True)
-class Unit:
+class ProvedUnit:
     """A module whose parts were proved to add up; names are those of the twin's parameters and modules."""
 
     name: str
@@ -53,33 +40,18 @@ class Unit:
     ways: tuple[int, ...]
 
 
-def record_calls(model: nn.Module, names: Iterable[str], arguments: Mapping[str, Any]) -> dict[str, Call]:
-    """Returns the first call of each of these modules in one forward pass."""
-    found: dict[str, Call] = {}
+def prove_units(model: nn.Module, block: str, calls: Mapping[str, ModuleCall], width: int) -> list[ProvedUnit]:
+    """Returns the units of one block that divide: those of its children, then of modules inside, last of the block itself.
 
-    def note(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if name not in found:
-                found[name] = Call(*pytree.tree_map_only(Tensor, _fresh, (args, kwargs)))
-
-        return hook
-
-    with ExitStack() as stack:
-        for name in names:
-            handle = model.get_submodule(name).register_forward_pre_hook(note(name), with_kwargs=True)
-            stack.callback(handle.remove)
-        model(**arguments)
-    return found
-
-
-def prove_units(model: nn.Module, block: str, calls: Mapping[str, Call]) -> list[Unit]:
-    """Returns the units of one block that divide, from the innermost module to the block itself."""
-    units: list[Unit] = []
+    A child comes before what is inside, so that bottlenecks inside attention do not become units of their own. `width` is
+    the number of columns of the residual stream, to which a unit's last product returns.
+    """
+    units: list[ProvedUnit] = []
     taken: set[str] = set()
-    for name in sorted(_containers(model, block), key=lambda each: -each.count(".")):
+    for name in sorted(_containers(model, block), key=lambda each: (each == block, each.count("."))):
         if name not in calls:
             continue
-        while (unit := _prove_unit(model.get_submodule(name), name, calls[name], taken)) is not None:
+        while (unit := _prove_unit(model.get_submodule(name), name, calls[name], taken, width)) is not None:
             units.append(unit)
             taken |= {each for each, split in unit.splits.items() if split.dim is not None or split.partial}
     return units
@@ -91,206 +63,15 @@ def _containers(model: nn.Module, block: str) -> Iterator[str]:
             yield f"{block}.{inner}" if inner else block
 
 
-# ---- One run of a module, with what its leaves saw ----
-
-
-@dataclass
-class _Trace:
-    inputs: dict[str, Tensor] = field(default_factory=dict)
-    outputs: dict[str, Tensor] = field(default_factory=dict)
-    order: list[str] = field(default_factory=list)
-    result: Any = None
-    call: Call | None = None
-    statistics: dict[str, list[Tensor]] = field(default_factory=dict)
-
-
-def _run(module: nn.Module, call: Call, leaves: Iterable[str], detached: Iterable[str] = ()) -> _Trace:
-    trace, detached = _Trace(call=call.fresh()), {*detached}
-
-    def before(leaf: str) -> Callable[..., Any]:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            first = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
-            trace.order.append(leaf)
-            if first is not None:
-                trace.inputs.setdefault(leaf, first)
-            if leaf in detached:
-                return pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
-            return None
-
-        return hook
-
-    def behind(leaf: str) -> Callable[..., None]:
-        def hook(_: nn.Module, args: Any, output: Any) -> None:
-            if isinstance(output, Tensor):
-                trace.outputs.setdefault(leaf, output)
-
-        return hook
-
-    assert trace.call is not None
-    with ExitStack() as stack:
-        for leaf in leaves:
-            each = module.get_submodule(leaf)
-            stack.callback(each.register_forward_pre_hook(before(leaf), with_kwargs=True).remove)
-            stack.callback(each.register_forward_hook(behind(leaf)).remove)
-        trace.result = first_of(module(*trace.call.args, **trace.call.kwargs))
-    return trace
-
-
-def first_of(output: Any) -> Any:
-    """Returns the first tensor of a module's output."""
-    while isinstance(output, list | tuple) and output:
-        output = output[0]
-    return output
-
-
-def _fresh(each: Tensor) -> Tensor:
-    return each.detach().clone().requires_grad_(each.requires_grad)
-
-
-def _trained(each: Any) -> bool:
-    return isinstance(each, Tensor) and each.requires_grad
-
-
-# ---- Which rows depend on which columns ----
-
-
-class _Found(NamedTuple):
-    """Divided dims by parameter, and the parameters on which the last product depends but which stay whole."""
-
-    splits: dict[str, Split]
-    unsplit: tuple[str, ...]
-
-    def elements(self, module: nn.Module) -> int:
-        """Returns the number of elements of divided parameters."""
-        return sum(module.get_parameter(name).numel() for name in self.splits)
-
-
-def _dependencies(columns: Sequence[Tensor], module: nn.Module, names: Sequence[str]) -> _Found:
-    """Finds the rows of parameters on which each rank's columns depend."""
-    parameters = [module.get_parameter(name) for name in names]
-    generator = torch.Generator().manual_seed(2)
-    gradients = [
-        torch.autograd.grad(
-            each,
-            parameters,
-            torch.randn(each.shape, generator=generator).to(each),
-            retain_graph=True,
-            allow_unused=True,
-        )
-        for each in columns
-    ]
-    splits: dict[str, Split] = {}
-    unsplit = []
-    for name, *both in zip(names, *gradients):
-        if all(each is None for each in both):
-            continue
-        split = _disjoint(both) if all(each is not None for each in both) else None
-        if split is None:
-            unsplit.append(name)
-        else:
-            splits[name] = split
-    return _Found(splits, tuple(unsplit))
-
-
-def _disjoint(gradients: Sequence[Tensor]) -> Split | None:
-    """Returns the dim along which gradients of different ranks have different rows, and its pieces."""
-    for dim in range(gradients[0].ndim):
-        others = [each for each in range(gradients[0].ndim) if each != dim]
-        used = [(each != 0).any(dim=others) if others else each != 0 for each in gradients]
-        total = torch.stack(used).sum(0)
-        if int(total.max()) != 1 or not all(bool(each.any()) for each in used):
-            continue
-        owner = torch.stack(used).int().argmax(0)
-        if int((total == 0).sum()) > len(total) // 4:
-            continue
-        for row in (total == 0).nonzero().flatten().tolist():  # rows that no token reached, as behind ReLU
-            owner[row] = owner[row - 1] if row else owner[(total > 0).nonzero()[0, 0]]
-        pieces = _pieces(owner.tolist(), len(gradients))
-        if pieces is not None:
-            return Split(dim, pieces if len(pieces) > 1 else ())
-    return None
-
-
-def _pieces(owner: list[int], ranks: int) -> tuple[int, ...] | None:
-    """Returns the sizes of pieces that are each divided evenly in the ranks' order."""
-    runs: list[list[int]] = []
-    for rank in owner:
-        if runs and runs[-1][0] == rank:
-            runs[-1][1] += 1
-        else:
-            runs.append([rank, 1])
-    pieces = []
-    for start in range(0, len(runs), ranks):
-        piece = runs[start : start + ranks]
-        if [rank for rank, _ in piece] != [*range(ranks)] or len({size for _, size in piece}) != 1:
-            return None
-        pieces.append(sum(size for _, size in piece))
-    return tuple(pieces)
-
-
-# ---- The part of one rank ----
-
-
-def _slice(tensor: Tensor, split: Split, rank: int, ways: int) -> Tensor | None:
-    """Returns a rank's part of a parameter, or None if a piece has no such parts."""
-    assert split.dim is not None
-    pieces = split.pieces or (tensor.shape[split.dim],)
-    if any(piece % ways for piece in pieces):
-        return None
-    parts = tensor.split(list(pieces), split.dim)
-    return torch.cat([each.chunk(ways, split.dim)[rank] for each in parts], split.dim)
-
-
-def rank_part(
-    module: nn.Module, splits: Mapping[str, Split], divided: Mapping[str, tuple[str, ...]], rank: int, ways: int
-) -> nn.Module | None:
-    """Returns the module of one rank: parameters sliced, attributes divided. None if something does not divide."""
-    memo = {id(each.config): each.config for each in module.modules() if hasattr(each, "config")}
-    own = copy.deepcopy(module, memo)
-    for name, split in splits.items():
-        owner, leaf = _owner(own, name)
-        tensor = owner._parameters[leaf]
-        assert tensor is not None
-        if split.dim is not None:
-            sliced = _slice(tensor.detach(), split, rank, ways)
-            if sliced is None:
-                return None
-            owner._parameters[leaf] = nn.Parameter(sliced)
-        elif split.share:
-            owner._parameters[leaf] = nn.Parameter(tensor.detach() / ways)
-    return own if all(_divide(own.get_submodule(name), names, ways) for name, names in divided.items()) else None
-
-
-def _divide(module: nn.Module, names: tuple[str, ...], ways: int) -> bool:
-    holder: Any = module
-    for name in names:
-        if name.startswith("config."):
-            if holder is module:
-                module.config = holder = copy.copy(module.config)
-            target: Any = module.config
-        else:
-            target = module
-        leaf = name.removeprefix("config.")
-        if getattr(target, leaf) % ways:
-            return False
-        setattr(target, leaf, getattr(target, leaf) // ways)
-    return True
-
-
-def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    owner, _, leaf = name.rpartition(".")
-    return module.get_submodule(owner), leaf
-
-
 # ---- One unit ----
 
 
 @dataclass
 class _Attempt:
-    """What is tried: a module, its call, and the leaf with the last product (or the container's own parameter)."""
+    """One attempt: a module, its call, and the leaf with the last product (or the container's own parameter)."""
 
     module: nn.Module
-    call: Call
+    call: ModuleCall
     names: list[str]  # parameters that are free
     leaves: list[str]
     last: str  # leaf; "" for a parameter of the module itself
@@ -299,25 +80,30 @@ class _Attempt:
     norms: tuple[str, ...] = ()
 
 
-def _prove_unit(module: nn.Module, name: str, call: Call, taken: set[str]) -> Unit | None:
+def _prove_unit(module: nn.Module, name: str, call: ModuleCall, taken: set[str], width: int) -> ProvedUnit | None:
     """Returns a unit of free parameters inside a module, relative names made absolute."""
     prefix = f"{name}." if name else ""
-    names = [each for each, _ in module.named_parameters() if prefix + each not in taken]
+    named = module.named_parameters()
+    names = [each for each, parameter in named if parameter.requires_grad and prefix + each not in taken]
     if sum(module.get_parameter(each).ndim >= 2 for each in names) < 2:
         return None
     leaves = sorted({each.rpartition(".")[0] for each in names} - {""})
     try:
-        trace = _run(module, call, leaves)
+        trace = run_module(module, call, leaves)
     except (RuntimeError, ValueError, TypeError, IndexError):
         return None
     for attempt in _attempts(module, call, names, leaves, trace):
+        if attempt.last and trace.outputs[attempt.last].shape[-1] != width:
+            continue
         unit = _prove(attempt, trace, alone=not any(each.startswith(prefix) for each in taken))
         if unit is not None:
             return _absolute(unit, name)
     return None
 
 
-def _attempts(module: nn.Module, call: Call, names: list[str], leaves: list[str], trace: _Trace) -> Iterator[_Attempt]:
+def _attempts(
+    module: nn.Module, call: ModuleCall, names: list[str], leaves: list[str], trace: ModuleRun
+) -> Iterator[_Attempt]:
     """Yields what may be the last product: parameters of the module itself with experts, then leaves from the last."""
     own = [each for each in names if "." not in each and module.get_parameter(each).ndim >= 3]
     if len(own) >= 2:
@@ -333,7 +119,7 @@ def _attempts(module: nn.Module, call: Call, names: list[str], leaves: list[str]
                 yield _Attempt(module, call, names, leaves, leaf, weight, inputs)
 
 
-def _input_dim(module: nn.Module, leaf: str, weight: str, trace: _Trace) -> int | None:
+def _input_dim(module: nn.Module, leaf: str, weight: str, trace: ModuleRun) -> int | None:
     """Returns the dim of a weight that its leaf's input multiplies: the one that is used for a single output."""
     parameter, columns = module.get_parameter(weight), trace.inputs[leaf].shape[-1]
     output = trace.outputs[leaf]
@@ -351,29 +137,40 @@ def _input_dim(module: nn.Module, leaf: str, weight: str, trace: _Trace) -> int 
     return None
 
 
-def _prove(attempt: _Attempt, trace: _Trace, alone: bool) -> Unit | None:
+def _prove(attempt: _Attempt, trace: ModuleRun, alone: bool) -> ProvedUnit | None:
     if not attempt.last:
         return _prove_experts(attempt) if alone else None
     inner = trace.inputs[attempt.last]
     if inner.shape[-1] % 2 or not inner.requires_grad:
         return None
-    found = _dependencies(inner.chunk(2, -1), attempt.module, _others(attempt))
+    found = find_dependencies(inner.chunk(2, -1), attempt.module, _others(attempt))
     norms = _full_norms(attempt, trace, found)
     if norms:
-        frozen = _run_frozen(attempt, norms)
-        again = _dependencies(frozen.inputs[attempt.last].chunk(2, -1), attempt.module, _others(attempt))
-        if again.elements(attempt.module) > found.elements(attempt.module):
-            norms = tuple(each for each in norms if f"{each}.weight" in again.splits)
-            attempt, trace, found = replace(attempt, norms=norms), _run_frozen(attempt, norms), again
-            inner = trace.inputs[attempt.last]
-            found = _dependencies(inner.chunk(2, -1), attempt.module, _others(attempt))
+        attempt, trace, found = _without_statistics(attempt, trace, found, norms)
     matrices = [each for each in found.splits if attempt.module.get_parameter(each).ndim >= 2]
     if not matrices:
         return None
     splits = found.splits | {attempt.weight: Split(attempt.dim)}
-    whole = trace.outputs[attempt.last].detach()
-    proof = _Proof(attempt, trace, splits, found.unsplit, whole)
+    expected = trace.outputs[attempt.last].detach()
+    proof = _Proof(attempt, trace, splits, found.unsplit, expected)
     return proof.unit(alone)
+
+
+def _without_statistics(
+    attempt: _Attempt, trace: ModuleRun, found: Dependencies, norms: tuple[str, ...]
+) -> tuple[_Attempt, ModuleRun, Dependencies]:
+    """Returns the attempt in which norms have constant statistics, if more is divided so, else the same as before."""
+
+    def again(norms: tuple[str, ...]) -> tuple[_Attempt, ModuleRun, Dependencies]:
+        constant = _with_constant_norms(attempt, norms)
+        seen = run_module(constant.module, constant.call, constant.leaves)
+        columns = seen.inputs[constant.last].chunk(2, -1)
+        return constant, seen, find_dependencies(columns, constant.module, _others(constant))
+
+    more = again(norms)[2]
+    if more.elements(attempt.module) <= found.elements(attempt.module):
+        return attempt, trace, found
+    return again(tuple(each for each in norms if f"{each}.weight" in more.splits))
 
 
 def _others(attempt: _Attempt) -> list[str]:
@@ -383,7 +180,7 @@ def _others(attempt: _Attempt) -> list[str]:
 # ---- Norms over the columns of all ranks ----
 
 
-def _full_norms(attempt: _Attempt, trace: _Trace, found: _Found) -> tuple[str, ...]:
+def _full_norms(attempt: _Attempt, trace: ModuleRun, found: Dependencies) -> tuple[str, ...]:
     """Returns the leaves that are RMS norms over their whole input, if a matrix is undivided that one may have mixed."""
     norms: list[str] = []
     if not any(attempt.module.get_parameter(name).ndim >= 2 for name in found.unsplit):
@@ -395,61 +192,20 @@ def _full_norms(attempt: _Attempt, trace: _Trace, found: _Found) -> tuple[str, .
         x, weight = trace.inputs[leaf].detach(), attempt.module.get_parameter(name).detach()
         norm = attempt.module.get_submodule(leaf)
         alone = len([*norm.parameters()]) == 1 and x.shape[-1] == len(weight)
-        if alone and _rms_gain(norm, weight, x, trace.outputs[leaf]) is not None:
+        if alone and rms_gain(norm, weight, x, trace.outputs[leaf]) is not None:
             norms.append(leaf)
     return tuple(norms)
 
 
-def _epsilon(module: nn.Module) -> float:
-    values = [value for key, value in vars(module).items() if "eps" in key and isinstance(value, float)]
-    return values[0] if values else 1e-6
-
-
-def _rms_gain(module: nn.Module, weight: Tensor, x: Tensor, y: Tensor) -> Tensor | None:
-    """Returns what the norm's statistic is multiplied by: the weight, or 1 + weight; None if it is no RMS norm."""
-    scaled = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + _epsilon(module))
-    for gain in (weight, 1 + weight):
-        if torch.allclose(scaled * gain, y.detach().to(scaled), rtol=1e-4, atol=1e-4):
-            return gain
-    return None
-
-
-def _freeze(module: nn.Module, leaf: str, statistics: list[Tensor] | None, kept: list[Tensor], plus: float) -> None:
-    """Makes a norm use a statistic that is no part of the graph: its own, noted in `kept`, or that of the whole run."""
-    norm = module.get_submodule(leaf)
-    (weight,) = (each for each in norm.parameters(recurse=False))
-    eps = _epsilon(norm)
-
-    def forward(x: Tensor) -> Tensor:
-        own = torch.rsqrt(x.detach().pow(2).mean(-1, keepdim=True) + eps)
-        statistic = statistics[len(kept) % len(statistics)] if statistics is not None else own
-        kept.append(own)
-        return x * statistic * (weight + plus)
-
-    norm.forward = forward
-
-
-def _run_frozen(attempt: _Attempt, norms: tuple[str, ...]) -> _Trace:
-    """Runs the module with norms whose statistics are constants; `statistics` has them."""
-    kept: dict[str, list[Tensor]] = {leaf: [] for leaf in norms}
-    try:
-        for leaf in norms:
-            _freeze(attempt.module, leaf, None, kept[leaf], _plus(attempt.module.get_submodule(leaf)))
-        trace = _run(attempt.module, attempt.call, attempt.leaves)
-    finally:
-        for leaf in norms:
-            vars(attempt.module.get_submodule(leaf)).pop("forward", None)
-    trace.statistics = kept
-    return trace
-
-
-def _plus(norm: nn.Module) -> float:
-    """Returns 1 if a norm's gain is 1 + weight, else 0."""
-    (weight,) = (each for each in norm.parameters(recurse=False))
-    x = torch.ones(1, len(weight)).to(weight)
-    with torch.no_grad():
-        y = norm(x)
-    return 1.0 if torch.allclose(y, (1 + weight).to(y).expand_as(y), rtol=1e-3, atol=1e-3) else 0.0
+def _with_constant_norms(attempt: _Attempt, norms: tuple[str, ...]) -> _Attempt:
+    """Returns an attempt on a copy of the module, in which these norms have constant statistics."""
+    module = rank_part(attempt.module, {}, {}, 0, 1)
+    assert module is not None
+    for name in norms:
+        norm, (owner, leaf) = attempt.module.get_submodule(name), owner_of(module, name)
+        weight = nn.Parameter(norm.get_parameter("weight").detach().clone())
+        owner._modules[leaf] = ConstantNorm(weight, epsilon_of(norm), offset_of(norm))
+    return replace(attempt, module=module, norms=norms)
 
 
 # ---- The proof ----
@@ -458,12 +214,12 @@ def _plus(norm: nn.Module) -> float:
 @dataclass
 class _Proof:
     attempt: _Attempt
-    trace: _Trace
+    trace: ModuleRun
     splits: dict[str, Split]
     unsplit: tuple[str, ...]
-    whole: Tensor  # output of the last product
+    expected: Tensor  # output of the last product
 
-    def unit(self, alone: bool) -> Unit | None:
+    def unit(self, alone: bool) -> ProvedUnit | None:
         """Returns the unit, with relative names, if the parts add up."""
         attempt = self.attempt
         shared = [each for each in attempt.names if each.rpartition(".")[0] == attempt.last and each != attempt.weight]
@@ -477,11 +233,11 @@ class _Proof:
         if styles is not None:
             splits = {name: replace(each, share=False) for name, each in self.splits.items()}
             splits |= {name: Split(partial=name in styles.partial) for name in self.unsplit if name in styles.partial}
-            return Unit("", splits, styles.styles, divided, self._atoms(), self.columns, ways)
+            return ProvedUnit("", splits, styles.styles, divided, self._atoms(), self.columns, ways)
         if alone and not attempt.norms and self.results_add_up(divided):
             splits = self.splits | {name: Split(partial=True) for name in self.unsplit}
             splits |= {name: replace(each, partial=True) for name, each in splits.items() if each.share}
-            return Unit("", splits, {"": "sums"}, divided, self._atoms(), self.columns, ways)
+            return ProvedUnit("", splits, {"": "sums"}, divided, self._atoms(), self.columns, ways)
         return None
 
     @property
@@ -493,18 +249,20 @@ class _Proof:
         """Returns a rank's module."""
         own = rank_part(self.attempt.module, self.splits, divided, rank, ways)
         if own is not None:
-            for leaf in self.attempt.norms:
-                plus = _plus(self.attempt.module.get_submodule(leaf))
-                _freeze(own, leaf, self.trace.statistics[leaf], [], plus)
+            for name in self.attempt.norms:
+                norm, (owner, leaf) = self.attempt.module.get_submodule(name), owner_of(own, name)
+                assert isinstance(norm, ConstantNorm)
+                weight = nn.Parameter(own.get_parameter(f"{name}.weight").detach())
+                owner._modules[leaf] = ConstantNorm(weight, norm.eps, norm.plus, norm.seen)
         return own
 
-    def runs(self, ways: int, divided: Mapping[str, tuple[str, ...]]) -> Iterator[_Trace]:
+    def runs(self, ways: int, divided: Mapping[str, tuple[str, ...]]) -> Iterator[ModuleRun]:
         """Yields the runs of all ranks' modules by themselves."""
         for rank in range(ways):
             own = self.part(rank, ways, divided)
             if own is None:
                 raise ValueError("a part does not divide")
-            yield _run(own, self.attempt.call, self.attempt.leaves)
+            yield run_module(own, self.attempt.call, self.attempt.leaves)
 
     def adds_up(self, ways: int, divided: Mapping[str, tuple[str, ...]]) -> bool:
         """Returns whether the outputs of the last product add up to that of the whole module."""
@@ -512,7 +270,7 @@ class _Proof:
             parts = [each.outputs[self.attempt.last].detach() for each in self.runs(ways, divided)]
         except (RuntimeError, ValueError, TypeError, IndexError, KeyError, ZeroDivisionError, AssertionError):
             return False
-        return equal(parts, self.whole)
+        return equal(parts, self.expected)
 
     def results_add_up(self, divided: Mapping[str, tuple[str, ...]]) -> bool:
         """Returns whether the module's own outputs add up, so that nothing behind the last product is in the way."""
@@ -648,13 +406,13 @@ class _Proof:
         path leads from the module's arguments to the last product beside a divided projection."""
         own = self.part(0, 2, divided)
         assert own is not None
-        first = _run(own, self.attempt.call, self.attempt.leaves)
-        columns = [leaf for leaf in self._divided_leaves() if self._unsplit_input(leaf, first)]
-        direct = _run(own, self.attempt.call, self.attempt.leaves, detached=columns)
+        first = run_module(own, self.attempt.call, self.attempt.leaves)
+        inner = {leaf for leaf in self._divided_leaves() if not _has_parameters_inside(own.get_submodule(leaf))}
+        columns = sorted(leaf for leaf in inner if self._unsplit_input(leaf, first))
+        direct = run_module(own, self.attempt.call, self.attempt.leaves, detached=columns)
         undivided = [each for each in self.unsplit if each in dict(own.named_parameters())]
         parameters = [own.get_parameter(each) for each in undivided]
         full = _gradients(first.outputs[self.attempt.last], parameters)
-        assert direct.call is not None
         inputs = direct.call.trained()
         beside = _gradients(direct.outputs[self.attempt.last], [*parameters, *inputs])
         if any(bool((each != 0).any()) for each in beside[len(parameters) :]):
@@ -673,11 +431,15 @@ class _Proof:
         found = {name.rpartition(".")[0] for name, each in self.splits.items() if each.dim is not None}
         return sorted(found - {"", self.attempt.last})
 
-    def _unsplit_input(self, leaf: str, trace: _Trace) -> bool:
+    def _unsplit_input(self, leaf: str, trace: ModuleRun) -> bool:
         """Returns whether a leaf of a rank has the same input as that of the whole module."""
         if leaf not in trace.inputs or leaf not in self.trace.inputs:
             return False
         return trace.inputs[leaf].shape == self.trace.inputs[leaf].shape
+
+
+def _has_parameters_inside(module: nn.Module) -> bool:
+    return any(True for child in module.children() for _ in child.parameters())
 
 
 class _LeafStyles(NamedTuple):
@@ -694,12 +456,13 @@ def _gradients(output: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [torch.zeros_like(each) if made is None else made for each, made in zip(tensors, found)]
 
 
-def equal(parts: Sequence[Tensor], whole: Tensor) -> bool:
+def equal(parts: Sequence[Tensor], expected: Tensor) -> bool:
     """Returns whether parts have the shape of the whole and add up to it."""
-    if any(each.shape != whole.shape for each in parts):
+    if any(each.shape != expected.shape for each in parts):
         return False
     total = torch.stack([*parts]).sum(0)
-    return bool((total - whole).abs().max() <= _TOLERANCE * whole.abs().max()) and bool(whole.abs().max() > 0)
+    largest = expected.abs().max()
+    return bool((total - expected).abs().max() <= _TOLERANCE * largest) and bool(largest > 0)
 
 
 def _numbers(module: nn.Module) -> set[int]:
@@ -715,70 +478,96 @@ def _numbers(module: nn.Module) -> set[int]:
 # ---- Fused experts: parameters [E, ., .] of the module itself ----
 
 
-def _prove_experts(attempt: _Attempt) -> Unit | None:
+def _prove_experts(attempt: _Attempt) -> ProvedUnit | None:
     module, weight = attempt.module, attempt.module.get_parameter(attempt.weight)
     size = weight.shape[attempt.dim]
     if size % 2:
         return None
-    columns, kept = [], weight.detach().clone()
+    columns, values = [], weight.detach().clone()
     try:
         for part in range(2):
-            mask = torch.zeros_like(kept)
+            mask = torch.zeros_like(values)
             mask.narrow(attempt.dim, part * size // 2, size // 2).fill_(1)
-            module._parameters[attempt.weight] = nn.Parameter(kept * mask)
-            columns.append(_run(module, attempt.call, []).result)
+            module._parameters[attempt.weight] = nn.Parameter(values * mask)
+            columns.append(run_module(module, attempt.call, []).result)
     finally:
         module._parameters[attempt.weight] = weight
-    if not all(_trained(each) for each in columns):
+    if not all(has_gradient(each) for each in columns):
         return None
-    found = _dependencies(columns, module, [each for each in attempt.names if each != attempt.weight])
+    found = find_dependencies(columns, module, [each for each in attempt.names if each != attempt.weight])
     if not any(module.get_parameter(each).ndim >= 3 for each in found.splits):
         return None
     return _experts_unit(attempt, found)
 
 
-def _experts_unit(attempt: _Attempt, found: _Found) -> Unit | None:
-    module, whole = attempt.module, _run(attempt.module, attempt.call, []).result.detach()
+def _experts_unit(attempt: _Attempt, found: Dependencies) -> ProvedUnit | None:
+    module, expected = attempt.module, run_module(attempt.module, attempt.call, []).result.detach()
     last = attempt.module.get_parameter(attempt.weight)
     biases = [each for each in found.unsplit if module.get_parameter(each).ndim < last.ndim]
-    for shared in ([], biases):
+    identities = tuple(name for name, each in module.named_modules() if isinstance(each, nn.Identity))
+    for shared, passed in itertools.product(([], biases), ((), identities)):
         splits = found.splits | {attempt.weight: Split(attempt.dim)}
         splits |= {each: Split(partial=True, share=each in shared) for each in found.unsplit}
-        proof = _ExpertsProof(attempt, _Trace(result=whole), splits, found.unsplit, whole)
+        proof = _ExpertsProof(attempt, ModuleRun(result=expected), splits, found.unsplit, expected, passed)
         divided = next((each for each in proof._trials() if proof.adds_up(2, each)), None)
         if divided is not None:
             divided = proof._fewest(divided)
             ways = (2, 4) if proof.adds_up(4, divided) else (2,)
-            return Unit("", splits, {"": "experts"}, divided, proof.columns, proof.columns, ways)
+            styles: dict[str, Style] = {"": "experts", **dict.fromkeys(passed, "share")}
+            return ProvedUnit("", splits, styles, divided, proof.columns, proof.columns, ways)
     return None
 
 
+class _Shared(nn.Module):
+    """A module of a rank that passes its share of what every rank has."""
+
+    def __init__(self, ways: int) -> None:
+        super().__init__()
+        self.ways = ways
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the share."""
+        return x / self.ways
+
+
+@dataclass
 class _ExpertsProof(_Proof):
+    identities: tuple[str, ...] = ()  # experts without parameters, which every rank has
+
+    def part(self, rank: int, ways: int, divided: Mapping[str, tuple[str, ...]]) -> nn.Module | None:
+        """Returns a rank's module."""
+        part = super().part(rank, ways, divided)
+        if part is not None:
+            for name in self.identities:
+                owner, leaf = owner_of(part, name)
+                owner._modules[leaf] = _Shared(ways)
+        return part
+
     def adds_up(self, ways: int, divided: Mapping[str, tuple[str, ...]]) -> bool:
         """Returns whether the module's outputs add up."""
         try:
             parts = [each.result.detach() for each in self.runs(ways, divided)]
         except (RuntimeError, ValueError, TypeError, IndexError, KeyError, ZeroDivisionError, AssertionError):
             return False
-        return equal(parts, self.whole)
+        return equal(parts, self.expected)
 
-    def runs(self, ways: int, divided: Mapping[str, tuple[str, ...]]) -> Iterator[_Trace]:
+    def runs(self, ways: int, divided: Mapping[str, tuple[str, ...]]) -> Iterator[ModuleRun]:
         """Yields the runs of all ranks' modules by themselves."""
         for rank in range(ways):
             own = self.part(rank, ways, divided)
             if own is None:
                 raise ValueError("a part does not divide")
-            yield _run(own, self.attempt.call, [])
+            yield run_module(own, self.attempt.call, [])
 
 
-def _absolute(unit: Unit, name: str) -> Unit:
-    def of(each: str) -> str:
-        return ".".join(filter(None, (name, each)))
+def _absolute(unit: ProvedUnit, name: str) -> ProvedUnit:
+    def absolute(inner: str) -> str:
+        return ".".join(filter(None, (name, inner)))
 
     return replace(
         unit,
         name=name,
-        splits={of(each): split for each, split in unit.splits.items()},
-        styles={of(each): style for each, style in unit.styles.items()},
-        divided={of(each): names for each, names in unit.divided.items()},
+        splits={absolute(each): split for each, split in unit.splits.items()},
+        styles={absolute(each): style for each, style in unit.styles.items()},
+        divided={absolute(each): names for each, names in unit.divided.items()},
     )

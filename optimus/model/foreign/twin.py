@@ -1,4 +1,4 @@
-"""Twins: the same configuration with small sizes, and models built from it.
+"""Models built from the same configuration with small sizes: twins.
 
 A twin has few layers of each kind and keeps ratios: heads to key heads, widths to head sizes. Its windows and chunks are
 shorter than its sequences, so that a mask that is left out shows.
@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 LENGTH, ROWS, VOCABULARY = 24, 2, 320
-_WINDOW, _CHUNK, _LAYERS, _MOST_LAYERS = 5, 8, 4, 16
+_WINDOW, _CHUNK, _LAYERS, _MOST_LAYERS = 5, 8, 2, 16
 _HEAD_COUNT = re.compile(r"(^|_)(n|num)_?(\w+_)?heads?$|heads?$|key_value_heads|(^|_)n_groups$|num_query_groups$")
-_HEAD_SIZE = re.compile(r"head_(dim|size)|d_head|d_kv$|d_state|state_size|dim_head|rotary_dim|qk_\w*dim|v_\w*head_dim")
-_WHOLE_HEAD = re.compile(r"head_(dim|size)$|d_head$|d_kv$|dim_head$")
+_HEAD_SIZE = re.compile(r"head_?(dim|size)|d_head|d_kv$|dim_head|rotary_dim|qk_\w*dim|v_\w*head_dim")
+_STATE, _STATE_SIZE = re.compile(r"d_state$|state_size$"), 12  # unlike any product of other sizes
+_LAYERS_TOO = ("num_layers", "n_layers", "n_layer")
+_WHOLE_HEAD = re.compile(r"head_?(dim|size)$|d_head$|d_kv$|dim_head$")
 _WIDTH = re.compile(r"(size|dim|width|rank|inner|ffn|d_ff|d_model|d_ssm|n_embd|channels|hidden\w*|d_inner)(_\w+)?$")
 _COUNT = re.compile(r"(size|dim|kernel|conv|rank|block|patch|factor|width|type_vocab)")
 _OF_LAYERS = re.compile(r"(interval|pattern|step|period|frequency|every|freq)(_\w+)?$")
@@ -49,8 +51,20 @@ def build(config: Any, attention: str = "sdpa", device: str = "cpu") -> nn.Modul
                 raise
             model = AutoModelForCausalLM.from_config(fresh, attn_implementation="eager", **options)
     for each in configurations_of(model):
-        each._experts_implementation = "eager"
+        vars(each)["_experts_implementation_internal"] = "eager"
     return model.eval()
+
+
+def build_small(config: Any) -> nn.Module:
+    """Returns the model of a twin with its own initial values; of few layers if those of all kinds do not build."""
+    problem: Exception | None = None
+    for layers in (None, 2, 4, 8):
+        try:
+            return build(small(config, layers))
+        except (ValueError, RuntimeError, TypeError, IndexError, KeyError, AttributeError) as error:
+            problem = problem or error
+    assert problem is not None
+    raise problem
 
 
 def layers_of(model: nn.Module, blocks: str) -> nn.ModuleList:
@@ -58,6 +72,11 @@ def layers_of(model: nn.Module, blocks: str) -> nn.ModuleList:
     found = model.get_submodule(blocks)
     assert isinstance(found, nn.ModuleList)
     return found
+
+
+def general(name: str) -> str:
+    """Returns a name with stars for numbers of lists."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", name)
 
 
 def configurations_of(model: nn.Module) -> list[Any]:
@@ -107,21 +126,22 @@ class _Shrink:
 
     def __init__(self, config: Any, layers: int | None) -> None:
         text = config.get_text_config()
-        number = getattr(text, "num_hidden_layers", None)
-        self.depth = number if isinstance(number, int) else 0
+        data = text.to_dict()
         self.names = {stored: name for name, stored in getattr(text, "attribute_map", {}).items()}
-        self.chosen = self._layers(text.to_dict(), layers)
-        heads = _integer(text, "num_attention_heads") or 1
-        hidden = _integer(text, "hidden_size") or 64
-        grouped = _integer(text, "num_key_value_heads") or heads
+        named = {self.names.get(key, key): value for key, value in data.items()}
+        numbers = (named.get(key) for key in ("num_hidden_layers", *_LAYERS_TOO))
+        self.depth = next((each for each in numbers if isinstance(each, int)), 0)
+        self.chosen = self._layers(data, layers)
+        heads = _integer(named, "num_attention_heads") or _integer(named, "num_heads") or 1
+        hidden = self.hidden = _integer(named, "hidden_size") or 64
+        grouped = _integer(named, "num_key_value_heads") or heads
+        every = [*_integers(data)]
         counts = [grouped if grouped > 1 else heads, heads]
-        counts += [value for key, value in _integers(text.to_dict()) if _HEAD_COUNT.search(key) and value >= 4]
+        counts += [v for key, v in every if _HEAD_COUNT.search(key) and not _HEAD_SIZE.search(key) and v >= 4]
         self.heads = max(each for each in range(1, counts[0] + 1) if _shrinks(each, counts))
-        size = _integer(text, "head_dim") or max(1, hidden // heads)
-        sizes = [value for key, value in _integers(text.to_dict()) if _WHOLE_HEAD.search(key)]
-        rotary = getattr(text, "rope_parameters", None)
-        part = (rotary or {}).get("partial_rotary_factor") if isinstance(rotary, Mapping) else None
-        part = part or getattr(text, "partial_rotary_factor", None) or getattr(text, "rotary_pct", None) or 1.0
+        size = _integer(named, "head_dim") or max(1, hidden // heads)
+        sizes = [value for key, value in every if _WHOLE_HEAD.search(key)]
+        part = min([1.0, *_rotated(named)])
         self.columns = max(2**power for power in range(10) if _divides(2**power, size, sizes, part))
         self.windows: dict[int, int] = {}
 
@@ -130,6 +150,10 @@ class _Shrink:
         if layers is not None:
             return [*range(min(layers, self.depth))]
         lists = [value for value in data.values() if self._by_layer(value) and len({*map(str, value)}) <= 6]
+        for value in data.values():
+            if _of_single_layers(value):
+                of_layer = {int(number): each for number, each in value.items()}
+                lists.append([str(of_layer.get(layer)) for layer in range(self.depth)])
         if lists:
             rows = [tuple(map(str, row)) for row in zip(*lists)]
             chosen = {rows.index(row) for row in rows}
@@ -139,42 +163,52 @@ class _Shrink:
         return [*range(min(self.depth, max([_LAYERS, *(2 * step if step < 5 else step + 1 for step in steps)])))]
 
     def _by_layer(self, value: Any) -> bool:
+        if isinstance(value, str) and value != value.upper():
+            return False  # a word, no pattern with a letter for each layer
         return isinstance(value, list | tuple | str) and len(value) == self.depth > 1
 
     def of_mapping(self, data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         """Returns the fields with small values."""
-        return {key: self.of(key, value, f"{prefix}{key}") for key, value in data.items()}
+        return {key: self.small_value(key, value, f"{prefix}{key}") for key, value in data.items()}
 
-    def of(self, key: str, value: Any, path: str) -> Any:
+    def small_value(self, key: str, value: Any, path: str) -> Any:
         """Returns the small value of one field."""
         name = self.names.get(key, key)
+        if _of_single_layers(value):
+            return self._by_number(value, path)
         if isinstance(value, Mapping):
             return self._rotary(value) if "rope" in key else self.of_mapping(value, f"{path}.")
-        if self._by_layer(value):
+        if self._by_layer(value) and not self._indices(key, value):
             picked = [value[layer] for layer in self.chosen]
-            return "".join(picked) if isinstance(value, str) else [self.of(key, each, path) for each in picked]
+            return "".join(picked) if isinstance(value, str) else [self.small_value(key, each, path) for each in picked]
         if isinstance(value, list | tuple) and "token" not in key:
             return self._listed(key, value, path)
         if isinstance(value, float) and ("drop" in key or "jitter" in key):
             return 0.0
         if isinstance(value, bool) or not isinstance(value, int):
             return value
-        return self.of_integer(name, value)
+        return self.of_integer(name, value, path)
 
-    def of_integer(self, key: str, value: int) -> int:
+    def of_integer(self, key: str, value: int, path: str) -> int:
         """Returns the small value of an integer, by what its name says it is."""
         if key.endswith(("token_id", "token_index", "_idx")) and "layer" not in key:
             return min(value, 15)
         if "vocab" in key:
             return min(value, VOCABULARY)
-        if key in ("num_hidden_layers", "num_layers", "n_layers", "n_layer") and value == self.depth:
+        if key in ("num_hidden_layers", *_LAYERS_TOO) and value == self.depth:
             return len(self.chosen)
+        if key in _LAYERS_TOO and value and self.depth % value == 0:  # layers of several sublayers
+            return max(1, len(self.chosen) * value // self.depth)
+        if "layers_per" in key:
+            return value
         if "layers" in key or key.startswith("first_k"):
             return min(value, 1) if value < self.depth else min(value, len(self.chosen))
         if "position" in key or "length" in key:
             return value
         if "window" in key and value > LENGTH // 2:
             return self.windows.setdefault(value, _WINDOW + len(self.windows))
+        if "compress" in f"{path}.{key}" and value > LENGTH // 2:
+            return _CHUNK
         if "chunk" in key or key == "block_size":
             return min(value, _CHUNK)
         if re.search(r"per_tok|top_?k|moe_k$", key) and value > 0:
@@ -183,23 +217,37 @@ class _Shrink:
             return min(value, 2 if "shared" in key else 8)
         if re.fullmatch(r"n_group|num_expert_group", key):
             return min(value, 2)
-        if _HEAD_COUNT.search(key) and not key.endswith(("dim", "size")):
-            return value // self.heads if value % self.heads == 0 else value
+        if _STATE.search(key) and value >= 16:
+            return _STATE_SIZE
         if _HEAD_SIZE.search(key):
             return value // self.columns if value % self.columns == 0 and value // self.columns >= 4 else value
+        if _HEAD_COUNT.search(key):
+            return value // self.heads if value % self.heads == 0 else value
         if _WIDTH.search(key) and value > 32:
             factor = self.heads * self.columns
-            return max(8, value // factor if value % factor == 0 else -(-value // factor // 8) * 8)
+            made = value // factor if value % factor == 0 else -(-value // factor // 8) * 8
+            return max(32 if value == self.hidden else 16, made)
         return value
+
+    def _indices(self, key: str, value: Any) -> bool:
+        """Returns whether a list has numbers of layers, in order."""
+        if not re.search(r"layer|idx|indices|ids", key) or not isinstance(value, list | tuple) or not value:
+            return False
+        integers = all(isinstance(each, int) and not isinstance(each, bool) for each in value)
+        return integers and [*value] == sorted({*value}) and max(value) <= self.depth
+
+    def _by_number(self, value: Mapping[Any, Any], path: str) -> dict[Any, Any]:
+        """Returns settings of single layers, by the numbers that the twin's layers have."""
+        of_layer = {int(number): each for number, each in value.items()}
+        chosen = {where: of_layer[layer] for where, layer in enumerate(self.chosen) if layer in of_layer}
+        return {where: self.of_mapping(each, f"{path}.") for where, each in chosen.items()}
 
     def _listed(self, key: str, value: Any, path: str) -> Any:
         """Returns a list: of layers (those that the twin has), else with small elements."""
-        integers = [each for each in value if isinstance(each, int) and not isinstance(each, bool)]
-        layered = integers and len(integers) == len(value) and re.search(r"layer|idx|indices|ids", key)
-        if layered and max(integers) <= self.depth:
-            offset = 0 if max(integers) < self.depth else 1
-            return [where + offset for where, layer in enumerate(self.chosen) if layer + offset in integers]
-        return [self.of(key, each, path) for each in value]
+        if self._indices(key, value):
+            offset = 0 if max(value) < self.depth else 1
+            return [where + offset for where, layer in enumerate(self.chosen) if layer + offset in value]
+        return [self.small_value(key, each, path) for each in value]
 
     def _rotary(self, value: Mapping[str, Any]) -> dict[str, Any]:
         """Returns settings of rotary embeddings, whose lists have one element per two columns of a head."""
@@ -230,11 +278,27 @@ def _shrinks(factor: int, counts: list[int]) -> bool:
     first = counts[0]
     if factor > 1 and first // factor < 4:
         return False
-    return all(count % factor == 0 or count == 1 for count in counts)
+    return all(count == 1 or (count % factor == 0 and (count // factor) % 2 == count % 2) for count in counts)
 
 
-def _integer(config: Any, name: str) -> int | None:
-    value = getattr(config, name, None)
+def _of_single_layers(value: Any) -> bool:
+    """Returns whether a value has settings by number of layer."""
+    if not isinstance(value, Mapping) or not value:
+        return False
+    return all(str(key).isdecimal() and isinstance(each, Mapping) for key, each in value.items())
+
+
+def _rotated(data: Mapping[str, Any]) -> Iterable[float]:
+    """Yields the parts of a head's columns that are rotated."""
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            yield from _rotated(value)
+        elif key in ("partial_rotary_factor", "rotary_pct") and isinstance(value, float) and value > 0:
+            yield value
+
+
+def _integer(data: Mapping[str, Any], name: str) -> int | None:
+    value = data.get(name)
     if isinstance(value, list | tuple) and value and all(isinstance(each, int) for each in value):
         return math.gcd(*value)
     return value if isinstance(value, int) and value > 0 else None
@@ -244,7 +308,7 @@ def _integers(data: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
     for key, value in data.items():
         if isinstance(value, int) and not isinstance(value, bool):
             yield key, value
-        elif isinstance(value, Mapping) and "rope" not in key and "config" in key:
+        elif isinstance(value, Mapping) and "rope" not in key and "config" in str(key):
             yield from _integers(value)
 
 

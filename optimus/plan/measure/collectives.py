@@ -18,6 +18,7 @@ import yaml
 from optimus.comm import Group, Groups, PlannedGroups
 from optimus.comm.algorithms import KINDS, OWN, CollectiveKind, Curve, Curves, Measured, names
 from optimus.comm.schedules import Shape
+from optimus.disk import replace_text
 from optimus.errors import UserError, naming_disk_errors
 from optimus.mesh import Mesh, RankPartition
 from optimus.observe.machine import free_memory, use_device
@@ -149,14 +150,18 @@ def merged(before: Measured, now: Measured) -> Measured:
     return Measured.model_validate({kind: {**getattr(before, kind), **getattr(now, kind)} for kind in KINDS})
 
 
+# The section's key and its indented lines; blank lines and comments at the margin belong to it only between these.
+_SECTION = r"^collectives:.*(?:\n(?:(?:[ \t]*|#.*)\n)*[ \t]+\S.*)*\n?"
+
+
 def write(path: Path, measured: Measured) -> None:
-    """Replaces or adds the section `collectives` of the file. The other sections stay the same."""
+    """Replaces or adds the section `collectives` of the file. The other sections stay the same, with their comments."""
     section = yaml.safe_dump(
         {"collectives": measured.model_dump(exclude_defaults=True)}, sort_keys=False, width=120, default_flow_style=None
     )
     with naming_disk_errors(path, "Choose another file"):
-        text = re.sub(r"^collectives:.*\n(?:[ \t#].*\n|\n)*", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
-        path.write_text(text.rstrip("\n") + "\n" + section, encoding="utf-8")
+        text = re.sub(_SECTION, "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        replace_text(path.resolve(), text.rstrip("\n") + "\n" + section)
 
 
 def _existing(path: Path) -> Machine:

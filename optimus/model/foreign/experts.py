@@ -1,0 +1,96 @@
+"""The experts of foreign models, by the library's grouped kernels where these compute the same.
+
+Modules of experts with the decorator `use_experts_implementation` of `transformers` store a layer's experts in
+`gate_up_proj` [E, 2 I, H], gate before up, and `down_proj` [E, H, I], the layout of `kernels.expert_mlp`. An import of
+this module does not import `transformers`.
+
+Legend: T tokens, K experts per token, E experts, H hidden, I intermediate, J = 2 I.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from optimus.kernels.expert_mlp import expert_mlp
+from optimus.kernels.gradient_buffer import GradientBuffer
+from optimus.step_context import StepContext
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_FALLBACK = "grouped_mm"  # the implementation of `transformers` for experts that the kernels cannot compute
+
+
+def differences(experts: Any) -> list[str]:
+    """Returns the differences of these experts from bias-free SwiGLU with weights [E, 2 I, H] and [E, H, I]."""
+    from transformers.activations import SiLUActivation
+    from transformers.integrations.moe import _default_apply_gate
+
+    if not experts.has_gate:
+        return ["its experts have no gate projection"]
+    own_gating = type(experts)._apply_gate is not _default_apply_gate
+    activation = None if own_gating else experts.act_fn
+    weights = (experts.gate_up_proj, experts.down_proj)
+    kinds = [f"{type(weight).__name__} of {str(weight.dtype).removeprefix('torch.')}" for weight in weights]
+    found = {
+        "its experts have biases": experts.has_bias,
+        "its weights are stored transposed": experts.is_transposed,
+        "its gate and up projections are interleaved": not experts.is_concatenated,
+        # Only newer versions than transformers 5.17 have this attribute.
+        "its experts end in a norm": getattr(experts, "has_post_expert_norm", False),
+        "it combines the gate and up projections by its own function": own_gating,
+        f"its activation is {getattr(activation, '__name__', type(activation).__name__)}, not SiLU": not (
+            own_gating or activation is F.silu or isinstance(activation, (nn.SiLU, SiLUActivation))
+        ),
+        f"its weights are {' and '.join(kinds)}, not dense tensors of one floating-point type": (
+            any(type(w) not in (Tensor, nn.Parameter) or w.dtype not in _DTYPES for w in weights)
+            or weights[0].dtype != weights[1].dtype
+        ),
+    }
+    return [text for text, differs in found.items() if differs]
+
+
+class FusedExperts:
+    """Experts that the kernels compute. The gradients of both weights go to gradient buffers.
+
+    The stored `gate_up_proj` is [E, J, H], or [E, 2, I, H] if its two halves are sharded each by itself.
+    """
+
+    replaceable: ClassVar[tuple[str, ...]] = ("gradients", "step")
+    gradients: Mapping[nn.Parameter, GradientBuffer]
+    step: StepContext
+    _parameters: dict[str, nn.Parameter]
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Returns the weighted sum of the chosen experts' outputs, [T, H]. An index of E or more adds nothing."""
+        gate_up, down = self._parameters["gate_up_proj"], self._parameters["down_proj"]
+        buffers = self.gradients.get(gate_up), self.gradients.get(down)
+        gate_up_EJH = gate_up.flatten(1, 2) if gate_up.ndim == 4 else gate_up
+        indices_TK = top_k_index.masked_fill(top_k_index >= len(down), -1)
+        x_TH, weights_TK = hidden_states.to(down.dtype), top_k_weights.to(down.dtype)
+        y_TH = expert_mlp(x_TH, weights_TK, indices_TK, gate_up_EJH, down, buffers, self.step.forms)
+        return y_TH.to(hidden_states.dtype)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Returns True for a module of fused experts whose implementation `transformers` can choose."""
+    return hasattr(module, "is_concatenated") and hasattr(module, "has_gate")
+
+
+def choose_experts(body: nn.Module) -> tuple[list[nn.Module], tuple[str, ...]]:
+    """Returns the modules of experts that the kernels can compute, and notes about the others, for which this function
+    chooses an implementation of `transformers`."""
+    fused, notes = [], dict[str, None]()
+    for module in filter(is_experts, body.modules()):
+        found = differences(module)
+        if not found:
+            fused.append(module)
+            continue
+        config: Any = module.config
+        config._experts_implementation = _FALLBACK
+        notes[
+            f"model.transformers: {type(module).__name__} runs by {_FALLBACK} of `transformers`, not by our kernels: "
+            f"{'; '.join(found)}"
+        ] = None
+    return fused, tuple(notes)

@@ -1,0 +1,45 @@
+"""Norms over all columns of sharded activations."""
+
+import torch
+from torch import Tensor, nn
+
+
+def epsilon_of(module: nn.Module) -> float:
+    """Returns what a norm adds to its mean of squares."""
+    values = [value for key, value in vars(module).items() if "eps" in key and isinstance(value, float)]
+    return values[0] if values else 1e-6
+
+
+def rms_gain(module: nn.Module, weight: Tensor, x: Tensor, y: Tensor) -> Tensor | None:
+    """Returns what the norm's statistic is multiplied by: the weight, or 1 + weight; None if it is no RMS norm."""
+    scaled = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon_of(module))
+    for gain in (weight, 1 + weight):
+        if torch.allclose(scaled * gain, y.detach().to(scaled), rtol=1e-4, atol=1e-4):
+            return gain
+    return None
+
+
+class ConstantNorm(nn.Module):
+    """An RMS norm whose statistic is no part of the graph: its own, or those of the whole module's calls in order."""
+
+    def __init__(self, weight: nn.Parameter, eps: float, plus: float, statistics: list[Tensor] | None = None) -> None:
+        super().__init__()
+        self.weight, self.eps, self.plus, self.statistics = weight, eps, plus, statistics
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiplies by the statistic and the gain."""
+        statistic = torch.rsqrt(x.detach().pow(2).mean(-1, keepdim=True) + self.eps)
+        if self.statistics is not None:
+            statistic = self.statistics[len(self.seen) % len(self.statistics)]
+        self.seen.append(statistic)
+        return x * statistic * (self.weight + self.plus)
+
+
+def offset_of(norm: nn.Module) -> float:
+    """Returns 1 if a norm's gain is 1 + weight, else 0."""
+    weight = norm.get_parameter("weight").detach()
+    x = torch.ones(1, len(weight)).to(weight)
+    with torch.no_grad():
+        y = norm(x)
+    return 1.0 if torch.allclose(y, (1 + weight).to(y).expand_as(y), rtol=1e-3, atol=1e-3) else 0.0

@@ -1,0 +1,119 @@
+"""Experts of foreign models run by our kernels, with the numbers of the eager form in a plain PyTorch loop."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from optimus.config import load_config
+from optimus.config.tree import RunConfig
+from optimus.model.build import causal_model
+from optimus.model.foreign.experts import FusedExperts, choose_experts, is_experts
+from optimus.model.init import initialize
+from optimus.testing import run_ranks
+from optimus.testing.steps import Steps, random_batch
+
+transformers = pytest.importorskip("transformers")
+
+_SIZES: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 320, "num_experts_per_tok": 2, "pad_token_id": 0, "eos_token_id": 2,
+}  # fmt: skip
+_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "granite": ("GraniteMoeConfig", {"num_local_experts": 4}),
+    "qwen3": ("Qwen3MoeConfig", {"head_dim": 16, "num_experts": 4, "moe_intermediate_size": 32}),
+    "gpt_oss": ("GptOssConfig", {"head_dim": 16, "num_local_experts": 4, "sliding_window": 8}),
+}
+_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "zero3": (2, {"state": {"shard": "parameters"}}),
+    "tensor": (2, {"parallel": {"tensor": 2}}),
+}
+_STEPS = 3
+
+
+def config_of(kind: str) -> Any:
+    name, more = _KINDS[kind]
+    return getattr(transformers, name)(**_SIZES, **more)
+
+
+def tree(kind: str, more: dict[str, Any]) -> dict[str, Any]:
+    train = {
+        "steps": _STEPS, "sequence_length": 16, "global_batch": 4, "micro_batch": 2, "output": "/nonexistent",
+        "precision": "float32",
+    }  # fmt: skip
+    schedule = {"lr": 1e-3, "warmup_steps": 0, "name": "constant"}
+    return {
+        "model": {"transformers": config_of(kind).to_dict()}, "data": {"path": "/nonexistent"}, "train": train,
+        "lr_schedule": schedule, **more,
+    }  # fmt: skip
+
+
+def trained(kind: str, more: dict[str, Any]) -> list[tuple[float, float]]:
+    steps = Steps(tree(kind, more))
+    assert any(isinstance(module, FusedExperts) for module in steps.model.modules())
+    found = [steps.train() for _ in range(_STEPS)]
+    return [(each.loss, each.grad_norm) for each in found]
+
+
+def eager(kind: str) -> list[tuple[float, float]]:
+    """Returns (loss, gradient norm) of the steps of a plain PyTorch loop with eager experts."""
+    config = load_config(tree(kind, {}))
+    model = causal_model(config.model)
+    initialize(model, config.train.seed, 0.02)
+    net = transformers.AutoModelForCausalLM.from_config(config_of(kind), dtype=torch.float32)
+    net.set_experts_implementation("eager")
+    net.load_state_dict(model.author_tensors(), strict=False)
+    return [*_loop(net, config)]
+
+
+def _loop(net: nn.Module, config: RunConfig) -> list[tuple[float, float]]:
+    given = config.optimizer
+    betas = (given.betas[0], given.betas[1])
+    adamw = torch.optim.AdamW(net.parameters(), 1e-3, betas, given.eps, weight_decay=given.weight_decay)
+    found = []
+    for step in range(1, _STEPS + 1):
+        tokens_BS: Tensor = random_batch(config, step)
+        loss = net(input_ids=tokens_BS, labels=tokens_BS, use_cache=False).loss
+        adamw.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(net.parameters(), given.clip_norm or float("inf"))
+        adamw.step()
+        found.append((float(loss.detach()), float(norm)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[tuple[float, float]]]:
+    return {kind: eager(kind) for kind in ("granite", "qwen3")}
+
+
+@pytest.mark.parametrize("kind", ["granite", "qwen3"])
+@pytest.mark.parametrize("layout", _LAYOUTS)
+def test_losses_are_those_of_eager_experts(
+    kind: str, layout: str, expected: dict[str, list[tuple[float, float]]]
+) -> None:
+    ranks, more = _LAYOUTS[layout]
+    found = trained(kind, more) if ranks == 1 else run_ranks(trained, ranks, kind, more)[0]
+    for (loss, norm), (right_loss, right_norm) in zip(found, expected[kind], strict=True):
+        assert loss == pytest.approx(right_loss, rel=1e-6)
+        assert norm == pytest.approx(right_norm, rel=1e-5)
+
+
+def test_experts_that_the_kernels_cannot_compute_run_by_grouped_mm_and_a_note_says_why() -> None:
+    with torch.device("meta"):
+        model = causal_model(load_config(tree("gpt_oss", {})).model)
+    (note,) = model.notes
+    assert note.startswith(
+        "model.transformers: GptOssExperts runs by grouped_mm of `transformers`, not by our kernels: "
+    )
+    assert "its experts have biases" in note
+    experts = [module for module in model.modules() if is_experts(module)]
+    assert len(experts) == 2
+    assert not any(isinstance(each, FusedExperts) for each in experts)
+    assert {each.config._experts_implementation for each in experts} == {"grouped_mm"}  # type: ignore[union-attr]
+
+
+def test_a_model_without_experts_has_no_notes() -> None:
+    assert choose_experts(nn.ModuleList([nn.Linear(2, 2)])) == ([], ())
