@@ -154,7 +154,7 @@ def test_what_is_imported_is_installed() -> None:
     extras = {
         "evaluation/signals.py": "plot", "pipeline/draw.py": "plot", "plan/scaling.py": "plot",
         "evaluation": "evaluate", "hub/drop_in.py": "evaluate", "observe/wandb.py": "wandb", "observe/mlflow.py": "mlflow",
-        "model/foreign": "evaluate", "hub/foreign.py": "evaluate",
+        "model/foreign": "hf", "hub/foreign.py": "hf",
         "data/selection.py": "dedup", "data/remote.py": "remote", "copies.py": "remote",
     }  # fmt: skip
     missing = []

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args, get_origin
 
 import pytest
 import typer
@@ -319,9 +319,8 @@ def test_pages_about_more_ranks(name: str, trained: Path, reader: Reader) -> Non
 def test_no_page_is_left_out() -> None:
     """Every page with steps is read. Some programs are tested elsewhere: those that download a published model, with
     small models in tests/hub; those on serving, in tests/hub/test_gguf.py; those on hooks, in
-    tests/training/test_users_hooks.py; those on plugins, in tests/test_plugins.py; that on models of
-    one's own, in tests/model/foreign/test_own_model.py; that on data,
-    in tests/training/test_user_objects.py."""
+    tests/training/test_users_hooks.py; those on plugins, in tests/test_plugins.py; those on models of one's own, in
+    tests/model/foreign/test_own_model.py; that on data, in tests/training/test_user_objects.py."""
     read = {
         "tutorial",
         "checkpoints",
@@ -398,7 +397,8 @@ def keys_of(section: Any, before: str = "") -> set[str]:
     found = set()
     for name, field in section.model_fields.items():
         found.add(before + name)
-        for each in (field.annotation, *get_args(field.annotation)):
+        for annotation in (field.annotation, *get_args(field.annotation)):
+            each = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
             if isinstance(each, type) and issubclass(each, BaseModel):
                 found |= keys_of(each, f"{before}{name}.")
     return found

@@ -51,10 +51,14 @@ def differences(experts: Any) -> list[str]:
     return [text for text, differs in found.items() if differs]
 
 
-class FusedExperts:
-    """Experts that the kernels compute. The gradients of both weights go to gradient buffers.
+_STACK = "gate_up_proj_stack"
 
-    The stored `gate_up_proj` is [E, J, H], or [E, 2, I, H] if its two halves are sharded each by itself.
+
+class FusedExperts:
+    """A module of experts that the kernels compute. The gradients of both weights go to gradient buffers.
+
+    The stored `gate_up_proj` is [E, J, H], or `gate_up_proj_stack` is [E, 2, I, H] if its two halves are sharded each by
+    itself.
     """
 
     replaceable: ClassVar[tuple[str, ...]] = ("gradients", "step")
@@ -64,7 +68,8 @@ class FusedExperts:
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Returns the weighted sum of the chosen experts' outputs, [T, H]. An index of E or more adds nothing."""
-        gate_up, down = self._parameters["gate_up_proj"], self._parameters["down_proj"]
+        parameters = self._parameters
+        gate_up, down = parameters[_STACK if _STACK in parameters else "gate_up_proj"], parameters["down_proj"]
         buffers = self.gradients.get(gate_up), self.gradients.get(down)
         gate_up_EJH = gate_up.flatten(1, 2) if gate_up.ndim == 4 else gate_up
         indices_TK = top_k_index.masked_fill(top_k_index >= len(down), -1)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from optimus.model.batch import Batch
     from optimus.model.parameters import Initial
 
-SplitStyle = Literal["colwise", "rowwise"]
+LinearSplit = Literal["colwise", "rowwise"]
 _WORDS = {"int_type": "a whole number", "float_type": "a number", "bool_type": "true or false", "string_type": "text"}
 _NAMED = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
@@ -58,7 +58,7 @@ class ModelSpec:
     head: str
     initial: "Mapping[str, Initial | Literal['ones', 'zeros']]"
     forward: "Callable[[Any, Batch], Tensor]" = call_with_tokens
-    splits: Mapping[str, SplitStyle] | None = None
+    splits: Mapping[str, LinearSplit] | None = None
     documents: bool = False
     logit_cap: float | None = None
 
