@@ -390,8 +390,8 @@ Architecture = Annotated[
 
 
 def own_model(config: Architecture, what: str) -> ModelConfig:
-    """Returns `config` if it describes one of the library's own models. Raises `UserError`, which begins with `what`, for a
-    model of `transformers` or of a plugin."""
+    """Returns `config` if it describes one of the library's own models. Raises `UserError`, which begins with `what`,
+    for a model of `transformers` or of a plugin."""
     if isinstance(config, ModelConfig):
         return config
     raise UserError(
