@@ -389,11 +389,11 @@ Architecture = Annotated[
 """The section `model` of a configuration: one of the library's own models, or a model of `transformers` or of a plugin."""
 
 
-def own_model(config: Architecture, what: str, cure: str = "") -> ModelConfig:
-    """Returns `config` if it describes one of the library's own models. Raises `UserError`, which begins with `what`
-    and ends with `cure`, for a model of `transformers` or of a plugin."""
+def own_model(config: Architecture, what: str) -> ModelConfig:
+    """Returns `config` if it describes one of the library's own models. Raises `UserError`, which begins with `what`,
+    for a model of `transformers` or of a plugin."""
     if isinstance(config, ModelConfig):
         return config
     raise UserError(
-        f"{what} needs one of the library's own models, but the model is a {config.family} of {config.origin}{cure}"
+        f"{what} needs one of the library's own models, but the model is a {config.family} of {config.origin}"
     )

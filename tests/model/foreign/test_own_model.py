@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 import optimus
@@ -206,7 +207,11 @@ def test_it_resumes_is_evaluated_exported_and_read_again(run: dict[str, Any], tm
     assert losses(tmp_path / "by_folder") == losses(tmp_path / "further")
     with pytest.raises(UserError, match=r"exported.config\.json is of another model: width is 32 there and 48 here"):
         optimus.train(further, ["model.width=48", f"train.output={tmp_path / 'other'}"])
-    assert isinstance(optimus.generate(one, "a", max_tokens=4), str)
+    tokenizer = Tokenizer.from_file(str(exported / "tokenizer.json"))
+    tokens = tokenizer.encode("def load").ids
+    for _ in range(4):
+        tokens.append(int(module(torch.tensor([tokens]))[0, -1].argmax()))
+    assert tokenizer.decode(tokens) == "def load" + optimus.generate(one, "def load", max_tokens=4)
 
 
 def test_modules_that_list_their_parameters_are_evaluated(run: dict[str, Any], tmp_path: Path) -> None:
