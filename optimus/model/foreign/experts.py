@@ -52,7 +52,7 @@ def differences(experts: Any) -> list[str]:
 
 
 class FusedExperts:
-    """Experts that the kernels compute. The gradients of both weights go to gradient buffers.
+    """Computes experts by the kernels. The gradients of both weights go to gradient buffers.
 
     The stored `gate_up_proj` is [E, J, H], or [E, 2, I, H] if its two halves are sharded each by itself.
     """
