@@ -55,7 +55,7 @@ _STACK = "gate_up_proj_stack"
 
 
 class FusedExperts:
-    """A module of experts that the kernels compute. The gradients of both weights go to gradient buffers.
+    """Computes experts by the kernels. The gradients of both weights go to gradient buffers.
 
     The stored `gate_up_proj` is [E, J, H], or `gate_up_proj_stack` is [E, 2, I, H] if its two halves are sharded each by
     itself.
