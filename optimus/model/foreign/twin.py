@@ -101,7 +101,8 @@ def enlarge(model: nn.Module) -> None:
 def tokens_of_twin(config: Any, rows: int = ROWS, length: int = LENGTH) -> Tensor:
     """Returns token ids for a twin, [rows, length], none of them special."""
     generator = torch.Generator().manual_seed(1)
-    return torch.randint(16, vocabulary_of(config) - 1, (rows, length), generator=generator)
+    vocab = vocabulary_of(config)
+    return torch.randint(min(16, vocab // 2), vocab - 1, (rows, length), generator=generator)
 
 
 def vocabulary_of(config: Any) -> int:
