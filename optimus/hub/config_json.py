@@ -115,8 +115,8 @@ def context_of(path: Path, *, own_modules: bool = False) -> int:
     """
     raw, file = read_config(path), path / FILE
     if own_modules or PLUGIN in raw:
-        name = next((name for name in _CONTEXTS if name in raw), _CONTEXTS[0])
-        return integer_field(raw, name, file)
+        name = next((name for name in _CONTEXTS if name in raw), None)
+        return 1 if name is None else integer_field(raw, name, file)  # without a length, that of the training counts
     return read_model(path).learned_positions or integer_field(raw, "max_position_embeddings", file)
 
 

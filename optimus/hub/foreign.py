@@ -18,6 +18,7 @@ from optimus.hub.tensors import FolderTensors, OutputTensor, write_tensors
 from optimus.model.foreign.architecture import TransformersModel
 from optimus.model.foreign.needed import silent_transformers
 from optimus.model.foreign.plugin import PluginModel
+from optimus.model.parameters import named_tensors
 from optimus.plugins import loaded_plugins
 
 
@@ -83,7 +84,7 @@ def _read_transformers(path: Path, config: TransformersModel) -> dict[str, Tenso
         raise UserError(f"{path} lacks the tensor {missing[0]} (and {len(missing) - 1} more): the folder is incomplete")
     if wrong := sorted(map(str, found["mismatched_keys"])):
         raise UserError(f"{path}: the tensor {wrong[0]} has another shape than the model of model.transformers")
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return {name: tensor.detach() for name, tensor in named_tensors(model)}
 
 
 def write_folder(
@@ -92,10 +93,14 @@ def write_folder(
     """Writes a folder that `from_pretrained` loads, from parameters by the author's names. Files have at most `size`
     bytes."""
     from optimus.model.foreign.configuration import hf_config
+    from optimus.model.foreign.initial import initial_values
     from optimus.model.foreign.twin import build
 
     model: Any = build(hf_config(config.text), "sdpa", "meta")
-    model.load_state_dict({name: tensor.to(dtype) for name, tensor in tensors.items()}, strict=False, assign=True)
+    initial_values(model)  # gives the buffers values
+    parameters = {name for name, _ in model.named_parameters()}
+    converted = {name: tensor.to(dtype) if name in parameters else tensor for name, tensor in tensors.items()}
+    model.load_state_dict(converted, strict=False, assign=True)
     model.tie_weights()
     model.config.dtype = dtype
     with silent_transformers():

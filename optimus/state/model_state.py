@@ -91,6 +91,7 @@ class ModelState:
         self.trained = _trained(self.chunks)
         # Buffers of the modules, which no optimizer updates; replicated over `team`.
         self.buffers = _place_buffers(module, device)
+        self._first_buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}
         # True if some rank lacks some gradients. Otherwise each rank computes the norm without communication.
         self._parted = any(chunk.plan.replica_count < groups.world.size for chunk in self.chunks)
         self._gathering = gathering or ParameterPrefetcher()
@@ -211,8 +212,8 @@ class ModelState:
         initial = {name: each.initial for name, each in declared.items() if only in (None, each.role)}
         for chunk in self.chunks:
             chunk.initialize(initial, seed, std)
-        for buffer in self.buffers.values() if only is None else ():
-            buffer.zero_()
+        for name, buffer in self.buffers.items() if only is None else ():
+            buffer.copy_(self._first_buffers[name])
 
     def begin(self) -> None:
         """Initializes the state of the update rules for the first update; the caller has loaded the weights."""

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import optimizer
-from optimus.config.tree import ModelConfig
+from optimus.config import ModelConfig
 from optimus.errors import UserError
 from optimus.model.count import count_parameters
 

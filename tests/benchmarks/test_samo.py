@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import samo
-from optimus.config.tree import ModelConfig
+from optimus.config import ModelConfig
 
 
 @pytest.mark.in_turn(1, 5)

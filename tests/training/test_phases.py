@@ -283,13 +283,13 @@ def test_tokens_and_epochs_are_read_exactly(small_run: dict[str, Any], folders: 
         {"path": folders["comm"], "weight": 3},
         {"path": folders["training"]},
     ]
-    small_run["train"]["steps"] = 400
+    small_run["train"]["steps"] = 1000
     data = TrainingData(load_config(small_run))
-    found = {name: tokens // 32 for name, tokens in data.tokens_by_source(400).items()}
+    found = {name: tokens // 32 for name, tokens in data.tokens_by_source(1000).items()}
     assert (found["model"], found["few"]) == ((rows["model"] + 1) // 2, 20)
-    left = 3200 - found["model"] - 20
+    left = 8000 - found["model"] - 20
     assert found["comm"] == pytest.approx(left * 3 / 4, abs=1)
-    assert sum(found.values()) == 3200
+    assert sum(found.values()) == 8000
     small_run["data"] = [{"path": folders["model"], "epochs": 2.0}]
     small_run["train"]["steps"] = 2 * rows["model"] // 8
     assert TrainingData(load_config(small_run)).tokens_by_source(1) == {"model": 256}

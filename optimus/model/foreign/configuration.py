@@ -19,7 +19,7 @@ def hf_config(text: str) -> Any:
     needed_transformers()
     from transformers import AutoConfig
 
-    raw = json.loads(text)
+    raw = json.loads(text, object_hook=_decoded)
     if "auto_map" in raw:
         raise UserError(
             "model.transformers: auto_map names code outside of `transformers`, which is never run: remove auto_map, or "
@@ -30,6 +30,11 @@ def hf_config(text: str) -> Any:
             return AutoConfig.for_model(**raw)
     except Exception as error:  # the packages that check configurations have their own classes of errors
         raise UserError(f"model.transformers: {' '.join(str(error).split())}") from None
+
+
+def _decoded(found: dict[str, Any]) -> Any:
+    """Returns the number that `transformers` writes as a mapping, such as an infinity; any other mapping unchanged."""
+    return float(found["__float__"]) if found.keys() == {"__float__"} else found
 
 
 @lru_cache(maxsize=16)

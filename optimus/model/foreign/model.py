@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from optimus.errors import UserError
 from optimus.kernels.backend import compute_dtype
 from optimus.model.batch import Batch, moved
 from optimus.model.causal import BlockRow, CausalModel
@@ -30,6 +31,7 @@ from optimus.model.foreign.modules import (
     HeadModule,
     Lookup,
     NormOverAll,
+    RowLeaf,
     SharedOut,
     StagedBlock,
     StagedModule,
@@ -43,7 +45,7 @@ from optimus.model.foreign.plugin import PluginModel
 from optimus.model.foreign.records import ModelFacts, Split, Style
 from optimus.model.moe.statistics import RouterStats
 from optimus.model.moe.tokens import TokenSplit
-from optimus.model.parameters import Declaration, Dim, Initial, Role, Values
+from optimus.model.parameters import Declaration, Dim, Initial, Role, Values, stored_buffers
 from optimus.model.sequence import SequenceSplit
 from optimus.model.units import Unit
 from optimus.model.vocabulary import Vocabulary
@@ -137,10 +139,16 @@ class ForeignModel(Storage, CausalModel):
         self.__dict__["blocks"] = list(cast(nn.ModuleList, body.get_submodule(facts.blocks)))
         self._units: list[Unit] = []
         self.stored: dict[str, Stored] = {}
+        frozen = [(name, each) for name, each in body.named_parameters() if not each.requires_grad]
+        for _, each in frozen:
+            each.requires_grad_()  # the run's rules freeze it
         fused, self.notes = choose_experts(body)
         _compose(self, facts, initial, fused)
         self.untrained = frozenset(
-            part for name in facts.untrained if name in self.stored for part in self.stored[name].names
+            part
+            for name in (*facts.untrained, *(name for name, _ in frozen))
+            if name in self.stored
+            for part in self.stored[name].names
         )
         if self.untrained:
             names = ", ".join(sorted(self.untrained)[:3])
@@ -204,6 +212,9 @@ class ForeignModel(Storage, CausalModel):
                 here = block in blocks if block is not None else flags[_part(name, facts)]
                 if not here:
                     owner._parameters[leaf] = None
+        if not head:  # some authors ask the output layer's weight for its type on every stage
+            del self.head._parameters["weight"]
+            self.head.__dict__["weight"] = torch.empty(0)
 
     def train(self, mode: bool = True) -> "ForeignModel":
         self.body.training = mode
@@ -215,11 +226,14 @@ class ForeignModel(Storage, CausalModel):
         for name, (names, dim, shape) in self.stored.items():
             parts = [self.get_parameter(each).detach() for each in names]
             found[name] = (parts[0] if len(parts) == 1 else torch.cat(parts, dim or 0)).view(shape)
-        return found
+        return found | {name: buffer.detach() for name, buffer in stored_buffers(self)}
 
     @torch.no_grad()
     def fill_from(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fills the parameters from tensors by the author's names."""
+        """Fills the parameters and buffers from tensors by the author's names."""
+        for name, buffer in stored_buffers(self):
+            if name in tensors:
+                buffer.copy_(tensors[name])
         for name, (names, dim, _) in self.stored.items():
             parts = [self.get_parameter(each) for each in names]
             if len(parts) == 1:
@@ -245,9 +259,12 @@ class ForeignModel(Storage, CausalModel):
         these tokens. Without a cache, begins a new sequence."""
         passing = Passing(range(len(self.blocks)), True, True, SequenceSplit(), False, None)
         with self.running(passing):
-            if self.caches:
-                cache = self.body(input_ids=tokens_BS, past_key_values=cache, use_cache=True).past_key_values
-            else:  # the cache has the tokens so far
+            made = None
+            if self.caches and not isinstance(cache, Tensor):
+                made = self.body(input_ids=tokens_BS, past_key_values=cache, use_cache=True).get("past_key_values")
+            if made is not None:
+                cache = made
+            else:  # no known cache: it has the tokens so far
                 cache = tokens_BS if cache is None else torch.cat([cache, tokens_BS], 1)
                 self.call(self.body, Batch(cache), None)
         assert passing.hidden_BSH is not None
@@ -312,6 +329,11 @@ def _compose(
             become(module, AuthorsLinear, **parts, pieces=pieces, biases=biases, transposed=transposed)
         elif (style := facts.styles.get(name)) in _SHARDED:
             become(module, _SHARDED[style])
+        elif style is not None:
+            raise UserError(
+                f"model: {name} is a {type(module).__name__}, whose output every rank would have to gather: such a model "
+                "cannot train yet"
+            )
         elif module._parameters and not inside and module is not head:
             before = _part(f"{name}.", facts) in ("embedding", "before")
             unit = _unit("embedding" if module is embedding else "norm", module)
@@ -334,6 +356,7 @@ _SHARDED: dict[Style, type] = {
     "norm_all": NormOverAll,
     "share": SharedOut,
     "column": ColumnLeaf,
+    "row": RowLeaf,
 }
 
 
@@ -394,7 +417,9 @@ def _store(
 
     def store(name: str, tensor: Tensor, dims: tuple[Dim, ...], initial: Initial) -> str:
         owner._parameters[name] = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor)
-        declared[name] = Declaration(dims, role, initial)
+        # A scalar has no dims: `factor_of` says whether it acts on sharded activations.
+        scales: tuple[Dim, ...] = () if dims else ("head" if split.partial or split.share else "latent",)
+        declared[name] = Declaration(dims, role, initial, scales)
         return name
 
     if dim is None or not split.pieces:

@@ -184,8 +184,6 @@ class AuthorsLinear:
         return (inputs, outputs) if self.transposed else (outputs, inputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        if type(self.product) is Product:  # no communication: a product takes any leading dims, which saves views
-            return self._all_columns(x)
         columns, x_TL = self.host.columns, x.reshape(-1, x.shape[-1])
         if self.style == "scatter":
             x_TL = columns.split(x_TL)
@@ -235,6 +233,20 @@ class ColumnLeaf:
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Any:
         return super().forward(self.host.columns.enter(x), *args, **options)  # type: ignore[misc]
+
+
+class RowLeaf:
+    """A module without projections of our own, of which a rank has some columns of the input."""
+
+    host: ModelHost
+    bias: Tensor | None
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        made = super().forward(*args, **options)  # type: ignore[misc]
+        columns, bias = self.host.columns, getattr(self, "bias", None)
+        if columns.size == 1 or bias is None:
+            return columns.leave(made)
+        return columns.leave(made - bias) + bias
 
 
 class SharedOut:

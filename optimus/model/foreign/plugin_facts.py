@@ -242,6 +242,11 @@ class _Facts:
         scale, cap, why = probes.head_facts(seen, self.real.logit_cap)
         if why is not None:
             raise self._wrong(f"{why}: return the head's result, with a factor or a cap (`logit_cap`) at most")
+        if scale != 1 and self.row.small:
+            raise self._wrong(
+                f"the small copy multiplies the head's result by {scale:g}, and the model itself may have another factor: "
+                "leave `small` out of the ModelRow, or apply the factor before the head"
+            )
         return scale, cap
 
     # ---- Tensor parallelism ----

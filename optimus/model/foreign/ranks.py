@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from optimus.autograd import once_differentiable
 from optimus.model.foreign.full_norms import epsilon_of, offset_of
 from optimus.model.foreign.records import Split, Style
 from optimus.model.foreign.slicing import rank_part
@@ -57,6 +58,7 @@ def _differentiable(forward: _Change, backward: _Change) -> _Change:
             return forward(x)
 
         @staticmethod
+        @once_differentiable
         def backward(ctx: Any, *gradients: Tensor) -> Tensor:
             return backward(gradients[0])
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from optimus.config.tree import ModelConfig
+from optimus.config import ModelConfig
 
 pytest.importorskip("triton")
 
