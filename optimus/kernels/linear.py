@@ -87,7 +87,8 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, w_NL)
         ctx.buffer, ctx.product = buffer, product
         y_TN = product.forward(_rows(x), w_NL)
-        return y_TN.view(*x.shape[:-1], y_TN.shape[-1])
+        # A view would forbid in-place operations on the result.
+        return y_TN if x.ndim == 2 else y_TN.view(*x.shape[:-1], y_TN.shape[-1])
 
     @staticmethod
     @once_differentiable
