@@ -51,18 +51,20 @@ class _Exchange:
         return torch.stack(self.gather(rank, x)).sum(0)
 
 
+class _Applied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: _Change, backward: _Change) -> Tensor:
+        ctx.change = backward
+        return forward(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.change(gradients[0]), None, None
+
+
 def _differentiable(forward: _Change, backward: _Change) -> _Change:
-    class Collective(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return forward(x)
-
-        @staticmethod
-        @once_differentiable
-        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-            return backward(gradients[0])
-
-    return Collective.apply
+    return lambda x: _Applied.apply(x, forward, backward)
 
 
 class _SummedNorm(nn.Module):
