@@ -72,10 +72,7 @@ class AdaptedModel(Section):
     @property
     def limits(self) -> dict[str, str]:
         """Options that the model cannot have, with reasons."""
-        found = {option: why.format(of=self.origin) for option, why in _LIMITS.items()} | dict(self.facts.refusals)
-        if self.facts.chain is not None:  # gradients of a block would come after those of the blocks before
-            found["model"] = f"{self.facts.chain}: such a model cannot train yet; choose another"
-        return found
+        return {option: why.format(of=self.origin) for option, why in _LIMITS.items()} | dict(self.facts.refusals)
 
     def sharded_sizes(self) -> list[tuple[str, int, int]]:
         """Returns (name, size, 0) of the sizes that tensor parallelism shards over ranks, each size once."""

@@ -50,6 +50,13 @@ class TransformersModel(AdaptedModel):
         return facts_of_text(self.text)
 
     @property
+    def limits(self) -> dict[str, str]:
+        """Options that the model cannot have, with reasons."""
+        chain = self.facts.chain  # the gradients of a block would come after those of the blocks before it
+        broken = {} if chain is None else {"model": f"{chain}: such a model cannot train yet; choose another"}
+        return super().limits | broken
+
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the parameters, by the author's names."""
         from optimus.model.foreign.configuration import shapes_of_text
