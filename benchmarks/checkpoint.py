@@ -41,6 +41,7 @@ from optimus.comm import Groups
 from optimus.config import RunConfig
 from optimus.mesh import Mesh
 from optimus.model import Transformer
+from optimus.model.architecture import own_model
 from optimus.plan.measure.ranks import run_fresh
 from optimus.resolve.parameters import layouts_of, state_spec_of
 from optimus.resolve.ranks import mesh_of
@@ -294,7 +295,7 @@ def _nodes() -> list[Row]:
 
 def _spread(config: RunConfig, mesh: Mesh, scattered: bool) -> Row:
     with torch.device("meta"):
-        model = Transformer(config.model)
+        model = Transformer(own_model(config.model, "bench"))
     layouts, state_spec = layouts_of(model, config), state_spec_of(config, model, RunInputs())
     nodes = dict.fromkeys(range(mesh.node(mesh.size - 1) + 1), 0)
     writing = set()

@@ -28,6 +28,7 @@ from benchmarks.training import Step
 from optimus.comm import Groups
 from optimus.config import RunConfig
 from optimus.model import Transformer
+from optimus.model.architecture import own_model
 from optimus.model.init import initialize, initialize_parameter
 from optimus.model.parameters import declarations
 from optimus.resolve.precision import DTYPES
@@ -86,7 +87,7 @@ def fsdp2(config: RunConfig, *, reshard_after_forward: bool) -> Step:
     """
     compute, reduce = DTYPES[config.train.precision], DTYPES[config.state.gradient_dtype]
     with torch.device("meta"):
-        module = _Objective(Transformer(config.model, config.moe.force_balanced), config)
+        module = _Objective(Transformer(own_model(config.model, "bench"), config.moe.force_balanced), config)
     settings: dict[str, Any] = {
         "mesh": init_device_mesh("cpu", (dist.get_world_size(),)),
         "reshard_after_forward": reshard_after_forward,
@@ -162,7 +163,7 @@ def _cast(module: _Objective, config: RunConfig) -> nn.Module:
 
 def _objective(config: RunConfig) -> _Objective:
     """Returns the initialised objective in fp32."""
-    model = Transformer(config.model, config.moe.force_balanced)
+    model = Transformer(own_model(config.model, "bench"), config.moe.force_balanced)
     initialize(model, config.train.seed, config.model.init_std)
     return _Objective(model, config)
 

@@ -28,6 +28,7 @@ from optimus.comm import Groups
 from optimus.config import RunConfig
 from optimus.kernels.gradient_buffer import GradientBuffer, TensorBuffer
 from optimus.model import Batch, Losses, Transformer
+from optimus.model.architecture import own_model
 from optimus.model.attention import AttentionPositions
 from optimus.model.init import initialize
 from optimus.parallel.options import StageOptions
@@ -54,7 +55,7 @@ def make_stages(config: RunConfig) -> PipelineStages:
     """Returns this rank's stages, initialised, in fp32. Gradients accumulate in `.grad` of the parameters."""
     groups = Groups(mesh_of(config, dist.get_world_size()))
     buffers: dict[nn.Parameter, GradientBuffer] = {}
-    model = Transformer(config.model)
+    model = Transformer(own_model(config.model, "bench"))
     initialize(model, config.train.seed, config.model.init_std)
     partition = partition_of(config, groups.mesh, groups.rank)
     staged = stages_of(model, partition, config, groups, torch.float32, torch.device("cpu"))
@@ -101,7 +102,8 @@ class _Plain:
 
 def torchs(staged: PipelineStages, config: RunConfig) -> Step:
     """Returns the step of torch's executor, with its schedule of the configured name."""
-    model, last, microbatches = staged.model, len(staged.partition.blocks) - 1, _microbatches(config)
+    model = cast(Transformer, staged.model)
+    last, microbatches = len(staged.partition.blocks) - 1, _microbatches(config)
     positions_S, positions = model.local_positions(Batch(torch.empty(1, config.train.sequence_length)))
 
     def loss_of(x_TH: Tensor, tokens_BS: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from benchmarks.tensor_parallel_rival import parallelize, same_weights
 from benchmarks.training import BY_HEART, Make, Precision, Step, Type, configuration, decided, speed_row, trial, turn
 from optimus.config import RunConfig
 from optimus.model import Transformer
+from optimus.model.architecture import own_model
 from optimus.model.init import initialize
 from optimus.plan.measure.ranks import run_fresh
 
@@ -89,7 +90,7 @@ def config_of(model: str, precision: Type, sequences: int, context: int, overrid
 
 def dtensor(config: RunConfig, *, sequence: bool) -> Step:
     """Returns torch's training step. A bf16 step has bf16 weights, and fp32 master weights that AdamW updates."""
-    whole = Transformer(config.model)
+    whole = Transformer(own_model(config.model, "bench"))
     initialize(whole, config.train.seed, config.model.init_std)
     model = parallelize(same_weights(whole), init_device_mesh("cpu", (RANKS,)), sequence=sequence)
     weights, masters = list(model.parameters()), None

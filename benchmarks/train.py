@@ -28,6 +28,7 @@ from optimus.config import RunConfig
 from optimus.data.loader import TokenLoader
 from optimus.hub.exporting import export_model
 from optimus.model import Transformer
+from optimus.model.architecture import own_model
 from optimus.model.init import initialize
 from optimus.observe.metrics import read_metrics
 from optimus.optim.adamw import AdamW
@@ -139,7 +140,7 @@ def prepared(model: str, folder: Path, batch: int, precision: Type) -> RunConfig
         sections["moe"] = {"z_coefficient": 0.0}
     shape: dict[str, Any] = {"micro_batch": min(batch, 8), "data": data, "steps": 1000, "precision": precision}
     config = configuration(model, batch, 256, output=folder, **shape, **sections)
-    whole = Transformer(config.model)
+    whole = Transformer(own_model(config.model, "bench"))
     initialize(whole, config.train.seed, config.model.init_std)
     export_model(whole, weights, context=256, tokenizer=None, eos_id=None)
     return config
@@ -221,7 +222,7 @@ def trainer(experts: str, how: str) -> Contestant:
 def _optimizer(hf: torch.nn.Module, config: RunConfig) -> tuple[torch.optim.Optimizer, Any]:
     """Returns AdamW with our hyperparameters, equal for all parameters, and our learning rate of every step."""
     with torch.device("meta"):
-        (rule,) = {*rules_of(config.optimizer, Transformer(config.model)).values()}
+        (rule,) = {*rules_of(config.optimizer, Transformer(own_model(config.model, "bench"))).values()}
     assert isinstance(rule, AdamW)
     given, peak = config.optimizer, config.lr_schedule.lr
     optimizer = torch.optim.AdamW(
