@@ -82,7 +82,7 @@ def config_json(family: str) -> dict[str, Any]:
     """Returns the config.json of a tiny model."""
     from transformers import AutoConfig
 
-    settings = SETTINGS[family]
+    settings = SETTINGS.get(family, {})
     made = AutoConfig.for_model(family, **settings)
     found: dict[str, Any] = (made if settings else small(made)).to_dict()
     return found

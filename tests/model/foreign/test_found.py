@@ -1,0 +1,68 @@
+"""Models of `transformers` that once had other numbers: buffers, layers of other classes, heads asked on every stage."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import optimus
+from helpers.adapted import LAYOUTS, by_plain_loop, config_json, config_of, trained
+from optimus.model.build import causal_model
+from optimus.model.parameters import stored_buffers
+from optimus.testing.ranks import run_ranks
+from optimus.testing.steps import Steps
+
+LOSS, NORM = 2e-6, 1e-4  # as in test_layouts.py
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("falcon", "tensor"),  # its linear layers have a class of their own
+        ("minimax", "zero3"),  # its decays are buffers that checkpoints store
+        ("mamba", "1f1b"),  # it asks the output layer's weight for its type on every stage
+    ],
+)
+def test_losses_are_those_of_a_plain_loop(family: str, layout: str) -> None:
+    ranks, sections = LAYOUTS[layout]
+    found = run_ranks(trained, ranks, family, sections)[0]
+    for (loss, norm), (expected_loss, expected_norm) in zip(found, by_plain_loop(family), strict=True):
+        assert loss == pytest.approx(expected_loss, rel=LOSS)
+        assert norm == pytest.approx(expected_norm, rel=NORM)
+
+
+def test_buffers_begin_with_the_values_of_the_model() -> None:
+    steps = Steps(config_of("minimax"))
+    expected = dict(stored_buffers(causal_model(steps.config.model)))
+    assert any(buffer.any() for buffer in expected.values())
+    for name, buffer in steps.state.buffers.items():
+        torch.testing.assert_close(buffer, expected[name])
+
+
+def test_a_folder_keeps_buffers(small_run: dict[str, Any], tmp_path: Path) -> None:
+    """DeepSeek-V3's routers choose by a bias that is a buffer."""
+    raw = config_json("deepseek_v3")
+    made: Any = AutoModelForCausalLM.from_config(type_of(raw)).float().eval()
+    with torch.no_grad():
+        for name, buffer in made.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.linspace(-1, 1, buffer.numel()))
+    made.save_pretrained(tmp_path / "author")
+    run = small_run | {"model": {"transformers": str(tmp_path / "author")}}
+    run["train"] = small_run["train"] | {"steps": 1, "precision": "float32"}
+    run["lr_schedule"] = {"lr": 1e-9, "min_lr": 0.0, "warmup_steps": 0}
+    optimus.train(run)
+    tokens_BS = torch.arange(20, 44).view(2, 12)
+    expected = made(tokens_BS).logits
+    torch.testing.assert_close(optimus.load_model(run["train"]["output"])(tokens_BS), expected, rtol=0, atol=1e-4)
+    exported = optimus.export(run["train"]["output"], tmp_path / "exported")["output"]
+    again = AutoModelForCausalLM.from_pretrained(exported)
+    torch.testing.assert_close(again(tokens_BS).logits, expected, rtol=0, atol=1e-4)
+
+
+def type_of(raw: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**raw)
