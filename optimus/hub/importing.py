@@ -79,15 +79,22 @@ def import_folder(hf_dir: str | Path, output: str | Path, *, plugins: Sequence[s
     save_model(
         model, output, context=context, tokenizer=tokenizer, eos_id=eos_id, masks=masks, published=said, plugins=loaded
     )
+    return _imported(model, output, context, eos_id, tokenizer) | {"left_out": omitted_layers(path, model_config)}
+
+
+def _imported(
+    model: CausalModel, output: Path, context: int, eos_id: int | None, tokenizer: Path | None
+) -> dict[str, Any]:
+    """Returns the result of `import_folder`, without omitted layers."""
     return {
         "checkpoint": str(output),
-        "family": model_config.family,
+        "family": model.config.family,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "context": context,
         "dtype": str(model.embedding.weight.dtype).removeprefix("torch."),
         "eos_id": eos_id,
         "tokenizer": tokenizer is not None,
-        "left_out": omitted_layers(path, model_config),
+        "left_out": None,
     }
 
 
@@ -102,16 +109,7 @@ def _import_plugin_folder(path: Path, config: Architecture, output: Path, loaded
     masks = read_masks(path, _shapes(model))
     context = context_of(path)
     save_model(model, output, context=context, tokenizer=tokenizer, eos_id=eos_id, masks=masks, plugins=loaded)
-    return {
-        "checkpoint": str(output),
-        "family": config.family,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "context": context,
-        "dtype": str(model.embedding.weight.dtype).removeprefix("torch."),
-        "eos_id": eos_id,
-        "tokenizer": tokenizer is not None,
-        "left_out": None,
-    }
+    return _imported(model, output, context, eos_id, tokenizer)
 
 
 class FolderReader:

@@ -14,6 +14,7 @@ from optimus.model.build import causal_model
 from optimus.model.foreign.architecture import TransformersModel
 from optimus.model.foreign.plugin import PluginModel
 from optimus.model.parameters import declarations
+from optimus.model.parts import PartNames
 from optimus.model.transformer import Transformer
 
 
@@ -88,6 +89,13 @@ def _counts(config: Architecture) -> _Counts:
     return _own_counts(config) if isinstance(config, ModelConfig) else _foreign_counts(config)
 
 
+def _outside(name: str, names: PartNames) -> str:
+    """Returns the part, as in `count_parts`, of a parameter outside the blocks."""
+    if names.in_embedding(name) or names.in_head(name):
+        return "embedding" if names.in_embedding(name) else "head"
+    return "positions" if names.is_before(name) else "final_norm"
+
+
 def _foreign_counts(config: TransformersModel | PluginModel) -> _Counts:
     names, router, scored = config.parts, config.facts.router, Counter[int | None]()
     with torch.device("meta"):
@@ -98,9 +106,7 @@ def _foreign_counts(config: TransformersModel | PluginModel) -> _Counts:
         chosen = parameter.numel()
         if declared.role == "expert" and router is not None:
             chosen = chosen // router.experts * router.top_k
-        outside = "embedding" if names.in_embedding(name) else "head" if names.in_head(name) else "final_norm"
-        part = f"blocks.{block}" if block is not None else "positions" if declared.role == "embedding" else outside
-        part = "embedding" if names.in_embedding(name) else part
+        part = f"blocks.{block}" if block is not None else _outside(name, names)
         total[part] += parameter.numel()
         active[part] += chosen
         if declared.role in ("matrix", "router", "expert"):
