@@ -4,6 +4,7 @@ A pattern on the page gives a number; a pattern in the test's text, or the test'
 named on the page on results is in `FIXED`, or fixes no number of the page.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -75,6 +76,7 @@ TORCH, ACTIVATIONS = "tests/pipeline/test_against_torch.py", "tests/parallel/tes
 PARITY, LAYOUTS = "tests/model/test_transformers_parity.py", "tests/training/test_layouts.py"
 LOST, MASKS, KILLED = "tests/launch/test_lost_rank.py", "tests/state/test_masks.py", "tests/checkpoint/test_killed.py"
 CHANGES, WATCH = "tests/checkpoint/test_layouts.py", "tests/comm/test_watch.py"
+FACTS = "tests/model/foreign/facts.json"
 HANGS, SLOW, LAB = "tests/resilience/test_hangs.py", "tests/resilience/test_slow.py", "tests/testing/test_lab.py"
 TIMES, SCALING = "tests/resolve/test_offload_times.py", "tests/plan/test_scaling.py"
 PCCL, OFFLOADING = "tests/plan/test_pccl.py", "tests/plan/test_offloading.py"
@@ -133,6 +135,25 @@ def shorter() -> list[float]:
 
 
 RATIO = r"(\d\.\d+)"
+
+
+def adapted_facts() -> list[float]:
+    """Returns the version of transformers, classes that build, classes with a plan, and what is divided of the latter."""
+    facts = json.loads((ROOT / FACTS).read_text(encoding="utf-8"))
+    classes = facts["classes"].values()
+    divided = [fact["divided"] for fact in classes if fact["plan"]]
+    version = float(".".join(facts["transformers"].split(".")[:2]))
+    least = 0.9
+    return [
+        version,
+        len(classes),
+        len(divided),
+        sum(share >= least for share in divided),
+        100 * least,
+        round(100 * sum(divided) / len(divided), 1),
+    ]
+
+
 FIXED = [
     Fixed(
         TRAINING,
@@ -250,6 +271,12 @@ FIXED = [
         rf"\| 1 A100-40GB \| {RATIO} \|",
         lambda: text(OFFLOADING, r"\[\(1, (\S+)\), \(2, 1.0\), \(4, 1.0\)\]"),
     ),
+    Fixed(
+        FACTS,
+        r"of `transformers` (\S+), (\d+) build .*Of (\d+) with a published plan, (\d+) have at least (\d+) %"
+        r".*\n.*, (\S+) % on average",
+        adapted_facts,
+    ),
 ]
 WITHOUT_NUMBERS = {
     "tests/parallel/test_context.py": "a quarter, of four ranks; formulas",
@@ -258,6 +285,7 @@ WITHOUT_NUMBERS = {
     "tests/state/test_communication.py": "formulas",
     "tests/state/test_host_memory.py": "the way in which the benchmark's times are found",
     "tests/hub/": "equality",
+    "tests/model/foreign/test_layouts.py": "bounds of its own, wider than what was measured",
 }
 WORDS = {"five": "5"}
 
