@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from benchmarks.published.profiles import FrameworkProfile
+from optimus.model.architecture import own_model
 from optimus.plan.blocks import Projection, blocks_of
 from optimus.plan.chunks import PartCounts
 from optimus.plan.job import Job
@@ -27,7 +28,7 @@ class OtherActivations:
         profile: FrameworkProfile,
         offload: frozenset[str] = frozenset(),
     ) -> None:
-        model, mesh = job.model, job.mesh
+        model, mesh = own_model(job.model, "bench"), job.mesh
         self.model, self.job, self.profile, self.blocks = model, job, profile, blocks_of(model)
         self.offload = offload
         self.T = job.rows

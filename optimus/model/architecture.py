@@ -287,6 +287,10 @@ class ModelConfig(Section):
         """Options that the model cannot have, with reasons: none."""
         return {}
 
+    def refuse_ways(self, ways: int) -> str | None:
+        """Returns None: `sharded_sizes` says all that limits tensor parallelism."""
+        return None
+
     def sharded_sizes(self) -> list[tuple[str, int, int]]:
         """Returns (name, size, axis) of each size that tensor parallelism shards. Axis 0 shards outputs, axis 1 shards
         inputs."""

@@ -92,6 +92,10 @@ class ModuleSetting(NamedTuple):
         rows = sequences * self.context // self.mesh.cp // (self.mesh.tp_out if self.options.sequence else 1)
         return torch.empty(rows, self.model.stream_width // self.mesh.tp_in, dtype=self.dtype, device="meta")
 
+    def batch(self, sequences: int) -> Batch:
+        """Returns a batch of `sequences` sequences of the first token."""
+        return Batch(torch.zeros(sequences, self.context, dtype=torch.int64))
+
 
 class ModuleBytes(NamedTuple):
     """Bytes of one module for some number of sequences."""
@@ -174,12 +178,12 @@ def _block_bytes(
     setting: ModuleSetting, layer: int, experts: bool, again: bool, sequences: int
 ) -> dict[ModulePosition, ModuleBytes]:
     """Measures the sparse layer of block `layer` if `experts`, else all its other modules."""
-    stage = _stage(setting)
+    stage = stage_of(setting)
     config, ranks = stage.model.config, setting.mesh.ep
     # The overloaded experts: all experts of this rank, or one expert if this rank has all experts.
     busy = config.experts_of(layer) // ranks if ranks > 1 else 1
     with stage.shapes(setting.load, busy, sequences) as shapes:
-        batch, number = _batch(setting, sequences), stage.numbers[layer]
+        batch, number = setting.batch(sequences), stage.numbers[layer]
         positions_S, positions = stage.model.local_positions(batch)
         run = stage.model.stage(range(number, number + 1), first=False, last=False)
         measuring = _Measuring(stage.model.blocks[number], shapes, step=stage.step, experts=experts, again=again)
@@ -192,8 +196,8 @@ def _block_bytes(
 
 @lru_cache(maxsize=1024)
 def _end_bytes(setting: ModuleSetting, what: End, sequences: int) -> dict[ModulePosition, ModuleBytes]:
-    stage = _stage(setting)
-    model, batch = stage.model, _batch(setting, sequences)
+    stage = stage_of(setting)
+    model, batch = stage.model, setting.batch(sequences)
     with stage.shapes() as shapes:
         x_TH = setting.stream(sequences).requires_grad_()
         start = shapes.alive
@@ -222,17 +226,13 @@ def _end_bytes(setting: ModuleSetting, what: End, sequences: int) -> dict[Module
     return {(0, 0): ModuleBytes(what, 0, saved, work, waiting)}
 
 
-def _batch(setting: ModuleSetting, sequences: int) -> Batch:
-    return Batch(torch.zeros(sequences, setting.context, dtype=torch.int64))
-
-
-class _Stage:
+class ShapeStage:
     """A model on the first rank of a mesh, with one block of each group of identical blocks."""
 
     def __init__(self, setting: ModuleSetting) -> None:
         config, options = setting.model, setting.options
         groups, examples = ShapeGroups(setting.mesh), sorted(set(config.alike))
-        self.step = groups.step
+        self.step, self.sent = groups.step, groups.sent
         self._buffers: dict[nn.Parameter, TensorBuffer] = {}
         with torch.device("meta"), torch.no_grad():
             model = causal_model(config, layers=examples).to(device="meta", dtype=setting.dtype)
@@ -256,7 +256,7 @@ class _Stage:
         return shapes
 
 
-_stage = lru_cache(maxsize=32)(_Stage)
+stage_of = lru_cache(maxsize=32)(ShapeStage)
 
 
 class _Run(NamedTuple):

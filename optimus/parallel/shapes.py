@@ -7,6 +7,7 @@ same data.
 
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
@@ -15,13 +16,39 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimus.comm import DONE, Group, Groups, Handle, PlannedGroups
-from optimus.mesh import RankPartition
+from optimus.comm.algorithms import CollectiveKind
+from optimus.comm.group import Shared
+from optimus.mesh import Mesh, RankPartition
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 
 
+class Sent(NamedTuple):
+    """A collective: its kind, its ranks and the bytes of its whole tensor."""
+
+    kind: CollectiveKind
+    ranks: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass
+class _Shared(Shared):
+    """The state that the groups share, with the collectives in order."""
+
+    sent: list[Sent] = field(default_factory=list)
+
+
 class ShapeGroups(Groups):
-    """The groups of the first rank of `mesh`, without process groups."""
+    """The groups of the first rank of `mesh`, without process groups. `sent` lists the collectives in order."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__(mesh)
+        self._shared: _Shared = _Shared(**vars(self._shared))
+
+    @property
+    def sent(self) -> list[Sent]:
+        """The collectives of all groups, in order."""
+        return self._shared.sent
 
     def make(self, planned: Iterable[PlannedGroups]) -> None:
         """Does nothing: there are no process groups to create."""
@@ -33,17 +60,26 @@ class ShapeGroups(Groups):
 class ShapeGroup(Group):
     """A group whose ranks all have the data of this rank. The group's collectives allocate only their results."""
 
+    shared: _Shared
+
+    def _send(self, kind: CollectiveKind, tensor: Tensor) -> None:
+        if self.size > 1:
+            self.shared.sent.append(Sent(kind, tuple(self.ranks), tensor.nbytes))
+
     def all_reduce_async(self, tensor: Tensor, beside: bool = True) -> Handle:
+        self._send("all_reduce", tensor)
         return DONE
 
     def reduce_scatter_async(
         self, tensor: Tensor, out: Tensor, lengths: Sequence[int] | None = None, beside: bool = True
     ) -> Handle:
+        self._send("reduce_scatter", tensor)
         return DONE
 
     def all_gather_async(
         self, tensor: Tensor, part: Tensor, lengths: Sequence[int] | None = None, beside: bool = True
     ) -> Handle:
+        self._send("all_gather", tensor)
         if not tensor.is_meta:
             tensor.view(self.size, *part.shape).copy_(part)
         return DONE
@@ -54,6 +90,7 @@ class ShapeGroup(Group):
     def all_to_all_async(
         self, rows: Tensor, send: Sequence[int] | None = None, receive: Sequence[int] | None = None
     ) -> tuple[Tensor, Handle]:
+        self._send("all_to_all", rows)
         each = [len(rows) // self.size] * self.size
         send, receive = send or each, receive or each
         out = rows.new_empty(sum(receive), *rows.shape[1:])
@@ -98,17 +135,17 @@ class Shapes(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        given = [each for each in _leaves([*args, *kwargs.values()]) if isinstance(each, Tensor)]
+        given = [each for each in leaves_of([*args, *kwargs.values()]) if isinstance(each, Tensor)]
         if any(tensor.is_meta for tensor in given):
             result = self._shapes(function, args, kwargs)
         else:
             if "device" in kwargs:
                 kwargs["device"] = _META if not given and _floating(function, args, kwargs) else _CPU
-            result = function(*args, **kwargs)
+            result = _on_numbers(function, args, kwargs)
             numbers = isinstance(result, Tensor) and result.is_floating_point()
             if numbers and given and not any(tensor.is_floating_point() for tensor in given):  # only integer inputs
                 result = torch.empty_like(result, device=_META)
-        for tensor in _leaves([result]):
+        for tensor in leaves_of([result]):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._known:
@@ -119,7 +156,7 @@ class Shapes(TorchDispatchMode):
     def _shapes(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Returns the results of `function`, some of whose inputs have no data. Runs `function` only if necessary: most
         results are cached."""
-        kind, written = _effect(function)
+        kind, written = effect_of(function)
         if kind == "view":
             return function(*args, **kwargs)
         if kind == "write":  # there is no data to write
@@ -209,7 +246,7 @@ def _outcome(function: Any, args: Any, kwargs: Any) -> Any:
 
 
 @cache
-def _effect(function: Any) -> tuple[Literal["view", "write", "new"], list[tuple[int, str]]]:
+def effect_of(function: Any) -> tuple[Literal["view", "write", "new"], list[tuple[int, str]]]:
     """Returns (effect of `function`, positions and names of the arguments that it writes)."""
     schema = function._schema
     written = [(at, each.name) for at, each in enumerate(schema.arguments) if each.is_write]
@@ -219,15 +256,22 @@ def _effect(function: Any) -> tuple[Literal["view", "write", "new"], list[tuple[
     return "view" if shares or function is torch.ops.aten._unsafe_view.default else "new", []
 
 
-def _leaves(values: Sequence[Any]) -> list[Any]:
+def leaves_of(values: Sequence[Any]) -> list[Any]:
     """Returns the elements of nested lists and tuples."""
     found: list[Any] = []
     for each in values:
         if isinstance(each, list | tuple):
-            found += _leaves(each)
+            found += leaves_of(each)
         else:
             found.append(each)
     return found
+
+
+def _on_numbers(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Returns the result of `function` on tensors with data. `histc` of integers exists only on accelerators."""
+    if function is not torch.ops.aten.histc.default or args[0].is_floating_point():
+        return function(*args, **kwargs)
+    return function(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
 
 
 _FLOATS = {torch.ops.aten.empty.memory_format, torch.ops.aten.zeros.default, torch.ops.aten.ones.default}
@@ -237,5 +281,5 @@ def _floating(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> boo
     """Returns True if a factory function creates a floating-point tensor."""
     dtype = kwargs.get("dtype")
     if dtype is None:
-        return function in _FLOATS or any(isinstance(each, float) for each in _leaves(args))
+        return function in _FLOATS or any(isinstance(each, float) for each in leaves_of(args))
     return bool(dtype.is_floating_point)

@@ -13,8 +13,9 @@ from typing import Literal, NamedTuple, cast
 import torch
 from torch import nn
 
-from optimus.config import ModelConfig
-from optimus.model import Transformer
+from optimus.config import Architecture, ModelConfig
+from optimus.model import CausalModel
+from optimus.model.build import causal_model
 from optimus.model.linear import Linear
 from optimus.model.parameters import Dim, declarations
 from optimus.model.units import units_of
@@ -49,34 +50,45 @@ class BlockModules(NamedTuple):
 Factors = tuple[tuple[str, int], ...]  # for each projection with low-rank factors: (name, rank of the factors)
 
 
+class Examples(NamedTuple):
+    """A model on the meta device with parameters of one block of each kind. `layers` are the first layers of the kinds, by
+    the number of the block in `model`."""
+
+    model: CausalModel
+    layers: Mapping[int, int]
+
+
 @lru_cache(maxsize=256)
-def examples(model: ModelConfig, factors: Factors = ()) -> tuple[Transformer, list[int]]:
-    """Returns (a model on the meta device with one block of each kind of `model`, the first layer of each kind).
+def examples(model: Architecture, factors: Factors = ()) -> Examples:
+    """Returns the examples of the blocks of `model`.
 
     If `factors` names a projection of `model`, the corresponding projection of the returned model has low-rank factors.
     """
-    layers = sorted(set(model.alike))
+    kinds = sorted(set(model.alike))
     with torch.device("meta"):
-        made = Transformer(model, layers=layers)
-        for name, rank in dict.fromkeys((_example_name(model, layers, name), rank) for name, rank in factors):
+        made = causal_model(model, layers=kinds)
+        numbers = range(len(kinds)) if len(made.blocks) == len(kinds) else kinds
+        layers = dict(zip(numbers, kinds, strict=True))
+        made.keep(layers, first=True, last=True, embedding=True, head=True)
+        for name, rank in dict.fromkeys((_example_name(model, kinds, name), rank) for name, rank in factors):
             cast(Linear, made.get_submodule(name)).add_factors(rank)
-    return made, layers
+    return Examples(made, layers)
 
 
-def _example_name(model: ModelConfig, layers: Sequence[int], name: str) -> str:
-    """Returns the name of the module or parameter in `examples` that represents `name` of `model`."""
-    part, _, rest = name.partition(".")
-    if part != "blocks":
+def _example_name(model: Architecture, kinds: Sequence[int], name: str) -> str:
+    """Returns the name of the module or parameter in `examples` that represents `name` of one of the library's own
+    models."""
+    if (block := model.parts.block_of(name)) is None:
         return name
-    number, _, rest = rest.partition(".")
-    return f"blocks.{layers.index(model.alike[int(number)])}.{rest}"
+    before = f"{model.parts.blocks}."
+    return f"{before}{kinds.index(model.alike[block])}{name.removeprefix(f'{before}{block}')}"
 
 
 @lru_cache(maxsize=256)
 def blocks_of(model: ModelConfig) -> Mapping[int, BlockModules]:
     """Returns the modules of each kind of block in `model`, by the first layer of the kind."""
     made, layers = examples(model)
-    return {layer: _block(block) for layer, block in zip(layers, made.blocks)}
+    return {layer: _block(made.blocks[number]) for number, layer in layers.items()}
 
 
 def _block(block: nn.Module) -> BlockModules:

@@ -14,10 +14,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from optimus.config import ModelConfig
+from optimus.config import Architecture
 from optimus.mesh import Mesh
+from optimus.model.architecture import own_model
 from optimus.pipeline.estimates import stages_of_ranks
 from optimus.pipeline.schedules import DEFAULT, ScheduleRow, schedules
+from optimus.plan.costs import costs_of
 from optimus.plan.job import Job
 from optimus.plan.rank_costs import Passes, RankCosts
 from optimus.plan.step import stage_sizes
@@ -31,8 +33,8 @@ class BlockTiming(NamedTuple):
     """A division of a block over ranks, and the seconds of a microbatch in a block, the output layer and the embedding."""
 
     work: RankCosts  # costs of a job with one stage and as few replicas as possible
-    block: float  # forward and backward pass with the fastest attention and feed-forward layer of any kind of block
-    forward: float  # forward pass of the same modules, without collectives
+    block: float  # forward and backward pass of the fastest kind of block
+    forward: float  # forward pass of the kind with the fastest forward pass, without collectives
     head: float
     embedding: float
 
@@ -69,7 +71,8 @@ class Candidate(NamedTuple):
 def candidates(job: Job) -> Iterator[Candidate]:
     """Yields all candidate layouts of the job's ranks."""
     timings = list(_timings(job))
-    for pp in (n for n in divisors(job.mesh.size) if n <= job.model.layers):
+    longest = 1 if "pipeline" in job.model.limits else job.model.layers
+    for pp in (n for n in divisors(job.mesh.size) if n <= longest):
         ranks, orders = job.mesh.size // pp, list(_orders(job, pp))
         for timing in timings:
             mesh = timing.mesh
@@ -92,9 +95,9 @@ def _timings(job: Job) -> Iterator[BlockTiming]:
     node, known = min(ranks, job.machine.ranks_per_node), dict[Any, Any]()
     undivided = bool(job.teachers)  # distillation compares whole logits, which tensor parallelism would divide
     within = [1] if undivided else [size for size in divisors(node) if ranks % size == 0]
-    for out in (n for n in within if not model.kv_heads % n and n <= model.vocab and _columns(model, n)):
-        for inner in (n for n in within if not node % (out * n) and not model.hidden % n):
-            for cp in divisors(ranks):
+    for out, inner in ((out, inner) for out in within for inner in within if _divides(model, out, inner)):
+        if node % (out * inner) == 0:
+            for cp in [1] if "context" in model.limits else divisors(ranks):
                 if not _parts(job, out, cp):
                     continue
                 for micro_batch in (size for size in _MICROBATCHES if job.common_batch % size == 0):
@@ -111,18 +114,21 @@ def _parts(job: Job, out: int, cp: int) -> bool:
     return heads and length % pieces == 0 and (cp == 1 or job.train.sequence_length // cp >= _SMALLEST_PART)
 
 
-def _columns(model: ModelConfig, parts: int) -> bool:
-    dense = model.intermediate if model.has_dense_layers else 0
-    return dense % parts == 0 == model.shared_intermediate % parts
+def _divides(model: Architecture, out: int, inner: int) -> bool:
+    """True if a model allows a tensor-parallel grid of `out` x `inner` ranks."""
+    if ("tensor" in model.limits and out * inner > 1) or ("inputs" in model.limits and inner > 1):
+        return False
+    sizes = all(size % (out, inner)[side] == 0 for _, size, side in model.sharded_sizes())
+    return sizes and out <= model.vocab and model.refuse_ways(out) is None
 
 
 def _expert_groups(job: Job, tp: int) -> list[tuple[int, int]]:
     """Returns pairs (expert-parallel size, expert-tensor-parallel size) whose groups divide a node evenly or fill whole
     nodes."""
-    model, ranks = job.model, job.mesh.size
-    node = min(ranks, job.machine.ranks_per_node)
-    if model.experts is None:
+    if job.model.experts is None:
         return [(1, 1)]
+    model, ranks = own_model(job.model, "expert parallelism"), job.mesh.size
+    node = min(ranks, job.machine.ranks_per_node)
     return [
         (ep, etp)
         for ep in divisors(math.gcd(*model.expert_counts))
@@ -189,23 +195,19 @@ def _blocks_of_ranks(row: ScheduleRow, pp: int, sizes: Sequence[int]) -> list[_R
 
 
 def _timed(job: Job, out: int, inner: int, cp: int, micro_batch: int, known: dict[Any, Any]) -> Iterator[BlockTiming]:
-    """Yields a timing of the block for each division of the experts. All modules except the feed-forward layers take
-    the same time in all these divisions, so the function times these modules once."""
+    """Yields a timing of the block for each division of the experts."""
     tp, rest = out * inner, None
     for ep, etp in _expert_groups(job, tp):
         data = math.lcm(ep * etp, tp * cp) // (tp * cp)  # minimum number of data-parallel ranks of a valid mesh
         mesh = Mesh(dp=data, cp=cp, tp=tp, ep=ep, etp=etp, tp_in=inner, ranks_per_node=job.machine.ranks_per_node)
         divided = job.changed(mesh, train={"micro_batch": micro_batch})
         if rest is None:
-            rest = RankCosts(divided, known)
-            attention = min(rest.attention.values(), key=_seconds)  # fastest of all kinds of block
-            norms = min(each.norms for each in rest.blocks.values())
-            shared = [*norms * [rest.norm], attention]
-            besides, ends = sum(map(_seconds, shared)), (_seconds(rest.head), _seconds(rest.embedding))
+            rest = costs_of(divided, known)
+            ends = _seconds(rest.head), _seconds(rest.embedding)
         work = rest.with_job(divided)
-        feed_forward = min(work.feed_forward.values(), key=_seconds)
-        forward = sum(passes.forward.compute for passes in (*shared, feed_forward))
-        block = besides + _seconds(feed_forward)
+        kinds = [each.values() for each in work.modules.values()]
+        block = min(sum(times * _seconds(passes) for passes, times in modules) for modules in kinds)
+        forward = min(sum(times * passes.forward.compute for passes, times in modules) for modules in kinds)
         yield BlockTiming(work, block, forward, *ends)
 
 

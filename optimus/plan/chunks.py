@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from optimus.config import ModelConfig
+from optimus.config import Architecture
 from optimus.config.tree import StateConfig, shard_widths
 from optimus.mesh import Layout, Mesh
 from optimus.mesh.strided import StridedGroup, group_along
@@ -114,17 +114,19 @@ def kinds_of(job: Job) -> Kinds:
 
 
 @lru_cache(maxsize=256)
-def _kinds(model: ModelConfig, rules: Rules, factors: Factors, *options: tuple[str, bool]) -> Kinds:
-    (made, layers), chosen = examples(model, factors), dict(options)
+def _kinds(model: Architecture, rules: Rules, factors: Factors, *options: tuple[str, bool]) -> Kinds:
+    (made, layers), chosen, names = examples(model, factors), dict(options), model.parts
     layouts, vocabulary = parameter_layouts(made, **chosen), chosen["vocabulary"]
     table: Where = "tied" if model.tie_embeddings else "first"
 
     def where(name: str) -> Where:
-        if vocabulary and name.startswith(("embedding.", "head.")):
+        if vocabulary and names.in_vocabulary(name):
             return "every"
-        before: dict[str, Where] = {"embedding": table, "positions": "first"}
-        part, number, *_ = name.split(".")
-        return layers[int(number)] if part == "blocks" else before.get(part, "last")
+        if (block := names.block_of(name)) is not None:
+            return layers[block]
+        if names.in_embedding(name):
+            return table
+        return "first" if names.is_before(name) else "last"
 
     def rows() -> Iterator[ParameterKind]:
         for (name, layout), those in zip(layouts.items(), rules or (_DEFAULT,) * len(layouts), strict=True):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from optimus.config import Architecture, ModelConfig, RunConfig
+from optimus.config import Architecture, RunConfig
 from optimus.config.parallel import ParallelConfig
 from optimus.config.phases import longest, phases_of
 from optimus.config.tree import StateConfig, TrainConfig
@@ -14,7 +14,6 @@ from optimus.errors import UserError
 from optimus.mesh import Mesh
 from optimus.mesh.strided import StridedGroup, group_along
 from optimus.model import CausalModel
-from optimus.model.architecture import own_model
 from optimus.model.parameters import declarations
 from optimus.observe.machine import Bfloat16
 from optimus.optim.rule import Rule
@@ -65,9 +64,9 @@ class Job:
     # ---- From the configuration ----
 
     @property
-    def model(self) -> ModelConfig:
-        """The model to train. Raises `UserError` for a model of `transformers`."""
-        return own_model(self.config.model, "the planner")
+    def model(self) -> Architecture:
+        """The model to train."""
+        return self.config.model
 
     @property
     def train(self) -> TrainConfig:
@@ -268,7 +267,7 @@ def _rules(config: RunConfig, model: CausalModel, factors: Factors) -> Rules:
     """Returns the update rules of a run's parameters, with the share of each kind's blocks that have each rule. Some blocks
     of a kind may lack a low-rank factor."""
     spec, alike = state_spec_of(config, model, RunInputs()), config.model.alike
-    made, layers = examples(own_model(config.model, "the planner"), factors)
+    (made, layers), names = examples(config.model, factors), config.model.parts
     remaining = (
         1.0 if config.pruning is None else 1 - config.pruning.sparsity
     )  # share of elements after the last pruning
@@ -277,11 +276,10 @@ def _rules(config: RunConfig, model: CausalModel, factors: Factors) -> Rules:
         return spec.rules.get(name), remaining if name in spec.unpruned else 1.0
 
     def rules_of(name: str) -> Counter[tuple[Rule | None, float]]:
-        part, _, rest = name.partition(".")
-        if part != "blocks":
+        if (block := names.block_of(name)) is None:
             return Counter([rule(name)])
-        number, _, rest = rest.partition(".")
-        return Counter(rule(f"blocks.{i}.{rest}") for i, kind in enumerate(alike) if kind == layers[int(number)])
+        rest = name.removeprefix(f"{names.blocks}.{block}.")
+        return Counter(rule(f"{names.blocks}.{i}.{rest}") for i, kind in enumerate(alike) if kind == layers[block])
 
     counts = (rules_of(name) for name, _ in declarations(made))
     return tuple(

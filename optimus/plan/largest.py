@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from optimus.errors import UserError
+from optimus.model.architecture import own_model
 from optimus.plan.job import Job
 from optimus.plan.memory_fit import residencies
 from optimus.plan.prediction import Plan
@@ -26,6 +27,7 @@ def largest(job: Job) -> list[Deepest]:
 
     Raises `UserError` when the model's layers are not all of one kind, or when no number of layers fits.
     """
+    own_model(job.model, "--largest")
     if len(set(job.model.alike)) > 1:
         raise UserError("--largest adds layers of the same kind, but the layers of this model are of several kinds")
     found = [deepest for each in residencies(job.checked().undivided) for deepest in _deepest(each)]

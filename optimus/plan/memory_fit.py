@@ -7,7 +7,7 @@ from functools import cache, partial
 from itertools import combinations
 from typing import NamedTuple
 
-from optimus.config import ModelConfig
+from optimus.config import Architecture
 from optimus.config.tree import ShardRanks
 from optimus.pipeline.estimates import largest
 from optimus.plan.candidate_meshes import BlockTiming, Candidate
@@ -258,9 +258,11 @@ def placements(job: Job) -> Iterator[Job]:
         yield job.changed(replace(mesh, pipeline_stride=least))
 
 
-def recomputations(model: ModelConfig) -> Sequence[frozenset[str]]:
+def recomputations(model: Architecture) -> Sequence[frozenset[str]]:
     """Returns the sets of modules to recompute, cheapest first: all combinations of norms, attention and feed-forward
-    layers, then whole blocks."""
+    layers, then whole blocks. The modules of an adapted model only recompute in whole blocks."""
+    if "modules" in model.limits:
+        return [frozenset(), frozenset({"block"})]
     feed_forward = frozenset("moe" if model.experts_of(layer) else "mlp" for layer in set(model.alike))
     cost = {frozenset({"norm"}): 1, frozenset({"attention"}): 4, feed_forward: 6}
     sets = [each for count in range(4) for each in combinations(cost, count)]

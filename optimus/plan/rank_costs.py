@@ -1,20 +1,22 @@
 """Predicts the seconds of one microbatch in the modules of a model, on one rank: arithmetic, memory traffic and collectives.
 
+This module has the parts that all models share. `declared_costs` adds the blocks of the library's own models, and
+`counted_costs` the blocks of adapted models.
+
 Legend: T tokens of a rank's sequences, R rows and H columns of the rank's residual stream, e bytes of an element.
 
 Each term counts the seconds of one activity. The terms of collectives count only exposed communication time.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from copy import copy
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from optimus.comm.algorithms import CollectiveKind
 from optimus.mesh.strided import StridedGroup
 from optimus.optim.muon import STEPS
-from optimus.parallel.dispatch.choice import copies, dispatcher
-from optimus.plan.blocks import BlockModules, Projection, blocks_of
 from optimus.plan.collectives import collective_seconds, transfer_seconds
 from optimus.plan.job import Job
 
@@ -59,20 +61,22 @@ class Passes(NamedTuple):
     weights: Terms = Terms()
 
 
-class RankCosts:
+Times = tuple[Passes, float]
+"""The passes of a module, and the number of such modules in a block."""
+
+
+class RankCosts(ABC):
     """Seconds that one rank spends in the modules of a job's model, for one microbatch."""
 
     def __init__(self, job: Job, shared: dict[Any, Any] | None = None) -> None:
         """Reads and stores results in `shared`, a cache for all jobs with the same model on the same machine, with
         microbatches of any size."""
         self.job, self.model, self.machine, self.profile = job, job.model, job.placed, job.profile
-        model, profile, mesh = job.model, job.profile, job.mesh
+        mesh = job.mesh
         self.T = job.rows
         self.R = self.T // mesh.tp_out if job.parallel.splits_sequence else self.T
-        self.H = model.hidden / mesh.tp_in
+        self.H = self.model.hidden / mesh.tp_in
         self.e = job.itemsize
-        self._chosen = model.experts_per_token or 0
-        self._expert_passes = profile.passes_experts or profile.passes
         self._known: dict[Any, Any] = {}
         self._shared: dict[Any, dict[Any, Any]] = {} if shared is None else shared
         self._held: dict[Any, Any] | None = None  # the part of `_shared` for the job's mesh and sharding
@@ -83,11 +87,11 @@ class RankCosts:
             job.precision if job.precision in ("fp16", "fp32") else "bf16"
         )  # precision of matmuls without a cast to fp8 or fp4
 
-    def with_job(self, job: Job) -> "RankCosts":
+    def with_job(self, job: Job) -> Self:
         """Returns the costs of `job`. The returned costs share the cached times of modules.
 
         `job` must divide a block in the same way, but may differ in the pipeline, in sharding and in recomputation.
-        Before the first use of `feed_forward`, `job` may also differ in the division of the experts.
+        Before the first use of `modules`, `job` may also differ in the division of the experts.
         """
         other = copy(self)
         other.job, other._held = job, None
@@ -123,108 +127,20 @@ class RankCosts:
 
     # ---- Modules ----
 
+    @property
+    @abstractmethod
+    def modules(self) -> Mapping[int, Mapping[str, Times]]:
+        """The modules of each kind of block, by the first layer of the kind and by the name for `recompute`."""
+
+    def inside(self, layer: int) -> Mapping[str, Times]:
+        """Returns the parts of modules that a profile recomputes, by the name in `Profile.recompute`."""
+        return {}
+
     @cached_property
     def norm(self) -> Passes:
         """Seconds of one norm, and of the addition to the residual stream before the norm."""
         size = self.R * self.H * self.e
         return Passes(self._memory(5 * size), self._memory(8 * size))
-
-    @cached_property
-    def scores(self) -> Mapping[int, Passes]:
-        """Seconds of the attention core without the projections, by kind of block."""
-        layers = sorted(set(self.model.alike))
-        known = {window: self._scores(window) for window in set(map(self.model.window_of, layers))}
-        return {layer: known[self.model.window_of(layer)] for layer in layers}
-
-    def _scores(self, window: int | None) -> Passes:
-        mesh, machine, speed = self.job.mesh, self.machine, self.profile.attention
-        query, value = sizes = self.model.query_size, self.model.value_size
-        heads, context = self.model.heads / mesh.tp_out, self.job.train.sequence_length
-        if speed == 0:
-            batch = heads * self.T / context
-            products = [(context, context, query), (context, value, context)]
-            units = float(_aligned(8, query, value))  # batched matmuls need better alignment for matrix units
-            forward = sum(machine.matmul_seconds(*each, self._plain, batch, units=units) for each in products)
-            memory = self._memory(_SCORES * heads * self.T * context * self.e, share=1.0).memory
-            times = forward + memory, 2 * forward + 1.3 * memory
-            return Passes(*(self._speed(Terms(attention=time)) for time in times))
-        passes = machine.attention_seconds(
-            self.T, context, heads, sizes, self._plain, window=window, ranks=mesh.cp, speed=speed
-        )
-        rotary = self._memory(4 * self.T * heads * query * self.e).memory
-        return Passes(
-            *(
-                self._speed(Terms(attention=seconds, memory=rotary))._replace(context=ring)
-                for seconds, ring in zip(passes, self._ring(*passes))
-            )
-        )
-
-    @cached_property
-    def blocks(self) -> Mapping[int, BlockModules]:
-        """The projections of each kind of block."""
-        return blocks_of(self.model)
-
-    @cached_property
-    def attention(self) -> Mapping[int, Passes]:
-        """Seconds of the projections and the attention core, by kind of block."""
-        projections = self._projections(self.blocks[0].attention, self.T)
-        return {layer: _together([projections, scores]) for layer, scores in self.scores.items()}
-
-    @cached_property
-    def feed_forward(self) -> Mapping[int, Passes]:
-        """Seconds of the dense feed-forward layer, or of router and experts, by kind of block."""
-        return {
-            layer: self._moe(layer) if block.expert else _together(self._dense(layer))
-            for layer, block in self.blocks.items()
-        }
-
-    def _dense(self, layer: int) -> tuple[Passes, Passes]:
-        """Returns the passes of both halves of a dense feed-forward layer, or of the shared expert. The second half is the
-        last projection."""
-        *first, last = projections = self.blocks[layer].dense
-        between = self._activation(projections, self.T, self.job.mesh.tp_out)
-        return _together([self._projections(first, self.T), between]), self._projections([last], self.T)
-
-    def _moe(self, layer: int) -> Passes:
-        """Returns the passes of router, experts, dispatch and combine, and the shared expert."""
-        hidden, mesh, block = self.model.hidden, self.job.mesh, self.blocks[layer]
-        experts = self.model.experts_of(layer)
-        own = self.T / mesh.tp  # tokens that this rank sends
-        rows, here = self._expert_rows, experts // mesh.ep
-        parts = [self._product(own, experts, hidden, 1, self._plain)]
-        for projection in block.expert:
-            k, n = (1, mesh.etp) if projection.over == "outputs" else (mesh.etp, 1)
-            parts.append(self._product(rows / here, projection.outputs / n, projection.inputs / k, here))
-        parts.append(self.activation(layer))
-        # Dispatch permutes the rows for the experts; combine adds the experts' outputs with their weights.
-        moved = self._memory(6 * rows * hidden * self.e, self._expert_passes)
-        parts.append(Passes(moved, moved, Terms()))
-        shared = self._dense(layer) if block.dense else ()
-        parts += [*shared, self._dispatch(own, experts, shared)]
-        if (
-            mesh.tp_out > 1 and not self.job.parallel.splits_sequence
-        ):  # each rank has only the outputs of the tokens that it sends
-            gathered = self._tensor("all_gather", self.T * self.H * self.e)
-            parts.append(Passes(gathered, gathered, Terms()))
-        return _together(parts)
-
-    def activation(self, layer: int) -> Passes:
-        """Returns the passes of the activation function in the feed-forward layer, or in the experts."""
-        mesh, block = self.job.mesh, self.blocks[layer]
-        if not block.expert:
-            return self._activation(block.dense, self.T, mesh.tp_out)
-        return self._activation(block.expert, self._expert_rows, mesh.etp, self._expert_passes)
-
-    @property
-    def _expert_rows(self) -> float:
-        """Number of rows in the experts of the most loaded rank: one row for each token and chosen expert."""
-        mesh = self.job.mesh
-        return self.T / mesh.tp * self._chosen * mesh.etp * self._load
-
-    @property
-    def _load(self) -> float:
-        """Load imbalance (max/mean) of the ranks' experts, at most the number of expert-parallel ranks."""
-        return min(self.job.imbalance, self.job.mesh.ep)
 
     @cached_property
     def head(self) -> Passes:
@@ -235,7 +151,7 @@ class RankCosts:
         logits = self.T * vocab / share * 4
         loss = Passes(self._memory(3 * logits), self._memory(2 * logits))
         gather = self._enter(self.T)
-        return _together([product, loss, Passes(gather, gather)])
+        return together([product, loss, Passes(gather, gather)])
 
     @cached_property
     def embedding(self) -> Passes:
@@ -246,30 +162,25 @@ class RankCosts:
 
     # ---- Parts ----
 
-    def _activation(
-        self, projections: Sequence[Projection], rows: float, parts: int, share: float | None = None
-    ) -> Passes:
-        """Returns the passes of an activation function between two projections, divided over `parts` ranks. A gated
-        function reads two inputs for each output."""
-        read, made = (rows * columns / parts * self.e for columns in (projections[0].outputs, projections[-1].inputs))
-        return Passes(self._memory(read + made, share), self._memory(2 * read + made, share))
-
-    def _projections(self, projections: Iterable[Projection], rows: float) -> Passes:
-        """Returns the passes of the projections' matmuls and, where tensor parallelism divides the operands, of collectives
-        (equations 5.3 and 5.4)."""
-        mesh, parts = self.job.mesh, []
-        for projection in projections:
-            k, n = projection.inputs, projection.outputs
-            if projection.over == "nothing":
-                parts.append(self._product(rows, n, k))
-                continue
-            outputs = projection.over == "outputs"
-            out, inner = (mesh.tp_out, mesh.tp_in) if outputs else (mesh.tp_in, mesh.tp_out)
-            parts.append(self._product(rows, n / out, k / inner))
-            divided = self._tensor("all_reduce", rows * (n if outputs else k) / mesh.tp_out * self.e, "tp_in")
-            enter, leave = add([self._enter(rows), divided]), self._leave(rows)
-            parts.append(Passes(enter, leave) if outputs else Passes(leave, enter))
-        return _together(parts)
+    def _attention(self, heads: float, kv_heads: float, sizes: tuple[int, int], window: int | None) -> Passes:
+        """Returns the passes of the attention core without the projections. `heads` and `kv_heads` are this rank's, `sizes`
+        the columns of a head's queries and values."""
+        mesh, machine, speed = self.job.mesh, self.machine, self.profile.attention
+        context, (query, value) = self.job.train.sequence_length, sizes
+        if speed == 0:
+            batch = heads * self.T / context
+            products = [(context, context, query), (context, value, context)]
+            units = float(aligned(8, query, value))  # batched matmuls need better alignment for matrix units
+            forward = sum(machine.matmul_seconds(*each, self._plain, batch, units=units) for each in products)
+            memory = self._memory(_SCORES * heads * self.T * context * self.e, share=1.0).memory
+            times = forward + memory, 2 * forward + 1.3 * memory
+            return Passes(*(self._speed(Terms(attention=time)) for time in times))
+        passes = machine.attention_seconds(
+            self.T, context, heads, sizes, self._plain, window=window, ranks=mesh.cp, speed=speed
+        )
+        each = self.T * sum(sizes) * self.e
+        rings = self._ring(heads * each, kv_heads * each, *passes)
+        return Passes(*(self._speed(Terms(attention=time))._replace(context=ring) for time, ring in zip(passes, rings)))
 
     def _enter(self, rows: float) -> Terms:
         """Returns the seconds to all-gather the residual stream under sequence parallelism; otherwise 0."""
@@ -282,19 +193,40 @@ class RankCosts:
             "reduce_scatter" if self.job.parallel.splits_sequence else "all_reduce", rows * self.H * self.e
         )
 
+    def _ring(self, own: float, shared: float, forward: float, backward: float) -> tuple[float, float]:
+        """Returns the exposed seconds, forward and backward, of the ring that passes keys and values during attention; with
+        Ulysses, the seconds of the all-to-alls. `own` are the bytes of the rank's queries and outputs, `shared` the bytes
+        of its keys and values."""
+        job, mesh = self.job, self.job.mesh
+        if mesh.cp == 1:
+            return 0.0, 0.0
+        group = job.group("cp")
+        if job.parallel.context_method == "ulysses":
+            once = self.collective("all_to_all", own + shared, group)
+            return once, once
+        once = (mesh.cp - 1) * transfer_seconds(shared, group, self.machine)
+        beside = self.machine.overlap
+        return max(0.0, once - beside * forward), max(0.0, 2 * once - beside * backward)
+
     def _product(self, m: float, n: float, k: float, count: float = 1, precision: str | None = None) -> Passes:
         """Returns the passes of a matmul [m, k] x [k, n], with the gradients of the two operands in the backward
         pass."""
+        products = (m, n, k), (m, k, n), (k, n, m)
+        return Passes(
+            *(self._matmul(*sizes, count, precision, aligned(8, n, k), aligned(4, n, k)) for sizes in products)
+        )
+
+    def _matmul(
+        self, m: float, n: float, k: float, count: float, precision: str | None, by_8: bool, by_4: bool
+    ) -> Terms:
+        """Returns the seconds of `count` matmuls [m, k] x [k, n]. The flags are true if the rows of all operands begin at
+        multiples of 8 and of 4 elements."""
         kind, machine = precision or self.job.precision, self.machine
         # Matrix units load 16 bytes at a time. Since 11.0, cuBLAS also uses the units with less alignment, at half the rate.
-        units = 1.0 if _aligned(8, n, k) else 0.5 * _aligned(4, n, k)
-        products = (m, n, k), (m, k, n), (k, n, m)
-        times = [machine.matmul_seconds(*sizes, kind, count, units=units) for sizes in products]
+        seconds = machine.matmul_seconds(m, n, k, kind, count, units=1.0 if by_8 else 0.5 * by_4)
         if kind in ("fp8", "fp4"):  # each matmul casts both operands
-            casts = [machine.memory_seconds(self.profile.cast * count * (a + b) * inner) for a, b, inner in products]
-            times = [time + cast for time, cast in zip(times, casts)]
-        forward, backward, weights = (self._speed(Terms(matmul=time)) for time in times)
-        return Passes(forward, backward, weights)
+            seconds += machine.memory_seconds(self.profile.cast * count * (m + n) * k)
+        return self._speed(Terms(matmul=seconds))
 
     def _memory(self, moved: float, share: float | None = None) -> Terms:
         passes = self.profile.passes if share is None else share
@@ -305,71 +237,12 @@ class RankCosts:
         return Terms(*(time / self.profile.speed for time in terms))
 
     def _tensor(self, kind: CollectiveKind, nbytes: float, axis: str = "tp_out") -> Terms:
-        seconds = self.collective(kind, nbytes, self.job.group(axis))
+        return self._exposed(kind, nbytes, self.job.group(axis))
+
+    def _exposed(self, kind: CollectiveKind, nbytes: float, group: StridedGroup) -> Terms:
+        """Returns the seconds of a tensor-parallel collective that computation does not overlap."""
+        seconds = self.collective(kind, nbytes, group)
         return Terms(tensor=seconds * (1 - self.profile.overlap_tensor * self.machine.overlap))
-
-    def _ring(self, forward: float, backward: float) -> tuple[float, float]:
-        """Returns the exposed seconds, forward and backward, of the ring that passes keys and values during attention; with
-        Ulysses, the seconds of the all-to-alls."""
-        model, job, mesh = self.model, self.job, self.job.mesh
-        if mesh.cp == 1:
-            return 0.0, 0.0
-        group, each = job.group("cp"), self.T * (model.query_size + model.value_size) * self.e
-        shared = model.kv_heads / mesh.tp_out * each
-        if job.parallel.context_method == "ulysses":
-            own = model.heads / mesh.tp_out * each + shared
-            once = self.collective("all_to_all", own, group)
-            return once, once
-        once = (mesh.cp - 1) * transfer_seconds(shared, group, self.machine)
-        beside = self.machine.overlap
-        return max(0.0, once - beside * forward), max(0.0, 2 * once - beside * backward)
-
-    @cached_property
-    def dispatcher(self) -> str:
-        """The name of the token dispatcher that the run would use."""
-        job, tokens = self.job, self.job.rows // self.job.mesh.tp
-        method, itemsize = job.config.moe.dispatch, int(job.itemsize)
-        return dispatcher(method, self.model, job.mesh, tokens, itemsize, self.machine.collectives)
-
-    def _dispatch(self, tokens: float, experts: int, shared: Sequence[Passes]) -> Passes:
-        """Returns the exposed seconds of dispatching `tokens` tokens to their experts and combining the results. If
-        dispatch and combine are all-to-alls, the two halves of a shared expert overlap these two collectives."""
-        hidden, mesh = self.model.hidden, self.job.mesh
-        group = StridedGroup(mesh.ep * mesh.etp, 1)
-        if group.size == 1:
-            return Passes(Terms(), Terms())
-        shown = 1 - self.profile.overlap_expert * self.machine.overlap
-        if self.dispatcher == "allgather":
-            nbytes = tokens * group.size * hidden * self.e
-            both = [self.collective(kind, nbytes, group) for kind in ("all_gather", "reduce_scatter")]
-            return Passes(*2 * [Terms(expert=sum(both) * shown)])
-        size = tokens * mesh.etp * self._load * hidden * self.e
-        once = self._exchange(group, size, experts) * shown
-        share = self.profile.overlap_shared * self.machine.overlap
-        computing = zip(*((half.forward.compute, half.backward.compute + half.weights.compute) for half in shared))
-        exposed = [sum(max(0.0, once - share * seconds) for seconds in halves) for halves in computing]
-        return Passes(*(Terms(expert=seconds) for seconds in exposed or 2 * [2 * once]))
-
-    def _exchange(self, group: StridedGroup, size: float, experts: int) -> float:
-        """Returns the seconds to send `size` bytes of tokens to their experts, or back."""
-        ranks, nodes = self.job.mesh.ep, group.nodes(self.machine.ranks_per_node)
-        if self.profile.copies == "expert":
-            return self.collective("all_to_all", size * self._chosen, group)
-        each = size * copies(experts, ranks, self._chosen)
-        if self.profile.copies == "rank" or nodes == 1:
-            return self.collective("all_to_all", each, group)
-        here = group.on_a_node(self.machine.ranks_per_node)
-        if self.profile.copies == "levels" and (here == 1 or group.size % here):
-            return self.collective("all_to_all", each, group)
-        # A token goes once to each node with a chosen expert, and from there to the ranks with its experts.
-        inside = self.collective("all_to_all", each, StridedGroup(here))
-        if self.profile.copies == "levels":
-            return inside + self.collective(
-                "all_to_all", size * copies(experts, nodes, self._chosen), group.outer(here)
-            )
-        return max(  # the transfers on the two levels overlap
-            inside, self.collective("all_to_all", size * copies(experts, nodes, self._chosen), group)
-        )
 
 
 def _found(known: dict[Any, Any], key: Hashable, find: Callable[[], T]) -> T:
@@ -379,11 +252,11 @@ def _found(known: dict[Any, Any], key: Hashable, find: Callable[[], T]) -> T:
     return found
 
 
-def _aligned(elements: int, *sizes: float) -> bool:
+def aligned(elements: int, *sizes: float) -> bool:
     """True if rows of these sizes begin at multiples of `elements` elements."""
     return all(size % elements == 0 for size in sizes)
 
 
-def _together(parts: Iterable[Passes]) -> Passes:
+def together(parts: Iterable[Passes]) -> Passes:
     forward, backward, weights = zip(*parts)
     return Passes(add(forward), add(backward), add(weights))

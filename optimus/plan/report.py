@@ -15,13 +15,13 @@ from optimus.mesh.placement import describe
 from optimus.mesh.strided import StridedGroup
 from optimus.model.count import count_parameters
 from optimus.plan.collectives import algorithm_named
+from optimus.plan.costs import costs_of
 from optimus.plan.job import Job
 from optimus.plan.largest import Deepest
 from optimus.plan.memory import buffers_of, communicators_of, device_capacity
 from optimus.plan.offloading import device_share, ranks_of_node, sends_gradients
 from optimus.plan.prediction import Plan
 from optimus.plan.proposal import config_of, layout_of
-from optimus.plan.rank_costs import RankCosts
 from optimus.plan.scaling import ScalingPoint
 from optimus.plan.step import step_time
 from optimus.resolve.length import length
@@ -294,7 +294,7 @@ def _elsewhere(plan: Plan) -> Iterator[str]:
 
 def _collectives(job: Job) -> Iterator[str]:
     """Yields a line for each size and stride of groups that communicate, smallest group first."""
-    work, machine = RankCosts(job), job.placed
+    work, machine = costs_of(job), job.placed
     step_time(job, work)
     used: dict[StridedGroup, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for (group, kind, narrow), nbytes in sorted(work.collectives.items()):

@@ -14,12 +14,13 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from optimus.comm.algorithms import CollectiveKind
-from optimus.config import ModelConfig
+from optimus.config import Architecture
 from optimus.mesh.strided import StridedGroup
 from optimus.optim.rule import Rule
 from optimus.pipeline.estimates import StageTimes, least_seconds, pipeline_seconds, stages_of_ranks
 from optimus.plan.chunks import ChunkGroup, PartCounts, chunk_groups, max_load, written
 from optimus.plan.collectives import transfer_seconds
+from optimus.plan.costs import costs_of
 from optimus.plan.job import Job
 from optimus.plan.offloading import OffloadSeconds, offload_seconds, sends_gradients
 from optimus.plan.rank_costs import Passes, RankCosts, Terms, add
@@ -78,7 +79,7 @@ class _Passes(NamedTuple):
 def step_time(job: Job, work: RankCosts | None = None) -> StepTime:
     """Predicts the time of a job's step. `work` may be the costs of another job that divides a block in the same way; the
     prediction reuses the cached times of modules."""
-    work = work.with_job(job) if work else RankCosts(job)
+    work = work.with_job(job) if work else costs_of(job)
     passes, mesh = _passes(work), job.mesh
     order = job.parallel.schedule, mesh.pp, job.microbatches, passes.times
     link = 0.0 if mesh.pp == 1 else transfer_seconds(work.R * work.H * work.e, job.group("pp"), work.machine)
@@ -89,7 +90,7 @@ def step_time(job: Job, work: RankCosts | None = None) -> StepTime:
 def least_time(job: Job, work: RankCosts | None = None) -> float:
     """Returns a lower bound of `step_time` in seconds. A bound that ignores the order of the pipeline's passes takes
     less time to compute."""
-    work = work.with_job(job) if work else RankCosts(job)
+    work = work.with_job(job) if work else costs_of(job)
     passes = _passes(work)
     least = _lent(work, passes.times, passes.least)
     return least + sum(_other_terms(work, passes, least).values())
@@ -137,7 +138,7 @@ def _all_passes(work: RankCosts, inside: tuple[Any, ...]) -> _Passes:
 
 @lru_cache(maxsize=1024)
 def _alike(
-    model: ModelConfig, sizes: tuple[int, ...], schedule: str, pp: int
+    model: Architecture, sizes: tuple[int, ...], schedule: str, pp: int
 ) -> tuple[tuple[int, ...], list[tuple[int, ...]], dict[tuple[int, ...], tuple[PartCounts, ...]]]:
     """Returns (number of the first equal stage, by stage; tuple of the numbers of a rank's stages, by rank; parts of
     the model, by tuple). Stages are equal if they have the same parts of the model."""
@@ -178,7 +179,7 @@ def _other_terms(work: RankCosts, passes: _Passes, seconds: float) -> dict[str, 
 
 
 @lru_cache(maxsize=1024)
-def stage_sizes(model: ModelConfig, stages: int, *, divided: bool = False) -> tuple[int, ...]:
+def stage_sizes(model: Architecture, stages: int, *, divided: bool = False) -> tuple[int, ...]:
     """Returns the number of blocks of each stage in a run. Raises `UserError` when there are too few blocks."""
     return tuple(len(blocks) for blocks in of_run.blocks_of_stages(model, stages, divided=divided))
 
@@ -192,7 +193,7 @@ def blocks_of_stages(job: Job) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def counts_of(model: ModelConfig, sizes: tuple[int, ...]) -> tuple[PartCounts, ...]:
+def counts_of(model: Architecture, sizes: tuple[int, ...]) -> tuple[PartCounts, ...]:
     """Returns the parts of the model in each stage, for stages of `sizes` blocks."""
     alike = iter(model.alike)
     stages = []
@@ -208,10 +209,9 @@ def counts_of(model: ModelConfig, sizes: tuple[int, ...]) -> tuple[PartCounts, .
 def _stage(work: RankCosts, counts: PartCounts) -> _Stage:
     """Returns the seconds of a microbatch in a stage without recomputation."""
     parallel, parts, starting = work.job.parallel, list[tuple[Passes, float]](), 0.0
-    for layer, feed_forward in work.feed_forward.items():
+    for layer, modules in work.modules.items():
         if number := counts.count_at(layer):
-            norms = work.blocks[layer].norms
-            parts += [(work.norm, norms * number), (work.attention[layer], number), (feed_forward, number)]
+            parts += [(passes, times * number) for passes, times in modules.values()]
             starting += work.profile.host * number if work.model.experts_of(layer) else 0.0
     if parallel.vocabulary:
         parts += [(work.embedding, 1 / parallel.stages_per_rank), (work.head, 1 / parallel.stages_per_rank)]
@@ -234,7 +234,7 @@ def _teaching(work: RankCosts) -> Passes:
     seconds = work.head.forward.seconds + work.machine.memory_seconds(traffic) / work.profile.speed
     alone = replace(job.undivided, imbalance=1.0, teachers=())
     for teacher in job.teachers:
-        costs, (counts,) = RankCosts(alone.changed(model=teacher)), counts_of(teacher, (teacher.layers,))
+        costs, (counts,) = costs_of(alone.changed(model=teacher)), counts_of(teacher, (teacher.layers,))
         seconds += _stage(costs, counts).forward.seconds - elsewhere * costs.head.forward.seconds
     return Passes(*(Terms(teacher=each) for each in (seconds, work.head.backward.seconds, work.head.weights.seconds)))
 
@@ -242,19 +242,15 @@ def _teaching(work: RankCosts) -> Passes:
 def _recomputed(work: RankCosts, counts: PartCounts) -> Terms:
     """Returns the seconds of recomputation in the backward passes of a stage."""
     job, recompute, again = work.job, work.job.recompute, list[Terms]()
-    for layer, feed_forward in work.feed_forward.items():
+    for layer, modules in work.modules.items():
         if number := counts.count_at(layer):
-            attention, norms = work.attention[layer], work.blocks[layer].norms
-            name = "moe" if work.model.experts_of(layer) else "mlp"
             share = number / (job.config.recompute_every if "block" not in recompute else 1)
-            modules = {"norm": (work.norm, norms), "attention": (attention, 1), name: (feed_forward, 1)}
-            modules |= {"scores": (work.scores[layer], 1)}
-            modules |= {"act": (work.activation(layer), 1)} if "act" in recompute else {}
             if "products" in recompute:
-                both = add([_scaled(work.norm.forward, norms), attention.forward, feed_forward.forward])
+                both = add(_scaled(passes.forward, times) for passes, times in modules.values())
                 again.append(_scaled(Terms(matmul=0.5 * both.matmul, memory=both.memory), share))
-            kinds = ("norm", "attention", name) if "block" in recompute else recompute
-            for (forward, *_), times in (modules[kind] for kind in kinds if kind in modules):
+            kinds = modules if "block" in recompute else recompute
+            parts = {**modules, **work.inside(layer)}
+            for (forward, *_), times in (parts[kind] for kind in kinds if kind in parts):
                 if job.config.recompute_collectives == "keep":
                     forward = forward._replace(tensor=0.0, context=0.0, expert=0.0)
                 again.append(_scaled(forward, share * times))

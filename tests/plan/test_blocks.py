@@ -12,8 +12,8 @@ from optimus.mesh import Mesh
 from optimus.model.count import count_parameters, flops_per_token
 from optimus.plan.blocks import Projection, blocks_of
 from optimus.plan.chunks import chunk_groups
+from optimus.plan.declared_costs import DeclaredCosts
 from optimus.plan.machine import load_machine
-from optimus.plan.rank_costs import RankCosts
 from optimus.plan.search import search
 from optimus.plan.step import counts_of, step_time
 
@@ -114,7 +114,7 @@ def test_scores_inside_a_window() -> None:
     Inside the windows are half of each window's own square and half of the one before.
     """
     model = MODELS["gemma-2-2b"].model_copy(update={"window": 512})
-    found = RankCosts(job(model, MACHINE, Mesh(), 2048, 1, 8, PLAIN)).scores
+    found = DeclaredCosts(job(model, MACHINE, Mesh(), 2048, 1, 8, PLAIN)).scores
     inside, whole = (found[layer].forward.attention - MACHINE.kernel_latency for layer in (0, 1))
     assert inside / whole == pytest.approx((4 * 0.5 + 3 * 0.5) / 8)
 

@@ -14,9 +14,9 @@ from optimus.config import ModelConfig
 from optimus.mesh import Mesh
 from optimus.mesh.strided import StridedGroup
 from optimus.plan.collectives import Algorithm, algorithm_named, collective_seconds, links_of, shape_of
+from optimus.plan.declared_costs import DeclaredCosts
 from optimus.plan.machine import Machine, load_machine
 from optimus.plan.profile import Profile
-from optimus.plan.rank_costs import RankCosts
 from optimus.plan.step import step_time
 
 approx = pytest.approx
@@ -64,7 +64,7 @@ def test_gloo_never_adds_narrow_floats() -> None:
 def test_a_step_in_bfloat16_sums_its_activations_by_messages() -> None:
     model = ModelConfig(family="olmo", layers=4, hidden=512, heads=8, intermediate=2048, vocab=64)
     for precision, name in (("bf16", "direct"), ("fp32", OWN)):
-        work = RankCosts(job(model, CPUS, Mesh(tp=4), 64, 1, 1, precision=precision))
+        work = DeclaredCosts(job(model, CPUS, Mesh(tp=4), 64, 1, 1, precision=precision))
         work.collective("all_reduce", 4 * KB, StridedGroup(4))
         (_, _, narrow) = next(iter(work.collectives))
         assert algorithm_named("all_reduce", 4 * KB, StridedGroup(4), CPUS, "chosen", narrow=narrow) == name

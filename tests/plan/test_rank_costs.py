@@ -11,9 +11,9 @@ from optimus.mesh import Mesh
 from optimus.mesh.strided import StridedGroup
 from optimus.parallel.dispatch.choice import copies
 from optimus.plan.collectives import collective_seconds
+from optimus.plan.declared_costs import DeclaredCosts
 from optimus.plan.machine import load_machine
 from optimus.plan.profile import Profile
-from optimus.plan.rank_costs import RankCosts
 
 MACHINE = load_machine("dgx-a100")
 SIZES = {"family": "olmo", "layers": 4, "hidden": 4096, "heads": 32, "intermediate": 11008, "vocab": 32000}
@@ -24,9 +24,9 @@ SPARSE = ModelConfig(
 PLAIN = FrameworkProfile(about="a test")
 
 
-def work(model: ModelConfig = DENSE, profile: FrameworkProfile = PLAIN, **sizes: object) -> RankCosts:
+def work(model: ModelConfig = DENSE, profile: FrameworkProfile = PLAIN, **sizes: object) -> DeclaredCosts:
     given: dict[str, Any] = {"mesh": Mesh(), "sequence_length": 2048, "micro_batch": 2} | sizes
-    return RankCosts(job(model, MACHINE, microbatches=1, profile=profile, **given))
+    return DeclaredCosts(job(model, MACHINE, microbatches=1, profile=profile, **given))
 
 
 def test_the_products_of_a_feed_forward_layer_are_those_of_its_matrices() -> None:
@@ -172,7 +172,7 @@ def test_casts_to_eight_bits_take_time() -> None:
     """Each matmul of forward and backward pass casts both of its operands."""
     machine = load_machine("dgx-h100")
     free, cast = (
-        RankCosts(job(DENSE, machine, Mesh(), 2048, 2, 1, profile, precision="fp8")).feed_forward[0]
+        DeclaredCosts(job(DENSE, machine, Mesh(), 2048, 2, 1, profile, precision="fp8")).feed_forward[0]
         for profile in (FrameworkProfile(about="a test", cast=bytes) for bytes in (0.0, 3.0))
     )
     inputs, weights, outputs = 4096 * (4096 + 11008), 3 * 4096 * 11008, 4096 * (2 * 11008 + 4096)

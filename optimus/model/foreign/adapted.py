@@ -74,6 +74,10 @@ class AdaptedModel(Section):
         """Options that the model cannot have, with reasons."""
         return {option: why.format(of=self.origin) for option, why in _LIMITS.items()} | dict(self.facts.refusals)
 
+    def refuse_ways(self, ways: int) -> str | None:
+        """Returns the reason against tensor parallelism over `ways` ranks, or None."""
+        return self.facts.refuse_ways(ways)
+
     def sharded_sizes(self) -> list[tuple[str, int, int]]:
         """Returns (name, size, 0) of the sizes that tensor parallelism shards over ranks, each size once."""
         facts, found = self.facts, dict[int, str]()

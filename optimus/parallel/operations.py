@@ -1,0 +1,290 @@
+"""Operations of a model's blocks, counted by running the blocks on shapes alone, forward and backward.
+
+The run uses one rank's shards of the parameters and tensors without data (`shapes.py`). Every operation on elements
+counts the bytes that it reads and writes; matmuls, attention and collectives are listed with their sizes. A stand-in
+replaces attention behind the attention interface and experts in the library's kernels, whose operations depend on the
+device.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, ClassVar, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from optimus.autograd import once_differentiable
+from optimus.kernels.attention import PLAIN, Scoring
+from optimus.model.foreign.experts import FusedExperts
+from optimus.model.foreign.modules import become
+from optimus.model.sequence import SequenceSplit
+from optimus.parallel.module_bytes import ModuleSetting, ShapeStage
+from optimus.parallel.shapes import Sent, effect_of, leaves_of
+
+
+class Product(NamedTuple):
+    """`number` matmuls [m, k] x [k, n]."""
+
+    m: float
+    n: float
+    k: float
+    number: float = 1.0
+
+
+class Attended(NamedTuple):
+    """The attention of `queries` queries in all. `heads` and `kv_heads` are this rank's; `query` and `value` are the columns
+    of a head."""
+
+    queries: float
+    heads: int
+    kv_heads: int
+    query: int
+    value: int
+    window: int | None
+
+
+class Operations(NamedTuple):
+    """Operations of one pass. `moved` are the bytes that `kernels` operations on elements read and write."""
+
+    products: tuple[Product, ...]
+    moved: float
+    kernels: float
+    sent: tuple[Sent, ...]
+
+
+class BlockOperations(NamedTuple):
+    """Operations of a block: forward pass, gradients of the inputs, gradients of the weights, and attention."""
+
+    forward: Operations
+    backward: Operations
+    weights: Operations
+    attended: tuple[Attended, ...]
+
+
+@lru_cache(maxsize=4096)
+def block_operations(setting: ModuleSetting, layer: int, sequences: int) -> BlockOperations:
+    """Returns the operations of block `layer` on `sequences` sequences.
+
+    Extrapolates from one and two sequences if both have the same operations.
+    """
+    if sequences <= 2:
+        return _measured(setting, layer, sequences)
+    one, two = _measured(setting, layer, 1), _measured(setting, layer, 2)
+    if any(len(few.products) != len(more.products) for few, more in zip(one[:3], two[:3])):
+        return _measured(setting, layer, sequences)
+    return cast(BlockOperations, _grown(one, two, sequences))
+
+
+def _grown(one: Any, two: Any, sequences: int) -> Any:
+    """Returns the values for `sequences` sequences, from equally nested tuples with the values for one and for two."""
+    if isinstance(one, tuple):
+        grown = [_grown(*both, sequences) for both in zip(one, two)]
+        return type(one)(*grown) if hasattr(one, "_fields") else tuple(grown)
+    return one + (sequences - 1) * (two - one) if isinstance(one, float | int) else one
+
+
+@lru_cache(maxsize=1024)
+def _measured(setting: ModuleSetting, layer: int, sequences: int) -> BlockOperations:
+    stage = _stage(setting.without_experts)
+    model, counting = stage.model, stage.counting
+    counting.clear()
+    with stage.shapes() as shapes, counting:
+        batch, number = setting.batch(sequences), stage.numbers[layer]
+        positions_S, positions = model.local_positions(batch)
+        x_TH = setting.stream(sequences).requires_grad_()
+        run = model.stage(range(number, number + 1), first=False, last=False)
+        counting.clear()
+        y_TH, _ = run(batch, positions_S, positions, x_TH * 1, None)
+        forward, attended = counting.taken(), tuple(counting.attended)
+        with stage.step.deferring() as deferred:
+            y_TH.backward(torch.empty_like(y_TH))
+        backward, later = counting.taken(), counting.later
+        for add in deferred:
+            add()
+        weights = counting.taken()
+        del shapes
+    model.zero_grad()
+    return BlockOperations(forward, backward, weights._replace(products=(*weights.products, *later)), attended)
+
+
+class _CountingStage(ShapeStage):
+    """A `ShapeStage` with stand-ins for attention and fused experts."""
+
+    def __init__(self, setting: ModuleSetting) -> None:
+        super().__init__(setting)
+        self.counting = Counting(self.sent)
+        self.model.sequence = _CountedSequence(self.model.sequence, self.counting)
+        for module in self.model.modules():
+            if isinstance(module, FusedExperts):
+                become(cast(nn.Module, module), _CountedExperts, counting=self.counting)
+
+
+_stage = lru_cache(maxsize=32)(_CountingStage)
+
+
+class Counting(TorchDispatchMode):
+    """A context that counts operations on tensors without data. `sent` lists collectives, which others append."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Returns False, which saves time in every operation: nothing within this context is compiled."""
+        return False
+
+    def __init__(self, sent: list[Sent]) -> None:
+        super().__init__()
+        self.attended: list[Attended] = []
+        self.later: list[Product] = []  # weight gradients of stand-ins
+        self._sent, self._products, self._moved, self._kernels = sent, list[Product](), 0.0, 0
+
+    def clear(self) -> None:
+        """Forgets all operations."""
+        self.attended, self.later = [], []
+        self.taken()
+
+    def taken(self) -> Operations:
+        """Returns the operations since the last call."""
+        found = Operations(tuple(self._products), self._moved, self._kernels, tuple(self._sent))
+        self._sent.clear()
+        self._products, self._moved, self._kernels = [], 0.0, 0
+        return found
+
+    def add(self, products: Iterable[Product], moved: float, kernels: int) -> None:
+        """Counts the operations of a stand-in."""
+        self._products += products
+        self._moved += moved
+        self._kernels += kernels
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        tensors = [each for each in leaves_of([*args, *(kwargs or {}).values(), result]) if isinstance(each, Tensor)]
+        name = function.overloadpacket.__name__
+        if not any(each.is_meta for each in tensors) or name in _FREE or effect_of(function)[0] == "view":
+            return result
+        if name.startswith("_scaled_dot_product"):
+            if "backward" not in name:
+                self._attend(*args[:3])
+            return result
+        products = _PRODUCTS.get(name)
+        found = () if products is None else tuple(products(args, result))
+        if found:
+            self._products += found
+        else:
+            self._moved += sum(each.nbytes for each in tensors)
+            self._kernels += 1
+        return result
+
+    def _attend(self, q_BNSD: Tensor, k_BMSD: Tensor, v_BMSD: Tensor) -> None:
+        (batch, heads, length, query), value = q_BNSD.shape, v_BMSD.shape[-1]
+        self.attended.append(Attended(batch * length, heads, k_BMSD.shape[1], query, value, None))
+
+
+_FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "_unsafe_view", "resize_"}
+
+
+# ---- Matmuls ----
+
+
+def _mm(a: Tensor, b: Tensor) -> Iterator[Product]:
+    count = math.prod(a.shape[:-2])
+    yield Product(a.shape[-2], b.shape[-1], a.shape[-1], count)
+
+
+def _grouped_mm(args: Sequence[Any], result: Tensor) -> Iterator[Product]:
+    """Yields the matmuls of groups whose rows, or whose inner columns, lie end to end."""
+    a, b = args[:2]
+    if a.ndim == b.ndim == 2:
+        yield Product(a.shape[0], b.shape[1], a.shape[1] / len(result), len(result))
+    elif a.ndim == 2:
+        yield Product(len(a) / len(b), b.shape[-1], a.shape[-1], len(b))
+    else:
+        yield Product(a.shape[-2], b.shape[-1] / (len(a) if b.ndim == 2 else 1), a.shape[-1], len(a))
+
+
+def _convolution(args: Sequence[Any], result: Any) -> Iterator[Product]:
+    """Yields the matmuls of a convolution; none for a convolution of each channel by itself, which moves bytes."""
+    backward = isinstance(result, tuple)
+    x, weight = args[1 if backward else 0], args[2 if backward else 1]
+    groups = int(args[9 if backward else 8])
+    if groups == x.shape[1]:
+        return
+    made = args[0] if backward else result
+    places = made.numel() / made.shape[1]
+    outputs, inputs = weight.shape[0] / groups, math.prod(weight.shape[1:])
+    if not backward:
+        yield Product(places, outputs, inputs, groups)
+        return
+    yield Product(places, inputs, outputs, groups)
+    yield Product(outputs, inputs, places, groups)
+
+
+_PRODUCTS: dict[str, Callable[[Sequence[Any], Any], Iterable[Product]]] = {
+    "mm": lambda args, _: _mm(*args[:2]),
+    "bmm": lambda args, _: _mm(*args[:2]),
+    "addmm": lambda args, _: _mm(*args[1:3]),
+    "addmm_": lambda args, _: _mm(*args[1:3]),
+    "baddbmm": lambda args, _: _mm(*args[1:3]),
+    "baddbmm_": lambda args, _: _mm(*args[1:3]),
+    "_grouped_mm": _grouped_mm,
+    "convolution": _convolution,
+    "convolution_backward": _convolution,
+}
+
+
+# ---- Stand-ins ----
+
+
+class _CountedSequence(SequenceSplit):
+    """A `SequenceSplit` whose attention only has the shapes."""
+
+    def __init__(self, split: SequenceSplit, counting: Counting) -> None:
+        super().__init__()
+        self.parts, self.positions, self._counting = split.parts, split.positions, counting  # type: ignore[method-assign]
+
+    def attend(self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, scoring: Scoring = PLAIN) -> Tensor:
+        (batch, length, heads, query), (*_, kv_heads, value) = q_BSND.shape, v_BSMD.shape
+        self._counting.attended.append(Attended(batch * length, heads, kv_heads, query, value, scoring.window))
+        return _Shaped.apply((*q_BSND.shape[:-1], value), None, q_BSND, k_BSMD, v_BSMD)
+
+
+class _CountedExperts:
+    """Fused experts whose result only has the shape. Tokens choose all experts equally often."""
+
+    replaceable: ClassVar[tuple[str, ...]] = ()
+    counting: Counting
+    _parameters: dict[str, nn.Parameter]
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Returns a tensor like `hidden_states`."""
+        down = self._parameters["down_proj"]
+        experts, hidden, inner = down.shape
+        outer = sum(each.numel() for each in self._parameters.values()) // (experts * hidden) - inner
+        rows = top_k_index.numel()
+        each, moved = rows / experts, rows * (3 * hidden + outer + inner) * hidden_states.element_size()
+        counting = self.counting
+        counting.add([Product(each, outer, hidden, experts), Product(each, hidden, inner, experts)], moved, 3)
+
+        def back() -> None:
+            counting.add([Product(each, inner, hidden, experts), Product(each, hidden, outer, experts)], 2 * moved, 3)
+            counting.later += [Product(outer, hidden, each, experts), Product(hidden, inner, each, experts)]
+
+        made: Tensor = _Shaped.apply(hidden_states.shape, back, hidden_states, top_k_weights)
+        return made
+
+
+class _Shaped(torch.autograd.Function):
+    """Makes a tensor of a shape from some tensors, and calls `back`, if any, in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, shape: Sequence[int], back: Callable[[], None] | None, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.back = back
+        return tensors[0].new_empty(shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if ctx.back is not None:
+            ctx.back()
+        return None, None, *map(torch.empty_like, ctx.saved_tensors)
