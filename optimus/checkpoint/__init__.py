@@ -1,4 +1,4 @@
-"""Checkpoints: writers complete a checkpoint atomically, and readers check every byte that they read.
+"""Checkpoints, which a rename completes, and whose tensors `Reader` reads with checksums.
 
 Start with `folder.py`.
 """
