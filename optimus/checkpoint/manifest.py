@@ -99,8 +99,8 @@ def read_checked_description(folder: Path) -> tuple[Description, dict[str, Any]]
     """Returns the checked description of the checkpoint in `folder`, and the manifest's entries by file name.
 
     Raises `DamagedError` if the description has changed since it was written, or if a file in the manifest is missing
-    or has another size. The same checks apply to the files of frozen parameters. Raises `UserError` if this code does
-    not know the version or model of an unchanged description.
+    or has another size. Also raises `DamagedError` if the folder of frozen parameters is not complete. Raises
+    `UserError` if this code does not know the version or model of an unchanged description.
     """
     try:
         description = read_description(folder)

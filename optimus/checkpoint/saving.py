@@ -3,8 +3,8 @@
 Saving has three phases. All ranks end each phase together, so that all ranks report a failure of one rank:
 
 1. Rank 0 creates the partial folders.
-2. Each rank writes the slices of its chunks (`writers.py`) into one file per checkpoint, and sends their positions to
-   rank 0.
+2. Each rank writes the slices of its chunks (`writers.py`) into one file per checkpoint, and sends the positions
+   of the slices to rank 0.
 3. Rank 0 adds the other files, and renames each folder to its final name.
 
 The third phase runs in a thread. In background saving, the second phase also runs in a thread, and writes copies of the
@@ -157,7 +157,8 @@ class Saver:
     def complete(self) -> str:
         """Completes checkpoints in progress, for a run that ends with an error while all ranks are alive.
 
-        Returns the failure of writing, to add to the error's message, or an empty text. Raises `CollectiveError`.
+        Returns the failure of writing, to add to the error's message, or an empty text. Raises `CollectiveError` if a
+        collective fails.
         """
         try:
             self.finish()
