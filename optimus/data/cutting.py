@@ -14,8 +14,8 @@ WINDOW = 2048  # characters on each side of a proposed cut that the check tokeni
 LIMIT = 1 << 24  # maximum number of characters of a piece; the last piece may have `WINDOW` more
 TRIES = 16
 
-# `find_cut` first tries cuts between words. Then `find_cut` tries cuts between word characters and other characters, for
-# text without spaces (Chinese, minified code).
+# `find_cut` first tries cuts between words. Then `find_cut` tries cuts between word characters and other characters,
+# for text without spaces (Chinese, minified code).
 BETWEEN_WORDS = re.compile(r"(?<=\S)(?= \S)|(?<=\S\n)(?=\S)")
 BETWEEN_KINDS = re.compile(r"(?<=\w)(?=\W)|(?<=\W)(?=\w)")
 
