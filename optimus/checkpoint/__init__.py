@@ -1,4 +1,4 @@
-"""Checkpoints, which a rename completes, and whose tensors `Reader` reads with checksums.
+"""Checkpoints: writers complete a checkpoint by a rename, and `Reader` checks the checksums of tensors.
 
 Start with `folder.py`.
 """

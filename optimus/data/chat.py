@@ -40,7 +40,7 @@ _FILES = ("special_tokens_map.json", "tokenizer_config.json", FILE)  # files of 
 _ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names of the assistant's reasoning; the first found counts
 _MARKS = "".join(map(chr, range(0xFDD0, 0xFDF0)))  # noncharacters, which Unicode reserves for programs
-_DAY = datetime(2024, 7, 26)  # the date that templates get in `prepare`, on any day
+_DAY = datetime(2024, 7, 26)  # the date that templates get unless `render` has another `day`
 
 
 class ChatTemplate(NamedTuple):

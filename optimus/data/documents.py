@@ -36,7 +36,7 @@ Encode = Callable[[str], list[int]]
 
 class Position(NamedTuple):
     """A position before byte `offset` of the decompressed UTF-8 text of file number `file`. For Parquet, Arrow, CSV,
-    TSV and `record_reader`, `offset` counts the rows before the position.
+    TSV and the files of `record_reader`, `offset` counts the rows before the position.
 
     `line` counts the lines before the position, in JSON lines.
     """
@@ -208,7 +208,8 @@ def decode(source: Source, stream: BinaryIO, offset: int) -> Iterator[str]:
 
 
 def _checked_pieces(where: str, chunks: Iterator[str], encode: Encode) -> Iterator[tuple[str, bool]]:
-    """Yields the pieces of one document. An empty document is one empty piece. Raises `UserError` like `pieces`."""
+    """Yields the pieces of one document. An empty document is one empty piece. Raises `UserError` if `pieces` finds no
+    cut."""
     piece = None
     try:
         for piece in pieces(chunks, encode):

@@ -75,7 +75,7 @@ class Journal:
     """The state of an unfinished run. `mark` is the last position, and `file_mark` is the last position between two
     files.
 
-    If the file in which a run stopped has changed, the next run resumes from `file_mark`.
+    If the file in which a run stopped has changed, the next run may resume from `file_mark`.
     """
 
     settings: dict[str, Any]

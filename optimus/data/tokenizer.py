@@ -78,7 +78,7 @@ def check_text_stays_text(info: TokenizerInfo) -> None:
     """Raises `UserError` if the spelling of a special token becomes the token even without `parse_special` of `load`.
     Ignores the token for unknown text.
 
-    For example, the library finds an added token in text unless the file marks the token as special.
+    The library finds an added token in text unless the file marks the token as special.
     """
     tokenizer = load(info.path)
     special = {token.content: id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}

@@ -72,7 +72,7 @@ class DataPhase(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """The distinct names of the sources. A replayed source has the name of the source."""
+        """The distinct names of the sources, in order."""
         return list(dict.fromkeys(source.name for source in self.sources))
 
     @property
