@@ -65,7 +65,7 @@ def load_slices(
     copies.
 
     Collective. Without `full`, initializes the state of the update rules. The ranks with the same parameters take turns
-    (the Optimus paper, section 4: model broadcasting): one rank reads a chunk and sends the chunk to the other ranks by
+    (the Optimus paper, section 4: model broadcasting). One rank reads a chunk and sends the chunk to the other ranks by
     broadcast or all-reduce. With `send` "none", every rank reads its own shard. `read` fills the tensors of slices.
     With `pruned`, the weights must be zero where the state is pruned. With `factors`, reads low-rank factors; otherwise
     sets low-rank factors to zero.
