@@ -1,4 +1,4 @@
-"""Checkpoints: writers complete a checkpoint atomically, and readers check every byte that they read.
+"""Checkpoints: writers complete a checkpoint by a rename, and `Reader` checks the checksums of tensors.
 
 Start with `folder.py`.
 """

@@ -1,9 +1,8 @@
 """Copies of a run's checkpoints at a URL (`checkpoint.copy_to`), from which a run whose folder is lost can resume.
 
-The URL has the layout of a run folder: `checkpoints/step-N/...`, and the small files of the run. A copy gets the
-checkpoint's manifest last, and the removal of a copy begins with the manifest. A copy is therefore complete if it has a
-valid manifest and all the manifest's files. If the frozen parameters are in a separate folder, the copy of this folder
-must be complete too.
+The URL has the layout of a run folder: `checkpoints/step-N/...`, and the small files of the run. A copy is complete if
+it has a valid manifest and all files of the manifest with the right sizes. The copy of a separate folder of frozen
+parameters must be complete too. Copying ends with the manifest, and removal begins with the manifest.
 """
 
 import json
@@ -27,11 +26,11 @@ Files = dict[str, Any]
 
 
 def copier(url: str, run: str, keep: int | None, weights_keep: int) -> Callable[[str], str]:
-    """Returns a function that copies a checkpoint of the run folder `run`, given its name, and returns the name.
+    """Returns a function that copies a checkpoint of the run folder `run`, given the checkpoint's name, and returns the
+    name.
 
     After copying, the returned function removes the oldest copies of full checkpoints beyond `keep`, and earlier
-    weights whose steps are not multiples of `weights_keep`. The returned function also removes checkpoints of later
-    steps, which a rollback has abandoned.
+    weights whose steps are not multiples of `weights_keep`. The returned function also removes copies of later steps.
     """
     folder, copies = Path(run), RemoteCopies(url)
 
@@ -57,8 +56,8 @@ def _complete_copies(copies: RemoteCopies) -> Iterator[tuple[str, Mapping[str, F
 
 
 def fetch_run(url: str, run: Path) -> str | None:
-    """Fills an empty or lost run folder from the newest complete copy. Returns the name of the checkpoint, or None without
-    a complete copy.
+    """Fills the run folder `run` from the newest complete copy of a full checkpoint. Returns the name of the
+    checkpoint, or None without a complete copy.
 
     Raises `UserError` if the server or the disk fails.
     """
@@ -136,7 +135,7 @@ def _folders(copies: RemoteCopies, name: str) -> Mapping[str, Files] | None:
 
 
 def _files(copies: RemoteCopies, name: str) -> Files | None:
-    """Returns the files of a complete folder, by its manifest; None if the folder is not complete."""
+    """Returns the manifest's entries of a folder at the URL, by file name; None if the folder is not complete."""
     content = copies.read(f"{CHECKPOINTS}/{name}/{MANIFEST}")
     if content is None:
         return None
@@ -149,7 +148,7 @@ def _files(copies: RemoteCopies, name: str) -> Files | None:
 
 
 def _fetch(copies: RemoteCopies, name: str, folder: Path, files: Files) -> None:
-    """Copies a checkpoint from the URL; the folder appears when it is complete."""
+    """Copies a folder from the URL under a temporary name, checks the sizes, and renames the copy to `folder`."""
     partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.partial")  # other nodes may fetch the checkpoint
     copies.get_folder(f"{CHECKPOINTS}/{name}", partial, [*files, MANIFEST])
     read_manifest(partial)

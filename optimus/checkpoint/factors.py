@@ -1,8 +1,7 @@
 """Low-rank factors in checkpoints: `model.X.lora_b` and `model.X.lora_a`, in addition to the frozen `model.X.weight`.
 
-A resumed run reads all three tensors, as does the conversion into one file of tensors. Models, exports, averages and
-runs that start from the checkpoint get no factors. Instead, their weight includes the factors' product wherever the
-frozen weight is not zero.
+`Reader.fill` adds the product of the factors to the weight, wherever the frozen weight is not zero. With `apart`,
+`fill` reads the frozen weight unchanged.
 """
 
 _WEIGHT, _FACTORS = ".weight", (".lora_b", ".lora_a")
@@ -14,5 +13,5 @@ def factors_of(key: str) -> tuple[str, ...]:
 
 
 def is_factor(key: str) -> bool:
-    """Returns True if `key`, the key or the name of a parameter, belongs to a factor."""
+    """Returns True if `key` is the checkpoint key or the parameter name of a low-rank factor."""
     return key.endswith(_FACTORS)

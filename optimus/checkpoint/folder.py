@@ -1,13 +1,12 @@
 """The folder of a checkpoint and its description.
 
     checkpoint.json         the description: model, step, precision, data, configuration
-    tokenizer.json          the tokenizer of the training data
+    tokenizer.json          the tokenizer of the training data, if any
     .metadata, *.distcp     the tensors; see `format.py`
     manifest.json           sizes and checksums of the files above; written last; see `manifest.py`
 
-In `checkpoints/`, a run writes full checkpoints `step-N`, and `weights-N` with weights only. Without a rollback, a run
-resumes from the newest intact `step-N`. A run writes frozen parameters into `frozen-K`, to which several full
-checkpoints may refer. Folders `weights-N` are self-contained, because users may move or archive these folders. The run
+In `checkpoints/`, a run writes full checkpoints `step-N`, and `weights-N` with weights only. A run writes frozen
+parameters into `frozen-K`, to which several full checkpoints may refer. Folders `weights-N` are self-contained. The run
 writes a folder as `.NAME.partial`, and renames the complete folder. A rollback moves later checkpoints to
 `checkpoints/abandoned-K`.
 """
@@ -41,7 +40,7 @@ _NAME = re.compile(r"^(step|weights)-(\d+)$")
 
 
 class DamagedError(UserError):
-    """Raised for a checkpoint that is incomplete or has changed; another checkpoint may be intact."""
+    """Raised for a checkpoint that is incomplete or has changed, or for a folder that is no checkpoint of Optimus."""
 
 
 def damaged(folder: Path, reason: str) -> DamagedError:
@@ -51,7 +50,8 @@ def damaged(folder: Path, reason: str) -> DamagedError:
 
 @dataclass(frozen=True)
 class Description:
-    """The description of a checkpoint. Runs can resume `full` checkpoints; other checkpoints have only weights."""
+    """The content of `checkpoint.json`. A `full` checkpoint has the whole state, and any other checkpoint has only
+    weights."""
 
     model: Architecture
     context: int  # length of the longest sequences in training so far, in this run or an earlier run
@@ -59,29 +59,29 @@ class Description:
     full: bool
     precision: str = "float32"
     eos_id: int | None = None
-    tokenizer: Path | None = None  # the file inside the folder
-    run: dict[str, Any] = field(default_factory=dict)  # a resumed run needs the same seed, batch and data fingerprint
-    progress: dict[str, Any] = field(default_factory=dict)  # a resumed run continues these counters and data position
+    tokenizer: Path | None = None  # path of the tokenizer's file
+    run: dict[str, Any] = field(default_factory=dict)  # fingerprint that a resumed run must match; see `check_same_run`
+    progress: dict[str, Any] = field(default_factory=dict)  # counters and data position, which a resumed run continues
     config: dict[str, Any] = field(default_factory=dict)  # whole configuration of the run that wrote the checkpoint
     random: dict[str, str] = field(default_factory=dict)  # states of torch's generators, by device type, in base 64
     written: dict[str, Any] = field(default_factory=dict)  # facts about the writing, for example the number of ranks
     published: dict[str, Any] = field(default_factory=dict)  # metadata of the imported folder; see hub/published.py
     chat: dict[str, Any] = field(default_factory=dict)  # chat template of the training data: `data.chat.ChatTemplate`
-    frozen: str | None = None  # name of the sibling folder with frozen parameters, which are not in this folder
-    plugins: list[dict[str, Any]] = field(default_factory=list)  # `plugins.Plugin` of the writing run
+    frozen: str | None = None  # name of a separate folder with the frozen parameters, if any
+    plugins: list[dict[str, Any]] = field(default_factory=list)  # fields of each `plugins.Plugin` of the writer
 
     @property
     def unpruned(self) -> float:
-        """The unpruned fraction of the elements of pruned parameters."""
+        """The unpruned fraction of the pruned parameters, or 1 without pruning."""
         return float(self.progress.get("unpruned", 1.0))
 
     @property
     def prunings(self) -> int:
-        """Number of times that the run has pruned its parameters."""
+        """The number of prunings of the model. A pruned model without a recorded number counts as pruned once."""
         return int(self.progress.get("prunings", self.unpruned < 1))
 
     def weights_only(self, precision: str) -> "Description":
-        """Returns the description of a checkpoint of the same weights in `precision`, without any other state."""
+        """Returns the description of a weights-only checkpoint of the same model in `precision`."""
         return replace(self, full=False, precision=precision, random={}, written={}, frozen=None)
 
 
@@ -103,8 +103,8 @@ def frozen_folders(run: Path) -> list[Path]:
 def frozen_beside(path: Path, description: Description) -> Path | None:
     """Returns the folder of frozen parameters that the checkpoint `path` refers to, or None.
 
-    The folder is a sibling of the checkpoint, or of the folder of abandoned checkpoints. Raises `DamagedError` if this
-    folder does not exist.
+    Looks in the folder that contains the checkpoint, and then one folder higher. Raises `DamagedError` if the folder of
+    frozen parameters does not exist.
     """
     if description.frozen is None:
         return None
@@ -188,7 +188,7 @@ def _is_torch_save_file(file: Path) -> bool:
         with zipfile.ZipFile(file) as archive:
             return any(name.endswith("/data.pkl") for name in archive.namelist())
     except (OSError, zipfile.BadZipFile):
-        return file.suffix in (".pt", ".pth", ".ckpt")  # formats that older versions of torch wrote
+        return file.suffix in (".pt", ".pth", ".ckpt")  # older versions of torch wrote no ZIP archives
 
 
 def read_description(path: Path) -> Description:
@@ -233,7 +233,7 @@ def write_description(folder: Path, description: Description) -> None:
 
 
 def differences(saved: dict[str, Any], current: dict[str, Any]) -> str:
-    """Returns `KEY is A there and B here` for every key of `current` whose values differ, for messages.
+    """Returns `KEY is SAVED there and CURRENT here` for every key of `current` whose values differ, for messages.
 
     The text is empty if all values agree.
     """

@@ -1,9 +1,8 @@
 """The files of tensors, in the format of torch.distributed.checkpoint (DCP), which DCP's tools can read.
 
 Each writing rank has one file, `__RANK_0.distcp`, of concatenated slices; each slice is an archive of `torch.save`.
-`.metadata` locates every slice of every global tensor. This module implements the format itself. DCP's writer computes no
-checksums, and needs a collective for slices of one global tensor from several ranks. DCP's reader checks neither checksums
-nor completeness.
+`.metadata` locates the slices in the folder's files. This module replaces DCP's writer and reader, which have no
+checksums.
 """
 
 import io
@@ -66,7 +65,8 @@ def file_of(rank: int) -> str:
 
 
 def write_slices(file: BinaryIO, name: str, slices: Iterable[TensorSlice]) -> list[StoredSlice]:
-    """Appends `slices` to the new file `file`, named `name`, and syncs them to disk; returns their stored slices.
+    """Writes `slices` to the empty file `file`, and syncs the file to disk. Returns the stored slices, whose file is
+    `name`.
 
     A second thread syncs earlier slices to disk while this thread writes the next slices.
     """
@@ -97,7 +97,7 @@ def _with_own_storage(tensor: Tensor) -> Tensor:
     """Returns the tensor on the host, with a storage that has only the tensor's bytes.
 
     `torch.save` would write the whole storage of a view. The new storage shares memory with a contiguous tensor on the
-    host, to save a copy.
+    host.
     """
     here = tensor.detach().cpu().contiguous()
     start = here.storage_offset() * here.itemsize
@@ -106,7 +106,7 @@ def _with_own_storage(tensor: Tensor) -> Tensor:
 
 
 def read_slice(content: bytes) -> Tensor:
-    """Returns the tensor in the bytes of a slice. Raises an exception of any type if the bytes are not a tensor."""
+    """Returns the tensor in the bytes of a slice. May raise any exception if the bytes are not a tensor."""
     tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     if not isinstance(tensor, Tensor):
         raise ValueError(f"a {type(tensor).__name__} where a tensor should be")
@@ -123,7 +123,7 @@ def by_key(slices: Iterable[AnySlice]) -> dict[str, list[AnySlice]]:
 
 def pack_metadata(stored: Iterable[StoredSlice]) -> bytes:
     """Returns the content of `.metadata` for the slices `stored`."""
-    # The import is here, because the import takes a second and readers do not need it.
+    # The import takes a second, so readers of checkpoints skip the import.
     from torch.distributed.checkpoint import metadata as dcp
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 
@@ -144,8 +144,7 @@ def pack_metadata(stored: Iterable[StoredSlice]) -> bytes:
 def unpack_metadata(content: bytes) -> Iterator[StoredSlice]:
     """Yields the slices in `.metadata`, with checksums of zero.
 
-    Raises `pickle.UnpicklingError` for classes that DCP does not write, and an exception of any type for damaged
-    content.
+    Raises `pickle.UnpicklingError` for a class that `_Unpickler` does not admit, and any exception for damaged content.
     """
     metadata = _Unpickler(io.BytesIO(content)).load()
     if not isinstance(metadata, _Plain) or metadata.name != "Metadata":
@@ -179,7 +178,7 @@ class _Plain:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Admits only the classes that DCP writes into `.metadata`, and replaces DCP's own classes by stand-ins."""
+    """Admits only classes in the metadata of tensors, and replaces DCP's own classes by stand-ins."""
 
     _METADATA = (
         "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata",

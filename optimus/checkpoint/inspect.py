@@ -35,8 +35,8 @@ def list_run(run: str | Path) -> list[dict[str, Any]]:
     """Lists the checkpoints of a run, oldest first.
 
     Each entry has `path`, `step`, `kind` (full or weights), `bytes`, `problem` and `resumes`. `problem` is None if the
-    description is intact and all files have the right sizes. `resumes` is True if `--resume` would start from the
-    checkpoint, unless the checkpoint's tensors are damaged. Raises `UserError` if `run` is no run folder.
+    description is intact and all files have the right sizes. `resumes` is True for the newest checkpoint without a
+    `problem` that `--resume` can start from. Raises `UserError` if `run` is no run folder.
     """
     run = user_path(run)
     if not (run / "checkpoints").is_dir() and not (run / "config.yaml").is_file():
@@ -49,7 +49,7 @@ def list_run(run: str | Path) -> list[dict[str, Any]]:
 
 
 def verify_all(path: str | Path) -> dict[str, list[str]]:
-    """Reads a checkpoint, or all checkpoints of a run, completely; returns lists of problems by path, empty if intact.
+    """Verifies a checkpoint, or the checkpoints of a run; returns lists of problems by path (see `verify`).
 
     Raises `UserError` if there is no checkpoint at `path`.
     """
@@ -62,8 +62,8 @@ def show(path: str | Path) -> dict[str, Any]:
     """Describes a checkpoint (or the newest checkpoint of a run) and the distribution of its bytes over nodes.
 
     In addition to some fields of the description, the result has `bytes`, `tensors` (number of global tensors),
-    `parameters`, `slices`, `writers` (number of ranks that wrote a file) and `bytes_by_node`. All these numbers include
-    the folder of frozen parameters. Raises `UserError` if the checkpoint cannot be read.
+    `parameters`, `slices`, `writers` (number of ranks that wrote a file) and `bytes_by_node`. The numbers include the
+    folder of frozen parameters. Raises `UserError` if the checkpoint cannot be read.
     """
     path = find_checkpoint(path)
     reader = Reader.open(path)
@@ -107,10 +107,10 @@ def convert(path: str | Path, output: str | Path, to: To = "weights", dtype: str
     With `to` "weights", writes a checkpoint of the weights alone, like `weights-N` of a run. With "torch", writes one
     file of all tensors by key, for `torch.load(weights_only=True)`. With "safetensors", writes the same tensors to a
     safetensors file. `dtype` (float32, bfloat16) is the dtype of the weights. By default, a checkpoint of weights has
-    the precision in the description, and a file has the dtypes of the checkpoint's tensors. The conversion reads the
-    converted tensors into memory.
+    the precision in the description, and a file has the dtypes of the checkpoint's tensors.
 
-    Raises `UserError` if the checkpoint cannot be read, if `output` exists, or if the disk fails.
+    Raises `UserError` if the checkpoint cannot be read, if `output` exists, if the disk fails, or for an invalid
+    argument.
     """
     if to not in get_args(To):
         raise UserError(f"`to` is {to!r}: choose one of {', '.join(get_args(To))}")
@@ -154,7 +154,7 @@ def _row(path: Path) -> dict[str, Any]:
 
 
 def _tensors(reader: Reader, dtype: str | None) -> dict[str, Tensor]:
-    """Returns all global tensors by key, the weights in `dtype`."""
+    """Returns all global tensors by key, the weights in `dtype` if `dtype` is not None."""
     tensors = {}
     for key, stored in reader.stored.items():
         type_ = dtype if dtype and key.startswith("model.") else stored[0].dtype

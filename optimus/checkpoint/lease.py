@@ -1,8 +1,7 @@
-"""Leases on run folders, so that only one run at a time writes into a folder.
+"""Leases on run folders, against two runs that write into one folder.
 
-`lease.json` names the holder: its token, host and process. All processes of a run share one token, including the nodes
-of a launch and its restarts, so each process may continue immediately when another process has ended. A holder of a
-lease rewrites the file every few seconds. The scheme also works on shared file systems without locks; see `_exclusive`.
+`lease.json` names the token, the host and the process of the holder. All processes of a run share one token, on all
+nodes and after restarts. A holder renews the lease every few seconds by rewriting the file.
 
 Another run takes over a lease if the holder is a dead process of the same machine, and was the only process of its run.
 Another run also takes over a lease that nobody has renewed for a minute, unless the holder is a live process of the
@@ -29,7 +28,7 @@ from optimus.errors import UserError, naming_disk_errors
 
 LEASE = "lease.json"
 BEAT, SILENCE = 5.0, 60.0  # seconds between renewals; seconds without renewal until a holder counts as dead
-_BYTES = 512  # size of the file: one write replaces it, so a reader without a lock sees one holder or another
+_BYTES = 512  # size of the file, which one write replaces
 
 
 class LeaseError(UserError):
@@ -90,7 +89,7 @@ def check_free(run: Path) -> None:
 
 
 def check_lease(run: Path, token: str) -> None:
-    """Raises `LeaseError` if the run with this `token` no longer has the lease of the folder `run`."""
+    """Raises `LeaseError` if the lease file of the folder `run` is missing or names another `token`."""
     try:
         found = _look(run / LEASE)
     except OSError:  # the file system may be temporarily unavailable
@@ -104,13 +103,11 @@ def check_lease(run: Path, token: str) -> None:
 
 
 class Lease:
-    """A context that has the lease of the folder `run` for the run with this `token`, and excludes other runs.
+    """A context that holds the lease of the folder `run` for the run with this `token`.
 
     Entering raises `LeaseError` if another live run holds the lease. Detecting that a holder is dead may take a minute;
-    lines on stderr report the wait and the takeover. If `retained`, the lease stays after the context for the other
-    processes of the run; `retained` is initially True if `several` processes may hold the lease. If another run has
-    taken the lease while this process was stopped, this process does not renew the lease. Writers must therefore call
-    `check_lease`.
+    lines on stderr report the wait and the takeover. Leaving removes the lease unless `retained`, which is initially
+    equal to `several`. Another run may take over the lease of a stopped process, so writers must call `check_lease`.
     """
 
     def __init__(
@@ -199,8 +196,7 @@ class Lease:
 
 @dataclass(frozen=True)
 class _Found:
-    """The content of a lease file: the text, the time of the last renewal by the file system's clock, and the seconds
-    since."""
+    """The text of a lease file, the file's modification time in ns, and the age of the last renewal in seconds."""
 
     text: str
     changed: int
@@ -220,7 +216,7 @@ def _look(path: Path) -> _Found | None:
         return None
     try:
         now = file_system_time(path.parent)
-    except OSError:  # the folder is not writable, which writers report later
+    except OSError:  # for example, the folder is not writable
         now = time.time()
     return _Found(text, changed, max(0.0, now - changed / 1e9))
 
@@ -234,10 +230,9 @@ def _held(run: Path, holder: Holder) -> LeaseError:
 
 @contextmanager
 def _exclusive(path: Path, *, make: bool) -> Iterator[int]:
-    """Opens the file and locks it for this process, if the file system has locks.
+    """Yields the descriptor of the open file, locked for this process if the file system has locks.
 
-    Without locks, two processes that take a lease at the same moment both continue until one process notices that it
-    has lost the lease.
+    Without locks, two processes may take a lease at the same moment.
     """
     while True:
         file = os.open(path, os.O_RDWR | (os.O_CREAT if make else 0), 0o644)
@@ -271,7 +266,8 @@ def _parse(text: str) -> Holder | None:
 
 
 def _machine() -> str:
-    """Identifies this boot of the machine and the container (process namespace) of this process."""
+    """Identifies this boot of the machine and this process's namespace of process ids, or without /proc only the
+    host."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

@@ -33,7 +33,7 @@ def _check_pruned(chunk: Chunk, dense: Tensor, first: int) -> None:
 
 
 class _Transfer(NamedTuple):
-    """The transfer of one kind of buffer of a chunk from the rank of `group` that reads the buffer."""
+    """The transfer of a chunk's buffer `kind` from rank `reader` of `group` to the other ranks of the group."""
 
     chunk: Chunk
     kind: str
@@ -64,8 +64,8 @@ def load_slices(
     """Fills the weights and the modules' buffers, and with `full` the state of the update rules; refreshes the compute
     copies.
 
-    Collective. Without `full`, resets the state of the update rules. The ranks with the same parameters take turns (the
-    Optimus paper, section 4: model broadcasting). One rank reads a chunk and sends the chunk to the other ranks by
+    Collective. Without `full`, initializes the state of the update rules. The ranks with the same parameters take turns
+    (the Optimus paper, section 4: model broadcasting). One rank reads a chunk and sends the chunk to the other ranks by
     broadcast or all-reduce. With `send` "none", every rank reads its own shard. `read` fills the tensors of slices.
     With `pruned`, the weights must be zero where the state is pruned. With `factors`, reads low-rank factors; otherwise
     sets low-rank factors to zero.
@@ -120,8 +120,8 @@ def _read_local(transfers: Sequence[_Transfer], read: Read) -> UserError | None:
 def _read_and_send(transfers: Sequence[_Transfer], read: Read, send: Send) -> UserError | None:
     """Reads and sends the buffers of all transfers; returns a failure of this rank, or None.
 
-    After a failure, a rank continues to send, so that no other rank waits for it. Each rank reads its next chunk while
-    the ranks send other chunks.
+    After a failure, a rank continues to send, so that the other ranks do not block. A thread reads a rank's next buffer
+    while the ranks send other buffers.
     """
     failure = None
     with ThreadPoolExecutor(1) as pool:

@@ -1,9 +1,8 @@
 """The manifest of a checkpoint lists every other file with the file's size and checksums. Writers write the manifest
 last.
 
-A folder without a manifest is not complete. Checksums are CRC-32. A file of tensors has one checksum per slice, so that
-a reader can check a slice without reading the rest of the file. Each other file, and the manifest itself, has one
-checksum.
+A folder without a manifest is not complete. Checksums are CRC-32. A file with slices has one checksum per slice. Each
+other file, and the manifest itself, has one checksum.
 """
 
 import json
@@ -27,15 +26,14 @@ from optimus.disk import parse_json, plain_name
 from optimus.errors import UserError
 
 _FORMAT, _VERSION = "optimus-manifest", 1
-SLICES = "boxes"  # the key of a file's slices in manifests of all versions
+SLICES = "boxes"  # the manifest's key for the slices of a file
 
 
 def write_manifest(folder: Path, stored: Iterable[StoredSlice]) -> None:
     """Writes the manifest of all files in `folder`.
 
-    `stored` are the slices of the files of tensors, which the writers of these files report. Raises `UserError` if the
-    length of a file of tensors differs from the length of its slices. A difference means that the writer and this
-    process do not see the same file system, or that the disk has lost a part of the file.
+    `stored` are the slices in the files of tensors. Raises `UserError` if a file does not end with its last slice, for
+    example because the nodes do not share one file system.
     """
     slices: dict[str, list[list[int]]] = {}
     for each in stored:
@@ -60,7 +58,7 @@ def write_manifest(folder: Path, stored: Iterable[StoredSlice]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Returns the files in the manifest of the checkpoint in `folder`, after checking that all exist with the right sizes.
+    """Returns the manifest's entries by file name, after checking that the files exist with the right sizes.
 
     Raises `DamagedError` if the manifest cannot be read, or if a file is missing or has another size.
     """
@@ -80,8 +78,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def manifest_files(text: str) -> dict[str, Any]:
-    """Returns the files in the text of a manifest. Raises `ValueError`, `KeyError`, `TypeError` or `AttributeError` for a
-    text that is incomplete or has changed."""
+    """Returns the entries in the text of a manifest, by file name. Raises `ValueError`, `KeyError`, `TypeError` or
+    `AttributeError` for a text that is incomplete or has changed."""
     content = parse_json(text)
     crc = content.pop("crc")
     same = zlib.crc32(_text(content).encode()) == crc and _text(content | {"crc": crc}) == text
@@ -98,7 +96,7 @@ def manifest_files(text: str) -> dict[str, Any]:
 
 
 def read_checked_description(folder: Path) -> tuple[Description, dict[str, Any]]:
-    """Returns the checked description of the checkpoint in `folder`, and the files that its manifest names.
+    """Returns the checked description of the checkpoint in `folder`, and the manifest's entries by file name.
 
     Raises `DamagedError` if the description has changed since it was written, or if a file in the manifest is missing
     or has another size. Also raises `DamagedError` if the folder of frozen parameters is not complete. Raises
@@ -108,7 +106,7 @@ def read_checked_description(folder: Path) -> tuple[Description, dict[str, Any]]
         description = read_description(folder)
     except DamagedError:
         raise
-    except UserError as error:  # another version or model, or a changed file: the checksum tells
+    except UserError as error:  # an unknown version or model, unless the checksum shows a changed file
         try:
             read_checked(folder, DESCRIPTION, read_manifest(folder))
         except DamagedError:
@@ -122,8 +120,8 @@ def read_checked_description(folder: Path) -> tuple[Description, dict[str, Any]]
 
 
 def read_checked(folder: Path, name: str, files: Mapping[str, Any]) -> bytes:
-    """Returns the content of a file without tensors. Raises `DamagedError` if the file cannot be read, or has changed
-    since it was written."""
+    """Returns the content of a file without tensors. `files` are the manifest's entries. Raises `DamagedError` if the
+    file cannot be read, or has changed since it was written."""
     try:
         content = (folder / name).read_bytes()
     except OSError as error:
@@ -134,9 +132,9 @@ def read_checked(folder: Path, name: str, files: Mapping[str, Any]) -> bytes:
 
 
 def _size_of(path: Path) -> int | None:
-    """Returns the size of a file after opening it, because network file systems only then fetch other nodes' writes.
+    """Opens a file, and returns its size in bytes, or None if the file does not exist.
 
-    Returns None if the file does not exist.
+    Network file systems may fetch other nodes' writes only after opening.
     """
     try:
         with path.open("rb") as file:

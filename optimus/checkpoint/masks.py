@@ -1,9 +1,8 @@
 """Masks of pruned parameters in checkpoints: `mask.NAME`, in addition to dense weights with zeros.
 
 The mask has one bit per weight, and packs the bits along the last dim, the first weight in the lowest bit of a byte. If
-shards of the last dim do not begin at whole bytes, the mask has one byte per weight instead. So any layout can read
-masks of any other layout. Readers that ignore masks read the dense weights. Full checkpoints of a run that searches for
-an early-bird ticket also have `drawn.NAME`: the masks that the run drew last.
+shards of the last dim do not begin at whole bytes, the mask has one byte per weight instead. Full checkpoints of a run
+that searches for an early-bird ticket may also have `drawn.NAME`, the masks that the run drew last.
 """
 
 from collections.abc import Iterator, Mapping
@@ -62,7 +61,7 @@ def masks_in(
             continue
         name = key.removeprefix(prefix)
         if name not in layouts and f"model.{name}" in shapes:
-            continue  # the mask's parameter is on other ranks
+            continue  # the source has the parameter, but this rank does not
         parameter_shape = tuple(layouts[name].shape) if name in layouts else None
         check_fits(source.path, key, shape, parameter_shape)
         assert parameter_shape is not None
@@ -111,7 +110,7 @@ def share_of(masks: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]])
 
 
 def all_masks(reader: Reader) -> dict[str, Tensor]:
-    """Returns all masks of a checkpoint as stored, by key; empty if nothing is pruned."""
+    """Returns the tensors `mask.NAME` of a checkpoint as stored, by key."""
     masks = {
         key: torch.zeros(stored[0].shape, dtype=torch.uint8)
         for key, stored in reader.stored.items()
@@ -122,8 +121,8 @@ def all_masks(reader: Reader) -> dict[str, Tensor]:
 
 
 def follow_masks(state: ModelState, source: WeightSource) -> bool:
-    """Prunes the same elements of `state` as the checkpoint; `state` has no values yet. Returns True if the checkpoint
-    is pruned. Collective.
+    """Prunes the same elements of `state` as the checkpoint, and returns True if the checkpoint is pruned. Collective.
+    The caller must load the weights of `state` afterwards.
 
     Raises `UserError` on all ranks for masks that do not fit the parameters, and for masks of parameters that `state`
     cannot prune.
@@ -173,6 +172,5 @@ def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 
 
 def shares_in(source: WeightSource) -> dict[str, float]:
-    """Maps the name of each pruned parameter of a checkpoint to the unpruned fraction of all pruned parameters
-    together."""
+    """Maps the name of each pruned parameter of `source` to the unpruned fraction of all pruned parameters together."""
     return {key.removeprefix(PREFIX): source.unpruned for key in source.shapes if key.startswith(PREFIX)}

@@ -33,18 +33,18 @@ def merge(
     last: int | None = None,
     plugins: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Writes the weighted average of the weights of `checkpoints` as a new checkpoint. A run stands for its newest
-    checkpoint.
+    """Writes the weighted average of the weights of `checkpoints` as a new weights-only checkpoint. A run stands for
+    the run's newest checkpoint.
 
-    A mapping gives the weights of the average, which the function divides by their sum; a sequence gives equal weights.
-    With `last`, the only entry of `checkpoints` is a run, and the function averages the run's newest `last` checkpoints
-    with equal weights. The result is a checkpoint of weights. `plugins` names the plugins that the models need.
+    A mapping gives each checkpoint's weight in the average, which the function divides by the sum of the weights. A
+    sequence gives equal weights. With `last`, the only entry of `checkpoints` is a run, and the function averages the
+    run's newest `last` checkpoints with equal weights. `plugins` names the plugins that the models need.
 
-    Sums are in float64 and the averages are in fp32. The averages do not depend on the layouts that wrote the
-    checkpoints. The function averages one tile at a time, to save memory.
+    Sums are in float64 and the averages are in fp32. The function averages one tile at a time.
 
-    Returns `output`, `parameters`, and `weights` by path. Raises `UserError` for fewer than two checkpoints, different
-    models or tokenizers, weights without a positive sum, and an existing `output`.
+    Returns `output`, `parameters` (the number of averaged elements), and `weights` by path. Raises `UserError` for
+    fewer than two checkpoints, different models or tokenizers, weights without a positive finite sum, and an existing
+    `output`.
 
     Example:
         optimus.merge({"runs/web": 0.3, "runs/math": 0.7}, "merged")
@@ -100,7 +100,8 @@ def _found(weighted: Sequence[tuple[str | Path, float]]) -> dict[Path, float]:
 
 
 def _last_of(runs: Sequence[str | Path], last: int) -> dict[Path, float]:
-    """Returns the newest `last` checkpoints of the only run in `runs`, one per step, with equal weights."""
+    """Returns the newest `last` checkpoints of the only run in `runs`, one per step, with equal weights. Raises
+    `UserError` if the run has fewer checkpoints."""
     if len(runs) != 1 or last < 2:
         raise UserError(
             f"`last` is {last} for {len(runs)} runs: it averages the last checkpoints of one run, at least 2"
@@ -134,8 +135,7 @@ def _averaged(
 
 
 def _common_masks(readers: Sequence[Reader]) -> dict[str, torch.Tensor]:
-    """Returns the masks if all checkpoints are pruned alike, regardless of the layouts that wrote the checkpoints;
-    otherwise no masks."""
+    """Returns the masks if all checkpoints have the same pruned elements; otherwise an empty dict."""
     masks, *others = map(all_masks, readers)
     shapes = readers[0].shapes
 

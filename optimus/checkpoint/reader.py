@@ -1,4 +1,4 @@
-"""Reads checkpoints. Readers check every byte that they read, and refuse requested tensors that are incomplete."""
+"""Reads checkpoints, and checks the checksums of the slices and the completeness of the tensors."""
 
 import math
 import zlib
@@ -42,7 +42,7 @@ class WeightSource(Protocol):
 
 @dataclass
 class Reader:
-    """Fills slices from the checkpoint in `path`. The reader has an index of the checkpoint's stored slices."""
+    """Fills slices from the checkpoint in `path`. `stored` are the checkpoint's stored slices by key."""
 
     path: Path
     description: Description
@@ -83,9 +83,9 @@ class Reader:
     def fill(self, slices: Iterable[TensorSlice], *, apart: bool = False) -> None:
         """Fills the tensors of `slices` in place, in any dtype and on any device.
 
-        Adds the product of a weight's low-rank factors to the weight, unless `apart`. Raises `UserError` if the
-        checkpoint lacks a slice's tensor or has the tensor in another shape, and `DamagedError` if bytes have changed
-        since they were written.
+        Unless `apart`, adds the product of a weight's low-rank factors to the weight. Raises `UserError` if the
+        checkpoint lacks a slice's tensor or has the tensor in another shape, and `DamagedError` if a slice has changed
+        since the write.
         """
         wanted = by_key(slices)
         for key, targets in wanted.items():
@@ -115,7 +115,7 @@ class Reader:
         target.tensor.copy_(merged(target.tensor.cpu(), b.tensor, a.tensor))
 
     def read(self, stored: StoredSlice) -> Tensor:
-        """Returns the tensor of a stored slice. Raises `DamagedError` if the slice's bytes have changed."""
+        """Returns the tensor of a stored slice. Raises `DamagedError` if the slice cannot be read or has changed."""
         where = f"{stored.file}, bytes {stored.start:,} to {stored.start + stored.length:,} ({stored.key})"
         try:
             with (self.path / stored.file).open("rb") as file:
@@ -148,8 +148,7 @@ class Reader:
 
 
 def verify(path: Path) -> list[str]:
-    """Reads the whole checkpoint at `path`, and returns its problems, one line each; empty if the checkpoint is
-    intact."""
+    """Reads the checkpoint at `path` with all tensors, and returns the problems; empty if the checkpoint is intact."""
     try:
         reader = Reader.open(path)
     except UserError as error:
@@ -192,7 +191,7 @@ def _read_all_but_tensors(path: Path) -> tuple[Description, dict[str, list[Store
 
 
 def _overlap(stored: StoredSlice, target: TensorSlice) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Returns the intersection as (region of `stored`, region of `target`); None if it is empty."""
+    """Returns the intersection as (region of `stored`, region of `target`); None for an empty intersection."""
     source_region, target_region = [], []
     for a, length, b, target_length in zip(stored.offsets, stored.sizes, target.offsets, target.tensor.shape):
         start, end = max(a, b), min(a + length, b + target_length)

@@ -1,8 +1,7 @@
-"""The checkpoint that a run resumes from: the newest checkpoint, or the weights that the user rolled the run back to.
+"""The checkpoints that a run can resume from, and rollbacks to earlier weights.
 
-A rolled-back run restarts from weights with zeroed moments (the Optimus paper, section 4: persistent model checkpoints).
-The rollback moves later checkpoints to `checkpoints/abandoned-K` and deletes nothing. `rollback.json` names the weights.
-Retention does not delete these weights until there are enough later full checkpoints (`slots.py`).
+A rolled-back run restarts from weights with zeroed moments (the Optimus paper, section 4: persistent model
+checkpoints). The rollback moves later checkpoints to `checkpoints/abandoned-K`. `rollback.json` names the weights.
 """
 
 import shutil
@@ -35,7 +34,7 @@ def resume_points(run: Path) -> list[ResumePoint]:
 
 
 def marker_of(run: Path) -> Path:
-    """Returns the path of the rollback marker, the file that names the checkpoint that `run` was rolled back to."""
+    """Returns the path of the rollback marker, which names the checkpoint that `run` was rolled back to."""
     return run / "checkpoints" / _FILE
 
 
@@ -60,8 +59,8 @@ def rollback(run: str | Path, step: int, *, held: bool = False) -> dict[str, Any
 
     Returns `checkpoint`, `step`, `moved` (the names of newer checkpoints) and `to`. The function moves the newer
     checkpoints to the new folder `to`, with a copy of the metrics. If there are neither newer checkpoints nor metrics,
-    `to` does not exist. Raises `UserError`, without changing any file, if there is no checkpoint of that step or if the
-    checkpoint is damaged.
+    `to` does not exist. Raises `UserError` if there is no checkpoint of `step`, if the checkpoint is damaged, or if the
+    disk fails.
     """
     run = user_path(run)
     if not held:

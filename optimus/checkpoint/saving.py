@@ -2,13 +2,13 @@
 
 Saving has three phases. All ranks end each phase together, so that all ranks report a failure of one rank:
 
-1. Rank 0 creates the partial folder.
-2. For each shard, one rank of the replica group writes the shard's slices into the rank's file. All ranks send the
-   positions of their slices to rank 0.
-3. Rank 0 adds metadata, description and manifest, and renames the folder to its final name.
+1. Rank 0 creates the partial folders.
+2. Each rank writes the slices of its chunks (`writers.py`) into one file per checkpoint, and sends the positions
+   of the slices to rank 0.
+3. Rank 0 adds the other files, and renames each folder to its final name.
 
-In background saving, the second and the third phase run in threads, and the second phase writes copies of device
-buffers (`staging.py`). At the end of every step the ranks check whether all their threads are done.
+The third phase runs in a thread. In background saving, the second phase also runs in a thread, and writes copies of the
+device buffers of trained chunks (`staging.py`). `poll` checks whether the threads of all ranks are done.
 """
 
 import shutil
@@ -44,21 +44,21 @@ Write = Callable[[BinaryIO, str, Iterable[TensorSlice]], list[StoredSlice]]
 
 
 class Target(NamedTuple):
-    """A checkpoint to write: of the whole state if its description says `full`, otherwise of the weights alone.
+    """A checkpoint to write: the whole state if `description.full`, otherwise only weights, masks and module buffers.
 
-    With `frozen`, the checkpoint has only the frozen weights, and the descriptions of other checkpoints may refer to
-    its folder. Weights alone are in the compute dtype, unless the update rule averages weights.
+    With `frozen`, the checkpoint has only the frozen weights. Weights-only checkpoints are in the compute dtype, unless
+    the update rule averages weights.
     """
 
     folder: Path
     description: Description
-    keep: int | None = None  # number of full checkpoints that the run retains, including this one
-    every: int | None = None  # the run retains older weights only if their step is a multiple of `every`
+    keep: int | None = None  # number of full checkpoints that the run retains; see `retire`
+    every: int | None = None  # interval of the older weights that the run retains; see `retire_weights`
     frozen: bool = False
 
     @property
     def partial(self) -> Path:
-        """The path of the checkpoint until it is complete."""
+        """The path of the unfinished checkpoint."""
         return self.folder.with_name(f".{self.folder.name}.partial")
 
     @property
@@ -79,16 +79,15 @@ class Target(NamedTuple):
         return states[prefix] if self.description.full else chunk.weights(states)
 
     def copied(self, chunk: Chunk, prefix: str) -> bool:
-        """Returns True for a device buffer of a trained chunk, which background saving copies before writing."""
+        """Returns True for a device buffer of a trained chunk, which background saving copies."""
         return chunk.plan.rule.trains and chunk.residency(prefix, weights=not self.description.full) == "device"
 
 
 class Saver:
-    """Writes checkpoints of `state`. Collective: all ranks create a saver, and call its methods except `abandon`
-    together.
+    """Writes checkpoints of `state`. All ranks create a saver together, and call its methods except `abandon` together.
 
-    `scattered` distributes the writing over the ranks of replica groups (`writers.py`). With `beside`, saving runs in the
-    background of the training.
+    `scattered` distributes the writing over the ranks of replica groups (`writers.py`). With `beside`, saving runs in
+    the background of the training.
     """
 
     def __init__(self, state: ModelState, *, scattered: bool = True, beside: bool = False) -> None:
@@ -99,17 +98,17 @@ class Saver:
         self._buffers = state.buffers if state.buffers and state.team.rank == 0 else {}
         self._short: list[tuple[str, Tensor]] = []  # copies of the modules' buffers
         self._state = state
-        self._drawn: Mapping[str, Tensor] = {}  # masks at the time of `save`; pruning waits for `finish`
+        self._drawn: Mapping[str, Tensor] = {}  # candidate masks at the time of `save`
         self._staging = Staging()
-        self._updates: dict[Chunk, Handle] = {}  # updates in flight at the time of `save`
+        self._updates: dict[Chunk, Handle] = {}  # handles of the updates that `save` found
         self._written: dict[Chunk, threading.Event] = {}  # set after the writing of a chunk's uncopied buffers
         self._targets: Sequence[Target] = ()  # checkpoints in progress
         self._stored: list[list[StoredSlice]] = []  # for each target: the slices that this rank has written
-        self._committing = False  # True in the last phase
+        self._committing = False  # True if the third phase has begun
         self._thread: threading.Thread | None = None
         self._failure: UserError | None = None
         self._abandoned = threading.Event()
-        self.seconds = 0.0  # seconds that the training, or the worker of updates, has waited in total
+        self.seconds = 0.0  # total seconds that the training thread or the update thread has waited
         self._counting = threading.Lock()  # guards `seconds`
         self.write: Write = lambda *file: write_slices(*file)  # fault injection replaces `write`
 
@@ -117,8 +116,7 @@ class Saver:
         """Completes checkpoints in progress, and writes `targets`; in background saving, only starts to write
         `targets`.
 
-        Returns newly completed checkpoints. Raises `UserError` on all ranks if writing fails on one rank; the newest
-        earlier checkpoint then stays unchanged.
+        Returns newly completed checkpoints. Raises `UserError` on all ranks after writing has failed on a rank.
         """
         done = self.finish()
         self._state.skip()  # discards an unfinished step
@@ -138,8 +136,7 @@ class Saver:
         return done if self._beside else done + self.finish()
 
     def poll(self) -> list[Path]:
-        """Returns newly completed checkpoints, without waiting for writes. All ranks call the method after every step.
-        Raises like `save`."""
+        """Returns newly completed checkpoints, without waiting for writes. Raises like `save`."""
         if not self._targets:
             return []
         with self._waiting():
@@ -148,7 +145,7 @@ class Saver:
             return self._next()
 
     def finish(self) -> list[Path]:
-        """Waits until all checkpoints in progress are complete, and returns them. Raises like `save`."""
+        """Waits for the checkpoints in progress, and returns the completed checkpoints. Raises like `save`."""
         done: list[Path] = []
         while self._targets:
             with self._waiting():
@@ -158,10 +155,10 @@ class Saver:
         return done
 
     def complete(self) -> str:
-        """Completes checkpoints in progress when the run ends with an error while all ranks are alive.
+        """Completes checkpoints in progress, for a run that ends with an error while all ranks are alive.
 
-        Without this call, the run would lose the steps since the last complete checkpoint. Returns text to add to the
-        error's message if writing fails, otherwise an empty text.
+        Returns the failure of writing, to add to the error's message, or an empty text. Raises `CollectiveError` if a
+        collective fails.
         """
         try:
             self.finish()
@@ -172,8 +169,11 @@ class Saver:
         return ""
 
     def abandon(self) -> None:
-        """Stops this rank's writing, except the final phase on rank 0. The method is not collective, because this rank
-        alone may have failed."""
+        """Stops this rank's second phase before the next slice; the third phase continues. The method is not
+        collective.
+
+        In a run of one process, waits for the thread.
+        """
         self._abandoned.set()
         if self._thread is None or self._world.size > 1:
             return  # if there are other ranks, this process must end and report its failure without waiting
@@ -202,7 +202,7 @@ class Saver:
         try:
             self._world.agree(self._failure)
         except UserError:
-            self._abandon_write(remove=self._world.rank == 0)  # partial folders would leave the disk full
+            self._abandon_write(remove=self._world.rank == 0)  # partial folders may fill the disk
             raise
 
     def _abandon_write(self, remove: bool) -> None:
@@ -220,7 +220,8 @@ class Saver:
                 target.partial.mkdir(parents=True)
 
     def _write(self, held: Callable[[Tensor], Tensor]) -> None:
-        """Writes this rank's file of every target. `held` maps a buffer to the tensor with its values, perhaps a copy."""
+        """Writes this rank's slices of every target. `held` maps a buffer to the tensor to write: the buffer or its
+        copy."""
         self._stored = []
         for target in self._targets:
             with naming_disk_errors(target.folder, _CURE):
@@ -258,7 +259,7 @@ class Saver:
             return self.write(file, path.name, found())
 
     def _last_target(self, chunk: Chunk) -> Target:
-        """Returns the last target that stores any buffer of a chunk."""
+        """Returns the last target that stores a buffer of a chunk."""
         return next(target for target in reversed(self._targets) if target.prefixes(chunk))
 
     def _commit(self, stored: Sequence[Sequence[StoredSlice]]) -> None:
@@ -275,10 +276,9 @@ class Saver:
     # ---- In the background of the training ----
 
     def _stage(self) -> None:
-        """Plans the copies of the device buffers that this rank writes.
+        """Plans the copies of this rank's device buffers of trained chunks.
 
-        The thread writes other buffers of trained chunks without a copy, and the optimizer waits until the thread has
-        written the buffers.
+        The update of a chunk waits until the thread has written the chunk's other buffers.
         """
         buffers, self._written = dict[Chunk, list[Tensor]](), {}
         for chunk in self._chunks:
@@ -334,7 +334,8 @@ class Saver:
 def complete(partial: Path, folder: Path, stored: Sequence[StoredSlice], description: Description) -> None:
     """Turns the folder `partial` with the files of tensors into the checkpoint `folder`.
 
-    Writes description, metadata and manifest, syncs everything to disk, and then renames the folder.
+    Adds tokenizer, description, metadata and manifest, syncs the files, and then renames the folder. Replaces an
+    existing `folder`.
     """
     (partial / METADATA).write_bytes(pack_metadata(stored))
     if description.tokenizer is not None:
@@ -344,14 +345,14 @@ def complete(partial: Path, folder: Path, stored: Sequence[StoredSlice], descrip
     for file in partial.iterdir():
         sync(file)
     sync(partial)
-    if folder.exists():  # the same step before a rollback; after a kill at this point, the run reaches the step again
+    if folder.exists():  # a checkpoint of the same step, for example from before a rollback
         remove(folder)
     partial.rename(folder)
     sync(folder.parent)
 
 
 def write_alone(folder: Path, slices: Iterable[TensorSlice], description: Description, cure: str) -> list[StoredSlice]:
-    """Writes the checkpoint `folder` from this process alone; returns its stored slices.
+    """Writes the checkpoint `folder` without other processes; returns the stored slices.
 
     Raises `UserError` if the disk fails, with `cure` as advice.
     """
@@ -368,9 +369,8 @@ def write_alone(folder: Path, slices: Iterable[TensorSlice], description: Descri
 def _short_turns() -> Iterator[None]:
     """Makes Python's threads switch more often inside the context.
 
-    The writing thread makes many short calls, and waits for the interpreter lock in each. During a training that is
-    bound by Python, writing 300 MB in slices of 1 MB took 27 s with the default switch interval of 5 ms. With
-    `_SWITCH`, the writing took 2.5 s.
+    During a training that is bound by Python, writing 300 MB in slices of 1 MB took 27 s with the default switch
+    interval of 5 ms. With `_SWITCH`, the writing took 2.5 s.
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, _SWITCH))

@@ -1,7 +1,7 @@
-"""Shards of flat buffers as slices of global tensors, for writing, reading and comparing state.
+"""Shards of flat buffers as slices of global tensors.
 
-A contiguous range of a row-major block of d >= 1 dims consists of at most 2d - 1 contiguous slices. So every shard of a
-chunk consists of slices, for any borders of shards. Any layout can read the slices of another layout.
+A contiguous range of a row-major block of d >= 1 dims consists of at most 2d - 1 contiguous slices, for any borders of
+the range.
 """
 
 import math
@@ -13,12 +13,13 @@ from torch import Tensor
 from optimus.state.chunk import Chunk
 from optimus.state.plan import ChunkPlan
 
-# Maximum number of elements of a slice of a chunk. A reader of any part of a slice must read the whole slice.
+# Default maximum number of elements of a slice. A reader of any region of a slice must read the whole slice.
 LONGEST = 1 << 23
 
 
 class TensorSlice(NamedTuple):
-    """A region of the global tensor `key` of `shape`: it starts at `offsets` and has the shape of `tensor`."""
+    """A region of the global tensor `key`, which has the shape `shape`. The region starts at `offsets`, and has the
+    shape of `tensor`."""
 
     key: str
     shape: tuple[int, ...]
@@ -89,12 +90,11 @@ def _in_row(shape: Sequence[int], row: int, start: int, end: int) -> Iterator[tu
 def _capped(
     shape: Sequence[int], start: int, end: int, longest: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yields the slices of a range, with at most `longest` elements each.
+    """Yields (offsets, sizes) of slices that cover a range, with at most `longest` elements each.
 
-    The function divides the range at multiples of the largest block of trailing dims that has at most `longest`
-    elements.
+    All cuts of the range lie between the largest blocks of trailing dims that have at most `longest` elements.
     """
-    if start >= end:  # also the case for tensors without elements
+    if start >= end:  # for example, a tensor without elements
         return
     row = next(size for size in (math.prod(shape[dim:]) for dim in range(len(shape) + 1)) if size <= longest)
     step = longest // row * row

@@ -1,4 +1,4 @@
-"""Retention of a run's checkpoints, and removal of obsolete checkpoints."""
+"""Retention of a run's checkpoints, and removal and renaming of checkpoints."""
 
 import shutil
 from pathlib import Path
@@ -9,24 +9,24 @@ from optimus.disk import parse_json
 
 
 def remove(path: Path) -> None:
-    """Deletes a checkpoint; a rename comes first, so that the checkpoint disappears for all readers at once."""
+    """Deletes a checkpoint, after a rename to a hidden name."""
     shutil.rmtree(path.rename(path.with_name(f".{path.name}.old")))
 
 
 def clear_leftovers(run: Path) -> None:
-    """Deletes the folders that a killed run has left from unfinished writes and deletions."""
+    """Deletes the folders of unfinished writes (`.*.partial`) and unfinished deletions (`.*.old`) in `checkpoints/`."""
     for pattern in (".*.partial", ".*.old"):
         for path in (run / "checkpoints").glob(pattern):
             shutil.rmtree(path)
 
 
 def retire(run: Path, keep: int, new: Path | None = None) -> None:
-    """Deletes the oldest full checkpoints beyond `keep`. A `keep` of 2 gives dual checkpoints (the Optimus paper,
-    section 4).
+    """Deletes the oldest complete full checkpoints beyond `keep`. A `keep` of 2 gives dual checkpoints (the Optimus
+    paper, section 4).
 
-    `new`, a checkpoint that the caller will write, counts towards `keep`, but the newest existing checkpoint always
-    stays. While the rollback marker exists, the weights that it names count as a full checkpoint. Once these weights
-    are beyond `keep`, the function deletes the marker.
+    `new`, a checkpoint that the caller will write, counts towards `keep`, but the newest complete checkpoint always
+    stays. The target of a rollback counts too. If the target is beyond `keep`, the function deletes the rollback
+    marker.
     """
     found = [point.path for point in resume_points(run) if point.path != new and (point.path / MANIFEST).is_file()]
     marked = rolled_back_to(run)
@@ -38,7 +38,8 @@ def retire(run: Path, keep: int, new: Path | None = None) -> None:
 
 
 def retire_weights(run: Path, every: int, new: Path) -> None:
-    """Deletes weights older than `new`, except weights of steps divisible by `every` and the target of a rollback."""
+    """Deletes complete weights-only checkpoints of steps before the step of `new`, except multiples of `every` and the
+    target of a rollback."""
     marked = rolled_back_to(run)
     for path in list_checkpoints(run, "weights"):
         if step_of(path) < step_of(new) and step_of(path) % every and path != marked:
@@ -54,8 +55,8 @@ def frozen_folder_of(run: Path, name: str | None) -> tuple[str, bool]:
 
 
 def retire_frozen(run: Path, name: str | None) -> None:
-    """Deletes folders of frozen parameters, except `name` and the folders that any checkpoint refers to, even a
-    checkpoint that a rollback moved."""
+    """Deletes folders of frozen parameters, except `name` and the folders that a checkpoint's description below
+    `checkpoints/` names."""
     others = {path.name: path for path in frozen_folders(run) if path.name != name}
     try:
         for file in (run / "checkpoints").rglob(DESCRIPTION) if others else ():
@@ -67,8 +68,8 @@ def retire_frozen(run: Path, name: str | None) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Renames a checkpoint or a rollback marker that the resumed run must not use, and returns the new path. The run
-    then neither resumes from the checkpoint nor counts it."""
+    """Renames a checkpoint or a rollback marker to `NAME.aside` or `NAME.aside-K`, which runs ignore. Returns the new
+    path."""
     aside, number = path.with_name(f"{path.name}.aside"), 1
     while aside.exists():
         number += 1
@@ -77,13 +78,12 @@ def set_aside(path: Path) -> Path:
 
 
 def set_newer_aside(run: Path, step: int) -> list[Path]:
-    """Sets aside the full checkpoints and the rollback marker of steps after `step`, the step that the run resumes
-    from.
+    """Sets aside the full checkpoints of steps after `step`, and a rollback marker that names a later step.
 
     Returns the new paths.
     """
     newer = [path for path in all_folders(run, "step") if step_of(path) > step]
     marked = rolled_back_to(run)
-    if marked is not None and step_of(marked) > step:  # the run will reach that step again, with other weights
+    if marked is not None and step_of(marked) > step:  # the resumed run will have other weights at that step
         newer.append(marker_of(run))
     return [set_aside(path) for path in newer]

@@ -1,7 +1,6 @@
 """Copies of state in host memory. A thread makes the copies in the background, before the optimizer changes the state.
 
-State is constant between two updates, so the training need not wait for the copies. The optimizer waits for the copy of a
-chunk only if the copy is not finished when the chunk's update begins (DataStates-LLM: lazy asynchronous checkpoints).
+The update of a chunk waits for the chunk's copies (DataStates-LLM: lazy asynchronous checkpoints).
 """
 
 import threading
@@ -16,10 +15,10 @@ from optimus.state.chunk import Chunk
 
 
 class Staging:
-    """Host memory for copies of buffers. Later checkpoints reuse the memory."""
+    """Host memory for copies of buffers, which later checkpoints may reuse."""
 
     def __init__(self) -> None:
-        self._copies: dict[int, Tensor] = {}  # copies by the `id` of their buffer
+        self._copies: dict[int, Tensor] = {}  # copies by the `id` of the copied buffer
         self._plan: list[tuple[Handle, list[Tensor], threading.Event]] = []
         self._ready: torch.Event | None = None
 
@@ -30,12 +29,11 @@ class Staging:
         weights: bool,
         waiting: Callable[[Callable[[], object]], None],
     ) -> None:
-        """Schedules copies of `buffers` in their current state, and blocks the next update of each chunk until the
-        copies exist.
+        """Schedules copies of `buffers` after the running updates, and blocks the next update of each chunk in
+        `buffers` until the chunk's copies exist.
 
-        The update of a chunk with an event in `written` also waits for this event, because the saver writes part of the
-        chunk without a copy. The update waits by calling `waiting` with a blocking function. `weights` is True if some
-        of the buffers are compute copies.
+        The update of a chunk with an event in `written` also waits for the event. The update passes each blocking
+        function to `waiting`. `weights` is True if a checkpoint may read compute weights.
         """
         self._plan = []
         for chunk, those in buffers.items():
@@ -57,7 +55,7 @@ class Staging:
         self._ready = torch.accelerator.current_stream().record_event() if on_device else None
 
     def run(self) -> None:
-        """Makes the copies in the order of the chunks. Callers run this method outside the training thread."""
+        """Makes the scheduled copies in the calling thread, chunk by chunk."""
         try:
             for updated, buffers, copied in self._plan:
                 if buffers:
@@ -79,7 +77,7 @@ class Staging:
         if copy is None:
             copy = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=on_device)
             self._copies[id(buffer)] = copy
-        if not on_device:  # single-threaded: torch would occupy the cores of the training
+        if not on_device:  # NumPy copies with one thread, and leaves the other cores to the training
             np.copyto(copy.view(torch.uint8).numpy(), buffer.detach().view(torch.uint8).numpy())
             return
         stream = torch.Stream(buffer.device)

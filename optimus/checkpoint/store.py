@@ -38,9 +38,9 @@ def save_model(
     published: dict[str, Any] | None = None,
     plugins: Sequence[Plugin] = (),
 ) -> None:
-    """Writes a checkpoint of weights, and of `masks` by key; see `Description` for `published` and `plugins`.
+    """Writes a weights-only checkpoint of `model`, with `masks` by key. See `Description` for the other arguments.
 
-    Raises `UserError` if `folder` exists or the disk fails.
+    Raises `UserError` if `folder` exists or cannot be written.
     """
     precision = str(next(model.parameters()).dtype).removeprefix("torch.")
     shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
@@ -82,16 +82,16 @@ def load_state(
     masks: bool = True,
     reader_type: type[Reader] = Reader,
 ) -> tuple[Description, int]:
-    """Fills `state` from checkpoint `path`; returns the description and the number of ranks that read tensors.
+    """Fills `state` from checkpoint `path`; returns the description and the number of ranks that read chunks.
 
-    Collective. Rank 0 reads and broadcasts everything but the tensors; `load_slices` reads the tensors.
+    Collective. Rank 0 opens the checkpoint for all ranks.
 
-    `model` is the architecture of `state`. With `run`, a run resumes the checkpoint, which must agree with every key of
-    `run`. Without `run`, adds low-rank factors of the checkpoint to their weights, and sets the state's factors to
-    zero. Without `full`, loads only the weights and resets the state of the update rules. Prunes the same elements of
-    `state` as the checkpoint; without `masks`, leaves the state's masks unchanged. `reader_type` may be a subclass that
-    counts reads. Raises `UserError` on all ranks if the checkpoint does not fit, and `DamagedError` if the checkpoint
-    is damaged.
+    `model` is the architecture of `state`. `run` is the fingerprint of a resumed run, with which the checkpoint must
+    agree. Without `run`, adds the product of the checkpoint's low-rank factors to their weight, and sets the state's
+    factors to zero. Without `full`, initializes the state of the update rules. Prunes the same elements of `state` as
+    the checkpoint; without `masks`, leaves the state's masks unchanged.
+
+    Raises `UserError` on all ranks if the checkpoint does not fit, and `DamagedError` if the checkpoint is damaged.
     """
 
     def open_it() -> Reader:
@@ -143,7 +143,7 @@ def load_model(
 
 
 def _check_factors(reader: Reader, names: Iterable[str]) -> None:
-    """Raises `UserError` if the checkpoint and the run, with these parameter names, have different low-rank factors."""
+    """Raises `UserError` unless the low-rank factors of the checkpoint are the factors among the parameter `names`."""
     there = {key.removeprefix("model.") for key in reader.stored if key.startswith("model.") and is_factor(key)}
     if there != (here := {name for name in names if is_factor(name)}):
         raise UserError(
@@ -153,7 +153,7 @@ def _check_factors(reader: Reader, names: Iterable[str]) -> None:
 
 
 def _check_update_state(reader: Reader, rules: Mapping[str, Rule]) -> None:
-    """Raises `UserError` if the checkpoint lacks state of the update `rules` (by parameter), as after a change of rules."""
+    """Raises `UserError` if the checkpoint has a parameter without the state of the parameter's rule in `rules`."""
     missing: dict[str, list[str]] = {}
     for name, rule in rules.items():
         for kind in rule.kinds:
@@ -169,8 +169,8 @@ def _check_update_state(reader: Reader, rules: Mapping[str, Rule]) -> None:
 
 
 def check_same_model(saved: Architecture, current: Architecture, path: Path) -> None:
-    """Raises `UserError`, which names the differences, if the model `saved` in `path` has another architecture than
-    `current`."""
+    """Raises `UserError`, which names the differences, if the architectures `saved`, of the checkpoint `path`, and
+    `current` differ. Ignores `init_std` and fields that the architectures derive from other fields."""
     unasked = {"init_std", *(saved.derived & current.derived)}
     if not (saved.has_dense_layers or current.has_dense_layers):
         unasked = unasked - {"expert_intermediate"} | {"intermediate"}

@@ -21,7 +21,7 @@ def chunks_to_write(state: ModelState, *, scattered: bool) -> list[Chunk]:
 def holders(mesh: Mesh, layout: Layout, options: StateConfig) -> list[list[int]]:
     """Returns all ranks, in groups of ranks that hold the same shard of a chunk whose parameters have `layout`.
 
-    Each group is in rank order. Ranks of pipeline stages without these parameters form groups in the same way.
+    Each group is in rank order. Ranks of pipeline stages without the parameters form groups too.
     """
     *_, copies = shard_partitions(mesh, layout.partial_axes, options)
     together = list(copies)
@@ -36,10 +36,9 @@ def holders(mesh: Mesh, layout: Layout, options: StateConfig) -> list[list[int]]
 def writers(plans: Sequence[ChunkPlan], mesh: Mesh, rank: int, options: StateConfig, *, scattered: bool) -> list[int]:
     """Returns the writer of each chunk of `rank`: one of the ranks that hold the same shard of the chunk.
 
-    If `scattered`, the writer is on the node with the fewest bytes to write so far, so that nodes share the writing. A
-    fixed rule assigns tied embeddings. In the Optimus paper (section 4, DP-scattered), data-parallel rank m % DP
-    writes model-parallel shard m instead. Without `scattered`, the first holder writes. All ranks of a stage have
-    shards of the same chunks, so each rank can compute the writers of all shards.
+    If `scattered`, the writer is on the holders' node with the fewest bytes to write so far. A fixed rule assigns tied
+    embeddings. In the Optimus paper (section 4, DP-scattered), data-parallel rank m % DP writes model-parallel shard m
+    instead. Without `scattered`, the first holder writes.
     """
     found, _ = _shared_writing(plans, mesh, rank, options, scattered)
     return found
@@ -50,8 +49,7 @@ def bytes_copied(
 ) -> Counter[int]:
     """Returns the bytes that each rank of a stage copies for a full checkpoint in the background.
 
-    `plans` are the chunks of the stage of `rank`. Saving copies only device buffers of trained chunks, and writes other
-    buffers without a copy.
+    `plans` are the chunks of the stage of `rank`. Counts only the device buffers of trained chunks.
     """
     stage = mesh.coordinate(rank, "pp")
     _, of_rank = _shared_writing(plans, mesh, rank, options, scattered)
@@ -59,16 +57,16 @@ def bytes_copied(
 
 
 def saved_bytes(plan: ChunkPlan) -> int:
-    """Returns the bytes of a rank's shard of a chunk in full checkpoints, without pruned elements: fp32 weights and
-    the state of the update rule.
+    """Returns the bytes of the fp32 weights and the update rule's state in a chunk's mean shard, without pruned
+    elements.
 
-    Frozen chunks have only the weights, in the compute dtype.
+    Frozen chunks have only weights, in the compute dtype.
     """
     return plan.length * sum(size for size, _ in _saved(plan))
 
 
 def _saved(plan: ChunkPlan) -> Iterator[tuple[int, Residency]]:
-    """Yields (bytes per element, residency) of the weights and of each state of the update rule."""
+    """Yields (bytes per element, residency) of the weights and of each buffer of the update rule's state."""
     yield plan.model_dtype.itemsize, plan.residency("master" if plan.has_master else "parameters.shard")
     yield from ((each.dtype.itemsize, each.residency) for each in plan.buffers if each.reported == "moments")
 
@@ -76,7 +74,7 @@ def _saved(plan: ChunkPlan) -> Iterator[tuple[int, Residency]]:
 def _shared_writing(
     plans: Sequence[ChunkPlan], mesh: Mesh, rank: int, options: StateConfig, scattered: bool
 ) -> tuple[list[int], Counter[int]]:
-    """Returns (the writer of each chunk of `rank`, the bytes of trained chunks that each rank of its stage copies)."""
+    """Returns (the writer of each chunk of `rank`, the bytes of trained chunks that each writer copies)."""
     stage, found = mesh.coordinate(rank, "pp"), [0] * len(plans)
     known: dict[tuple[tuple[str, ...], tuple[str, ...], bool], list[list[int]]] = {}
     # Bytes to write by node and by rank, and bytes to copy before the write, by rank.

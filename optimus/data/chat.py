@@ -1,9 +1,9 @@
 """Renders conversations as text, with the tokenizer's chat template or the default template. Finds the spans of the
-assistant's text, because the model predicts only the tokens of these spans.
+assistant's text, which the model predicts.
 
-The default template is that of Tülu (Wang et al. 2023, "How Far Can Camels Go?", section 4.1): `<|user|>`, a line
-break, the message, a line break. With this template, the predicted spans are the assistant's messages with their
-endings. An ending is the heading of the next message, or the end of text.
+The default template is from Tülu (Wang et al. 2023, "How Far Can Camels Go?", section 4.1): `<|user|>`, a line break,
+the message, a line break. With this template, the predicted spans are the assistant's messages with their endings. An
+ending is the heading of the next message, or the end of text.
 
 A template is code from a third party, and runs in Jinja's sandbox.
 """
@@ -39,12 +39,12 @@ OURS = (
 _FILES = ("special_tokens_map.json", "tokenizer_config.json", FILE)  # files of a tokenizer; later files take precedence
 _ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names of the assistant's reasoning; the first found counts
-_MARKS = "".join(map(chr, range(0xFDD0, 0xFDF0)))  # noncharacters: Unicode reserves them for programs
-_DAY = datetime(2024, 7, 26)  # the date for templates; data must not depend on the day of its preparation
+_MARKS = "".join(map(chr, range(0xFDD0, 0xFDF0)))  # noncharacters, which Unicode reserves for programs
+_DAY = datetime(2024, 7, 26)  # the date that templates get unless `render` has another `day`
 
 
 class ChatTemplate(NamedTuple):
-    """A template, and the special tokens that it may name: `bos_token`, `eos_token` and so on."""
+    """A template, and the special tokens that the template may name: `bos_token`, `eos_token` and so on."""
 
     source: str = OURS
     tokens: tuple[tuple[str, str], ...] = ()
@@ -132,7 +132,7 @@ class ChatTemplate(NamedTuple):
         marks: tuple[str, str] = ("", ""),
         day: datetime = _DAY,
     ) -> str:
-        """Renders a conversation as text, followed by the heading of the next answer if `answer` is True. Puts `marks`
+        """Renders a conversation as text, and adds the heading of the next answer if `answer` is True. Puts `marks`
         around the text between the template's tags `generation` and `endgeneration`. Raises `UserError` for a
         conversation that the template cannot render."""
         template = _compiled(self.source)
@@ -160,7 +160,7 @@ class ChatTemplate(NamedTuple):
         *,
         parse_special: bool = False,
     ) -> "Conversation":
-        """Renders a conversation and finds its predicted spans. The spelling of one of the tokenizer's `special` tokens
+        """Renders a conversation and finds the predicted spans. The spelling of one of the tokenizer's `special` tokens
         in a message stays ordinary text, unless `parse_special` is True.
 
         Raises `UserError` like `render`, and if the predicted spans are empty or unknown. Without `parse_special`, also
@@ -362,7 +362,7 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unused(text: str, where: str) -> tuple[str, str, str]:
-    """Returns three characters of `_MARKS` that do not occur in the text."""
+    """Returns three characters of `_MARKS` that do not occur in the text. Raises `UserError` if fewer are free."""
     free = [mark for mark in _MARKS if mark not in text]
     if len(free) < 3:
         raise UserError(f"{where}: the text contains too many noncharacters (U+FDD0 to U+FDEF): remove them")
@@ -383,7 +383,7 @@ def _quoted(value: Any, special: Sequence[str], quote: str) -> Any:
 
 def _unmarked(text: str, marks: tuple[str, str, str], special: Sequence[str], where: str) -> tuple[str, Spans, Spans]:
     """Removes the marks from a text, and restores the quoted special tokens. Returns the text, the spans marked as
-    generated, and the quoted spans. Raises `UserError` if a quoted token is incomplete or its number is unknown."""
+    generated, and the quoted spans. Raises `UserError` if a quoted token is incomplete or has an unknown number."""
     begin, end, quote = marks
     made, generated, quoted, began = "", list[tuple[int, int]](), list[tuple[int, int]](), 0
     for part in re.split(f"([{begin}{end}]|{quote}[0-9]+{quote})", text):
@@ -421,8 +421,8 @@ class Answering(NamedTuple):
 
     @classmethod
     def to(cls, template: ChatTemplate, said: str, tokenizer: Any) -> "Answering":
-        """Builds the prompt for an answer to the user's message `said`, with today's date. Raises `UserError` like
-        `render`. `tokenizer` parses special tokens."""
+        """Builds the prompt for an answer to the user's message `said`, with today's date. Raises `UserError` if the
+        template cannot render the message. `tokenizer` parses special tokens."""
         where, special, today = "the prompt", special_texts(tokenizer), datetime.now()
         begin, end, quote = _unused(said, where)
         asked = {"role": "user", "content": said}

@@ -1,10 +1,8 @@
 """Cuts a long document into pieces that keep the document's tokens, as far as a check around each cut can tell.
 
-A tokenizer needs some fifty bytes of memory per byte of text, so tokenising 3 GB at once would need 150 GB. Cuts
-between words keep the tokens of GPT-style tokenizers. Cuts can change the tokens of other tokenizers: a normaliser may
-strip or prepend a space, and an added token may contain spaces. `find_cut` therefore checks every cut: it tokenises the
-text around the cut as a whole and in two halves, and compares the tokens. If no cut passes the check, the piece grows,
-up to `LIMIT`.
+A tokenizer needs some fifty bytes of memory per byte of text. `find_cut` tokenises the text around a proposed cut as a
+whole and in two halves, and accepts the cut if the tokens are equal. If no cut passes the check, the piece grows, up to
+`LIMIT`.
 """
 
 import re
@@ -13,11 +11,11 @@ from itertools import islice
 
 PIECE = 1 << 19  # approximate number of characters of a piece
 WINDOW = 2048  # characters on each side of a proposed cut that the check tokenises
-LIMIT = 1 << 24  # maximum characters of a piece (plus `WINDOW` for the last piece), to bound the memory
+LIMIT = 1 << 24  # maximum number of characters of a piece; the last piece may have `WINDOW` more
 TRIES = 16
 
-# `find_cut` first tries cuts between words, where GPT-style pre-tokenizers split. Then `find_cut` tries cuts between
-# word characters and other characters, for text without spaces (Chinese, minified code).
+# `find_cut` first tries cuts between words. Then `find_cut` tries cuts between word characters and other characters,
+# for text without spaces (Chinese, minified code).
 BETWEEN_WORDS = re.compile(r"(?<=\S)(?= \S)|(?<=\S\n)(?=\S)")
 BETWEEN_KINDS = re.compile(r"(?<=\w)(?=\W)|(?<=\W)(?=\w)")
 
@@ -27,12 +25,10 @@ class UncuttableError(ValueError):
 
 
 def pieces(chunks: Iterable[str], encode: Callable[[str], list[int]]) -> Iterator[tuple[str, bool]]:
-    """Cuts the document whose text is the concatenation of `chunks`. Yields (piece, True for the last piece). Most
-    pieces have about `PIECE` characters.
+    """Cuts the document whose text is the concatenation of `chunks`. Yields (piece, True if the piece is the last).
 
-    Each cut depends only on the text since the previous cut, not on the chunks: reading that resumes at a cut finds the
-    same later cuts. `encode` returns the tokens of a text. An empty document has no pieces. Raises `UncuttableError` if
-    the check accepts no cut in `LIMIT` characters.
+    Each cut depends only on the text since the previous cut. `encode` returns the tokens of a text. An empty document
+    has no pieces. Raises `UncuttableError` if the check accepts no cut in `LIMIT` characters.
     """
     text, seen = "", PIECE + WINDOW  # characters of `text` to search
     for chunk in chunks:

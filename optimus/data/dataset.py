@@ -6,7 +6,7 @@ for tokens that the model does not predict. Each item becomes a row. The row of 
 ends in padding, which the model does not predict.
 
 `DatasetRows` reads a map-style dataset in the order of a permutation. `StreamRows` reads a resumable iterator in the
-order of the iterator, and skips the rows of other ranks.
+order of the iterator, and skips rows before the requested rows.
 
 Legend: N tokens of an item, S tokens of a row.
 """
@@ -132,7 +132,8 @@ class _ItemRows:
         """Does nothing, because a dataset has no checksums."""
 
     def row(self, item: Any, number: int) -> NDArray[np.uint32]:
-        """Returns the row [context] of item `number`, with the flags of `shards`. Raises `UserError` for a wrong item."""
+        """Returns the row [context] of item `number`, with the flags of `shards`. Raises `UserError` for an invalid
+        item."""
         where = f"{self.where}: item {number}"
         if not isinstance(item, Mapping) or "input_ids" not in item:
             had = (
@@ -180,8 +181,8 @@ class _ItemRows:
         return np.where(ignored_N, np.uint32(NOT_PREDICTED), np.uint32(0))
 
     def _flags_of_documents(self, document_N: NDArray[np.int64], ids_N: NDArray[np.int64]) -> NDArray[np.uint32]:
-        """Returns flags [N]. `BEGINS` marks the first token of a document if the previous token is not end-of-text.
-        `INSIDE` marks end-of-text tokens within a document."""
+        """Returns flags [N]. `BEGINS` marks the first token of a document that follows another document without an
+        end-of-text token. `INSIDE` marks end-of-text tokens within a document."""
         flags_N = np.zeros(len(ids_N), dtype=np.uint32)
         begins_N, ends_N = document_N[1:] != document_N[:-1], ids_N[:-1] == self.eos_id
         flags_N[1:][begins_N & ~ends_N] |= BEGINS
@@ -190,7 +191,7 @@ class _ItemRows:
 
 
 class DatasetRows(_ItemRows):
-    """Rows of a map-style dataset. A permutation, which `seed` determines, maps the number of a row to the index of its
+    """Rows of a map-style dataset. A permutation, which `seed` determines, maps the number of a row to the index of an
     item."""
 
     def __init__(self, dataset: Any, where: str, info: tokenizers.TokenizerInfo, context: int, seed: int) -> None:
@@ -205,7 +206,7 @@ class DatasetRows(_ItemRows):
         self.index["items"] = digest.hexdigest()
 
     def stored_rows(self, start: int, stop: int) -> NDArray[np.uint32]:
-        """Returns rows `start` to `stop` [stop - start, context] with their flags."""
+        """Returns rows `start` to `stop - 1` [stop - start, context] with their flags."""
         return np.stack([self._item(number) for number in self._order(np.arange(start, stop)).tolist()])
 
     def _item(self, number: int) -> NDArray[np.uint32]:
@@ -227,13 +228,14 @@ class StreamRows(_ItemRows):
         self._stream, self._where = stream, where
         self._items: Iterator[Any] | None = None
         self._last_row: NDArray[np.uint32] | None = None  # the row before the row `_next`
-        self._beginning: Any = None  # the stream's state at the beginning of a pass; None before `load_state`
+        self._beginning: Any = None  # the stream's state before `load_state`; None without `load_state`
         self._next = 0  # number of the row that the iterator yields next
         self._states: deque[tuple[int, Any]] = deque(maxlen=_STATES)  # (row, the stream's state before this row)
         self._lock = threading.Lock()
 
     def stored_rows(self, start: int, stop: int) -> NDArray[np.uint32]:
-        """Returns rows `start` to `stop` [stop - start, context] with their flags, and skips the rows before `start`."""
+        """Returns rows `start` to `stop - 1` [stop - start, context] with their flags, and skips the rows before
+        `start`."""
         if start == self._next - 1 and self._last_row is not None:  # an earlier step has read a part of this row
             rest = [self.stored_rows(start + 1, stop)] if stop > start + 1 else []
             return np.concatenate([self._last_row[None], *rest])
@@ -250,8 +252,8 @@ class StreamRows(_ItemRows):
         return rows
 
     def state_before(self, row: int) -> dict[str, Any]:
-        """Returns the newest kept state from which the stream can reach `row`, for `load_state`. Returns an empty dict
-        if there is no such state."""
+        """Returns the newest stored state from which the stream can reach `row`, for `load_state`. Returns an empty
+        dict if there is no such state."""
         with self._lock:
             return next(({"row": at, "state": state} for at, state in reversed(self._states) if at <= row), {})
 

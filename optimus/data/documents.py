@@ -1,9 +1,8 @@
-"""Reads input files in order, in batches of about 1 MB of text.
+"""Reads input files in order, in batches of text.
 
-Helper processes tokenise the batches. The helpers receive JSON lines as raw blocks of whole lines, which the helpers
-parse. All other text and very long JSON lines arrive as strings. Long documents arrive in pieces (see `cutting`). A
-position is the border between two documents, or a checked cut in a text file. A reader that starts at a position finds
-the same tokens as a reader that continues there.
+Helper processes tokenise the batches. The helpers receive JSON lines as raw blocks of whole lines, and parse the lines.
+All other text and very long JSON lines arrive as strings. Long documents arrive in pieces (see `cutting`). Reading can
+resume at a position: the border between two documents, or a checked cut in a text file.
 """
 
 import codecs
@@ -26,9 +25,9 @@ from optimus.data.tables import records
 from optimus.disk import parse_json
 from optimus.errors import UserError
 
-BLOCK = 1 << 20  # approximate bytes of a batch
-# Maximum bytes of a JSON line, which a line may exceed by up to `BLOCK`. The parser reads a whole line, and needs
-# several times the size of the line in memory.
+BLOCK = 1 << 20  # approximate bytes of a batch of JSON lines
+# Maximum bytes of a JSON line, which a line may exceed by up to `BLOCK`. The parser needs several times the size of the
+# line in memory.
 LONGEST_LINE = 64 << 20
 PARQUET_ROWS = 64
 
@@ -36,8 +35,8 @@ Encode = Callable[[str], list[int]]
 
 
 class Position(NamedTuple):
-    """A position before byte `offset` of the decompressed text of file number `file`. For Parquet, Arrow, CSV, TSV and the
-    readers of plugins, `offset` counts the rows before the position.
+    """A position before byte `offset` of the decompressed UTF-8 text of file number `file`. For Parquet, Arrow, CSV,
+    TSV and the files of `record_reader`, `offset` counts the rows before the position.
 
     `line` counts the lines before the position, in JSON lines.
     """
@@ -83,7 +82,7 @@ class _Piece(NamedTuple):
 def read_batches(
     sources: Sources, start: Position, text_field: str | TextField, encode: Encode
 ) -> Iterator[DocumentBatch]:
-    """Yields all batches from `start` on. The position after the last batch of a file is the beginning of the next file.
+    """Yields all batches from `start` on.
 
     `encode` returns the tokens of a text, for the check of cuts. Raises `BadFileError` for a file that cannot be read,
     and another `UserError` if a disk or a server fails.
@@ -209,7 +208,8 @@ def decode(source: Source, stream: BinaryIO, offset: int) -> Iterator[str]:
 
 
 def _checked_pieces(where: str, chunks: Iterator[str], encode: Encode) -> Iterator[tuple[str, bool]]:
-    """Yields the pieces of one document. An empty document is one empty piece."""
+    """Yields the pieces of one document. An empty document is one empty piece. Raises `UserError` if `pieces` finds no
+    cut."""
     piece = None
     try:
         for piece in pieces(chunks, encode):
@@ -371,8 +371,7 @@ def _row_pieces(
     raw: BinaryIO,
     encode: Encode,
 ) -> Iterator[_Piece]:
-    """Yields the texts of `rows`, which are pairs of a row's number and its record. The first row of the file has number
-    1."""
+    """Yields the texts of `rows`: pairs of a row's number, from 1, and the row's record."""
     for number, record in rows:
         where, after = f"{source.path}: row {number}", Position(start.file, number)
         for piece, last in _checked_pieces(where, _slices(field.text(record, where)), encode):
@@ -384,10 +383,10 @@ def record_reader(
 ) -> ReaderRow:
     """Returns a reader of files of records.
 
-    `records` takes the open file, decompressed if the file's name ends in .gz or .zst, and yields the records in order.
-    A record is a mapping with the field that `text_field` names, or a text, which counts as the field `text`. When a
-    preparation resumes, `records` runs again from the beginning of a file, and the reader skips the records before the
-    position.
+    `records` takes a stream of the file's bytes, decompressed if the file's name ends in .gz or .zst, and yields the
+    records in order. A record is a mapping with the field that `text_field` names, or a text, which counts as the field
+    `text`. If a preparation resumes within a file, `records` runs again from the beginning of the file, and the reader
+    skips the records before the position.
     """
 
     def read(source: Source, start: Position, text_field: str | TextField, encode: Encode) -> Iterator[_Piece]:

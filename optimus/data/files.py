@@ -129,13 +129,12 @@ def _digest(rows: Iterable[tuple[object, ...]]) -> str:
 
 def resolve(inputs: Sequence[str | Path], leave_out: Sequence[Path] = (), encoding: str = "utf-8") -> Sources:
     """Finds the files of all inputs, each file once. An input is a file, a folder or a glob, or a URL that fsspec
-    reads. A folder gives its files in sorted order, without hidden names.
+    reads. A folder gives all files below the folder, sorted and without hidden names.
 
     Lists a local file with any ending if the file itself is an input. Also lists a path that is no file, such as a
-    broken link, so that the check of files reports the path. Raises `UserError` if an input has no files, or `inputs`
-    is empty.
+    broken link. Raises `UserError` if an input has no files, or `inputs` is empty.
 
-    Ignores the contents of the folders `leave_out`, because an output may be within an input folder.
+    Ignores the contents of the folders `leave_out`.
     """
     hidden = [folder.resolve() for folder in leave_out]
     found: dict[Path | RemoteFile, Source] = {}
@@ -239,8 +238,7 @@ def _expand(path_or_url: str | Path) -> Iterator[tuple[Path | RemoteFile, str]]:
 
 
 def _real(path: Path | RemoteFile) -> Path | RemoteFile:
-    """Resolves the links of a path, so that each file has only one path. For a broken or circular link, returns the
-    absolute path of the link."""
+    """Resolves the links of a path. For a broken or circular link, returns the absolute path of the link."""
     return path.resolve() if isinstance(path, RemoteFile) or path.exists() else path.absolute()
 
 
@@ -303,10 +301,7 @@ def open_as_stored(source: Source) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 def unmarked(head: bytes) -> str | None:
     """Detects UTF-16 or UTF-32 without a byte order mark by the first bytes of a text. Returns the encoding, or None.
-    In these encodings, at least every other byte of ASCII text is null.
-
-    Such text may also be valid UTF-8 with null characters, or valid in a single-byte encoding.
-    """
+    In these encodings, at least every other byte of ASCII text is null."""
     for name, nulls, others in (
         ("utf-16-le", (head[1::2],), head[::2]),
         ("utf-16-be", (head[::2],), head[1::2]),
@@ -319,8 +314,7 @@ def unmarked(head: bytes) -> str | None:
 
 
 def _is_utf8(source: Source) -> bool:
-    """Returns True if a whole file is valid UTF-8 and does not look like UTF-16 or UTF-32. `encoding`, which applies to
-    all files, must not change UTF-8 files."""
+    """Returns True if a whole file is valid UTF-8 and does not look like UTF-16 or UTF-32."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     with open_as_stored(source) as (stream, _):
         data = stream.read(READ)
@@ -337,7 +331,8 @@ def _is_utf8(source: Source) -> bool:
 
 
 def skip(stream: BinaryIO, offset: int) -> None:
-    """Skips to byte `offset` of a stream that is at its beginning, by reading if the stream cannot seek."""
+    """Skips to byte `offset` of a stream that is at its beginning, by reading if the stream cannot seek. Reading raises
+    `EOFError` beyond the end of the stream."""
     if stream.seekable():
         stream.seek(offset)
         return

@@ -1,8 +1,8 @@
 """Helper processes that run functions for this process.
 
-Spawned children of multiprocessing import the caller's main module again, which breaks in scripts without a `__main__`
-guard. Such children also outlive a parent that is killed. A helper is instead a fresh interpreter that receives calls
-and returns answers through two pipes. A helper ends when its pipe of calls closes or its parent ends.
+A helper is a fresh interpreter, which receives calls and returns answers through two pipes. Unlike a spawned child of
+multiprocessing, a helper does not import the caller's main module again. A helper ends when the pipe of calls closes or
+the parent ends.
 """
 
 import os
@@ -26,7 +26,7 @@ class Helpers:
 
     The pool pickles `make` and its arguments, so `make` must be importable by name. The end of the `with` block ends
     all processes. An exception that leaves the block kills the processes at once. The libraries of a helper use
-    `threads` threads, one by default, so that helpers do not compete for cores.
+    `threads` threads.
     """
 
     def __init__(self, count: int, make: Callable[..., Callable[..., Any]], *args: Any, threads: int = 1) -> None:
@@ -94,8 +94,8 @@ class Helpers:
 
 
 def serve(parent: int) -> None:
-    """Serves calls in a helper: reads from its standard input and answers on its standard output. Returns when the input
-    ends, and dies with the process `parent`, even in the middle of a call."""
+    """Serves calls in a helper: reads from standard input and answers on standard output. Returns when the input ends,
+    and dies with the process `parent`, even in the middle of a call."""
     end_after(parent)
     calls = os.fdopen(os.dup(0), "rb")
     answers = os.fdopen(os.dup(1), "wb")

@@ -20,7 +20,7 @@ from optimus.data.remote import RemoteFile
 from optimus.disk import printable
 from optimus.errors import UserError
 
-LIMIT = 64 << 20  # bytes of text that the check reads from a file
+LIMIT = 64 << 20  # approximate bytes of text that the check reads from a file
 REMOTE_LIMIT = 1 << 20  # bytes of text of a remote file, which the check must download
 # Without `skip_bad`, if a file is bad and the partly checked files have at most this number of bytes together,
 # `prepare` checks these files completely.
@@ -81,8 +81,8 @@ def check_beginning(sources: Sources, most: float) -> int:
     """Reads the text of the files in order until the text has more than `most` bytes. Returns the number of bytes read,
     which exceeds `most` unless the files end before.
 
-    Raises `UserError` for files that `prepare` would refuse, and lists these files. The message suggests no `encoding`
-    or `text_field`, because the callers cannot set either.
+    Raises `UserError`, which lists the bad files that the check has found. The message suggests no `encoding` or
+    `text_field`.
     """
     bad, text_bytes = list[tuple[Source, str]](), 0
     for source in sources.files:
@@ -123,7 +123,7 @@ def _no_file(source: Source) -> str | None:
 
 
 def _read(source: Source, text_field: TextField, full: bool) -> bool:
-    """Reads a file up to its limit. Returns True if the file ends before the limit."""
+    """Reads a file up to the limit of the check. Returns True if the file ends before the limit."""
     remaining = float("inf") if full else REMOTE_LIMIT if isinstance(source.path, RemoteFile) else LIMIT
     if files.ends_in(source.path, files.HTML_SUFFIXES):  # any decodable text is a valid page
         with open_bytes(source) as (stream, _):
@@ -194,8 +194,8 @@ def _lines_kind(head: bytes) -> str | None:
 
 
 def with_encoding(source: Source, what: str) -> str:
-    """Adds the cure to the fault of a file that is not UTF-8, such as an encoding that reads the file. Returns other
-    faults unchanged."""
+    """Adds the cure to the fault of a text file that is not UTF-8, such as an encoding that reads the file. Returns
+    other faults unchanged."""
     if ": not UTF-8" not in what or files.ends_in(source.path, (".parquet", ".arrow")):
         return what
     what = what.removesuffix(". Convert it to UTF-8.")

@@ -1,9 +1,8 @@
-"""Records the progress of an unfinished `prepare` in a small file in the folder `<output>.partial`. Each update replaces
-the file atomically.
+"""Records the progress of an unfinished `prepare` in a file in the folder `<output>.partial`. Each update replaces the
+file atomically.
 
-The journal lists only data that is on disk: `prepare` syncs the token stream before it writes the journal that counts
-the stream's tokens. A resumed run writes the stream from the journal's number of tokens on, and reads the inputs from
-the journal's position on.
+`prepare` syncs the token stream to disk before the journal counts the stream's tokens. A resumed run continues the
+stream after the journal's number of tokens, and the inputs at the journal's position.
 """
 
 import errno
@@ -62,7 +61,7 @@ class Mark:
 
     @property
     def documents(self) -> int:
-        """Number of documents in the stream."""
+        """Number of complete documents in the stream."""
         return sum(counts.documents for counts in self.counts)
 
     def holds(self, sources: Sources) -> bool:
@@ -73,9 +72,10 @@ class Mark:
 
 @dataclass
 class Journal:
-    """The state of an unfinished run. `mark` is the last position, and `file_mark` is the last position between two files.
+    """The state of an unfinished run. `mark` is the last position, and `file_mark` is the last position between two
+    files.
 
-    If somebody mends the file in which a run stopped, the next run resumes from `file_mark`.
+    If the file in which a run stopped has changed, the next run may resume from `file_mark`.
     """
 
     settings: dict[str, Any]
@@ -119,7 +119,7 @@ def read(folder: Path) -> Journal | None:
 
 
 def _sum(content: dict[str, Any]) -> int:
-    """Computes the checksum of a journal's content: a resumed run trusts everything in the journal."""
+    """Computes the CRC-32 of a journal's content."""
     return zlib.crc32(json.dumps(content).encode())
 
 

@@ -1,8 +1,8 @@
 """Loads batches of training sequences on a thread, ahead of their use.
 
-The content of a step depends only on the configuration, the data and the step. A run can therefore resume from any
-step, and every rank finds its part without communication. A step uses the next `global_batch` positions of its phase. A
-batch may span the end of a pass over a source. Within a pass over a source, no sequence repeats.
+The global batch of a step depends only on the configuration, the data and the step. A step uses the next `global_batch`
+positions of its phase. A batch may span the end of a pass over a source. Within a pass over a source, no sequence
+repeats.
 
 Legend: B sequences of this rank, S tokens of a sequence, N positions, K sources of a phase, R distinct rows, C tokens
 of a row.
@@ -31,7 +31,7 @@ class TokenBatch(NamedTuple):
     tokens_BS: NDArray[np.int64]
     target_mask_BS: NDArray[np.bool_] | None = None
     document_BS: NDArray[np.int32] | None = None
-    source_B: NDArray[np.int64] | None = None  # indices into the phase's names, if the phase has several names
+    source_B: NDArray[np.int64] | None = None  # indices into the phase's source names, if the phase has several names
 
 
 def _as_it_is(batch: TokenBatch) -> Any:
@@ -46,7 +46,7 @@ class TokenLoader(Iterator[T], Generic[T]):
     manager, or call `close`.
 
     `prepare` runs on the thread and converts a batch to the object that `next` returns. The loader keeps a reference to
-    the object until the following call of `next`, so a device may still read the object.
+    the object until the following call of `next`.
     """
 
     def __init__(
@@ -130,7 +130,8 @@ class TokenLoader(Iterator[T], Generic[T]):
 
 
 def _parts(shards: Rows, row_N: NDArray[np.int64], part_N: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-    """Reads parts of rows, each of `length` tokens [N, length]. Reads every row once, and consecutive rows together."""
+    """Returns part `part_N` of each row `row_N` as tokens [N, length]. Reads each row once, and consecutive rows
+    together."""
     unique_R, inverse_N = np.unique(row_N, return_inverse=True)
     tokens_RC = np.empty((len(unique_R), shards.context), dtype=np.int64)
     starts = np.flatnonzero(np.diff(unique_R, prepend=-2) != 1).tolist()

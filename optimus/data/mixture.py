@@ -18,8 +18,8 @@ from math import gcd, lcm
 import numpy as np
 from numpy.typing import NDArray
 
-_TOTAL = 1 << 30  # the sum of the weights is less, which bounds the length of a block
-_LEAST = 128  # minimum number of positions of a group in a block, so that the cost of borders is small
+_TOTAL = 1 << 30  # the sum of the reduced weights is less
+_LEAST = 128  # approximate minimum number of positions of a group in a block
 _BLOCKS = 4  # cached blocks of a group
 
 IndexArray = NDArray[np.int64]
@@ -122,7 +122,7 @@ class _Group:
         return list(counts.values())
 
     def _border(self, number: int) -> list[int]:
-        """Computes `counts` at the border of a block."""
+        """Computes `counts` at position `number`, the border of a block."""
         quotient, rest = zip(*(divmod(number * weight, self._total) for weight in self._weights))
         counts, sums, open_sources = list(quotient), self._phase, list[tuple[float, int]]()
         # The source that has waited longest comes first.
@@ -165,7 +165,7 @@ def integer_weights(weights: Sequence[float | Fraction]) -> list[int]:
 
 
 def _reduced(weights: Sequence[int]) -> list[int]:
-    """Reduces weights to lowest terms, and rounds weights whose sum is too large."""
+    """Reduces weights to lowest terms, and rounds weights whose sum is at least `_TOTAL`."""
     if min(weights) < 0 or not sum(weights):
         raise ValueError(f"weights must not be negative, and one must be above 0: {list(weights)}")
     divisor = gcd(*weights)

@@ -1,9 +1,9 @@
 """Best-fit packing puts whole documents into rows, instead of cutting the stream every `context` tokens.
 
 The algorithm is from Ding et al. 2024, "Fewer Truncations Improve Language Modeling", section 2. The algorithm cuts a
-document longer than the context into pieces of the context's length. Then the algorithm adds the last piece and each
-shorter document, the longest first, to the fullest row with enough room. End-of-text tokens fill the rest of a row;
-`padding_BS` marks this padding, which the loss ignores.
+document longer than the context into pieces of the context's length. Then the algorithm adds the pieces and the shorter
+documents, the longest first, to the fullest row with enough room. End-of-text tokens pad a row, and `padding_BS` marks
+the padding, which the loss ignores.
 
 Legend: N documents, D pieces of documents, B rows, S tokens of a row.
 """
@@ -22,8 +22,7 @@ _SMALLEST = 1 << 20  # bytes of the write buffer
 
 
 class Packed(NamedTuple):
-    """The result of packing. `cut_documents` counts the documents longer than a row, which are the only documents that
-    packing cuts."""
+    """The result of packing. `cut_documents` counts the documents longer than a row."""
 
     instances: int
     padding_tokens: int
@@ -54,10 +53,10 @@ def pack(stream: Path, target: Path, *, context: int, eos_id: int, dtype: str, t
 
 def best_fit(length_D: NDArray[np.int64], capacity: int) -> list[list[int]]:
     """Packs pieces by best-fit decreasing, and returns the indices of the pieces in each row of `capacity` tokens.
-    Places pieces of equal length in the order of `length_D`."""
+    Packs pieces of equal length in the order of `length_D`."""
     order = np.argsort(-length_D, kind="stable")
     rows: list[list[int]] = []
-    rows_by_free: list[list[int]] = [[] for _ in range(capacity + 1)]  # rows by their remaining room
+    rows_by_free: list[list[int]] = [[] for _ in range(capacity + 1)]  # rows by the number of free tokens
     ends = np.flatnonzero(np.diff(length_D[order], append=-1)) + 1
     for start, end in zip([0, *ends.tolist()], ends.tolist()):
         length, pending = int(length_D[order[start]]), order[start:end].tolist()
@@ -74,8 +73,8 @@ def best_fit(length_D: NDArray[np.int64], capacity: int) -> list[list[int]]:
 def _fill(
     rows: list[list[int]], rows_by_free: list[list[int]], row: int, free: int, length: int, pending: list[int]
 ) -> None:
-    """Fills a row with `pending` pieces of `length` while they fit. After each piece the row has less room, so the row
-    is also the best fit for the next piece."""
+    """Fills a row with `pending` pieces of `length` while a piece fits. The row stays the best fit for the next
+    piece."""
     while pending and free >= length:
         rows[row].append(pending.pop())
         free -= length
@@ -107,8 +106,8 @@ def _pieces(end_N: NDArray[np.int64], context: int) -> tuple[NDArray[np.int64], 
 
 
 def padding_BS(tokens_BS: NDArray[np.int64], eos_id: int) -> NDArray[np.bool_]:
-    """Marks padding tokens: end-of-text after end-of-text, since no document is empty. A piece that is only an
-    end-of-text token, the rest of a cut document, may count as padding too."""
+    """Marks padding tokens [B, S]: end-of-text tokens after an end-of-text token. If the last piece of a cut document
+    is only an end-of-text token, the token may count as padding."""
     padding = tokens_BS == eos_id
     padding[:, 1:] &= padding[:, :-1].copy()
     padding[:, 0] = False

@@ -1,10 +1,9 @@
-"""Computes a seeded permutation of [0, n) without storing it.
+"""Computes a seeded permutation of [0, n) without a table.
 
-A stored permutation of 2 * 10^9 instances (4 T tokens) would need 16 GB. A Feistel network is a bijection of b-bit
-numbers for any round function. 2^b is the smallest power of two that is at least n and at least 64. The permutation
-maps an image outside [0, n) again until the image is inside (cycle walking; Black and Rogaway, "Ciphers with Arbitrary
-Finite Domains", 2002). Since 2^b < 2n (for n above 32), fewer than two passes suffice on average. The two parts of the
-number may differ in width by one bit, so every b works.
+A Feistel network is a bijection of b-bit numbers for any round function. 2^b is the smallest power of two that is at
+least n and at least 64. The permutation maps an image outside [0, n) again until the image is inside (cycle walking;
+Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). For n above 32, 2^b is less than 2n, and fewer than
+two passes suffice on average.
 """
 
 import hashlib
@@ -15,16 +14,16 @@ from numpy.typing import NDArray
 ROUNDS = 12
 # A block of this many indices should stay in the second-level cache through all rounds.
 BLOCK = 1 << 15
-# Multipliers of the splitmix64 finaliser (Steele, Lea, Flood 2014), which mixes every input bit into every output bit.
+# Multipliers of the splitmix64 finaliser (Steele, Lea, Flood 2014).
 MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 class Permutation:
-    """A bijection of [0, size), chosen by `key` (for example a purpose, a seed and an epoch). The object needs O(1)
-    memory.
+    """A bijection of [0, size), chosen by `key` (for example a purpose, a seed and an epoch). Needs O(1) memory.
 
-    A call maps an int64 array of indices, of any shape, to an int64 array of the same shape.
+    A call maps an int64 array of indices, of any shape, to an int64 array of the same shape. Raises `IndexError` for
+    indices outside [0, size).
     """
 
     def __init__(self, size: int, *key: int | str) -> None:
@@ -59,8 +58,8 @@ class Permutation:
     def _encrypt(self, x: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """Runs one pass of the network over numbers of `_high_bits + _low_bits` bits.
 
-        Each round combines one part by XOR with a keyed hash of the other part. The parts swap roles (and widths) every
-        round, and have their original widths at the end, because the number of rounds is even.
+        Each round combines the high bits by XOR with a keyed hash of the low bits, and then swaps high and low bits.
+        After an even number of rounds, the high and the low bits have their original widths.
         """
         one = np.uint64(1)
         masks = ((one << self._high_bits) - one, (one << self._low_bits) - one)

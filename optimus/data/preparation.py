@@ -7,9 +7,9 @@
 3. Shard: helper processes write the instances in this order into shard files.
 
 The Optimus paper (section 4) cuts instances from the tokens of each file separately, and drops the tail of each file.
-Here one stream runs through all files, and `prepare` drops only the last tail. The tails of thousands of small files
-can be most of the text. The output depends only on the inputs and settings, not on the number of workers or on
-interruptions. A local output folder appears complete or not at all, by a rename at the end.
+Here one stream runs through all files, and `prepare` drops only the last tail. The output depends only on the inputs
+and settings, not on the number of workers or on interruptions. A local output folder appears complete or not at all, by
+a rename at the end.
 """
 
 import errno
@@ -57,10 +57,9 @@ PACKED = "packed.bin"
 Pack = Literal["concatenate", "best-fit"]
 SHARD_SIZE = 512 * 10**6
 COMMIT_SECONDS = 5.0
-# Approximate bytes of text to train a tokenizer on, about the same share of every file. More text hardly changes the
-# merges.
+# Approximate bytes of text to train a tokenizer on, about the same share of every file.
 TRAINING_SAMPLE = 64 << 20
-TEXTS_AT_ONCE = 64  # texts of a message to the process that trains a tokenizer
+TEXTS_AT_ONCE = 64  # maximum number of texts in a message to the process that trains a tokenizer
 LOOKED_AT_HERE = 16 << 20  # if the check reads at most this many bytes, the main process checks without helpers
 SIZE_SAMPLE = 1 << 17  # characters of text from which `_estimate` extrapolates
 SMALLEST_VOCABULARY = 257  # all bytes, and the end-of-text token
@@ -72,7 +71,7 @@ class _Run:
 
     sources: files.Sources
     output: Path
-    partial: Path  # the folder that becomes `output` when it is complete
+    partial: Path  # the unfinished folder, which `prepare` renames to `output`
     workers: int
     train_tokenizer: int | None
     progress: Progress
@@ -85,12 +84,12 @@ class _Run:
     encoding: str
     selection: Selection
     skip_bad: bool
-    fields: TextField  # the parsed `text_field`; a `ChatField` renders conversations with its template
-    bad: list[BadFile] = field(default_factory=list)  # bad files that `sources` excludes
+    fields: TextField  # the parsed `text_field`
+    bad: list[BadFile] = field(default_factory=list)  # bad files, which `sources` excludes
 
     @property
     def masked(self) -> bool:
-        """True if the model predicts only some tokens, as in conversations."""
+        """True if `text_field` names conversations, in which the model predicts only some tokens."""
         return self.text_field.startswith(CHAT)
 
     @property
@@ -100,7 +99,7 @@ class _Run:
 
     def leave_out(self, bad: Sequence[tuple[files.Source, str]], partly: bool = False) -> None:
         """Removes the `bad` files from the sources. Raises `UserError`, which lists the files, if `skip_bad` is not set
-        or no other file remains."""
+        or no other file remains. `partly` is True if the check has read some files only in part."""
         total = len(self.sources.files) + len(self.bad)
         if bad and (not self.skip_bad or len(bad) == len(self.sources.files)):
             raise UserError(listing(bad, total, partly))
@@ -132,7 +131,8 @@ def prepare(
     plugins: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Tokenises, shuffles and shards `inputs` into the folder `output`, and returns the content of its `index.json`.
+    """Tokenises, shuffles and shards `inputs` into the folder `output`, and returns the content of the folder's
+    `index.json`.
 
     `inputs` are files, folders and globs, also as URLs that fsspec reads. `output` may be a URL that fsspec writes. The
     caller sets either `tokenizer` (a tokenizer.json, or a folder that contains one) or `train_tokenizer` (the
@@ -148,17 +148,17 @@ def prepare(
 
     `prepare` excludes and counts documents with fewer than `min_characters` or `min_tokens`, or more than
     `max_characters` or `max_tokens`. The number of tokens includes the end-of-text token. With `dedup` "exact",
-    `prepare` includes only the first of several documents with the same text, regardless of case, white space and
-    Unicode normalisation. With "minhash", `prepare` also excludes near-duplicates.
+    `prepare` includes only the first of several documents with the same text, regardless of case, the amount of white
+    space and Unicode normalisation. With "minhash", `prepare` also excludes near-duplicates.
 
     Text is UTF-8 by default. `prepare` decodes files that are not valid UTF-8 with `encoding`. Before tokenising,
-    `prepare` checks all files, but often only the beginning of a large file. One error lists the unreadable files.
-    With `skip_bad`, `prepare` excludes the unreadable files, and the index lists them as `bad_files`. `plugins` names
-    plugins with readers for other types of files. `prepare` calls `progress(stage, done, total)` now and then;
-    `total` may be None.
+    `prepare` checks all files, but often only the beginning of a large file. One error lists the unreadable files. With
+    `skip_bad`, `prepare` excludes the unreadable files, and the index lists them as `bad_files`. `plugins` names
+    plugins with readers for other types of files. `prepare` calls `progress(stage, done, total)` now and then; `total`
+    may be None.
 
-    A new call resumes an interrupted call. If `output` is already complete with the same settings, the call returns its
-    index. Raises `UserError` for bad input, too little disk space, or an `output` with other content.
+    A new call resumes an interrupted call. If `output` is already complete with the same settings, the call returns the
+    existing index. Raises `UserError` for bad input, too little disk space, or an `output` with other content.
 
     Example:
         index = optimus.prepare(["texts/"], "data", train_tokenizer=4096, context=256)
@@ -365,7 +365,7 @@ def _refuse(run: _Run, different: str) -> None:
 
 
 def _open_journal(run: _Run, settings: dict[str, Any]) -> Journal:
-    """Opens the journal of an interrupted run, at its last mark that is still valid, or starts a new journal.
+    """Opens the journal of an interrupted run, at the last mark that is still valid, or starts a new journal.
 
     Excludes the unchanged bad files that the journal lists, and the bad files that a check finds.
     """
@@ -387,8 +387,7 @@ def _open_journal(run: _Run, settings: dict[str, Any]) -> Journal:
     settings = settings | {"inputs": run.sources.content_digest()}
     if state is None or (state.is_empty and journal.differences(state.settings, settings)):
         return _new_journal(run, settings)
-    # Unread files may change, so that users can mend a file without repeating the files before it. With a tokenizer that
-    # depends on all files, every change counts.
+    # Unread files may change before their tokenisation, unless a trained tokenizer depends on all files.
     reading = state.instances is None and run.train_tokenizer is None
     before = {**state.settings, "inputs": settings["inputs"]} if reading else state.settings
     _refuse(run, journal.differences(before, settings))
@@ -428,7 +427,8 @@ def _install_tokenizer(run: _Run, info: TokenizerInfo | None) -> TokenizerInfo:
 
 
 def _train_tokenizer(run: _Run, path: Path) -> None:
-    """Trains a tokenizer in a helper process, because only the end of the process interrupts the library's training."""
+    """Trains a tokenizer in a helper process, because an exception in this process cannot interrupt the library's
+    training."""
     with Helpers(1, tokenizer_trainer, run.train_tokenizer, path, threads=run.workers) as helpers:
         sample = filter(None, _training_sample(run))
         while texts := list(islice(sample, TEXTS_AT_ONCE)):
@@ -482,10 +482,9 @@ def _tokenise(run: _Run, state: Journal, info: TokenizerInfo) -> None:
 
 
 def _in_order(helpers: Helpers, batches: Iterator[Item]) -> Iterator[tuple[Item, Any]]:
-    """Yields each item with its result, in order. Few items are in flight at a time, so memory stays bounded.
+    """Yields each item with its result, in order. At most `2 * helpers.count + 1` items are in flight at a time.
 
-    If reading raises `UserError`, yields all earlier items before raising the error, so that the next run need not
-    repeat these items.
+    If reading raises `UserError`, yields all earlier items before raising the error.
     """
     waiting: deque[tuple[Item, Future[Any]]] = deque()
     failure: UserError | None = None
@@ -543,8 +542,7 @@ class _StreamWriter:
         """Counts the current document as included, empty or excluded. The next document overwrites an excluded
         document.
 
-        This method does not truncate the stream at an excluded document. A truncated stream could be shorter than the
-        journal says. A resumed run excludes the document again.
+        The method does not truncate the stream, because the last journal may count tokens of an excluded document.
         """
         document, self._document = self._document, Document()
         if not document.text_bytes:
@@ -573,8 +571,8 @@ class _StreamWriter:
 
 
 def _pack(run: _Run, state: Journal, info: TokenizerInfo) -> int:
-    """Packs the stream if `pack` is "best-fit". Returns the number of instances. Raises `UserError` if the stream has
-    fewer tokens than one instance."""
+    """Packs the stream if `pack` is "best-fit". Returns the number of instances. If the stream has fewer tokens than
+    one instance, deletes the folder and raises `UserError`."""
     tokens = state.mark.tokens
     if tokens < run.context:
         for path in run.partial.iterdir():  # a later run cannot use these files
@@ -650,8 +648,7 @@ def _shard(run: _Run, state: Journal, instances: int, info: TokenizerInfo) -> No
 
 
 def _join_sums(run: _Run, instances: int, info: TokenizerInfo) -> None:
-    """Writes the checksums of all instances as one array. With a file of checksums per shard, readers would need twice
-    as many open files."""
+    """Writes the checksums of all instances as one array."""
     temporary = run.partial / f"{shards.SUMS}.tmp"
     with temporary.open("wb") as file:
         header = {"descr": "<u4", "fortran_order": False, "shape": (instances,)}
@@ -664,7 +661,7 @@ def _join_sums(run: _Run, instances: int, info: TokenizerInfo) -> None:
 
 
 def _shard_plan(run: _Run, instances: int, info: TokenizerInfo) -> list[tuple[str, int, int]]:
-    """Lists the shards as (name, first row, row after the last)."""
+    """Lists the shards as (name, first row, row after the last row)."""
     rows = max(1, run.shard_size // (run.context * np.dtype(info.dtype).itemsize))
     starts = range(0, instances, rows)
     return [(f"shard-{k:05d}.npy", start, min(start + rows, instances)) for k, start in enumerate(starts)]
@@ -717,7 +714,7 @@ def _index(run: _Run, state: Journal, instances: int, info: TokenizerInfo) -> di
 def _finish(run: _Run, index: dict[str, Any]) -> dict[str, Any]:
     """Deletes the files that only an unfinished run needs, and renames the folder to `output`.
 
-    After a kill, the next run repeats this step, because the folder already has its index.
+    After a kill, the next run repeats this function.
     """
     keep = {shards.INDEX, shards.SUMS, tokenizers.FILE, *(shard["file"] for shard in index["shards"])}
     for path in run.partial.iterdir():

@@ -26,7 +26,7 @@ class RemoteFile:
     system: Any = field(compare=False, repr=False)
     size: int = field(compare=False)
     version: int = field(compare=False)
-    """Number that changes with the file, if the file system reports changes."""
+    """Hash of the file system's facts about the file."""
 
     def __str__(self) -> str:
         return self.url

@@ -2,13 +2,12 @@
 earlier documents.
 
 Exact duplicates are equal in normalised text (Unicode NFKC, case folded, any white space as one space). Near-duplicates
-have sets of five-word shingles with a Jaccard similarity of at least 0.8. The similarity is an estimate from 128
+have sets of five-word shingles with an estimated Jaccard similarity of at least 0.8. The estimate comes from 128
 MinHashes (Broder 1997; Lee et al. 2022, "Deduplicating Training Data Makes Language Models Better", section 4).
 
-The comparison uses signatures of documents. Helper processes compute the signature of every piece of a document, and
-the writer of the stream joins the signatures of a document. An exact signature covers the whole normalised text, and
-does not depend on the cuts of the document, unless a cut separates characters that normalisation combines. A MinHash
-signature misses the shingles that span a cut.
+Helper processes compute the signature of every piece of a document, and the writer of the stream joins the signatures
+of a document. An exact signature covers the whole normalised text. A cut changes the signature only if the cut
+separates characters that normalisation combines. A MinHash signature misses the shingles that span a cut.
 """
 
 import hashlib
@@ -37,7 +36,7 @@ _BYTES = {"none": 0, "exact": 16, "minhash": 4 * _HASHES}  # bytes of a signatur
 
 @dataclass(frozen=True)
 class Selection:
-    """Leaves out documents outside of the limits, and documents that duplicate an earlier document."""
+    """The limits of length and the deduplication by which `prepare` selects documents."""
 
     min_characters: int = 0
     max_characters: int | None = None
@@ -99,7 +98,7 @@ class Document:
     unsigned: str = ""  # the end of the normalised text, not yet in the signature
 
     def add(self, piece: DocumentPiece, dedup: Dedup) -> None:
-        """Adds the next piece, and joins its signature to the document's signature."""
+        """Adds the next piece, and joins the piece's signature to the document's signature."""
         signature, before = piece.signature, bytes.fromhex(self.signature)
         if dedup == "exact" and not piece.alone:
             text = piece.signature.decode()
@@ -119,8 +118,7 @@ class Document:
 
 def signer(dedup: Dedup) -> Callable[[str, bool], bytes]:
     """Returns a function that signs a piece of a document, given the text and `alone` of the piece. The signature is
-    empty for `dedup` "none", the one that `DocumentPiece` describes for "exact", and MinHashes as uint32 for
-    "minhash"."""
+    empty for `dedup` "none", the signature of `DocumentPiece` for "exact", and MinHashes as uint32 for "minhash"."""
     if dedup == "none":
         return lambda text, alone: b""
     if dedup == "exact":
@@ -147,7 +145,7 @@ def _exact(text: str, alone: bool) -> bytes:
 
 def _fold(digest: bytes, text: str) -> tuple[bytes, str]:
     """Hashes the blocks of a text into a digest. Returns the digest and the rest of the text, at most a block and white
-    space, since more text may follow."""
+    space."""
     start, stop = 0, len(text.rstrip())
     while stop - start > _BLOCK:
         digest = _digest(digest + text[start : start + _BLOCK].encode())

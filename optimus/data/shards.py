@@ -33,7 +33,7 @@ ENDLESS = 1 << 62  # the number of rows of a stream
 CACHE = "~/.cache/optimus/data"  # default folder for copies of files at URLs
 FORMAT = "optimus-tokens"
 VERSION = 1
-# The fixed settings that `prepare` used before it had these options.
+# Settings of earlier data, whose index lacks these options.
 EARLIER = {"parse_special": True, "pack": "concatenate", "encoding": "utf-8", "plugins": {}, **asdict(Selection())}
 
 
@@ -55,7 +55,7 @@ class Rows(Protocol):
         """The file of the tokenizer."""
 
     def stored_rows(self, start: int, stop: int) -> NDArray[np.unsignedinteger[Any]]:
-        """Returns rows `start` to `stop` as an array [stop - start, context] of token ids with their flags."""
+        """Returns rows `start` to `stop - 1` as an array [stop - start, context] of token ids with their flags."""
 
     def check_model(self, context: int, vocab_size: int) -> None:
         """Raises `UserError` unless a model of `vocab_size` tokens can train on sequences of `context` tokens."""
@@ -165,8 +165,8 @@ class Shards:
         return self.rows(i, i + 1)[0]
 
     def rows(self, start: int, stop: int) -> NDArray[np.unsignedinteger[Any]]:
-        """Returns instances `start` to `stop` as an array [stop - start, context]. The array is a view if the data is
-        not `masked` and all these instances are in one shard."""
+        """Returns instances `start` to `stop - 1` as an array [stop - start, context]. The array is a view if the data
+        is not `masked` and one shard has all instances."""
         stored = self.stored_rows(start, stop)
         return np.bitwise_and(stored, INSIDE - 1, dtype=stored.dtype) if self.masked else stored
 
@@ -188,8 +188,7 @@ class Shards:
 
     def check_model(self, context: int, vocab_size: int) -> None:
         """Raises `UserError` unless a model can train on the data. The model's sequence length `context` in tokens must
-        divide the length of a row, and its vocabulary of `vocab_size` tokens must include all tokens of the
-        tokenizer."""
+        divide the length of a row, and `vocab_size` must be at least the tokenizer's number of tokens."""
         if self.context % context:
             raise UserError(
                 f"{self.folder} was prepared with context {self.context}, but the run needs {context}. "
@@ -202,7 +201,8 @@ class Shards:
             )
 
     def verify(self) -> None:
-        """Reads every shard and compares its checksum with the index. Raises `UserError` at the first shard that differs."""
+        """Reads every shard and compares the shard's checksum with the index. Raises `UserError` at the first shard
+        that differs."""
         for shard in range(len(self.index["shards"])):
             array = self._array(shard)
             self._verify(shard)
@@ -248,7 +248,7 @@ class Shards:
             )
 
     def _array(self, shard: int) -> NDArray[np.unsignedinteger[Any]]:
-        """Returns a shard. For a remote folder, fetches the shard and starts to fetch the next one."""
+        """Returns a shard. For a remote folder, fetches the shard and starts to fetch the next shard."""
         if self._fetcher is None:
             return self._arrays[shard]
         with self._lock:

@@ -1,7 +1,7 @@
 """Reads the documents of a CSV or TSV file, whose first row names the columns.
 
-Cells in quotes may contain any characters (RFC 4180). A row with another number of cells than the first row, or an
-unclosed quote, is an error, because such a fault could silently lose or merge text.
+Cells in quotes may contain delimiters and line breaks (RFC 4180). A row with another number of cells than the first row
+is an error, and so is an unclosed quote. Blank lines after the first row do not count.
 """
 
 import csv
@@ -20,7 +20,7 @@ _DELIMITERS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
 def records(stream: BinaryIO, where: str, field: TextField, delimiter: str) -> Iterator[dict[str, str]]:
     """Yields the cells of the columns that `field` needs, by name, row by row. Raises `UserError`, which names the
     file, for a missing column and for a bad row."""
-    csv.field_size_limit(max(csv.field_size_limit(), LONGEST_CELL))  # a global limit of the module, 128 KB by default
+    csv.field_size_limit(max(csv.field_size_limit(), LONGEST_CELL))  # a global limit of the module `csv`
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     rows = csv.reader(_lines(text), delimiter=delimiter, strict=True)
     try:

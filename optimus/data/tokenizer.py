@@ -36,8 +36,8 @@ class TokenizerInfo:
 
 
 def load(path: Path, *, parse_special: bool = False) -> Any:
-    """Loads the `tokenizers.Tokenizer` in a file, without truncation and padding. Raises `UserError` for any other
-    file.
+    """Loads the `tokenizers.Tokenizer` in a file, without truncation and padding. Raises `UserError` if the file has no
+    such tokenizer.
 
     With `parse_special`, the tokenizer encodes the spelling of a special token, such as `<|endoftext|>`, as the token.
     Otherwise the spelling stays ordinary text, except for the tokenizers that `check_text_stays_text` refuses.
@@ -78,8 +78,7 @@ def check_text_stays_text(info: TokenizerInfo) -> None:
     """Raises `UserError` if the spelling of a special token becomes the token even without `parse_special` of `load`.
     Ignores the token for unknown text.
 
-    A Unigram model may have special tokens among its pieces of text. The library also finds an added token in text
-    unless the file marks the token as special.
+    The library finds an added token in text unless the file marks the token as special.
     """
     tokenizer = load(info.path)
     special = {token.content: id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
@@ -128,8 +127,8 @@ def _eos_token(path: Path, vocabulary: dict[str, int]) -> str:
 
 
 def train(texts: Iterable[str], vocab_size: int, path: Path) -> None:
-    """Trains a byte-level BPE tokenizer of at most `vocab_size` tokens, including `<|endoftext|>`, and writes it to
-    `path`."""
+    """Trains a byte-level BPE tokenizer of at most `vocab_size` tokens, including `<|endoftext|>`, and writes the
+    tokenizer to `path`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

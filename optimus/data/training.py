@@ -1,9 +1,7 @@
 """Describes the training data of a run: its opened sources, and for each phase the share of each source.
 
-A position is the index of a sequence in its phase. The sequence at position p is a pure function of p: the mixture
-gives the source of position p and the number of earlier positions of this source. Every rank of any layout therefore
-finds its part of the data at any step. Except in replay, a source continues after the tokens that earlier phases have
-read.
+A position is the index of a sequence in its phase. The mixture maps a position to a source, and to the number of
+earlier positions of the source. Except in replay, a source continues after the tokens that earlier phases have read.
 """
 
 import hashlib
@@ -74,12 +72,12 @@ class DataPhase(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """Names of the sources, each once, even if the phase also replays a source."""
+        """The distinct names of the sources, in order."""
         return list(dict.fromkeys(source.name for source in self.sources))
 
     @property
     def padded(self) -> bool:
-        """True if sequences may end in padding without the flag `NOT_PREDICTED`."""
+        """True if sequences may have padding without the flag `NOT_PREDICTED`."""
         return any(source.shards.padded for source in self.sources)
 
     @property
@@ -103,10 +101,10 @@ class DataPhase(NamedTuple):
 
 
 def open_sources(config: RunConfig, dataset: Any = None) -> dict[str, Rows]:
-    """Opens the prepared folders and the datasets of all phases, by `SourceConfig.folder`. `dataset` is the
-    argument `data` of `optimus.train`.
+    """Opens the prepared folders and the datasets of all phases, by `SourceConfig.folder`. `dataset` is the argument
+    `data` of `optimus.train`.
 
-    Raises `UserError` for sources with different tokenizers or chat templates, and for a wrong dataset.
+    Raises `UserError` for sources with different tokenizers or chat templates, and for an invalid dataset.
     """
     folders: dict[str, Rows] = {}
     for data in _sections(config):
@@ -209,8 +207,8 @@ class TrainingData:
         return MixedSource(name, shards, parts, seen=seen, replay=phase.number)
 
     def _check_passes(self, phase: Phase, source: SourceConfig, mixed: MixedSource, number: int) -> None:
-        """Raises `UserError` if the run would read a source of `data.sources` with a weight more than once. `tokens`
-        and `epochs` allow repetition."""
+        """Raises `UserError` if the run would read a weighted source of `data.sources` more than once. `tokens` and
+        `epochs` allow repetition."""
         available = mixed.shards.instances * mixed.parts
         if phase.config.data.sources and source.share is not None and mixed.first + number > available:
             length = phase.step_tokens // phase.config.train.global_batch
@@ -226,8 +224,8 @@ class TrainingData:
         return rows_in(self.folders)
 
     def stream_states(self, steps: int) -> dict[str, Any]:
-        """Returns states from which the streams can continue after `steps` steps, by source. A state precedes the last
-        of the steps, because a loader has certainly read the last step."""
+        """Returns states from which the streams can continue after `steps` steps, by source. A state may be from an
+        earlier step; the stream then skips rows."""
         last = max(0, steps - 1)
         phase, found = self.phases[phase_at(self._described, last).number], {}
         for source, number in zip(phase.sources, phase.counts(last)):
@@ -258,13 +256,12 @@ class TrainingData:
 
     @property
     def chat(self) -> dict[str, Any]:
-        """The chat template of the run's conversations, as `ChatTemplate.written` returns it; empty without
-        conversations."""
+        """The result of `ChatTemplate.written` for the run's conversations; empty without conversations."""
         return next((dict(shards.index["chat"]) for shards in self.folders.values() if "chat" in shards.index), {})
 
     def fingerprint(self, steps: int, seed: int) -> dict[str, Any]:
-        """Fingerprints the data of the first `steps` steps: the indices, weights and batch shapes of the phases that
-        have begun by then, and `seed`."""
+        """Fingerprints the data of the first `steps` steps: the indices, weights and batch shapes of the phases up to
+        the phase of step `steps`, and `seed`."""
         number = phase_at(self._described, steps).number
         begun = [self._digests(phase) for phase in self.phases[: number + 1]]
         one = len(begun) == 1 and len(begun[0]["sources"]) == 1
@@ -301,8 +298,9 @@ def _with_replay(weights: Sequence[int], share: Fraction, read: Sequence[int]) -
 
 
 def _weights(phase: Phase, sources: Sequence[SourceConfig], shards: Sequence[Rows]) -> list[int]:
-    """Returns whole numbers as weights. If all sources have a weight, the numbers are in the ratio of the sources'
-    weights. Otherwise the numbers are in the ratio of the phase's positions that the sources get."""
+    """Returns integer weights: in the ratio of the sources' weights if all sources have one, otherwise in the ratio of
+    the sources' positions in the phase. Raises `UserError` if the `tokens` and `epochs` of the sources do not fit the
+    phase's length."""
     shares = [source.share for source in sources]
     if all(share is not None for share in shares):
         return integer_weights([share or 0.0 for share in shares])

@@ -20,7 +20,7 @@ from optimus.data.selection import Dedup, DocumentPiece, signer
 from optimus.data.shards import INSIDE, NOT_PREDICTED
 from optimus.data.tokenizer import TokenizerInfo
 
-GATHER = 32 << 20  # bytes that `write_shard` writes at once
+GATHER = 32 << 20  # approximate bytes that `write_shard` writes at once
 SUMS = ".crc32"
 
 
@@ -74,8 +74,8 @@ def _text_encoder(info: TokenizerInfo, tokenizer: Any) -> _TokensOf:
 
 
 def _conversation_encoder(info: TokenizerInfo) -> _TokensOf:
-    """Returns a function that encodes conversations. The function appends an end-of-text token to a conversation
-    without one. The model predicts the appended token only if `Conversation.is_open`."""
+    """Returns a function that encodes conversations. The function appends an end-of-text token to a conversation that
+    ends in another token. The model predicts the appended token only if `Conversation.is_open`."""
     as_tokens, as_text = (tokenizers.load(info.path, parse_special=special) for special in (True, False))
 
     def tokens_of(pieces: Sequence[Conversation], ends_document: Sequence[bool]) -> Iterator[list[int]]:
@@ -105,11 +105,12 @@ def tokenizer_trainer(vocab_size: int, path: Path) -> Callable[..., None]:
 def write_shard(
     stream: Path, folder: Path, instances: int, context: int, dtype: str, seed: int, name: str, start: int, stop: int
 ) -> str:
-    """Writes output rows `start` to `stop` as the array file `name` in `folder`, which appears complete or not at all.
+    """Writes output rows `start` to `stop - 1` as the array file `name` in `folder`, which appears complete or not at
+    all.
 
     Output row j is row `permutation(j)` of the file `stream`, which has `instances` rows of `context` tokens of the
     type `dtype`. Returns the SHA-256 of the file. Before this file, writes the CRC-32 of each row to the file `name` +
-    `SUMS`. Reads the stream with pread instead of a memory map, whose pages would count as used memory.
+    `SUMS`.
     """
     temporary = folder / f"{name}.{os.getpid()}.tmp"  # a helper of a killed run may still write here
     row_bytes = context * np.dtype(dtype).itemsize
