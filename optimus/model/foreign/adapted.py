@@ -40,7 +40,7 @@ class AdaptedModel(Section):
 
     @property
     def facts(self) -> "ModelFacts":
-        """Facts about the model, found by running it or a small copy."""
+        """Facts about the model, found by runs of the model or of a small copy."""
         raise NotImplementedError
 
     @property

@@ -43,7 +43,7 @@ class TransformersModel(AdaptedModel):
 
     @property
     def facts(self) -> "ModelFacts":
-        """Facts about the model, found by running a small copy."""
+        """Facts about the model, found by runs of a small copy."""
         from optimus.model.foreign.configuration import facts_of_text
 
         return facts_of_text(self.text)
@@ -69,7 +69,7 @@ class TransformersModel(AdaptedModel):
 
     @property
     def heads(self) -> int:
-        """The number of attention heads; 1 if the configuration does not name it."""
+        """The number of attention heads; 1 if the configuration names no number."""
         return int(self._first("num_attention_heads", "n_head", "num_heads") or 1)
 
     @property

@@ -17,7 +17,8 @@ from optimus.model.parameters import Initial, Normal, Uniform, Values
 
 
 def adapted_model(config: TransformersModel | PluginModel) -> ForeignModel:
-    """Builds the model of `config`. Its parameters are uninitialised on the default device; its buffers have values."""
+    """Builds the model of `config`. The parameters are uninitialised and on the default device; the buffers have
+    values."""
     device = torch.get_default_device()
     with torch.device("cpu"):
         model = _plugin_model(config) if isinstance(config, PluginModel) else _transformers_model(config)

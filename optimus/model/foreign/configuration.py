@@ -14,8 +14,8 @@ from optimus.model.foreign.twin import build
 
 
 def hf_config(text: str) -> Any:
-    """Returns the configuration of `transformers` from the JSON text of a config.json. Raises `UserError` for a text
-    with `auto_map`, which names remote code, and for one that `transformers` refuses."""
+    """Returns the configuration of `transformers` from the JSON text of a config.json. Raises `UserError` for remote
+    code (`auto_map`), and for a configuration that `transformers` refuses."""
     needed_transformers()
     from transformers import AutoConfig
 

@@ -53,10 +53,9 @@ _STACK = "gate_up_proj_stack"
 
 
 class FusedExperts:
-    """Computes experts by the library's kernels. The kernels add a weight's gradient to its buffer in `gradients`, if
-    any.
+    """Computes experts by the library's kernels. The kernels add a weight's gradient to the weight's buffer, if any.
 
-    The stored weight is `gate_up_proj` [E, J, H], or `gate_up_proj_stack` [E, 2, I, H] if its halves are sharded
+    The stored weight is `gate_up_proj` [E, J, H], or `gate_up_proj_stack` [E, 2, I, H] if gate and up are sharded
     separately.
     """
 
@@ -83,8 +82,8 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def choose_experts(body: nn.Module) -> tuple[list[nn.Module], tuple[str, ...]]:
-    """Returns the modules of experts that the kernels can compute, and notes about all other experts. Sets these other
-    experts to an implementation of `transformers`."""
+    """Returns the modules of experts that the kernels can compute, and notes about all other experts. The other experts
+    get an implementation of `transformers`."""
     fused, notes = [], dict[str, None]()
     for module in filter(is_experts, body.modules()):
         found = differences(module)

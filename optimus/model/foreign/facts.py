@@ -376,8 +376,8 @@ class _Analysis:
     # ---- Tensor parallelism ----
 
     def _tensor(self, embedding: str, head: str, width: int) -> "_Tensor":
-        """Returns the real model's partition: that of the twin in the blocks, and sharded rows of the embedding and the
-        head."""
+        """Returns the real model's partition: the twin's partition in the blocks, and sharded rows of the embedding and
+        the head."""
         plan, parameters = published_plan(self.real), dict(self.real.named_parameters())
         modules = [name for name, _ in self.real.named_modules()]
         units, of_twin, ways = self._proved_partition(plan, width)
@@ -421,7 +421,7 @@ class _Analysis:
         return [], TensorPartition({}, {}, {}), ()
 
     def _in_double(self) -> tuple[nn.Module, Tensor]:
-        """Returns the twin and tokens for it. Converts the twin to double precision if its forward pass allows."""
+        """Returns the twin and tokens. Converts the twin to double precision if its code allows."""
         tokens_BS = tokens_of_twin(self.twin_config, 3)
         try:
             with torch.no_grad():

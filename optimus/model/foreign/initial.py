@@ -43,9 +43,10 @@ class Initial:
 def initial_values(module: nn.Module, seed: int = 0) -> dict[str, Initial]:
     """Returns the initial values of parameters by name, and fills buffers.
 
-    `module` is on the meta device. Its own `initialize_weights` runs: calls of initialisers are recorded for parameters
-    and executed for buffers. `seed` seeds random values that the model's code computes. A parameter that is not in the
-    result has no known values; a floating-point buffer without known values becomes NaN.
+    `module` is on the meta device. The function runs the module's own `initialize_weights`, records calls of
+    initialisers for parameters, and executes the calls for buffers. `seed` seeds random values that the model's code
+    computes. A parameter that is not in the result has no known values; a floating-point buffer without known values
+    becomes NaN.
     """
     with torch.random.fork_rng(devices=[]), _untied(module):
         torch.manual_seed(seed)
@@ -238,8 +239,8 @@ def _untied(module: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def _fill_buffers(module: nn.Module, names: Iterable[str]) -> None:
-    """Fills the buffers `names` from the buffers of the same names in a twin: copies one of the same shape, or repeats
-    a constant.
+    """Fills the buffers `names` from the buffers of the same names in a twin: copies a buffer of the same shape, or
+    repeats a constant.
 
     Other floating-point buffers become NaN.
     """

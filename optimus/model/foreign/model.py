@@ -107,8 +107,8 @@ class ForeignStage:
 class ForeignModel(Storage, CausalModel):
     """A causal language model with its author's modules.
 
-    `body` is the author's module, with parameters on the meta device and buffers with values. `initial` has the initial
-    values of its parameters, by name. Module names are the author's; `stored` has the names of stored parameters.
+    `body` is the author's module, with parameters on the meta device and buffers with values. `initial` has the
+    parameters' initial values, by name. Module names are the author's; `stored` has the names of stored parameters.
     `call(body, batch, position_BS)` runs the author's forward pass; without positions, every sequence has the positions
     from 0. `caches` is True if the body takes and returns `past_key_values`.
     """
@@ -257,7 +257,7 @@ class ForeignModel(Storage, CausalModel):
         """Returns the input of the output layer, [B, S, H], and the cache with `tokens_BS` added. None begins a new
         sequence.
 
-        The cache is the author's. A model without caches gets all tokens so far as its cache, and S then counts these
+        The cache is the author's. For a model without caches, the cache is all tokens so far, and S counts these
         tokens.
         """
         passing = Passing(range(len(self.blocks)), True, True, SequenceSplit(), False, None)

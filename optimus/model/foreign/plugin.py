@@ -48,7 +48,7 @@ class PluginModel(AdaptedModel):
 
     @property
     def facts(self) -> "ModelFacts":
-        """Facts about the model, found by running it or a small copy."""
+        """Facts about the model, found by runs of the model or of a small copy."""
         from optimus.model.foreign.plugin_facts import facts_of_row
 
         return facts_of_row(MODELS[self.plugin], json.dumps(self.arguments, sort_keys=True))

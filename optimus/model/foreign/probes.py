@@ -53,7 +53,7 @@ class Pass:
 
     @property
     def outputs(self) -> int:
-        """Number of entries of a block's output; 0 if it is a tensor."""
+        """Number of entries of a block's output; 0 for a tensor."""
         return 0 if not self.made or isinstance(self.made[0], Tensor) else len(self.made[0])
 
     def width(self) -> int:

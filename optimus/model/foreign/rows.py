@@ -35,13 +35,14 @@ def call_with_tokens(module: Any, batch: "Batch") -> "Tensor":
 class ModelSpec:
     """A causal language model of the user's own.
 
-    `module` is the model. `blocks` names its `nn.ModuleList` of blocks: a block maps the residual stream [B, S, ...], its
-    first argument, to a tensor or to a tuple that begins with a tensor. `embedding` names its `nn.Embedding` of tokens, and
-    `head` its output layer, an `nn.Linear`. `forward(module, batch)` returns logits [B, S, V]; `batch.tokens_BS` has the
-    tokens. After the output layer, `forward` may only multiply by a factor, or apply `logit_cap` * tanh(x / `logit_cap`).
+    `module` is the model. `blocks` names the `nn.ModuleList` of blocks. A block maps the residual stream [B, S, ...],
+    its first argument, to a tensor or to a tuple that begins with a tensor. `embedding` names the `nn.Embedding` of
+    tokens, and `head` the output layer, an `nn.Linear`. `forward(module, batch)` returns logits [B, S, V];
+    `batch.tokens_BS` has the tokens. After the output layer, `forward` may only multiply by a factor, or apply
+    `logit_cap` * tanh(x / `logit_cap`).
 
-    `initial` maps shell patterns of parameter names to initial values: ones, zeros, a number, `Normal(std)` or `Uniform(low,
-    high)`. The first pattern that fits a parameter counts.
+    `initial` maps shell patterns of parameter names to initial values: ones, zeros, a number, `Normal(std)` or
+    `Uniform(low, high)`. The first pattern that fits a parameter counts.
 
     `splits` maps shell patterns of linear layers in the blocks to colwise (divided by outputs) or rowwise (divided by
     inputs) for tensor parallelism. By default, the library looks for such layers. The library divides a layer only if
@@ -66,8 +67,8 @@ class ModelSpec:
 class ModelRow:
     """A model that configurations choose by `model.plugin`.
 
-    `make` returns the `ModelSpec`; the other keys of the section `model` are its arguments. The library checks the
-    model on a copy. `small` has the arguments that the copy changes, such as sizes.
+    `make` returns the `ModelSpec`; the other keys of the section `model` are the function's arguments. The library
+    checks the model on a copy. `small` has the arguments that the copy changes, such as sizes.
     """
 
     name: str

@@ -43,7 +43,7 @@ def prove_units(model: nn.Module, block: str, calls: Mapping[str, ModuleCall], w
     """Returns the proved units of one block. Tries the block's children first, then modules inside, and the block
     itself last.
 
-    `width` is the number of columns of the residual stream. The last product of a unit, unless it has experts, returns
+    `width` is the number of columns of the residual stream. The last product of a unit without fused experts returns
     `width` columns.
     """
     units: list[ProvedUnit] = []
@@ -523,7 +523,7 @@ def _experts_unit(attempt: _Attempt, found: Dependencies) -> ProvedUnit | None:
 
 
 class _Shared(nn.Module):
-    """Divides its input by the number of ranks, which compute the same input."""
+    """Divides an input that all ranks share by the number of ranks."""
 
     def __init__(self, ways: int) -> None:
         super().__init__()

@@ -1,7 +1,6 @@
 """Models of a real model's class with small sizes: twins.
 
-A twin has few layers, and keeps ratios such as heads to key heads. Its windows and chunks are shorter than its
-sequences.
+A twin has few layers. The windows and chunks of a twin are shorter than its sequences.
 """
 
 import math
@@ -27,8 +26,7 @@ _OF_LAYERS = re.compile(r"(interval|pattern|step|period|frequency|every|freq)(_\
 def small(config: Any, layers: int | None = None) -> Any:
     """Returns the configuration of a twin: the class of `config` with small sizes, without dropout.
 
-    The twin has the first `layers` layers; by default, layers of each kind that the configuration's lists show, at most
-    `_MOST_LAYERS`.
+    The twin has the first `layers` layers; by default, the layers that `_Shrink` chooses.
     """
     data = config.to_dict()
     shrunk = _Shrink(config, layers).of_mapping(data)
@@ -107,7 +105,7 @@ def tokens_of_twin(config: Any, rows: int = ROWS, length: int = LENGTH) -> Tenso
 
 
 def vocabulary_of(config: Any) -> int:
-    """Returns the vocabulary size of a configuration; `VOCABULARY` if the configuration does not name it."""
+    """Returns the vocabulary size of a configuration; by default `VOCABULARY`."""
     return int(getattr(config.get_text_config(), "vocab_size", VOCABULARY))
 
 
@@ -123,7 +121,7 @@ class _Shrink:
     """The rules by which sizes shrink.
 
     Numbers of heads are divided by `heads`, head sizes by `columns`, and widths by the product of both factors, where
-    these divide evenly.
+    the numbers divide evenly.
     """
 
     def __init__(self, config: Any, layers: int | None) -> None:
@@ -192,7 +190,7 @@ class _Shrink:
         return self.of_integer(name, value, path)
 
     def of_integer(self, key: str, value: int, path: str) -> int:
-        """Returns the small value of an integer setting, chosen by its name."""
+        """Returns the small value of an integer setting, chosen by the setting's name."""
         if key.endswith(("token_id", "token_index", "_idx")) and "layer" not in key:
             return min(value, 15)
         if "vocab" in key:
