@@ -103,12 +103,12 @@ class AdaptedModel(Section):
 
     @property
     def heads(self) -> int:
-        """1: the number of attention heads is not known."""
+        """Returns 1: the number of attention heads is not known."""
         return 1
 
     @property
     def kv_heads(self) -> int:
-        """1: the number of key and value heads is not known."""
+        """Returns 1: the number of key and value heads is not known."""
         return 1
 
     @property

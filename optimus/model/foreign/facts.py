@@ -347,7 +347,8 @@ class _Analysis:
     def _names_of_layers(
         self, found: Mapping[str, Any], names: Iterable[str], twins: Sequence[int | None]
     ) -> dict[str, Any]:
-        """Returns the entries of `found` for `names`. For each layer in `names`, `twins` has the layer in `found`."""
+        """Returns the entries of `found` for `names`. For each layer in `names`, `twins` has the number of the layer in
+        `found` or None."""
         by_layer, made = self._names_by_layer(found), {}
         for name in names:
             match = self._inside(name)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from optimus.model.foreign.twin import build_small, general
 
-_SMALL = 1 << 21  # most elements of a parameter whose values are computed
+_SMALL = 1 << 21  # maximum number of elements of a parameter whose values are computed
 _Note = Callable[..., "Initial | None"]
 
 

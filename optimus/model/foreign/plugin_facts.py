@@ -31,7 +31,7 @@ from optimus.model.foreign.splits import ProvedUnit, prove_units
 from optimus.model.foreign.twin import LENGTH, ROWS, enlarge
 from optimus.model.init import initialize_parameter
 
-_LARGEST = 100_000_000  # most parameters of a model that is checked without `small` arguments
+_LARGEST = 100_000_000  # maximum number of parameters of a model without `small` arguments
 _TOLERANCE = 1e-4
 
 

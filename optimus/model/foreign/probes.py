@@ -46,7 +46,7 @@ class Pass:
     entered: list[int] = field(default_factory=list)  # numbers of blocks, in the order of their calls
     streams: list[Any] = field(default_factory=list)  # first argument of each block
     made: list[Any] = field(default_factory=list)  # outputs of blocks
-    beside: set[str] = field(default_factory=set)  # names of further arguments of blocks with gradients
+    beside: set[str] = field(default_factory=set)  # names of further block arguments with gradients
     product: list[Tensor] = field(default_factory=list)  # outputs of the output layer
     logits: Tensor | None = None
     tokens: tuple[int, ...] = ()

@@ -161,8 +161,8 @@ def _prove(attempt: _Attempt, trace: ModuleRun, alone: bool) -> ProvedUnit | Non
 def _without_statistics(
     attempt: _Attempt, trace: ModuleRun, found: Dependencies, norms: tuple[str, ...]
 ) -> tuple[_Attempt, ModuleRun, Dependencies]:
-    """Returns the arguments for constant statistics in `norms` if more elements are divided then; otherwise the same
-    arguments."""
+    """Returns the attempt, its run and its dependencies with constant statistics in `norms` if more elements are
+    divided then; otherwise the arguments."""
 
     def again(norms: tuple[str, ...]) -> tuple[_Attempt, ModuleRun, Dependencies]:
         constant = _with_constant_norms(attempt, norms)

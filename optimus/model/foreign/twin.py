@@ -87,7 +87,7 @@ def configurations_of(model: nn.Module) -> list[Any]:
 @torch.no_grad()
 def enlarge(model: nn.Module) -> None:
     """Replaces a twin's matrices by normal numbers of standard deviation 1.5 / sqrt(last dim), and adds normal numbers
-    of 0.2 to vectors."""
+    of standard deviation 0.2 to vectors."""
     generator = torch.Generator().manual_seed(0)
     for _, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -266,7 +266,7 @@ class _Shrink:
 
 
 def _divides(factor: int, size: int, sizes: list[int], part: float) -> bool:
-    """Returns True if `factor` divides head sizes evenly and the rotated columns stay even in number."""
+    """Returns True if head sizes may shrink by `factor`."""
     if factor == 1:
         return True
     if any(each % factor or each // factor < 4 for each in sizes):
