@@ -1,11 +1,8 @@
-"""Import and export of Hugging Face folders: weights, configs and tokenizers of known families.
-
-Only an export to a narrower dtype rounds weights.
+"""Import and export of Hugging Face folders: weights, config.json and tokenizer.
 
 `keys.py` applies the key table of a family; `config_json.py` translates the architecture; `tensors.py` reads and writes
-safetensors files; `published.py` reads and adapts a folder's further metadata; `adapters.py` writes low-rank factors
-for PEFT; `gguf.py` converts an exported folder with the converter of llama.cpp. Independently of these modules,
-`drop_in.py` makes models of `transformers` use the expert kernels.
+safetensors files; `published.py` reads and adapts further metadata; `adapters.py` writes low-rank factors for PEFT;
+`gguf.py` runs the converter of llama.cpp. `drop_in.py` makes models of `transformers` use the expert kernels.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
 """Exports the low-rank factors of a run (`train.lora_rank`) as an adapter in the format of PEFT.
 
-The published model has separate matrices where our model has one matrix for several outputs (q, k and v; gate and up).
-Each separate matrix gets some rows of our factor B, and the whole factor A.
+One of our matrices may hold several published matrices, such as q, k and v. Each published matrix gets its rows of our
+factor B, and the whole factor A.
 
 Legend: R rank, L inputs.
 """
@@ -46,8 +46,8 @@ def export_adapter(
     (number), `saved` (names of the modules without factors that were trained), `base` and `bytes`.
 
     Raises `UserError` for a checkpoint without factors or without a known base, and for a model that PEFT or
-    `transformers` would compute otherwise, for example a pruned model. Also raises `UserError` if `output` is neither a
-    new path nor an empty folder.
+    `transformers` would compute otherwise, for example a pruned model. Also raises `UserError` if `output` exists
+    and is no empty folder.
     """
     load_plugins([*plugins])
     if is_url(output):
@@ -88,7 +88,7 @@ def export_adapter(
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": rank,
-        "lora_alpha": rank,  # a factor of 1
+        "lora_alpha": rank,  # the scale lora_alpha / r is 1
         "lora_dropout": 0.0,
         "bias": "lora_only" if biases else "none",
         "target_modules": sorted(modules),
@@ -111,8 +111,7 @@ def export_adapter(
 
 
 def _no_adapter(reader: Reader, weights: Sequence[str], trained: Iterable[str]) -> str | None:
-    """Returns the reason why PEFT cannot have these factors and `trained` parameters without factors; None if PEFT
-    can."""
+    """Returns the reason why no PEFT adapter can hold these factors and the `trained` parameters; otherwise None."""
     model = reader.description.model
     if not weights:
         return "has no low-rank factors: an adapter needs a full checkpoint of a run with train.lora_rank"
@@ -132,7 +131,7 @@ def _no_adapter(reader: Reader, weights: Sequence[str], trained: Iterable[str]) 
 
 
 def _factors(reader: Reader, weights: Iterable[str]) -> tuple[list[str], dict[str, Tensor]]:
-    """Returns the published matrices that have factors, and the factors by their names in PEFT."""
+    """Returns the names of the published matrices that have factors, and the factors by name in PEFT."""
     family, modules, tensors = reader.description.model.family, list[str](), dict[str, Tensor]()
     for key in weights:
         b, a_RL = (_read(reader, each) for each in factors_of(key))

@@ -1,7 +1,6 @@
 """Translates the architecture between `config.json` and our `ModelConfig`, by the fields that the family declares.
 
-The translation refuses fields that our models cannot express, because the worst outcome would be a model that loads but
-computes something else. This module does not need `transformers`.
+The translation refuses fields that our models cannot express. This module does not import `transformers`.
 """
 
 import json
@@ -22,10 +21,11 @@ PLUGIN, ARGUMENTS = "plugin", "arguments"  # fields of the config.json of a plug
 
 
 def read_architecture(path: Path) -> dict[str, Any]:
-    """Returns the configuration sections for a Hugging Face folder: `model`, and `checkpoint` if the folder has weights.
+    """Returns the configuration sections for a Hugging Face folder: `model`, and `checkpoint` if the folder has
+    weights.
 
-    Raises `UserError` for a folder with pickled weights only, and for a config.json that is missing or damaged. Raises
-    `UserError`, which names the field, for a missing field, and for a field that our models cannot express.
+    Raises `UserError` for a folder with pickled weights only, for a config.json that is missing or damaged, and for
+    fields that are missing or that our models cannot express.
     """
     sections: dict[str, Any] = {"model": read_plugin_model(path)}
     if sections["model"] is None:
@@ -108,15 +108,15 @@ def integer_field(raw: dict[str, Any], field: str, file: Path) -> int:
 
 
 def context_of(path: Path, *, own_modules: bool = False) -> int:
-    """Returns the length of the longest sequence, in tokens, that the config.json of `path` states for its model.
+    """Returns the maximum sequence length, in tokens, that the config.json of `path` states.
 
-    With `own_modules`, the model runs with its own modules and may be of any type. Otherwise raises `UserError` like
-    `read_model`. Raises `UserError` if config.json does not state the length.
+    With `own_modules` or for a plugin's model, returns 1 without a stated length. Otherwise raises `UserError` like
+    `read_model`, and without a stated length.
     """
     raw, file = read_config(path), path / FILE
     if own_modules or PLUGIN in raw:
         name = next((name for name in _CONTEXTS if name in raw), None)
-        return 1 if name is None else integer_field(raw, name, file)  # without a length, that of the training counts
+        return 1 if name is None else integer_field(raw, name, file)  # without a length, the training's length counts
     return read_model(path).learned_positions or integer_field(raw, "max_position_embeddings", file)
 
 
@@ -124,9 +124,10 @@ _CONTEXTS = "max_position_embeddings", "n_positions", "model_max_length", "max_s
 
 
 def further_layers(path: Path) -> tuple[str, range]:
-    """Returns (prefix of tensor names, with {i} for the layer; range of layers) of the extra multi-token prediction layers.
+    """Returns (prefix of tensor names, with {i} for the layer; range of layers) of the extra multi-token prediction
+    layers.
 
-    Our model of the folder `path` omits these layers; the range is often empty. Raises `UserError` like `read_model`.
+    Our model of the folder `path` omits these layers; the range may be empty. Raises `UserError` like `read_model`.
     """
     raw, model = read_config(path), read_model(path)
     family = families()[model.family]
@@ -146,7 +147,7 @@ def further_fields(raw: dict[str, Any]) -> dict[str, Any]:
 def no_export(model: Architecture) -> str | None:
     """Returns the reason why `model` cannot be exported; None if `model` can be exported.
 
-    An export needs a class of `transformers` that computes the same function.
+    A `ModelConfig` needs a class of `transformers` that computes the same function.
     """
     if not isinstance(model, ModelConfig):
         return None
@@ -178,7 +179,7 @@ def write_config(
 def published_config(
     model: ModelConfig, *, context: int = 2048, dtype: str = "float32", further: Mapping[str, Any] = {}
 ) -> dict[str, Any]:
-    """Returns the fields of `write_config`."""
+    """Returns the content of config.json; see `write_config`."""
     family = families()[model.family]
     raw: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
     # No padding token unless `further` has one: `transformers` gives the embedding's row of the padding token no
@@ -282,9 +283,8 @@ def _value(ours: str, raw: dict[str, Any], theirs: Field, file: Path, *, optiona
 
 
 def _is_null(ours: str, raw: dict[str, Any], theirs: Field) -> bool:
-    """Returns True if config.json sets our field `ours`, which was read as None: by null or, for `rope_scaling`, by any
-    rotary parameters."""
-    if ours == "rope_scaling":  # null leaves the field to the family's default
+    """Returns True if config.json states our field `ours`, whose value was read as None."""
+    if ours == "rope_scaling":  # rotary parameters without scaling; null leaves the field to the family's default
         return bool(raw.get("rope_parameters") or raw.get("rope_scaling"))
     name = _name(theirs)
     types = get_args(ModelConfig.model_fields[ours].annotation)
@@ -306,10 +306,7 @@ def _layer_types(name: str, model: ModelConfig) -> dict[str, Any]:
 
 
 def _rope_parameters(name: str, model: ModelConfig) -> dict[str, Any]:
-    """Returns the rotary parameters of layers with and without a window.
-
-    `transformers` 5 would not read the parameters of layers with a window from rope_theta.
-    """
+    """Returns the rotary parameters of layers with and without a window, for `transformers` 5."""
     full = {"rope_theta": model.rope_theta, **(_published_scaling(model) or {"rope_type": "default"})}
     windows = {"rope_type": "default", "rope_theta": model.window_rope_theta}
     own = {} if name == "rope_theta" else {name: model.window_rope_theta}
@@ -333,9 +330,8 @@ _RULES = {"linear": ("factor",), "llama3": ("factor", *_LLAMA3), "yarn": ("facto
 def _rope(raw: dict[str, Any], file: Path, layers: str = "full_attention", base: str = "rope_theta") -> dict[str, Any]:
     """Reads the rotary parameters of one kind of `layers`: `rope_theta`, if stated, and the fields of the scaling.
 
-    `base` is the name of `rope_theta` in `transformers` 4. Version 5 stores the parameters in rope_parameters, either
-    once or for each kind of layers. Version 4 stores the parameters at the top level of config.json, and its scaling
-    does not apply to layers with a window.
+    `base` is the name of `rope_theta` in `transformers` 4, whose scaling does not apply to layers with a window.
+    Version 5 stores the parameters in rope_parameters, either once or for each kind of layers.
     """
     parameters, scaling = (_object(raw, name, file) for name in ("rope_parameters", "rope_scaling"))
     of = _object(parameters, layers, file) if layers in parameters else parameters
@@ -456,9 +452,8 @@ _SPECIAL: dict[str, _Special] = {
     "dense_layers": _Special(_dense_layers, _which_are_dense, {"first_k_dense_replace", "mlp_only_layers"}),
 }
 
-# For all models: _ONLY are fields with a required value, _OF_THE_FILE are fields that describe only the folder, and _OF_ANY
-# are fields without effect on our models. _OF_ANY comes from the base class of `transformers` 4 and 5, which has moved some
-# of its fields to generation_config.json.
+# For all models: _ONLY are fields with a required value or null, _OF_THE_FILE are known fields that exports do not
+# repeat, and _OF_ANY are fields of the base class of `transformers` without effect on our models.
 _ONLY: dict[str, Any] = {"is_encoder_decoder": False, "add_cross_attention": False, "pruned_heads": {}}
 _OF_THE_FILE = {
     *("architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "auto_map"),

@@ -1,8 +1,7 @@
-"""The expert kernels inside models of `transformers`: as an experts implementation, and as a replacement of OLMoE's block.
+"""The expert kernels inside models of `transformers`: as an experts implementation, and as a replacement of OLMoE's
+block.
 
-`transformers` 5 stores a layer's experts in `gate_up_proj` [E, 2 I, H], gate before up, and `down_proj` [E, H, I]. The
-layout of `kernels.expert_mlp` is the same, so the kernels need no transposed copies. An import of this module does not
-import `transformers`.
+An import of this module does not import `transformers`.
 
 Legend: B batch, S sequence, T tokens, K experts per token, E experts, H hidden, I intermediate, J = 2 I.
 """
@@ -26,8 +25,8 @@ def register_experts() -> None:
     """Registers `experts_implementation="optimus"` with `transformers`, for models loaded afterwards.
 
     The implementation supports models whose experts are two bias-free projections with SwiGLU in between, for example
-    OLMoE, Qwen3-MoE and Mixtral. Other models raise `UserError` in their first forward pass. Repeated calls have no
-    effect. Raises `UserError` without `transformers` 5.17 or newer.
+    OLMoE, Qwen3-MoE and Mixtral. Other experts raise `UserError` in their first forward pass. Raises
+    `UserError` without `transformers` 5.17 or newer.
 
     Example:
         optimus.register_experts()
@@ -36,22 +35,22 @@ def register_experts() -> None:
     _check_version()
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    # The compiler must skip the layer: an expert's number of rows is data-dependent, and compilation would gain nothing.
+    # The compiler must skip the layer, because an expert's number of rows is data-dependent.
     ALL_EXPERTS_FUNCTIONS.register(
         NAME, torch.compiler.disable(experts_forward, reason="it calls the kernels of Optimus")
     )
 
 
 def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Runs the forward pass of an experts module of `transformers`, with its signature.
+    """Computes the forward pass of an experts module of `transformers`.
 
     The result is [T, H] in the dtype of `hidden_states`. `experts` is a module decorated with
     `use_experts_implementation`; `hidden_states` is [T, H]; `top_k_index` and `top_k_weights` are [T, K]. In
     `transformers`' expert parallelism, an index of E or more is a choice of another rank's expert, which adds nothing.
-    As in the eager implementation, matmuls are in the dtype of the weights or, under autocast, in autocast's dtype. The
-    function rounds routing weights to that dtype too, for example Mixtral's fp32 weights.
+    Matmuls are in the dtype of the weights or, under autocast, in autocast's dtype. The function also rounds routing
+    weights to this dtype.
 
-    Raises `UserError` for experts that the kernels cannot compute, before computing anything.
+    Raises `UserError` for experts that the kernels cannot compute.
     """
     _check(experts)
     gate_up, down = experts.gate_up_proj, experts.down_proj
@@ -65,9 +64,9 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
 class FastSparseMoEBlock(nn.Module):
     """Replaces `OlmoeSparseMoeBlock` of `transformers` with our kernels, for any experts implementation of the model.
 
-    Parameters, state dict, initial values, recorded router logits and arguments are the same as in the original block.
-    The result is the same up to rounding. The name comes from the Optimus paper, section 3.1. Raises `UserError` if the
-    config's activation is not SiLU, and without `transformers` 5.17 or newer.
+    The state dict and the arguments are the same as in the original block. The result is the same up to rounding. The
+    name comes from the Optimus paper, section 3.1. Raises `UserError` if the config's activation is not SiLU, and
+    without `transformers` 5.17 or newer.
 
     Example:
         block = optimus.FastSparseMoEBlock(model.config)

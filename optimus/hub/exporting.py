@@ -1,4 +1,4 @@
-"""Exports a model or a checkpoint to a folder that `transformers` loads.
+"""Exports a model or a checkpoint to a folder in Hugging Face format.
 
 The export writes the folder `.NAME.partial` next to the final folder NAME, and renames the complete folder.
 """
@@ -45,7 +45,7 @@ def export_checkpoint(
 ) -> dict[str, Any]:
     """Writes a checkpoint (or the newest of a run) in Hugging Face format; returns the result of `export_model`.
 
-    `dtype` is float32 (exact) or bfloat16. `output` may be a URL that fsspec writes. `plugins` names the plugins that
+    `dtype` is float32 or bfloat16. `output` may be a URL that fsspec writes. `plugins` names the plugins that
     the checkpoint's model needs. Raises `UserError` like `export_model`, for another `dtype`, and for a checkpoint that
     is missing or damaged.
 
@@ -92,10 +92,10 @@ def export_model(
 ) -> dict[str, Any]:
     """Writes `model` as a Hugging Face folder: config, tokenizer (a tokenizer.json, if given) and safetensors.
 
-    `context` becomes max_position_embeddings. With `dtype` None, the dtype of the weights does not change. `masks` of
-    pruned parameters go into a separate file, which `optimus import` reads. `said` is the metadata of the folder that
-    training started from (`Description.published`), and `chat` is the chat template of the training data
-    (`Description.chat`). The exported folder includes the metadata that still apply and, with a tokenizer, the template.
+    `context` becomes max_position_embeddings; models with learned positions and models of `transformers` keep their own
+    length. With `dtype` None, the dtype of the weights does not change. `masks` of pruned parameters go into a separate
+    file, which `optimus import` reads. `said` is the metadata of the folder that training started from
+    (`Description.published`), and `chat` is the chat template of the training data (`Description.chat`).
 
     Returns `output`, `files` (sizes in bytes by name), `bytes` (their sum), `tensors` and `parameters` (numbers) and
     `dtype`. Raises `UserError` if `output` is neither a new path nor an empty folder, or if the disk is too small or
@@ -173,7 +173,7 @@ class SpecialTokens(NamedTuple):
 
 
 def _tensors(model: CausalModel, dtype: torch.dtype | None) -> list[OutputTensor]:
-    """Returns all tensors to write: parameters in `dtype`, if given, and buffers in their present dtype.
+    """Returns the tensors to write. `dtype`, if given, is the dtype of parameters in the file.
 
     With `Family.head_copy`, a tied output layer has a separate tensor.
     """

@@ -1,8 +1,7 @@
 """Reads and writes folders of models that run with their authors' modules.
 
-`transformers` itself reads and writes the weights of its models, because only its classes know how stored tensors map to
-parameters. A folder of a plugin's model has safetensors by the author's names, and a config.json with the plugin's model
-and its arguments.
+`transformers` itself reads and writes the weights of its models. A folder of a plugin's model has safetensors by the
+author's names, and a config.json with the plugin's model and its arguments.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,9 +22,9 @@ from optimus.plugins import loaded_plugins
 
 
 def read_weights(path: Path, config: TransformersModel | PluginModel) -> dict[str, Tensor]:
-    """Returns the parameters of a folder by the author's names, in the dtype of the folder.
+    """Returns the tensors of a folder by the author's names.
 
-    Raises `UserError` for a folder of another model and for missing tensors.
+    Raises `UserError` for missing tensors, and for tensors of other shapes than the model's.
     """
     return _read_plugin(path, config) if isinstance(config, PluginModel) else _read_transformers(path, config)
 
@@ -56,8 +55,8 @@ def write_plugin_folder(
     dtype: str,
     further: Mapping[str, Any],
 ) -> None:
-    """Writes a folder that `checkpoint.load_path` reads: files of at most `size` bytes, and config.json with the model, its
-    arguments and the `further` fields."""
+    """Writes a folder that `checkpoint.load_path` reads: the weights (`write_tensors` with `size`), and config.json
+    with the model, its arguments and the `further` fields."""
     raw: dict[str, Any] = {
         PLUGIN: config.plugin,
         ARGUMENTS: config.arguments,
@@ -90,8 +89,8 @@ def _read_transformers(path: Path, config: TransformersModel) -> dict[str, Tenso
 def write_folder(
     config: TransformersModel, tensors: dict[str, Tensor], folder: Path, dtype: torch.dtype, size: int
 ) -> None:
-    """Writes a folder that `from_pretrained` loads, from parameters by the author's names. Files have at most `size`
-    bytes."""
+    """Writes a folder that `from_pretrained` loads, from tensors by the author's names. `size` is the `max_shard_size`
+    of `save_pretrained`."""
     from optimus.model.foreign.configuration import hf_config
     from optimus.model.foreign.initial import initial_values
     from optimus.model.foreign.twin import build

@@ -1,7 +1,7 @@
 """Converts Hugging Face folders to GGUF files with the converter of an unmodified llama.cpp checkout.
 
-The converter recognises a pre-tokenizer by a hash of the token ids of a text. The hash depends on the vocabulary, so
-the converter recognises only the tokenizers on a list. `pre_tokenizer` compares the settings of a tokenizer instead.
+The converter recognises the tokenizers on a list, by a hash of the token ids of a text. `pre_tokenizer` compares the
+settings of a tokenizer instead.
 """
 
 import json
@@ -102,8 +102,8 @@ def pre_tokenizer(raw: dict[str, Any]) -> str | None:
 def other_result(raw: Mapping[str, Any], tokens: int) -> str | None:
     """Returns the reason why llama.cpp does not compute the model of this config.json; None without a known reason.
 
-    `tokens` is the number of tokens of the model's tokenizer. The converter ignores the fields that `Family.gguf`
-    names. With other values, the file would not load or would hold another model.
+    `tokens` is the number of tokens of the model's tokenizer. The converter ignores the fields in `Family.gguf`, so the
+    fields must have certain values.
     """
     family = families().get(str(raw.get("model_type")))
     for field, only in (family.gguf if family else {}).items():
@@ -115,7 +115,8 @@ def other_result(raw: Mapping[str, Any], tokens: int) -> str | None:
 
 
 def _tokens(raw: dict[str, Any]) -> int:
-    """Returns the number of tokens of a tokenizer.json."""
+    """Returns the number of tokens of a tokenizer.json, including added tokens. Raises `UserError` without a
+    vocabulary."""
     try:
         vocabulary: Any = raw.get("model", {}).get("vocab", {})
         names = set(vocabulary) if isinstance(vocabulary, dict) else {piece for piece, _ in vocabulary}

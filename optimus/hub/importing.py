@@ -1,4 +1,4 @@
-"""Imports a Hugging Face folder as a model or a checkpoint. The import rounds nothing, and reports omitted layers."""
+"""Imports a Hugging Face folder as a model or a checkpoint."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,8 +38,8 @@ def import_folder(hf_dir: str | Path, output: str | Path, *, plugins: Sequence[s
     bfloat16, else in float32.
 
     Returns `checkpoint`, `family`, `parameters`, `context`, `dtype`, `eos_id`, `tokenizer` (True if the folder has a
-    tokenizer) and `left_out` (a description of omitted layers, or None). `plugins` names the plugin with the folder's
-    family, if the library does not have the family. Raises `UserError` if `output` exists, and for an invalid field,
+    tokenizer) and `left_out` (a description of omitted layers, or None). `plugins` names the plugins that the
+    folder's model needs. Raises `UserError` if `output` exists, and for an invalid field,
     tensor or file, which the message names.
 
     Example:
@@ -85,7 +85,7 @@ def import_folder(hf_dir: str | Path, output: str | Path, *, plugins: Sequence[s
 def _imported(
     model: CausalModel, output: Path, context: int, eos_id: int | None, tokenizer: Path | None
 ) -> dict[str, Any]:
-    """Returns the result of `import_folder`, without omitted layers."""
+    """Returns the result of `import_folder` with `left_out` None."""
     return {
         "checkpoint": str(output),
         "family": model.config.family,
@@ -142,10 +142,10 @@ class FolderReader:
 
 
 def read_masks(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Reads the masks in a Hugging Face folder, by key; empty if no parameter is pruned.
+    """Reads the masks in a Hugging Face folder, by key; empty without a file of masks.
 
-    `shapes` are the shapes of the model's parameters. Raises `UserError` for a file that is damaged or that Optimus did
-    not export, and for masks of other parameters.
+    `shapes` are the shapes of the model's parameters. Raises `UserError` for a damaged file, for tensors that are no
+    masks of `optimus export`, and for masks that do not fit the parameters.
     """
     file = path / MASKS
     if not file.is_file():
@@ -169,11 +169,11 @@ def _shapes(model: CausalModel) -> dict[str, tuple[int, ...]]:
 
 
 def load_weights(model: CausalModel, path: Path) -> None:
-    """Fills the parameters of `model` from the safetensors of a Hugging Face folder, after checks of all tensors.
+    """Fills the parameters of `model` from the safetensors of a Hugging Face folder.
 
-    The function reads separate tensors of each expert (published), or tensors of all experts of a layer (fused). Raises
-    `UserError` for another architecture, for missing, unexpected or mis-shaped tensors, and for a dtype that `model`
-    would round.
+    Raises `UserError` for missing or mis-shaped tensors. For a `ModelConfig`, the function checks all tensors first,
+    and also raises `UserError` for another architecture, for unexpected tensors, and for a dtype that `model` would
+    round.
     """
     if isinstance(model.config, AdaptedModel):
         model.fill_from(read_weights(path, model.config))

@@ -1,7 +1,7 @@
 """Maps our parameters to the tensors of a Hugging Face folder, by the key table of the family.
 
-Every published tensor is a view of one of our parameters (`model/families/family.py`). The export writes these views
-and the import copies into these views, so that export and import use the same table.
+Every published tensor is a view of one of our parameters (`model/families/family.py`). The export writes these views,
+and the import copies into these views.
 
 Legend: E experts, I intermediate, H hidden.
 """

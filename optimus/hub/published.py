@@ -1,9 +1,7 @@
 """Metadata of a Hugging Face folder, besides architecture and weights, for programs that serve the model.
 
-The metadata are special tokens, the tokenizer's configuration and generation settings. The imported checkpoint and all
-checkpoints derived from this checkpoint have the metadata (`Description.published`), and an export writes the metadata
-again. An export omits metadata that training invalidates: if the checkpoint has another tokenizer, the published
-metadata about tokens. An export copies a file byte by byte if its content has not changed.
+The metadata are special tokens, the tokenizer's configuration and generation settings. Checkpoints store the metadata
+as `Description.published`. An export writes the metadata that still apply to the checkpoint.
 """
 
 import base64
@@ -19,7 +17,7 @@ from optimus.hub.config_json import FILE, further_fields, read_config
 GENERATION, TOKENIZER = "generation_config.json", "tokenizer_config.json"
 # Files with metadata about tokens, besides tokenizer.json.
 _OF_TOKENS = (TOKENIZER, "special_tokens_map.json", "chat_template.jinja")
-# Other forms of the tokenizer, which some programs read instead of tokenizer.json.
+# Other files of the tokenizer, which some programs read instead of tokenizer.json.
 _FORMS = ("added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
 _TOKEN, _LISTS = "_token_id", ("bad_words_ids", "suppress_tokens")  # suffix and names of fields about tokens
 _VERSIONS = "transformers_version", "_from_model_config"  # fields about the program that wrote the folder
@@ -30,10 +28,9 @@ _OF_A_FOLDER = (*_VERSIONS, "auto_map")
 def read_published(path: Path) -> dict[str, Any]:
     """Reads the metadata of the folder `path`.
 
-    The result has the content of the metadata files by name, the `further_fields` of config.json under this name, and
-    the `sha256` of tokenizer.json or None. Under `bytes`, the result has the bytes of the metadata files, and of other
-    forms of the tokenizer, in base64. Raises `UserError`, which names the file, for a file that is damaged or
-    unreadable.
+    The result maps the names of metadata files to their content, and config.json to its `further_fields`. `sha256` is
+    the hash of tokenizer.json or None. `bytes` has the bytes of the metadata files and of other tokenizer files, in
+    base64. Raises `UserError`, which names the file, for a file that is damaged or unreadable.
     """
     tokenizer = path / "tokenizer.json"
     found: dict[str, Any] = {FILE: further_fields(read_config(path))}
@@ -130,7 +127,7 @@ def _in_vocabulary(value: Any, vocab: int) -> Any:
 
 
 def _with(eos_id: int | None, stops: Any) -> Any:
-    """Returns the stop tokens `stops` (one, several or none) including `eos_id`."""
+    """Returns the stop tokens `stops` (one, several or none) with `eos_id`, if given, in front unless present."""
     known = stops if isinstance(stops, list) else [] if stops is None else [stops]
     if eos_id is None or eos_id in known:
         return stops

@@ -1,4 +1,4 @@
-"""Reads the sections of a configuration from a model folder of `transformers`. This module does not import torch."""
+"""Reads the sections of a configuration from a Hugging Face folder. This module does not import torch."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,8 @@ from optimus.model.architecture import ModelConfig
 
 
 def read_model_folder(path: Path, *, own_modules: bool = False) -> dict[str, Any]:
-    """Returns the configuration sections for a folder: for the library's modules, or with `own_modules` for the model's own.
+    """Returns the configuration sections for a folder: for the library's modules or, with `own_modules`, for those of
+    `transformers`.
 
     Raises `UserError` like `read_architecture` and `read_foreign`.
     """

@@ -1,7 +1,6 @@
 """Safetensors files: this module reads the files of a folder, and writes files tensor by tensor.
 
-The safetensors library writes a whole file from memory. This module streams a file: the header depends only on names,
-shapes and dtypes, so memory needs only one converted tensor at a time, in addition to the model.
+Writing needs memory for one converted tensor at a time, in addition to the model.
 """
 
 import json
@@ -103,7 +102,7 @@ def write_tensors(tensors: Iterable[OutputTensor], folder: Path, max_bytes: int)
 
 
 def stored_bytes(stored: OutputTensor) -> int:
-    """Returns the bytes of a tensor in the file."""
+    """Returns the number of bytes of a tensor in the file."""
     return stored.tensor.numel() * stored.dtype.itemsize
 
 

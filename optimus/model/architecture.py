@@ -1,8 +1,7 @@
-"""The model's architecture: the `model` section of a configuration. A preset, a Hugging Face folder or the user fills
-this section.
+"""The model's architecture: the `model` section of a configuration.
 
-The family provides the values that its models share, and the format of Hugging Face folders, but selects no code. This
-module does not import torch, because every program that reads a configuration imports this module.
+The family provides defaults that its models share, and the format of Hugging Face folders, but selects no code. This
+module does not import torch.
 """
 
 from collections.abc import Mapping, Set
@@ -86,7 +85,7 @@ _NOT_LATENT = "kv_heads", "qk_norm", "attention_bias", "window", "learned_positi
 class ModelConfig(Section):
     """The architecture of the model, independent of its sharding."""
 
-    model_config = ConfigDict(frozen=True)  # frozen, therefore hashable: functions cache results by configuration
+    model_config = ConfigDict(frozen=True)  # frozen, because functions cache results by configuration
 
     family: str
     """Family of models. The family sets the defaults of other fields, and the export format."""
@@ -266,7 +265,7 @@ class ModelConfig(Section):
 
     @property
     def parts(self) -> PartNames:
-        """The names of the model's parts."""
+        """The names of the library's own modules."""
         return PartNames()
 
     def compared(self, unasked: Set[str]) -> dict[str, Any]:
@@ -279,12 +278,12 @@ class ModelConfig(Section):
 
     @property
     def stream_width(self) -> int:
-        """Numbers per token that go from one block to the next."""
+        """The number of elements per token in the residual stream."""
         return self.hidden
 
     @property
     def limits(self) -> Mapping[str, str]:
-        """Options that the model cannot have, with reasons: none."""
+        """No unsupported features: an empty mapping."""
         return {}
 
     def refuse_ways(self, ways: int) -> str | None:
@@ -292,7 +291,7 @@ class ModelConfig(Section):
         return None
 
     def sharded_sizes(self) -> list[tuple[str, int, int]]:
-        """Returns (name, size, axis) of each size that tensor parallelism shards. Axis 0 shards outputs, axis 1 shards
+        """Returns (name, size, axis) of sizes that tensor parallelism shards. Axis 0 shards outputs, axis 1 shards
         inputs."""
         return [
             ("model.heads", self.heads, 0),

@@ -19,7 +19,7 @@ from optimus.model.sequence import SequenceSplit
 
 
 class AttentionPositions(NamedTuple):
-    """The positions of a batch's tokens, with their rotary tables and the split of their sequences over ranks."""
+    """The positions of a batch's tokens, the rotary tables, and the split of sequences over ranks."""
 
     table: Table  # rotary table of the layers with full attention
     window_table: Table  # rotary table of the layers with a window

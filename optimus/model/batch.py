@@ -49,7 +49,7 @@ class Batch(NamedTuple):
         return batch
 
     def split(self, sequences: int) -> list["Batch"]:
-        """Splits the batch into batches of `sequences` sequences each; the last batch has the remainder."""
+        """Splits the batch into batches of `sequences` sequences each; the last batch may have fewer."""
         parts = [slice(start, start + sequences) for start in range(0, len(self.tokens_BS), sequences)]
         return [Batch(*(None if each is None else each[part] for each in self)) for part in parts]  # type: ignore[arg-type]
 

@@ -1,6 +1,4 @@
-"""The protocol of causal language models.
-
-The library's own `Transformer` implements the protocol, and so do the adapters of other models.
+"""The protocol of causal language models, which `Transformer` and `ForeignModel` implement.
 
 Legend: B batch, S sequence, H hidden, V vocabulary, T tokens on this device, N selected tokens.
 """
@@ -48,7 +46,7 @@ class BlockRow(Protocol):
     def __iter__(self) -> Iterator[nn.Module]: ...
     def __len__(self) -> int: ...
     def run_in(self, size: int, run: Callable[..., Any]) -> None:
-        """Makes the blocks run in segments of `size`, each by one call of `run`."""
+        """Makes the blocks run in segments of `size`, each by one call of `run`, if the row supports segments."""
 
 
 class ModelStage(Protocol):
@@ -106,7 +104,7 @@ class CausalModel(nn.Module):
 
     @property
     def parts(self) -> PartNames:
-        """The names of the model's parts."""
+        """The names of the model's parts; see `PartNames`."""
         return self.config.parts
 
     @abstractmethod
@@ -115,7 +113,7 @@ class CausalModel(nn.Module):
 
     @abstractmethod
     def stage(self, blocks: range, *, first: bool, last: bool) -> ModelStage:
-        """Returns the stage of these blocks."""
+        """Returns the stage of `blocks`. `first` and `last` are True for the first and the last stage of a pipeline."""
 
     @abstractmethod
     def keep(self, blocks: Collection[int], *, first: bool, last: bool, embedding: bool, head: bool) -> None:
@@ -127,12 +125,11 @@ class CausalModel(nn.Module):
         """
 
     def author_tensors(self) -> dict[str, Tensor]:
-        """Returns the parameters by their names in folders of `transformers`; only for adapted models."""
+        """Returns an adapted model's parameters and stored buffers by the author's names."""
         raise NotImplementedError
 
     def fill_from(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fills the parameters of an adapted model from `tensors`, whose keys are names in folders of
-        `transformers`."""
+        """Fills an adapted model's parameters and stored buffers from `tensors`, by the author's names."""
         raise NotImplementedError
 
     @abstractmethod

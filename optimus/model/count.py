@@ -48,7 +48,7 @@ def count_parts(config: Architecture) -> dict[str, ParameterCount]:
 def too_large(config: Architecture, tensors: int, elements: int) -> bool:
     """Returns True if a model has far more layers or parameters than `tensors` tensors of `elements` elements in total.
 
-    Callers check a configuration from another program before they build its model, which could exceed memory.
+    Callers check a folder's configuration before they build the model.
     """
     try:
         return config.layers > tensors + 1000 or count_parameters(config).total > 4 * elements + (1 << 26)

@@ -32,7 +32,7 @@ class DenseMlp(nn.Module):
         self.down = Linear(ffn, residual, bias=bias)
 
     def forward(self, x_TH: Tensor, position_T: Tensor | None = None) -> tuple[Tensor, None]:
-        """Returns (output, None) like a sparse layer's (output, statistics): a dense layer has no router statistics."""
+        """Returns (output [T, H], None); a sparse layer returns router statistics in place of None."""
         return self.down(self.activated(x_TH)), None
 
     def activated(self, x_TH: Tensor) -> Tensor:

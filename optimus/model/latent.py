@@ -1,9 +1,8 @@
 """Multi-head latent attention (DeepSeek-V2, section 2.1), which computes keys and values from one latent vector per
 token.
 
-A head's query and key have columns without position and columns with rotary positions. The latent vector does not
-include the rotary columns of the keys, which all heads share. Every tensor-parallel rank computes whole latent vectors,
-for its own rows of the residual stream. A rank projects the latent vectors of all rows, but only for its own heads.
+The latent vector does not include the keys' rotary columns, which all heads share. A tensor-parallel rank computes the
+latent vectors of its rows of the residual stream, and projects the latent vectors of all rows for its heads.
 
 Legend: B batch, S sequence, N heads, D head size, T = B * S tokens, P positions in the cache, R rows and H columns of
 the residual stream on this rank; X columns of a projection.

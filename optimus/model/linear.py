@@ -23,7 +23,7 @@ class Product:
         return Product(inner)
 
     def __call__(self, x: Tensor, weight: nn.Parameter, buffer: GradientBuffer | None) -> Tensor:
-        """Maps [..., inputs] to [..., outputs], where `outputs` is the product of the leading dims of `weight`.
+        """Maps [..., inputs] to [..., outputs]. Flattens the leading dims of `weight`.
 
         The backward pass adds the weight's gradient to `buffer`, if there is one.
         """

@@ -6,8 +6,8 @@ from typing import NamedTuple
 class PartNames(NamedTuple):
     """The names of the modules that divide a causal model into parts.
 
-    The names of the blocks are `blocks`.0, `blocks`.1 and so on. The modules `before` run between the embedding and the
-    blocks. Modules without a name here run between the blocks and the output layer `head`.
+    The names of the blocks are `blocks`.0, `blocks`.1 and so on. The modules `before` and the embedding run before
+    the blocks. Modules without a name here run between the blocks and the output layer `head`.
     """
 
     blocks: str = "blocks"

@@ -1,2 +1,1 @@
-"""Facts about causal language models of `transformers` that their authors do not publish, each of
-them proved on a small twin."""
+"""Causal language models of `transformers` and of plugins, adapted to the library."""

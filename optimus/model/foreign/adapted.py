@@ -1,7 +1,6 @@
-"""The common part of the sections `model` of a configuration for models that run with their authors' modules.
+"""The base class of the sections `model` for models that run with their authors' modules.
 
-This module does not import torch, because every program that reads a configuration imports this module. The properties
-import it, and build a small model, on first use.
+This module does not import torch. Properties such as `facts` import torch on first use.
 """
 
 import math
@@ -29,19 +28,19 @@ class AdaptedModel(Section):
     """A causal language model that runs with its author's modules."""
 
     source: ClassVar[str]  # the key that says where the model comes from
-    origin: ClassVar[str]  # the same in messages
+    origin: ClassVar[str]  # the source as messages name it
 
     def __hash__(self) -> int:
         return hash(self.text)
 
     @property
     def text(self) -> str:
-        """The section as JSON, with sorted keys."""
+        """The model's configuration as JSON with sorted keys."""
         raise NotImplementedError
 
     @property
     def facts(self) -> "ModelFacts":
-        """The facts that the adapter has found in the model."""
+        """Facts about the model, found by runs of the model or of a small copy."""
         raise NotImplementedError
 
     @property
@@ -51,27 +50,27 @@ class AdaptedModel(Section):
 
     @property
     def family(self) -> str:
-        """The name of the model's type."""
+        """The model's type in `transformers`, or the name of a plugin's model."""
         raise NotImplementedError
 
     @property
     def is_adapted(self) -> bool:
-        """Returns True: the model's modules are others'."""
+        """Returns True: the author's modules run."""
         return True
 
     def compared(self, unasked: Set[str]) -> dict[str, Any]:
-        """Returns the keys by which two models are compared."""
+        """Returns the settings by which two models are compared."""
         return self.model_dump()
 
     @property
     def parts(self) -> PartNames:
-        """The names of the model's parts."""
+        """The names of the list of blocks, the embedding, the head, and other modules that run before the blocks."""
         facts = self.facts
         return PartNames(facts.blocks, facts.embedding, facts.head, tuple(sorted(facts.before - {facts.embedding})))
 
     @property
     def limits(self) -> dict[str, str]:
-        """Options that the model cannot have, with reasons."""
+        """The model's unsupported features, each with the reason."""
         return {option: why.format(of=self.origin) for option, why in _LIMITS.items()} | dict(self.facts.refusals)
 
     def refuse_ways(self, ways: int) -> str | None:
@@ -79,7 +78,8 @@ class AdaptedModel(Section):
         return self.facts.refuse_ways(ways)
 
     def sharded_sizes(self) -> list[tuple[str, int, int]]:
-        """Returns (name, size, 0) of the sizes that tensor parallelism shards over ranks, each size once."""
+        """Returns (name, size, 0) of the sizes in the blocks that tensor parallelism shards over ranks, each size
+        once."""
         facts, found = self.facts, dict[int, str]()
         shapes = self.shapes
         for name, split in facts.splits.items():
@@ -97,22 +97,22 @@ class AdaptedModel(Section):
 
     @property
     def hidden(self) -> int:
-        """The width of the residual stream."""
+        """The last dim of the residual stream."""
         return self.facts.hidden
 
     @property
     def stream_width(self) -> int:
-        """Numbers per token that go from one block to the next."""
+        """The number of elements per token in the residual stream."""
         return math.prod(self.facts.stream or (self.facts.hidden,))
 
     @property
     def heads(self) -> int:
-        """The number of attention heads; 1 if it is not known."""
+        """Returns 1: the number of attention heads is not known."""
         return 1
 
     @property
     def kv_heads(self) -> int:
-        """The number of heads of keys and values; 1 if it is not known."""
+        """Returns 1: the number of key and value heads is not known."""
         return 1
 
     @property
@@ -127,64 +127,65 @@ class AdaptedModel(Section):
 
     @property
     def alike(self) -> list[int]:
-        """For each layer, the first layer of the same kind."""
+        """For each layer, the first layer with the same class, shapes and settings."""
         return list(self.facts.kinds)
 
-    # ---- Properties of the library's models that an adapted model does not have ----
+    # ---- Experts, positions and initial values ----
 
     @property
     def experts(self) -> None:
-        """Returns None: the state treats experts like other weights."""
+        """Returns None, also for a model with experts."""
         return None
 
     @property
     def experts_per_token(self) -> None:
-        """Returns None; see `experts`."""
+        """Returns None, also for a model with experts."""
         return None
 
     @property
     def router_bias(self) -> bool:
-        """Returns False: the model's own code balances its routers."""
+        """Returns False: the library balances no router by a bias."""
         return False
 
     @property
     def learned_positions(self) -> None:
-        """Returns None: the model's own code checks the length of a sequence."""
+        """Returns None, also for a model with learned positions."""
         return None
 
     @property
     def init_std(self) -> float:
-        """Returns a number that no parameter uses: every parameter has its own initial values."""
+        """The standard deviation of parameters whose declared initial value is "normal"."""
         return 0.02
 
     @property
     def derived(self) -> frozenset[str]:
-        """Names of the fields with a computed default."""
+        """No field has a computed default."""
         return frozenset()
 
     @property
     def expert_counts(self) -> list[int]:
-        """The number of experts in the statistics of the routers; empty if the model's configuration has no router loss."""
+        """A list with the number of experts; empty without a balance loss."""
         router = self.facts.router
         return [router.experts] if router is not None and router.on else []
 
     @property
     def has_dense_layers(self) -> bool:
-        """Returns True; see `experts`."""
+        """Returns True, also for a model with experts."""
         return True
 
     def experts_of(self, layer: int) -> int:
-        """Returns 0: see `experts`."""
+        """Returns 0, also for a layer with experts."""
         return 0
 
     def sparse_layers(self, before: int | None = None) -> int:
-        """Returns the number of layers with routers whose statistics count, among all layers or among the first
-        `before`."""
+        """Returns the number of layers with routers among the first `before` layers, or among all layers; 0 without a
+        balance loss."""
         router = self.facts.router
         layers = router.layers if router is not None and router.on else ()
         return sum(layer < (self.layers if before is None else before) for layer in layers)
 
     def router_weights(self, balance: float, z: float) -> tuple[float, float]:
-        """Returns the weights of the routers' balance loss and z-loss, from the model's configuration."""
+        """Returns the balance-loss weight of the model's configuration (0 without a balance loss), and 0 for the
+        z-loss."""
         router = self.facts.router
         return (router.coefficient, 0.0) if router is not None and router.on else (0.0, 0.0)

@@ -1,7 +1,6 @@
 """The section `model` of a configuration for a model of the package `transformers`.
 
-This module does not import torch, because every program that reads a configuration imports this module. The properties
-import it, and build a small model, on first use.
+This module does not import torch. Properties such as `facts` import torch on first use.
 """
 
 import json
@@ -16,20 +15,20 @@ if TYPE_CHECKING:
     from optimus.model.foreign.records import ModelFacts
 
 
-# Keys of a config.json that do not change what the model computes.
+# Keys of a config.json that do not change the model's forward pass.
 _SAYS_NOTHING = {"_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "initializer_range"}
 _SAYS_NOTHING |= {"return_dict", "torch_dtype", "transformers_version", "use_cache"}
 
 
 class TransformersModel(AdaptedModel):
-    """A causal language model of the package `transformers`, which runs with its own modules."""
+    """A causal language model of the package `transformers`."""
 
     model_config = ConfigDict(frozen=True)
     source: ClassVar[str] = "transformers"
     origin: ClassVar[str] = "`transformers`"
 
     transformers: dict[str, Any]
-    """Keys of the model's config.json."""
+    """Keys and values of the model's config.json."""
 
     __hash__ = AdaptedModel.__hash__
 
@@ -39,20 +38,20 @@ class TransformersModel(AdaptedModel):
         return json.dumps(self.transformers, sort_keys=True)
 
     def compared(self, unasked: Set[str]) -> dict[str, Any]:
-        """Returns the keys by which two models are compared: all that say how the model computes."""
+        """Returns the keys and values of the config.json that can change the forward pass."""
         return {key: value for key, value in self.transformers.items() if key not in _SAYS_NOTHING}
 
     @property
     def facts(self) -> "ModelFacts":
-        """The facts that the adapter has found in the model."""
+        """Facts about the model, found by runs of a small copy."""
         from optimus.model.foreign.configuration import facts_of_text
 
         return facts_of_text(self.text)
 
     @property
     def limits(self) -> dict[str, str]:
-        """Options that the model cannot have, with reasons."""
-        chain = self.facts.chain  # the gradients of a block would come after those of the blocks before it
+        """The model's unsupported features, each with the reason."""
+        chain = self.facts.chain
         broken = {} if chain is None else {"model": f"{chain}: such a model cannot train yet; choose another"}
         return super().limits | broken
 
@@ -70,12 +69,12 @@ class TransformersModel(AdaptedModel):
 
     @property
     def heads(self) -> int:
-        """The number of attention heads."""
+        """The number of attention heads; 1 if the configuration names no number."""
         return int(self._first("num_attention_heads", "n_head", "num_heads") or 1)
 
     @property
     def kv_heads(self) -> int:
-        """The number of heads of keys and values."""
+        """The number of key and value heads; by default `heads`."""
         return int(self._first("num_key_value_heads", "num_kv_heads") or self.heads)
 
     def _first(self, *names: str) -> Any:

@@ -1,7 +1,7 @@
-"""The attention of foreign models: the library's kernels behind the attention interface of `transformers`.
+"""The attention of models of `transformers`: the library's kernels, registered in the attention interface.
 
-Documents and context parallelism come from the pass that runs, not from arguments, because some models drop arguments.
-The interface has no function for masks, so `transformers` makes no S x S mask.
+Documents and context parallelism come from the running `Passing`, not from arguments. No mask function is registered,
+so `transformers` makes no S x S mask.
 
 Legend: B batch, N heads, M heads of keys and values, S positions, D head size.
 """
@@ -31,7 +31,8 @@ def _attend(
     s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Computes causal attention, [B, S, N, D], for the interface. Ignores the mask and options for dropout."""
+    """Returns causal attention, [B, S, N, D] with the head size of the values, and None. Ignores `mask` and
+    `options`."""
     host: Any = module.__dict__["host"]
     split, documents = host.passing.sequence, host.passing.documents
     query, value = q_BNSD.shape[-1], v_BMSD.shape[-1]

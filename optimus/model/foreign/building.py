@@ -1,4 +1,4 @@
-"""Builds adapted models: those of `transformers` and those of plugins."""
+"""Builds adapted models of `transformers` and of plugins."""
 
 import math
 from typing import Any
@@ -17,7 +17,8 @@ from optimus.model.parameters import Initial, Normal, Uniform, Values
 
 
 def adapted_model(config: TransformersModel | PluginModel) -> ForeignModel:
-    """Builds the model of `config`, with uninitialised parameters on the default device and buffers with values."""
+    """Builds the model of `config`. The parameters are uninitialised and on the default device; the buffers have
+    values."""
     device = torch.get_default_device()
     with torch.device("cpu"):
         model = _plugin_model(config) if isinstance(config, PluginModel) else _transformers_model(config)
@@ -49,7 +50,7 @@ def _call_transformers(body: nn.Module, batch: Batch, position_BS: Tensor | None
 
 
 def _declared(noted: Noted) -> Initial:
-    """Returns the declared form of noted initial values."""
+    """Converts recorded initial values to the type that declarations take."""
     if noted.kind == "constant":
         return noted.value
     if noted.kind == "values":

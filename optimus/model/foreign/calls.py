@@ -1,4 +1,4 @@
-"""Calls of modules: what a module got in a forward pass, and runs of it by itself."""
+"""Calls of modules: records a module's arguments in a forward pass, and runs a module on recorded arguments."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -16,21 +16,22 @@ class ModuleCall(NamedTuple):
     kwargs: dict[str, Any]
 
     def fresh(self) -> "ModuleCall":
-        """Returns a copy whose tensors are leaves of a graph of their own; those with gradients have them again."""
+        """Returns a copy with detached clones of the tensors, which keep `requires_grad`."""
         return ModuleCall(*pytree.tree_map_only(Tensor, _fresh, (self.args, self.kwargs)))
 
     def trained(self) -> list[Tensor]:
-        """Returns the tensors that have gradients."""
+        """Returns the tensors with `requires_grad`."""
         return [each for each in pytree.tree_leaves((self.args, self.kwargs)) if has_gradient(each)]
 
     def nested(self) -> list[Tensor]:
-        """Returns those of them that are inside of dictionaries or lists."""
+        """Returns the tensors with `requires_grad` inside containers among the arguments, such as dictionaries or
+        lists."""
         direct = {id(each) for each in (*self.args, *self.kwargs.values())}
         return [each for each in _tensors((self.args, self.kwargs)) if each.requires_grad and id(each) not in direct]
 
 
 def _held(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-    """Returns the tensors that a call's dictionaries and lists hold."""
+    """Returns the ids of the tensors in the arguments."""
     return [id(each) for each in _tensors((args, kwargs))]
 
 
@@ -38,15 +39,15 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, Tensor):
             yield leaf
-        elif isinstance(leaf, Mapping):  # of a class of its own
+        elif isinstance(leaf, Mapping):  # a mapping that pytree does not open
             yield from _tensors([*leaf.values()])
 
 
 def record_calls(model: nn.Module, names: Iterable[str], arguments: Mapping[str, Any]) -> dict[str, ModuleCall]:
     """Returns the first call of each of these modules in one forward pass.
 
-    Calls that exchange tensors with other modules in a dictionary or list are not among them: what one rank puts there is
-    its own part, and a module by itself does not show that.
+    Leaves out a module whose call has a tensor with `requires_grad` inside a container, or changes which tensors its
+    arguments hold.
     """
     found: dict[str, ModuleCall] = {}
     exchanging: set[str] = set()
@@ -80,7 +81,8 @@ def record_calls(model: nn.Module, names: Iterable[str], arguments: Mapping[str,
 
 @dataclass
 class ModuleRun:
-    """One run of a module: the first input and output of its leaves, their order, its result."""
+    """One run of a module. `inputs` and `outputs` have each leaf's first input and output tensor; `order` lists the
+    calls of leaves."""
 
     inputs: dict[str, Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
@@ -90,7 +92,7 @@ class ModuleRun:
 
 
 def run_module(module: nn.Module, call: ModuleCall, leaves: Iterable[str], detached: Iterable[str] = ()) -> ModuleRun:
-    """Runs a module by itself; the inputs of `detached` leaves are no part of the graph."""
+    """Runs a module on a copy of `call`. Detaches the inputs of the leaves in `detached`."""
     trace, detached = ModuleRun(), {*detached}
 
     def before(leaf: str) -> Callable[..., Any]:
@@ -123,7 +125,7 @@ def run_module(module: nn.Module, call: ModuleCall, leaves: Iterable[str], detac
 
 
 def first_of(output: Any) -> Any:
-    """Returns the first tensor of a module's output."""
+    """Returns the first element of nested lists and tuples; any other value unchanged."""
     while isinstance(output, list | tuple) and output:
         output = output[0]
     return output
@@ -134,5 +136,5 @@ def _fresh(tensor: Tensor) -> Tensor:
 
 
 def has_gradient(value: Any) -> bool:
-    """Returns whether a value is a tensor with a gradient."""
+    """Returns True for a tensor with `requires_grad`."""
     return isinstance(value, Tensor) and value.requires_grad

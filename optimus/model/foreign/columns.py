@@ -1,5 +1,5 @@
-"""Collectives on activations whose columns are sharded over tensor-parallel ranks. Here one device has all columns;
-`parallel.columns` is for sharded columns.
+"""Collectives on activations whose columns are sharded over tensor-parallel ranks. `Columns` is for one rank;
+`parallel.columns` has the subclass for several ranks.
 
 Legend: T tokens, H columns.
 """
@@ -8,12 +8,12 @@ from torch import Tensor
 
 
 class Columns:
-    """Moves activations between modules whose weights are sharded and modules that every rank has whole."""
+    """Collectives between sharded and replicated modules; on one rank, each returns its input."""
 
     size: int = 1  # number of ranks that share the columns
 
     def enter(self, x: Tensor) -> Tensor:
-        """Returns x, whose gradient is a partial sum on every rank; the backward pass adds up the gradients."""
+        """Returns x. The backward pass all-reduces the gradient."""
         return x
 
     def leave(self, y: Tensor) -> Tensor:
@@ -25,11 +25,11 @@ class Columns:
         return m
 
     def join(self, y_TH: Tensor) -> Tensor:
-        """Returns all columns from this rank's columns, for modules that compute the same on every rank."""
+        """All-gathers the columns of all ranks."""
         return y_TH
 
     def split(self, x_TH: Tensor) -> Tensor:
-        """Returns this rank's columns of x, the inverse of `join`."""
+        """Returns this rank's columns of x."""
         return x_TH
 
 

@@ -1,4 +1,4 @@
-"""Configurations of `transformers`, and what the adapter knows of their models."""
+"""Configurations of `transformers`, and the facts and shapes of their models."""
 
 import json
 from functools import lru_cache
@@ -14,8 +14,8 @@ from optimus.model.foreign.twin import build
 
 
 def hf_config(text: str) -> Any:
-    """Returns the configuration of `transformers` from the JSON text of a config.json. Raises `UserError` for an unknown
-    model type and for remote code."""
+    """Returns the configuration of `transformers` from the JSON text of a config.json. Raises `UserError` for remote
+    code (`auto_map`), and for a configuration that `transformers` refuses."""
     needed_transformers()
     from transformers import AutoConfig
 
@@ -28,12 +28,13 @@ def hf_config(text: str) -> Any:
     try:
         with silent_transformers():
             return AutoConfig.for_model(**raw)
-    except Exception as error:  # the packages that check configurations have their own classes of errors
+    except Exception as error:  # `transformers` and its validators raise many classes of errors
         raise UserError(f"model.transformers: {' '.join(str(error).split())}") from None
 
 
 def _decoded(found: dict[str, Any]) -> Any:
-    """Returns the number that `transformers` writes as a mapping, such as an infinity; any other mapping unchanged."""
+    """Decodes a mapping with the only key `__float__`, as `transformers` writes an infinity. Returns any other mapping
+    unchanged."""
     return float(found["__float__"]) if found.keys() == {"__float__"} else found
 
 

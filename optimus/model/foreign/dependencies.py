@@ -1,4 +1,4 @@
-"""Finds the rows of parameters on which columns depend, by gradients."""
+"""Finds by gradients the rows of parameters on which each rank's columns depend."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,18 +10,19 @@ from optimus.model.foreign.records import Split
 
 
 class Dependencies(NamedTuple):
-    """Splits of divided parameters, and the parameters on which the last product depends but which stay whole."""
+    """Parameters on which columns depend: in `splits` if each rank's columns depend on other rows, otherwise in
+    `unsplit`."""
 
     splits: dict[str, Split]
     unsplit: tuple[str, ...]
 
     def elements(self, module: nn.Module) -> int:
-        """Returns the number of elements of divided parameters."""
+        """Returns the number of elements of the parameters in `splits`."""
         return sum(module.get_parameter(name).numel() for name in self.splits)
 
 
 def find_dependencies(columns: Sequence[Tensor], module: nn.Module, names: Sequence[str]) -> Dependencies:
-    """Finds the rows of parameters on which each rank's columns depend."""
+    """Returns the dependencies of `columns`, one tensor per rank, on the parameters `names` of `module`."""
     parameters = [module.get_parameter(name) for name in names]
     generator = torch.Generator().manual_seed(2)
     gradients = [
@@ -48,7 +49,7 @@ def find_dependencies(columns: Sequence[Tensor], module: nn.Module, names: Seque
 
 
 def _disjoint(gradients: Sequence[Tensor]) -> Split | None:
-    """Returns the dim along which gradients of different ranks have different rows, and its pieces."""
+    """Returns a split along a dim in which no row has nonzero gradients on two ranks; otherwise None."""
     for dim in range(gradients[0].ndim):
         others = [each for each in range(gradients[0].ndim) if each != dim]
         used = [(each != 0).any(dim=others) if others else each != 0 for each in gradients]
@@ -58,7 +59,7 @@ def _disjoint(gradients: Sequence[Tensor]) -> Split | None:
         owner = torch.stack(used).int().argmax(0)
         if int((total == 0).sum()) > len(total) // 4:
             continue
-        for row in (total == 0).nonzero().flatten().tolist():  # rows that no token reached, as behind ReLU
+        for row in (total == 0).nonzero().flatten().tolist():  # rows without a gradient, for example after ReLU
             owner[row] = owner[row - 1] if row else owner[(total > 0).nonzero()[0, 0]]
         pieces = _pieces(owner.tolist(), len(gradients))
         if pieces is not None:
@@ -67,7 +68,7 @@ def _disjoint(gradients: Sequence[Tensor]) -> Split | None:
 
 
 def _pieces(owner: list[int], ranks: int) -> tuple[int, ...] | None:
-    """Returns the sizes of pieces that are each divided evenly in the ranks' order."""
+    """Returns the sizes of pieces, each divided evenly among the ranks in order; None without such pieces."""
     runs: list[list[int]] = []
     for rank in owner:
         if runs and runs[-1][0] == rank:

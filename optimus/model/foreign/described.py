@@ -1,4 +1,4 @@
-"""Models that plugins describe: their modules and initial values, and checks of the description."""
+"""Builds and checks the models that plugins describe."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -14,7 +14,7 @@ from optimus.errors import UserError, nearest
 from optimus.model.foreign.rows import ModelRow, ModelSpec
 from optimus.model.parameters import Initial, Normal, Uniform, Values
 
-# Names that the adapter gives to attributes of the root, of blocks and of all other modules.
+# Attribute names that the library uses in the root module, in blocks, and in every module but the root.
 _OF_ROOT = ("columns", "config", "facts", "passing", "predict", "sequence", "step", "stored")
 _OF_BLOCKS = ("number", "outputs")
 _OF_MODULES = ("before", "declared", "host", "replaceable", "unit", "vocabulary")
@@ -29,7 +29,7 @@ class Described(NamedTuple):
 
 
 def built(row: ModelRow, arguments: Mapping[str, Any], *, values: bool = False) -> Described:
-    """Calls a row's function, with random numbers of its own. Buffers have values; parameters are on the meta device unless
+    """Calls a row's function under random seed 0. Buffers have values; parameters are on the meta device unless
     `values` is True.
 
     Raises `UserError` for a function that fails, and for a result that is no valid `ModelSpec`.
@@ -49,7 +49,8 @@ def built(row: ModelRow, arguments: Mapping[str, Any], *, values: bool = False) 
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Moves parameters to the meta device as soon as a module registers them; shared ones stay shared."""
+    """Moves parameters to the meta device when modules register them inside the `with` block. Shared parameters stay
+    shared."""
     register, made = nn.Module.register_parameter, WeakIdKeyDictionary()
 
     def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -64,12 +65,12 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def wrong(row: ModelRow, what: str) -> UserError:
-    """Returns the error for a model of which `what` is wrong."""
+    """Returns the error for the model of `row`; `what` is the fault."""
     return UserError(f"model.plugin: {row.name}: {what}")
 
 
 def said(error: Exception) -> str:
-    """Returns the class and the first line of an error of the user's code."""
+    """Returns an error's class and first line, cut to 200 characters."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0][:200]}"
 
 
@@ -79,7 +80,7 @@ _PARTS: dict[str, type[nn.Module]] = {"blocks": nn.ModuleList, "embedding": nn.E
 
 
 def _check_parts(row: ModelRow, spec: ModelSpec) -> None:
-    """Raises `UserError` for parts that do not exist or are of another class, and for parameters that no part can hold."""
+    """Raises `UserError` for invalid part names, invalid parameters or an invalid table `splits`."""
     body = spec.module
     modules = dict(body.named_modules())
     for part, kind in _PARTS.items():
@@ -113,7 +114,7 @@ def _check_parts(row: ModelRow, spec: ModelSpec) -> None:
 
 
 def _check_names(row: ModelRow, spec: ModelSpec) -> None:
-    """Raises `UserError` for an attribute or a child whose name the adapter uses."""
+    """Raises `UserError` if a module has an attribute, or the root a child, with a name that the library uses."""
     for name, module in spec.module.named_modules():
         block = name.startswith(f"{spec.blocks}.") and "." not in name.removeprefix(f"{spec.blocks}.")
         taken = [leaf for leaf in _OF_BLOCKS if block and hasattr(module, leaf)]
@@ -125,7 +126,7 @@ def _check_names(row: ModelRow, spec: ModelSpec) -> None:
 
 
 def _initial(row: ModelRow, spec: ModelSpec, name: str) -> Initial:
-    """Returns the initial values of the parameter `name`."""
+    """Returns the initial values of the parameter `name`. Raises `UserError` without a valid value."""
     found: Any = next((value for pattern, value in spec.initial.items() if fnmatchcase(name, pattern)), None)
     if found is None:
         raise wrong(row, f"{name} has no initial values: add a pattern to `initial`, such as '*': Normal(0.02)")

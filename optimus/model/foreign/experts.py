@@ -1,8 +1,6 @@
-"""The experts of foreign models, by the library's grouped kernels where these compute the same.
+"""The experts of models of `transformers`, computed by the library's grouped kernels where possible.
 
-Modules of experts with the decorator `use_experts_implementation` of `transformers` store a layer's experts in
-`gate_up_proj` [E, 2 I, H], gate before up, and `down_proj` [E, H, I], the layout of `kernels.expert_mlp`. An import of
-this module does not import `transformers`.
+The kernels take `gate_up_proj` [E, 2 I, H], gate before up, and `down_proj` [E, H, I], as in `kernels.expert_mlp`.
 
 Legend: T tokens, K experts per token, E experts, H hidden, I intermediate, J = 2 I.
 """
@@ -23,7 +21,7 @@ _FALLBACK = "grouped_mm"  # the implementation of `transformers` for experts tha
 
 
 def differences(experts: Any) -> list[str]:
-    """Returns the differences of these experts from bias-free SwiGLU with weights [E, 2 I, H] and [E, H, I]."""
+    """Returns the reasons why the kernels cannot compute these experts."""
     from transformers.activations import SiLUActivation
     from transformers.integrations.moe import _default_apply_gate
 
@@ -55,10 +53,10 @@ _STACK = "gate_up_proj_stack"
 
 
 class FusedExperts:
-    """Computes experts by the kernels. The gradients of both weights go to gradient buffers.
+    """Computes experts by the library's kernels. The kernels add a weight's gradient to the weight's buffer, if any.
 
-    The stored `gate_up_proj` is [E, J, H], or `gate_up_proj_stack` is [E, 2, I, H] if its two halves are sharded each by
-    itself.
+    The stored weight is `gate_up_proj` [E, J, H], or `gate_up_proj_stack` [E, 2, I, H] if gate and up are sharded
+    separately.
     """
 
     replaceable: ClassVar[tuple[str, ...]] = ("gradients", "step")
@@ -79,13 +77,13 @@ class FusedExperts:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Returns True for a module of fused experts whose implementation `transformers` can choose."""
+    """Returns True for fused experts, recognised by the attributes `is_concatenated` and `has_gate`."""
     return hasattr(module, "is_concatenated") and hasattr(module, "has_gate")
 
 
 def choose_experts(body: nn.Module) -> tuple[list[nn.Module], tuple[str, ...]]:
-    """Returns the modules of experts that the kernels can compute, and notes about the others, for which this function
-    chooses an implementation of `transformers`."""
+    """Returns the modules of experts that the kernels can compute, and notes about all other experts. The other experts
+    get an implementation of `transformers`."""
     fused, notes = [], dict[str, None]()
     for module in filter(is_experts, body.modules()):
         found = differences(module)

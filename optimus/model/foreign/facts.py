@@ -1,8 +1,4 @@
-"""Facts of a causal model of `transformers`: a twin is built and run, and what it shows is said of the real model.
-
-`facts_of(config)` returns them. What cannot be proved on the twin is not said: the parameter stays whole, or the option is
-refused by name.
-"""
+"""Finds the facts of a causal model of `transformers` by running a twin, which has the same class and small sizes."""
 
 import itertools
 import math
@@ -40,8 +36,8 @@ from optimus.model.foreign.twin import (
 __all__ = ["STYLES", "ModelFacts", "RouterFacts", "ScoredColumns", "Split", "Style", "facts_of"]
 
 _LAYER = re.compile(r"layer_?(idx|id|number|index|num)$|^idx$|^index$")
-_RANDOM = re.compile(r"drop|jitter")  # settings that make a model's training random; a twin has none
-_GRADIENTS = 3e-4  # the largest difference of a gradient between ranks and one process, relative to its largest element
+_RANDOM = re.compile(r"drop|jitter")  # settings that make training random
+_GRADIENTS = 3e-4  # relative tolerance for loss and gradients between ranks and one process
 _FAILURES = (
     RuntimeError,
     ValueError,
@@ -55,10 +51,10 @@ _FAILURES = (
 
 
 def facts_of(config: Any, module: nn.Module | None = None, initial: Mapping[str, Initial] | None = None) -> ModelFacts:
-    """Returns the facts of a model.
+    """Returns the facts of a model. Raises `UserError` if no twin runs, or if the model names no output layer.
 
-    `config` has the real sizes. `module` is the model on the meta device, by default a new one. `initial` are its initial
-    values, by default noted now, so that its buffers get values.
+    `config` has the real sizes. `module` is the model on the meta device, by default a new one. `initial` has the
+    model's initial values, by default those of `initial_values`.
     """
     real = build(config, "sdpa", "meta") if module is None else module
     initial = initial_values(real) if initial is None else initial
@@ -69,7 +65,8 @@ def facts_of(config: Any, module: nn.Module | None = None, initial: Mapping[str,
 
 
 def _twin_of(config: Any, real: nn.Module) -> tuple[Any, nn.Module]:
-    """Returns the configuration of a twin that has each kind of layer of the real model, and the twin."""
+    """Returns the configuration of a twin, and the twin. Tries several numbers of layers to include every kind of the
+    real model's layers. Raises `UserError` if no twin runs."""
     blocks = find_blocks(real)
     kinds = {signature(layer) for layer in layers_of(real, blocks)}
     made: tuple[Any, nn.Module, int] | None = None
@@ -98,8 +95,8 @@ def _twin_of(config: Any, real: nn.Module) -> tuple[Any, nn.Module]:
 
 
 def signature(layer: nn.Module) -> Any:
-    """Returns what a layer of a twin and one of the real model have in common if they are of the same kind: classes, names
-    of parameters, and settings that are not numbers."""
+    """Returns a key that is equal for layers of the same kind in a twin and in the real model. The key has classes,
+    parameter names and settings; of a number, the key only tells zero from nonzero."""
     found = set()
     for name, each in layer.named_modules():
         settings = (
@@ -113,12 +110,12 @@ def signature(layer: nn.Module) -> Any:
 
 
 def _setting(key: str) -> bool:
-    """Returns whether an attribute is a setting of a module, which its position does not change."""
+    """Returns True for the attribute name of a setting. Private names, dropout and layer numbers are no settings."""
     return not (key.startswith("_") or key in ("training", "p") or _RANDOM.search(key) or _LAYER.search(key))
 
 
 def kind_of(layer: nn.Module) -> Any:
-    """Returns a layer's class, shapes and settings, beside its number."""
+    """Returns a key of a layer's classes, settings and parameter shapes, without layer numbers."""
     settings = [
         (name, type(each).__qualname__, key, value)
         for name, each in layer.named_modules()
@@ -147,7 +144,7 @@ class _Analysis:
     twin: nn.Module
 
     def facts(self, no_initial: tuple[str, ...]) -> ModelFacts:
-        """Returns all facts."""
+        """Returns the facts of the real model."""
         self.names = {id(each): name for name, each in self.real.named_modules()}
         self.blocks = find_blocks(self.real)
         self.layers = layers_of(self.real, self.blocks)
@@ -205,7 +202,7 @@ class _Analysis:
             shares=tensor.shares,
         )
 
-    # ---- What one pass shows ----
+    # ---- Output layer, blocks, logits and residual stream ----
 
     def _head(self) -> str:
         head = self.real.get_output_embeddings()  # type: ignore[operator]
@@ -230,7 +227,7 @@ class _Analysis:
         return scale, cap
 
     def _stream(self, seen: Pass, weight: Tensor) -> tuple[int, ...]:
-        """Returns the dims of the residual stream behind [B, S], with real sizes."""
+        """Returns the real sizes of the residual stream's dims after [B, S]; empty if the last size is not known."""
         shape = seen.stream_shape()
         if not shape:
             return ()
@@ -273,7 +270,7 @@ class _Analysis:
         return found
 
     def _scored(self, attention: AttentionFacts) -> dict[int, ScoredColumns | None]:
-        """Returns the attention of each layer, with real sizes."""
+        """Returns each layer's attention with real sizes; None if the twin shows none."""
         twins = self._twin_layers
         found: dict[int, ScoredColumns | None] = {}
         for number, twin in enumerate(twins):
@@ -297,14 +294,14 @@ class _Analysis:
 
     @cached_property
     def _twin_layers(self) -> list[int | None]:
-        """Returns, for each layer of the real model, one of the twin of the same kind."""
+        """For each layer of the real model, the number of the twin's first layer of the same kind, or None."""
         first: dict[Any, int] = {}
         for number, layer in enumerate(layers_of(self.twin, self.blocks)):
             first.setdefault(signature(layer), number)
         return [first.get(signature(layer)) for layer in self.layers]
 
     def _unknown_layers(self) -> None:
-        """Refuses to say anything of layers of a kind that the twin lacks."""
+        """Adds a refusal if the twin lacks a kind of the real model's layers."""
         missing = [str(number) for number, twin in enumerate(self._twin_layers) if twin is None]
         if missing:
             self.refusals["layers"] = (
@@ -313,10 +310,8 @@ class _Analysis:
             )
 
     def _names_by_layer(self, found: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-        """Returns entries by the twin's layer, then by name inside it: with stars if all of that name are alike.
-
-        None stands for entries that differ.
-        """
+        """Returns entries by the twin's layer, then by the name inside the layer (see `_known_as`). The value is None
+        where entries of one name differ."""
         made: dict[int, dict[str, Any]] = {}
         for name, value in found.items():
             if match := self._inside(name):
@@ -325,16 +320,16 @@ class _Analysis:
         return made
 
     def _inside(self, name: str) -> re.Match[str] | None:
-        """Finds the number of a layer and the name inside it."""
+        """Finds the number of a layer and the name inside the layer; None for a name outside the layers."""
         return re.fullmatch(rf"{re.escape(self.blocks)}\.(\d+)(?:\.(.*))?", name)
 
     def _known_as(self, inner: str) -> str:
-        """Returns a name inside a layer with stars, unless modules or parameters of that name have different shapes."""
+        """Replaces list numbers in a name by stars, unless the starred name is in `_unlike`."""
         return inner if general(inner) in self._unlike else general(inner)
 
     @cached_property
     def _unlike(self) -> set[str]:
-        """The names with stars inside the twin's layers that are not all of one class or shape."""
+        """The starred names that stand for several classes or shapes inside one layer of the twin."""
         shapes: dict[tuple[str, str], set[Any]] = {}
         named: list[tuple[str, Any]] = [(name, tuple(each.shape)) for name, each in self.twin.named_parameters()]
         for name, module in self.twin.named_modules():
@@ -346,13 +341,14 @@ class _Analysis:
         return {inner for (_, inner), found in shapes.items() if len(found) > 1}
 
     def _real_names(self, found: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-        """Returns entries of the twin's names by the real names."""
+        """Returns entries of the twin by the names of the real model."""
         return self._names_of_layers(found, names, self._twin_layers)
 
     def _names_of_layers(
         self, found: Mapping[str, Any], names: Iterable[str], twins: Sequence[int | None]
     ) -> dict[str, Any]:
-        """Returns entries by names whose layers have those of the twin; `twins` says which."""
+        """Returns the entries of `found` for `names`. For each layer in `names`, `twins` has the number of the layer in
+        `found` or None."""
         by_layer, made = self._names_by_layer(found), {}
         for name in names:
             match = self._inside(name)
@@ -381,7 +377,8 @@ class _Analysis:
     # ---- Tensor parallelism ----
 
     def _tensor(self, embedding: str, head: str, width: int) -> "_Tensor":
-        """Divides the modules of blocks as far as the twin proves, and says it of the real model."""
+        """Returns the real model's partition: the twin's partition in the blocks, and sharded rows of the embedding and
+        the head."""
         plan, parameters = published_plan(self.real), dict(self.real.named_parameters())
         modules = [name for name, _ in self.real.named_modules()]
         units, of_twin, ways = self._proved_partition(plan, width)
@@ -403,7 +400,8 @@ class _Analysis:
     def _proved_partition(
         self, plan: Mapping[str, str], width: int
     ) -> tuple[list[ProvedUnit], TensorPartition, tuple[int, ...]]:
-        """Returns the units of the twin, its partition, and the numbers of ranks for which it is proved as a whole."""
+        """Returns the twin's units, the twin's partition, and the numbers of ranks with which the whole partition is
+        proved."""
         twin, tokens_BS = self._in_double()
         units = self._units(twin, tokens_BS, width)
         partition = self._twin_partition(units, plan)
@@ -424,7 +422,7 @@ class _Analysis:
         return [], TensorPartition({}, {}, {}), ()
 
     def _in_double(self) -> tuple[nn.Module, Tensor]:
-        """Returns the twin in double precision, where its code runs so, and tokens for it."""
+        """Returns the twin and tokens. Converts the twin to double precision if its code allows."""
         tokens_BS = tokens_of_twin(self.twin_config, 3)
         try:
             with torch.no_grad():
@@ -440,7 +438,7 @@ class _Analysis:
             return math.inf, str(error)
 
     def _first_layers(self) -> list[int]:
-        """Returns, for each layer of the twin, the first one of the same kind."""
+        """Returns, for each layer of the twin, the number of the first layer of the same kind."""
         first: dict[Any, int] = {}
         return [first.setdefault(signature(each), n) for n, each in enumerate(layers_of(self.twin, self.blocks))]
 
@@ -452,7 +450,8 @@ class _Analysis:
         return [unit for block in blocks for unit in prove_units(twin, block, calls, width)]
 
     def _twin_partition(self, units: Iterable[ProvedUnit], plan: Mapping[str, str]) -> TensorPartition:
-        """Returns the partition of all layers of the twin."""
+        """Returns the twin's partition: the units' partition in all layers of their kind, and the linear layers of
+        `gathered_by_plan`."""
         first = self._first_layers()
         parameters = [name for name, _ in self.twin.named_parameters()]
         modules = [name for name, _ in self.twin.named_modules()]
@@ -479,7 +478,7 @@ class _Analysis:
         return made
 
     def _heads(self, units: Iterable[ProvedUnit], names: Iterable[str]) -> dict[str, int]:
-        """Returns the numbers of heads that the number of ranks must divide, by module."""
+        """Returns, by module, a number that the number of ranks must divide."""
         found = {}
         for unit in units:
             if unit.atoms != unit.columns:
@@ -493,7 +492,8 @@ class _Analysis:
         proved: set[str],
         planned: Iterable[str],
     ) -> dict[str, float]:
-        """Returns the shares of parameters in blocks that are divided: by the plan, by proof, by both."""
+        """Returns divided shares of the blocks' elements: `plan` by the published plan, `proof` by proof, `both` in the
+        final partition."""
         total, planned = Counter[str](), {*planned}
         for name, parameter in parameters.items():
             if name.startswith(f"{self.blocks}."):
@@ -507,7 +507,7 @@ class _Analysis:
     # ---- Settings ----
 
     def _dropout(self) -> dict[str, float]:
-        """Returns the settings above 0 that make training random."""
+        """Returns the dropout and jitter settings above 0, and adds a refusal if there are any."""
         found = {}
         for key, value in self.config.get_text_config().to_dict().items():
             unused = key.startswith(("classifier", "summary"))
@@ -547,8 +547,8 @@ class _Analysis:
         )
 
     def _layers_of(self, names: Iterable[str]) -> tuple[int, ...]:
-        """Returns the real layers of the kinds whose twins contain the modules `names`; none if a module is outside the
-        blocks."""
+        """Returns the real layers of the same kinds as the twin's layers that contain the modules `names`; empty if a
+        module is outside the blocks."""
         found = [re.match(rf"{re.escape(self.blocks)}\.(\d+)\.", name) for name in names]
         if not all(found):
             return ()
@@ -556,7 +556,7 @@ class _Analysis:
         return tuple(layer for layer, twin in enumerate(self._twin_layers) if twin in self._first_alike(numbers))
 
     def _first_alike(self, numbers: set[int]) -> set[int | None]:
-        """Returns the first layers of the twin of the kinds of these layers."""
+        """Returns the numbers of the twin's first layers of the same kinds as the twin's layers `numbers`."""
         first: dict[Any, int] = {}
         layers = layers_of(self.twin, self.blocks)
         for number, layer in enumerate(layers):
@@ -564,7 +564,7 @@ class _Analysis:
         return {first[signature(layers[number])] for number in numbers}
 
     def _score(self, out: Any, logits: Any, top_k: int) -> Any:
-        """Returns the score function with which the model's own balance loss is computed from its router's logits."""
+        """Returns the name of the score function that reproduces the model's own balance loss; None without a match."""
         loss = getattr(out, "aux_loss", None)
         if not isinstance(loss, Tensor):
             return None

@@ -5,13 +5,13 @@ from torch import Tensor, nn
 
 
 def epsilon_of(module: nn.Module) -> float:
-    """Returns what a norm adds to its mean of squares."""
+    """Returns the first float attribute with `eps` in its name; 1e-6 without one."""
     values = [value for key, value in vars(module).items() if "eps" in key and isinstance(value, float)]
     return values[0] if values else 1e-6
 
 
 def rms_gain(module: nn.Module, weight: Tensor, x: Tensor, y: Tensor) -> Tensor | None:
-    """Returns what the norm's statistic is multiplied by: the weight, or 1 + weight; None if it is no RMS norm."""
+    """Returns the gain of an RMS norm that maps x to y: `weight` or 1 + `weight`; None for another module."""
     scaled = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon_of(module))
     for gain in (weight, 1 + weight):
         if torch.allclose(scaled * gain, y.detach().to(scaled), rtol=1e-4, atol=1e-4):
@@ -20,7 +20,8 @@ def rms_gain(module: nn.Module, weight: Tensor, x: Tensor, y: Tensor) -> Tensor 
 
 
 class ConstantNorm(nn.Module):
-    """An RMS norm whose statistic is no part of the graph: its own, or those of the whole module's calls in order."""
+    """An RMS norm whose statistic has no gradient. `statistics`, if given, replaces the computed statistic of each
+    call, in order."""
 
     def __init__(self, weight: nn.Parameter, eps: float, plus: float, statistics: list[Tensor] | None = None) -> None:
         super().__init__()
@@ -28,7 +29,7 @@ class ConstantNorm(nn.Module):
         self.seen: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiplies by the statistic and the gain."""
+        """Multiplies x by the statistic and the gain."""
         statistic = torch.rsqrt(x.detach().pow(2).mean(-1, keepdim=True) + self.eps)
         if self.statistics is not None:
             statistic = self.statistics[len(self.seen) % len(self.statistics)]

@@ -1,4 +1,4 @@
-"""Initial values of foreign models, noted while the model's own code initialises parameters without storage."""
+"""Initial values of models of `transformers`, recorded while the models' own code initialises parameters."""
 
 import copy
 import math
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from optimus.model.foreign.twin import build_small, general
 
-_SMALL = 1 << 21  # elements of a parameter whose values are computed
+_SMALL = 1 << 21  # maximum number of elements of a parameter whose values are computed
 _Note = Callable[..., "Initial | None"]
 
 
@@ -21,7 +21,7 @@ _Note = Callable[..., "Initial | None"]
 class Initial:
     """The initial values of a parameter: normal or uniform random numbers, a constant, or given values.
 
-    `low` and `high` bound random numbers: those of a normal distribution are drawn again beyond them.
+    `low` and `high` bound random numbers; a normal distribution is truncated.
     """
 
     kind: Literal["normal", "uniform", "constant", "values"]
@@ -33,7 +33,7 @@ class Initial:
     values: Tensor | None = None
 
     def same_as(self, other: "Initial") -> bool:
-        """Returns whether both describe the same values."""
+        """Returns True if `other` describes the same values."""
         numbers = [(each.kind, each.mean, each.std, each.low, each.high, each.value) for each in (self, other)]
         if numbers[0] != numbers[1] or self.values is None or other.values is None:
             return numbers[0] == numbers[1] and self.values is other.values
@@ -41,11 +41,12 @@ class Initial:
 
 
 def initial_values(module: nn.Module, seed: int = 0) -> dict[str, Initial]:
-    """Returns the initial values of parameters by name, and gives buffers their values.
+    """Returns the initial values of parameters by name, and fills buffers.
 
-    `module` is on the meta device. It runs its own `initialize_weights`, whose calls of initialisers are noted for
-    parameters and done for buffers. Values that its code computes beside these calls are computed, small ones with their
-    real shapes. `seed` chooses the random ones among them. A parameter that is not in the result has no known values.
+    `module` is on the meta device. The function runs the module's own `initialize_weights`, records calls of
+    initialisers for parameters, and executes the calls for buffers. `seed` seeds random values that the model's code
+    computes. A parameter that is not in the result has no known values; a floating-point buffer without known values
+    becomes NaN.
     """
     with torch.random.fork_rng(devices=[]), _untied(module):
         torch.manual_seed(seed)
@@ -61,15 +62,16 @@ def initial_values(module: nn.Module, seed: int = 0) -> dict[str, Initial]:
 
 
 def without_initial(module: nn.Module, found: Mapping[str, Initial]) -> tuple[str, ...]:
-    """Returns the names of parameters that have no known initial values, and of buffers without known values."""
+    """Returns the names of parameters that are not in `found`, and of buffers full of NaN."""
     unknown = [name for name, each in module.named_buffers() if each.is_floating_point() and bool(each.isnan().all())]
     return tuple([name for name, _ in module.named_parameters() if name not in found] + unknown)
 
 
 class _Listener:
-    """Notes the calls of initialisers for parameters, and lets those for buffers happen.
+    """Notes the calls of initialisers for parameters, and executes the calls for buffers.
 
-    `filled` are parameters with storage: calls for these happen too, by `fill` if it is given.
+    Calls for the parameters `filled`, which have storage, are executed too. `fill`, if given, then replaces every
+    initialiser but `copy_`.
     """
 
     def __init__(
@@ -81,19 +83,19 @@ class _Listener:
         self.module, self.fill = module, fill
         self.filled = {id(each) for each in (filled or {}).values()}
         self.names = {id(each): name for name, each in module.named_parameters()}
-        self.last: dict[str, Initial] = {}  # the last random numbers of each parameter
+        self.last: dict[str, Initial] = {}  # the last random distribution of each parameter
         self.found: dict[str, Initial] = {}
         self.parts: dict[str, list[Initial | None]] = {}
-        self.unset: set[int] = set()  # buffers that had no storage
+        self.unset: set[int] = set()  # ids of buffers that had no storage
         self.written: set[int] = set()
 
     def unwritten(self) -> list[str]:
-        """Returns the names of buffers without storage before, which no initialiser has written."""
+        """Returns the names of the buffers that had no storage and that no initialiser has written."""
         unset = self.unset - self.written
         return [name for name, each in self.module.named_buffers() if id(each) in unset]
 
     def run(self) -> dict[str, Initial]:
-        """Runs the module's initialisation; returns what was noted."""
+        """Runs the module's initialisation. Returns the recorded initial values by parameter name."""
         from transformers import initialization
 
         self.unset = _forget(self.module)
@@ -139,21 +141,22 @@ class _Listener:
 
 
 def _computed(module: nn.Module, missing: Iterable[str]) -> dict[str, Initial]:
-    """Returns values of small parameters that the model's code computes: they get storage while it runs."""
+    """Returns the values that the model's code computes for small parameters, which get storage for this run."""
     small = [name for name in missing if module.get_parameter(name).numel() <= _SMALL]
     with _stored(module, {name: tuple(module.get_parameter(name).shape) for name in small}) as filled:
         with torch.no_grad():
             for each in filled.values():
-                each.fill_(math.nan)  # what is left of it was not initialised
+                each.fill_(math.nan)  # NaN marks elements that stay uninitialised
         _Listener(module, filled).run()
         made = {name: _copy(each, each.detach().clone()) for name, each in filled.items()}
     return {name: each for name, each in made.items() if each is not None and _is_finite(each)}
 
 
 def _scaled(module: nn.Module, missing: Iterable[str]) -> dict[str, Initial]:
-    """Returns the initial values of large parameters that are random numbers times a factor.
+    """Returns the initial values of parameters that are random numbers times a factor.
 
-    A small tensor stands for each; initialisers fill it with one, then with two, and the code's arithmetic shows the factor.
+    A small tensor stands for each parameter. Initialisers fill the tensor with one, then with two; the results show the
+    factor.
     """
     shapes = {name: tuple(min(size, 2) for size in module.get_parameter(name).shape) for name in missing}
     results, last = [], {}
@@ -162,7 +165,7 @@ def _scaled(module: nn.Module, missing: Iterable[str]) -> dict[str, Initial]:
             listener = _Listener(module, filled, lambda tensor, value=value: tensor.fill_(value))  # type: ignore[misc]
             try:
                 listener.run()
-            except RuntimeError:  # the code divides them by sizes
+            except RuntimeError:  # the model's code does not run on the small tensors
                 return {}
             last = listener.last
             results.append({name: each.detach().clone() for name, each in filled.items()})
@@ -178,7 +181,7 @@ def _scaled(module: nn.Module, missing: Iterable[str]) -> dict[str, Initial]:
 
 
 def _constructed(module: nn.Module, missing: Iterable[str]) -> dict[str, Initial]:
-    """Returns the initial values of parameters that only a module's constructor fills."""
+    """Returns the initial values that the model's constructor sets by functions of `torch.nn.init`."""
     noted: dict[int, Initial] = {}
     constants: list[Tensor] = []
 
@@ -201,7 +204,7 @@ def _constructed(module: nn.Module, missing: Iterable[str]) -> dict[str, Initial
 
 
 def _constants(module: nn.Module, missing: Iterable[str]) -> dict[str, Initial]:
-    """Returns the constants that constructors give to parameters, as two twins have them."""
+    """Returns the constants that parameters have in two twins with different seeds."""
     config: Any = module.config
     found: dict[str, set[float]] = {}
     for seed in range(2):
@@ -216,7 +219,7 @@ def _constants(module: nn.Module, missing: Iterable[str]) -> dict[str, Initial]:
 
 @contextmanager
 def _untied(module: nn.Module) -> Iterator[None]:
-    """Splits tied parameters while it lasts, as they are while a model initialises itself: the first of them counts."""
+    """Replaces each use of a tied parameter but the first by a parameter of its own inside the `with` block."""
     seen: set[int] = set()
     tied: list[tuple[nn.Module, str, nn.Parameter]] = []
     for owner in module.modules():
@@ -236,9 +239,10 @@ def _untied(module: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def _fill_buffers(module: nn.Module, names: Iterable[str]) -> None:
-    """Fills buffers that only constructors set: with those of a twin, if its have the same shape or are constant.
+    """Fills the buffers `names` from the buffers of the same names in a twin: copies a buffer of the same shape, or
+    repeats a constant.
 
-    Others become NaN, so that nothing is computed with them.
+    Other floating-point buffers become NaN.
     """
     config: Any = module.config
     of_twin: dict[str, list[Tensor]] = {}
@@ -261,7 +265,7 @@ def _fill_buffers(module: nn.Module, names: Iterable[str]) -> None:
 
 @contextmanager
 def _stored(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[dict[str, Tensor]]:
-    """Stores parameters on the CPU while it lasts, with these shapes."""
+    """Replaces parameters by uninitialised ones of these shapes inside the `with` block."""
     before = {name: module.get_parameter(name) for name in shapes}
     filled: dict[str, Tensor] = {}
     for name, shape in shapes.items():
@@ -281,7 +285,7 @@ def _is_finite(made: Initial) -> bool:
 
 
 def _forget(module: nn.Module) -> set[int]:
-    """Marks nothing as initialised, and gives buffers without storage zeros; returns the identities of these."""
+    """Marks nothing as initialised, and fills buffers without storage with zeros. Returns the ids of these buffers."""
     unset = set()
     for owner in module.modules():
         for leaf, buffer in owner._buffers.items():

@@ -1,8 +1,7 @@
-"""Adapts causal language models of other authors, of `transformers` or of a plugin, to the protocol `CausalModel`.
+"""Adapts causal language models of `transformers` and of plugins to the protocol `CausalModel`.
 
-Every stage runs the model's own whole forward pass. Blocks and modules of other stages pass their input on; the first
-block of a stage takes what the previous stage sent. So masks, rotary tables and factors are the author's code on every
-stage.
+Every stage runs the author's whole forward pass. Blocks of other stages return their input. The first block of a later
+stage takes the received residual stream.
 
 Legend: B batch, S sequence, H hidden, T = B * S tokens.
 """
@@ -53,7 +52,7 @@ from optimus.model.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class ForeignPositions:
-    """The positions of a batch, as the stages of a foreign model need them."""
+    """The positions and documents of a batch, as `ForeignStage` takes them."""
 
     sequence: SequenceSplit
     documents: bool
@@ -61,9 +60,9 @@ class ForeignPositions:
 
 
 class Stored(NamedTuple):
-    """The storage of a parameter of the author's."""
+    """The stored parameters that replace one parameter of the author's."""
 
-    names: tuple[str, ...]  # the names of the stored parts, which lie end to end along `dim`
+    names: tuple[str, ...]  # names of the stored parameters, end to end along `dim`
     dim: int | None
     shape: tuple[int, ...]  # shape of the author's parameter
 
@@ -72,11 +71,11 @@ class ForeignRow(list[nn.Module]):
     """Blocks of a foreign model, in order."""
 
     def run_in(self, size: int, run: object) -> None:
-        """Does nothing: each block is a unit of the kind `block`, which `Recompute` recomputes by itself."""
+        """Does nothing: activation recomputation works on the blocks' units."""
 
 
 class ForeignStage:
-    """A pipeline stage of a `ForeignModel`, which is a `ModelStage`."""
+    """The `ModelStage` of a `ForeignModel`."""
 
     def __init__(self, model: "ForeignModel", blocks: range, *, first: bool, last: bool) -> None:
         self.row = ForeignRow(model.blocks[i] for i in blocks)
@@ -106,12 +105,12 @@ class ForeignStage:
 
 
 class ForeignModel(Storage, CausalModel):
-    """A causal language model whose modules the library does not know.
+    """A causal language model with its author's modules.
 
-    `body` is the author's module, with parameters on the meta device and buffers with values. `initial` has the initial
-    values of its parameters. The names of modules and parameters are the author's. `call(body, batch, position_BS)` runs
-    the author's forward pass; without positions, every sequence has the positions from 0. `caches` is True if the body
-    takes and returns `past_key_values`.
+    `body` is the author's module, with parameters on the meta device and buffers with values. `initial` has the
+    parameters' initial values, by name. Module names are the author's; `stored` has the names of stored parameters.
+    `call(body, batch, position_BS)` runs the author's forward pass; without positions, every sequence has the positions
+    from 0. `caches` is True if the body takes and returns `past_key_values`.
     """
 
     replaceable = ("sequence", "step", "columns", "tokens")
@@ -141,7 +140,7 @@ class ForeignModel(Storage, CausalModel):
         self.stored: dict[str, Stored] = {}
         frozen = [(name, each) for name, each in body.named_parameters() if not each.requires_grad]
         for _, each in frozen:
-            each.requires_grad_()  # the run's rules freeze it
+            each.requires_grad_()  # the run freezes the parameters in `untrained`
         fused, self.notes = choose_experts(body)
         _compose(self, facts, initial, fused)
         self.untrained = frozenset(
@@ -158,17 +157,17 @@ class ForeignModel(Storage, CausalModel):
 
     @property
     def body(self) -> Any:
-        """The author's module, whose children are this model's."""
+        """The author's module; this model has the same children."""
         return self.__dict__["_body"]
 
     @property
     def columns(self) -> Columns:
-        """The columns of sharded activations."""
+        """The collectives on sharded activations."""
         return self._columns
 
     @columns.setter
     def columns(self, columns: Columns) -> None:
-        """Sets the columns, and divides the numbers of heads that modules keep."""
+        """Sets the collectives, and divides the attributes in `facts.divided` by the number of ranks."""
         for name, attributes in self.facts.divided.items():
             module: Any = self.body.get_submodule(name)
             if any(attribute.startswith("config.") for attribute in attributes):
@@ -186,7 +185,7 @@ class ForeignModel(Storage, CausalModel):
         return self.passing
 
     def get_submodule(self, target: str) -> nn.Module:
-        """Returns the author's module `target`, also if this class has another attribute of its name."""
+        """Returns the author's module `target`; for an empty name, this model."""
         found: nn.Module = self.body.get_submodule(target) if target else self
         return found
 
@@ -212,7 +211,7 @@ class ForeignModel(Storage, CausalModel):
                 here = block in blocks if block is not None else flags[_part(name, facts)]
                 if not here:
                     owner._parameters[leaf] = None
-        if not head:  # some authors ask the output layer's weight for its type on every stage
+        if not head:  # some models read the dtype of the output layer's weight on every stage
             del self.head._parameters["weight"]
             self.head.__dict__["weight"] = torch.empty(0)
 
@@ -221,7 +220,7 @@ class ForeignModel(Storage, CausalModel):
         return super().train(mode)
 
     def author_tensors(self) -> dict[str, Tensor]:
-        """Returns the parameters by the author's names and in the author's shapes."""
+        """Returns the parameters and the stored buffers by the author's names, in the author's shapes."""
         found: dict[str, Tensor] = {}
         for name, (names, dim, shape) in self.stored.items():
             parts = [self.get_parameter(each).detach() for each in names]
@@ -230,7 +229,7 @@ class ForeignModel(Storage, CausalModel):
 
     @torch.no_grad()
     def fill_from(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fills the parameters and buffers from tensors by the author's names."""
+        """Fills the parameters, and the buffers that `tensors` has, by the author's names."""
         for name, buffer in stored_buffers(self):
             if name in tensors:
                 buffer.copy_(tensors[name])
@@ -255,8 +254,12 @@ class ForeignModel(Storage, CausalModel):
             self.passing = before
 
     def continued(self, tokens_BS: Tensor, cache: Any) -> tuple[Tensor, Any]:
-        """Returns the input of the output layer [B, S, H] for tokens after those in the author's `cache`, and the cache with
-        these tokens. Without a cache, begins a new sequence."""
+        """Returns the input of the output layer, [B, S, H], and the cache with `tokens_BS` added. None begins a new
+        sequence.
+
+        The cache is the author's. For a model without caches, the cache is all tokens so far, and S counts these
+        tokens.
+        """
         passing = Passing(range(len(self.blocks)), True, True, SequenceSplit(), False, None)
         with self.running(passing):
             made = None
@@ -264,14 +267,15 @@ class ForeignModel(Storage, CausalModel):
                 made = self.body(input_ids=tokens_BS, past_key_values=cache, use_cache=True).get("past_key_values")
             if made is not None:
                 cache = made
-            else:  # no known cache: it has the tokens so far
+            else:  # without an author's cache, `cache` has the tokens so far
                 cache = tokens_BS if cache is None else torch.cat([cache, tokens_BS], 1)
                 self.call(self.body, Batch(cache), None)
         assert passing.hidden_BSH is not None
         return passing.hidden_BSH, cache
 
     def router_stats(self, made: Any) -> RouterStats | None:
-        """Returns the statistics of the routers that ran, from the author's outputs, if their loss counts."""
+        """Returns statistics of the router logits in the author's outputs; None without such logits or without a
+        balance loss."""
         router = self.facts.router
         if router is None or not router.on or not made[router.output]:
             return None
@@ -310,8 +314,8 @@ def _part(name: str, facts: ModelFacts) -> str:
 def _compose(
     model: ForeignModel, facts: ModelFacts, initial: Mapping[str, Initial], fused: Iterable[nn.Module]
 ) -> None:
-    """Turns the modules of the body into units, projections, fused experts, lookup and output layer, and declares their
-    parameters."""
+    """Changes the classes of the body's modules, and declares their parameters. Raises `UserError` for a style `gather`
+    or `scatter` of a module other than a linear layer."""
     body: nn.Module = model.body
     embedding, head = body.get_submodule(facts.embedding), body.get_submodule(facts.head)
     model.stored |= _declare_all(body, facts, initial)
@@ -370,14 +374,14 @@ def _unit(kind: str, module: nn.Module) -> Unit:
 
 
 def _look_up(module: nn.Module, authors: type[nn.Module]) -> None:
-    """Puts `Lookup` below the class `authors` of an embedding, in the place of `nn.Embedding`'s forward pass."""
+    """Inserts `Lookup` before `nn.Embedding` among the base classes of an embedding."""
     bases = (StagedModule, Lookup) if authors is nn.Embedding else (StagedModule, authors, Lookup)
     module.__class__ = type(f"{StagedModule.__name__}{authors.__name__}", bases, {})
     module.__dict__["vocabulary"] = Vocabulary()
 
 
 def _declare_all(body: nn.Module, facts: ModelFacts, initial: Mapping[str, Initial]) -> dict[str, Stored]:
-    """Stores fused parameters in pieces, and declares every parameter. Returns the storage of the author's parameters."""
+    """Stores and declares every parameter (see `_store`). Returns the storage by the author's names."""
     named = {name for name, _ in body.named_parameters()}
     stored: dict[str, Stored] = {}
     for owner_name, owner in list(body.named_modules()):
@@ -390,7 +394,7 @@ def _declare_all(body: nn.Module, facts: ModelFacts, initial: Mapping[str, Initi
             role = _role(name, owner, parameter, facts)
             projects = isinstance(owner, nn.Linear) or _is_conv1d(owner)
             leaves = _store(owner, leaf, parameter, split, role, first, projects=projects)
-            if name in named:  # a tied parameter has one name
+            if name in named:  # a tied parameter is listed once
                 names = tuple(name.removesuffix(leaf) + each for each in leaves)
                 stored[name] = Stored(names, split.dim, tuple(parameter.shape))
     return stored
@@ -409,8 +413,8 @@ def _role(name: str, owner: nn.Module, parameter: Tensor, facts: ModelFacts) -> 
 def _store(
     owner: nn.Module, leaf: str, parameter: nn.Parameter, split: Split, role: Role, initial: Initial, *, projects: bool
 ) -> list[str]:
-    """Stores a parameter whole, stacked (equal pieces) or as one parameter per piece, and declares it. Returns the names of
-    the stored parameters in `owner`."""
+    """Stores and declares a parameter: whole, as a stack of equal pieces, or as one parameter per piece. Returns the
+    names of the stored parameters in `owner`."""
     declared: dict[str, Declaration] = owner.__dict__.setdefault("declared", {})
     shape, dim = tuple(parameter.shape), split.dim
     dims = _dims(role, len(shape), split)
@@ -426,7 +430,7 @@ def _store(
         if not split.share:
             return [store(leaf, parameter, dims, initial)]
         del owner._parameters[leaf]
-        # The ranks' results are added up, so that each rank uses its share of the parameter.
+        # Each rank uses the parameter divided by the number of ranks.
         computed(owner, leaf, lambda self: self._parameters[f"{leaf}_sum"] / self.host.columns.size)
         return [store(f"{leaf}_sum", parameter, dims, initial)]
     if len({*split.pieces}) == 1 and not (projects and dim != 0):

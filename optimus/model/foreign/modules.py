@@ -1,7 +1,6 @@
-"""The subclasses that modules of a foreign model become. Each adds one thing to the module's own class.
+"""The base classes that modules of a foreign model get.
 
-A module changes its class in place (as in FSDP2), so names of modules and parameters, attributes and `isinstance` stay,
-and the author's forward pass runs unchanged. Each of these classes stands before the module's own class.
+A module changes its class in place, as in FSDP2: its name, its attributes and `isinstance` stay.
 
 Legend: B batch, S sequence, T tokens, H hidden, L inputs and N outputs of a weight.
 """
@@ -33,7 +32,7 @@ def become(module: nn.Module, *kinds: type, **attributes: Any) -> None:
 
 
 class Calls(nn.Module):
-    """Runs a call of `module`; the unit of a foreign module consists of one such step."""
+    """Runs the given call of `module`, as the only step of a foreign module's unit."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -44,14 +43,14 @@ class Calls(nn.Module):
 
 
 class _Staged:
-    """A module with parameters, which runs as a unit in its stage and passes its input on in all other stages."""
+    """A module that runs as a unit in its own stage only."""
 
     host: ModelHost
     unit: Unit
     _modules: dict[str, nn.Module | None]
 
     def _run(self, x: Tensor, call: Callable[[Tensor], Any]) -> Any:
-        """Runs the module as a unit, with the state of this pass also during recomputation."""
+        """Runs the module as a unit. Recomputation uses the same `Passing`."""
         host, passing = self.host, self.host.passing
 
         def run(x: Tensor) -> Any:
@@ -62,8 +61,7 @@ class _Staged:
 
 
 class Storage:
-    """A module that finds parameters as they are stored, where attributes of the same names are `flattened` or
-    `shared_out`."""
+    """A module whose `get_parameter` finds stored parameters only, not computed attributes."""
 
     def get_parameter(self, target: str) -> nn.Parameter:
         """Returns the parameter `target`. Raises `AttributeError` if there is none."""
@@ -75,7 +73,7 @@ class Storage:
 
 
 class StagedBlock(_Staged, Storage):
-    """A block. The first block of a later stage takes what the previous stage sent instead of its argument."""
+    """A block. The first block of a later stage replaces its first argument by the received residual stream."""
 
     number: int
     outputs: int  # entries of the tuple that the block returns; 0: it returns a tensor
@@ -91,7 +89,7 @@ class StagedBlock(_Staged, Storage):
         if self.number == passing.blocks.start and passing.received_BSH is not None:
             x = passing.received_BSH
         made = self._run(x, lambda x: super(StagedBlock, self).__call__(x, *rest, **options))  # type: ignore[misc]
-        if self.outputs and not isinstance(made, tuple):  # a unit opens a tuple of one result
+        if self.outputs and not isinstance(made, tuple):  # a unit returns the element of a tuple of one
             made = (made,)
         passing.stream_BSH = made[0] if self.outputs else made
         return made
@@ -114,16 +112,15 @@ class StagedModule(_Staged):
 
 
 def _first(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
-    """Returns the first argument of a call and the other positional arguments. Removes the first argument from
-    `options`."""
+    """Returns the first argument of a call and the other positional arguments. Removes a first argument given by name
+    from `options`."""
     if args:
         return args[0], args[1:]
     return options.pop(next(iter(options))), ()
 
 
 class Lookup(nn.Embedding):
-    """A token embedding, whose rows may be sharded. It stands below the model's own class of embeddings, so that the
-    model's factors stay."""
+    """A token embedding whose rows may be sharded."""
 
     replaceable: ClassVar[tuple[str, ...]] = ("vocabulary",)
     vocabulary: Vocabulary
@@ -136,14 +133,15 @@ class Lookup(nn.Embedding):
 
 
 class HeadModule(OutputHead):
-    """The output layer. In the model's forward pass, it only keeps its input, and gives the model one column of nothing."""
+    """The output layer. In the author's forward pass, this module stores its input and returns the input's first
+    column, detached."""
 
     replaceable: ClassVar[tuple[str, ...]] = ("vocabulary",)
     host: ModelHost
     bias: nn.Parameter | None
 
     def table(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns x and the weight; the bias, if any, becomes a last column of the weight."""
+        """Returns x and the weight. A bias becomes a last column of the weight, and x gets a column of ones."""
         if getattr(self, "bias", None) is None:
             return x, self.weight
         ones = x.new_ones(1).expand(*x.shape[:-1], 1)
@@ -161,7 +159,7 @@ _COMMUNICATES = "column", "row", "gather", "scatter"
 
 
 class AuthorsLinear:
-    """A linear layer. `pieces` are the names of the weights, and `biases` those of the biases, whose outputs lie end to end.
+    """A linear layer. `pieces` and `biases` are the names of the weights and biases, whose outputs are concatenated.
 
     `transposed` is True if the weight is [inputs, outputs] (GPT-2's `Conv1D`).
     """
@@ -177,7 +175,7 @@ class AuthorsLinear:
 
     @property
     def dims(self) -> tuple[Dim, Dim]:
-        """The logical dims of the outputs and of the inputs. Without a style, the product needs no communication."""
+        """The logical dims of the outputs and of the inputs; `latent` for a style without collectives."""
         if self.style not in _COMMUNICATES:
             return "latent", "latent"
         *_, outputs, inputs = declaration(self, self.pieces[0]).dims  # type: ignore[arg-type]
@@ -193,7 +191,7 @@ class AuthorsLinear:
         return y_TN.view(*x.shape[:-1], -1)
 
     def _all_columns(self, x: Tensor) -> Tensor:
-        """Returns the products of all pieces end to end, plus the bias."""
+        """Returns the concatenated products of all pieces, plus the biases."""
         parameters = self._parameters  # type: ignore[attr-defined]
         made = [self._multiply(x, parameters[name]) for name in self.pieces]
         y = made[0] if len(made) == 1 else torch.cat(made, -1)
@@ -210,7 +208,7 @@ class AuthorsLinear:
 
 
 class Summed:
-    """A module that computes a part of a sum on every rank, such as fused experts of which a rank has some columns."""
+    """A module that computes a partial sum on every rank. `forward` all-reduces the first output."""
 
     host: ModelHost
 
@@ -227,7 +225,7 @@ def _entered(columns: Columns, value: Any) -> Any:
 
 
 class ColumnLeaf:
-    """A module without projections, such as a convolution, of which a rank has some columns of the output."""
+    """A module, such as a convolution, of which a rank computes some columns of the output."""
 
     host: ModelHost
 
@@ -236,7 +234,8 @@ class ColumnLeaf:
 
 
 class RowLeaf:
-    """A module without projections of our own, of which a rank has some columns of the input."""
+    """A module whose input columns are sharded. `forward` all-reduces the output without the bias, then adds the
+    bias."""
 
     host: ModelHost
     bias: Tensor | None
@@ -250,7 +249,7 @@ class RowLeaf:
 
 
 class SharedOut:
-    """A module inside a sum over the ranks that gives the same result on every rank."""
+    """A module whose equal results on all ranks enter a sum. `forward` divides the result by the number of ranks."""
 
     host: ModelHost
 
@@ -279,7 +278,7 @@ _EPSILONS = "variance_epsilon", "eps", "epsilon", "norm_eps"
 
 
 def computed(owner: nn.Module, leaf: str, compute: Callable[[Any], Tensor]) -> None:
-    """Makes the attribute `leaf` of a module a tensor that `compute` makes of the module's parameters."""
+    """Makes the attribute `leaf` of a module a property that calls `compute` with the module."""
     owner.__class__ = type(type(owner).__name__, (type(owner),), {leaf: property(compute)})
 
 

@@ -1,4 +1,4 @@
-"""The check for the package `transformers`, and its messages."""
+"""The version check of `transformers`, and a context manager that silences the package."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ _LEAST = (5, 17)  # the oldest version with the interfaces for attention, expert
 
 
 def needed_transformers() -> None:
-    """Raises `UserError` without a version of `transformers` that has the interfaces that adapted models need."""
+    """Raises `UserError` if `transformers` is missing or older than `_LEAST`."""
     least = ".".join(map(str, _LEAST))
     try:
         found = version("transformers")

@@ -24,19 +24,19 @@ class Passing:
     sequence: SequenceSplit
     documents: bool
     received_BSH: Tensor | None
-    stream_BSH: Tensor | None = None  # output of the last block that ran
+    stream_BSH: Tensor | None = None  # residual stream that leaves the stage
     hidden_BSH: Tensor | None = None  # input of the output layer
 
 
 class ModelHost(Protocol):
-    """The adapted model as its modules know it."""
+    """The attributes of an adapted model that its modules use."""
 
     passing: Passing | None
     step: StepContext
 
     @property
     def columns(self) -> Columns:
-        """The columns of sharded activations."""
+        """The collectives on sharded activations."""
 
     @property
     def current(self) -> Passing:

@@ -1,4 +1,4 @@
-"""Plans of tensor parallelism that authors publish: what they divide, and what they gather."""
+"""Plans of tensor parallelism that authors publish in `base_model_tp_plan`."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -13,14 +13,14 @@ _GATHERS: dict[str, Style] = {"colwise_gather_output": "gather", "rowwise_split_
 
 
 def published_plan(model: nn.Module) -> dict[str, str]:
-    """Returns the styles that the authors published, by ends of names of modules or parameters, with stars for numbers."""
+    """Returns the published styles by the last components of module or parameter names, with stars for numbers."""
     config: Any = model.config
     plan = getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
     return {key: style for key, style in plan.items() if isinstance(style, str)}
 
 
 def style_of(plan: Mapping[str, str], name: str) -> str | None:
-    """Returns the style of a parameter: its own, or that of its module."""
+    """Returns the style of a parameter, or else of its module; None if the plan has neither."""
     parts = _STAR.sub("*", name).split(".")
     for words in (parts, parts[:-1]):
         for start in range(len(words)):
@@ -30,7 +30,7 @@ def style_of(plan: Mapping[str, str], name: str) -> str | None:
 
 
 def published_splits(plan: Mapping[str, str], names: Iterable[str]) -> set[str]:
-    """Returns the parameters that the plan divides."""
+    """Returns the names of the parameters that the plan divides."""
     found = set()
     for name in names:
         style = style_of(plan, name) or ""
@@ -43,7 +43,7 @@ def published_splits(plan: Mapping[str, str], names: Iterable[str]) -> set[str]:
 def gathered_by_plan(
     plan: Mapping[str, str], twin: nn.Module, splits: Mapping[str, Split], styles: Mapping[str, Style]
 ) -> tuple[dict[str, Split], dict[str, Style]]:
-    """Returns the plan's gathering form of linear layers that no proof divides: right for every linear layer."""
+    """Returns splits and styles of linear layers that the plan gathers or scatters and that `splits` does not have."""
     found: dict[str, Split] = {}
     chosen: dict[str, Style] = {}
     inside = tuple(f"{name}." for name, style in styles.items() if style in ("sums", "experts"))

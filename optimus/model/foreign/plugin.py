@@ -43,12 +43,12 @@ class PluginModel(AdaptedModel):
 
     @property
     def text(self) -> str:
-        """The arguments as JSON, with sorted keys."""
+        """The plugin's model name and the arguments as JSON, with sorted keys."""
         return json.dumps([self.plugin, self.arguments], sort_keys=True)
 
     @property
     def facts(self) -> "ModelFacts":
-        """The facts that the adapter has found in the model."""
+        """Facts about the model, found by runs of the model or of a small copy."""
         from optimus.model.foreign.plugin_facts import facts_of_row
 
         return facts_of_row(MODELS[self.plugin], json.dumps(self.arguments, sort_keys=True))

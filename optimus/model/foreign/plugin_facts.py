@@ -1,7 +1,7 @@
 """Facts of a model that a plugin describes.
 
-A pass of the real module on the meta device shows its parts and shapes. A copy with values, which may be small, shows the
-rest: the factor of logits, causality, documents, and the parts that add up under tensor parallelism.
+A forward pass on the meta device shows the order of modules and the shapes. A copy with values, which may be small,
+shows the factor of the logits, causality, documents and tensor parallelism.
 
 Legend: B batch, S sequence, V vocabulary.
 """
@@ -31,17 +31,17 @@ from optimus.model.foreign.splits import ProvedUnit, prove_units
 from optimus.model.foreign.twin import LENGTH, ROWS, enlarge
 from optimus.model.init import initialize_parameter
 
-_LARGEST = 100_000_000  # parameters of a copy with values
+_LARGEST = 100_000_000  # maximum number of parameters of a model without `small` arguments
 _TOLERANCE = 1e-4
 
 
 class Copy(nn.Module):
-    """A described model that probes call like a model of `transformers`. The names of modules are the author's."""
+    """A described model that takes `input_ids` and returns an object with `logits`, as models of `transformers` do."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self._modules.update(spec.module._modules)
-        self._spec = (spec,)  # not a module of this one
+        self._spec = (spec,)
 
     def forward(self, input_ids: Tensor, document_BS: Tensor | None = None) -> Any:
         (spec,) = self._spec
@@ -51,7 +51,7 @@ class Copy(nn.Module):
 @lru_cache(maxsize=16)
 def facts_of_row(row: ModelRow, text: str) -> ModelFacts:
     """Returns the facts of the model of `row` whose arguments are the JSON `text`. Raises `UserError` for a model that
-    cannot train."""
+    fails a check."""
     arguments = json.loads(text)
     shapes = built(row, arguments)
     shapes.spec.module.to("meta")
@@ -82,11 +82,11 @@ def shapes_of_row(row: ModelRow, text: str) -> dict[str, tuple[int, ...]]:
 class _Facts:
     row: ModelRow
     arguments: Mapping[str, Any]
-    real: ModelSpec  # without values
+    real: ModelSpec  # on the meta device
     small: ModelSpec
 
     def found(self) -> ModelFacts:
-        """Returns all facts."""
+        """Returns the facts of the real model. Raises `UserError` if a check fails."""
         spec, module = self.real, self.real.module
         self.refusals: dict[str, str] = {}
         vocab, hidden = self._embedding(spec).shape
@@ -177,7 +177,8 @@ class _Facts:
         return seen
 
     def _check_calls(self, seen: Pass) -> None:
-        """Raises `UserError` for modules with parameters that do not run once, and for blocks that do not run."""
+        """Raises `UserError` if no block runs, if a module with parameters outside the blocks does not run once, or if
+        such a module runs after the output layer."""
         spec = self.real
         if spec.blocks not in seen.order:
             raise self._wrong(f"its forward pass does not call the blocks of '{spec.blocks}': call each of them")
@@ -196,8 +197,8 @@ class _Facts:
     # ---- Passes with values ----
 
     def _check_values(self) -> None:
-        """Raises `UserError` for a model that is random or not causal, that has parameters without a gradient, or that mixes
-        documents although it says otherwise."""
+        """Raises `UserError` for a model that is random or not causal, has a parameter without a gradient, or mixes
+        documents despite `documents=True`."""
         first, second = self._run(self.tokens_BS), self._run(self.tokens_BS)
         if not torch.equal(first, second):
             dropout = [name for name, each in self.small.module.named_modules() if "Dropout" in type(each).__name__]
@@ -237,7 +238,8 @@ class _Facts:
         return logits
 
     def _logits(self) -> tuple[float, float | None]:
-        """Returns the factor and the cap of the logits."""
+        """Returns the factor and the cap of the logits. Raises `UserError` for any other operation after the output
+        layer."""
         seen = self._observe(self.small, self.tokens_BS, self._embedding(self.small).shape[0])
         scale, cap, why = probes.head_facts(seen, self.real.logit_cap)
         if why is not None:
@@ -298,7 +300,8 @@ class _Facts:
         return splits | {name: split for name, split in ends.items() if name in shapes}, styles, divided, heads
 
     def _wanted(self) -> dict[str, str]:
-        """Returns the divisions of the user's table by the names of linear layers in the blocks."""
+        """Returns `colwise` or `rowwise` by the names of linear layers, from the table `splits`. Raises `UserError` for
+        a module of another class or outside the blocks."""
         found: dict[str, str] = {}
         for pattern, style in (self.real.splits or {}).items():
             for name, module in self.real.module.named_modules():
@@ -309,7 +312,8 @@ class _Facts:
         return found
 
     def _pairs(self) -> list[tuple[int, int]]:
-        """Returns (number of a block of the real model, number of the first block of the copy of the same kind)."""
+        """Returns pairs of a real block's number and the number of the copy's first block of the same kind. Leaves out
+        real blocks of a kind that the copy lacks."""
         first: dict[Any, int] = {}
         for number, layer in enumerate(self._layers(self.small)):
             first.setdefault(signature(layer), number)
@@ -317,7 +321,7 @@ class _Facts:
         return [(number, like) for number, like in found if like is not None]
 
     def _units(self) -> list[ProvedUnit]:
-        """Returns the proved units of the copy's blocks; in double precision where that runs."""
+        """Returns the proved units of the copy's blocks. Runs the copy in double precision if its code allows."""
         blocks = [f"{self.small.blocks}.{like}" for like in dict.fromkeys(like for _, like in self._pairs())]
         names = [name for block in blocks for name, _ in self.copy.get_submodule(block).named_modules(prefix=block)]
         arguments, width = {"input_ids": self._tokens(ROWS + 1)}, self._embedding(self.small).shape[1]
@@ -338,7 +342,7 @@ class _Facts:
         return True
 
     def _attribute(self, name: str, key: str) -> int:
-        """Returns the value of an attribute of the real module that a rank divides."""
+        """Returns the real model's value of the attribute `key` of the module `name`."""
         owner: Any = self.real.module.get_submodule(name)
         value: int = getattr(owner.config if key.startswith("config.") else owner, key.removeprefix("config."))
         return value
@@ -346,7 +350,7 @@ class _Facts:
     def _atoms(
         self, unit: ProvedUnit, splits: Mapping[str, Split], shapes: Mapping[str, Sequence[int]], names: "_Renamed"
     ) -> int:
-        """Returns a number that divides the number of equal parts, such as heads, of a unit of the real model."""
+        """Returns a number of equal parts, such as heads, that the number of ranks must divide."""
         arguments = {**self.arguments, **self.row.small}
         real = {self.arguments[name] for name, value in arguments.items() if value == unit.atoms}
         if len(real) == 1:
@@ -357,7 +361,7 @@ class _Facts:
 
 
 class _Renamed(NamedTuple):
-    """Names of one block's modules and parameters as those of another block."""
+    """Changes names of one block's modules and parameters to those of another block."""
 
     before: str
     after: str
@@ -371,7 +375,7 @@ def _inside(name: str, block: str) -> bool:
 
 
 def _scaled(split: Split, shape: Sequence[int]) -> Split | None:
-    """Returns a split whose pieces have the sizes of a parameter of `shape`; None if they cannot have them."""
+    """Scales the pieces of a split to a parameter of `shape`; None if a piece would be no integer."""
     if split.dim is None or not split.pieces:
         return split
     total, size = sum(split.pieces), shape[split.dim]

@@ -1,6 +1,4 @@
-"""Observation of a twin: one forward pass shows the chain of blocks, the output layer and what runs before it.
-
-Another one shows that documents, masks and attention are right.
+"""Observation of a twin's forward passes: blocks, output layer, attention, documents and causality.
 
 Legend: B batch, S positions, N heads, M heads of keys and values, D head size, V vocabulary.
 """
@@ -23,13 +21,13 @@ from optimus.model.foreign.calls import first_of
 from optimus.model.foreign.twin import arguments_of, configurations_of, layers_of, tokens_of_twin
 from optimus.model.sequence import SequenceSplit
 
-_NAME = "optimus_twin"  # of the attention function that probes register
+_NAME = "optimus_twin"  # name of the attention function that probes register
 CUT = 11  # tokens of the first of two documents
 _TOLERANCE = 1e-4
 
 
 def find_blocks(module: nn.Module) -> str:
-    """Returns the name of the list of blocks: the one with the most parameters, not inside another list."""
+    """Returns the name of the outermost `nn.ModuleList` with the most parameters. Raises `ValueError` without one."""
     found: dict[str, int] = {}
     for name, child in module.named_modules():
         outer = any(name.startswith(f"{other}.") for other in found)
@@ -44,26 +42,26 @@ def find_blocks(module: nn.Module) -> str:
 class Pass:
     """One forward pass of a twin."""
 
-    order: list[str] = field(default_factory=list)  # modules outside of the blocks, and the list of blocks
-    entered: list[int] = field(default_factory=list)  # blocks, in order
-    streams: list[Any] = field(default_factory=list)  # the residual stream that each block took
+    order: list[str] = field(default_factory=list)  # modules outside the blocks, and the list of blocks per block
+    entered: list[int] = field(default_factory=list)  # numbers of blocks, in the order of their calls
+    streams: list[Any] = field(default_factory=list)  # first argument of each block
     made: list[Any] = field(default_factory=list)  # outputs of blocks
-    beside: set[str] = field(default_factory=set)  # further tensors with gradients that a block took
+    beside: set[str] = field(default_factory=set)  # names of further block arguments with gradients
     product: list[Tensor] = field(default_factory=list)  # outputs of the output layer
     logits: Tensor | None = None
     tokens: tuple[int, ...] = ()
 
     @property
     def outputs(self) -> int:
-        """Number of entries of a block's output; 0 if it is a tensor."""
+        """Number of entries of a block's output; 0 for a tensor."""
         return 0 if not self.made or isinstance(self.made[0], Tensor) else len(self.made[0])
 
     def width(self) -> int:
-        """Returns the number of columns of the residual stream."""
+        """Returns the number of columns of the residual stream; 0 if not known."""
         return next((each.shape[-1] for each in self.streams if isinstance(each, Tensor)), 0)
 
     def stream_shape(self) -> tuple[int, ...] | None:
-        """Returns the dims of the residual stream behind batch and sequence; None if it has others before them."""
+        """Returns the residual stream's dims after [B, S]; None if the stream does not begin with [B, S]."""
         first = self.streams[0] if self.streams else None
         if not isinstance(first, Tensor) or first.ndim < 3 or first.shape[:2] != self.tokens:
             return None
@@ -71,7 +69,7 @@ class Pass:
 
 
 def observe(twin: nn.Module, blocks: str, head: str, tokens_BS: Tensor) -> Pass:
-    """Runs a twin and notes what runs when."""
+    """Runs a twin's forward pass, and records the calls of modules, the residual stream and the logits."""
     seen = Pass(tokens=tuple(tokens_BS.shape))
     layers = layers_of(twin, blocks)
     with ExitStack() as stack:
@@ -119,7 +117,7 @@ def logits_of(twin: nn.Module, tokens_BS: Tensor, **more: Any) -> Tensor:
 
 
 def broken_chain(seen: Pass, blocks: str, layers: int) -> str | None:
-    """Returns why the blocks cannot be cut into stages, or None."""
+    """Returns why the blocks cannot be partitioned into pipeline stages, or None."""
     if not seen.entered:
         return f"{blocks} do not run"
     if seen.entered != [*range(layers)]:
@@ -136,7 +134,7 @@ def broken_chain(seen: Pass, blocks: str, layers: int) -> str | None:
 
 
 def head_facts(seen: Pass, cap: float | None) -> tuple[float, float | None, str | None]:
-    """Returns what multiplies the products of the output layer, what caps them, and what else is done, if anything."""
+    """Returns the factor and the cap that map the output layer's result to logits, and the reason if they do not."""
     assert seen.logits is not None
     if len(seen.product) != 1 or seen.product[0].shape != seen.logits.shape:
         return 1.0, None, "logits are not the output layer's product"
@@ -156,7 +154,7 @@ def head_facts(seen: Pass, cap: float | None) -> tuple[float, float | None, str 
 @dataclass
 class _Calls:
     documents: Documents | None = None
-    seen: list[tuple[Any, ...]] = field(default_factory=list)  # module, shapes and window of each call
+    seen: list[tuple[Any, ...]] = field(default_factory=list)  # per call: module, heads, columns, window
 
 
 _calls: ContextVar[_Calls | None] = ContextVar("_calls", default=None)
@@ -171,7 +169,7 @@ def _attend(
     scaling: Any = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Computes our attention behind the models' own interface, without a mask."""
+    """Computes the library's attention for the interface of `transformers`, and records the call. Ignores the mask."""
     calls = _calls.get()
     assert calls is not None
     size = q_BNSD.shape[-1]
@@ -179,7 +177,7 @@ def _attend(
     window = options.get("sliding_window")
     calls.seen.append((module, q_BNSD.shape[1], size, v_BMSD.shape[-1], window))
     columns = v_BMSD.shape[-1]
-    if columns != size:  # our kernels take one size of heads: zeros change no score and no sum
+    if columns != size:  # the kernels take one head size; zeros change no score
         most = max(size, columns)
         factor *= (most / size) ** 0.5
         q_BNSD, k_BMSD, v_BMSD = (F.pad(each, (0, most - each.shape[-1])) for each in (q_BNSD, k_BMSD, v_BMSD))
@@ -190,7 +188,7 @@ def _attend(
 
 @contextmanager
 def our_attention(twin: nn.Module, documents: Documents | None = None) -> Iterator[_Calls]:
-    """Runs a twin's attention through ours while it lasts; the models' interface knows no mask for it."""
+    """Makes a twin use the library's attention, without masks, inside the `with` block."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(_NAME, _attend)
@@ -209,12 +207,12 @@ def our_attention(twin: nn.Module, documents: Documents | None = None) -> Iterat
 
 @dataclass(frozen=True)
 class AttentionFacts:
-    """Results of runs with our attention."""
+    """Results of a twin's runs with the library's attention."""
 
-    used: bool  # the model calls the interface
-    equal: bool  # our attention gives the logits of its own
-    documents: bool  # two documents are as each by itself, in value and in gradient
-    why: str  # why not
+    used: bool  # True if the model calls the interface or the run fails
+    equal: bool  # True if the library's attention gives the same logits as the model's own
+    documents: bool  # True if two documents in one row do not influence each other
+    why: str  # the reason if `documents` is False
     scored: Mapping[int, tuple[int, int, int, int | None]]  # by layer: heads, columns of query and value, window
 
 
@@ -222,7 +220,7 @@ class AttentionFacts:
 def attention_facts(
     twin: nn.Module, blocks: str, tokens_BS: Tensor, expected: Tensor, position_ids: bool
 ) -> AttentionFacts:
-    """Compares the twin's logits with those of our attention, whole and in documents."""
+    """Compares the twin's logits `expected` with those of the library's attention, without and with documents."""
     try:
         with our_attention(twin) as calls:
             ours = logits_of(twin, tokens_BS)
@@ -240,7 +238,7 @@ def attention_facts(
 
 
 def _documents(twin: nn.Module, blocks: str, tokens_1S: Tensor, position_ids: bool) -> tuple[bool, str]:
-    """Returns whether two documents in one row are right, and if not, why."""
+    """Returns True if two documents in one row do not influence each other; otherwise False and the reason."""
     length = tokens_1S.shape[1]
     documents = Documents([CUT, length - CUT], 1)
     more = {"position_ids": documents.positions()[None]} if position_ids else {}
@@ -272,7 +270,7 @@ def _documents(twin: nn.Module, blocks: str, tokens_1S: Tensor, position_ids: bo
 
 
 def _mixers(twin: nn.Module, blocks: str) -> dict[str, nn.Module]:
-    """Returns the children of blocks, by the name of their class: what can mix positions."""
+    """Returns the first child of blocks of each name and class, by `name (class)`."""
     found: dict[str, nn.Module] = {}
     for layer in layers_of(twin, blocks):
         for name, child in layer.named_children():
@@ -308,7 +306,7 @@ def _leaking(seen: Mapping[str, tuple[Tensor, Tensor]]) -> list[str]:
 
 
 def is_causal(twin: nn.Module, tokens_BS: Tensor) -> bool:
-    """Returns whether no logit depends on later tokens."""
+    """Returns True if changed tokens from `CUT` on leave the earlier logits equal."""
     with torch.no_grad():
         first = logits_of(twin, tokens_BS)
         changed = tokens_BS.clone()
@@ -318,7 +316,7 @@ def is_causal(twin: nn.Module, tokens_BS: Tensor) -> bool:
 
 
 def untrained(twin: nn.Module, tokens_BS: Tensor) -> set[str]:
-    """Returns the parameters that get no gradient from the loss of all tokens."""
+    """Returns the names of the parameters that get no gradient from the cross-entropy loss."""
     logits = logits_of(twin, tokens_BS)
     loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens_BS[:, 1:].flatten())
     named = [(name, each) for name, each in twin.named_parameters() if each.requires_grad]
@@ -335,7 +333,7 @@ def _short(error: Exception) -> str:
 
 
 def twin_tokens(twin: nn.Module) -> Tensor:
-    """Returns tokens for a twin."""
+    """Returns token ids for a twin, [`ROWS`, `LENGTH`]."""
     return tokens_of_twin(twin.config)
 
 

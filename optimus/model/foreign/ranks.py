@@ -1,7 +1,6 @@
-"""The proof of a whole partition: a divided twin, whose ranks are threads, has the loss and gradients of one process.
+"""Compares a divided twin, whose ranks are threads, with one process: the loss and the gradients.
 
-Sums of modules by themselves do not show what passes between modules. Here all modules run with the collectives that their
-styles name.
+All modules run with the collectives of their styles (`records.STYLES`).
 """
 
 import threading
@@ -32,14 +31,14 @@ class TensorPartition:
 
 
 class _Exchange:
-    """The collectives of some threads."""
+    """Collectives between threads of one process."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks, self.barrier = ranks, threading.Barrier(ranks, timeout=30)
         self.slots: list[Any] = [None] * ranks
 
     def gather(self, rank: int, x: Tensor) -> list[Tensor]:
-        """Returns the tensors of all ranks."""
+        """Returns the tensors of all ranks, detached."""
         self.slots[rank] = x.detach()
         self.barrier.wait()
         found = [*self.slots]
@@ -144,16 +143,16 @@ class _Rank:
 
 
 def loss_of(model: nn.Module, tokens_BS: Tensor) -> Tensor:
-    """Returns the loss of all tokens."""
+    """Returns the mean cross-entropy of the next tokens."""
     logits = model(input_ids=tokens_BS, **arguments_of(model)).logits
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens_BS[:, 1:].flatten())
 
 
 def largest_difference(twin: nn.Module, partition: TensorPartition, tokens_BS: Tensor, ways: int) -> tuple[float, str]:
-    """Returns the largest difference between ranks and one process, and where it is: the loss, or the gradient of a
-    parameter, relative to its largest element.
+    """Returns the largest relative difference between ranks and one process, and the name of the parameter or "the
+    loss".
 
-    Raises `RuntimeError` if a rank fails.
+    Raises `RuntimeError` if a rank fails, and `ValueError` if the partition does not divide evenly.
     """
     named = {name: each for name, each in twin.named_parameters() if each.requires_grad}
     loss = loss_of(twin, tokens_BS)
@@ -200,7 +199,7 @@ def _run_ranks(
 
 
 def _difference(expected: Tensor, local: list[Tensor], split: Split) -> float:
-    """Returns the largest difference between a gradient and those of the ranks."""
+    """Returns the largest absolute difference between the expected gradient and the ranks' gradients."""
     ways = len(local)
     if split.partial:
         return float((sum(local) / (ways if split.share else 1) - expected).abs().max())

@@ -1,4 +1,4 @@
-"""Facts about a foreign model, as the adapter reads them."""
+"""Records of facts about an adapted model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from typing import Literal
 
 Style = Literal["column", "row", "gather", "scatter", "experts", "sums", "share", "norm_all"]
 
-# The collectives of a module under tensor parallelism, one for each style. In none of them is anything else reduced.
+# The collectives of a module under tensor parallelism, by style.
 STYLES: dict[Style, str] = {
     "column": "its parameters are divided by outputs; the gradient of its first argument is all-reduced",
     "row": "its parameters are divided by inputs; its output is all-reduced, then its bias is added",
@@ -24,9 +24,9 @@ STYLES: dict[Style, str] = {
 class Split:
     """The partition of one parameter by tensor parallelism.
 
-    `pieces` lie end to end along `dim` (queries, keys and values; gate and up); each is sharded by itself. A `partial`
-    parameter is not divided, but acts on sharded activations, so its gradient is a sum over the ranks. A `share` enters a
-    sum over the ranks, so each rank uses the parameter divided by the number of ranks.
+    `pieces`, such as gate and up, lie end to end along `dim`; each piece is sharded by itself. A `partial` parameter is
+    not divided; its gradient is a sum over the ranks. With `share`, each rank uses the parameter divided by the number
+    of ranks.
     """
 
     dim: int | None = None
@@ -37,7 +37,7 @@ class Split:
 
 @dataclass(frozen=True)
 class ScoredColumns:
-    """The attention of one kind of layer: numbers of columns of one query and of one value, and its window."""
+    """The attention of one layer: heads, columns of a query and of a value, and the window."""
 
     heads: int
     query: int
@@ -47,7 +47,11 @@ class ScoredColumns:
 
 @dataclass(frozen=True)
 class RouterFacts:
-    """The router of a model with experts: where its logits are among the outputs, and the loss of its balance."""
+    """The routers of a model with experts.
+
+    `output` is the name of the router logits in the model's output. `coefficient` is the weight of the balance loss,
+    and `on` is True if training adds this loss.
+    """
 
     experts: int
     top_k: int
@@ -60,41 +64,41 @@ class RouterFacts:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts that a causal model of `transformers` does not say of itself, found and proved on a twin."""
+    """Facts about an adapted causal model."""
 
     blocks: str  # name of the list of blocks
     layers: int
     outputs: int  # entries of a block's output; 0: a tensor
-    kinds: tuple[int, ...]  # by layer, the first layer with the same class, shapes, windows and other settings
+    kinds: tuple[int, ...]  # by layer, the first layer with the same class, shapes and settings
     embedding: str
     head: str
     tied: bool
     hidden: int  # columns of the residual stream
     vocab: int  # rows of the embedding
-    before: frozenset[str]  # modules with parameters that run before the first block; others outside it run behind
+    before: frozenset[str]  # modules with parameters that run before the first block
     logit_scale: float
     logit_cap: float | None
     splits: Mapping[str, Split]
     styles: Mapping[str, Style]
-    divided: Mapping[str, tuple[str, ...]]  # by module, attributes that a rank divides; "config.x": x of its own copy
-    heads: Mapping[str, int]  # by proved module, a number that the number of ranks must divide, such as key heads
+    divided: Mapping[str, tuple[str, ...]]  # by module, attributes that a rank divides; "config.x": x of the config
+    heads: Mapping[str, int]  # by name, a number that the number of ranks must divide, such as key heads
     ways: tuple[int, ...]  # numbers of ranks that the splits were proved with
     documents: bool
     position_ids: bool
     attention: bool
-    scored: Mapping[int, ScoredColumns | None]  # by layer; None: no attention behind the interface
+    scored: Mapping[int, ScoredColumns | None]  # by layer; None: no attention through the interface
     router: RouterFacts | None
     chain: str | None
     dropout: Mapping[str, float]
     untrained: tuple[str, ...]
     no_initial: tuple[str, ...]
     refusals: Mapping[str, str]
-    stream: tuple[int, ...] = ()  # dims of the residual stream behind [B, S]
+    stream: tuple[int, ...] = ()  # dims of the residual stream after [B, S]
     causal: bool = True
-    shares: Mapping[str, float] = field(default_factory=dict)  # share of block parameters divided: plan, proof, both
+    shares: Mapping[str, float] = field(default_factory=dict)  # divided share of block elements: plan, proof, both
 
     def refuse_ways(self, ways: int) -> str | None:
-        """Returns why tensor parallelism over so many ranks is not possible, or None."""
+        """Returns why tensor parallelism over `ways` ranks is not possible, or None."""
         if ways == 1:
             return None
         if "tensor" in self.refusals and not self.styles:

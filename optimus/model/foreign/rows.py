@@ -1,7 +1,6 @@
 """The table of models that plugins describe, and the description of such a model. This module does not import torch.
 
-A plugin lists `ModelRow`s in `ROWS`. The function of a row returns a `ModelSpec`: the module, the names of its parts, and
-what the library cannot see in the module.
+A plugin lists `ModelRow`s in `ROWS`. The function of a row returns a `ModelSpec`.
 """
 
 import inspect
@@ -36,19 +35,20 @@ def call_with_tokens(module: Any, batch: "Batch") -> "Tensor":
 class ModelSpec:
     """A causal language model of the user's own.
 
-    `module` is the model. `blocks` names its `nn.ModuleList` of blocks: a block maps the residual stream [B, S, ...], its
-    first argument, to a tensor or to a tuple that begins with a tensor. `embedding` names its `nn.Embedding` of tokens, and
-    `head` its output layer, an `nn.Linear`. `forward(module, batch)` returns logits [B, S, V]; `batch.tokens_BS` has the
-    tokens. After the output layer, `forward` may only multiply by a factor, or apply `logit_cap` * tanh(x / `logit_cap`).
+    `module` is the model. `blocks` names the `nn.ModuleList` of blocks. A block maps the residual stream [B, S, ...],
+    its first argument, to a tensor or to a tuple that begins with a tensor. `embedding` names the `nn.Embedding` of
+    tokens, and `head` the output layer, an `nn.Linear`. `forward(module, batch)` returns logits [B, S, V];
+    `batch.tokens_BS` has the tokens. After the output layer, `forward` may only multiply by a factor, or apply
+    `logit_cap` * tanh(x / `logit_cap`).
 
-    `initial` maps shell patterns of parameter names to initial values: ones, zeros, a number, `Normal(std)` or `Uniform(low,
-    high)`. The first pattern that fits a parameter counts.
+    `initial` maps shell patterns of parameter names to initial values: ones, zeros, a number, `Normal(std)` or
+    `Uniform(low, high)`. The first pattern that fits a parameter counts.
 
     `splits` maps shell patterns of linear layers in the blocks to colwise (divided by outputs) or rowwise (divided by
-    inputs) for tensor parallelism. By default the library looks for such layers itself. It proves every division by adding
-    up the parts.
+    inputs) for tensor parallelism. By default, the library looks for such layers. The library divides a layer only if
+    the results of the parts add up.
 
-    With `documents`, the model keeps the documents in `batch.document_BS` apart.
+    `documents` is True if the model keeps the documents in `batch.document_BS` apart.
     """
 
     module: "nn.Module"
@@ -67,8 +67,8 @@ class ModelSpec:
 class ModelRow:
     """A model that configurations choose by `model.plugin`.
 
-    `make` returns the `ModelSpec`; the other keys of the section `model` are its arguments. The library finds the facts of
-    the model on a copy with the arguments `small`, by default on the model itself.
+    `make` returns the `ModelSpec`; the other keys of the section `model` are the function's arguments. The library
+    checks the model on a copy. `small` has the arguments that the copy changes, such as sizes.
     """
 
     name: str
@@ -78,7 +78,7 @@ class ModelRow:
     def complete(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Returns all arguments of `make` as values of JSON: `values`, and defaults for the others.
 
-        Raises `ValueError` for an argument that is unknown, missing or of another type.
+        Raises `ValueError` for an argument that is unknown, missing or of the wrong type.
         """
         parameters = inspect.signature(self.make).parameters
         if unknown := [name for name in values if name not in parameters]:
@@ -93,9 +93,9 @@ class ModelRow:
         return {name: plain[name] for name in parameters}
 
     def typed(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns `arguments`, which are values of JSON, as the types of their annotations.
+        """Converts `arguments`, which are values of JSON, to the types of `make`'s annotations.
 
-        Raises `ValueError` for an argument of another type.
+        Raises `ValueError` for an argument of the wrong type.
         """
         parameters = inspect.signature(self.make, eval_str=True).parameters
         return {name: _typed(name, value, parameters[name].annotation) for name, value in arguments.items()}
@@ -113,8 +113,7 @@ def _typed(name: str, value: Any, annotation: Any) -> Any:
 
 
 def _check(row: ModelRow) -> None:
-    """Raises `ValueError` for a row without a name, or with a function whose arguments cannot be keys of a
-    configuration."""
+    """Raises `ValueError` for a row with an invalid name, function, argument, default or `small`."""
     if not isinstance(row.name, str) or not row.name:
         raise ValueError(f"its name is {row.name!r}: give a text")
     if not callable(row.make):
@@ -134,7 +133,7 @@ MODELS: Table[ModelRow] = Table("model", ModelRow, dict, _check)
 
 
 def _is_plain(value: Any) -> bool:
-    """Returns True for a value that a configuration can hold."""
+    """Returns True for a value that JSON can hold."""
     try:
         json.dumps(value)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Sizes of the real model for what is found on a twin: products of the same settings, with their real values."""
+"""Sizes of the real model for sizes found on a twin: products of settings with equal values in the twin."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class RealSizes:
-    """Settings of a configuration and of its twin, by value."""
+    """The integer settings by name, each with the twin's value and the real value."""
 
     def __init__(self, config: Any, twin: Any) -> None:
         real, small = (dict(_settings(each.to_dict())) for each in (config, twin))
@@ -21,17 +21,18 @@ class RealSizes:
         return {real for key, (small, real) in self.pairs.items() if small == value and any(w in key for w in words)}
 
     def common(self, value: int, *words: str) -> int | None:
-        """Returns the greatest common divisor of these real values."""
+        """Returns the greatest common divisor of the values of `named`; None without any."""
         found = self.named(value, *words)
         return gcd(*found) if found else None
 
     def one(self, value: int, *words: str) -> int | None:
-        """Returns the real value, if there is one."""
+        """Returns the only value of `named`; None if there is none or more than one."""
         found = self.named(value, *words)
         return found.pop() if len(found) == 1 else None
 
     def of_pieces(self, pieces: Sequence[int], real: int) -> tuple[int, ...] | None:
-        """Returns the real sizes of pieces that are together `real`, or None if the settings do not say them."""
+        """Returns the real sizes of a twin's pieces, which add up to `real`; None if the settings leave the sizes
+        open."""
         if not pieces:
             return ()
         if len({*pieces}) == 1:
@@ -66,7 +67,7 @@ class RealSizes:
 
 
 def _derived(config: Any) -> int | None:
-    """Returns the columns of a head, if all heads together have those of the residual stream."""
+    """Returns `hidden_size` // `num_attention_heads`; None if either is missing."""
     names = {stored: name for name, stored in getattr(config, "attribute_map", {}).items()}
     named = {names.get(key, key): value for key, value in config.to_dict().items()}
     hidden, heads = named.get("hidden_size"), named.get("num_attention_heads")

@@ -11,7 +11,7 @@ from optimus.model.foreign.records import Split
 
 
 def _slice(tensor: Tensor, split: Split, rank: int, ways: int) -> Tensor | None:
-    """Returns a rank's part of a parameter, or None if a piece has no such parts."""
+    """Returns a rank's slice of a parameter; None if a piece does not divide evenly."""
     assert split.dim is not None
     pieces = split.pieces or (tensor.shape[split.dim],)
     if any(piece % ways for piece in pieces):
@@ -23,7 +23,8 @@ def _slice(tensor: Tensor, split: Split, rank: int, ways: int) -> Tensor | None:
 def rank_part(
     module: nn.Module, splits: Mapping[str, Split], divided: Mapping[str, tuple[str, ...]], rank: int, ways: int
 ) -> nn.Module | None:
-    """Returns the module of one rank: parameters sliced, attributes divided. None if something does not divide."""
+    """Returns a copy of `module` for one rank, with sliced parameters and divided attributes; None if a size does not
+    divide evenly."""
     memo: dict[int, Any] = {id(each.config): each.config for each in module.modules() if hasattr(each, "config")}
     states = (value for each in module.modules() for value in vars(each).values() if isinstance(value, Tensor))
     own = copy.deepcopy(module, memo | {id(each): each.detach() for each in states if not each.is_leaf})
@@ -58,6 +59,6 @@ def _divide(module: nn.Module, names: tuple[str, ...], ways: int) -> bool:
 
 
 def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Returns the module that has a parameter or a module, and its name there."""
+    """Returns the parent of the parameter or module `name`, and the last component of the name."""
     owner, _, leaf = name.rpartition(".")
     return module.get_submodule(owner), leaf

@@ -1,9 +1,8 @@
-"""Tensor parallelism of a foreign model, found by dependencies and proved by sums.
+"""Tensor parallelism of a foreign module, found by dependencies and proved by sums.
 
-The columns of the last product in a module are divided among the ranks. Gradients of one rank's columns say on which rows
-of the earlier parameters they depend: rows of one rank alone are divided, rows of all ranks stay whole. The proof builds
-each rank's module by slicing, runs it by itself, and adds the results, which must give the result of the whole module.
-Nothing is known of the module beside its call.
+The input columns of a module's last product are divided among the ranks. Gradients show on which rows of earlier
+parameters each rank's columns depend. For the proof, each rank's sliced module runs by itself; the results must add up
+to the result of the whole module.
 """
 
 import itertools
@@ -29,22 +28,23 @@ _GROUPED = re.compile(r"groups$|n_rep$")
 
 @dataclass(frozen=True)
 class ProvedUnit:
-    """A module whose parts were proved to add up; names are those of the twin's parameters and modules."""
+    """A module whose parts were proved to add up. Names are those of the twin's parameters and modules."""
 
     name: str
     splits: Mapping[str, Split]
     styles: Mapping[str, Style]
     divided: Mapping[str, tuple[str, ...]]
-    atoms: int  # number of equal parts that depend on different rows
-    columns: int  # of the last product
+    atoms: int  # number of equal groups of columns that depend on different rows
+    columns: int  # input columns of the last product
     ways: tuple[int, ...]
 
 
 def prove_units(model: nn.Module, block: str, calls: Mapping[str, ModuleCall], width: int) -> list[ProvedUnit]:
-    """Returns the units of one block that divide: those of its children, then of modules inside, last of the block itself.
+    """Returns the proved units of one block. Tries the block's children first, then modules inside, and the block
+    itself last.
 
-    A child comes before what is inside, so that bottlenecks inside attention do not become units of their own. `width` is
-    the number of columns of the residual stream, to which a unit's last product returns.
+    `width` is the number of columns of the residual stream. The last product of a unit without fused experts returns
+    `width` columns.
     """
     units: list[ProvedUnit] = []
     taken: set[str] = set()
@@ -68,20 +68,21 @@ def _containers(model: nn.Module, block: str) -> Iterator[str]:
 
 @dataclass
 class _Attempt:
-    """One attempt: a module, its call, and the leaf with the last product (or the container's own parameter)."""
+    """A candidate for a unit: a module, its call, and the weight of its last product."""
 
     module: nn.Module
     call: ModuleCall
-    names: list[str]  # parameters that are free
+    names: list[str]  # parameters that are in no unit yet
     leaves: list[str]
-    last: str  # leaf; "" for a parameter of the module itself
+    last: str  # leaf with the last product; "" for a parameter of the module itself
     weight: str
     dim: int
     norms: tuple[str, ...] = ()
 
 
 def _prove_unit(module: nn.Module, name: str, call: ModuleCall, taken: set[str], width: int) -> ProvedUnit | None:
-    """Returns a unit of free parameters inside a module, relative names made absolute."""
+    """Returns a proved unit of the parameters inside a module that are in no unit yet; None without one. Names are
+    absolute."""
     prefix = f"{name}." if name else ""
     named = module.named_parameters()
     names = [each for each, parameter in named if parameter.requires_grad and prefix + each not in taken]
@@ -104,7 +105,8 @@ def _prove_unit(module: nn.Module, name: str, call: ModuleCall, taken: set[str],
 def _attempts(
     module: nn.Module, call: ModuleCall, names: list[str], leaves: list[str], trace: ModuleRun
 ) -> Iterator[_Attempt]:
-    """Yields what may be the last product: parameters of the module itself with experts, then leaves from the last."""
+    """Yields candidates for the last product: parameters of the module itself with at least 3 dims, then leaves in
+    reverse order."""
     own = [each for each in names if "." not in each and module.get_parameter(each).ndim >= 3]
     if len(own) >= 2:
         for weight in reversed(own):
@@ -120,7 +122,7 @@ def _attempts(
 
 
 def _input_dim(module: nn.Module, leaf: str, weight: str, trace: ModuleRun) -> int | None:
-    """Returns the dim of a weight that its leaf's input multiplies: the one that is used for a single output."""
+    """Returns the dim of a weight that the product with the leaf's input sums over, or None."""
     parameter, columns = module.get_parameter(weight), trace.inputs[leaf].shape[-1]
     output = trace.outputs[leaf]
     if parameter.ndim < 2 or columns not in parameter.shape or not output.requires_grad:
@@ -159,7 +161,8 @@ def _prove(attempt: _Attempt, trace: ModuleRun, alone: bool) -> ProvedUnit | Non
 def _without_statistics(
     attempt: _Attempt, trace: ModuleRun, found: Dependencies, norms: tuple[str, ...]
 ) -> tuple[_Attempt, ModuleRun, Dependencies]:
-    """Returns the attempt in which norms have constant statistics, if more is divided so, else the same as before."""
+    """Returns the attempt, its run and its dependencies with constant statistics in `norms` if more elements are
+    divided then; otherwise the arguments."""
 
     def again(norms: tuple[str, ...]) -> tuple[_Attempt, ModuleRun, Dependencies]:
         constant = _with_constant_norms(attempt, norms)
@@ -181,7 +184,7 @@ def _others(attempt: _Attempt) -> list[str]:
 
 
 def _full_norms(attempt: _Attempt, trace: ModuleRun, found: Dependencies) -> tuple[str, ...]:
-    """Returns the leaves that are RMS norms over their whole input, if a matrix is undivided that one may have mixed."""
+    """Returns the leaves that are RMS norms over their whole input; empty if `found.unsplit` has no matrix."""
     norms: list[str] = []
     if not any(attempt.module.get_parameter(name).ndim >= 2 for name in found.unsplit):
         return ()
@@ -198,7 +201,7 @@ def _full_norms(attempt: _Attempt, trace: ModuleRun, found: Dependencies) -> tup
 
 
 def _with_constant_norms(attempt: _Attempt, norms: tuple[str, ...]) -> _Attempt:
-    """Returns an attempt on a copy of the module, in which these norms have constant statistics."""
+    """Returns an attempt on a copy of the module in which these norms have constant statistics."""
     module = rank_part(attempt.module, {}, {}, 0, 1)
     assert module is not None
     for name in norms:
@@ -220,7 +223,7 @@ class _Proof:
     expected: Tensor  # output of the last product
 
     def unit(self, alone: bool) -> ProvedUnit | None:
-        """Returns the unit, with relative names, if the parts add up."""
+        """Returns the unit, with relative names; None if the parts do not add up."""
         attempt = self.attempt
         shared = [each for each in attempt.names if each.rpartition(".")[0] == attempt.last and each != attempt.weight]
         self.splits |= {each: Split(share=True) for each in shared}
@@ -246,7 +249,7 @@ class _Proof:
         return self.attempt.module.get_parameter(self.attempt.weight).shape[self.attempt.dim]
 
     def part(self, rank: int, ways: int, divided: Mapping[str, tuple[str, ...]]) -> nn.Module | None:
-        """Returns a rank's module."""
+        """Returns a rank's module; None if a size does not divide evenly."""
         own = rank_part(self.attempt.module, self.splits, divided, rank, ways)
         if own is not None:
             for name in self.attempt.norms:
@@ -257,7 +260,7 @@ class _Proof:
         return own
 
     def runs(self, ways: int, divided: Mapping[str, tuple[str, ...]]) -> Iterator[ModuleRun]:
-        """Yields the runs of all ranks' modules by themselves."""
+        """Yields the run of each rank's module. Raises `ValueError` if a size does not divide evenly."""
         for rank in range(ways):
             own = self.part(rank, ways, divided)
             if own is None:
@@ -265,7 +268,7 @@ class _Proof:
             yield run_module(own, self.attempt.call, self.attempt.leaves)
 
     def adds_up(self, ways: int, divided: Mapping[str, tuple[str, ...]]) -> bool:
-        """Returns whether the outputs of the last product add up to that of the whole module."""
+        """Returns True if the ranks' outputs of the last product add up to `expected`."""
         try:
             parts = [each.outputs[self.attempt.last].detach() for each in self.runs(ways, divided)]
         except (RuntimeError, ValueError, TypeError, IndexError, KeyError, ZeroDivisionError, AssertionError):
@@ -273,7 +276,7 @@ class _Proof:
         return equal(parts, self.expected)
 
     def results_add_up(self, divided: Mapping[str, tuple[str, ...]]) -> bool:
-        """Returns whether the module's own outputs add up, so that nothing behind the last product is in the way."""
+        """Returns True if the results of two ranks' modules add up to the result of the whole module."""
         if not isinstance(self.trace.result, Tensor):
             return False
         return equal([each.result.detach() for each in self.runs(2, divided)], self.trace.result.detach())
@@ -281,7 +284,7 @@ class _Proof:
     # ---- Attributes that a rank divides ----
 
     def _trials(self) -> Iterator[dict[str, tuple[str, ...]]]:
-        """Yields attributes to divide, the most likely first."""
+        """Yields sets of attributes to try to divide."""
         owned, counts, widths, grouped = self._attributes()
         options = [[], counts, counts + widths, widths, grouped, counts + grouped, counts + widths + grouped]
         options = [[], *([*owned, *each] for each in options)]
@@ -301,14 +304,14 @@ class _Proof:
         return made
 
     def _groups(self) -> list[tuple[str, str]]:
-        """Returns the convolutions by channel whose weights are divided: their groups are too."""
+        """Returns the attribute `groups` of grouped `nn.Conv1d`s whose weights are divided."""
         owners = {name.rpartition(".")[0] for name, each in self.splits.items() if each.dim is not None}
         found = ((name, self.attempt.module.get_submodule(name)) for name in owners)
         return [(name, "groups") for name, each in found if isinstance(each, nn.Conv1d) and each.groups > 1]
 
     def _attributes(self) -> tuple[list[tuple[str, str]], ...]:
-        """Returns what a rank may divide: sizes that leaves know of their own parameters, numbers of heads, widths, and
-        numbers of heads per group."""
+        """Returns attributes that a rank may divide, in four lists: sizes in divided leaves, numbers of heads, widths,
+        and group sizes."""
         sizes = self._sizes()
         owned, counts, widths, grouped = [], [], [], []
         leaves = self._divided_leaves()
@@ -331,7 +334,8 @@ class _Proof:
         return owned, counts, widths, grouped
 
     def _sizes(self, leaf: str | None = None) -> set[int]:
-        """Returns sizes of divided dims (of a leaf's parameters, if one is named), of pieces, and of pieces side by side."""
+        """Returns the sizes of divided dims, of pieces, and of adjacent pieces together. `leaf` restricts the
+        parameters to one leaf."""
         sizes = set()
         for name, split in self.splits.items():
             if split.dim is None or (leaf is not None and name.rpartition(".")[0] != leaf):
@@ -342,7 +346,7 @@ class _Proof:
         return sizes
 
     def _configured(self) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-        """Returns settings of configurations that modules read while they run: numbers of heads, and widths."""
+        """Returns settings of modules' configurations in two lists: numbers of heads, and widths."""
         counts, widths, sizes = [], [], self._sizes()
         for name, module in self.attempt.module.named_modules():
             config = vars(module).get("config")
@@ -358,7 +362,7 @@ class _Proof:
         return counts, widths
 
     def _fewest(self, divided: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-        """Returns the attributes without which the parts do not add up."""
+        """Returns `divided` without the attributes that the sum does not need."""
         fixed = {*self._groups()}
         for name, key in [(name, key) for name, keys in divided.items() for key in keys]:
             if (name, key) in fixed:
@@ -370,7 +374,7 @@ class _Proof:
         return divided
 
     def _atoms(self) -> int:
-        """Returns the largest number of equal parts of the columns that depend on different rows."""
+        """Returns the largest number found of equal groups of columns that depend on different rows, at least 2."""
         inner = self.trace.inputs[self.attempt.last]
         columns = inner.shape[-1]
         values = {columns, *_numbers(self.attempt.module)}
@@ -399,11 +403,11 @@ class _Proof:
                 return False
         return True
 
-    # ---- Which collectives ----
+    # ---- Collectives ----
 
     def _leaf_styles(self, divided: Mapping[str, tuple[str, ...]]) -> "_LeafStyles | None":
-        """Returns a style for each leaf, and the parameters with partial gradients, if collectives at leaves suffice: no
-        path leads from the module's arguments to the last product beside a divided projection."""
+        """Returns the styles of leaves, and the parameters with partial gradients; None if collectives at leaves do not
+        suffice."""
         own = self.part(0, 2, divided)
         assert own is not None
         first = run_module(own, self.attempt.call, self.attempt.leaves)
@@ -432,7 +436,7 @@ class _Proof:
         return sorted(found - {"", self.attempt.last})
 
     def _unsplit_input(self, leaf: str, trace: ModuleRun) -> bool:
-        """Returns whether a leaf of a rank has the same input as that of the whole module."""
+        """Returns True if a leaf's input has the same shape on a rank as in the whole module."""
         if leaf not in trace.inputs or leaf not in self.trace.inputs:
             return False
         return trace.inputs[leaf].shape == self.trace.inputs[leaf].shape
@@ -457,7 +461,7 @@ def _gradients(output: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def equal(parts: Sequence[Tensor], expected: Tensor) -> bool:
-    """Returns whether parts have the shape of the whole and add up to it."""
+    """Returns True if parts have the shape of `expected` and add up to it within `_TOLERANCE`."""
     if any(each.shape != expected.shape for each in parts):
         return False
     total = torch.stack([*parts]).sum(0)
@@ -519,23 +523,23 @@ def _experts_unit(attempt: _Attempt, found: Dependencies) -> ProvedUnit | None:
 
 
 class _Shared(nn.Module):
-    """A module of a rank that passes its share of what every rank has."""
+    """Divides an input that all ranks share by the number of ranks."""
 
     def __init__(self, ways: int) -> None:
         super().__init__()
         self.ways = ways
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the share."""
+        """Returns x divided by the number of ranks."""
         return x / self.ways
 
 
 @dataclass
 class _ExpertsProof(_Proof):
-    identities: tuple[str, ...] = ()  # experts without parameters, which every rank has
+    identities: tuple[str, ...] = ()  # names of `nn.Identity` modules, which every rank runs
 
     def part(self, rank: int, ways: int, divided: Mapping[str, tuple[str, ...]]) -> nn.Module | None:
-        """Returns a rank's module."""
+        """Returns a rank's module; None if a size does not divide evenly."""
         part = super().part(rank, ways, divided)
         if part is not None:
             for name in self.identities:
@@ -544,7 +548,7 @@ class _ExpertsProof(_Proof):
         return part
 
     def adds_up(self, ways: int, divided: Mapping[str, tuple[str, ...]]) -> bool:
-        """Returns whether the module's outputs add up."""
+        """Returns True if the ranks' results add up to `expected`."""
         try:
             parts = [each.result.detach() for each in self.runs(ways, divided)]
         except (RuntimeError, ValueError, TypeError, IndexError, KeyError, ZeroDivisionError, AssertionError):
@@ -552,7 +556,7 @@ class _ExpertsProof(_Proof):
         return equal(parts, self.expected)
 
     def runs(self, ways: int, divided: Mapping[str, tuple[str, ...]]) -> Iterator[ModuleRun]:
-        """Yields the runs of all ranks' modules by themselves."""
+        """Yields the run of each rank's module. Raises `ValueError` if a size does not divide evenly."""
         for rank in range(ways):
             own = self.part(rank, ways, divided)
             if own is None:

@@ -1,7 +1,6 @@
-"""Models built from the same configuration with small sizes: twins.
+"""Models of a real model's class with small sizes: twins.
 
-A twin has few layers of each kind and keeps ratios: heads to key heads, widths to head sizes. Its windows and chunks are
-shorter than its sequences, so that a mask that is left out shows.
+A twin has few layers. The windows and chunks of a twin are shorter than its sequences.
 """
 
 import math
@@ -16,7 +15,7 @@ LENGTH, ROWS, VOCABULARY = 24, 2, 320
 _WINDOW, _CHUNK, _LAYERS, _MOST_LAYERS = 5, 8, 2, 16
 _HEAD_COUNT = re.compile(r"(^|_)(n|num)_?(\w+_)?heads?$|heads?$|key_value_heads|(^|_)n_groups$|num_query_groups$")
 _HEAD_SIZE = re.compile(r"head_?(dim|size)|d_head|d_kv$|dim_head|rotary_dim|qk_\w*dim|v_\w*head_dim")
-_STATE, _STATE_SIZE = re.compile(r"d_state$|state_size$"), 12  # unlike any product of other sizes
+_STATE, _STATE_SIZE = re.compile(r"d_state$|state_size$"), 12
 _LAYERS_TOO = ("num_layers", "n_layers", "n_layer")
 _WHOLE_HEAD = re.compile(r"head_?(dim|size)$|d_head$|d_kv$|dim_head$")
 _WIDTH = re.compile(r"(size|dim|width|rank|inner|ffn|d_ff|d_model|d_ssm|n_embd|channels|hidden\w*|d_inner)(_\w+)?$")
@@ -27,8 +26,7 @@ _OF_LAYERS = re.compile(r"(interval|pattern|step|period|frequency|every|freq)(_\
 def small(config: Any, layers: int | None = None) -> Any:
     """Returns the configuration of a twin: the class of `config` with small sizes, without dropout.
 
-    `layers` is the number of layers, the first of the model; by default, one layer of each kind that lists in the
-    configuration tell apart.
+    The twin has the first `layers` layers; by default, the layers that `_Shrink` chooses.
     """
     data = config.to_dict()
     shrunk = _Shrink(config, layers).of_mapping(data)
@@ -37,8 +35,8 @@ def small(config: Any, layers: int | None = None) -> Any:
 
 
 def build(config: Any, attention: str = "sdpa", device: str = "cpu") -> nn.Module:
-    """Returns the model of a configuration by its own class, in fp32 and evaluation mode. Code that a folder brings along
-    does not run."""
+    """Builds the model of a configuration in fp32 and evaluation mode. Runs no remote code. Falls back to eager
+    attention if the model has no `sdpa`."""
     from transformers import AutoModelForCausalLM
 
     fresh = type(config).from_dict(config.to_dict())
@@ -56,7 +54,8 @@ def build(config: Any, attention: str = "sdpa", device: str = "cpu") -> nn.Modul
 
 
 def build_small(config: Any) -> nn.Module:
-    """Returns the model of a twin with its own initial values; of few layers if those of all kinds do not build."""
+    """Builds a twin with its own initial values. Tries several numbers of layers; raises the first error if no number
+    works."""
     problem: Exception | None = None
     for layers in (None, 2, 4, 8):
         try:
@@ -75,20 +74,20 @@ def layers_of(model: nn.Module, blocks: str) -> nn.ModuleList:
 
 
 def general(name: str) -> str:
-    """Returns a name with stars for numbers of lists."""
+    """Replaces list numbers in a name by stars."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", name)
 
 
 def configurations_of(model: nn.Module) -> list[Any]:
-    """Returns the configurations of a model and its parts."""
+    """Returns the distinct configurations of a model's modules."""
     found = {id(each): each for each in (vars(module).get("config") for module in model.modules()) if each is not None}
     return [each for each in found.values() if hasattr(each, "to_dict")]
 
 
 @torch.no_grad()
 def enlarge(model: nn.Module) -> None:
-    """Replaces the twin's weights, so that activations are about 1, nothing is linear by smallness, and norms and biases
-    matter."""
+    """Replaces a twin's matrices by normal numbers of standard deviation 1.5 / sqrt(last dim), and adds normal numbers
+    of standard deviation 0.2 to vectors."""
     generator = torch.Generator().manual_seed(0)
     for _, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -99,19 +98,19 @@ def enlarge(model: nn.Module) -> None:
 
 
 def tokens_of_twin(config: Any, rows: int = ROWS, length: int = LENGTH) -> Tensor:
-    """Returns token ids for a twin, [rows, length], none of them special."""
+    """Returns token ids for a twin, [rows, length]."""
     generator = torch.Generator().manual_seed(1)
     vocab = vocabulary_of(config)
     return torch.randint(min(16, vocab // 2), vocab - 1, (rows, length), generator=generator)
 
 
 def vocabulary_of(config: Any) -> int:
-    """Returns the number of tokens of a model."""
+    """Returns the vocabulary size of a configuration; by default `VOCABULARY`."""
     return int(getattr(config.get_text_config(), "vocab_size", VOCABULARY))
 
 
 def arguments_of(model: nn.Module, **more: Any) -> dict[str, Any]:
-    """Returns the arguments of a forward pass without cache, of those that the model takes."""
+    """Returns those of the arguments `use_cache=False` and `more` that the model's forward pass takes."""
     import inspect
 
     taken = inspect.signature(model.forward).parameters
@@ -121,8 +120,8 @@ def arguments_of(model: nn.Module, **more: Any) -> dict[str, Any]:
 class _Shrink:
     """The rules by which sizes shrink.
 
-    Numbers of heads shrink by `heads`, sizes of heads by `columns`, widths by the product of both, so that products of
-    a configuration that are equal stay so.
+    Numbers of heads are divided by `heads`, head sizes by `columns`, and widths by the product of both factors, where
+    the numbers divide evenly.
     """
 
     def __init__(self, config: Any, layers: int | None) -> None:
@@ -147,7 +146,7 @@ class _Shrink:
         self.windows: dict[int, int] = {}
 
     def _layers(self, data: Mapping[str, Any], layers: int | None) -> list[int]:
-        """Returns the layers of the model that the twin has: the first of each kind, or the first `layers`."""
+        """Returns the numbers of the real layers that the twin has."""
         if layers is not None:
             return [*range(min(layers, self.depth))]
         lists = [value for value in data.values() if self._by_layer(value) and len({*map(str, value)}) <= 6]
@@ -165,7 +164,7 @@ class _Shrink:
 
     def _by_layer(self, value: Any) -> bool:
         if isinstance(value, str) and value != value.upper():
-            return False  # a word, no pattern with a letter for each layer
+            return False  # a word, not a pattern with one letter per layer
         return isinstance(value, list | tuple | str) and len(value) == self.depth > 1
 
     def of_mapping(self, data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -191,14 +190,14 @@ class _Shrink:
         return self.of_integer(name, value, path)
 
     def of_integer(self, key: str, value: int, path: str) -> int:
-        """Returns the small value of an integer, by what its name says it is."""
+        """Returns the small value of an integer setting, chosen by the setting's name."""
         if key.endswith(("token_id", "token_index", "_idx")) and "layer" not in key:
             return min(value, 15)
         if "vocab" in key:
             return min(value, VOCABULARY)
         if key in ("num_hidden_layers", *_LAYERS_TOO) and value == self.depth:
             return len(self.chosen)
-        if key in _LAYERS_TOO and value and self.depth % value == 0:  # layers of several sublayers
+        if key in _LAYERS_TOO and value and self.depth % value == 0:  # the setting counts groups of layers
             return max(1, len(self.chosen) * value // self.depth)
         if "layers_per" in key:
             return value
@@ -231,27 +230,27 @@ class _Shrink:
         return value
 
     def _indices(self, key: str, value: Any) -> bool:
-        """Returns whether a list has numbers of layers, in order."""
+        """Returns True for an ascending list of layer numbers."""
         if not re.search(r"layer|idx|indices|ids", key) or not isinstance(value, list | tuple) or not value:
             return False
         integers = all(isinstance(each, int) and not isinstance(each, bool) for each in value)
         return integers and [*value] == sorted({*value}) and max(value) <= self.depth
 
     def _by_number(self, value: Mapping[Any, Any], path: str) -> dict[Any, Any]:
-        """Returns settings of single layers, by the numbers that the twin's layers have."""
+        """Returns the small settings of single layers, by the twin's layer numbers."""
         of_layer = {int(number): each for number, each in value.items()}
         chosen = {where: of_layer[layer] for where, layer in enumerate(self.chosen) if layer in of_layer}
         return {where: self.of_mapping(each, f"{path}.") for where, each in chosen.items()}
 
     def _listed(self, key: str, value: Any, path: str) -> Any:
-        """Returns a list: of layers (those that the twin has), else with small elements."""
+        """Returns a list of layer numbers for the twin's layers, or another list with small elements."""
         if self._indices(key, value):
             offset = 0 if max(value) < self.depth else 1
             return [where + offset for where, layer in enumerate(self.chosen) if layer + offset in value]
         return [self.small_value(key, each, path) for each in value]
 
     def _rotary(self, value: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns settings of rotary embeddings, whose lists have one element per two columns of a head."""
+        """Returns small settings of rotary embeddings."""
         made: dict[str, Any] = {}
         for key, each in value.items():
             if isinstance(each, Mapping):
@@ -267,7 +266,7 @@ class _Shrink:
 
 
 def _divides(factor: int, size: int, sizes: list[int], part: float) -> bool:
-    """Returns whether sizes of heads can be divided by a factor, with an even number of rotated columns."""
+    """Returns True if head sizes may shrink by `factor`."""
     if factor == 1:
         return True
     if any(each % factor or each // factor < 4 for each in sizes):
@@ -283,14 +282,14 @@ def _shrinks(factor: int, counts: list[int]) -> bool:
 
 
 def _of_single_layers(value: Any) -> bool:
-    """Returns whether a value has settings by number of layer."""
+    """Returns True for a mapping from layer numbers to settings."""
     if not isinstance(value, Mapping) or not value:
         return False
     return all(str(key).isdecimal() and isinstance(each, Mapping) for key, each in value.items())
 
 
 def _rotated(data: Mapping[str, Any]) -> Iterable[float]:
-    """Yields the parts of a head's columns that are rotated."""
+    """Yields the rotated fractions of a head's columns."""
     for key, value in data.items():
         if isinstance(value, Mapping):
             yield from _rotated(value)
@@ -314,6 +313,6 @@ def _integers(data: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
 
 
 def factors_of(config: Any) -> tuple[int, int]:
-    """Returns by what numbers of heads and sizes of heads are divided."""
+    """Returns the factors by which numbers of heads and head sizes shrink."""
     shrink = _Shrink(config, None)
     return shrink.heads, shrink.columns
