@@ -70,8 +70,8 @@ def activation_bytes(
 ) -> Activations:
     """Returns the activation bytes of one microbatch of `micro_batch` sequences of `context` tokens.
 
-    `itemsize` is the number of bytes per element. `mesh` and `options` describe the parallelization, and whether
-    results of collectives are cached for recomputation. `layers` are the numbers of this rank's blocks, by default all.
+    `itemsize` is the number of bytes per element. `mesh` and `options` describe the parallelization. `layers` are the
+    numbers of this rank's blocks, by default of all blocks.
     `first` is true if the rank has the embedding, and `last` is true if it has the output layer, where `teachers` run.
     `load` is the load imbalance: the tokens of this rank's experts, relative to the mean. `splits` is true if a later
     part of the backward pass computes the weight gradients (Zero Bubble Pipeline Parallelism).

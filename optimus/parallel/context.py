@@ -1,10 +1,9 @@
 """Context parallelism: the ranks of a group split every sequence, and attention over the whole sequence is exact.
 
-In `RingSequence`, keys and values travel around the ranks (ring attention, Liu et al. 2023). Each rank computes with
-one rank's keys while it receives the next rank's keys. Each rank has a piece of the first half and the piece's mirror
-image in the second half (zig-zag order), which balances causal attention. `UlyssesSequence` uses one all-to-all to turn
-splits of the sequence into splits of the heads, and another all-to-all for the reverse (DeepSpeed-Ulysses, Jacobs et
-al. 2023).
+In `RingSequence`, keys and values travel around the ranks (ring attention, Liu et al. 2023). Each rank has a piece of
+the first half and the piece's mirror image in the second half (zig-zag order), which balances causal attention. In
+`UlyssesSequence`, an all-to-all turns splits of the sequence into splits of the heads, and another all-to-all turns the
+splits back (DeepSpeed-Ulysses, Jacobs et al. 2023).
 
 Legend: n ranks, B batch, L positions of a whole sequence, S = L / n positions of this rank, N heads, M heads of keys and
 values, D head size.
@@ -37,7 +36,7 @@ from optimus.kernels.documents import Documents
 from optimus.model.sequence import SequenceSplit
 from optimus.parallel.options import StageOptions
 
-Seen = Callable[[int], list[AttentionBlock]]  # the blocks by which this rank attends to rank number `int`
+Seen = Callable[[int], list[AttentionBlock]]  # maps a rank to the blocks by which this rank attends to that rank's keys
 
 
 class RingSequence(SequenceSplit):
@@ -45,8 +44,8 @@ class RingSequence(SequenceSplit):
 
     In the forward pass each rank sends keys and values n - 1 times: 2 (n - 1) B S M D numbers. In the backward pass the
     rank sends keys and values again, and sends gradients of keys and values n times: 2 n B S M D numbers in at least
-    fp32. Transfers to the next rank overlap with attention to the current keys. Autograd saves q, k, v, the output, and
-    one number per query and head.
+    fp32. Transfers to the next rank overlap with attention to the current keys. Autograd saves q, k, v, the output, the
+    attention sinks, and one number per query and head.
     """
 
     def __init__(self, group: Group, documents: Documents | None = None) -> None:
@@ -189,7 +188,7 @@ def _ring_backward(
 def _going_round(tensor: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
     """Yields (rank, the rank's tensor) for every rank, starting with this rank and `tensor`.
 
-    The next tensor arrives while the caller uses the current one.
+    The next tensor arrives while the caller uses the current tensor.
     """
     here = tensor
     for step in range(group.size - 1):
@@ -210,8 +209,9 @@ def _seen(
 ) -> list[AttentionBlock]:
     """Returns the blocks by which positions of `rank` attend to positions of rank `source`.
 
-    Each of the two ranks has `length` positions. Causal blocks come first. A rank's first piece precedes the first pieces of
-    higher ranks. A rank's second piece, the mirror image, follows the second pieces of higher ranks.
+    Each of the two ranks has `length` positions. A query's causal block precedes the query's other blocks. A rank's
+    first piece precedes the first pieces of higher ranks. A rank's second piece, the mirror image, follows the second
+    pieces of higher ranks.
     """
     half = length // 2
     if documents is None:
