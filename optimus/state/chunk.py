@@ -180,8 +180,8 @@ class TrainedChunk(Chunk):
         self.gradients.free()  # only after the views of the gradient buffer exist
 
     def skip(self) -> None:
-        """Drops gradients that wait for the update in the memory of the compute weights, and recomputes the compute
-        weights."""
+        """Drops gradients that wait for the update in the memory of the compute weights, and then recomputes the compute
+        weights. Without such gradients, changes nothing."""
         if self.part.status == "lent":
             self.gradients.clear()
             self.refresh_compute_copy()

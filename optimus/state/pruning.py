@@ -1,4 +1,4 @@
-"""Chooses the pruned elements by exact thresholds over all ranks, so that every layout finds the same masks.
+"""Chooses the pruned elements by exact thresholds over all ranks.
 
 Scores are non-negative fp32 numbers, whose bits, read as integers, have the same order. Two histograms, summed over the
 ranks, find the k-th largest score of all ranks. The first histogram counts the upper 16 bits. The second histogram
@@ -205,9 +205,8 @@ def distance(before: Mapping[str, Tensor], now: Mapping[str, Tensor], state: Mod
     """Returns the fraction of the elements unpruned by the masks `now` that the masks `before` prune, over the whole
     model. All ranks must call this function.
 
-    You et al. divide the number of differing elements by the number of all elements, which gives small values at a high
-    sparsity for any masks. All unpruned elements of a parameter without an earlier mask, for example after a change of
-    `pruning.targets`, count as pruned before.
+    You et al. instead divide the number of differing elements by the number of all elements. The elements of a
+    parameter without an earlier mask count as pruned before.
     """
     known = {name: before.get(name, torch.zeros_like(bits)) for name, bits in now.items()}
     new = _total(state, {name: bits_of(bits & ~known[name]) for name, bits in now.items()})
