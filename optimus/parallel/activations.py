@@ -72,9 +72,9 @@ def activation_bytes(
 
     `itemsize` is the number of bytes per element. `mesh` and `options` describe the parallelization. `layers` are the
     numbers of this rank's blocks, by default of all blocks.
-    `first` is true if the rank has the embedding, and `last` is true if it has the output layer, where `teachers` run.
-    `load` is the load imbalance: the tokens of this rank's experts, relative to the mean. `splits` is true if a later
-    part of the backward pass computes the weight gradients (Zero Bubble Pipeline Parallelism).
+    `first` is true if the rank has the embedding. `last` is true if the rank has the output layer, where `teachers`
+    run. `load` is the load imbalance: the tokens of this rank's experts, relative to the mean. `splits` is true if a
+    later part of the backward pass computes the weight gradients (Zero Bubble Pipeline Parallelism).
     """
     mesh, options = mesh or Mesh(), options or StageOptions()
     setting = ModuleSetting.canonical(config, mesh, options, context, itemsize, load, teachers, splits)

@@ -1,4 +1,4 @@
-"""Context parallelism: the ranks of a group split every sequence, and attention over the whole sequence is exact.
+"""Context parallelism: the ranks of a group split every sequence, and attend to the whole sequence.
 
 In `RingSequence`, keys and values travel around the ranks (ring attention, Liu et al. 2023). Each rank has a piece of
 the first half and the piece's mirror image in the second half (zig-zag order), which balances causal attention. In
@@ -229,7 +229,7 @@ def _seen(
         documents = Documents([ranks * length], 1)
     half //= documents.sequences
     mine, theirs = ([(0, each), (half, 2 * ranks - 1 - each)] for each in (rank, source))  # pairs (start, piece)
-    # The pairs of a piece with itself come first, because they have the causal blocks.
+    # The pairs of a piece with itself have the causal blocks, and come first.
     pairs = sorted(product(mine, theirs), key=lambda pair: pair[0][1] != pair[1][1])
     return capped((block for pair in pairs for block in _seen_in_piece(*pair, half, ranks, documents, window)), cap)
 

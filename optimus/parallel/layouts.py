@@ -45,9 +45,9 @@ def parameter_layouts(
     parameter, the parameter's gradient is replicated or a partial sum. The gradient is a partial sum if the parameter's
     input differs between the ranks of the axis:
 
-    - the residual stream differs along `tp_out` with `sequence`, where every rank has other rows,
+    - the residual stream differs along `tp_out` with `sequence`, where every rank has different rows,
     - whole tokens differ along both axes, except with `duplicates` (TED without duplicate token dropping),
-    - inner activations differ along `tp_out`, where every rank has other columns.
+    - inner activations differ along `tp_out`, where every rank has different columns.
 
     The gradient of a low-rank factor or of a scale is also a partial sum along an axis that shards a dim of
     `Declaration.factor_of`.

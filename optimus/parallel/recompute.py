@@ -44,10 +44,10 @@ def run_unit(modules: Sequence[nn.Module], function: Callable[..., Any], *args: 
 class Recompute:
     """Runs units, and recomputes the `chosen` activations.
 
-    `unit` runs modules by a function; `unit` may all-gather the modules' parameters before the function, and again for
-    the backward pass. `step` caches results of collectives; without `keep_collectives`, all ranks repeat the
-    collectives. Recomputation with cached results works only once, so a second backward pass through the same graph is
-    impossible.
+    `unit(modules, function, *args)` runs `function`, which runs `modules`. `unit` may all-gather the parameters of
+    `modules` before the function, and again for the backward pass. `step` caches results of collectives; without
+    `keep_collectives`, all ranks repeat the collectives. Recomputation with cached results works only once, so a second
+    backward pass through the same graph is impossible.
     """
 
     def __init__(

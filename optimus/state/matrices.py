@@ -92,7 +92,7 @@ def split_axes(layout: Layout, mesh: Mesh) -> tuple[str, ...]:
 
 
 class OverBlocks:
-    """Applies a function of whole matrices where every rank of a group has a block of each matrix.
+    """Applies a function to whole matrices of which every rank of a group has a block.
 
     An all-to-all gives each rank about the same number of whole matrices, and a second all-to-all returns the blocks of
     the results. Therefore the group computes each matrix once.

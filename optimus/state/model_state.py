@@ -312,8 +312,8 @@ class ModelState:
         """Switches to the evaluation weights (averaged, if the rule averages) inside the context. All ranks must
         call this method.
 
-        The method finishes running transfers, so that one rank can continue alone with parameters that are always whole on
-        the device.
+        The method finishes running transfers. Therefore one rank can continue alone if all parameters are always whole
+        on the device.
         """
         self.skip()  # the last step may be unfinished
         for chunk in self.chunks:

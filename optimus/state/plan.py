@@ -38,8 +38,7 @@ _CHUNKS = 8
 class ParameterSlot:
     """The elements of a chunk that hold this rank's slice of one parameter: elements `start` to `end`.
 
-    The space for the slice ends at `limit`, so that the largest slice of any rank fits. Therefore all ranks have the
-    same chunk layout.
+    The space for the slice ends at `limit`, so that the largest slice of any rank fits.
     """
 
     name: str

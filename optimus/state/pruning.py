@@ -59,8 +59,8 @@ def random_scores(seed: int) -> Score:
 
 
 def check_blocks(layouts: Mapping[str, Layout], mesh: Mesh) -> None:
-    """Raises `UserError` where a 16 x 16 block of these parameters would span several ranks, or a parameter is no
-    matrix."""
+    """Raises `UserError` where a 16 x 16 block of these parameters would span several ranks, or where a parameter has
+    fewer than two dims."""
     for name, layout in layouts.items():
         parts = layout.local_shape(mesh)[-2:]
         if len(layout.shape) < 2:

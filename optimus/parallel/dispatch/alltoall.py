@@ -1,4 +1,4 @@
-"""All-to-all dispatch: each token goes once to every rank that holds any of its experts.
+"""All-to-all dispatch: each token goes once to every rank that holds any of the token's experts.
 
 A rank sends a token with all routing weights and choices of the token. A rank with experts returns one row per received
 token: the weighted sum over the rank's experts. The token's rank adds these rows in rank order.
