@@ -40,8 +40,7 @@ class _Region(NamedTuple):
     saved: float
     cached: float  # the part of `saved` for results of collectives, which the cache frees during recomputation
     modules: list[tuple[float, float, float]]
-    """For each module: bytes of its recomputed activations, its peak transient bytes, and bytes of its deferred weight
-    gradients."""
+    """For each module: bytes of recomputed activations, peak transient bytes, bytes of deferred weight gradients."""
 
 
 class _Part(NamedTuple):
@@ -125,7 +124,7 @@ def _blocks(setting: ModuleSetting, sequences: int, numbers: tuple[int, ...], ki
 
 
 def _part(regions: Sequence[_Region]) -> _Part:
-    """Combines the bytes of consecutive regions by a walk through them in backward order."""
+    """Combines the bytes of consecutive regions by a walk through the regions in backward order."""
     live = saved = sum(region.saved for region in regions)
     above = -inf
     for region in reversed(regions):

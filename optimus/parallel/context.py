@@ -43,9 +43,9 @@ class RingSequence(SequenceSplit):
     """A `SequenceSplit` by ring attention: rank i has the pieces i and 2n - 1 - i of 2n pieces of every sequence.
 
     In the forward pass each rank sends keys and values n - 1 times: 2 (n - 1) B S M D numbers. In the backward pass the
-    rank sends keys and values again, and sends gradients of keys and values n times: 2 n B S M D numbers in at least
-    fp32. Transfers to the next rank overlap with attention to the current keys. Autograd saves q, k, v, the output, the
-    attention sinks, and one number per query and head.
+    rank sends keys and values again. The rank also sends the gradients of keys and values n times: 2 n B S M D numbers
+    in at least fp32. Transfers to the next rank overlap with attention to the current keys. Autograd saves q, k, v, the
+    output, the attention sinks, and one number per query and head.
     """
 
     def __init__(self, group: Group, documents: Documents | None = None) -> None:
@@ -167,7 +167,7 @@ def _ring_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k and v.
 
-    The gradients of k and v travel around the ring one step after their keys and values.
+    The gradients of k and v travel around the ring one step after k and v.
     """
     wide = lse_BNS.dtype
     q_grad = torch.zeros_like(q_BSND, dtype=wide)

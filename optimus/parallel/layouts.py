@@ -1,4 +1,4 @@
-"""The layouts of a model's parameters, derived from the declarations of its modules and one table of rules.
+"""The layouts of a model's parameters, derived from the parameters' declarations and one table of rules.
 
 The tensor-parallel grid has two axes (AxoNN, section 5.1.1). `tp_in` shards the residual stream's columns, and `tp_out`
 shards heads and feed-forward columns. So a projection from the residual stream to heads shards its outputs over

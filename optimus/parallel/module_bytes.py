@@ -376,5 +376,5 @@ def _no_stats(module: Any) -> RouterStats:
     return RouterStats(zeros_E, zeros_E, zeros_E.sum(), 0)
 
 
-# The second results of modules by kind; their first result is the output in the residual stream.
+# The second result of a module, by kind. A module's first result is the output in the residual stream.
 _BESIDE: dict[str, Callable[[nn.Module], RouterStats | None]] = {"mlp": lambda _: None, "moe": _no_stats}

@@ -61,11 +61,11 @@ class SplitProduct(Product):
         return _SplitProduct.apply(x, weight.flatten(0, -2), self, buffer)
 
     def gathered_rows(self, x_TL: Tensor) -> Tensor:
-        """Returns all rows of the input, all-gathered if they are sharded."""
+        """Returns all rows of the input, all-gathered with `gathers`."""
         return all_gather(x_TL, self.outputs) if self.gathers else x_TL
 
     def now_or_later(self, result: Result[Tensor]) -> Result[Tensor]:
-        """Returns `result`, and first waits for it unless communication overlaps with computation."""
+        """Returns `result`. Without `overlap`, first waits for the result."""
         if self.overlap:
             return result
         found = result.wait()

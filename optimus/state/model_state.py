@@ -84,7 +84,7 @@ class ModelState:
         self.pruned = PruningProgress()
         self._unlike = set(spec.rules.values())  # the distinct rules of all stages
         self.counters = {name: 0.0 for rule in self._unlike for name in rule.counters}
-        self._reducing = dict[GradientReduction, None]()  # the reductions in the order in which they last started
+        self._reducing = dict[GradientReduction, None]()  # reductions, in the order of the last start of each
         self._offloading: deque[GradientReduction] = deque()
         self._divided = divided
         self._chunks_by_stage = self._make_chunks(masks or {}, moves or transfers(device))
@@ -234,7 +234,7 @@ class ModelState:
         self.clear_gradients()
 
     def clear_gradients(self) -> None:
-        """Sets all gradients to zero; their reductions may be running."""
+        """Sets all gradients to zero, after the wait for running reductions."""
         self._reducing.clear()
         self._offloading.clear()
         for chunk in self.trained:
@@ -355,8 +355,8 @@ class ModelState:
             self._begin_offload(begun)
 
     def _begin_offload(self, gradients: GradientReduction) -> None:
-        """Starts the copy of a chunk's gradients to the host; if more than `_REDUCING` copies are running, waits for
-        the oldest copy and frees the device memory of its source.
+        """Starts the copy of a chunk's gradients to the host. If more than `_REDUCING` copies are running, waits for
+        the oldest copy and frees the device memory of the copied gradients.
 
         The method first finishes the reduction, because the copy needs the sums.
         """

@@ -124,8 +124,11 @@ class Placement:
         return self.plan.rule.averages or self.elements.prunes
 
     def weights(self, states: Mapping[str, Tensor]) -> Tensor:
-        """Returns this rank's shard of the weights for a checkpoint of weights alone: the compute weights, or master
-        weights from `states` where averaging or pruning makes the compute weights differ."""
+        """Returns this rank's shard of the weights for a checkpoint of weights alone.
+
+        The result is the compute weights, or the master weights from `states` where averaging or pruning makes the
+        compute weights differ.
+        """
         return states["model"] if self._computes_otherwise else self.compute_shard
 
     @property

@@ -84,8 +84,8 @@ class ShardStep(NamedTuple):
 class ChunkPlan:
     """The plan of a chunk: parameters with the same replicas and rule, sharded in steps.
 
-    `replica_count` ranks store the same shard. A pruned chunk has a `mask`, and its extents, lengths and borders count
-    compressed elements.
+    The *extent* of depth d is the slice of the chunk that this rank has after d steps. `replica_count` ranks store the
+    same shard. A pruned chunk has a `mask`; the extents, lengths and borders of such a chunk count compressed elements.
     """
 
     slots: tuple[ParameterSlot, ...]
@@ -115,7 +115,7 @@ class ChunkPlan:
         return self.borders[-1] // self.shard_count
 
     def extent(self, depth: int) -> slice:
-        """Returns the elements of the chunk that this rank has after `depth` steps."""
+        """Returns the extent of `depth`, in elements of the chunk."""
         first, number = self.shards(depth)
         return slice(self.borders[first], self.borders[first + number])
 
@@ -409,7 +409,7 @@ def chunk_buffers(
 
 
 def _compressed(plan: ChunkPlan, spec: StateSpec) -> ChunkPlan:
-    """Returns the plan with shards of equal length over its unpruned elements."""
+    """Returns the plan with shards of equal length over the unpruned elements."""
     unpruned = sum(spec.unpruned_of(slot) for slot in plan.slots)
     borders = plan.tiling.borders([], aligned(unpruned, plan.align), [0] * plan.shard_count, plan.align)
     return replace(plan, borders=borders, mask=MaskPlan(plan.size, unpruned, spec.mask_form))

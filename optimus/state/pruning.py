@@ -214,8 +214,11 @@ def distance(before: Mapping[str, Tensor], now: Mapping[str, Tensor], state: Mod
 
 
 def unpruned_share(state: ModelState, sizes: Mapping[str, int]) -> float:
-    """Returns the unpruned fraction of the parameters in `sizes`, their numbers of elements in the whole model. All ranks
-    must call this function."""
+    """Returns the unpruned fraction of the parameters in `sizes`, over the whole model. All ranks must call this
+    function.
+
+    `sizes` gives, by name, each parameter's number of elements in the whole model.
+    """
     slots = [slot for chunk in state.trained for slot in chunk.plan.slots if slot.name in sizes]
     return _total(state, {slot.name: state.spec.unpruned_of(slot) for slot in slots}) / sum(sizes.values())
 

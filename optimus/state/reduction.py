@@ -74,8 +74,8 @@ class GradientReduction:
         # This group has no watch; `_start` reports the inputs of reductions to the watch.
         self.replica_group = chunk.context.copies.unwatched
         self.buffers: dict[nn.Parameter, ChunkGradient] = {}
-        # For each backward pass with some but not all gradients of this chunk: the number of parameters that the pass
-        # no longer needs, and the number of gradients in the buffer.
+        # For each backward pass that lacks gradients of this chunk: the number of parameters that the pass no longer
+        # needs, and the number of gradients in the buffer.
         self._found, self._added = Counter[tuple[int, int] | None](), Counter[tuple[int, int] | None]()
         self.sum, self._host = Status("sum"), Status("host gradients")
         self._turn = InTurn()

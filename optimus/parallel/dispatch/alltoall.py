@@ -73,8 +73,9 @@ def _selected(values: Tensor, chosen: Tensor, number: int) -> Tensor:
 class ExchangeCounts(NamedTuple):
     """Counts of an exchange, on the host.
 
-    `send` and `receive` are the numbers of rows for and from each rank. `tokens` are the numbers of tokens that each rank
-    with shards of the same experts received, and `choices` is the number of choices of local experts among these tokens.
+    `send` and `receive` are the numbers of rows for and from each rank. `tokens` are the numbers of tokens that each
+    rank with shards of the same experts received. `choices` is the number of choices of local experts among these
+    tokens.
     """
 
     send: list[int]
@@ -87,8 +88,8 @@ class AllToAllDispatch:
     """A `TokenDispatcher` over the ranks of `group`, which hold `experts_per_rank` experts each, in rank order.
 
     The group `parts` may shard the experts; the ranks of `parts` have different groups `group`. The ranks of `parts`
-    all-gather the tokens that they received, and sum the results of their shards of the experts (TED, section 7.2).
-    With `duplicates`, all ranks of `parts` send and receive the same tokens, so the ranks only sum.
+    all-gather the received tokens, and sum the results of the shards of the experts (TED, section 7.2). With
+    `duplicates`, all ranks of `parts` send and receive the same tokens, so the ranks only sum.
 
     T may differ between ranks, and may be 0. `overlapped` computation runs during communication (Megatron-Core's
     overlap of shared experts).

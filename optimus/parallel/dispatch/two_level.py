@@ -31,7 +31,7 @@ class TwoLevelDispatch:
     def __init__(
         self, across: Group, within: Group, experts_per_rank: int, parts: Group, *, duplicates: bool = False
     ) -> None:
-        alone = Group([parts.ranks[parts.rank]], 0)  # the level within the node sums over shards of experts
+        alone = Group([parts.ranks[parts.rank]], 0)  # `within` sums over shards of experts
         self.across = AllToAllDispatch(across, within.size * experts_per_rank, alone)
         self.within = AllToAllDispatch(within, experts_per_rank, parts, duplicates=duplicates)
 
@@ -45,7 +45,7 @@ class TwoLevelDispatch:
     ) -> Tensor:
         """Dispatches and combines by five all-to-alls over each of the two groups.
 
-        The host waits once for the counts of both levels. The result is [T, H].
+        The host waits once for the counts of both groups. The result is [T, H].
         """
         across, within = cached(lambda: read_counts(*self._exchange_counts(indices_TK)), self.across.group)
         on_node = partial(self._on_node, experts, ExchangeCounts(*within))
@@ -63,7 +63,7 @@ class TwoLevelDispatch:
         return self.within.exchange(x_RH, weights_RK, local_RK, experts, counts)
 
     def _exchange_counts(self, indices_TK: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yields the counts of the level across nodes, then of the level within the node.
+        """Yields the counts for `across`, then for `within`.
 
         This rank dispatches within its node the rows that other nodes send to this rank. Therefore the other nodes also
         send the counts for this dispatch.
