@@ -111,9 +111,9 @@ def buffers(
     unless the rule averages weights, the chunk is pruned, or the chunk is `prunable` with its optimizer state on a
     disk.
 
-    Offloaded gradients wait for the update in the host memory of the parameters (Elixir, section 6), if gradients and
-    parameters have the same type and the chunk has master weights. Gradients that accumulate on the host have separate
-    memory, because the step still uses the parameters.
+    Offloaded gradients of the parameters' type wait for the update in the host memory of the parameters (Elixir,
+    section 6), if the master weights are a separate buffer. Gradients that accumulate on the host have separate memory,
+    because the step still uses the parameters.
 
     The disk record of `prunable` parameters, which may be `pruned` later, reserves the space of their master weights
     from the beginning.

@@ -50,7 +50,7 @@ class AllElements:
         return torch.ones(end - start, dtype=torch.bool)
 
     def borders(self, compressed: Sequence[int]) -> list[int]:
-        """Returns the borders of shards in the dense form. `compressed` are the borders in the compressed form."""
+        """Returns the borders of shards in the dense form. `compressed` has the borders in the compressed form."""
         return [*compressed]
 
     def compress(self, dense: Tensor, length: int) -> Tensor:

@@ -84,7 +84,7 @@ class ModelState:
         self.pruned = PruningProgress()
         self._unlike = set(spec.rules.values())  # the distinct rules of all stages
         self.counters = {name: 0.0 for rule in self._unlike for name in rule.counters}
-        self._reducing = dict[GradientReduction, None]()  # reductions, in the order of the last start of each
+        self._reducing = dict[GradientReduction, None]()  # reductions, in the order of their last starts
         self._offloading: deque[GradientReduction] = deque()
         self._divided = divided
         self._chunks_by_stage = self._make_chunks(masks or {}, moves or transfers(device))
