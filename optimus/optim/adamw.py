@@ -24,15 +24,15 @@ class AdamW(UpdateRule):
     eps: float
 
     def update(self, now: OptimizerStep, tile: Tile) -> None:
-        """Updates the tile like `UpdateRule.update`, but with Triton in one kernel, and on an accelerator's host in one
-        pass."""
+        """Updates the tile like `UpdateRule.update`: with Triton in one kernel, and on the host of an accelerator in
+        one pass."""
         weight, gradient, (m, v), copy, _ = tile
         factors = self.beta1, self.beta2, self.eps, self.weight_decay
         if backend.use_triton(weight):
             from optimus.kernels.triton import adamw as kernels
 
             kernels.adamw(factors, now.step, self.rate(now), weight, gradient, m, v, now.gradient_scale, copy)
-        # Offloaded state on a machine with an accelerator.
+        # A tile on the host of a machine with an accelerator.
         elif weight.device.type == "cpu" and torch.accelerator.is_available():
             numbers = AdamWFactors.at_step(now.step, self.rate(now), *factors, now.gradient_scale)
             adamw_in_one_pass(weight, gradient, m, v, copy, numbers)

@@ -11,7 +11,7 @@ from optimus.optim.rules import BETAS, RuleRow
 class Lion(UpdateRule):
     """Lion with one buffer, the momentum m.
 
-    The updates are signs, so Lion needs a lower learning rate and a higher weight decay than AdamW.
+    Lion needs a lower learning rate and a higher weight decay than AdamW.
     """
 
     kinds: ClassVar[tuple[str, ...]] = ("lion.m",)

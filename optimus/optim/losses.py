@@ -1,4 +1,4 @@
-"""The table of training losses. A configuration chooses a loss by name, and the module imports no torch.
+"""The table of training losses. A configuration chooses a loss by name. The module imports no torch.
 
 Legend: T tokens, V vocabulary.
 """
@@ -19,9 +19,9 @@ CROSS_ENTROPY = "cross-entropy"
 class LossRow:
     """A loss of predicted tokens.
 
-    `function(logits_TV, target_T, **options)` returns the loss of each token [T] from fp32 logits of the whole vocabulary;
-    autograd computes the gradient. The function gets a block of tokens at a time, so a token's loss must not depend on other
-    tokens. The field `options` has the names and default values of the loss's parameters.
+    `function(logits_TV, target_T, **options)` returns the loss of each token [T] from logits of the whole vocabulary;
+    autograd computes the gradient. A call gets some of a microbatch's tokens, so a token's loss must not depend on
+    other tokens. The field `options` has the names and default values of the loss's parameters.
     """
 
     name: str

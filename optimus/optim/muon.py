@@ -16,8 +16,7 @@ from optimus.optim.rules import RuleRow
 # Number of Newton-Schulz steps, and Jordan's coefficients, which give the polynomial a steep slope at zero.
 STEPS, _A, _B, _C = 5, 3.4445, -4.7750, 2.0315
 _LEAST_NORM = 1e-7
-# Approximate root mean square of an update. AdamW's updates are about as large, so AdamW's learning rate and decay suit
-# Muon.
+# Approximate root mean square of an update divided by the learning rate, as with AdamW.
 _ROOT_MEAN_SQUARE = 0.2
 
 

@@ -15,10 +15,10 @@ from optimus.optim.rule import OptimizerStep, Tile, TilingName, UpdateRule
 class Reptile(UpdateRule):
     """Applies `inner` at every update, and a Reptile step after every `every` updates.
 
-    A Reptile step moves the weights back towards the weights after the previous Reptile step, or at first towards the
-    initial weights. The new weights lie at the fraction `share` of the way from the earlier weights to the current
-    weights. The rule stores the earlier weights in addition to the buffers of `inner`. The weight decay and the
-    learning rate of `inner` apply.
+    A Reptile step moves the weights towards the weights after the previous Reptile step, or at first towards the
+    weights before the first update. The new weights lie at the fraction `share` of the way from these earlier weights
+    to the current weights. The rule stores the earlier weights in addition to the buffers of `inner`. The weight decay
+    and the learning rate of `inner` apply.
     """
 
     inner: UpdateRule

@@ -16,7 +16,7 @@ MatrixFunction = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 
 
 class OptimizerStep(NamedTuple):
-    """The current optimizer step."""
+    """The numbers of an optimizer step, equal for all tiles."""
 
     step: int  # number of updates up to and including this step
     lr: float  # learning rate of the schedule
@@ -48,7 +48,7 @@ class Tile(NamedTuple):
 class Rule:
     """The rule by which an optimizer step changes parameters. A chunk contains parameters with equal rules."""
 
-    trains: ClassVar[bool] = False  # True if the rule changes the weights; other weights need no gradient
+    trains: ClassVar[bool] = False  # True if the rule changes the weights
     kinds: ClassVar[tuple[str, ...]] = ()  # names of the rule's fp32 buffers in checkpoints
     tiling: ClassVar[TilingName] = "flat"  # `flat`: tiles of any length; `matrices`: tiles of matrices
     averages: ClassVar[bool] = False  # True if the model's weights are averages, and training uses other weights

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RuleRow:
-    """An update rule.
+    """A row of `RULES`.
 
     `kind` is the class of the rule. `keys` maps hyperparameters of the rule, besides those of `UpdateRule`, to keys of the
     configuration's section `optimizer`; `betas.0` is the first of `betas`. The key `optimizer.options` sets

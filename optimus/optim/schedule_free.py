@@ -1,8 +1,7 @@
 """Schedule-free AdamW (Defazio et al. 2024, algorithm 1) on flat tensors.
 
 The weights are x, an average of the iterates z. The model computes gradients at y, an interpolation between x and z.
-The algorithm suits a constant learning rate after a warm-up. A decaying learning rate gives late iterates less weight
-in the average.
+The algorithm suits a constant learning rate after a warm-up.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,7 +48,7 @@ class ScheduleFree(UpdateRule):
         out.copy_(moments[0].lerp(weight, self.beta1))
 
     def count(self, counters: Mapping[str, float], step: int, lr: float) -> dict[str, float]:
-        """Returns the sum of the average's weights over all steps up to `step`.
+        """Returns `weight_sum`, the sum of the average's weights over all steps up to `step`.
 
         The weight of a step is the square of the step's learning rate, corrected for the bias of the second moment.
         """

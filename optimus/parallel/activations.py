@@ -40,8 +40,7 @@ class _Region(NamedTuple):
     saved: float
     cached: float  # the part of `saved` for results of collectives, which the cache frees during recomputation
     modules: list[tuple[float, float, float]]
-    """For each module: bytes of its recomputed activations, its peak transient bytes, and bytes of its deferred weight
-    gradients."""
+    """For each module: bytes of recomputed activations, peak transient bytes, bytes of deferred weight gradients."""
 
 
 class _Part(NamedTuple):
@@ -70,11 +69,11 @@ def activation_bytes(
 ) -> Activations:
     """Returns the activation bytes of one microbatch of `micro_batch` sequences of `context` tokens.
 
-    `itemsize` is the number of bytes per element. `mesh` and `options` describe the parallelization, and whether
-    results of collectives are cached for recomputation. `layers` are the numbers of this rank's blocks, by default all.
-    `first` is true if the rank has the embedding, and `last` is true if it has the output layer, where `teachers` run.
-    `load` is the load imbalance: the tokens of this rank's experts, relative to the mean. `splits` is true if a later
-    part of the backward pass computes the weight gradients (Zero Bubble Pipeline Parallelism).
+    `itemsize` is the number of bytes per element. `mesh` and `options` describe the parallelization. `layers` are the
+    numbers of this rank's blocks, by default of all blocks.
+    `first` is true if the rank has the embedding. `last` is true if the rank has the output layer, where `teachers`
+    run. `load` is the load imbalance: the tokens of this rank's experts, relative to the mean. `splits` is true if a
+    later part of the backward pass computes the weight gradients (Zero Bubble Pipeline Parallelism).
     """
     mesh, options = mesh or Mesh(), options or StageOptions()
     setting = ModuleSetting.canonical(config, mesh, options, context, itemsize, load, teachers, splits)
@@ -125,7 +124,7 @@ def _blocks(setting: ModuleSetting, sequences: int, numbers: tuple[int, ...], ki
 
 
 def _part(regions: Sequence[_Region]) -> _Part:
-    """Combines the bytes of consecutive regions by a walk through them in backward order."""
+    """Combines the bytes of consecutive regions by a walk through the regions in backward order."""
     live = saved = sum(region.saved for region in regions)
     above = -inf
     for region in reversed(regions):

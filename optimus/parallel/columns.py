@@ -30,6 +30,6 @@ class SplitColumns(Columns):
 
 
 def columns_of(groups: Groups) -> Columns:
-    """Returns the columns that the tensor-parallel ranks share."""
+    """Returns the `Columns` that the ranks along `tp_out` share."""
     group = groups.along("tp_out")
     return WHOLE if group.size == 1 else SplitColumns(group)

@@ -1,10 +1,9 @@
-"""Context parallelism: the ranks of a group split every sequence, and attention over the whole sequence is exact.
+"""Context parallelism: the ranks of a group split every sequence, and attend to the whole sequence.
 
-In `RingSequence`, keys and values travel around the ranks (ring attention, Liu et al. 2023). Each rank computes with
-one rank's keys while it receives the next rank's keys. Each rank has a piece of the first half and the piece's mirror
-image in the second half (zig-zag order), which balances causal attention. `UlyssesSequence` uses one all-to-all to turn
-splits of the sequence into splits of the heads, and another all-to-all for the reverse (DeepSpeed-Ulysses, Jacobs et
-al. 2023).
+In `RingSequence`, keys and values travel around the ranks (ring attention, Liu et al. 2023). Each rank has a piece of
+the first half and the piece's mirror image in the second half (zig-zag order), which balances causal attention. In
+`UlyssesSequence`, an all-to-all turns splits of the sequence into splits of the heads, and another all-to-all turns the
+splits back (DeepSpeed-Ulysses, Jacobs et al. 2023).
 
 Legend: n ranks, B batch, L positions of a whole sequence, S = L / n positions of this rank, N heads, M heads of keys and
 values, D head size.
@@ -37,16 +36,16 @@ from optimus.kernels.documents import Documents
 from optimus.model.sequence import SequenceSplit
 from optimus.parallel.options import StageOptions
 
-Seen = Callable[[int], list[AttentionBlock]]  # the blocks by which this rank attends to rank number `int`
+Seen = Callable[[int], list[AttentionBlock]]  # maps a rank to the blocks by which this rank attends to that rank's keys
 
 
 class RingSequence(SequenceSplit):
     """A `SequenceSplit` by ring attention: rank i has the pieces i and 2n - 1 - i of 2n pieces of every sequence.
 
     In the forward pass each rank sends keys and values n - 1 times: 2 (n - 1) B S M D numbers. In the backward pass the
-    rank sends keys and values again, and sends gradients of keys and values n times: 2 n B S M D numbers in at least
-    fp32. Transfers to the next rank overlap with attention to the current keys. Autograd saves q, k, v, the output, and
-    one number per query and head.
+    rank sends keys and values again. The rank also sends the gradients of keys and values n times: 2 n B S M D numbers
+    in at least fp32. Transfers to the next rank overlap with attention to the current keys. Autograd saves q, k, v, the
+    output, the attention sinks, and one number per query and head.
     """
 
     def __init__(self, group: Group, documents: Documents | None = None) -> None:
@@ -168,7 +167,7 @@ def _ring_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k and v.
 
-    The gradients of k and v travel around the ring one step after their keys and values.
+    The gradients of k and v travel around the ring one step after k and v.
     """
     wide = lse_BNS.dtype
     q_grad = torch.zeros_like(q_BSND, dtype=wide)
@@ -189,7 +188,7 @@ def _ring_backward(
 def _going_round(tensor: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
     """Yields (rank, the rank's tensor) for every rank, starting with this rank and `tensor`.
 
-    The next tensor arrives while the caller uses the current one.
+    The next tensor arrives while the caller uses the current tensor.
     """
     here = tensor
     for step in range(group.size - 1):
@@ -210,8 +209,9 @@ def _seen(
 ) -> list[AttentionBlock]:
     """Returns the blocks by which positions of `rank` attend to positions of rank `source`.
 
-    Each of the two ranks has `length` positions. Causal blocks come first. A rank's first piece precedes the first pieces of
-    higher ranks. A rank's second piece, the mirror image, follows the second pieces of higher ranks.
+    Each of the two ranks has `length` positions. A query's causal block precedes the query's other blocks. A rank's
+    first piece precedes the first pieces of higher ranks. A rank's second piece, the mirror image, follows the second
+    pieces of higher ranks.
     """
     half = length // 2
     if documents is None:
@@ -229,7 +229,7 @@ def _seen(
         documents = Documents([ranks * length], 1)
     half //= documents.sequences
     mine, theirs = ([(0, each), (half, 2 * ranks - 1 - each)] for each in (rank, source))  # pairs (start, piece)
-    # The pairs of a piece with itself come first, because they have the causal blocks.
+    # The pairs of a piece with itself have the causal blocks, and come first.
     pairs = sorted(product(mine, theirs), key=lambda pair: pair[0][1] != pair[1][1])
     return capped((block for pair in pairs for block in _seen_in_piece(*pair, half, ranks, documents, window)), cap)
 

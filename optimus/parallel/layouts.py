@@ -1,9 +1,8 @@
-"""The layouts of a model's parameters, derived from the declarations of its modules and one table of rules.
+"""The layouts of a model's parameters, derived from the parameters' declarations and one table of rules.
 
-One axis of the tensor-parallel grid shards a projection's outputs, and the other axis shards its inputs. Projections
-from the residual stream to heads or feed-forward columns shard their outputs over `tp_out`. Projections back to the
-residual stream are 'transposed' (AxoNN, section 5.1.1): they shard their inputs over `tp_out`. So `tp_in` shards the
-residual stream's columns, and `tp_out` shards heads and feed-forward columns. With `tp_in` 1, the scheme is
+The tensor-parallel grid has two axes (AxoNN, section 5.1.1). `tp_in` shards the residual stream's columns, and `tp_out`
+shards heads and feed-forward columns. So a projection from the residual stream to heads shards its outputs over
+`tp_out`, and a projection back to the residual stream shards its inputs over `tp_out`. With `tp_in` 1, the scheme is
 Megatron-LM's tensor parallelism.
 """
 
@@ -15,7 +14,7 @@ from optimus.comm import Group, Groups
 from optimus.mesh import Layout
 from optimus.model.parameters import Declaration, Dim, declarations
 
-RULES: dict[Dim, str] = {  # maps a logical dim to the mesh axis that shards it; all other dims are not sharded
+RULES: dict[Dim, str] = {  # maps a logical dim to the mesh axis that shards the dim
     "vocab": "tp_out",
     "residual": "tp_in",
     "heads": "tp_out",
@@ -43,12 +42,12 @@ def parameter_layouts(
     """Returns the layouts by parameter name, for a model with whole parameters (typically on the meta device).
 
     Parameters outside the experts are replicated over the data axes. Along a tensor-parallel axis that does not shard a
-    parameter, its gradient is replicated or a partial sum. The gradient is a partial sum if the parameter's input differs
-    between the ranks of the axis:
+    parameter, the parameter's gradient is replicated or a partial sum. The gradient is a partial sum if the parameter's
+    input differs between the ranks of the axis:
 
-    - the residual stream differs along `tp_out` with `sequence`, where every rank has other rows,
+    - the residual stream differs along `tp_out` with `sequence`, where every rank has different rows,
     - whole tokens differ along both axes, except with `duplicates` (TED without duplicate token dropping),
-    - inner activations differ along `tp_out`, where every rank has other columns.
+    - inner activations differ along `tp_out`, where every rank has different columns.
 
     The gradient of a low-rank factor or of a scale is also a partial sum along an axis that shards a dim of
     `Declaration.factor_of`.

@@ -1,11 +1,9 @@
 """Activation bytes of a model's modules, measured by running the modules on shapes alone, forward and backward.
 
-This module builds the modules for one rank of a mesh, with that rank's shards of the parameters, and runs them on
-tensors without data (`shapes.py`). Blocks of the same shapes share their measurements. The module extrapolates the
-bytes of many sequences from two measurements with few sequences: after every operation, the number of live bytes grows
-almost linearly with the number of sequences.
-
-Tokens choose experts at random, all experts alike, or this rank's experts `load` times as often as the mean.
+This file builds the modules for one rank of a mesh, with that rank's shards of the parameters, and runs the modules on
+tensors without data (`shapes.py`). Blocks of the same shapes share their measurements. The number of live bytes after
+an operation grows almost linearly with the number of sequences. Therefore two measurements with few sequences give the
+bytes of many sequences. Tokens choose experts at random.
 """
 
 from collections.abc import Callable, Sequence
@@ -105,11 +103,11 @@ class ModuleBytes(NamedTuple):
     saved: float  # bytes saved from the forward to the backward pass, including the input
     works: Sequence[float]  # transient bytes after each operation of the backward pass
     waiting: float = 0.0  # bytes after the backward pass, for deferred weight gradients
-    source: tuple[int, ...] = ()  # position of the first module with the same input, which is saved only once
+    source: tuple[int, ...] = ()  # position of the first module with the same input; one input is saved only once
 
     @property
     def work(self) -> float:
-        """Peak of the transient bytes."""
+        """Peak of the transient bytes in the backward pass."""
         return max(self.works)
 
 
@@ -271,15 +269,16 @@ class _Run(NamedTuple):
 class _Measuring:
     """Runs a block, whose modules may run in any order, and attributes bytes to its modules.
 
-    The storages that a module creates count with this module, except inputs of other modules: an input counts with the
-    first module that reads it. Storages that the block creates between two modules count with the later module.
+    The storages that a module creates count with this module, except inputs of other modules. An input counts with the
+    first module that reads the input. Storages that the block creates between two modules count with the later module.
     """
 
     def __init__(self, block: nn.Module, shapes: Shapes, *, step: StepContext, experts: bool, again: bool) -> None:
         self._block, self._shapes, self._step = block, shapes, step
         self._experts, self._again = experts, again
         self._runs: list[_Run] = []
-        self._begun: list[tuple[int, int, int]] = []  # backward: (run, numbers of earlier operations and deferrals)
+        # For each backward pass of a run: (run, number of earlier operations, number of earlier deferred computations).
+        self._begun: list[tuple[int, int, int]] = []
         for unit in units_of(block):
             unit.run_by(partial(self._run_unit, unit))
 
@@ -290,7 +289,8 @@ class _Measuring:
         on the residual stream."""
         shapes, leaf, gradient = self._shapes, x_TH.requires_grad_(), torch.empty_like(x_TH)
         start, before = shapes.alive, shapes.made
-        # `* 1` stands for the blocks before and after: it saves nothing, and autograd frees gradients as between blocks.
+        # `* 1` stands for a neighbouring block. The product saves nothing, and autograd frees gradients as between
+        # blocks.
         x_TH, stats = run(leaf * 1)
         sums = () if stats is None else (stats.probabilities_E, stats.z)
         outputs = [x_TH * 1, *(each for each in sums if each.requires_grad)]
@@ -334,7 +334,7 @@ class _Measuring:
         history.append(self._shapes.alive)
 
     def _found(self, saved_sizes: dict[int, int], start: int, deferred: list[Any]) -> dict[ModulePosition, ModuleBytes]:
-        """Returns the bytes by module. `saved_sizes` maps the storages that the forward pass saved to their sizes.
+        """Returns the bytes by position. `saved_sizes` maps the storages that the forward pass saved to their sizes.
 
         The transient bytes follow from the history of the backward pass, and the waiting bytes from the `deferred` weight
         gradients.
@@ -376,5 +376,5 @@ def _no_stats(module: Any) -> RouterStats:
     return RouterStats(zeros_E, zeros_E, zeros_E.sum(), 0)
 
 
-# The second results of modules by kind; their first result is the output in the residual stream.
+# The second result of a module, by kind. A module's first result is the output in the residual stream.
 _BESIDE: dict[str, Callable[[nn.Module], RouterStats | None]] = {"mlp": lambda _: None, "moe": _no_stats}

@@ -1,4 +1,4 @@
-"""Norms of rows whose columns are sharded over a group, whose ranks all-reduce the means over a row.
+"""Norms of rows whose columns are sharded over a group. The ranks of the group all-reduce the means of the rows.
 
 Legend: T rows, H columns of this rank.
 """

@@ -1,10 +1,8 @@
 """Turns a model written for one device into a model for a mesh.
 
-`parallelize` makes replacements, whose order does not matter. Each replacement sets one attribute of some modules, for
-example the matmul of projections. Modules and parameters keep their names; `layouts.py` determines the shard of each
+`parallelize` replaces attributes of modules, for example the matmul of projections. A module's class lists these
+attributes in `replaceable`. Modules and parameters keep their names; `layouts.py` determines the shard of each
 parameter that a rank holds.
-
-A class declares its replaceable attributes itself (`replaceable`), so `parallelize` also works on user-defined modules.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -40,7 +38,7 @@ def parallelize(
     unit: Callable[..., Any] = run_unit,
     rows: Iterable[BlockRow] = (),
 ) -> Model:
-    """Makes `model`, or a rank's stages of it, compute with this rank's shards of the parameters, and returns `model`.
+    """Makes `model` compute with this rank's shards of the parameters, and returns `model`.
 
     The backward pass adds weight gradients to their buffers in `gradients`, which the caller may fill later. `unit`
     runs a unit and may all-gather the unit's parameters first (see `Recompute`). `rows` are further sequences of the

@@ -1,15 +1,13 @@
 """Activation checkpointing: the chosen modules save their inputs and results of collectives, and the backward pass
 recomputes their activations.
 
-Users choose modules of every n-th block (selective activation checkpointing, the Optimus paper, section 1). Or users
-choose segments of n whole blocks (`ac` blocks in the dissertation on AxoNN, section 3.3.1). If users choose a norm and
-the module that reads the norm's output, the backward pass recomputes both modules together. Then autograd does not save
-the activation between the modules either.
+Users choose modules of every n-th block (selective activation checkpointing, the Optimus paper, section 1), or segments
+of n whole blocks (`ac` blocks in the dissertation on AxoNN, section 3.3.1). If users choose a norm and the module that
+reads the norm's output, the backward pass recomputes both modules together. Then autograd does not save the activation
+between the modules either.
 
-The router's statistics are ordinary outputs, so recomputation does not count them twice. Our modules draw no random
-numbers, so recomputation saves no generator state. By default, recomputation reuses cached results of collectives
-(communication-aware checkpointing, TED, section 7.3). If memory is scarcer than communication, recomputation can repeat
-the collectives.
+Recomputation saves no state of random-number generators. By default, recomputation reuses cached results of collectives
+(communication-aware checkpointing, TED, section 7.3); otherwise, recomputation repeats the collectives.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -46,10 +44,10 @@ def run_unit(modules: Sequence[nn.Module], function: Callable[..., Any], *args: 
 class Recompute:
     """Runs units, and recomputes the `chosen` activations.
 
-    `unit` runs modules by a function; `unit` may all-gather the modules' parameters before the function, and again for
-    the backward pass. `step` caches results of collectives; without `keep_collectives`, all ranks repeat the
-    collectives. Recomputation with cached results works only once, so a second backward pass through the same graph is
-    impossible.
+    `unit(modules, function, *args)` runs `function`, which runs `modules`. `unit` may all-gather the parameters of
+    `modules` before the function, and again for the backward pass. `step` caches results of collectives; without
+    `keep_collectives`, all ranks repeat the collectives. Recomputation with cached results works only once, so a second
+    backward pass through the same graph is impossible.
     """
 
     def __init__(
@@ -64,7 +62,7 @@ class Recompute:
         self._contexts = self._caching if keep_collectives else noop_context_fn
 
     def arrange(self, rows: Iterable[BlockRow], others: Iterable[Unit]) -> None:
-        """Sets itself as the runner of the units of the blocks in `rows`, and of the units in `others`."""
+        """Makes this object the runner of the units of the blocks in `rows`, and of the units in `others`."""
         kinds, every = self._chosen
         for row in rows:
             if "block" in kinds:
@@ -76,7 +74,7 @@ class Recompute:
             self.arrange_unit(unit)
 
     def arrange_unit(self, unit: Unit, kinds: Collection[str] = ()) -> None:
-        """Sets itself as the runner of a unit, and recomputes the unit's modules of these kinds, neighbours
+        """Makes this object the runner of a unit, and recomputes the unit's modules of these kinds, neighbours
         together."""
         calls = []
         for again, steps in groupby(unit.steps, lambda step: step[0] in kinds):
@@ -90,9 +88,6 @@ class Recompute:
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=self._contexts)
 
     def _caching(self) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-        """Returns the contexts of the first run and of the recomputation.
-
-        Each call gets its own cache, because other calls may run before the backward pass of this call.
-        """
+        """Returns the contexts of the first run and of the recomputation, with a new cache for each call."""
         cache = CollectiveCache()
         return self._step.recording(cache), self._step.repeating(cache)

@@ -108,12 +108,12 @@ class Shapes(TorchDispatchMode):
     data, and `alive` counts the live bytes.
 
     `topk` draws distinct columns at random: the first `busy` columns about `load` times as often as the mean, and all
-    other columns equally often. The rows consist of `repeats` equal parts with the same draws.
+    other columns equally often. Along the rows, the same draws recur `repeats` times.
     """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Returns False, which saves time in every operation: nothing within this context is compiled."""
+        """Returns False to save time in every operation. The context must not enclose compiled functions."""
         return False
 
     def __init__(self, load: float = 1.0, busy: int = 1, repeats: int = 1) -> None:
@@ -154,8 +154,7 @@ class Shapes(TorchDispatchMode):
         return result
 
     def _shapes(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Returns the results of `function`, some of whose inputs have no data. Runs `function` only if necessary: most
-        results are cached."""
+        """Returns the results of `function`, some of whose inputs have no data."""
         kind, written = effect_of(function)
         if kind == "view":
             return function(*args, **kwargs)
@@ -171,8 +170,8 @@ class Shapes(TorchDispatchMode):
     def _made(self, made: "_Specification | None", columns: int | None) -> Tensor | None:
         """Creates a result, or returns None for None.
 
-        The method draws the indices of a `topk` over `columns` columns, which route tokens, at random. Other integers
-        and booleans are 0.
+        With `columns`, integers are the indices of a `topk` over as many columns, drawn at random. Other integers and
+        booleans are 0.
         """
         if made is None or made.dtype.is_floating_point:
             return (
@@ -240,14 +239,14 @@ def _tensors(value: Any) -> Any:
 
 @lru_cache(maxsize=1 << 14)
 def _outcome(function: Any, args: Any, kwargs: Any) -> Any:
-    """Returns the specifications of the results of `function`, cached because computing them is slow."""
+    """Returns the specifications of the results of `function`."""
     named = {key: _META if key == "device" else _tensors(value) for key, value in kwargs}
     return _specification(function(*_tensors(args), **named))
 
 
 @cache
 def effect_of(function: Any) -> tuple[Literal["view", "write", "new"], list[tuple[int, str]]]:
-    """Returns (effect of `function`, positions and names of the arguments that it writes)."""
+    """Returns (effect of `function`, positions and names of the arguments that `function` writes)."""
     schema = function._schema
     written = [(at, each.name) for at, each in enumerate(schema.arguments) if each.is_write]
     if written:

@@ -1,13 +1,12 @@
 """Tensor parallelism: projections whose weight is sharded over a grid of ranks (AxoNN, section 5.1.1, algorithm 3).
 
-One group shards a weight's inputs, and another group shards its outputs. Before communication, a rank's result is a
-partial sum over the first group, and the input's gradient is a partial sum over the second group. If one of the groups
-has a single rank, the projection is Megatron-LM's column- or row-parallel layer. AxoNN's third dimension corresponds to
-`state.shard_ranks`.
+A first group shards a weight's inputs, and a second group shards the weight's outputs. Before communication, a rank's
+result is a partial sum over the first group, and the input's gradient is a partial sum over the second group. If one of
+the groups has a single rank, the projection is Megatron-LM's column- or row-parallel layer.
 
 With sequence parallelism (Korthikanti et al. 2022), the rows of the residual stream are sharded over `tp_out`.
-Projections then all-gather rows on entry to a module and reduce-scatter them on exit, instead of all-reducing over
-`tp_out`. Autograd then saves only a shard of the rows.
+Projections then all-gather rows on entry to a module and reduce-scatter rows on exit, instead of all-reducing over
+`tp_out`. Autograd then saves only a shard of the residual stream's rows.
 
 Legend: T rows, L inputs and N outputs of a weight on this rank.
 """
@@ -39,7 +38,7 @@ from optimus.parallel.options import StageOptions
 
 
 class SplitProduct(Product):
-    """The matmul with a weight: the group `inputs` shards the weight's inputs, and `outputs` shards its outputs.
+    """The matmul with a weight whose inputs the group `inputs` shards, and whose outputs the group `outputs` shards.
 
     Communication surrounds `inner`, which multiplies by this rank's shard. With `gathers`, the rows of x are sharded
     over `outputs`, and an all-gather comes first. With `scatters`, a reduce-scatter shards the result's rows over
@@ -62,11 +61,11 @@ class SplitProduct(Product):
         return _SplitProduct.apply(x, weight.flatten(0, -2), self, buffer)
 
     def gathered_rows(self, x_TL: Tensor) -> Tensor:
-        """Returns all rows of the input, all-gathered if they are sharded."""
+        """Returns all rows of the input, all-gathered with `gathers`."""
         return all_gather(x_TL, self.outputs) if self.gathers else x_TL
 
     def now_or_later(self, result: Result[Tensor]) -> Result[Tensor]:
-        """Returns `result`, and first waits for it unless communication overlaps with computation."""
+        """Returns `result`. Without `overlap`, first waits for the result."""
         if self.overlap:
             return result
         found = result.wait()

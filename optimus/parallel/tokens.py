@@ -1,9 +1,8 @@
 """Selects the tokens that a rank's sparse layers process, with tensor and context parallelism.
 
-A rank of a tensor-parallel grid has some columns of each of its tokens. Along the grid's rows, all ranks have the same
-tokens, or different tokens with sequence parallelism. Without `duplicates`, the sparse layer processes every token
-once, whole, on one rank. The layer drops duplicate tokens on entry, and restores the duplicates on exit (TED, section
-7.2: duplicate token dropping).
+A rank of a tensor-parallel grid has some columns of the residual stream. The ranks along `tp_out` have the same tokens,
+or different tokens with sequence parallelism. Without `duplicates`, each token enters the sparse layer on one rank,
+with all columns (TED, section 7.2: duplicate token dropping).
 
 Legend: T rows and H columns of the residual stream on this rank, U tokens that a rank processes, E experts.
 """

@@ -18,9 +18,8 @@ all-gather the shards on the device.
 
 A chunk of frozen parameters has only parameter buffers.
 
-A pruned chunk reduces, sends and updates only its unpruned elements (SAMO: `masks.py`). Modules compute with dense
-parameters and produce dense gradients. The chunk compresses its gradients when the last gradient of a microbatch has
-arrived. All buffers except whole parameters, whole gradients and the mask are compressed.
+A pruned chunk reduces, sends and updates only its unpruned elements (SAMO: `masks.py`). All buffers except whole
+parameters, whole gradients and the mask are compressed.
 """
 
 from typing import Literal, NamedTuple, TypeVar
@@ -66,7 +65,7 @@ class Buffer(NamedTuple):
     depth: int  # number of sharding steps
     residency: Residency = "device"
     lifetime: Lifetime = "always"
-    align: int = ALIGN  # parameters, shards and tiles begin at multiples of this number of elements
+    align: int = ALIGN  # parameters, and the shards and tiles of a flat tiling, begin at multiples of this number
     extent: Extent = "compressed"  # "compressed" means all elements where the chunk is not pruned
 
     def bytes(self, elements: N) -> N:
@@ -81,7 +80,7 @@ class Buffer(NamedTuple):
 
 
 def aligned(elements: int, align: int = ALIGN) -> int:
-    """Rounds `elements` up to the next multiple of `align`."""
+    """Rounds `elements` up to a multiple of `align`."""
     return -(-elements // align) * align
 
 
@@ -112,10 +111,9 @@ def buffers(
     unless the rule averages weights, the chunk is pruned, or the chunk is `prunable` with its optimizer state on a
     disk.
 
-    Offloaded gradients wait for the update in the host memory of the parameters, if gradients and parameters have the
-    same type and the chunk has separate master weights. Elixir (section 6) does the same, because the step no longer
-    uses the parameters. With AdamW, bf16 and `offload: all`, a parameter then takes 14 bytes of host memory. Gradients
-    that accumulate on the host have separate memory, because the step still uses the parameters.
+    Offloaded gradients of the parameters' type wait for the update in the host memory of the parameters (Elixir,
+    section 6), if the master weights are a separate buffer. Gradients that accumulate on the host have separate memory,
+    because the step still uses the parameters.
 
     The disk record of `prunable` parameters, which may be `pruned` later, reserves the space of their master weights
     from the beginning.

@@ -1,9 +1,8 @@
 """Holds a chunk: contiguous parameters in flat buffers, with their fp32 master weights and the update rule's state.
 
-The parameters of the `nn.Module` are views of the chunk's compute buffer. Therefore all-gathers, updates and
-checkpoints process a few long tensors, for any model. All parameters of a chunk have the same replicas and the same
-update rule. The replicas may shard the chunk in steps (`plan.py`): then each rank stores a shard of some or all buffers
-(`buffers.py`).
+The parameters of the `nn.Module` are views of the chunk's compute buffer. All parameters of a chunk have the same
+replicas and the same update rule. The replicas may shard the chunk in steps (`plan.py`): then each rank stores a shard
+of some or all buffers (`buffers.py`).
 
 Read `placement.py` (memory of the buffers), `unsharded.py` (all-gathered parameters), `reduction.py` (gradients) and
 `update.py`. `statuses.py` defines the permitted operations and their order. A chunk of frozen parameters needs neither
@@ -180,8 +179,8 @@ class TrainedChunk(Chunk):
         self.gradients.free()  # only after the views of the gradient buffer exist
 
     def skip(self) -> None:
-        """Drops gradients that wait for the update in the memory of the compute weights, and recomputes the compute
-        weights."""
+        """Drops gradients that wait for the update in the memory of the compute weights, and then recomputes the
+        compute weights. Without such gradients, changes nothing."""
         if self.part.status == "lent":
             self.gradients.clear()
             self.refresh_compute_copy()

@@ -32,8 +32,8 @@ BUFFERS = 3  # one for reading, one for the update, one for writing
 class StateFile:
     """The state file of this rank in `folder`.
 
-    `reserve` allocates the file's space, and raises `UserError` before the first step if the disk is too small. When a
-    read or write fails, the wait for its handle raises `UserError`.
+    `reserve` allocates the file's space, and raises `UserError` if the disk is too small. When a read or a write raises
+    `OSError`, the wait for the operation's handle raises `UserError`.
     """
 
     def __init__(self, folder: Path, transfers: Transfers) -> None:
@@ -85,7 +85,7 @@ class StateFile:
         return memory[-memory.data_ptr() % PAGE :][: self._longest]
 
     def take(self) -> Tensor:
-        """Waits for one of the three buffers and returns it, or a longer replacement if records have grown."""
+        """Waits for a free buffer, and returns the buffer or, if records have grown, a longer buffer."""
         buffer = self._buffers.get()
         return buffer if len(buffer) >= self._longest else self.new_buffer()
 

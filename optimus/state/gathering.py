@@ -1,16 +1,15 @@
 """All-gathers whole parameters, or fetches them from the host, on use or ahead of use, and reshards them.
 
 A unit is a module, or several modules that run in a row (`model/units.py`). Before a unit runs, the
-`ParameterPrefetcher` gathers the chunks of the unit's parameters. The backward pass of a unit begins when the gradient
-of the unit's output has arrived: then the prefetcher gathers the chunks again. Without a cache, `reshard_after_forward`
-makes the prefetcher reshard all sharded chunks that a unit does not use when the unit runs forward. A backward pass
-then also reshards each chunk whose parameters the pass no longer needs (`reduction.py`). A frozen chunk gets no
-gradients: the prefetcher reshards the chunk when the backward pass of another unit begins.
+`ParameterPrefetcher` gathers the chunks of the unit's parameters. When the gradient of the unit's output has arrived,
+the prefetcher gathers the chunks again for the unit's backward pass. With `reshard_after_forward` and without a cache,
+the prefetcher reshards sharded chunks that the running unit does not use. In a backward pass, `reduction.py` reshards
+the trained chunks, and the prefetcher reshards the frozen chunks.
 
-With a cache, at most a fixed number of chunks stays gathered (Elixir's rCache). One trace records the order of uses in
-a step, and another trace the order in an evaluation. Of the chunks that are not in use, a full cache reshards the chunk
-whose next use is furthest away (Belady). The prefetcher gathers, ahead of use, the chunks with the nearest uses. No
-decision depends on the arrival of data: all ranks begin the same collectives in the same order.
+A cache limits the number of gathered chunks (Elixir's rCache). One trace records the order of uses in a step, and
+another trace the order in an evaluation. Of the chunks that are not in use, a full cache reshards the chunk whose next
+use is furthest away (Belady). The prefetcher gathers, ahead of use, the chunks with the nearest uses. No decision
+depends on the arrival of data, so that all ranks begin the same collectives in the same order.
 """
 
 import math
@@ -35,8 +34,7 @@ T = TypeVar("T", bound=Chunk)
 class UseTrace:
     """Records the uses of chunks in this pass, and expects the uses of the previous pass.
 
-    The trace expects as many uses of each chunk as in the previous pass. The uses of different chunks may interleave
-    differently.
+    The uses of different chunks may interleave differently than in the previous pass.
     """
 
     def __init__(self) -> None:
@@ -57,7 +55,7 @@ class UseTrace:
         self._next = 0
 
     def use(self, chunk: Chunk) -> None:
-        """Records a use of `chunk`."""
+        """Records a use of `chunk`, and skips the expected uses that have happened."""
         self._now.append(chunk)
         self._counts[chunk] += 1
         while self._next < len(self._expected) and self.next_use(self._expected[self._next]) > self._next:
@@ -82,8 +80,10 @@ class UseTrace:
 
 
 class ParameterPrefetcher:
-    """Gathers chunks of parameters before a model's units use them: `parallelize` receives `unit` and `gradient_buffers` of
-    this class."""
+    """Gathers chunks of parameters before a model's units use the chunks.
+
+    `parallelize` receives the method `unit` and the field `gradient_buffers`.
+    """
 
     def __init__(self) -> None:
         self.gradient_buffers: dict[nn.Parameter, GradientBuffer] = {}
@@ -149,7 +149,8 @@ class ParameterPrefetcher:
         """Gathers the parameters of `modules`, runs `function(x, *args)`, which runs the modules, and gathers the parameters
         again in the backward pass.
 
-        Only the first result of `function` may depend on the parameters. All ranks must make the same calls.
+        The backward pass may read the parameters only after the gradient of the first result has arrived. All ranks
+        must make the same calls.
         """
         with region(lambda: " and ".join(map(self._name, modules))):
             return self._unit(modules, function, x, *args)
@@ -218,10 +219,9 @@ class ParameterPrefetcher:
         """Reshards the chunk with the furthest next use, counted from `position`, if the cache is full; returns
         True if `chunk` now fits.
 
-        Chunks that are in use, or are used again before `position`, stay. If the chunk with the furthest use must stay,
-        this method returns False, because an eviction would cost one more gather. With `nearest`, the method instead
-        evicts the furthest chunk that need not stay, if there is one, because otherwise no computation would overlap
-        with the gather. Raises `UserError` where too many chunks are in use.
+        Chunks that are in use, or are used again before `position`, stay. If the chunk with the furthest next use must
+        stay, this method returns False. With `nearest`, the method instead reshards the chunk with the furthest next
+        use among the chunks that need not stay. Raises `UserError` where too many chunks are in use.
         """
         if self._cache is None or chunk.plan.keeps_unsharded or chunk.unsharded.has_memory:
             return True

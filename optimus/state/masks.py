@@ -1,11 +1,10 @@
 """Masks of pruned chunks, and the two forms of a buffer: dense and compressed (SAMO, chapter 4 of the dissertation on
 AxoNN).
 
-A pruned chunk stores, reduces and sends compressed buffers: contiguous unpruned elements in their dense order. Modules
-compute with dense parameters, zero where pruned, and produce dense gradients. Each pruned chunk has one mask, which
-converts between the two forms. The dense and the compressed form begin at the front of one buffer. Unpruned element p
-of the dense form has a position q <= p in the compressed form, so that compression and expansion can proceed tile by
-tile, in place.
+A compressed buffer has the unpruned elements in their dense order. Modules compute with dense parameters, zero where
+pruned, and produce dense gradients. Each pruned chunk has one mask, which converts between the two forms. Unpruned
+element p of the dense form has a position q <= p in the compressed form, so that compression and expansion can proceed
+tile by tile, in place.
 """
 
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ _BLOCK = 4096  # positions per block; the form "bits" counts unpruned positions 
 
 
 class MaskPlan(NamedTuple):
-    """The properties of a chunk's mask that decide the sizes of its buffers."""
+    """The properties of a chunk's mask that decide the sizes of the chunk's buffers."""
 
     size: int  # elements of the whole chunk
     unpruned: int  # number of unpruned elements
@@ -51,7 +50,7 @@ class AllElements:
         return torch.ones(end - start, dtype=torch.bool)
 
     def borders(self, compressed: Sequence[int]) -> list[int]:
-        """Returns the borders of shards in the dense form, given their borders in the `compressed` form."""
+        """Returns the borders of shards in the dense form. `compressed` has the borders in the compressed form."""
         return [*compressed]
 
     def compress(self, dense: Tensor, length: int) -> Tensor:

@@ -1,9 +1,8 @@
 """Divides chunks for update rules of whole matrices: shards end at matrix borders, and ranks may hold blocks of a matrix.
 
 A parameter [..., R, C] consists of matrices of its last two dims, for example one matrix per expert. A stacked
-parameter has separate matrices for gate and up, or for q, k and v. Where shards of a chunk end at borders of matrices,
-a rank updates only whole matrices. Unless the matrices are split over ranks, a step then sends no more data than the
-step of an elementwise rule.
+parameter has separate matrices for gate and up, or for q, k and v. Unless the matrices are split over ranks, a rank
+updates only whole matrices.
 
 Legend: N matrices; R rows and C columns of a whole matrix; r rows and c columns of this rank's block.
 """
@@ -93,10 +92,10 @@ def split_axes(layout: Layout, mesh: Mesh) -> tuple[str, ...]:
 
 
 class OverBlocks:
-    """Applies a function of whole matrices where every rank of a group has a block of each matrix.
+    """Applies a function to whole matrices of which every rank of a group has a block.
 
     An all-to-all gives each rank about the same number of whole matrices, and a second all-to-all returns the blocks of
-    the results. Therefore the group computes each matrix once, with the same results as one device.
+    the results. Therefore the group computes each matrix once.
     """
 
     def __init__(self, groups: Groups, layout: Layout) -> None:

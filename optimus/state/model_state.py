@@ -1,4 +1,4 @@
-"""Manages all chunks of a model; the training step calls this module."""
+"""Manages the chunks of a rank's pipeline stages."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,7 +36,7 @@ _REDUCING = 2
 
 @dataclass
 class PruningProgress:
-    """Pruning so far, which checkpoints store."""
+    """The progress of pruning, which checkpoints store."""
 
     events: int = 0
     """The number of prunings of the model."""
@@ -57,7 +57,8 @@ class ModelState:
     prefetcher whose `unit` and `gradient_buffers` the modules use. Without `gathering`, parameters must always be whole
     on the device, and autograd accumulates all gradients.
 
-    Raises `UserError` where the caller has changed `requires_grad` of a parameter.
+    Raises `UserError` where the caller has changed `requires_grad` of a parameter, and where a state file on a disk
+    cannot be created.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class ModelState:
         self.pruned = PruningProgress()
         self._unlike = set(spec.rules.values())  # the distinct rules of all stages
         self.counters = {name: 0.0 for rule in self._unlike for name in rule.counters}
-        self._reducing = dict[GradientReduction, None]()  # the reductions in the order in which they last started
+        self._reducing = dict[GradientReduction, None]()  # reductions, in the order of their last starts
         self._offloading: deque[GradientReduction] = deque()
         self._divided = divided
         self._chunks_by_stage = self._make_chunks(masks or {}, moves or transfers(device))
@@ -170,7 +171,7 @@ class ModelState:
     def _pruned_by(self, masks: Mapping[str, Tensor], spec: StateSpec) -> tuple[StateSpec, dict[str, Tensor]]:
         """Returns `spec` with the unpruned fractions of `masks`, and the masks of frozen parameters.
 
-        Frozen parameters have no buffers to compress: only checkpoints need their masks.
+        The masks of frozen parameters compress no buffer.
         """
         shares = unpruned_shares(masks, self._layouts, self.groups.mesh, self.groups.rank)
         frozen = {name: bits for name, bits in masks.items() if not self.rules[name].trains}
@@ -198,8 +199,7 @@ class ModelState:
 
     @property
     def gathers_on_use(self) -> bool:
-        """True if parameters are sharded, so that all ranks must run each forward pass together, even for
-        evaluation."""
+        """True if parameters are sharded. All ranks must then run each forward pass together, also for evaluation."""
         return any(chunk.plan.depths.parameters for chunk in self.chunks)
 
     def initialize(self, seed: int, std: float, *, only: Role | None = None) -> None:
@@ -234,7 +234,7 @@ class ModelState:
         self.clear_gradients()
 
     def clear_gradients(self) -> None:
-        """Sets all gradients to zero; their reductions may be running."""
+        """Sets all gradients to zero, after the wait for running reductions."""
         self._reducing.clear()
         self._offloading.clear()
         for chunk in self.trained:
@@ -256,7 +256,7 @@ class ModelState:
             chunk.gradients.reduce_on_arrival()
 
     def start_reduction(self, stage: int) -> None:
-        """Starts the remaining reductions of a stage after its last backward pass."""
+        """Starts the remaining reductions of a stage after the stage's last backward pass."""
         for chunk in _trained(self._chunks_by_stage.get(stage, [])):
             chunk.gradients.start()
 
@@ -287,14 +287,14 @@ class ModelState:
         """Runs one optimizer step on every trained chunk; the update of a chunk may overlap with the all-gathers of
         earlier chunks.
 
-        Collective updates come first. Then the method updates the chunks in the expected order of their use in the next
-        step. Each use of an offloaded chunk waits for the chunk's update.
+        Collective updates come first. Then the method updates the chunks in the order of their first use in this step.
+        Each use of an offloaded chunk waits for the chunk's update.
         """
         self.steps += 1
         counted = [rule.count(self.counters, self.steps, lr) for rule in self._unlike]
         self.counters = {name: value for each in counted for name, value in each.items()}
         now = OptimizerStep(self.steps, lr, gradient_scale, self.counters)
-        chunks = self._gathering.used_order(self.trained)  # the next step uses the chunks in the same order
+        chunks = self._gathering.used_order(self.trained)  # the next step probably uses the chunks in the same order
         # Collective updates run first, in this thread, before the update thread gets any update.
         chunks.sort(key=lambda chunk: chunk.update.is_collective, reverse=True)
         for chunk in chunks:
@@ -312,8 +312,8 @@ class ModelState:
         """Switches to the evaluation weights (averaged, if the rule averages) inside the context. All ranks must
         call this method.
 
-        The method finishes running transfers, so that one rank can continue alone with parameters that are always whole on
-        the device.
+        The method finishes running transfers. Therefore one rank can continue alone if all parameters are always whole
+        on the device.
         """
         self.skip()  # the last step may be unfinished
         for chunk in self.chunks:
@@ -336,8 +336,11 @@ class ModelState:
             chunk.unsharded.wait()
 
     def _limit_reductions(self, begun: GradientReduction) -> None:
-        """Limits the running reductions after `begun` has started: at most `_REDUCING` reductions use temporary whole
-        buffers, and without `overlap`, `begun` finishes at once."""
+        """Limits the running reductions after `begun` has started.
+
+        Without `overlap`, `begun` finishes at once. Otherwise, at most `_REDUCING` reductions keep temporary whole
+        gradient buffers.
+        """
         if not self.options.overlap:
             begun.finish()
         elif begun.chunk.plan.adds_gradients or (begun.offloaded and not begun.alone):
@@ -352,8 +355,8 @@ class ModelState:
             self._begin_offload(begun)
 
     def _begin_offload(self, gradients: GradientReduction) -> None:
-        """Starts the copy of a chunk's gradients to the host; if more than `_REDUCING` copies are running, waits for
-        the oldest copy and frees the device memory of its source.
+        """Starts the copy of a chunk's gradients to the host. If more than `_REDUCING` copies are running, waits for
+        the oldest copy and frees the device memory of the copied gradients.
 
         The method first finishes the reduction, because the copy needs the sums.
         """

@@ -33,13 +33,13 @@ class ChunkContext:
     groups: Sequence[Group]
     """The process group of each sharding step of the chunk."""
     copies: Group
-    """The replica group of a trained chunk: the ranks that store the same shard. The last all-reduce sums their
-    gradients."""
+    """The replica group of a trained chunk: the ranks that store the same shard. The last all-reduce sums the gradients
+    of these ranks."""
     transfers: Transfers
     step: StepContext = field(default_factory=StepContext)
     """The step context, which identifies the current backward pass and may defer weight gradients."""
     file: StateFile | None = None
-    """The state file on the disk."""
+    """The state file of this rank; None without state on a disk."""
     block: int = 0
     """The minimum number of bytes that whole parameters allocate on the device."""
     options: StateConfig = field(default_factory=StateConfig)
@@ -47,7 +47,7 @@ class ChunkContext:
     """For each parameter whose matrices are split into blocks over ranks, by name: the object that applies a matrix function
     to the whole matrices."""
     started: Callable[[Any], None] = lambda reduction: None
-    """A callback for each gradient reduction that has begun and uses memory."""
+    """A callback, which gets each `GradientReduction` that has begun."""
 
 
 class Placement:
@@ -55,9 +55,9 @@ class Placement:
 
     `parameter` (compute type) holds the whole chunk. `compute_shard` (compute type) is a view of the stored parameters:
     the shard that this rank updates, which may be the whole chunk. Checkpointed buffers have the length of
-    `compute_shard`, and a key prefix: "model" for fp32 master weights, and its kind for a buffer of the update rule.
-    `resident` maps prefixes to the checkpointed buffers that are not on a disk. A chunk without separate master weights
-    checkpoints `compute_shard` instead.
+    `compute_shard`. The key prefix of the master weights is "model", and the key prefix of an update rule's buffer is
+    the buffer's kind. `resident` maps prefixes to the checkpointed buffers that are not on a disk. A chunk without
+    separate master weights checkpoints `compute_shard` under "model".
 
     `masks` are packed bits for the pruned parameters.
     """
@@ -119,12 +119,16 @@ class Placement:
 
     @property
     def _computes_otherwise(self) -> bool:
-        """True if averaging or pruning makes the compute weights differ from this rank's shard of the master weights."""
+        """True if averaging or pruning makes the compute weights differ, beyond rounding, from this rank's shard of the
+        master weights."""
         return self.plan.rule.averages or self.elements.prunes
 
     def weights(self, states: Mapping[str, Tensor]) -> Tensor:
-        """Returns this rank's shard of the weights for a checkpoint of weights alone: the compute weights, or master
-        weights from `states` where averaging or pruning makes the compute weights differ."""
+        """Returns this rank's shard of the weights for a checkpoint of weights alone.
+
+        The result is the compute weights, or the master weights from `states` where averaging or pruning makes the
+        compute weights differ.
+        """
         return states["model"] if self._computes_otherwise else self.compute_shard
 
     @property

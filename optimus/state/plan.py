@@ -27,10 +27,10 @@ from optimus.state.tiling import TILINGS, Tiling
 Sizes = npt.NDArray[np.int64]
 Shard = Literal["none", "optimizer", "gradients", "parameters"]
 
-_SMALLEST, _LARGEST = 1 << 22, 1 << 26  # limits of the search, in elements: efficient to send, and small for a device
+_SMALLEST, _LARGEST = 1 << 22, 1 << 26  # limits of the search, in elements
 _SIZES = 240  # the search tries about this number of sizes
-# Minimum number of chunks of a model, unless chunks get too small or `state.chunk` is set: some chunks can be in
-# transfer while other chunks are in use.
+# Minimum number of chunks of a model, unless chunks get smaller than `_SMALLEST` or `state.chunk` is set. Some chunks
+# can then be in transfer while other chunks are in use.
 _CHUNKS = 8
 
 
@@ -38,8 +38,7 @@ _CHUNKS = 8
 class ParameterSlot:
     """The elements of a chunk that hold this rank's slice of one parameter: elements `start` to `end`.
 
-    The space for the slice ends at `limit`, so that the largest slice of any rank fits. Therefore all ranks have the
-    same chunk layout.
+    The space for the slice ends at `limit`, so that the largest slice of any rank fits.
     """
 
     name: str
@@ -85,8 +84,8 @@ class ShardStep(NamedTuple):
 class ChunkPlan:
     """The plan of a chunk: parameters with the same replicas and rule, sharded in steps.
 
-    `replica_count` ranks store the same shard. A pruned chunk has a `mask`, and its extents, lengths and borders count
-    compressed elements.
+    The *extent* of depth d is the slice of the chunk that this rank has after d steps. `replica_count` ranks store the
+    same shard. A pruned chunk has a `mask`; the extents, lengths and borders of such a chunk count compressed elements.
     """
 
     slots: tuple[ParameterSlot, ...]
@@ -116,7 +115,7 @@ class ChunkPlan:
         return self.borders[-1] // self.shard_count
 
     def extent(self, depth: int) -> slice:
-        """Returns the elements of the chunk that this rank has after `depth` steps."""
+        """Returns the extent of `depth`, in elements of the chunk."""
         first, number = self.shards(depth)
         return slice(self.borders[first], self.borders[first + number])
 
@@ -294,7 +293,7 @@ class ChunkRow(NamedTuple):
     def borders(self, parts: int) -> list[Sequence[int]]:
         """Returns, for each chunk, the positions where its `parts` shards begin, and the position where the last shard
         ends."""
-        tiling, loads = TILINGS[self.rule.tiling], [0] * parts  # cost of each part's matrices so far
+        tiling, loads = TILINGS[self.rule.tiling], [0] * parts  # cost of each shard's matrices so far
         return [
             tiling.borders(
                 [each for slot in slots for each in tiling.matrices(slot.start, slot.shape, slot.layout.shape)],
@@ -332,8 +331,7 @@ def end_to_end(
     chunks.
 
     A chunk of several parameters has at most `chunk` elements; where `chunk` is None, `search_limit` finds the limit.
-    `replicas` maps each set of mesh axes to the ranks along these axes: two sets may have the same ranks. The number of
-    ranks does not influence the result.
+    `replicas` maps each set of mesh axes to the ranks along these axes: two sets may have the same ranks.
     """
     unlike = set(layouts.values())
     regions = {layout: layout.region(mesh, rank) for layout in unlike}
@@ -377,7 +375,7 @@ def place_chunks(plans: Sequence[ChunkPlan], options: StateConfig, spec: StateSp
         # The embedding group sums the gradients of a tied embedding at the end of a step, on the device.
         sends = elsewhere and options.accumulate_on == "host" and "embedding" not in first.layout.replicated_axes
         depths = placed(plan.depths, where, sends)
-        # Only masks that exist compress a chunk; parameters that are not pruned yet have all their elements.
+        # A chunk whose parameters may be pruned later, but have no masks yet, is not compressed.
         pruned = plan.rule.trains and any(spec.unpruned.get(slot.name) is not None for slot in plan.slots)
         prunable = elsewhere and first.name in spec.unpruned
         planned = chunk_buffers(depths, plan.rule, options, spec, pruned, where, prunable, sends)
@@ -411,7 +409,7 @@ def chunk_buffers(
 
 
 def _compressed(plan: ChunkPlan, spec: StateSpec) -> ChunkPlan:
-    """Returns the plan with shards of equal length over its unpruned elements."""
+    """Returns the plan with shards of equal length over the unpruned elements."""
     unpruned = sum(spec.unpruned_of(slot) for slot in plan.slots)
     borders = plan.tiling.borders([], aligned(unpruned, plan.align), [0] * plan.shard_count, plan.align)
     return replace(plan, borders=borders, mask=MaskPlan(plan.size, unpruned, spec.mask_form))
@@ -457,9 +455,9 @@ def lay_out(sizes: Sequence[int], limit: int, align: int = ALIGN) -> list[list[t
     """Lays out parameters of the given `sizes` in chunks of at most `limit` elements; returns, for each chunk, (number,
     start, end) of each parameter.
 
-    Each parameter begins at a multiple of `align`. A parameter larger than `limit` gets a separate chunk. The function fills
-    chunks from the last parameter backwards, so that the first chunk gets the remainder and is usually the smallest. The
-    gradients of the first chunk arrive last, and no computation remains to overlap with their reduction.
+    Each parameter begins at a multiple of `align`. A parameter larger than `limit` gets a separate chunk. The function
+    fills chunks from the last parameter backwards, so that the first chunk gets the remainder. The gradients of the
+    first chunk usually arrive last, and no computation remains to overlap with their reduction.
     """
     chunks: list[list[int]] = []
     length = 0  # elements of the current chunk
@@ -488,7 +486,7 @@ def chunk_limit(groups: Sequence[Sequence[int]], chosen: int | None) -> int:
 
 @lru_cache(maxsize=1024)
 def _found_limit(groups: tuple[tuple[int, ...], ...]) -> int:
-    """Searches for the limit once for equal `groups`: many stages and many plans have parameters of the same sizes."""
+    """Searches for the limit, and caches the limits of equal `groups`."""
     return search_limit(groups, _SMALLEST, largest_chunk(sum(map(sum, groups))))
 
 
@@ -501,9 +499,9 @@ def search_limit(groups: Sequence[Sequence[int]], smallest: int, largest: int) -
     """Returns the chunk size that leaves the fewest elements empty, among about `_SIZES` sizes between `smallest` and
     `largest` (Elixir, section 4).
 
-    `groups` are the sizes of the parameters of each group. Memory blocks of one size would waste the empty elements of
-    chunks. A group that fits into the smallest chunk is one small chunk and does not count. A parameter larger than a
-    chunk does not count. Among sizes that leave equally few elements empty, the function chooses the largest.
+    `groups` are the sizes of the parameters of each group. A group that fits into the smallest chunk does not count. A
+    parameter larger than a chunk does not count. Among sizes that leave equally few elements empty, the function
+    chooses the largest.
     """
     counted = [sizes for sizes in groups if lay_out(sizes, sum(map(aligned, sizes)))[0][-1][2] > smallest]
 
@@ -546,7 +544,7 @@ def shard_groups(mesh: Mesh, replicas: Sequence[int], options: StateConfig) -> l
     The setting `shard_over: replicas` makes one group of all replicas (EPSO: the Optimus paper, section 3.2). The
     setting `shard_over: data` makes groups along the data axis of the experts. With `shard: none`, each rank is a
     group. The number for the optimizer state in `shard_ranks` divides each group into smaller groups of neighbouring
-    ranks (HSDP). Raises `UserError` when the number is smaller than a group and does not divide the group.
+    ranks (HSDP). Raises `UserError` when this number is smaller than a group and does not divide the group's size.
     """
     if options.shard == "none":
         return [[rank] for rank in replicas]
@@ -572,9 +570,9 @@ def shard_groups(mesh: Mesh, replicas: Sequence[int], options: StateConfig) -> l
 def check_shard_ranks(layouts: Mapping[str, Layout], mesh: Mesh, options: StateConfig) -> None:
     """Raises `UserError` when `shard_ranks` exceeds the largest number of ranks that can shard a parameter of the model.
 
-    `layouts` has the layouts of all parameters of the model. Parameters that tensor parallelism replicates, for example
-    norms, do not count, because they are few. Experts may have fewer or more replicas than other parameters. Then the
-    larger number is the limit, and all replicas of a parameter with fewer replicas shard the parameter.
+    `layouts` has the layouts of all parameters of the model. Parameters whose gradients are partial sums over
+    tensor-parallel ranks do not count. Experts may have fewer or more replicas than other parameters. Then the larger
+    number is the limit, and all replicas of a parameter with fewer replicas shard the parameter.
     """
     wanted = max(width or 0 for width in shard_widths(options.shard, options.shard_ranks))
     over_all = options.model_copy(update={"shard_ranks": None})

@@ -1,4 +1,4 @@
-"""Chooses the pruned elements by exact thresholds over all ranks, so that every layout finds the same masks.
+"""Chooses the pruned elements by exact thresholds over all ranks.
 
 Scores are non-negative fp32 numbers, whose bits, read as integers, have the same order. Two histograms, summed over the
 ranks, find the k-th largest score of all ranks. The first histogram counts the upper 16 bits. The second histogram
@@ -59,8 +59,8 @@ def random_scores(seed: int) -> Score:
 
 
 def check_blocks(layouts: Mapping[str, Layout], mesh: Mesh) -> None:
-    """Raises `UserError` where a 16 x 16 block of these parameters would span several ranks, or a parameter is no
-    matrix."""
+    """Raises `UserError` where a 16 x 16 block of these parameters would span several ranks, or where a parameter has
+    fewer than two dims."""
     for name, layout in layouts.items():
         parts = layout.local_shape(mesh)[-2:]
         if len(layout.shape) < 2:
@@ -205,9 +205,8 @@ def distance(before: Mapping[str, Tensor], now: Mapping[str, Tensor], state: Mod
     """Returns the fraction of the elements unpruned by the masks `now` that the masks `before` prune, over the whole
     model. All ranks must call this function.
 
-    You et al. divide the number of differing elements by the number of all elements, which gives small values at a high
-    sparsity for any masks. All unpruned elements of a parameter without an earlier mask, for example after a change of
-    `pruning.targets`, count as pruned before.
+    You et al. instead divide the number of differing elements by the number of all elements. The elements of a
+    parameter without an earlier mask count as pruned before.
     """
     known = {name: before.get(name, torch.zeros_like(bits)) for name, bits in now.items()}
     new = _total(state, {name: bits_of(bits & ~known[name]) for name, bits in now.items()})
@@ -215,8 +214,11 @@ def distance(before: Mapping[str, Tensor], now: Mapping[str, Tensor], state: Mod
 
 
 def unpruned_share(state: ModelState, sizes: Mapping[str, int]) -> float:
-    """Returns the unpruned fraction of the parameters in `sizes`, their numbers of elements in the whole model. All ranks
-    must call this function."""
+    """Returns the unpruned fraction of the parameters in `sizes`, over the whole model. All ranks must call this
+    function.
+
+    `sizes` gives, by name, each parameter's number of elements in the whole model.
+    """
     slots = [slot for chunk in state.trained for slot in chunk.plan.slots if slot.name in sizes]
     return _total(state, {slot.name: state.spec.unpruned_of(slot) for slot in slots}) / sum(sizes.values())
 

@@ -9,8 +9,8 @@ in place before their reduction.
 The reduction of a chunk begins as soon as the chunk's last gradient of the last microbatch has arrived, while the
 backward pass continues. Where microbatches add to a shard, to compressed gradients or to gradients on the host, a
 reduction begins in every microbatch. The reduction counts gradients separately for each backward pass, because passes
-with deferred weight gradients may interleave. A pass no longer needs the parameters when the pass has *found* all
-gradients: the pass may still defer the addition of these gradients.
+with deferred weight gradients may interleave. A pass has *found* a gradient when the pass no longer needs the
+gradient's parameter, even if the pass defers the addition of the gradient.
 
 Gradients that wait for the update on the host leave the device after their reduction. The transfer happens after the last
 microbatch, or after each microbatch if the host accumulates.
@@ -34,11 +34,11 @@ from optimus.step_context import StepContext
 
 
 class ChunkGradient(GradientBuffer):
-    """The gradient buffer of a parameter: a view of its chunk's gradient buffer.
+    """The gradient buffer of a parameter: a view of the chunk's gradient buffer.
 
     A kernel, instead of autograd, adds to the buffer between `open` and `close`, once per backward pass. `close` counts
-    the gradient as arrived. Autograd then gets no gradient, but still calls its hooks, which must not count the
-    gradient again.
+    the gradient as arrived. Autograd then gets no gradient, but still calls the parameter's hooks, which must not count
+    the gradient again.
     """
 
     def __init__(self, reduction: "GradientReduction", parameter: nn.Parameter, step: StepContext | None) -> None:
@@ -71,11 +71,11 @@ class GradientReduction:
         self.chunk, self._unsharded = chunk, unsharded
         self._context, self._transfers = chunk.context, chunk.transfers
         self._watch = chunk.context.copies.watch
-        # This group has no watch: the watch covers only the inputs of reductions.
+        # This group has no watch; `_start` reports the inputs of reductions to the watch.
         self.replica_group = chunk.context.copies.unwatched
         self.buffers: dict[nn.Parameter, ChunkGradient] = {}
-        # For each backward pass with some but not all gradients of this chunk: the number of parameters that the pass
-        # no longer needs, and the number of gradients in the buffer.
+        # For each backward pass that lacks gradients of this chunk: the number of parameters that the pass no longer
+        # needs, and the number of gradients in the buffer.
         self._found, self._added = Counter[tuple[int, int] | None](), Counter[tuple[int, int] | None]()
         self.sum, self._host = Status("sum"), Status("host gradients")
         self._turn = InTurn()
@@ -113,8 +113,7 @@ class GradientReduction:
     def clear(self) -> None:
         """Sets the gradients to zero; must precede the first microbatch of a step.
 
-        If an update still reads the gradients, the wait for the update clears the gradients. Every use of the
-        parameters waits for the update.
+        If an update still reads the gradients, the wait for the update clears the gradients.
         """
         self.finish()  # the last step may be unfinished
         self.finish_offload()
@@ -165,8 +164,8 @@ class GradientReduction:
             self._start()
 
     def found(self) -> None:
-        """Counts a parameter of this chunk that the backward pass no longer needs; after the last parameter, reshards
-        the chunk."""
+        """Counts a parameter of this chunk that the backward pass no longer needs; after the last parameter, may
+        reshard the chunk."""
         if self._complete(self._found):
             self._reshard_unneeded()
 
@@ -240,8 +239,8 @@ class GradientReduction:
         return self.chunk.plan.shard_count * self.chunk.plan.replica_count == 1
 
     def _start(self) -> None:
-        """Begins to reduce-scatter the gradients to the depth of gradients; reduces the gradients further if no more
-        gradients come, or if each microbatch sends its gradients to the host."""
+        """Begins to reduce the gradients to the shard in which gradients accumulate. Continues to the optimizer's shard
+        if no more gradients come, or if each microbatch sends its gradients to the host."""
         plan = self.chunk.plan
         if self._gradients.status == "absent":  # no gradient has arrived
             self._gradients.transition("open")
@@ -272,8 +271,8 @@ class GradientReduction:
         self._turn.add(self._all_reduce_async)
 
     def _reduce_scatter_async(self, buffer: Tensor, outer: int, depth: int) -> Handle:
-        """Begins to reduce-scatter the extent of `depth` over the group of that step; `buffer` holds the extent of depth
-        `outer`."""
+        """Begins to reduce-scatter the extent of `depth` over the group of sharding step `depth`; `buffer` holds the
+        extent of depth `outer`."""
         plan = self.chunk.plan
         extent, part = buffer[plan.within(outer, depth)], buffer[plan.within(outer, depth + 1)]
         handle = self.chunk.groups[depth].reduce_scatter_async(extent, part, plan.lengths(depth))

@@ -1,8 +1,8 @@
-"""Defines in tables the operations on a chunk's data, their order and their threads. Other orders raise an error.
+"""Defines in tables the permitted operations on a chunk's data, by status and thread.
 
-The training thread and autograd's threads change a status, but never at the same time; `THREADS` lists what other
-threads may change. An operation by another thread, a stream or a collective stays under way until the event `arrive`,
-which waits for the operation.
+The training thread and autograd's threads may change any status, but not at the same time. `THREADS` lists the statuses
+that other threads may change. An operation by another thread, a stream or a collective stays under way until the event
+`arrive`, which waits for the operation.
 """
 
 import threading
@@ -19,7 +19,7 @@ TRANSITIONS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     "parameters": {
         "here": {"use": "here", "free": "absent"},
         "absent": {"fetch": "fetching", "gather": "coming", "approach": "near", "free": "absent"},
-        # More than this rank's shard, but not the whole chunk, is in transfer.
+        # The shard of the parameters that this rank stores between uses is in transfer from other ranks.
         "near": {"gather": "coming", "arrive": "absent"},
         "fetching": {"gather": "coming", "arrive": "here"},  # this rank's shard is in transfer from the host
         "coming": {"arrive": "here"},  # shards are in transfer from other ranks
@@ -29,7 +29,7 @@ TRANSITIONS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     "gradients": {
         "here": {"open": "here", "add": "here", "reduce": "leaving", "free": "absent"},
         "absent": {"open": "here", "free": "absent"},
-        "leaving": {"free": "absent"},  # the reduction to other ranks reads the buffer
+        "leaving": {"free": "absent"},  # the reduction reads the buffer
     },
     # The sum of the gradients of a step, or of a microbatch where each microbatch sends its gradients to the host.
     "sum": {
@@ -41,7 +41,7 @@ TRANSITIONS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
         "leaving": {"last": "leaving", "measure": "leaving", "arrive": "left"},  # in transfer to the host
         "left": {"last": "left", "again": "more", "measure": "left", "update": "used", "clear": "more"},
         "used": {"clear": "more", "clear behind": "clearing"},
-        # The gradients wait until the update has read them; then `free` clears the gradients.
+        # The update still reads the gradients. After the update, `free` clears the gradients.
         "clearing": {"last": "last behind", "clear behind": "clearing", "clear": "more"},
         "last behind": {"last": "last behind", "clear behind": "clearing", "clear": "last"},
     },
@@ -72,8 +72,7 @@ TRANSITIONS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
 _WITHOUT_MEMORY = "absent", "near"
 
 # By kind of data and status: the prefixes of the names of other threads that may change the status. In all other
-# statuses, only the training thread and autograd's threads may change the status. The update thread may wait for a copy
-# before it writes.
+# statuses, only the training thread and autograd's threads may change the status.
 THREADS: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("part", "updating"): ("optimus update", "optimus disk"),
     ("host gradients", "coming"): ("optimus update",),
@@ -124,8 +123,8 @@ class ManagedBuffer(Status):
     """The memory of a flat `tensor`, and the status of the tensor's content.
 
     Unless the buffer `stays`, `resize` frees the memory when the status changes to one without memory, and allocates
-    the memory again later. Views of the tensor are valid again when the tensor has memory. The buffer allocates at
-    least `block` bytes: the allocator reuses blocks of equal size.
+    the memory again later. Views of the tensor are valid again when the tensor has memory. `resize` allocates at least
+    `block` bytes.
     """
 
     def __init__(
@@ -143,7 +142,7 @@ class ManagedBuffer(Status):
 
     @property
     def has_memory(self) -> bool:
-        """True if the status is one in which the buffer has memory."""
+        """True if the status requires memory."""
         return self.status not in _WITHOUT_MEMORY
 
     def transition(self, event: str, until: Handle | None = None) -> None:
@@ -161,7 +160,7 @@ class OwnPart(Status):
     def __init__(self) -> None:
         super().__init__("part")
         self.copy = Status("copy")
-        self.behind: Callable[[], None] | None = None  # a callback after the wait for the update
+        self.behind: Callable[[], None] | None = None  # called once, after the wait for the update
 
     def transition(self, event: str, until: Handle | None = None) -> None:
         super().transition(event, until)

@@ -66,8 +66,8 @@ class Tiling:
         `buffers` hold this rank's shard of a chunk. Each part has about `size` elements. Until the next iteration, the
         caller may change all parts except the second, the gradient.
 
-        The method rounds tile sizes up to whole vectors. A fused update rounds elements after the last whole vector
-        differently, and the results must not depend on the tile size.
+        The method rounds tile sizes up to multiples of `plan.align`, so that the rounding of a fused update does not
+        depend on the tile size.
         """
         for parts in zip(*(buffer.split(aligned(size, plan.align)) for buffer in buffers)):
             yield local_matrices, parts
@@ -96,8 +96,8 @@ class OfMatrices(Tiling):
     ) -> Iterator[tuple[MatrixFunction, Sequence[Tensor]]]:
         """Yields tiles like `Tiling.tiles`: each tile holds matrices of one shape.
 
-        For matrices that are split into `blocks` over ranks, a tile may combine several parameters. These tiles are copies,
-        because the matrices are not contiguous in memory.
+        For matrices that are split into `blocks` over ranks, a tile may combine several parameters. These tiles are
+        copies, which the method copies back.
         """
         part, split = plan.shard, dict[tuple[object, ...], tuple[OverBlocks, Matrices, list[int]]]()
         for slot in plan.slots:

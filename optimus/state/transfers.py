@@ -40,7 +40,7 @@ class Transfers:
         return torch.zeros(elements, dtype=dtype, device=self.device)
 
     def on_host(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """Allocates zeroed host memory for copies that overlap with computation."""
+        """Allocates zeroed host memory, which is pinned if the device is an accelerator."""
         return torch.zeros(elements, dtype=dtype)
 
     def resize(self, tensor: Tensor, size: int) -> None:

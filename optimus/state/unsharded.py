@@ -3,9 +3,8 @@
 The extent of depth d is the part of the chunk that this rank has after d sharding steps (`plan.py`); the extent of
 depth 0 is the whole chunk. One all-gather reverses each sharding step, the last step first.
 
-After an update, all-gathers first restore the extent that this rank stores between uses. These all-gathers overlap with
-the updates of other chunks and the beginning of the next forward pass. The further all-gathers begin on use or ahead of
-use (`gathering.py`). If the chunk is offloaded, all all-gathers begin on use or ahead of use, after the update.
+After an update, all-gathers restore the extent that this rank stores between uses, unless the chunk is offloaded. All
+other all-gathers begin on use or ahead of use (`gathering.py`).
 
 The device first fetches its shard if the parameters are on the host. A pruned chunk expands its parameters in place
 after the last transfer.
@@ -21,8 +20,7 @@ from optimus.state.statuses import ManagedBuffer
 
 
 class UnshardedParameters(ManagedBuffer):
-    """The whole parameters of `chunk` in its buffer `parameter`, which has memory at least while the parameters are
-    present or in transfer."""
+    """The whole parameters of `chunk`, in the chunk's buffer `parameter`."""
 
     def __init__(self, chunk: Placement) -> None:
         self._chunk, self._transfers, self.part = chunk, chunk.transfers, chunk.part
@@ -116,7 +114,6 @@ class UnshardedParameters(ManagedBuffer):
         """Marks this rank's whole parameters as out of date, because the shards have changed.
 
         Unless the chunk is offloaded, the all-gathers to the extent that this rank stores between uses begin at once.
-        If the chunk is offloaded, all all-gathers begin on use or ahead of use, after the update.
         """
         plan = self._chunk.plan
         if plan.shard_steps or self._fetched or self._chunk.elements.prunes:

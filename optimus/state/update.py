@@ -1,10 +1,10 @@
 """Runs the optimizer's update of a chunk.
 
-On a CPU, the optimizer processes the chunk tile by tile. The optimizer converts gradients to fp32 and scales them for
-only one tile at a time (TED, section 7.2), and the working set of a tile stays in cache. Unless the chunk is offloaded,
-an accelerator uses the largest possible tiles. Where state is not on the device, a worker runs the update
-(`transfers.py`), unless the update is collective. The worker copies each tile to the device or host that computes the
-update, and copies the results back (AxoNN, section 3.3.2). The next use of the parameters waits for the worker.
+The optimizer processes the chunk tile by tile, and converts the gradients of one tile at a time to scaled fp32 (TED,
+section 7.2). Unless the chunk is offloaded, an accelerator uses the largest possible tiles. Where state is not on the
+device, a worker runs the update (`transfers.py`), unless the update is collective. The worker copies each tile to the
+device or host that computes the update, and copies the results back (AxoNN, section 3.3.2). The next use of the
+parameters waits for the worker.
 """
 
 from collections.abc import Mapping
@@ -29,17 +29,16 @@ class Update:
     ) -> None:
         self._chunk, self._unsharded, self._gradients, self._rule = chunk, unsharded, gradients, rule
         self._transfers = chunk.transfers
-        # True if the update contains collectives: all ranks then run collective updates in the same order, without the
+        # True if the update contains collectives. All ranks run collective updates in the same order, without the
         # worker.
         self.is_collective = bool(chunk.context.blocks)
         self._on: Residency = "host" if chunk.context.options.update_on == "host" else "device"
 
     def step(self, now: OptimizerStep, tile: int, following: DiskStates | None = None) -> None:
-        """Runs one optimizer update and recomputes the compute weights; meanwhile reads `following`, the next chunk's state
-        on the disk.
+        """Runs one optimizer update, which also recomputes the compute weights.
 
-        Where state is not on the device, a worker runs the update, unless the update is collective;
-        `UnshardedParameters.wait` waits for the worker.
+        The update also begins to read `following`, the next chunk's state on the disk. `UnshardedParameters.wait` waits
+        for an update by the worker.
         """
         chunk, part = self._chunk, self._chunk.part
         self._unsharded.wait()
@@ -72,7 +71,7 @@ class Update:
         chunk, plan, transfers, blocks = self._chunk, self._chunk.plan, self._transfers, self._chunk.context.blocks
         on = self._on if plan.offloaded else "device"
         if chunk.parameter.device.type != "cpu" and not plan.offloaded:
-            # On an accelerator, launches per tile cost more than the memory for a whole chunk, which activations have freed.
+            # On an accelerator, larger tiles need fewer kernel launches.
             tile = max(tile, plan.updated)
         copied, master, moments = plan.has_master, states["model"], [(kind, states[kind]) for kind in plan.rule.kinds]
         home, gradients = plan.residency("parameters.shard"), self._gradients

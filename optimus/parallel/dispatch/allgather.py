@@ -1,8 +1,7 @@
 """All-gather dispatch: every rank gets every token and runs its own experts (stage 1 of the Optimus paper, section
 3.1).
 
-For any routing, a rank receives the tokens of N - 1 other ranks. An all-gather and a reduce-scatter can take less time
-than an all-to-all of uneven sizes if N is small, or if the network favours messages of equal size.
+For any routing, a rank receives the tokens of N - 1 other ranks.
 
 Legend: N ranks of the group, T tokens of this rank, A = N * T, H hidden, K experts per token.
 """

@@ -1,9 +1,7 @@
-"""All-to-all dispatch: each token goes once to every rank that holds any of its experts.
+"""All-to-all dispatch: each token goes once to every rank that holds any of the token's experts.
 
-A rank sends a token with all its routing weights and choices. The rank of the experts returns one row per received token:
-the weighted sum over its experts. The token's rank adds these rows in rank order. An index gathers the copies of tokens,
-and sums over the inverse index combine the results. The gather and the sums are each other's backward pass, so every
-addition has a fixed order.
+A rank sends a token with all routing weights and choices of the token. A rank with experts returns one row per received
+token: the weighted sum over the rank's experts. The token's rank adds these rows in rank order.
 
 Legend: N ranks of the group, T tokens of this rank, S copies sent, R copies received, H hidden, K experts per token, P
 ranks of `parts`.
@@ -75,8 +73,9 @@ def _selected(values: Tensor, chosen: Tensor, number: int) -> Tensor:
 class ExchangeCounts(NamedTuple):
     """Counts of an exchange, on the host.
 
-    `send` and `receive` are the numbers of rows for and from each rank. `tokens` are the numbers of tokens that each rank
-    with shards of the same experts received, and `choices` is the number of choices of local experts among these tokens.
+    `send` and `receive` are the numbers of rows for and from each rank. `tokens` are the numbers of tokens that each
+    rank with shards of the same experts received. `choices` is the number of choices of local experts among these
+    tokens.
     """
 
     send: list[int]
@@ -89,8 +88,8 @@ class AllToAllDispatch:
     """A `TokenDispatcher` over the ranks of `group`, which hold `experts_per_rank` experts each, in rank order.
 
     The group `parts` may shard the experts; the ranks of `parts` have different groups `group`. The ranks of `parts`
-    all-gather the tokens that they received, and sum the results of their shards of the experts (TED, section 7.2).
-    With `duplicates`, all ranks of `parts` send and receive the same tokens, so the ranks only sum.
+    all-gather the received tokens, and sum the results of the shards of the experts (TED, section 7.2). With
+    `duplicates`, all ranks of `parts` send and receive the same tokens, so the ranks only sum.
 
     T may differ between ranks, and may be 0. `overlapped` computation runs during communication (Megatron-Core's
     overlap of shared experts).
@@ -109,7 +108,7 @@ class AllToAllDispatch:
         experts: Compute,
         overlapped: OverlappedWork = NOTHING,
     ) -> Tensor:
-        """Dispatches and combines by five all-to-alls: counts, then tokens, weights and choices, then results.
+        """Dispatches and combines by five all-to-alls over `group`: counts, tokens, weights, choices, and results.
 
         The host waits for the counts. The result is [T, H].
         """
@@ -140,7 +139,7 @@ class AllToAllDispatch:
         counts: ExchangeCounts,
         overlapped: OverlappedWork = NOTHING,
     ) -> Tensor:
-        """Dispatches and combines with known `counts`, by four all-to-alls."""
+        """Dispatches and combines with known `counts`, by four all-to-alls over `group`."""
         send, receive, tokens, choices = counts
         copies = make_copies(needed_by(indices_TK // self.experts_per_rank, self.group.size), sum(send))
         chosen_SK = indices_TK.int()[copies.token_S]  # int32: half the bytes

@@ -1,7 +1,6 @@
 """Chooses the faster dispatcher, from measured or simulated times of the collectives (`comm/costs.py`).
 
-All-gathers are few and regular, but their bytes grow with the number of ranks. All-to-alls send each token only to ranks
-that hold its experts. So all-gathers tend to be faster for few tokens on few ranks.
+An all-gather sends each token to all ranks. An all-to-all sends each token only to ranks that hold the token's experts.
 """
 
 from math import comb
@@ -37,9 +36,9 @@ def dispatcher(
 ) -> Dispatcher:
     """Returns the configured dispatcher `asked`; for "auto", the dispatcher with the shorter expected time.
 
-    For "auto", dense models, single ranks and groups that are unevenly divided among nodes get "alltoall". Measured
-    times of all-gathers must be clearly shorter (`GAIN`). `tokens` is the number of a rank's tokens, whose elements
-    have `itemsize` bytes. All arguments must be the same on all ranks, so that all ranks choose the same dispatcher.
+    For "auto", dense models, single ranks and groups that are unevenly divided among nodes get "alltoall". With
+    `measured`, "allgather" also needs a time below `GAIN` times the time of "alltoall". `tokens` is the number of a
+    rank's tokens, whose elements have `itemsize` bytes. All arguments must be the same on all ranks.
     """
     if asked != "auto":
         return asked
@@ -68,7 +67,7 @@ def dispatcher(
     gathered, (width, *others) = tokens * everyone.ranks, widths
     allgather = sum(expected("all_gather", everyone, gathered * each, measured) for each in [width, *others])
     allgather += expected("reduce_scatter", everyone, gathered * width, measured)
-    clearly = GAIN if measured is not None else 1.0  # noise should not change the default
+    clearly = GAIN if measured is not None else 1.0
     return "allgather" if allgather < clearly * alltoall else "alltoall"
 
 

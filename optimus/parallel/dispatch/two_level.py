@@ -1,9 +1,8 @@
-"""Two-level dispatch: a token goes once to each node with any of its experts, and there once to each rank with any of
-its experts.
+"""Two-level dispatch: a token goes once to each node, and then once to each rank of the node, with any of the token's
+experts.
 
-Between nodes, tokens go to the rank with the same local rank, so that all ranks of a node send and receive. The receiving
-rank dispatches tokens within its node, and sends back the sum of the results of its node's experts. So one row per token
-and node crosses the network in each direction, for any number of the node's ranks that hold the token's experts.
+Between nodes, tokens go to the rank with the same local rank, so that all ranks of a node send and receive. The
+receiving rank dispatches tokens within its node, and sends back the sum of the results of the node's experts.
 
 Legend: T tokens of this rank, R rows received from all nodes, H hidden, K experts per token, N nodes, M ranks of a
 node.
@@ -23,7 +22,7 @@ from optimus.parallel.dispatch.alltoall import AllToAllDispatch, ExchangeCounts,
 
 
 class TwoLevelDispatch:
-    """A `TokenDispatcher` over the group `across` nodes, each rank of which dispatches to the group `within` its node.
+    """A `TokenDispatcher` over the group `across`, with one rank of each node, and the group `within` this rank's node.
 
     With N nodes of M ranks and E experts, local rank l of node n holds the `experts_per_rank` experts from
     (n M + l) E / (N M) on.
@@ -32,7 +31,7 @@ class TwoLevelDispatch:
     def __init__(
         self, across: Group, within: Group, experts_per_rank: int, parts: Group, *, duplicates: bool = False
     ) -> None:
-        alone = Group([parts.ranks[parts.rank]], 0)  # the level within the node sums over shards of experts
+        alone = Group([parts.ranks[parts.rank]], 0)  # `within` sums over shards of experts
         self.across = AllToAllDispatch(across, within.size * experts_per_rank, alone)
         self.within = AllToAllDispatch(within, experts_per_rank, parts, duplicates=duplicates)
 
@@ -44,9 +43,9 @@ class TwoLevelDispatch:
         experts: nn.Module,
         overlapped: OverlappedWork = NOTHING,
     ) -> Tensor:
-        """Dispatches and combines by ten all-to-alls, half of them within the node.
+        """Dispatches and combines by five all-to-alls over each of the two groups.
 
-        The host waits once for the counts of both levels. The result is [T, H].
+        The host waits once for the counts of both groups. The result is [T, H].
         """
         across, within = cached(lambda: read_counts(*self._exchange_counts(indices_TK)), self.across.group)
         on_node = partial(self._on_node, experts, ExchangeCounts(*within))
@@ -64,7 +63,7 @@ class TwoLevelDispatch:
         return self.within.exchange(x_RH, weights_RK, local_RK, experts, counts)
 
     def _exchange_counts(self, indices_TK: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yields the counts of the level across nodes, then of the level within the node.
+        """Yields the counts for `across`, then for `within`.
 
         This rank dispatches within its node the rows that other nodes send to this rank. Therefore the other nodes also
         send the counts for this dispatch.
