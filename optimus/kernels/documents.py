@@ -1,8 +1,8 @@
 """Causal attention within concatenated documents, without computing scores between two documents.
 
 Documents of equal length form a batch. For documents of different lengths, one call of flash attention
-(`torch.nn.attention.varlen`) suffices if `flash_fits` and the scores have no cap and no sink. Otherwise, each document
-becomes attention blocks.
+(`torch.nn.attention.varlen`) suffices if `flash_fits` is True and the scores have no cap and no sink. Otherwise, each
+document becomes attention blocks.
 
 Legend: T tokens of all documents, N heads, M heads of keys and values, D head size.
 """

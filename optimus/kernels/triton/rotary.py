@@ -1,7 +1,7 @@
 """Rotary position embedding; see `kernels.rotary`, which also computes the table.
 
-Queries and keys may be views of one projection. The kernel reads queries and keys with their strides, without a
-contiguous copy.
+The kernel reads strided inputs without a contiguous copy, for example queries and keys that are views of one
+projection.
 
 Legend: B batch, S sequence, N heads, D head size.
 """
