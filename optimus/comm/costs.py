@@ -103,9 +103,10 @@ def program(schedule: Sequence[Round], block: float, pieces: int = 1) -> list[St
 def simulate(programs: Sequence[Sequence[Step]], shape: Shape, links: Links) -> list[float]:
     """Returns the seconds after which each rank has finished its program.
 
-    `programs` contains the programs of all ranks of the group, or only those of the first node's ranks if all nodes
-    have the same programs. An adapter, or a rank's link within its node, serves simultaneous messages in ascending
-    order of (receiver - sender) mod ranks. Raises `ValueError` when a rank waits for a message that no rank sends.
+    `programs` contains the programs of all ranks of the group, or only the programs of the first node's ranks if all
+    nodes have the same programs. An adapter, or a rank's link within its node, serves simultaneous messages in
+    ascending order of (receiver - sender) mod ranks. Raises `ValueError` when a rank waits for a message that no rank
+    sends.
     """
     return _Simulation(programs, shape, links).run()
 

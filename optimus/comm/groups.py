@@ -97,9 +97,9 @@ class Groups:
     The constructor creates the groups of `planned`, by default `groups_of_mesh(mesh)`. A rank creates only the groups
     that it belongs to. Code that creates other process groups must create equally many on every rank; see `_handle`.
 
-    `timeout` is the timeout in seconds of new process groups, by default torch's timeout. Backends other than Gloo add
-    `GRACE`. Groups choose the algorithms of collectives by `measured`. `partial_sums` encodes the partial sums that
-    nodes send each other.
+    `timeout` is the timeout in seconds of new process groups, by default torch's timeout. On backends other than Gloo,
+    the constructor adds `GRACE`. Groups choose the algorithms of collectives by `measured`. `partial_sums` encodes the
+    partial sums that nodes send each other.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class Groups:
         if shape is None:
             self._uneven.append(own)
         handle = self._handle(partition, own, alone)
-        # Gloo moves only host memory.
+        # Over Gloo, device tensors need host staging.
         kind = HostStagedGroup if self.tags and torch.accelerator.is_available() else Group
         return kind(own, own.index(self.rank), Transport(handle, alone, shape, levels), self._shared)
 

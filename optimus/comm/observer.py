@@ -20,8 +20,7 @@ Begin = Callable[[int], Any]
 
 
 class CollectiveError(UserError):
-    """Raised when a collective fails. The ranks may be out of step afterwards, so they must begin no further
-    collective."""
+    """Raised when a collective fails. The ranks may be out of step afterwards, and must begin no further collective."""
 
 
 class Observer:

@@ -257,7 +257,8 @@ class AttentionBlock(NamedTuple):
     def attend(self, out_BSND: Tensor, lse_BNS: Tensor, q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor) -> None:
         """Merges the attention over this block's keys into `out_BSND` and `lse_BNS`, which `no_attention` allocates.
 
-        A causal block must be the first block of its queries, because it overwrites their results.
+        A causal block must be the first block of its queries, because the causal block overwrites the results of its
+        queries.
         """
         q, k, v = self._rows(self.queries, q_BSND), self._rows(self.keys, k_BPMD), self._rows(self.keys, v_BPMD)
         out, lse = attention_block(q, k, v, self.mask != "none", self.cap)

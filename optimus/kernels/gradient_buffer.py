@@ -1,7 +1,7 @@
 """Gradient buffers, in which kernels accumulate weight gradients instead of returning new tensors to autograd.
 
-A step can defer these weight gradients (Zero Bubble Pipeline Parallelism). The backward pass then computes only the
-input gradients.
+A step can defer the weight gradients (Zero Bubble Pipeline Parallelism). The backward pass then computes only the input
+gradients.
 
 Legend: E experts, A rows and B columns of an expert's weight, P rows of an expert.
 """

@@ -79,7 +79,7 @@ class FaultPlan:
         return self._with("hang", rank, step)
 
     def slow(self, rank: int, factor: float, step: int = 1) -> "FaultPlan":
-        """Slows the rank down by `factor` for every step from `step` on."""
+        """Multiplies the duration of the rank's steps by about `factor`, from `step` on."""
         return self._with("slow", rank, step, factor)
 
     def tear_checkpoint(self, rank: int, step: int) -> "FaultPlan":
@@ -218,7 +218,7 @@ class Inject(Hook):
         def poison(_module: Any, _inputs: Any, output: Any) -> Any:
             x, *others = output if isinstance(output, tuple) else (output,)
             if not x.requires_grad:
-                return None  # a pass that only measures or evaluates: it cannot affect the gradients
+                return None  # a pass without gradients, for measurements or validation
             return (x * math.nan, *others) if isinstance(output, tuple) else x * math.nan
 
         # The hook stays until the end of the step, because recomputation must reproduce the activations.

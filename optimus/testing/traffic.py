@@ -63,7 +63,7 @@ def counting() -> Iterator[Traffic]:
     counter = _Counter(traffic)
     originals = {name: getattr(dist, name) for name in _COUNTED if hasattr(dist, name)}
     wrapped = {name: counter.wrap(original, *_COUNTED[name]) for name, original in originals.items()}
-    # Replaces the functions in both modules, because P2POp compares its function with that of distributed_c10d.
+    # Replaces the functions in both modules, because P2POp compares its function with the function of distributed_c10d.
     try:
         _bind(wrapped)
         yield traffic

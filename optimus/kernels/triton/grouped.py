@@ -1,8 +1,8 @@
 """Tiled matmuls of the experts' rows with the experts' weights, for stages 4a, 4b and their backward passes.
 
 Kernels load contiguous operands by TMA descriptors if `tuning.by_descriptors` allows descriptors, and by pointers
-otherwise. Kernels load gathered rows by pointers. On a chip with TMA, each processor runs at most one program, which
-computes several tiles.
+otherwise. Kernels load gathered rows by pointers. On a chip with TMA, there are at most as many programs as processors,
+so a program may compute several tiles.
 
 Legend: T tokens, P routed rows, E experts, R tiles of rows; A [P, L] @ B [E, L, N] -> [P, N], where [X, Y] is [L, N] or
 [N, L]; a weight's gradient is [E, M, N], from G columns of tokens and O columns of rows.
