@@ -79,7 +79,7 @@ class FaultPlan:
         return self._with("hang", rank, step)
 
     def slow(self, rank: int, factor: float, step: int = 1) -> "FaultPlan":
-        """Multiplies the duration of the rank's steps by about `factor`, from `step` on."""
+        """Slows the rank's steps down by about `factor`, from `step` on."""
         return self._with("slow", rank, step, factor)
 
     def tear_checkpoint(self, rank: int, step: int) -> "FaultPlan":
