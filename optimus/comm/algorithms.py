@@ -1,9 +1,8 @@
 """Choice of the algorithm of a collective: the known schedules, their measured times, and rules for unmeasured sizes.
 
-The choice depends only on values that all ranks of the group know: the backend, the kind of collective, the group's shape,
-the measurements, and the tensor's type and bytes. The order of additions therefore depends only on these values too. A size
-is the bytes of the whole tensor, which a rank has after an all-gather, before a reduce-scatter or an all-to-all, and before
-and after an all-reduce.
+The choice depends only on values that all ranks of the group know: the backend, the kind of collective, the group's
+shape, the measurements, and the tensor's type and bytes. A size is the bytes of the whole tensor, which a rank has
+after an all-gather, before a reduce-scatter or an all-to-all, and before and after an all-reduce.
 """
 
 import math
@@ -47,10 +46,10 @@ EVERYONE = "everyone"
 """Name of an all-reduce between two ranks: each rank sends its whole tensor to its peer, and adds the two tensors."""
 
 MEGABYTE = 1 << 20
-LONG_SUM = 4 * MEGABYTE  # bytes from which an all-reduce by direct rounds beats Gloo's on one node, while ranks compute
-FEW_NODES = 16  # number of nodes up to which direct messages are no slower than doubling
-PIECES = 4  # maximum number of pieces of a tensor; 8 pieces save at most 5 % more time
-PIECE = 1 << 16  # minimum bytes of a block in each of several pieces
+LONG_SUM = 4 * MEGABYTE  # minimum bytes of an all-reduce that uses direct rounds on one node by default
+FEW_NODES = 16  # maximum number of nodes for which `default` sends small blocks directly across nodes
+PIECES = 4  # maximum number of pieces of a tensor
+PIECE = 1 << 16  # minimum bytes of a block in a piece, if there are several pieces
 
 
 def _on_one_level(schedule: RoundSchedule) -> Rounds:
@@ -168,8 +167,8 @@ def rounds(algorithm: str, kind: CollectiveKind, rank: int, shape: Shape) -> tup
 def pieces(algorithm: str, shape: Shape, size: float) -> int:
     """Returns the number of pieces in which to send a tensor; 1 for an algorithm on one level.
 
-    On two levels, one piece crosses nodes while another piece moves within a node. Each piece needs separate messages,
-    so tensors of small blocks get fewer pieces.
+    On two levels, one piece can cross nodes while another piece moves within a node. Tensors of small blocks get fewer
+    pieces.
     """
     return max(1, min(PIECES, int(size / shape.ranks / PIECE))) if on_two_levels(algorithm) else 1
 
@@ -280,7 +279,7 @@ def _shape(text: str) -> Shape:
 def choose(
     kind: CollectiveKind, shape: Shape, size: float, measured: Measured | None = None, links: Links | None = None
 ) -> str:
-    """Returns the fastest measured algorithm or the default algorithm, which `default` returns.
+    """Returns the fastest measured algorithm or the algorithm that `default` returns.
 
     The fastest measured algorithm must take less than `GAIN` times the default algorithm's measured time. If `measured`
     has curves for the kind and the shape, but no curve for the default algorithm, the function returns the fastest

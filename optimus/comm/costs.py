@@ -1,10 +1,8 @@
 """Time of collectives by discrete-event simulation of their messages.
 
-Each message keeps its sender and its receiver busy for `overhead` seconds each. Messages leave through the sender's
-adapter one after the other and begin to arrive a latency later. Messages also pass the receiver's adapter one after the
-other. Within a node, every rank has a separate link. A rank begins a round of a piece of the tensor when the rank has
-received all messages of the piece's previous round. All our schedules are the same for every node, so a simulation of
-one node's ranks is enough. For a plugin's algorithm, the simulation covers all ranks.
+Each message keeps its sender busy for `overhead` seconds, and likewise its receiver. Messages pass the sender's adapter
+one after the other and, a latency later, the receiver's adapter. Within a node, every rank has a separate link. The
+simulation covers the ranks of one node, or all ranks for a plugin's algorithm.
 """
 
 from collections import defaultdict
@@ -34,9 +32,9 @@ def seconds(
 ) -> float:
     """Returns the seconds of a collective of `size` bytes in a group that shares its links with no other group.
 
-    `algorithms.py` defines the size for each kind of collective. The ranks send the tensor in `pieces` equal pieces. Each
-    rank begins the first round of all pieces. The rank then takes the pieces in turn: it waits for a piece's round, then
-    begins the piece's next round. For `OWN` the simulation uses the schedules of Gloo.
+    `algorithms.py` defines the size for each kind of collective. The ranks send the tensor in `pieces` equal pieces.
+    Each rank begins the first round of all pieces, and then continues the pieces in turn. For `OWN` the simulation uses
+    the schedules of Gloo.
     """
     block = size / shape.ranks / pieces
     ranks = shape.per if alike_on_nodes(algorithm, kind) else shape.ranks
@@ -74,8 +72,8 @@ def internode_bytes(algorithm: str, kind: CollectiveKind, shape: Shape, size: fl
 def _rounds(algorithm: str, kind: CollectiveKind, rank: int, shape: Shape) -> tuple[Round, ...]:
     """Returns a rank's rounds; for `OWN`, the rounds of Gloo's built-in collective.
 
-    For `EVERYONE`, a message has the blocks of all ranks. Gloo's all-to-all sends directly. Gloo's all-gather and
-    all-reduce are rings, and Gloo's reduce-scatter is a whole all-reduce.
+    For `EVERYONE`, a message has the blocks of all ranks. Gloo's all-to-all is one round of direct messages. Gloo's
+    all-gather and all-reduce are rings, and Gloo's reduce-scatter is a whole all-reduce.
     """
     if algorithm == EVERYONE:
         blocks = tuple(range(shape.ranks))
@@ -105,10 +103,10 @@ def program(schedule: Sequence[Round], block: float, pieces: int = 1) -> list[St
 def simulate(programs: Sequence[Sequence[Step]], shape: Shape, links: Links) -> list[float]:
     """Returns the seconds after which each rank has finished its program.
 
-    `programs` contains the programs of all ranks of the group, or only those of the first node's ranks if all nodes
-    have the same programs. A queue is an adapter, or a rank's link within its node. Each queue serves simultaneous
-    messages in ascending order of (receiver - sender) mod ranks, so that all nodes behave alike. Raises `ValueError`
-    when a rank waits for a message that no rank sends.
+    `programs` contains the programs of all ranks of the group, or only the programs of the first node's ranks if all
+    nodes have the same programs. An adapter, or a rank's link within its node, serves simultaneous messages in
+    ascending order of (receiver - sender) mod ranks. Raises `ValueError` when a rank waits for a message that no rank
+    sends.
     """
     return _Simulation(programs, shape, links).run()
 
@@ -146,8 +144,7 @@ class _Rank:
 class _Simulation:
     """Simulates all ranks, or the ranks of one node.
 
-    In a simulation of one node, a message to another node also represents the message that arrives from the node at the same
-    distance in the opposite direction.
+    In a simulation of one node, a message to another node also represents the message that arrives from another node.
     """
 
     def __init__(self, programs: Sequence[Sequence[Step]], shape: Shape, links: Links) -> None:
@@ -155,7 +152,7 @@ class _Simulation:
         self._shape, self._links = shape, links
         self._events: list[tuple[float, int, int, bool, int, int, int, float]] = []
         self._count = count()
-        self._out: defaultdict[int, float] = defaultdict(float)  # time at which a queue is free
+        self._out: defaultdict[int, float] = defaultdict(float)  # time at which a queue is free (see `_way`)
         self._in: defaultdict[int, float] = defaultdict(float)
 
     def run(self) -> list[float]:

@@ -1,9 +1,8 @@
 """Waits of a device for collectives.
 
-`Work.wait` of NCCL, RCCL or oneCCL enqueues the wait on the device's stream, and the host continues. The host neither
-sees how long the device waits nor gets an error when another rank is lost. This module therefore records an event before
-and after each wait. The events show how long the device has waited, and in which collective the device waits now. Unlike the
-backend's handles, events keep no tensors alive.
+`Work.wait` of NCCL, RCCL or oneCCL enqueues the wait on the device's stream, and the host continues. This module
+therefore records an event before and after each wait. The events show how long the device has waited, and in which
+collective the device waits now.
 """
 
 import threading
@@ -15,7 +14,7 @@ import torch
 
 CollectiveCall = tuple[str, str, int]
 """A collective: the name under which ranks count it (see `Observer.begin`), the collective's name, and its number."""
-GRACE = 60.0  # seconds by which the timeout of the backend's watchdog exceeds that of `Deadline`
+GRACE = 60.0  # seconds by which the timeout of the backend's watchdog exceeds the timeout of `Deadline`
 
 
 class StreamPoint(Protocol):
@@ -79,7 +78,7 @@ class DeviceWaits:
 
 
 def flight_record() -> bytes:
-    """Returns the record of this rank's last collectives in torch's flight recorder, as JSON; empty if this torch has no
+    """Returns the record of this rank's last collectives in torch's flight recorder, as JSON; `{}` if this torch has no
     recorder."""
     known = vars(torch._C._distributed_c10d)
     dump = known.get("_dump_nccl_trace_json") or known.get("_dump_fr_trace_json") or (lambda *_: b"{}")
@@ -88,10 +87,8 @@ def flight_record() -> bytes:
 
 
 class Deadline:
-    """A thread that calls `ended`, at most once, when the device has waited in one collective for more than `seconds`.
-
-    The host needs the thread, because the device's backend raises no error on the host when another rank is lost.
-    """
+    """A thread that calls `ended`, at most once, when the device has waited in one collective for more than
+    `seconds`."""
 
     def __init__(self, waits: DeviceWaits, seconds: float, ended: Callable[[CollectiveCall], None]) -> None:
         self._waits, self._seconds, self._ended = waits, seconds, ended
@@ -99,7 +96,7 @@ class Deadline:
         threading.Thread(target=self._watch, name="deadline", daemon=True).start()
 
     def stop(self) -> None:
-        """Makes the thread end soon, without waiting for it; until then the thread may still call `ended`."""
+        """Makes the thread end soon, but does not wait for the thread, which may still call `ended`."""
         self._stopped.set()
 
     def _watch(self) -> None:

@@ -15,7 +15,7 @@ _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")  # name
 class RefuseCollectives(TorchDispatchMode):
     """Refuses collectives of `torch.distributed` and of Optimus that this thread begins inside the context.
 
-    Other ranks would not take part in these collectives. Raises a `UserError` whose message ends with `why`.
+    Raises a `UserError` whose message ends with `why`.
     """
 
     def __init__(self, why: str) -> None:
@@ -39,7 +39,7 @@ class RollCall:
         self._calls = 0
 
     def __call__(self, share: float = 1.0) -> None:
-        """Waits until all ranks have made this call. Raises `CollectiveError` after the fraction `share` of `seconds`."""
+        """Waits until all ranks have made this call. Raises `CollectiveError` after `share` times `seconds`."""
         if self._ranks == 1:
             return
         store, self._calls = dist.distributed_c10d._get_default_store(), self._calls + 1

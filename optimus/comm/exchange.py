@@ -1,15 +1,14 @@
 """Execution of the schedules of collectives as messages between ranks over Gloo, one round at a time.
 
-Gloo's reduce-scatter is an all-reduce that discards most of its result. Gloo's all-gather is a ring, whose time grows with
-the number of ranks. In this module, a round posts its receives before its sends. A rank sends a message in place if the
-blocks of the message are adjacent in memory and need no conversion. `gather` also receives adjacent blocks in place. All
-other messages use scratch buffers.
+A round begins its receives before its sends. A rank sends a message without a copy if the blocks of the message are
+adjacent in memory and need no conversion. `gather` also receives adjacent blocks without a copy. Scratch buffers hold
+all other messages.
 
 In each round, a rank adds in rank order. The rank adds floats in fp32, or in the type of the addends if that type is
 wider, and integers in their type. Sums are therefore bitwise reproducible, and equal on all ranks that receive them.
 
 An exchange is a generator that begins a round, yields, and then waits for the round. The exchanges of the pieces of a
-large tensor advance in turn, so that one piece crosses nodes while another piece moves within a node.
+large tensor advance in turn, so that one piece can cross nodes while another piece moves within a node.
 """
 
 import threading
@@ -35,7 +34,7 @@ _END = object()
 class Channel:
     """Messages of one collective between the `ranks` of a group; `tag` separates the messages of different collectives.
 
-    When a message fails, each method raises a `RuntimeError` that names the other rank of the message.
+    When torch raises a `RuntimeError` for a message, each method raises a `RuntimeError` that names the peer.
     """
 
     def __init__(self, ranks: Sequence[int], handle: Any, tag: int, scratch: Scratch) -> None:
@@ -117,8 +116,7 @@ def carry_out(exchanges: Sequence[Exchange]) -> None:
 class ProgressThread:
     """Runs exchanges in a background thread, in the order in which the caller begins them.
 
-    Each group has a separate progress thread. The ranks of a group begin their collectives in the same order, so their
-    progress threads cannot deadlock, even if the ranks use other groups in different orders.
+    Each group has a separate progress thread, so the ranks may begin the collectives of two groups in different orders.
     """
 
     def __init__(self) -> None:
@@ -274,8 +272,7 @@ def shift(tensor: Tensor, out: Tensor, ranks: Sequence[int], rank: int, handle: 
 def add_up(rows: Sequence[Tensor], out: Tensor) -> None:
     """Fills `out` with the sum of at least two `rows`, added in their order. `out` may be one of the rows.
 
-    The function adds one tile at a time, so that the tile stays in cache. The function adds floats in fp32, or in the
-    type of `out` if that type is wider. The function adds integers in their type, since fp32 would lose low bits.
+    The function adds floats in fp32, or in the type of `out` if that type is wider, and integers in their type.
     """
     wide = _wide(out.dtype)
     for start in range(0, len(out), TILE):
@@ -292,7 +289,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _filled(messages: Sequence[Message], blocks: Blocks) -> list[Message]:
-    """Returns the messages that are not empty; parts of a tensor may be empty."""
+    """Returns the messages with at least one element; blocks may be empty."""
     return [message for message in messages if any(len(blocks[block]) for block in message.blocks)]
 
 

@@ -1,15 +1,13 @@
 """Differentiable collectives. The backward pass of each differentiable function is the transposed operation.
 
-Most functions act on rows, the slices of dim 0. No differentiable function changes its input in place, and in a group
-of one rank every differentiable function returns its input. All ranks of the group must call the functions in the same
-order. Autograd visits the operations of a graph in the reverse of their order of creation, so ranks with the same graph
-agree on the order of the backward pass too.
+Rows are the slices of dim 0. No differentiable function changes its input in place. In a group of one rank,
+differentiable functions return their input. All ranks of the group must call the functions in the same order.
 
 A tensor is *shared* if all ranks have equal copies and compute the same from the copies; its gradient is then the same
 on all ranks. Gradients are correct only if all tensors that the docstrings below call shared are shared.
 
-The collective cache (`step_context.CollectiveCache`) can store the results of the first forward pass's collectives, so that
-activation recomputation issues no collectives.
+The collective cache (`step_context.CollectiveCache`) can store the results of the first forward pass's collectives;
+activation recomputation then issues no collectives.
 
 Legend: N ranks of the group, T rows and C columns of this rank.
 """
@@ -97,9 +95,9 @@ def all_to_all_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], grou
 def all_to_all_rows_async(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Result[Tensor]:
     """Begins `all_to_all_rows`; `Result.wait` returns the rows.
 
-    Computation between this call and `Result.wait` overlaps with the all-to-all. The backward pass overlaps as well:
-    the backward function of `wait` begins the all-to-all of the gradients, and the backward function of this call waits
-    for the gradients.
+    Computation between this call and `Result.wait` can overlap with the all-to-all. In the backward pass, the backward
+    function of `wait` begins the all-to-all of the gradients, and the backward function of this call waits for the
+    gradients.
     """
     if group.size == 1:
         return Result(lambda: x)

@@ -1,9 +1,8 @@
 """A group of ranks and its collectives. A group of one rank needs no process group.
 
-If the backend raises an error when a peer has died or is late, the collective raises a `CollectiveError`. The message
-names the collective, the bytes of its tensor and the ranks of its group. Methods named `*_async` begin a collective and
-return a handle, so that the caller can compute before it calls `Handle.wait`. `strategies.py` carries the collectives
-out, and `observer.py` records them.
+When the backend reports a failure, the collective raises a `CollectiveError` that names the collective, the bytes of
+its tensor and the ranks of its group. Methods named `*_async` begin a collective and return a handle. `strategies.py`
+carries the collectives out, and `observer.py` records them.
 """
 
 from collections.abc import Callable, Sequence
@@ -187,9 +186,9 @@ class Group:
     ) -> tuple[Tensor, Handle]:
         """Begins an all-to-all: sends `send[i]` rows of dim 0 to rank i, and receives `receive[i]` rows from rank i.
 
-        The returned tensor contains the received rows once `Handle.wait` returns. Sent and received rows are in rank order.
-        Rank i must send rank j as many rows as rank j expects from rank i. Without `send` and `receive`, every rank sends
-        equal parts to all ranks. Only equal parts can use two levels, since no rank knows the lengths of all other parts.
+        The returned tensor contains the received rows once `Handle.wait` returns. Sent and received rows are in rank
+        order. Rank i must send rank j as many rows as rank j expects from rank i. Without `send` and `receive`, every
+        rank sends equal parts to all ranks. Only equal parts can use two levels.
         """
         if self.size == 1:
             return rows, DONE
@@ -249,8 +248,8 @@ class Group:
     def shift_async(self, tensor: Tensor, out: Tensor) -> Handle:
         """Begins to send `tensor` to the next rank of the ring of ranks, and to fill `out` from the previous rank.
 
-        `tensor` and `out` are contiguous and have one shape and type on all ranks. All ranks must begin their shifts in the
-        same order, since a backend matches the shifts between two ranks in that order.
+        `tensor` and `out` are contiguous and have one shape and type on all ranks. All ranks must begin their shifts in
+        the same order.
         """
         if self.size == 1:
             return _copy(tensor, out)

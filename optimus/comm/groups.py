@@ -1,4 +1,4 @@
-"""The groups of a run, which all ranks create at the beginning, in the same order, from partitions of the ranks."""
+"""The groups of a run. All ranks create the groups in the same order, from the same partitions of the ranks."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -21,9 +21,10 @@ from optimus.mesh.mesh import DENSE, EXPERT
 
 
 class PlannedGroups(NamedTuple):
-    """The groups of one partition of the ranks, which a run creates once for all uses, or `apart` times with one use each.
+    """The groups of one partition of the ranks.
 
-    `messages` is true for groups that carry only messages between two of their ranks.
+    `apart` is the number of unshared groups that each rank gets; 0 means one group that all users share. `messages` is
+    true for groups that carry only messages between two of their ranks.
     """
 
     what: str
@@ -62,7 +63,7 @@ def shape_of(ranks: Sequence[int], mesh: Mesh) -> Shape | None:
 
 
 def levels_of(partition: RankPartition, mesh: Mesh) -> tuple[RankPartition, RankPartition] | None:
-    """Divides every group of `partition` into groups across nodes (ranks with equal local ranks) and groups within a node.
+    """Divides every group of `partition` into groups across nodes (one rank of each node) and groups within a node.
 
     Returns None unless all groups have the same shape, with several nodes and several ranks on each node.
 
@@ -91,16 +92,14 @@ def level_groups(mesh: Mesh, *axes: str) -> list[PlannedGroups]:
 
 
 class Groups:
-    """The groups of this rank: one for each partition of the ranks, which all users of the partition share, and unshared
-    groups (`apart`).
+    """The groups of this rank: one shared group for each partition of the ranks, and unshared groups (`apart`).
 
-    The constructor creates the groups of `planned`, by default `groups_of_mesh(mesh)`. A run creates only the groups
-    that it uses (`resolve/groups.py`). A rank creates only the groups that it belongs to. Code that creates other
-    process groups must create equally many on every rank; see `_handle`. NCCL, RCCL and oneCCL connect a group in its
-    first collective, so a group without collectives costs no device memory.
+    The constructor creates the groups of `planned`, by default `groups_of_mesh(mesh)`. A rank creates only the groups
+    that it belongs to. Code that creates other process groups must create equally many on every rank; see `_handle`.
 
-    `timeout` is the time in seconds that a rank waits for the other ranks of a group, by default torch's timeout. Groups
-    choose the algorithms of collectives by `measured`. `partial_sums` encodes the partial sums that nodes send each other.
+    `timeout` is the timeout in seconds of new process groups, by default torch's timeout. On backends other than Gloo,
+    the constructor adds `GRACE`. Groups choose the algorithms of collectives by `measured`. `partial_sums` encodes the
+    partial sums that nodes send each other.
     """
 
     def __init__(
@@ -117,12 +116,12 @@ class Groups:
         self.watch, self.recorder = Watch(), Recorder()
         self._shared = Shared(self.recorder, self.watch, measured=measured, partial_sums=partial_sums)
         self.step = self._shared.step
-        self._uneven: list[Sequence[int]] = []  # groups with different numbers of ranks on their nodes
+        self._uneven: list[Sequence[int]] = []  # ranks of the groups for which `shape_of` returns None
         grace = 0.0 if self.tags else GRACE
         self._timeout = None if timeout is None else timedelta(seconds=timeout + grace)
         self._made: dict[RankPartition, Group] = {}
         self._apart: dict[RankPartition, list[Group]] = {}
-        self._numbers = count(1)  # numbers of groups that are not shared
+        self._numbers = count(1)  # numbers of unshared groups
         self._along: dict[frozenset[str], Group] = {}
         self.make(groups_of_mesh(mesh) if planned is None else planned)
 
@@ -177,9 +176,9 @@ class Groups:
         return self.along("pp", "dp", "cp", "tp")
 
     def origin(self) -> str | None:
-        """Returns the collective of this step in which this rank first sent NaN or Inf that no other rank had sent to it.
+        """Returns the name of the collective in which this rank first sent NaN or Inf in this step; see `Watch.origin`.
 
-        Returns None if this rank is not the origin. All ranks must call this method.
+        Returns None if this rank is no origin of NaN or Inf. All ranks must call this method.
         """
         spread = self.world.all_gather_object(self.watch.spread())
         return self.watch.origin(
@@ -232,7 +231,7 @@ class Groups:
         if shape is None:
             self._uneven.append(own)
         handle = self._handle(partition, own, alone)
-        # Gloo moves only host memory.
+        # Over Gloo, device tensors need host staging.
         kind = HostStagedGroup if self.tags and torch.accelerator.is_available() else Group
         return kind(own, own.index(self.rank), Transport(handle, alone, shape, levels), self._shared)
 

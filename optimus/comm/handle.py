@@ -16,7 +16,8 @@ class Handle:
         self._wait = wait
 
     def wait(self) -> None:
-        """Waits until the operation is complete, or raises the operation's exception, like `Work.wait` of torch."""
+        """Waits for the operation, and raises the operation's exception. On a device, may only make the current stream
+        wait, like `Work.wait` of torch."""
         self._wait()
 
 

@@ -1,8 +1,7 @@
-"""Collectives of device tensors over Gloo, staged through host memory, since Gloo moves only host memory.
+"""Collectives of device tensors over Gloo, staged through host memory.
 
-Host staging lets several ranks share a device, which the device's backend does not support. A call that sends a device
-tensor first waits for the operations enqueued on the current stream. `Handle.wait` copies the result back on the
-caller's stream.
+Host staging lets several ranks share a device. A call that sends a device tensor first waits for the operations
+enqueued on the current stream. `Handle.wait` copies the result back on the caller's stream.
 """
 
 from collections.abc import Sequence

@@ -20,7 +20,7 @@ Begin = Callable[[int], Any]
 
 
 class CollectiveError(UserError):
-    """Raised when a collective fails. The ranks are out of step afterwards, so no further collective is possible."""
+    """Raised when a collective fails. The ranks may be out of step afterwards, and must begin no further collective."""
 
 
 class Observer:
@@ -53,8 +53,8 @@ class Observer:
         `sent` is the tensor that this rank sends, and `receives` is true if the rank receives data. `at` is the name
         under which the recorder counts the collective, by default the group's name.
 
-        This method, or the handle, raises a `CollectiveError` that names the collective when the backend reports that
-        another rank is lost or late.
+        This method, or the handle, raises a `CollectiveError` that names the collective when the backend reports a
+        failure.
         """
         if len(self._ranks) == 1:
             return DONE
@@ -87,7 +87,7 @@ class Observer:
 
     @contextmanager
     def _waits(self, name: str, what: str, number: int, tensor: Tensor) -> Iterator[None]:
-        """Records a wait in a collective, and turns the failure of another rank into a `CollectiveError`.
+        """Records a wait in a collective, and turns a failure that the backend reports into a `CollectiveError`.
 
         Errors of this rank's device pass unchanged.
         """
@@ -104,8 +104,8 @@ class Observer:
 
 
 def _cause(error: RuntimeError) -> str:
-    """Returns the first line of torch's message, without the source location before it and the advice after it; for an
-    error without a message its type."""
+    """Returns the first line of torch's message without source location and advice, or the error's type if nothing
+    remains."""
     line = str(error).strip().partition("\n")[0]
     return re.sub(r"^\[[^]]*\] ?|\. This is typically.*$", "", line) or type(error).__name__
 

@@ -1,8 +1,7 @@
 """Record of a rank's collectives: the number begun in each group, the current wait, and the time waited.
 
 When the ranks hang, the last collective of each rank shows which ranks the other ranks wait for. When one rank is slow,
-the other ranks wait longer than that rank. Recording costs at most four readings of the clock per collective, and also
-two events if the device waits instead of the host (`device`).
+the other ranks wait longer than the slow rank.
 """
 
 import threading
@@ -22,7 +21,7 @@ class Recorder:
     def __init__(self) -> None:
         self.begun: Counter[str] = Counter()
         self.waiting: CollectiveCall | None = None
-        self.device: DeviceWaits | None = None  # set if the device waits instead of the host
+        self.device: DeviceWaits | None = None  # None if the host waits
         self._seconds = 0.0
         self._by_kind: defaultdict[str, float] = defaultdict(float)
 

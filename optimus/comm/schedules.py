@@ -1,13 +1,13 @@
 """Schedules of collectives as data: a list of rounds for each rank; each round lists the messages sent and received.
 
-The ranks of a group lie on `nodes` nodes with `per` ranks on each, node by node: rank r is on node r // per. Block b of an
-all-gather is the part of rank b. A reduce-scatter is an all-gather backwards: a rank sends, as partial sums, the blocks that
-the all-gather receives, and receives and adds the blocks that the all-gather sends. An all-reduce is a reduce-scatter
-followed by an all-gather, or the single round of `everyone`. Block a * ranks + b of an all-to-all is the block from rank a
-to rank b.
+The ranks of a group lie on `nodes` nodes with `per` ranks on each, node by node: rank r is on node r // per. Block b of
+an all-gather is the part of rank b. A reduce-scatter is an all-gather backwards: a rank sends partial sums of the
+blocks that the all-gather receives, and adds the partial sums of the blocks that the all-gather sends. An all-reduce is
+a reduce-scatter followed by an all-gather, or the single round of `everyone`. Block a * ranks + b of an all-to-all is
+the block from rank a to rank b.
 
-Schedules on two levels follow PCCL (dissertation on AxoNN, chapter 6; arXiv 2504.18658). Doubling follows Bruck et al. 1997
-and works for any number of ranks.
+Schedules on two levels follow PCCL (dissertation on AxoNN, chapter 6; arXiv 2504.18658). Doubling follows Bruck et al.
+(1997) and works for any number of ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,8 @@ class Message(NamedTuple):
 
 
 class Round(NamedTuple):
-    """The messages that a rank sends and receives at once; all messages must arrive before the next round begins.
+    """The messages that a rank sends and receives at once; all messages must arrive before the rank begins its next
+    round.
 
     All messages that a rank receives in a round of a reduce-scatter (an all-gather backwards) contain the same blocks.
     """
@@ -87,7 +88,7 @@ def doubling(rank: int, ranks: int) -> list[Round]:
 
 
 def everyone(rank: int, ranks: int) -> list[Round]:
-    """Sends the whole tensor, as one block, to all other ranks in one round: an all-reduce of few bytes.
+    """Sends the whole tensor, as one block, to all other ranks in one round, for an all-reduce.
 
     Each rank adds up the blocks of all ranks itself.
     """
@@ -98,8 +99,8 @@ def everyone(rank: int, ranks: int) -> list[Round]:
 def two_levels(across: RoundSchedule, within: RoundSchedule) -> Callable[[int, Shape], list[Round]]:
     """Combines an all-gather across nodes, among ranks with equal local ranks, with an all-gather within each node.
 
-    The second all-gather distributes the blocks that each rank has after the first all-gather. The ranks of a node
-    together send (nodes - 1) * per blocks to other nodes, which is the minimum, and each rank sends an equal share.
+    The second all-gather distributes the blocks that each rank has after the first all-gather. To other nodes, each
+    rank sends nodes - 1 blocks.
     """
 
     def schedule(rank: int, shape: Shape) -> list[Round]:

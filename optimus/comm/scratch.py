@@ -1,4 +1,4 @@
-"""Scratch buffers of collectives. A pool reuses the buffers, since fresh pages cost more time than the writes to them."""
+"""Scratch buffers of collectives, which a pool reuses."""
 
 import threading
 

@@ -3,8 +3,8 @@
 `Backend` calls the backend's built-in collectives. `Rounds` sends rounds of messages over Gloo. `TwoLevels` calls
 collectives of a group across nodes and of a group within the node. Every method of a `Strategy` begins a collective of
 a group with several ranks, and returns its handle. `parts` are the slices of dim 0 of the whole tensor; `even` is true
-if all parts have one length. With `beside`, `Rounds` runs the rounds after the first round in a thread while the rank
-computes; otherwise `Handle.wait` runs these rounds.
+if all parts have one length. With `beside`, a thread completes the rounds of `Rounds` while the rank computes;
+otherwise `Handle.wait` completes the rounds.
 """
 
 from collections.abc import Callable, Sequence
@@ -119,9 +119,8 @@ class Level(Protocol):
 class TwoLevels(NamedTuple):
     """Hierarchical collectives in two groups: `across` nodes, of ranks with equal local ranks, and `within` this node.
 
-    NCCL's PAT algorithm, which needs few steps, runs only in groups with one rank on each node (PCCL, arXiv
-    2504.18658). Groups across nodes have one rank on each node. All ranks must begin the collectives of both groups in
-    the same order.
+    Groups across nodes have one rank on each node, as NCCL's PAT algorithm requires (PCCL, arXiv 2504.18658). All ranks
+    must begin the collectives of both groups in the same order.
 
     Legend: N nodes, M ranks on each, S elements of a part.
     """

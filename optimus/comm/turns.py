@@ -7,7 +7,7 @@ from optimus.comm.handle import Handle
 
 
 class InTurn(Handle):
-    """A queue of asynchronous operations, each of which begins after the wait for the previous one."""
+    """A queue of asynchronous operations. An operation begins after the wait for the previous operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class InTurn(Handle):
             self._under_way = start()
 
     def advance(self) -> None:
-        """Waits for the operation under way and begins the next one."""
+        """Waits for the operation under way, if any, and begins the next operation of the queue."""
         if self._under_way is not None:
             self._under_way.wait()
             self._under_way = self._starts.popleft()() if self._starts else None

@@ -1,10 +1,9 @@
 """Origin of NaN and Inf, found from sums of the tensors that each rank sends.
 
-If a faulty device produces NaN or Inf, the next collectives spread the NaN or Inf to other ranks: tensor, expert and
-pipeline parallelism communicate inside the forward pass. Inside `Watch.on`, each rank therefore sums the floating-point
-tensors that it is about to send over watched groups. A sum costs one pass over the tensor and no synchronisation; the
-rank reads the sums only after a step whose loss or gradient norm is not finite. The ranks then tell each other in which
-collectives they have sent NaN or Inf. The origin is a rank that sent NaN or Inf before it received NaN or Inf.
+Collectives spread the NaN or Inf of a faulty device to other ranks. Inside `Watch.on`, each rank therefore sums the
+floating-point tensors that it is about to send over watched groups. The ranks read the sums after a step whose loss or
+gradient norm is not finite. The ranks then tell each other in which collectives they have sent NaN or Inf. The origin
+is a rank that sent NaN or Inf before it received NaN or Inf.
 """
 
 from collections.abc import Collection, Iterator
@@ -30,7 +29,7 @@ class Watch:
     """Records sent and received tensors since `begin`, in order, but only inside `on`."""
 
     def __init__(self) -> None:
-        self.enabled = False  # True if somebody reads the records
+        self.enabled = False  # True if `on` records tensors
         self._notes: list[_Note] = []  # several threads append records
         self._on = False
 
@@ -40,7 +39,7 @@ class Watch:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Records sent and received tensors inside the context."""
+        """Records sent and received tensors inside the context, if `enabled`."""
         self._on = self.enabled
         try:
             yield

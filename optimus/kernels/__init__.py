@@ -1,1 +1,1 @@
-"""Kernels: the optimized path of an operation and, for most operations, a plain reference for tests."""
+"""Kernels: optimized implementations of operations, most of them with a reference implementation for tests."""

@@ -1,10 +1,7 @@
-"""AdamW on the host in one pass over memory.
+"""AdamW on the host in one pass over memory: `torch.compile` fuses all operations into one loop.
 
-With gradients and a separate compute copy in bf16, an update moves 28 bytes per element.
-
-The fused kernel of torch needs scaled fp32 gradients and does not write the compute copy, so it needs extra passes.
-This module lets `torch.compile` fuse all operations into one loop. If compilation fails, for example without a C++
-compiler, the module warns once and runs the same arithmetic uncompiled.
+With gradients and a separate compute copy in bf16, an update moves 28 bytes per element. If compilation fails, for
+example without a C++ compiler, the module warns once and runs the same operations uncompiled.
 """
 
 import math
@@ -18,7 +15,7 @@ from torch import Tensor
 
 
 class AdamWFactors(NamedTuple):
-    """The factors of one step as fp32 scalar tensors, because Python numbers would cause a recompilation in every step."""
+    """The factors of one step as fp32 scalar tensors, so that new values cause no recompilation."""
 
     gradient_scale: Tensor
     decay: Tensor  # factor of the weights: 1 - learning rate * weight decay
@@ -50,7 +47,7 @@ def adamw_in_one_pass(
 ) -> None:
     """Updates flat fp32 `weight`, `m` and `v` on the CPU in place, and fills `copy`, if given; `copy` may alias the
     gradient."""
-    # An in-place loop is slower: if `copy` aliases the gradient, `_update` first writes to a new tensor.
+    # If `copy` aliases the gradient, `_update` writes to a new tensor, because an in-place loop is slower.
     same = copy is not None and copy.data_ptr() == gradient.data_ptr()
     made = torch.empty_like(gradient) if same else copy
     (_compiled() or _update)(weight, gradient, m, v, made, *factors)

@@ -6,8 +6,7 @@ log-sum-exp over all keys. Without a cap, scores are q . k / sqrt(D). Log-sum-ex
 fp32 (float64 for float64).
 
 A sink is an additional key that every query of a head attends to, with a learned score and value 0 (gpt-oss; Xiao et
-al. 2023). Attention merges the sink like a block. The sink enters only the normaliser, so the code for the blocks'
-gradients is the same with and without a sink.
+al. 2023). The sink changes only the normaliser.
 
 Legend: B batch, S queries, P keys, N heads, M heads of keys and values (N / M heads share one), D head size, X any
 further dims.
@@ -28,13 +27,13 @@ from optimus.kernels.backend import compute_dtype
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
-_BLOCK_ELEMENTS = 1 << 22  # maximum number of scores in one of the `_query_blocks`, unless one position has more
+_BLOCK_ELEMENTS = 1 << 22  # maximum number of scores in one of the `_query_blocks`, unless one query has more
 
 
 class Scoring(NamedTuple):
     """Options of the attention scores: window, cap and sinks."""
 
-    window: int | None = None  # maximum number of positions that a position attends to, including itself; None: all
+    window: int | None = None  # maximum number of positions to attend to, including the query's own; None: no limit
     cap: float | None = None  # scores s become cap * tanh(s / cap) (Gemma 2, section 2)
     sink_N: Tensor | None = None  # the scores of the sinks
 
@@ -97,8 +96,8 @@ def attend_blocks(
 ) -> Tensor:
     """Computes attention of all queries over the keys of their blocks, [B, S, N, D].
 
-    Autograd saves keys once, even if several heads or blocks share them. Every query must be in exactly one causal
-    block, which must precede the query's other blocks.
+    Autograd saves keys and values once, even if several blocks share the keys and values. Every query must be in
+    exactly one causal block, which must precede the query's other blocks.
     """
     return _Blocks.apply(q_BSND, k_BPMD, v_BPMD, sink_N, blocks)
 
@@ -128,7 +127,7 @@ def attention_block_backward(
 ) -> Gradients:
     """Returns a block's contributions to the gradients of its queries, keys and values.
 
-    Gradients have the dtypes of their tensors. `out_BSND` and `lse_BNS` must be over all keys of the queries.
+    Each gradient has the dtype of its tensor. `out_BSND` and `lse_BNS` must be over all keys of the queries.
     """
     q, k, v, out, out_grad = _heads_first(q_BSND, k_BPMD, v_BPMD, out_BSND, out_grad_BSND)
     shared = k.shape[1]
@@ -251,14 +250,15 @@ class AttentionBlock(NamedTuple):
     cap: float | None = None
 
     def moved(self, queries: int, keys: int) -> "AttentionBlock":
-        """Returns the same block, shifted by `queries` query positions and `keys` key positions."""
+        """Returns a copy of the block, shifted by `queries` query positions and `keys` key positions."""
         rows, seen = slice(self.queries.start + queries, self.queries.stop + queries), self.keys
         return self._replace(queries=rows, keys=slice(seen.start + keys, seen.stop + keys))
 
     def attend(self, out_BSND: Tensor, lse_BNS: Tensor, q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor) -> None:
         """Merges the attention over this block's keys into `out_BSND` and `lse_BNS`, which `no_attention` allocates.
 
-        A causal block must be the first block of its queries, because it overwrites their results.
+        A causal block must be the first block of its queries, because the causal block overwrites the results of its
+        queries.
         """
         q, k, v = self._rows(self.queries, q_BSND), self._rows(self.keys, k_BPMD), self._rows(self.keys, v_BPMD)
         out, lse = attention_block(q, k, v, self.mask != "none", self.cap)
@@ -290,7 +290,7 @@ class AttentionBlock(NamedTuple):
 
 
 def capped(blocks: "Iterable[AttentionBlock]", cap: float | None) -> "list[AttentionBlock]":
-    """Returns the list of `blocks`, with a `cap` on their scores if there is one."""
+    """Returns a list of `blocks`, each with the given `cap` unless `cap` is None."""
     return list(blocks) if cap is None else [block._replace(cap=cap) for block in blocks]
 
 
@@ -449,7 +449,7 @@ def _plain_backward(
 
 
 def _query_blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
-    """Yields (queries of one block of scores, the keys that these queries attend to)."""
+    """Yields (queries of one block of scores, keys that at least one of the queries attends to)."""
     (batch, heads, new, _), seen = q.shape, k.shape[2]
     rows = max(1, _BLOCK_ELEMENTS // max(1, batch * heads * seen))
     for start in range(0, new, rows):

@@ -10,8 +10,8 @@ from torch.utils._triton import has_triton_package
 def use_triton(x: Tensor) -> bool:
     """Returns True if operations may use Triton kernels for `x`.
 
-    PyTorch computes on the CPU and the meta device, in float64, without the package triton, and on devices whose module
-    sets `runs_triton` to false.
+    Returns False on the CPU and the meta device, for float64, without the package triton, and on devices whose torch
+    module sets `runs_triton` to False.
     """
     return x.device.type not in ("cpu", "meta") and x.dtype != torch.float64 and _has_kernels(x.device.type)
 
@@ -33,7 +33,6 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def scaled(x: Tensor, scale: Tensor) -> Tensor:
     """Returns `x` times the scalar tensor `scale` in the dtype of x, rounded once. `scale` may have a wider dtype.
 
-    On an accelerator, the multiplication operator of torch first rounds a scalar tensor to the dtype of x, so every
-    element gets the same relative error.
+    On an accelerator, `x * scale` would first round `scale` to the dtype of x.
     """
     return torch.mul(x, scale.view((1,) * x.dim()), out=torch.empty_like(x))

@@ -1,4 +1,4 @@
-"""A table of accelerators' properties for kernels and their tests. Importing this module does not need Triton.
+"""Properties of accelerators, for kernels and tests. Importing this module does not need Triton.
 
 Sources: CUDA C++ programming guide, "Technical specifications per compute capability"; AMD CDNA 2 and 3 instruction set
 references; Intel Data Center GPU Max architecture overview; data sheets for memory.
@@ -12,7 +12,7 @@ import torch
 
 class Chip(NamedTuple):
     architecture: str  # the compiler's name of the architecture
-    product: str  # a product of this architecture, which the other fields describe
+    product: str  # a product of this architecture
     processors: int  # number of multiprocessors, compute units or Xe cores
     shared_memory: int  # bytes that one program may use (shared memory, LDS, SLM)
     warp: int  # number of threads that execute in lockstep
@@ -54,9 +54,9 @@ def _chip(device: torch.device) -> Chip:
 
 
 def chip_from(properties: Any) -> Chip:
-    """Returns the chip of torch's device `properties`.
+    """Returns the chip that torch's device `properties` describe.
 
-    Values that `properties` lacks come from the row of the architecture in `CHIPS`, or from `UNKNOWN`.
+    Fields that `properties` lack come from the row of the architecture in `CHIPS`, or from `UNKNOWN`.
     """
     chip = CHIPS.get(_architecture(properties), UNKNOWN._replace(architecture=_architecture(properties)))
     said: dict[str, Any] = {

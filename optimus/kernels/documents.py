@@ -1,8 +1,8 @@
 """Causal attention within concatenated documents, without computing scores between two documents.
 
-Documents of equal length form a batch. One call of flash attention processes documents of several lengths
-(`torch.nn.attention.varlen`), if the device has flash attention and the scores have no cap and no sink. Otherwise,
-these documents become attention blocks.
+Documents of equal length form a batch. For documents of different lengths, one call of flash attention
+(`torch.nn.attention.varlen`) suffices if `flash_fits` is True and the scores have no cap and no sink. Otherwise, each
+document becomes attention blocks.
 
 Legend: T tokens of all documents, N heads, M heads of keys and values, D head size.
 """
@@ -55,7 +55,7 @@ class Documents:
         return torch.arange(len(starts)) - starts
 
     def offsets(self, device: torch.device) -> Tensor:
-        """Returns the first token of each document, then the number of all tokens: int32 [documents + 1], cached."""
+        """Returns the index of each document's first token, then T; int32 [documents + 1], cached for each device."""
         if device not in self._offsets:
             self._offsets[device] = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=device)
         return self._offsets[device]
@@ -85,7 +85,7 @@ def _blocks(documents: Documents, window: int | None) -> Iterator[AttentionBlock
 
 
 def _varlen(q_TND: Tensor, k_TMD: Tensor, v_TMD: Tensor, documents: Documents, window: int | None) -> Tensor:
-    """Computes attention by flash attention for documents of varying lengths; [T, N, D]."""
+    """Computes attention within documents of any lengths by flash attention; [T, N, D]."""
     from torch.nn.attention.varlen import varlen_attn  # imported here, because the import takes seconds
 
     offsets, longest = documents.offsets(q_TND.device), documents.longest

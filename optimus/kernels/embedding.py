@@ -1,6 +1,6 @@
-"""Embedding look-up that accumulates its gradient in fp32: a microbatch can repeat a common token thousands of times.
+"""Embedding look-up that accumulates the gradient of a 16-bit table in fp32.
 
-In bf16, a sum of equal gradients stalls after 256 gradients, because rounding then drops the next gradient.
+In bf16, a sum of equal gradients would stall after 256 gradients, because rounding would drop the next gradient.
 
 Legend: T rows (tokens), V rows of the table, H hidden.
 """

@@ -1,22 +1,20 @@
 """The experts' feed-forward layers in one autograd function: gather, two matmuls per expert, weighted sum.
 
-The method is FastSparseMoE, Algorithm 1 of the Optimus paper, without stage 1, token communication (lines 5-13), which
-the dispatcher implements. With Triton, for silu and `clamped_silu`, stages 2 to 5 are kernels in `kernels/triton`.
-Otherwise, this module implements stages 2 to 5:
+The method is Algorithm 1 of the Optimus paper (FastSparseMoE). The dispatcher implements stage 1, token communication
+(lines 5-13). With Triton, `kernels/triton` implements stages 2 to 5 for silu and `clamped_silu`. Otherwise, this module
+implements stages 2 to 5:
 
 - 2, token counting (lines 15-43), and 3, index generation (lines 45-72): `make_routes`
 - 4, expert computation (lines 75-79): the loop over experts
 - 5, output reduction (lines 81-96): `_sum_of_rows`
 
-Rows are sorted by expert, so each expert's rows are one contiguous slice and every product is an ordinary matmul. CPU
-libraries may compile a kernel for each shape, and the number of rows of an expert changes from batch to batch.
-Therefore, padding makes the length of each slice a multiple of 16, or of 2 in generation with few rows. Padding rows
-repeat a row of the same expert with weight zero, so they contribute nothing. The loop gathers an expert's rows just
-before use, so that these rows can stay in the CPU's cache.
+Rows are sorted by expert, so each expert's rows are one contiguous slice. Padding makes the length of each slice a
+multiple of 16, or of 2 in inference mode with few rows, because CPU libraries may compile a kernel for each shape.
+Padding rows repeat a row of the same expert with weight zero.
 
 The forward pass saves x, the weights, the pre-activation z and the indices. The gradient of a routing weight is <h,
 down^T g>, for the activation h and the output's gradient g, so autograd does not save the experts' outputs. The input's
-gradient is a sum over the inverse index, which adds in a fixed order.
+gradient is a sum of rows in the order of the choices.
 
 Legend: T tokens, K experts per token, P padded routed rows, E experts, H hidden, I intermediate, J = 2 I.
 """
@@ -34,14 +32,14 @@ from optimus.kernels.gradient_buffer import GradientBuffer, WeightGradient
 from optimus.kernels.matmul import matmul
 from optimus.step_context import Forms
 
-PADDING = 16  # padding makes the number of an expert's rows a multiple of 16
-_FEW_PADDING = 2  # the multiple in generation if experts have few rows: padding to 16 would be most of the work
+PADDING = 16  # padding rounds the number of an expert's rows up to a multiple of this number
+_FEW_PADDING = 2  # replaces `PADDING` in inference mode if experts have few rows
 
 
 class Routes(NamedTuple):
     """The positions of all choices (t, k) among the rows sorted by expert.
 
-    If a choice is -1, the last row is a spare row, which stands for the choices of -1.
+    If any choice is -1, the last row is a spare row for all choices of -1.
     """
 
     choice_P: Tensor  # t * K + k of every row; padding rows repeat a choice of the same expert, the spare row has 0
@@ -115,11 +113,11 @@ def expert_mlp(
     """Returns the sum over k of weights[t, k] * down_e(h) with e = indices[t, k]; [T, H].
 
     h is the gated `activation` of kind `kind` of gate_e(x_t) and up_e(x_t). A choice with e = -1 adds nothing to the
-    output or a gradient, for any values of its token and weight. `gate_up_EJH` holds gate, then up. Gradients flow to
-    x, the weights and the parameters. `buffers` are the gradient buffers of `gate_up_EJH` and `down_EHI`: the backward
-    pass adds the gradient of a parameter with a buffer to that buffer, and returns None to autograd. `forms` chooses
-    the operand forms of matmuls on the PyTorch path. The Triton kernels support silu and `clamped_silu`. `bias_EJ` is
-    the bias of gate and up. `choices` is the number of choices that are not -1, if the caller knows it.
+    output or to a gradient. `gate_up_EJH` holds gate, then up. Gradients flow to x, the weights and the parameters.
+    `buffers` are the gradient buffers of `gate_up_EJH` and `down_EHI`. If a parameter has a buffer, the backward pass
+    adds the gradient to the buffer and returns None to autograd. `forms` chooses the operand forms of matmuls on the
+    PyTorch path. `bias_EJ` is the bias of gate and up. `choices` is the number of choices that are not -1, if the
+    caller knows it.
     """
     if backend.use_triton(x_TH) and kind in ("silu", "clamped_silu"):
         from optimus.kernels.triton import expert_mlp as kernels
@@ -174,7 +172,7 @@ class _ExpertMLP(torch.autograd.Function):
                 z_PJ[rows] += bias_EJ[e]
             gated_activation(z_PJ[rows], kind, out=h)
             matmul(h, down_EHI[e].T, out=y_PH[rows], rows_vary=True, forms=forms)
-        # The index is a saved tensor too, so that activation recomputation frees it.
+        # Saves the tensors of `routes` too, so that activation recomputation frees the tensors.
         ctx.save_for_backward(x_TH, weights_TK, gate_up_EJH, down_EHI, z_PJ, *routes[:-1])
         ctx.slices, ctx.buffers, ctx.forms = routes.slices, buffers, forms
         ctx.kind = kind

@@ -1,10 +1,7 @@
 """Gradient buffers, in which kernels accumulate weight gradients instead of returning new tensors to autograd.
 
-For the experts of a large layer, new tensors would take hundreds of megabytes per pass, and more time than many of the
-matmuls.
-
-A step can also defer a weight gradient that bypasses autograd. The backward pass then computes only the input
-gradients, which other pipeline ranks wait for (Zero Bubble Pipeline Parallelism).
+A step can defer the weight gradients (Zero Bubble Pipeline Parallelism). The backward pass then computes only the input
+gradients.
 
 Legend: E experts, A rows and B columns of an expert's weight, P rows of an expert.
 """
@@ -113,7 +110,8 @@ class WeightGradient:
             self._grad_EAB = buffer.open().view(weight_EAB.shape)
 
     def add(self, expert: int, left_AP: Tensor, right_PB: Tensor) -> None:
-        """Adds the matmul of the two operands to an expert's gradient. The caller may overwrite the operands afterwards."""
+        """Adds `left_AP @ right_PB` to an expert's gradient in the buffer, or writes the product to the new tensor. The
+        caller may overwrite the operands afterwards."""
         if not self._wanted:
             return
         if self._deferred is not None:
@@ -130,7 +128,7 @@ class WeightGradient:
             matmul(left_AP, right_PB, out=grad_AB, add=True, rows_vary=True, forms=forms)
 
     def add_shapes(self, rows: int) -> None:
-        """Allocates deferred operands with `rows` rows, for matmuls that a run on the meta device skips."""
+        """Allocates deferred operands with P = `rows`, for matmuls that a run on the meta device skips."""
         if self._deferred is not None:
             _, a, b = self._weight_EAB.shape
             self._deferred.append((0, self._weight_EAB.new_empty(a, rows), self._weight_EAB.new_empty(rows, b)))

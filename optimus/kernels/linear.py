@@ -19,8 +19,8 @@ class MatrixProduct:
     """The three matmuls of a projection with this rank's weight: forward, input gradient and weight gradient.
 
     Autograd (`linear`) and communication (`parallel.tensor`) wrap these matmuls. Subclasses implement other matmuls,
-    for example with low-rank factors. All matrices are contiguous. `step.forms`, if set, chooses the layouts of each
-    matmul's operands (NN, NT or TN; see `kernels.matmul`).
+    for example with low-rank factors. All matrices must be contiguous. `step.forms`, if set, chooses the operand forms
+    of the matmuls (see `kernels.matmul`).
     """
 
     def __init__(self, step: StepContext | None = None) -> None:
@@ -39,7 +39,8 @@ class MatrixProduct:
     ) -> Tensor | None:
         """Returns the gradient of w [N, L], or adds it to `buffer` and returns None.
 
-        Rounds the gradient before the addition to an fp32 buffer only if the device cannot add unrounded matmuls.
+        If the device cannot add a matmul to an fp32 buffer without rounding, rounds the gradient to the operands' dtype
+        first.
         """
         forms = self._step.forms
         if buffer is None:
@@ -87,7 +88,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, w_NL)
         ctx.buffer, ctx.product = buffer, product
         y_TN = product.forward(_rows(x), w_NL)
-        # A view would forbid in-place operations on the result.
+        # For a matrix x, returns no view: autograd could forbid in-place operations on a view.
         return y_TN if x.ndim == 2 else y_TN.view(*x.shape[:-1], y_TN.shape[-1])
 
     @staticmethod

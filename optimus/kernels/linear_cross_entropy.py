@@ -1,12 +1,10 @@
 """Output layer and cross-entropy in one operation, a block of rows at a time.
 
-The logits of a long sequence over a vocabulary of 50304 would often be the largest tensor of a training step. This
-module computes the logits of one block of rows at a time. The forward pass computes a block's gradient along with its
-loss, because the gradient of the mean loss does not depend on later rows. The backward pass only scales the saved
-gradients.
+Only the logits of one block exist at a time. If autograd needs gradients, the forward pass computes the gradient of
+each block together with the loss. The backward pass only scales the saved gradients.
 
-If the vocabulary is sharded, a device has some of the weight's rows, and completes the softmax's normaliser by
-communication with the other devices.
+If the vocabulary is sharded, each device has some of the weight's rows, and the devices combine the normalisers of the
+softmax.
 
 Legend: T rows (tokens), H hidden, V rows of the weight on this device.
 """
@@ -28,7 +26,7 @@ from optimus.step_context import Forms
 Gradients = tuple[Tensor | None, Tensor | None]  # gradients of x and w; None for a gradient that autograd does not need
 
 _BLOCK_ELEMENTS = 1 << 21  # fp32 logits of one block (8 MB, for a CPU's cache), unless `_LEAST_ROWS` rows have more
-# Minimum number of rows of a block, except the last: with fewer rows, reads of the weight and its gradient dominate.
+# Minimum number of rows of a block, except the last block: each block reads the whole weight and its gradient.
 _LEAST_ROWS = 512
 
 
@@ -42,7 +40,7 @@ class VocabularyPart(Protocol):
         """All-reduces the logits in place over the devices that have the same rows of the weight, but other columns."""
 
     def gather(self, logits_TV: Tensor) -> Tensor:
-        """Returns the logits of the whole vocabulary from the logits of all shards."""
+        """Returns the logits of the whole vocabulary; `logits_TV` are the logits of this shard."""
 
     def combine(self, lse_T: Tensor, chosen_T: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (log-sum-exp of `lse_T`, sum of `chosen_T`) over all shards of the vocabulary."""
@@ -92,7 +90,7 @@ def linear_cross_entropy_reference(
 
 
 def block_rows(vocab: int) -> int:
-    """Returns the number of rows of a block, whose logits exist at the same time, for a weight of `vocab` rows."""
+    """Returns the number of rows (tokens) of a block, for a weight of `vocab` rows."""
     return max(_LEAST_ROWS, _BLOCK_ELEMENTS // vocab)
 
 
@@ -132,7 +130,7 @@ def _in_blocks(
     # Shards communicate in every block, so all shards need the same blocks.
     block = block_rows(len(w_VH) if part is None else part.largest)
     total = torch.zeros((), dtype=wide, device=x_TH.device)
-    # All blocks reuse this memory: the allocator could return freed memory to the system, which causes page faults later.
+    # All blocks reuse this memory, since new memory could cause page faults.
     logits_scratch = x_TH.new_empty(min(block, len(x_TH)), len(w_VH))
     p_scratch = torch.empty_like(logits_scratch, dtype=wide)
     for start in range(0, len(x_TH), block):
@@ -184,10 +182,10 @@ class PartialSoftmax(NamedTuple):
 
 
 def partial_softmax(logits_TV: Tensor, target_T: Tensor, first: int, out_TV: Tensor) -> PartialSoftmax:
-    """Writes the softmax over a shard of the vocabulary, whose first entry is `first`, to `out_TV` in that tensor's
-    dtype.
+    """Writes the softmax over a shard of the vocabulary to `out_TV`, in the dtype of `out_TV`.
 
-    Computes the normaliser from the largest probability, because the target's probability may underflow in fp32.
+    `first` is the vocabulary entry of the shard's first row. The log-sum-exp follows from the largest probability,
+    because the target's probability may underflow in fp32.
     """
     row_T = target_T - first
     here_T = (row_T >= 0) & (row_T < logits_TV.shape[1])
@@ -196,7 +194,7 @@ def partial_softmax(logits_TV: Tensor, target_T: Tensor, first: int, out_TV: Ten
     p_TV = torch.softmax(logits_TV if logits_TV.dtype == wide else out_TV.copy_(logits_TV), -1, out=out_TV)
     lse_T = (
         logits_TV.amax(-1).to(wide) - p_TV.amax(-1).log()
-    )  # both maxima are of the same column; finding the column by `argmax` would take ten times as long
+    )  # both maxima are of the same column
     chosen_T = logits_TV.gather(1, row_T1)[:, 0].to(wide).masked_fill(~here_T, 0)
     return PartialSoftmax(p_TV, lse_T, chosen_T, target_T, first)
 

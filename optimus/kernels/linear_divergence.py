@@ -19,7 +19,7 @@ from optimus.kernels.matmul import matmul
 class SoftTargets(NamedTuple):
     """A teacher's soft targets for the rows (tokens) of a student."""
 
-    logits: Callable[[slice], Tensor]  # maps a slice of rows to the teacher's logits [rows, V], in fp32
+    logits: Callable[[slice], Tensor]  # maps a slice of rows to the teacher's logits [rows, V]
     temperature: float  # divisor of the teacher's and the student's logits
 
 

@@ -1,14 +1,11 @@
-"""Computes matmuls in operand forms chosen by measurements on the chip.
+"""Computes matmuls in the operand forms that measurements on the chip choose.
 
-The form of a matmul (NN, NT or TN) gives the layouts of its two operands: N is row-major, T is column-major. Libraries
-are not equally fast in the three forms: on one chip a TN matmul was eight times slower than the same matmul as NN
-(AxoNN, section 5.1.3). While a `MatmulForms` measures, it times the first large matmul of each shape in all three
-forms, including the transposition of operands. Once the ranks have agreed (`choose`), matmuls with the same
-`MatmulShape` use a clearly faster form, if there is one. Before the agreement, and without a `MatmulForms`, matmuls use
-their operands as given.
+The form of a matmul (NN, NT or TN) gives the layouts of its two operands: N is row-major, T is column-major. A matmul
+can be much slower in one form than in another form (AxoNN, section 5.1.3). While a `MatmulForms` measures, it times the
+first large matmul of each `MatmulShape` in all three forms. After `choose`, matmuls of a `MatmulShape` use a clearly
+faster form, if there is one. Otherwise, matmuls use their operands as given.
 
-Results of different forms may differ in their last bits. Ranks with the same computation must use the same form, or a
-token could go to different experts on different ranks.
+Results of different forms may differ in their last bits, so all ranks must choose the same forms.
 
 Legend: A [M, L] @ B [L, N] -> [M, N].
 """
@@ -26,11 +23,12 @@ from optimus.step_context import Forms
 Form = Literal["NN", "NT", "TN"]
 
 FORMS: tuple[Form, ...] = ("NN", "NT", "TN")
-_LEAST_WORK = 1 << 26  # floating point operations; smaller matmuls are too short to time and do not matter
+_LEAST_WORK = 1 << 26  # minimum number of floating-point operations of a matmul that `MatmulForms` times
 
 
 class MatmulShape(NamedTuple):
-    """The key of a matmul. `form` is the form of the given operands, and `type` is the name of their torch dtype."""
+    """The properties of a matmul by which `MatmulForms` chooses a form. `form` is the form of the given operands, and
+    `type` is the name of their torch dtype."""
 
     form: Form
     m: int
@@ -51,7 +49,7 @@ class MatmulForms:
     def __init__(self) -> None:
         self.timings: dict[MatmulShape, FormTimings] = {}
         self.measuring = False
-        self.made: set[MatmulShape] = set()  # large enough matmuls that ran while measuring
+        self.made: set[MatmulShape] = set()  # shapes of the large matmuls that ran while `measuring` was True
         self._chosen: dict[MatmulShape, Form] = {}
 
     def choose(self, timings: dict[MatmulShape, FormTimings]) -> None:
@@ -103,8 +101,7 @@ def matmul(
 
 
 def wide_matmul(a_ML: Tensor, b_LN: Tensor, forms: Forms | None = None) -> Tensor:
-    """Computes A @ B in the operands' dtype, or in fp32 if 16-bit operands are on a device that adds matmuls
-    unrounded."""
+    """Computes A @ B in the operands' dtype, or in fp32 for 16-bit operands on a device that `_adds_wide`."""
     if a_ML.dtype.itemsize > 2 or not _adds_wide(a_ML.device.type):
         return matmul(a_ML, b_LN, forms=forms)
     out_MN = a_ML.new_zeros(len(a_ML), b_LN.shape[1], dtype=torch.float32)
@@ -113,7 +110,8 @@ def wide_matmul(a_ML: Tensor, b_LN: Tensor, forms: Forms | None = None) -> Tenso
 
 @cache
 def _adds_wide(device: str) -> bool:
-    """Returns True if a device adds a matmul to an fp32 matrix without first rounding it to the operands' dtype."""
+    """Returns True if a device can add a matmul of 16-bit operands to an fp32 matrix without rounding the matmul
+    first."""
     key = torch._C._dispatch_key_for_device(device)
     return torch._C._dispatch_has_kernel_for_dispatch_key("aten::addmm.dtype_out", key)
 

@@ -1,6 +1,6 @@
 """RMSNorm: y = w * x / sqrt(mean(x^2) + eps), where the mean and the quotient are in fp32 (float64 for float64).
 
-One autograd function replaces a chain of operations, and saves only x, w and one number per row for the backward pass.
+Autograd saves only x, w and one number per row.
 
 Legend: T rows, H columns.
 """
@@ -38,7 +38,7 @@ class _RmsNorm(torch.autograd.Function):
             x = x_TH.to(compute_dtype(x_TH.dtype))
             r = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
             y_TH = (x * r).to(x_TH.dtype).mul_(w_H)
-        # No contiguous copy: q and k may be views of one tensor, which autograd then saves once.
+        # Saves x itself, not a contiguous copy: q and k may be views that share memory.
         ctx.save_for_backward(x_TH, w_H, r)
         return y_TH
 

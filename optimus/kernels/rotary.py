@@ -32,7 +32,7 @@ def rotary_table(
 
 
 def rotary(x_BSND: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotates every head of `x_BSND` by the angles of its position. The result has the dtype of x."""
+    """Rotates every head of `x_BSND` by the angles of the token's position. The result has the dtype of x."""
     return _Rotary.apply(x_BSND, *table)
 
 

@@ -1,7 +1,6 @@
-"""The sum of squares of gradients, for their norm, accumulated in float64 if the device has float64.
+"""The sum of squares of gradients, accumulated in float64 if the device has float64.
 
-A sequential fp32 sum depends on the order of the elements, and pruned chunks store the same gradients in another order.
-With Triton, each program writes one number for several thousand gradients, so one pass over memory suffices.
+A float64 sum hardly depends on the order of the gradients.
 """
 
 from functools import cache
@@ -22,15 +21,12 @@ def square_sum(x: Tensor) -> Tensor:
 
 
 def square_sum_reference(x: Tensor) -> Tensor:
-    """Reference implementation, for tests and for devices without Triton."""
+    """Reference implementation, for tests and for computation without Triton."""
     return torch.linalg.vector_norm(x, dtype=square_dtype(x.device)).square()
 
 
 @cache
 def square_dtype(device: torch.device) -> torch.dtype:
-    """Returns the dtype for accumulating squares: float64, or fp32 on accelerators without float64.
-
-    Accelerators sum in a tree, so their fp32 sums are accurate enough.
-    """
+    """Returns the dtype for accumulating squares: float64, or fp32 on accelerators without float64."""
     known = None if device.type == "cpu" else getattr(torch.get_device_module(device), "get_device_properties", None)
     return torch.float64 if known is None or getattr(known(device), "has_fp64", True) else torch.float32

@@ -1,8 +1,8 @@
 """Fault injection: a plan of faults by rank and step, to rehearse a run's recovery.
 
-The event log records the faults that have happened. Therefore a fault of a plan, except `slow`, happens at most once in
-a run, even if the run repeats the step. This module, run as a program, runs a rank of a launch with a plan. The
-program's arguments are PLAN and the arguments of `optimus.launch.rank`.
+The event log records the faults that have happened. Therefore a fault, except `slow`, happens at most once in a run,
+even if the run repeats the step. As a program, this module runs a rank of a launch with a plan. The program's arguments
+are PLAN and the arguments of `optimus.launch.rank`.
 """
 
 import errno
@@ -54,7 +54,7 @@ class Fault(Section):
 
 @dataclass
 class FaultPlan:
-    """A plan of faults. A method with the name of a kind returns a copy of the plan with one more fault."""
+    """A plan of faults. The method of each `FaultKind` returns a copy of the plan with one more fault."""
 
     faults: list[Fault] = field(default_factory=list)
 
@@ -71,7 +71,7 @@ class FaultPlan:
         return self._with("cut", rank, step)
 
     def nan(self, rank: int, step: int) -> "FaultPlan":
-        """Makes the rank's first block return NaN in `step`."""
+        """Makes the rank's first block return NaN in the training passes of `step`."""
         return self._with("nan", rank, step)
 
     def hang(self, rank: int, step: int) -> "FaultPlan":
@@ -79,7 +79,7 @@ class FaultPlan:
         return self._with("hang", rank, step)
 
     def slow(self, rank: int, factor: float, step: int = 1) -> "FaultPlan":
-        """Slows the rank down by `factor` for every step from `step` on."""
+        """Slows the rank's steps down by about `factor`, from `step` on."""
         return self._with("slow", rank, step, factor)
 
     def tear_checkpoint(self, rank: int, step: int) -> "FaultPlan":
@@ -149,7 +149,7 @@ def _fault(entry: Any, where: str) -> Fault:
 
 
 class Inject(Hook):
-    """Carries out a `FaultPlan`."""
+    """Carries out this rank's faults of a `FaultPlan`."""
 
     order = Order.FIRST
 
@@ -218,7 +218,7 @@ class Inject(Hook):
         def poison(_module: Any, _inputs: Any, output: Any) -> Any:
             x, *others = output if isinstance(output, tuple) else (output,)
             if not x.requires_grad:
-                return None  # a pass that only measures or evaluates: it cannot affect the gradients
+                return None  # a pass without gradients, for measurements or validation
             return (x * math.nan, *others) if isinstance(output, tuple) else x * math.nan
 
         # The hook stays until the end of the step, because recomputation must reproduce the activations.

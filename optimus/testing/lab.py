@@ -1,8 +1,8 @@
-"""A cluster on one machine to rehearse node failures: hosts are network namespaces joined by a bridge.
+"""A cluster on one machine, to rehearse node failures.
 
-Each host has its own address and its own link. A rehearsal can limit the link's bandwidth and cut the link. A host runs
-one node of a launch. The rendezvous store runs on a separate host. Namespaces need root on Linux. Without namespaces,
-hosts are plain process groups on this machine, without links to limit or cut.
+A host runs one node of a launch. The rendezvous store runs on a separate host. Hosts are network namespaces that a
+bridge joins. Namespaces need root on Linux. A rehearsal can limit the bandwidth of a host's link and cut the link.
+Without namespaces, hosts are process groups on this machine, and have no links.
 """
 
 import json
@@ -101,9 +101,10 @@ def rehearse(
     run has finished. The output of each node goes to `lab/NODE.log` in the run folder. With `plain`, or where network
     namespaces are not allowed, nodes are processes on one network. The rehearsal calls `say` with each new event.
 
-    Returns `output`, `finished`, `exit_codes` by node (None if the node was still running at the end and was killed),
-    `events` and `isolated` (true if the nodes were network namespaces). Raises `UserError` before starting any node if
-    the run or the fault plan is impossible, or if the machine cannot create the nodes.
+    Returns a dict with `output`, `finished`, `exit_codes` by node, the new `events` and `isolated`. The exit code is
+    None for a node that still ran at the end. `isolated` is true if the nodes were network namespaces. Raises
+    `UserError` before starting any node if the run or the fault plan is impossible, or if the machine cannot create the
+    nodes.
     """
     tree, data = read_run(job.config, job.overrides)
     check_run(tree, data, mesh_of(tree, job.ranks, job.ranks_per_node), resume=True)

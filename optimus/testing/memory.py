@@ -74,9 +74,7 @@ class Allocations:
 def tracking() -> Iterator[Allocations]:
     """Counts the bytes allocated inside the context.
 
-    A resized storage counts with its new bytes, even if the storage existed before the context. For example, take a
-    storage of n bytes from before the context: `resize_(0)` changes nothing, a following `resize_(n)` adds n, and
-    another `resize_(0)` subtracts n.
+    A resized storage counts with its new bytes, even if the storage existed before the context.
     """
     allocations = Allocations()
     with _Mode(allocations), resizes(allocations):

@@ -3,12 +3,10 @@
 A server process that has already imported torch (multiprocessing's forkserver) forks the processes of the ranks; later
 calls can reuse the processes. A call sends each rank the function and the caller's working directory, `sys.path` and
 environment. A call creates and destroys one process group. The rendezvous store of a call is a file, because a TCP
-store resolves the names of its peers' addresses, and a slow name server stalls a connection for seconds. Calls do not
-affect each other, except by changes that the function leaves in its process, for example a patched module.
+store would depend on a name server.
 
-If a rank fails, the caller kills all ranks of the call, because the other ranks may wait for the failed rank. The
-error names the culprit rank: a dead rank, because a death makes other ranks raise, or otherwise the first rank that
-raised. After a timeout, the error names all ranks that had not finished.
+If a rank fails, the caller kills all ranks of the call. The error names the culprit rank: a rank that died, or
+otherwise the first rank that raised. After a timeout, the error names all ranks that had not finished.
 """
 
 import atexit
@@ -45,7 +43,7 @@ _DYING = 1.0  # seconds to wait after a failure: if another rank dies in this ti
 
 turn: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 """Context around every call. Test processes that run in parallel can set this context so that only one call at a time
-runs its ranks. On few cores, the ranks of two calls slow each other down."""
+runs its ranks."""
 
 
 class RankError(Exception):
@@ -64,8 +62,8 @@ def run_ranks(
 
     `fn` is a function at the top level of any module, including a test module or a script. `args` and results must be
     picklable; the call copies tensors. Each rank has one torch thread, and starts with torch's seed 0. Changes that a
-    call leaves in its processes are visible only to calls of the same `pool`. Unless `reuse`, the call uses new
-    processes, which end with the call.
+    call leaves in its processes, for example a patched module, are visible only to calls of the same `pool`. Unless
+    `reuse`, the call uses new processes, which end with the call.
 
     Raises:
         RankError: a rank raised, died, or had not finished after `timeout` seconds. The caller then kills all ranks.
@@ -201,8 +199,8 @@ class _Pool:
 
     def __init__(self) -> None:
         self.context = multiprocessing.get_context("forkserver")
-        # Ranks will need the modules of Optimus that the caller has imported, and tests import pytest. A rank that trains
-        # needs two more modules, for recomputation and saving, each of which takes more than a second to import.
+        # Ranks will need the modules of Optimus that the caller has imported, and tests import pytest. A rank that
+        # trains needs two more modules, for recomputation and saving.
         ours = [name for name in sys.modules if name.split(".")[0] == "optimus"]
         training = ["torch._dynamo", "torch.distributed.checkpoint"] if "optimus.training.step" in ours else []
         self.context.set_forkserver_preload(["torch", "torch.distributed", "pytest", __name__, *training, *ours])
@@ -282,7 +280,7 @@ def _serve(connection: Connection, folder: str) -> None:
 
 
 def _end_with_parent(folder: str) -> None:
-    """Ends this rank and removes the pool's folder once the caller has ended, since a killed caller cannot do so."""
+    """Ends this rank and removes the pool's folder once the caller has ended."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

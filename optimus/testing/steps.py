@@ -41,8 +41,8 @@ class Steps:
         self.done = 0
 
     def train(self, target_mask_BS: Tensor | None = None, document_BS: Tensor | None = None) -> StepResult:
-        """Trains the next step on this rank's share of a random batch. Masks and documents must cover the whole
-        batch."""
+        """Trains the next step on this rank's share of a random batch. `target_mask_BS` and `document_BS` must cover
+        the whole batch."""
         self.done += 1
         data = self.groups.along("dp")
         tokens_BS = random_batch(self.config, self.done)
@@ -65,8 +65,8 @@ def build(config: RunConfig, groups: Groups, device: torch.device = _CPU) -> tup
 
 
 def random_batch(config: RunConfig, step: int) -> Tensor:
-    """Returns the global batch of a step, int64 [global_batch, sequence_length], the same on every rank. Low tokens are
-    more frequent."""
+    """Returns the global batch of a step, int64 [global_batch, sequence_length], the same on every rank. Low token ids
+    are more frequent."""
     generator = torch.Generator().manual_seed(step)
     shape = config.train.global_batch, config.train.sequence_length
     return (torch.rand(shape, generator=generator).square() * config.model.vocab).long()

@@ -2,8 +2,7 @@
 
 Inside the context of `counting`, wrappers replace functions of `torch.distributed`, so that calls of the form
 `dist.all_reduce(...)` count. Calls by names that `from torch.distributed import all_reduce` has bound earlier do not
-count. DDP's reducer and functional collectives do not count, because neither calls these functions. Nested calls
-(`send` calls `isend`) count once.
+count. DDP's reducer and functional collectives do not count. Of nested calls, only the outer call counts.
 """
 
 import functools
@@ -26,10 +25,10 @@ _COUNTED: dict[str, tuple[str, tuple[str, ...]]] = {
     "broadcast": ("broadcast", ("tensor",)),
     "all_gather": ("all_gather", ("tensor_list",)),
     "all_gather_into_tensor": ("all_gather_into_tensor", ("output_tensor",)),
-    "all_gather_single": ("all_gather_into_tensor", ("output_tensor",)),  # its name since torch 2.13
+    "all_gather_single": ("all_gather_into_tensor", ("output_tensor",)),  # the new name since torch 2.13
     "reduce_scatter": ("reduce_scatter", ("input_list",)),
     "reduce_scatter_tensor": ("reduce_scatter_tensor", ("input",)),
-    "reduce_scatter_single": ("reduce_scatter_tensor", ("input",)),  # its name since torch 2.13
+    "reduce_scatter_single": ("reduce_scatter_tensor", ("input",)),  # the new name since torch 2.13
     "all_to_all": ("all_to_all", ("input_tensor_list", "output_tensor_list")),
     "all_to_all_single": ("all_to_all_single", ("input", "output")),
     "gather": ("gather", ("tensor",)),
@@ -64,7 +63,7 @@ def counting() -> Iterator[Traffic]:
     counter = _Counter(traffic)
     originals = {name: getattr(dist, name) for name in _COUNTED if hasattr(dist, name)}
     wrapped = {name: counter.wrap(original, *_COUNTED[name]) for name, original in originals.items()}
-    # Replaces the functions in both modules, because P2POp compares its function with that of distributed_c10d.
+    # Replaces the functions in both modules, because P2POp compares its function with the function of distributed_c10d.
     try:
         _bind(wrapped)
         yield traffic

@@ -1,4 +1,4 @@
-"""Runs a kernel with other tiles than those in the table of `kernels.triton.tuning`."""
+"""Runs a kernel with given tiles instead of the tiles in the table of `kernels.triton.tuning`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from optimus.kernels.triton.tuning import Kernel, Tiles
 
 @contextmanager
 def trial(kernel: Kernel, tiles: Tiles) -> Iterator[None]:
-    """Makes `kernel` use `tiles`, limited to the size of its matmul, inside the context.
+    """Makes `tuning.preferred` return `tiles` for `kernel` inside the context.
 
     Callers use this context to time a candidate, or to split a small matmul into many tiles.
     """

@@ -14,7 +14,7 @@ Rules for all kernels:
 
 - Sums have a fixed order and the same bits every time: no two programs add to one element.
 - The host never waits for the device. The host may not know the number of routed rows, so grids and buffers have the
-  size of an upper bound, and programs without rows return immediately. A CUDA graph can capture all kernels.
+  size of an upper bound.
 - Kernels compute in fp32, but matmuls read their operands in the stored dtype, and sums of squares may be float64.
 - Triton's interpreter gives wrong results for bf16. Without an accelerator, the tests therefore check the kernels in
   fp32 and fp16.
@@ -22,5 +22,5 @@ Rules for all kernels:
   usually compiles nothing.
 - The number of tokens may be 0: masks then exclude all elements, or the host launches no kernel.
 
-Only this package imports triton. Callers import this package only on devices that run Triton (see `kernels.backend`).
+Only this package imports triton. Callers import kernels only on devices that run Triton (see `kernels.backend`).
 """

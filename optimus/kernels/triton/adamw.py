@@ -1,7 +1,6 @@
 """AdamW (Loshchilov and Hutter 2019, algorithm 2) on the flat tensors of a chunk, in one pass over memory.
 
-The kernel widens and scales the gradient in registers, and writes the compute copy together with the new weight. The kernel
-reads no tensor twice and needs no fp32 temporary.
+The kernel widens and scales the gradient in registers, and writes the compute copy together with the new weight.
 """
 
 import math
@@ -24,7 +23,8 @@ def adamw(
     gradient_scale: float,
     copy: Tensor | None,
 ) -> None:
-    """Updates the weights like `optim.adamw.AdamW.update`; `factors` are (beta1, beta2, eps, weight decay)."""
+    """Updates `weight`, `m` and `v` in place, and fills `copy`, if given; `factors` are (beta1, beta2, eps, weight
+    decay)."""
     beta1, beta2, eps, weight_decay = factors
     # The host subtracts numbers near 1 in fp64: 1 - 0.999 in fp32 is wrong in the fifth digit.
     _adamw[(max(1, triton.cdiv(weight.numel(), _BLOCK)),)](
@@ -39,7 +39,7 @@ def _adamw(
     weight, gradient, m, v, copy, size, gradient_scale, decay, one_minus_beta1, beta2, one_minus_beta2, eps,
     step_size, root_scale, COPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # The compiler specialises for chunk sizes divisible by 16: a mask that may end anywhere makes loads scalar.
+    # The compiler specialises on sizes divisible by 16; for other sizes, the mask can make loads scalar.
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     real = i < size
     g = tl.load(gradient + i, mask=real, other=0).to(tl.float32) * gradient_scale

@@ -14,7 +14,7 @@ _WORD = 32
 
 
 def compress(x_P: Tensor, words_W: Tensor, before_B: Tensor, unpruned: int, block: int) -> Tensor:
-    """Returns `compressed_K`, the unpruned elements of x, whose bits in `words_W` are set (int32, lowest bit first).
+    """Returns the elements of x whose bits in `words_W` (int32, lowest bit first) are set; [K].
 
     `before_B` (int32) counts the unpruned elements before each block of `block` positions, a power of two.
     """

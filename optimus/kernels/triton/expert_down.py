@@ -21,7 +21,7 @@ from optimus.kernels.triton.swiglu import swiglu_tile, swiglu_tile_backward
 from optimus.kernels.triton.token_index import TokenIndex, rows_of_tile
 from optimus.kernels.triton.tuning import by_descriptors, precision, programs, tiles
 
-_AT_ONCE = tl.constexpr(32)  # columns per step of the backward epilogue
+_AT_ONCE = tl.constexpr(32)  # columns per step of the backward epilogue; half as many for `clamped_silu`
 
 
 def expert_down(h_PI: Tensor, down_EHI: Tensor, routes: TokenIndex) -> Tensor:

@@ -1,10 +1,9 @@
 """Stage 5, output reduction (Algorithm 1 of the Optimus paper, lines 81-96), and sums of its backward pass (lines 98 to
 113).
 
-With the dense inverse index, exactly one program computes an output element, as a sum over k in the order of the
-choices. The same kernel, without weights, sums the gradient of the block's input. `expert_down_backward` implements the
-scaling of line 107 and the dot products of line 108, and returns partial sums of the gradient of each row's routing
-weight.
+One program computes an output element as a sum over k, in the order of the choices. The same kernel, without weights,
+sums the gradient of the experts' input. `expert_down_backward` implements lines 107 and 108, except for the sums over
+C.
 
 Legend: T tokens, K experts per token, P routed rows, H hidden, C partial sums of the gradient of a row's routing
 weight.

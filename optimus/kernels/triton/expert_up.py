@@ -1,8 +1,8 @@
 """Stage 4a, expert computation: the gathered up-projection with SwiGLU (Algorithm 1 of the Optimus paper, lines 75-78).
 
-The kernel reads a row's input directly from its token, so the gathered input (line 75) never exists. Gate and up of the
-same columns are the halves of one tile of sums, and the epilogue applies the activation. The backward pass recomputes h
-from the saved z, so the forward pass also computes h from the rounded z.
+The kernel reads the input of a row from `x_TH`, so the gathered input (line 75) never exists. Gate and up of the same
+columns are the halves of one tile of sums, and the epilogue applies the activation. The backward pass recomputes h from
+the saved z, so the forward pass also computes h from the rounded z.
 
 Legend: T tokens, K experts per token, P routed rows, E experts, R tiles of rows, H hidden, I intermediate, J = 2 I.
 """
@@ -50,7 +50,7 @@ def expert_up(
 
 
 def expert_up_backward(z_grad_PJ: Tensor, gate_up_EJH: Tensor, routes: TokenIndex) -> Tensor:
-    """Returns the gradient of x [T, H]: a matmul gives the gradient of each row, and each token sums its rows in order."""
+    """Returns the gradient of x [T, H]: for each token the sum of its rows' gradients, in the order of the choices."""
     x_grad_PH = grouped_product("up_backward", z_grad_PJ, gate_up_EJH, routes, transposed=False)
     return expert_reduce(x_grad_PH, None, routes.position_TK)
 
@@ -63,7 +63,7 @@ def expert_up_weight_gradient(
 
 
 def expert_up_bias_gradient(z_grad_PJ: Tensor, experts: int, routes: TokenIndex) -> Tensor:
-    """Returns the gradient of the bias [E, J]: for each expert the sum of its rows, in order."""
+    """Returns the gradient of the bias [E, J]: for each expert the sum of its rows."""
     J = z_grad_PJ.shape[1]
     grad_EJ, columns = z_grad_PJ.new_empty(experts, J), min(_BIAS_COLUMNS, triton.next_power_of_2(J))
     grid = (experts, triton.cdiv(J, columns))
@@ -124,8 +124,8 @@ def _activated(
     gate, up, z, h, row, real, column, I: tl.constexpr, CLAMPED: tl.constexpr, ROW_TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Stores gate, up and the activation in columns from `column` on, a clamped activation in steps of `_AT_ONCE`
-    columns."""
+    """Stores gate, up and the activation in columns from `column` on; if CLAMPED, at most `_AT_ONCE` columns at a
+    time."""
     if CLAMPED and COLUMNS > _AT_ONCE:
         gate_left, gate_right = halves(gate, ROW_TILE, COLUMNS // 2)
         up_left, up_right = halves(up, ROW_TILE, COLUMNS // 2)

@@ -1,9 +1,8 @@
 """Tiled matmuls of the experts' rows with the experts' weights, for stages 4a, 4b and their backward passes.
 
-If the chip has TMA (`tuning.by_descriptors`), kernels load contiguous operands by descriptors. There is then at most
-one program per processor, which is persistent and prefetches the next tile while it finishes the current one. Kernels
-always load gathered rows by pointers, and also all operands if the dtype, the widths or the chip do not allow
-descriptors.
+Kernels load contiguous operands by TMA descriptors if `tuning.by_descriptors` allows descriptors, and by pointers
+otherwise. Kernels load gathered rows by pointers. On a chip with TMA, there are at most as many programs as processors,
+so a program may compute several tiles.
 
 Legend: T tokens, P routed rows, E experts, R tiles of rows; A [P, L] @ B [E, L, N] -> [P, N], where [X, Y] is [L, N] or
 [N, L]; a weight's gradient is [E, M, N], from G columns of tokens and O columns of rows.
@@ -50,8 +49,8 @@ def weight_gradient(
     """Computes for each expert the sum over its rows of the outer product of the row's token and the row of `rows_PO`.
 
     The result is [E, G, O], or [E, O, G] with `rows_first`. The function writes the result to `into`, or adds it there
-    if `accumulate`, and returns `into`. One program computes a tile of one expert's gradient: it sums over the expert's
-    rows in order, in registers, and adds to every element once. So the bits are the same every time.
+    if `accumulate`, and returns `into`. One program computes a tile of an expert's gradient and writes each element
+    once, so the bits are the same every time.
     """
     E, M, N = into.shape
     t = tiles("weight_gradient", rows_PO, M, N, routes.row_tile)
@@ -68,7 +67,8 @@ def weight_gradient(
 
 @triton.jit
 def within(columns, N: tl.constexpr, COLUMNS: tl.constexpr):
-    """Clamps column indices to at most N - 1. If COLUMNS divides N, the compiler sees contiguous loads."""
+    """Clamps column indices to at most N - 1. If COLUMNS divides N, returns the indices unchanged, so that loads stay
+    contiguous."""
     if N % COLUMNS == 0:
         return columns
     else:

@@ -1,8 +1,6 @@
 """Output layer and cross-entropy, a block of rows at a time; see `kernels.linear_cross_entropy` for the method.
 
-torch computes the matmuls. Between the matmuls, one kernel replaces a block's logits by their gradient in place, so the
-operation needs memory for the logits of only one block. The loss is a sum over rows, and a row's gradient depends on
-that row alone.
+torch computes the matmuls. Between the matmuls, one kernel replaces a block's logits by their gradient in place.
 
 Legend: T rows (tokens), H hidden, V vocabulary.
 """
@@ -15,7 +13,7 @@ from torch import Tensor
 
 from optimus.kernels.matmul import matmul
 
-_BLOCK_ELEMENTS = 1 << 27  # logits of one block: 256 MB in bf16, enough rows to fill a large accelerator
+_BLOCK_ELEMENTS = 1 << 27  # maximum number of logits of one block (256 MB in bf16), unless one row has more
 _COLUMNS = 4096  # columns of a row that a program reads per step
 
 

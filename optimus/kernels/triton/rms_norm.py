@@ -1,7 +1,6 @@
 """RMSNorm of the residual stream, or of queries and keys; see `kernels.rms_norm`.
 
-In the backward pass a program may process several blocks of rows in turn, so that the weight's gradient is a sum over
-at most `_PROGRAMS` programs.
+In the backward pass, each of at most `_PROGRAMS` programs computes a partial sum of the weight's gradient.
 
 Legend: T rows, H their length, B programs.
 """

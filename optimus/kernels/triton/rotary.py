@@ -1,7 +1,7 @@
 """Rotary position embedding; see `kernels.rotary`, which also computes the table.
 
-Queries and keys may be views of one projection. The kernel reads queries and keys with their strides, without a
-contiguous copy.
+The kernel reads strided inputs without a contiguous copy, for example queries and keys that are views of one
+projection.
 
 Legend: B batch, S sequence, N heads, D head size.
 """
@@ -15,8 +15,8 @@ _BLOCK_ELEMENTS = 2048  # pairs per program
 
 
 def turn(x_BSND: Tensor, cos_SD: Tensor, sin_SD: Tensor, sign: float) -> Tensor:
-    """Rotates every head of `x_BSND` by the angles of its position, or back with a `sign` of -1. The result has the
-    dtype of x."""
+    """Rotates every head of `x_BSND` by the angles of the token's position, or back with a `sign` of -1. The result has
+    the dtype of x."""
     B, S, N, D = x_BSND.shape
     y_BSND = torch.empty(x_BSND.shape, dtype=x_BSND.dtype, device=x_BSND.device)
     pairs = triton.next_power_of_2(D // 2)

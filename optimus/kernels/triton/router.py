@@ -32,11 +32,11 @@ class Routed(NamedTuple):
 def router(
     logits_TE: Tensor, experts_per_token: int, *, forced_T: Tensor | None = None, renormalise: bool = False
 ) -> Routed:
-    """Computes a softmax over E in fp32 and chooses the K largest.
+    """Computes a softmax over E in fp32 and chooses the experts with the K largest probabilities.
 
     With `forced_T` (int64), a token with number f gets the experts f*K ... f*K + K-1 modulo E instead. Of experts with
-    equal scores, the kernel chooses the expert with the lower index. `renormalise` makes a token's weights sum to 1.
-    Gradients flow from weights, probabilities and z to the logits.
+    equal probabilities, the kernel chooses the expert with the lower index. `renormalise` makes a token's weights sum
+    to 1. Gradients flow from weights, probabilities and z to the logits.
     """
     return Routed(*_Router.apply(logits_TE, experts_per_token, forced_T, renormalise))
 
@@ -108,9 +108,8 @@ def _route(
     p, lse, logits = _softmax(logits_TE, t, T, E, EXPERTS)
     # Renormalised weights are a softmax of the chosen logits: the chosen probabilities may all underflow in fp32.
     weighed = logits if RENORMALISE else p
-    # Comparisons with NaN are false, so threads could find different maxima. Therefore NaN counts as 0 here.
-    # Without RENORMALISE, the token still gets NaN as all of its weights. -1 marks experts that are already chosen or do
-    # not exist.
+    # Comparisons with NaN are false, so threads could find different maxima. Therefore NaN counts as 0 here. -1 marks
+    # experts that are already chosen or do not exist.
     candidates = tl.where((e < E)[None, :], tl.where(p == p, p, 0.0), -1.0)
     hits = tl.zeros((TOKENS, EXPERTS), dtype=tl.int32)
     j = tl.arange(0, CHOICES)[None, :]

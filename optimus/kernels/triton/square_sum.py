@@ -19,7 +19,7 @@ def square_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @triton.jit
 def _square_sum(x, sum_B, size, BLOCK: tl.constexpr):
-    # The compiler specialises for chunk sizes divisible by 16: a mask that may end anywhere makes loads scalar.
+    # The compiler specialises on sizes divisible by 16; for other sizes, the mask can make loads scalar.
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + i, mask=i < size, other=0).to(sum_B.dtype.element_ty)
     tl.store(sum_B + tl.program_id(0), tl.sum(value * value, axis=0))

@@ -42,7 +42,7 @@ def _programs(h_TI: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
 
 @triton.jit
 def swiglu_tile(gate, up, CLAMPED: tl.constexpr = False):
-    """Returns silu(gate) * up in fp32, or `clamped_silu` of gate and up. NaN stays NaN."""
+    """Returns silu(gate) * up, or the gated `clamped_silu` if CLAMPED. NaN stays NaN. The arguments must be fp32."""
     if CLAMPED:
         gate, up = _clamped(gate, up)
         return gate * tl.sigmoid(gate * _SLOPE) * up
@@ -52,7 +52,7 @@ def swiglu_tile(gate, up, CLAMPED: tl.constexpr = False):
 
 @triton.jit
 def swiglu_tile_backward(h_grad, gate, up, CLAMPED: tl.constexpr = False):
-    """Returns (gradient of gate, gradient of up), in fp32."""
+    """Returns (gradient of gate, gradient of up) of `swiglu_tile`."""
     if CLAMPED:
         g, u = _clamped(gate, up)
         s = tl.sigmoid(g * _SLOPE)

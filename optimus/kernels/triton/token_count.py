@@ -1,8 +1,7 @@
 """Stage 2, token counting (Algorithm 1 of the Optimus paper, lines 15-43): counts the rows of each expert.
 
 A program compares each choice of a block of tokens with every expert. The column sums of the hits are the program's
-partial counts. One prefix sum over (expert, block) then gives the first row of each block's choices of each expert. The
-paper's counters are in memory; the counters of this kernel are in registers, which need neither zeroing nor atomics.
+partial counts. One prefix sum over (expert, block) then gives the first row of each block's choices of each expert.
 
 Legend: T tokens, K experts per token, E experts of this rank, B blocks of tokens.
 """

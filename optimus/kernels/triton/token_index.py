@@ -6,8 +6,8 @@ Rows are the choices (t, k) sorted by expert, stably. `choice_P` gives the choic
 
 In line 32 of the paper's listing, `t` should be `tid`.
 
-Matmuls process tiles of rows of one expert. Only the device knows the number of tiles, so a program reads from a table
-which expert and rows its tile has.
+Matmuls process tiles of rows of one expert. Only the device knows the number of tiles, so programs read the expert and
+the first row of a tile from a table.
 
 Legend: T tokens, K experts per token, E experts of this rank, P routed rows, R tiles of rows, B blocks of tokens.
 """
@@ -36,8 +36,7 @@ class TokenIndex(NamedTuple):
     row_tile: int  # number of rows per tile; an expert's last tile may have fewer
 
     def token_P(self) -> Tensor:
-        """Returns the token of every row. Each pass calls this method once for all kernels; autograd does not save the
-        result."""
+        """Returns the token of every row, int32 [P]."""
         return self.choice_P.div(self.position_TK.shape[1], rounding_mode="floor")
 
 

@@ -1,8 +1,8 @@
 """Tile sizes of the experts' kernels, from a table by architecture. Training does not measure tile sizes.
 
-Tile sizes depend on the layer's shape and on the mean number of rows per expert, rounded to a power of two. Batches of
-similar lengths usually have the same tile sizes, and so the same compiled kernels. `benchmarks/tiles.py` times
-candidates on a chip; developers copy the fastest candidates into `_PREFERRED`.
+Tile sizes depend on the chip, the dtype, the layer's shape and the mean number of rows per expert, rounded up to a
+power of two. `benchmarks/tiles.py` times candidates on a chip; developers copy the fastest candidates into
+`_PREFERRED`.
 """
 
 from typing import Literal, NamedTuple
