@@ -21,7 +21,7 @@ _LOGITS_AT_ONCE = 1 << 24  # elements: 64 MB in fp32, while all logits of a batc
 
 
 class Scored(Protocol):
-    """A model that `score` can score: a `Transformer`, an `Ensemble`, or the `PipelineStages` of a rank."""
+    """A model that `score` accepts, such as a `Transformer`, an `Ensemble`, or the `PipelineStages` of a rank."""
 
     training: bool
 
@@ -93,7 +93,7 @@ def score(model: Scored, windows: Sequence[Window], tokens_per_batch: int = TOKE
         if not context:
             raise ValueError(f"window {index} has no context, so nothing predicts its first token")
         rows.setdefault((*context, *continuation[:-1]), []).append(index)
-    # The longest inputs come first, so that an out-of-memory error occurs early.
+    # The longest inputs come first, so that a lack of memory shows early.
     inputs = sorted(rows, key=len, reverse=True)
     scores: dict[int, Score] = {}
     with evaluating(model):

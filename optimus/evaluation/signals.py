@@ -1,4 +1,4 @@
-"""Measures how early and how reliably tasks distinguish runs, from the tasks' metrics during training.
+"""Measures how early and how reliably tasks distinguish runs, from metrics of the tasks during training.
 
 The measures per task and metric follow FineWeb2 (Penedo et al. 2025) and "Signal and Noise" (Heineman et al. 2025). Two
 measures are the improvement with the step (Spearman's rank correlation) and the scatter from one measurement to the
@@ -35,7 +35,7 @@ TaskCurves = dict[tuple[str, str], list[TaskCurve]]  # one curve per run, by tas
 
 def read_curves(runs: Sequence[str | Path]) -> TaskCurves:
     """Reads the tasks' metrics that all `runs` have. Raises `UserError` without runs, for a folder that is not a run
-    folder, for a run with too few measurements, and if the runs have no task in common."""
+    folder, for a run with too few measurements, and if the runs have no task and metric in common."""
     found: list[dict[tuple[str, str], TaskCurve]] = []
     for given in runs:
         folder = user_path(given)

@@ -1,4 +1,4 @@
-"""Predicts the time of a step with offloaded state by closed equations, and chooses the resident state.
+"""Predicts the time of a step with offloaded state by closed-form equations, and chooses the resident state.
 
 The equations assume equal chunks: a stage has L chunks of S elements, sharded over n ranks, and a step has M
 microbatches. The forward and backward pass of a chunk take f and b seconds; F = L f, B = L b. The device holds at most

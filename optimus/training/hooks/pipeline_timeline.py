@@ -10,7 +10,7 @@ from optimus.training.trainer import Hook, Order, Trainer
 
 
 class PipelineTimeline(Hook):
-    """Writes the start and end of the pipeline's computations in one step, on the pipeline's ranks of rank 0."""
+    """Writes the start and end of the pipeline's computations in one step, on the ranks of rank 0's pipeline."""
 
     order = Order.MEASURE
 
