@@ -34,8 +34,9 @@ TaskCurves = dict[tuple[str, str], list[TaskCurve]]  # one curve per run, by tas
 
 
 def read_curves(runs: Sequence[str | Path]) -> TaskCurves:
-    """Reads the tasks' metrics that all `runs` have. Raises `UserError` without runs, for a folder that is not a run
-    folder, for a run with too few measurements, and if the runs have no task and metric in common."""
+    """Reads the tasks' metrics that all `runs` have. Raises `UserError` for a folder that is not a run folder, and for
+    a run with too few measurements. Raises `UserError` if there are no runs, or if the runs have no task and metric in
+    common."""
     found: list[dict[tuple[str, str], TaskCurve]] = []
     for given in runs:
         folder = user_path(given)

@@ -1,8 +1,8 @@
 """The least activation recomputation that fits into a number of bytes.
 
 Candidates are no recomputation, all sets of modules in every n-th block, for every n, and segments of n whole blocks.
-If candidates recompute equally many operations, the module first tries the candidate whose n is nearest to the square
-root of the number of blocks (the dissertation on AxoNN, section 3.3.1, equation 3.1).
+If candidates recompute equally many operations, the candidate whose n is nearest to the square root of the number of
+blocks comes first (the AxoNN dissertation, section 3.3.1, equation 3.1).
 """
 
 from collections.abc import Callable, Iterator

@@ -35,7 +35,7 @@ class RunInputs:
     teachers: tuple[Architecture, ...] = ()
     """The configurations of the teacher's models."""
     unpruned: Mapping[str, float] = field(default_factory=dict)
-    """The unpruned share of each parameter that the initial weights prune."""
+    """For each parameter that the loaded weights prune: the unpruned share of all these parameters together."""
     begins: bool = True
     """True if the run neither resumes nor branches from a checkpoint."""
 
@@ -170,7 +170,7 @@ class ResolvedRun:
     def chunks(self) -> Decided:
         """The largest chunk of each stage, in elements, if `state.chunk` leaves the size open.
 
-        The configuration does not store the sizes, because stages may have different sizes.
+        The configuration does not store the sizes.
         """
         if self.config.state.chunk is not None:
             return Decided()

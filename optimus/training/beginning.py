@@ -25,8 +25,8 @@ from optimus.training.run import Run, read_together
 
 
 def begins_with(config: RunConfig, resume: bool) -> WeightSource | None:
-    """Opens the checkpoint or model folder that a run loads. Returns None if the run loads nothing. A resumed run loads
-    its newest checkpoint that `Reader.open` finds undamaged."""
+    """Opens the checkpoint or model folder that a run loads. Returns None if the run loads nothing, or only damaged
+    checkpoints. A resumed run loads its newest checkpoint that `Reader.open` finds undamaged."""
     paths = [point.path for point in resume_points(Path(config.train.output))] if resume else []
     initial = config.lr_schedule.branch_from or config.checkpoint.load_path
     if not paths and initial is not None:

@@ -178,11 +178,9 @@ def fetch_lost_run(config: RunConfig, resume: bool) -> None:
 
 
 def check_prunings(config: RunConfig, description: Description, path: Path) -> None:
-    """Checks that a run that continues from the checkpoint `path` can prune as configured.
-
-    Raises `UserError` when weights that `pruning.rewind` needs are missing. Raises `UserError`, except with early-bird,
-    when the checkpoint is at or after a pruning step but not pruned.
-    """
+    """Raises `UserError` when a run that continues from the checkpoint `path` lacks the weights that `pruning.rewind`
+    needs. Raises `UserError`, except with early-bird, when the checkpoint is at or after a pruning step but not
+    pruned."""
     pruning, step = config.pruning, description.step
     if pruning is None:
         return

@@ -15,8 +15,8 @@ _TURN = 3.0  # seconds that the ranks of healthy nodes wait, so that the ranks o
 
 
 class Hangs(Hook):
-    """Ends all ranks if no step completes for `resilience.hang` seconds. If a single node is at fault, its ranks end
-    with `BAD_NODE`; all other ranks end with `LOST`."""
+    """Ends all ranks if no step completes for `resilience.hang` seconds. If a single node is at fault, the ranks of
+    that node end with `BAD_NODE`. All other ranks end with `LOST`."""
 
     order = Order.WATCH
 

@@ -35,8 +35,8 @@ def threads_wanted() -> float:
 
 
 class Oversubscription(Hook):
-    """Warns when steps on a CPU are far slower than the run's fastest steps, or when the mean CPU time of this rank's
-    threads is less than half of the wall-clock time.
+    """Warns when steps on a CPU are more than three times slower than the run's fastest steps. Also warns when the mean
+    CPU time of this rank's threads is less than half of the wall-clock time.
 
     Warns only if the machine's runnable threads, or the threads of the run's ranks on this machine, exceed 1.25 per
     core. Warns again only after the run has recovered. Runs on rank 0.

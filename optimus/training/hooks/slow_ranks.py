@@ -61,8 +61,8 @@ def find_slow(
 
     `seconds` are the computation times per step, without waiting (MegaScale; C4). `peers` are groups of ranks with
     equal work, such as the ranks of one pipeline stage. A rank is slow if its time exceeds the lower median of its
-    group by more than `percent`. A rank without peers is slow if its ratio to the median of all ranks (see `alone`)
-    exceeds its lowest ratio so far, in `usual`, by more than `percent`.
+    group by more than `percent`. A rank without peers is slow if its time relative to all ranks (see `alone`) exceeds
+    the rank's lowest ratio so far, in `usual`, by more than `percent`.
     """
     times = {
         rank: seconds[rank] / statistics.median_low(seconds[r] for r in group) for group in peers for rank in group
