@@ -70,7 +70,7 @@ class Request(NamedTuple):
 class _Row:
     """A sequence that is being decoded."""
 
-    number: int  # of the request
+    number: int  # number of the request
     request: Request
     random: torch.Generator
     left: int  # tokens that the sequence may still get
@@ -216,7 +216,7 @@ class GenerationByRow(Generation):
         return list(self._rows)
 
     def _extend(self, at: int, tokens: Sequence[int]) -> None:
-        """Reads the next `tokens` of row `at`, and finds the token after them."""
+        """Reads the next `tokens` of row `at`, and finds the following token."""
         tokens_1S = torch.tensor([tokens], device=self._device)
         hidden_1SH, self._caches[at] = self._model.continued(tokens_1S, self._caches[at])
         self._sample(hidden_1SH[:, -1], [self._rows[at]])
@@ -236,7 +236,7 @@ def _cache_bytes(model: Transformer) -> int:
 
 
 def sampled(logits_BV: Tensor, requests: Sequence[Request], randoms: Sequence[torch.Generator]) -> list[int]:
-    """Draws a token for each row of logits as its request asks, with one random number per row."""
+    """Draws a token for each row of logits as the row's request asks, with one random number per row."""
     greedy_B = torch.tensor([request.temperature == 0 for request in requests])
     temperature_B = torch.tensor([request.temperature or 1.0 for request in requests], dtype=torch.float64)
     top_p_B = torch.tensor([request.top_p for request in requests], dtype=torch.float64)

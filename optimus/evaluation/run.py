@@ -52,9 +52,9 @@ def evaluate(
 
     Returns `{"tasks": {name: {"acc", "acc_norm", "bits_per_byte", "margin", "n"}}, "bits_per_byte": float or None}`,
     extended by facts such as settings, splits, checkpoint, model and versions. If `output` is given, writes the same
-    mapping to this JSON file, completely or not at all. With `hub`, `tasks` names tasks of lm-eval. The metrics and
-    data sets are then those of lm-eval's definitions. The library `datasets` downloads the data sets or has the data
-    sets in its cache.
+    mapping to this JSON file, completely or not at all. With `hub`, `tasks` names tasks, groups or tags of lm-eval. The
+    metrics and data sets are then those of lm-eval's definitions. The library `datasets` downloads the data sets or has
+    the data sets in its cache.
 
     For a task on local data, `bits_per_byte` is the bits per byte of the right answer. `margin` is the bits per byte of
     the best wrong answer minus those of the right answer. Several checkpoints with the same tokenizer form an ensemble,

@@ -109,7 +109,8 @@ def score(model: Scored, windows: Sequence[Window], tokens_per_batch: int = TOKE
 
 
 def _score_batch(model: Scored, inputs: list[tuple[int, ...]], asked: list[tuple[int, Window]]) -> Iterator[Score]:
-    """Yields the score of each window of `asked`, which pairs a window with the index of its row in `inputs`."""
+    """Yields the score of each window of `asked`, which pairs a window with the index of the window's row in
+    `inputs`."""
     device = next(model.parameters()).device
     # Padding is at the end of a row, so a causal model's predictions for the tokens do not depend on the padding.
     tokens_BS = torch.zeros(len(inputs), len(inputs[0]), dtype=torch.long)

@@ -100,7 +100,8 @@ def kendall(x_R: NDArray[Any], y_R: NDArray[Any]) -> float:
 
 
 def noise(curve: TaskCurve) -> float:
-    """Estimates the standard deviation of a measurement from its distance to the line between its neighbours.
+    """Estimates the standard deviation of a measurement from the measurement's distance to the line between the
+    neighbouring measurements.
 
     At equally spaced steps, independent errors of standard deviation s give distances of standard deviation s * sqrt(3 /
     2). A linear trend gives distances of 0.

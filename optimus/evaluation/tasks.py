@@ -11,8 +11,8 @@ the right answer. `bits_per_byte` and `margin` are means over the documents.
 mmlu_continuation is mmlu with the text of the answers instead of letters.
 
 Few-shot examples come from the training split if the folder has a training split. Otherwise, and for HellaSwag's
-ready-made requests, the examples come from the evaluated split, without the document in question. Examples for mmlu
-must come from the split `dev`.
+ready-made requests, the examples come from the evaluated split, without the document in question. Examples for mmlu and
+mmlu_continuation must come from the split `dev`.
 """
 
 import contextlib
@@ -74,7 +74,8 @@ def run_tasks(
 
     The results of mmlu and mmlu_continuation are means over all subjects, weighted by numbers of documents.
 
-    `model` is an `lm_eval` model. `limit` is the maximum number of documents of each task, or of each subject for mmlu.
+    `model` is an `lm_eval` model. `limit` is the maximum number of documents of each task, or of each subject of a task
+    with subjects.
     """
     from lm_eval.evaluator import evaluate
 
@@ -201,7 +202,8 @@ def _check_shots(task: LocalTask, fewshot: int, folder: Path) -> None:
 
 
 def _parts(task: LocalTask) -> Iterator[tuple[str, list[Document], list[Document] | None]]:
-    """Yields (lm-eval's name, documents, shots) of each task of lm-eval: mmlu is one task per subject."""
+    """Yields (lm-eval's name, documents, shots) of each task of lm-eval; a task with subjects is one task per
+    subject."""
     pattern = TASKS[task.name].subjects
     if pattern is None:
         yield task.name, task.documents, task.shots

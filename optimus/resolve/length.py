@@ -1,4 +1,4 @@
-"""Decides the length of a run in steps, its warm-up and its cooldown.
+"""Decides a run's length in steps, warm-up and cooldown.
 
 Neither this module nor any module that it imports may import torch.
 """

@@ -125,8 +125,8 @@ def pass_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice, computin
 
 
 def backward_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice) -> float:
-    """Returns the seconds of any backward pass but the last one. If the host accumulates gradients, includes their
-    transfer, which overlaps with computation."""
+    """Returns the seconds of any backward pass of a step but the last one. If the host accumulates gradients, includes
+    the transfer of the gradients, which overlaps with computation."""
     computing = pass_seconds(shape, rates, choice, shape.backward)
     sent = (shape.chunks - choice.device) * shape.elements / shape.shards * shape.gradient / rates.down
     return max(computing, sent) if shape.sends else computing

@@ -39,7 +39,7 @@ class UserObjects(NamedTuple):
 
     @classmethod
     def loads(cls, pickled: bytes | None) -> "UserObjects":
-        """Returns the objects that `dumps` has pickled; no objects for None."""
+        """Returns the objects that `dumps` has pickled; no objects if `pickled` is None."""
         return cls() if pickled is None else cls(*map(functions.loads, functions.loads(pickled)))
 
 

@@ -42,8 +42,8 @@ class Order(IntEnum):
     JUDGE = 5
     """Judges the measurements."""
     RECORD = 6
-    """Records the measurements of all earlier hooks. This order precedes SAVE, so that the records are never older than
-    a checkpoint."""
+    """Records the measurements of all earlier hooks. This order precedes SAVE, so that a step's records precede the
+    step's checkpoint."""
     SAVE = 7
     """Saves checkpoints. Before calling hooks of this order, the ranks agree on whether the run ends, because the last step
     saves a checkpoint."""

@@ -42,8 +42,8 @@ class Hangs(Hook):
     def _end(self, verdict: Verdict) -> None:
         """Ends this rank from the watchdog's thread. The launcher reads the exit code.
 
-        One rank, not a culprit if possible, records the verdict. Each rank then ends after `_TURN` seconds. If all
-        culprits are on one node, the ranks of that node end as soon as the verdict is recorded.
+        One rank, not a culprit if possible, records the verdict. Ranks end after `_TURN` seconds. If all culprits are
+        on one node, the ranks of that node end earlier, once the verdict is recorded.
         """
         told = self._folder / "told"
         culprits = {self._names[rank] for rank in verdict.culprits}
