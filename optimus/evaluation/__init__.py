@@ -1,7 +1,7 @@
-"""Evaluates models: tasks through lm-eval, bits per byte of any text, generated text.
+"""Evaluates models on tasks of lm-eval and by bits per byte of text, and generates text.
 
-`evaluate` and `generate_text` read checkpoints. `bits_per_byte` and `generate` take a model in memory, also in the
-middle of training. The functions load on first use, so importing the package is cheap.
+`evaluate` and `generate_text` read checkpoints. `bits_per_byte` and `generate` take a model in memory. The functions
+load on first use, so importing the package is cheap.
 """
 
 from typing import TYPE_CHECKING

@@ -1,5 +1,5 @@
-"""Generates text. `Generation` decodes many prompts of different lengths together with a KV cache, greedily unless a
-request has a temperature. `continuations` decodes greedily, also with a model that is partitioned over ranks.
+"""Generates text. `Generation` decodes many prompts of different lengths together with a KV cache, greedily or by
+sampling. `continuations` decodes greedily, also with a model that is partitioned over ranks.
 
 Legend: B rows, S positions, H hidden, V vocabulary.
 """
@@ -70,7 +70,7 @@ class Request(NamedTuple):
 class _Row:
     """A sequence that is being decoded."""
 
-    number: int  # of the request
+    number: int  # number of the request
     request: Request
     random: torch.Generator
     left: int  # tokens that the sequence may still get
@@ -78,8 +78,8 @@ class _Row:
 
 
 class Generation:
-    """Decodes the continuations of requests, at most `rows` at a time, and fewer if the keys and values would take more
-    than 4 GiB. Iterating yields (number of the request, token).
+    """Decodes the continuations of requests, at most `rows` at a time, and fewer if the keys and values in the cache
+    would take more than 4 GiB. Iterating yields (number of the request, token).
 
     The other requests affect a request's continuation only by rounding. Waiting requests start whenever at least a
     quarter of the rows is free. If `context` is set, a prompt loses its first tokens until prompt and continuation fit
@@ -92,7 +92,7 @@ class Generation:
         self._model: Any = model
         self._device = model.embedding.weight.device
         requests = [request.fitted(context) for request in requests]
-        # The longest prompts come first: neighbours of similar length need little padding.
+        # `_waiting` ends with the longest prompt, which starts first. Neighbours of similar length need little padding.
         order = sorted(range(len(requests)), key=lambda number: len(requests[number].prompt))
         self._waiting = [
             _Row(number, request, torch.Generator().manual_seed(request.seed), request.max_tokens)
@@ -110,7 +110,7 @@ class Generation:
         return slots
 
     def stop(self, number: int) -> None:
-        """Ends the continuation of request `number`, which gets no more tokens."""
+        """Ends the continuation of request `number`."""
         self._stopped.add(number)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
@@ -136,12 +136,11 @@ class Generation:
                 self._rows.pop()
 
     def _remove(self, at: int) -> None:
-        """Removes row `at` from the cache; the last row takes its place."""
+        """Removes row `at` from the cache, and moves the last row to `at`."""
         self._cache.remove(at)
 
     def _can_start(self) -> bool:
-        """Returns True if requests wait and at least a quarter of the rows are free. Few long passes cost less than
-        many short passes."""
+        """Returns True if requests wait and at least a quarter of the rows are free."""
         return bool(self._waiting) and 4 * (self._slots - len(self._rows)) >= self._slots
 
     def _start(self) -> list[_Row]:
@@ -152,7 +151,7 @@ class Generation:
         return self._rows[started:]
 
     def _next_group(self) -> list[_Row]:
-        """Returns the next requests that share a forward pass, whose prompts have similar lengths."""
+        """Returns waiting requests with prompts of similar lengths, which share a forward pass."""
         group: list[_Row] = []
         longest, tokens = len(self._waiting[-1].request.prompt), 0
         while self._waiting and len(self._rows) + len(group) < self._slots:
@@ -217,19 +216,19 @@ class GenerationByRow(Generation):
         return list(self._rows)
 
     def _extend(self, at: int, tokens: Sequence[int]) -> None:
-        """Reads the next `tokens` of row `at`, and finds the token after them."""
+        """Reads the next `tokens` of row `at`, and finds the following token."""
         tokens_1S = torch.tensor([tokens], device=self._device)
         hidden_1SH, self._caches[at] = self._model.continued(tokens_1S, self._caches[at])
         self._sample(hidden_1SH[:, -1], [self._rows[at]])
 
 
 def generation(model: CausalModel, requests: Sequence[Request], *, context: int | None = None) -> Generation:
-    """Returns the `Generation` of the requests that suits the model."""
+    """Returns a `Generation` of the requests, or a `GenerationByRow` if the model makes its own caches."""
     return (Generation if model.shares_cache else GenerationByRow)(model, requests, context=context)
 
 
 def _cache_bytes(model: Transformer) -> int:
-    """Returns the bytes of the keys and values of one position in all layers."""
+    """Returns the bytes of one position in the KV cache, over all layers."""
     config = model.config
     latent, heads = config.latent, 2 * config.kv_heads * config.head_size
     numbers = heads if latent is None else latent.keys + latent.rotary
@@ -237,7 +236,7 @@ def _cache_bytes(model: Transformer) -> int:
 
 
 def sampled(logits_BV: Tensor, requests: Sequence[Request], randoms: Sequence[torch.Generator]) -> list[int]:
-    """Draws a token for each row of logits as its request asks, with one random number per row."""
+    """Draws a token for each row of logits as the row's request asks, with one random number per row."""
     greedy_B = torch.tensor([request.temperature == 0 for request in requests])
     temperature_B = torch.tensor([request.temperature or 1.0 for request in requests], dtype=torch.float64)
     top_p_B = torch.tensor([request.top_p for request in requests], dtype=torch.float64)
@@ -348,8 +347,8 @@ def texts(
 class TextStream:
     """The text of a sequence, decoded token by token. `text` has the pieces returned so far.
 
-    Decodes the newest tokens together with the tokens of the previous piece, since some decoders drop the space before
-    the first word of a text.
+    Decodes the newest tokens together with the tokens of the previous piece, because some decoders drop the space
+    before the first word of a text.
     """
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], until: Sequence[str] = ()) -> None:
@@ -399,9 +398,8 @@ def continuations(
     and at most `max_tokens`. The result does not include the end-of-text token.
 
     If the model is partitioned over ranks, all ranks of `group` must call this function together. All ranks continue
-    with the tokens that the group's first rank finds. A partitioned model has no KV cache, so every forward pass
-    computes the whole rows. The function pads all rows to the longest possible length, so that all forward passes have
-    the same shape.
+    with the tokens that the group's first rank finds. The function uses no KV cache, so every forward pass computes the
+    whole rows. The function pads all rows to the longest possible length.
     """
     device = next(model.parameters()).device
     rows, new = [list(prompt) for prompt in prompts], [list[int]() for _ in prompts]

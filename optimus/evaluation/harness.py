@@ -1,8 +1,8 @@
 """The model interface of lm-eval.
 
-`HarnessModel` encodes texts like lm-eval's Hugging Face model, so that results are comparable. In
-`TemplateLM._encode_pair`, trailing spaces of the context move to the continuation. The encoding adds no special tokens,
-as in training. Scores come from `optimus.evaluation.score`, generated text from `optimus.evaluation.generation`.
+`HarnessModel` encodes contexts and continuations by lm-eval's `TemplateLM._encode_pair`, which moves trailing spaces of
+the context to the continuation. The encoding adds no special tokens. Scores come from `optimus.evaluation.score`,
+generated text from `optimus.evaluation.generation`.
 """
 
 import math

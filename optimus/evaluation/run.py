@@ -1,4 +1,4 @@
-"""Evaluates a checkpoint and generates text with a checkpoint, for the commands `evaluate` and `generate`."""
+"""Evaluates checkpoints, and generates text with a checkpoint."""
 
 import math
 import tempfile
@@ -52,17 +52,18 @@ def evaluate(
 
     Returns `{"tasks": {name: {"acc", "acc_norm", "bits_per_byte", "margin", "n"}}, "bits_per_byte": float or None}`,
     extended by facts such as settings, splits, checkpoint, model and versions. If `output` is given, writes the same
-    mapping to this JSON file, completely or not at all. With `hub`, `tasks` names tasks of lm-eval. The metrics and
-    data sets are then the ones of lm-eval's definitions. The library `datasets` downloads the data sets or has the data
-    sets in its cache.
+    mapping to this JSON file, completely or not at all. With `hub`, `tasks` names tasks, groups or tags of lm-eval. The
+    metrics and data sets are then those of lm-eval's definitions. The library `datasets` downloads the data sets or has
+    the data sets in its cache.
 
     For a task on local data, `bits_per_byte` is the bits per byte of the right answer. `margin` is the bits per byte of
     the best wrong answer minus those of the right answer. Several checkpoints with the same tokenizer form an ensemble,
     whose logits are the mean of the members' logits. `limit` is the maximum number of documents per task (per subject
-    for mmlu). `fewshot` is the number of examples in each prompt (by default 0, or with `hub` the number of the task's
-    definition). `max_bytes` is the maximum number of bytes of text. The tokenizer encodes the spelling of a special
-    token as ordinary text, or with `parse_special` as the special token. The computation is in fp32. `plugins` names
-    the plugins that the checkpoint's model or the tasks need. Raises `UserError` for invalid arguments or data.
+    for tasks with subjects). `fewshot` is the number of examples in each prompt (by default 0, or with `hub` the number
+    of the task's definition). `max_bytes` is the maximum number of bytes of text. The tokenizer encodes the spelling of
+    a special token as ordinary text, or with `parse_special` as the special token. The computation is in fp32.
+    `plugins` names the plugins that the checkpoint's model or the tasks need. Raises `UserError` for invalid arguments
+    or data.
 
     Example:
         optimus.evaluate("runs/first", text="held-out/")["bits_per_byte"]
@@ -201,8 +202,8 @@ def check_request(
     fewshot: int | None = None,
     max_bytes: int | None = None,
 ) -> None:
-    """Raises `UserError` for arguments of `evaluate` that are invalid for all checkpoints, and for tasks without
-    lm-eval."""
+    """Raises `UserError` for arguments of `evaluate` that are invalid for all checkpoints, and for tasks if lm-eval is
+    missing."""
     if not tasks and text is None:
         raise UserError(
             f"nothing to evaluate: name `tasks` ({', '.join(TASKS)}) and the folder of their data, `task_data`, or "
@@ -224,7 +225,7 @@ def check_request(
 
 
 def _check_output(output: str | Path | None) -> Path | None:
-    """Returns the path `output`. Raises `UserError` if the file cannot be written."""
+    """Returns the path `output` after creating the file's folder. Raises `UserError` if the file cannot be written."""
     if output is None:
         return None
     path = user_path(output)
@@ -240,7 +241,8 @@ def _check_output(output: str | Path | None) -> Path | None:
 
 
 def _load_together(paths: Sequence[Path], device: str, parse_special: bool) -> _Loaded:
-    """Loads one checkpoint, or an ensemble of several."""
+    """Loads a checkpoint, or an ensemble of several checkpoints. Raises `UserError` if the checkpoints have different
+    tokenizers or vocabularies."""
     first, *others = [_load(path, device, parse_special) for path in paths]
     for path, other in zip(paths[1:], others):
         same = first.tokenizer.to_str() == other.tokenizer.to_str()

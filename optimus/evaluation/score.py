@@ -21,7 +21,7 @@ _LOGITS_AT_ONCE = 1 << 24  # elements: 64 MB in fp32, while all logits of a batc
 
 
 class Scored(Protocol):
-    """A model that `score` can score: a `Transformer`, an `Ensemble`, or the `PipelineStages` of a rank."""
+    """A model that `score` accepts, such as a `Transformer`, an `Ensemble`, or the `PipelineStages` of a rank."""
 
     training: bool
 
@@ -93,7 +93,7 @@ def score(model: Scored, windows: Sequence[Window], tokens_per_batch: int = TOKE
         if not context:
             raise ValueError(f"window {index} has no context, so nothing predicts its first token")
         rows.setdefault((*context, *continuation[:-1]), []).append(index)
-    # The longest inputs come first, so that an out-of-memory error occurs early.
+    # The longest inputs come first, so that a lack of memory shows early.
     inputs = sorted(rows, key=len, reverse=True)
     scores: dict[int, Score] = {}
     with evaluating(model):
@@ -109,7 +109,8 @@ def score(model: Scored, windows: Sequence[Window], tokens_per_batch: int = TOKE
 
 
 def _score_batch(model: Scored, inputs: list[tuple[int, ...]], asked: list[tuple[int, Window]]) -> Iterator[Score]:
-    """Yields the score of each window of `asked`, which pairs a window with the index of its row in `inputs`."""
+    """Yields the score of each window of `asked`, which pairs a window with the index of the window's row in
+    `inputs`."""
     device = next(model.parameters()).device
     # Padding is at the end of a row, so a causal model's predictions for the tokens do not depend on the padding.
     tokens_BS = torch.zeros(len(inputs), len(inputs[0]), dtype=torch.long)

@@ -1,4 +1,4 @@
-"""Measures how early and how reliably tasks distinguish runs, from the tasks' metrics during training.
+"""Measures how early and how reliably tasks distinguish runs, from metrics of the tasks during training.
 
 The measures per task and metric follow FineWeb2 (Penedo et al. 2025) and "Signal and Noise" (Heineman et al. 2025). Two
 measures are the improvement with the step (Spearman's rank correlation) and the scatter from one measurement to the
@@ -34,8 +34,9 @@ TaskCurves = dict[tuple[str, str], list[TaskCurve]]  # one curve per run, by tas
 
 
 def read_curves(runs: Sequence[str | Path]) -> TaskCurves:
-    """Reads the tasks' metrics that all `runs` have. Raises `UserError` without runs, for a folder that is not a run
-    folder, for a run with too few measurements, and if the runs have no task in common."""
+    """Reads the tasks' metrics that all `runs` have. Raises `UserError` for a folder that is not a run folder, and for
+    a run with too few measurements. Raises `UserError` if there are no runs, or if the runs have no task and metric in
+    common."""
     found: list[dict[tuple[str, str], TaskCurve]] = []
     for given in runs:
         folder = user_path(given)
@@ -99,7 +100,8 @@ def kendall(x_R: NDArray[Any], y_R: NDArray[Any]) -> float:
 
 
 def noise(curve: TaskCurve) -> float:
-    """Estimates the standard deviation of a measurement from its distance to the line between its neighbours.
+    """Estimates the standard deviation of a measurement from the measurement's distance to the line between the
+    neighbouring measurements.
 
     At equally spaced steps, independent errors of standard deviation s give distances of standard deviation s * sqrt(3 /
     2). A linear trend gives distances of 0.

@@ -21,13 +21,13 @@ _HELLASWAG_VARIANTS = ("rc_0shot", "rc_5shot")  # rc scores the text of the answ
 
 
 def find_dataset(folder: Path, task: str, split: str) -> Path | None:
-    """Finds the file of a task's split; None without a file."""
+    """Finds the file of a task's split; returns None if there is no file."""
     candidates = (folder / "datasets" / f"{task}.{split}{suffix}" for suffix in _SUFFIXES)
     return next((path for path in candidates if path.is_file()), None)
 
 
 def find_hellaswag_requests(folder: Path) -> Path | None:
-    """Finds the file of HellaSwag's ready-made requests; None without a file."""
+    """Finds the file of HellaSwag's ready-made requests; returns None if there is no file."""
     names = (folder / "requests" / "hellaswag" / v / f"requests{s}" for v in _HELLASWAG_VARIANTS for s in _SUFFIXES)
     return next((path for path in names if path.is_file()), None)
 

@@ -1,21 +1,18 @@
 """Runs the paper's tasks (Optimus, table 2) with lm-eval on local data, or any tasks of lm-eval on lm-eval's data sets.
 
-On local data, prompts and choices are those of lm-eval's task definitions. This module replaces the source of the
-documents and the list of metrics. Results on the same documents are comparable with published results. A task runs on
-the test split if the labels of this split are published and the folder has the split, otherwise on the validation
-split. On local data, tasks report `acc_norm`, the accuracy by log-likelihood per character of the choice, even if
-lm-eval's definition lists `acc` alone.
+On local data, prompts and choices are those of lm-eval's task definitions. A task runs on the first of the task's
+splits in `names.py` that the folder has. Tasks report `acc`, and `acc_norm`, the accuracy by log-likelihood per
+character of the choice.
 
-Accuracies say little about small models and early checkpoints, which guess. Two numbers usually improve from the first
-steps on. `bits_per_byte` is the bits per byte of the right answer, given the question. `margin` is the bits per byte of
-the best wrong answer minus those of the right answer. `bits_per_byte` and `margin` are means over the documents.
+Tasks on local data also report two numbers that usually improve from the first steps on. `bits_per_byte` is the bits
+per byte of the right answer, given the question. `margin` is the bits per byte of the best wrong answer minus those of
+the right answer. `bits_per_byte` and `margin` are means over the documents.
 
-mmlu_continuation is mmlu with the text of the answers instead of letters, because small models cannot choose by
-letters.
+mmlu_continuation is mmlu with the text of the answers instead of letters.
 
 Few-shot examples come from the training split if the folder has a training split. Otherwise, and for HellaSwag's
-ready-made requests, the examples come from the evaluated split, without the document in question. Examples for mmlu
-must come from the split `dev`.
+ready-made requests, the examples come from the evaluated split, without the document in question. Examples for mmlu and
+mmlu_continuation must come from the split `dev`.
 """
 
 import contextlib
@@ -38,8 +35,8 @@ _FEWSHOT_SEED = 1234  # lm-eval's default
 
 
 class LocalTask(NamedTuple):
-    """A task and its documents. `shots` are the few-shot examples of a separate split; None if the examples come from
-    `documents`."""
+    """A task and its documents. `shots` are the few-shot examples of a separate split; None if the examples, if any,
+    come from `documents`."""
 
     name: str
     split: str
@@ -77,7 +74,8 @@ def run_tasks(
 
     The results of mmlu and mmlu_continuation are means over all subjects, weighted by numbers of documents.
 
-    `model` is an `lm_eval` model. `limit` is the maximum number of documents of each task, or of each subject for mmlu.
+    `model` is an `lm_eval` model. `limit` is the maximum number of documents of each task, or of each subject of a task
+    with subjects.
     """
     from lm_eval.evaluator import evaluate
 
@@ -103,7 +101,7 @@ def run_hub_tasks(
     the data sets or has the data sets in its cache. Returns `{name: {metric: number, "n": documents}}`, with the
     metrics of the definitions.
 
-    For a tag, and for a group without metrics, the result has an entry for each task. The definition's number of
+    For a tag, and for a group without group metrics, the result has an entry for each task. The definition's number of
     few-shot examples applies if `fewshot` is None, or if the definition's number is 0. Raises `UserError` for an
     unknown name, and for data that the library can neither find in its cache nor download.
     """
@@ -153,15 +151,15 @@ def _numbers(scores: dict[str, Any]) -> dict[str, float]:
 
 
 def _leaves(name: str, members: dict[str, list[str]]) -> list[str]:
-    """Returns the tasks of a group and of the subgroups; for a task, the task itself. `members` has the names in each
-    group."""
+    """Returns the tasks of a group and of the group's subgroups; for a task, the task itself. `members` has the names
+    in each group."""
     if name not in members:
         return [name]
     return list(dict.fromkeys(leaf for member in members[name] for leaf in _leaves(member, members)))
 
 
 def _answer(task: Any, sample: dict[str, Any]) -> tuple[float, float]:
-    """Returns the bits per byte of the right answer to a document, and its margin to the best wrong answer."""
+    """Returns the bits per byte of the right answer to a document, and the margin to the best wrong answer."""
     # lm-eval finds the right answer in the same way.
     right = (task.doc_to_text if task.multiple_input else task.doc_to_target)(sample["doc"])
     right = task.doc_to_choice(sample["doc"]).index(right) if isinstance(right, str) else right
@@ -204,7 +202,8 @@ def _check_shots(task: LocalTask, fewshot: int, folder: Path) -> None:
 
 
 def _parts(task: LocalTask) -> Iterator[tuple[str, list[Document], list[Document] | None]]:
-    """Yields (lm-eval's name, documents, shots) of each task of lm-eval: mmlu is one task per subject."""
+    """Yields (lm-eval's name, documents, shots) of each task of lm-eval; a task with subjects is one task per
+    subject."""
     pattern = TASKS[task.name].subjects
     if pattern is None:
         yield task.name, task.documents, task.shots

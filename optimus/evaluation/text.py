@@ -1,10 +1,9 @@
-"""Measures bits per byte of text, which is informative for small models too, and comparable across tokenizers.
+"""Measures bits per byte of text, which is comparable across tokenizers.
 
 In text files, a document is never the context of another document. The model predicts the first token of a document
-from an end-of-text token, as in training, where end-of-text tokens separate the documents. A document longer than the
-context becomes several disjoint windows. The model predicts the first token of a later window from the last token of
-the previous window. The model predicts each token of a text once, but no end-of-text tokens. The bytes are the bytes of
-the UTF-8 text, even if the tokenizer drops some of the text. For prepared data, the number of bytes is an estimate.
+from an end-of-text token. A document longer than the context becomes several disjoint windows. The model predicts the
+first token of a later window from the last token of the previous window. The bytes are those of the UTF-8 text. For
+prepared data, the number of bytes is an estimate.
 """
 
 import math
@@ -28,7 +27,7 @@ _TOKENS_AT_ONCE = 1 << 16  # tokens of the windows that are in memory and sorted
 
 
 class Part(NamedTuple):
-    """Some windows of a text, and the bytes and tokens of the text up to the end of these windows."""
+    """Some windows of a text, and the bytes and tokens of the text read so far."""
 
     windows: list[Window]
     bytes: int
@@ -69,7 +68,7 @@ def measure(
     """Measures the text of `parts`; see `bits_per_byte`.
 
     If the model is partitioned over the ranks of `group`, all ranks of `group` must call this function together. Only
-    the first rank reads the text, and broadcasts each part to the other ranks. If reading fails, all ranks raise the
+    the first rank reads the text, and broadcasts each part to the other ranks. If reading fails, all ranks raise an
     error.
     """
     nats, part = 0.0, Part([], 0, 0)
@@ -83,10 +82,7 @@ def measure(
 
 
 def check_text(text_path: str | Path, max_bytes: int | None = None) -> None:
-    """Raises `UserError` if a text, up to `max_bytes`, has files that `prepare` would refuse, or is empty.
-
-    Call this function before a long run that reads the text late.
-    """
+    """Raises `UserError` if a text, up to `max_bytes`, has files that `prepare` would refuse, or is empty."""
     if not check_beginning(resolve([text_path]), math.inf if max_bytes is None else max_bytes):
         raise UserError(_no_text(text_path))
 
@@ -132,7 +128,7 @@ def read_parts(
 
 def read_rows(shards: Shards, max_tokens: int) -> Iterator[Part]:
     """Yields the first rows of prepared data, up to `max_tokens` but at least one row, with a window per predicted
-    span. A window's context is the whole row before the span, with all documents in it.
+    span. A window's context is the whole row before the span.
 
     As in training, the model predicts all tokens except the first token of a row, padding and the prompts of
     conversations. The number of bytes is an estimate from the data's mean bytes per token.

@@ -29,10 +29,10 @@ def watch(
     training has finished and no checkpoint waits for a score.
 
     Writes the result of step N to `evaluations/NAME-N.json` in the run folder (N has at least eight digits). Does not
-    score a checkpoint that already has a result. `options` are those of `evaluate`. The training passes the scores to
-    the run's metric sinks; after the training, this function passes the scores. If a checkpoint cannot be scored, for
-    example because the model has diverged, prints a message to stderr and continues. Raises `UserError` if `run` is not
-    a run folder, and for arguments with which no checkpoint can be scored.
+    score a checkpoint that already has a result. `options` are those of `evaluate`. A running training passes the
+    scores to the run's metric sinks; after the training, this function passes the scores. If a checkpoint cannot be
+    scored, for example because the model has diverged, prints a message to stderr and continues. Raises `UserError` if
+    `run` is not a run folder, and for arguments with which no checkpoint can be scored.
 
     Example:
         for step, scores in api.watch("runs/first", text="held-out/"):
@@ -74,7 +74,7 @@ def _scores(folder: Path, name: str, checkpoint: Path) -> Path:
 
 def _is_scored(checkpoint: Path, scores: Path) -> bool:
     """Returns True if the file `scores` has the scores of this checkpoint, not of an earlier checkpoint of the same
-    step that a rollback has dropped."""
+    step."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         found = parse_json(scores.read_bytes())
         return bool(found["checkpoint"]["sha256"] == file_sha256(checkpoint / DESCRIPTION))

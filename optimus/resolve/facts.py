@@ -1,8 +1,7 @@
 """Facts about a machine, which a run measures or the planner reads from a machine file.
 
 `measure_facts` measures memory and times only if an open option of the configuration depends on memory or times. The
-cache (`tuning.cache`) keeps the results, with free memory rounded down to a coarse step, so that two starts usually
-find the same values.
+cache (`tuning.cache`) keeps the results, with free memory rounded, so that two starts usually find the same values.
 """
 
 import time
@@ -50,14 +49,14 @@ class Facts:
     bfloat16: Bfloat16
     """A pair: True if the device supports bf16 natively, and the evidence."""
     device_bytes: int = 0
-    """Bytes of device memory that a rank may fill; 0 if unknown."""
+    """Bytes of device memory that a rank may fill; 0 if not measured."""
     timings: Timings | None = None
-    """Timings of the device's link, of updates and of a matmul, by the keys of `AMOUNTS`; None if unknown.
+    """Timings of the device's link, of updates and of a matmul, by the keys of `AMOUNTS`; None if not measured.
 
     All ranks of a run measure concurrently. Each number is the maximum over the ranks.
     """
     collectives: Measured | None = None
-    """Measurements of collectives, or None if the run only estimates their times."""
+    """Measurements of collectives, or None."""
     notes: tuple[str, ...] = ()
     """Lines for the user about the measurements."""
 
@@ -112,7 +111,7 @@ def _memory_to_count_on(
     """Returns (device bytes that a rank may fill, lines for the user).
 
     Ranks that share a device's memory get equal shares. With `world`, the function counts the least free memory of any
-    rank. `Measurements.free_memory` rounds the free memory, so that small changes do not affect decisions.
+    rank. `Measurements.free_memory` rounds the free memory.
     """
     if world is None:
         free = (free_memory if touches or device.type == "cpu" else total_memory)(device)

@@ -105,7 +105,7 @@ def communicators(
 
 
 def _neighbours(config: RunConfig, pipeline_rank: int) -> int:
-    """Counts the boundaries between a stage on `pipeline_rank` and a stage on another pipeline rank."""
+    """Counts the pairs of consecutive stages of which exactly one stage is on `pipeline_rank`."""
     placement = placement_of(config)
     ranks = [placement.rank_of(stage) for stage in range(placement.stages)]
     return sum(pipeline_rank in border and len(set(border)) > 1 for border in pairwise(ranks))

@@ -1,4 +1,4 @@
-"""Decides the length of a run in steps, its warm-up and its cooldown.
+"""Decides a run's length in steps, warm-up and cooldown.
 
 Neither this module nor any module that it imports may import torch.
 """
@@ -114,7 +114,7 @@ def previous_decisions(run: Path) -> dict[str, Any]:
         for number, phase in enumerate(found.get("phases") or ()):
             found[f"phases.{number}.{_WARMUP}"] = dict(flat(phase)).get(_WARMUP)
     except (OSError, UnicodeDecodeError, UserError, LookupError, TypeError, AttributeError):
-        return {}  # if there is a checkpoint, its check reports the damage of the folder
+        return {}  # a folder without a readable configuration has no decisions
     keys = (*PERSISTENT, *(key for key in found if key.startswith("phases.")))
     persistent = {key: found[key] for key in keys if found.get(key) is not None}
     for key, value in persistent.items():

@@ -119,8 +119,7 @@ def account(
     """Returns the account of `rank` with the chunks `plans`. With `fullest`, returns the account of the rank with the
     most state in the same stage.
 
-    With `fullest`, the copies for checkpoints are the mean over the stage, because the ranks of a node share host
-    memory.
+    With `fullest`, the copies for checkpoints are the mean over the stage.
     """
     config, copies, state = run.config, 0, fullest_shards if fullest else bytes_by_kind
     if config.checkpoint.asynchronous:
@@ -201,8 +200,7 @@ def gradients_in_use(config: RunConfig, plans: Sequence[ChunkPlan], microbatches
 class AtRest(NamedTuple):
     """Bytes of the state at rest on the fullest device and in the memory of the fullest node.
 
-    `node` counts each rank with the mean over the rank's stage. `copies` are the copies for checkpoints on the same
-    node.
+    `node` counts each rank with the mean over the rank's stage. `copies` are the bytes of copies for checkpoints.
     """
 
     device: float
@@ -213,8 +211,8 @@ class AtRest(NamedTuple):
 
 
 def at_rest(run: ResolvedRun, *, shared: bool) -> AtRest:
-    """Returns the maximum of each number over the states before and after each pruning. With `shared`, devices use the
-    memory of the host, like CPUs."""
+    """Returns the maximum of each number over the states before and after each pruning. With `shared`, devices and host
+    share one memory, as on a CPU."""
     return AtRest(*map(max, zip(*(_at_rest(run, spec, shared=shared) for spec in state_specs_of(run)))))
 
 
@@ -261,8 +259,8 @@ def _by_shards(plans: Sequence[ChunkPlan], residencies: tuple[Residency, ...]) -
 
 
 def _buffer_elements(alike: Sequence[ChunkPlan], buffer: Buffer) -> "int | Table":
-    """Returns the number of elements of a buffer on each rank that shares these chunks, or a single number if the
-    shards are equal."""
+    """Returns the number of elements of a buffer over the chunks `alike`: one number for each rank that shares the
+    chunks, or a single number for all these ranks."""
     first = alike[0]
     if first.mask is not None and buffer.extent != "compressed":
         return sum(plan.elements(buffer) for plan in alike)

@@ -63,11 +63,10 @@ def placement(run: ResolvedRun) -> Decided:
 
 
 def accumulation(run: ResolvedRun) -> Decided:
-    """Chooses the device or the host as the place where the gradients of several microbatches accumulate.
+    """Chooses the device or the host for accumulating the gradients of several microbatches.
 
-    Chooses the host if the device of some rank lacks memory for the gradients besides the required parameter blocks
-    and
-    the resident state. On a CPU, chooses the device, because device and host have the same memory.
+    Chooses the host only if the device of some rank lacks memory for the gradients besides the required parameter
+    blocks and the resident state. On a CPU, chooses the device.
     """
     state = run.config.state
     if state.accumulate_on != "auto":
@@ -98,8 +97,9 @@ def residency(run: ResolvedRun) -> Decided:
     offloaded state.
 
     Finds the fastest choice that fits for each pipeline rank, or the choice with the least memory if no choice fits.
-    The run gets the smallest fraction, and the device or host that the first pipeline rank chose. The number of
-    cached chunks is the minimum over the ranks whose chunks do not all fit into the cache.
+    The run gets the smallest fraction, and the device or host that the first pipeline rank chose. The number of cached
+    chunks is the minimum over the ranks whose chunks do not all fit into the cache, or the maximum if all chunks fit on
+    all ranks.
     """
     state = run.config.state
     open_ = {
@@ -114,7 +114,7 @@ def residency(run: ResolvedRun) -> Decided:
     caches = [chosen.cache for _, chosen, _, cached in found if chosen.cache < cached]
     values = {
         "state.resident_fraction": min(share for share, *_ in found),
-        # A rank whose chunks all fit into the cache does not limit ranks with more chunks.
+        # A rank whose chunks all fit into the cache does not limit other ranks.
         "state.cache": max(1, min(caches, default=max(chosen.cache for _, chosen, *_ in found))),
         "state.update_on": found[0][1].update_on,
     }

@@ -1,4 +1,4 @@
-"""Predicts the time of a step with offloaded state by closed equations, and chooses the resident state.
+"""Predicts the time of a step with offloaded state by closed-form equations, and chooses the resident state.
 
 The equations assume equal chunks: a stage has L chunks of S elements, sharded over n ranks, and a step has M
 microbatches. The forward and backward pass of a chunk take f and b seconds; F = L f, B = L b. The device holds at most
@@ -125,8 +125,8 @@ def pass_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice, computin
 
 
 def backward_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice) -> float:
-    """Returns the seconds of any backward pass but the last one. If the host accumulates gradients, includes their
-    transfer, which overlaps with computation."""
+    """Returns the seconds of any backward pass of a step but the last one. If the host accumulates gradients, includes
+    the transfer of the gradients, which overlaps with computation."""
     computing = pass_seconds(shape, rates, choice, shape.backward)
     sent = (shape.chunks - choice.device) * shape.elements / shape.shards * shape.gradient / rates.down
     return max(computing, sent) if shape.sends else computing

@@ -60,7 +60,7 @@ def check_blocks_of(config: RunConfig, model: CausalModel, layouts: Mapping[str,
     """Raises `UserError` if the run prunes by blocks and a target is not a matrix or has a block that several ranks would
     share.
 
-    The check skips parameters that only the initial weights prune, since masks of initial weights may have no blocks.
+    The check skips parameters that only the initial weights prune.
     """
     if config.pruning is not None and config.pruning.scope.startswith("block"):
         check_blocks({name: layouts[name] for name in targets_of(config, model)}, mesh)

@@ -33,8 +33,8 @@ def mesh_of(config: RunConfig, ranks: int, ranks_per_node: int | None = None) ->
 
 
 def axes(config: RunConfig, mesh: Mesh) -> Decided:
-    """Decides the size of the data axis for `parallel.data: auto`, and the distance in ranks between neighbouring
-    stages; `mesh` is the mesh of the run."""
+    """Decides the size of the data axis for `parallel.data: auto` and, with a pipeline, an open distance in ranks
+    between neighbouring stages. `mesh` is the mesh of the run."""
     parallel, values = config.parallel, dict[str, object]()
     if parallel.data == "auto":
         values["parallel.data"] = mesh.dp
@@ -53,7 +53,7 @@ def device(config: RunConfig, kind: str) -> Decided:
 
 
 def ranks_sharing_memory(mesh: Mesh, device: torch.device) -> int:
-    """Returns the number of ranks that share the memory of `device`: on a CPU, or with Gloo as the backend, all ranks
-    of a node, otherwise one."""
+    """Returns the number of ranks that share the memory of `device`. On a CPU, or with Gloo as the backend, all ranks
+    of a node count as sharing the memory. Otherwise returns 1."""
     shared = device.type == "cpu" or (dist.is_initialized() and dist.get_backend() == "gloo")
     return min(mesh.size, mesh.ranks_per_node or mesh.size) if shared else 1

@@ -35,8 +35,8 @@ def _free_bytes(run: ResolvedRun) -> tuple[int, Callable[[Recomputation], Activa
     """Returns (least free bytes of all ranks, a function that returns the activations of the rank with the largest adjusted
     peak).
 
-    The adjusted peak of a rank is its peak minus its free bytes beyond the least, so that one budget applies to all
-    ranks.
+    The adjusted peak of a rank is the rank's peak minus the rank's free bytes beyond the least. One budget then applies
+    to all ranks.
     """
     free_bytes = dict[int, int]()
     for rank in run.stage_ranks:

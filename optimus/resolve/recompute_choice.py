@@ -1,10 +1,8 @@
 """The least activation recomputation that fits into a number of bytes.
 
 Candidates are no recomputation, all sets of modules in every n-th block, for every n, and segments of n whole blocks.
-The dissertation on AxoNN (section 3.3.1, equation 3.1) takes n near the square root of the number of blocks N. The
-model then saves N / n inputs, and n blocks are live at a time. The square root is optimal if a block saves no more than
-its input, but a block saves many times as much. This module therefore computes bytes. If candidates recompute equally
-much, the module tries the candidate nearest to the root first.
+If candidates recompute equally many operations, the candidate whose n is nearest to the square root of the number of
+blocks comes first (the AxoNN dissertation, section 3.3.1, equation 3.1).
 """
 
 from collections.abc import Callable, Iterator

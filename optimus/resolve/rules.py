@@ -32,8 +32,8 @@ def tilings(config: OptimizerConfig) -> list[Tiling]:
 
 
 def rules_of(config: OptimizerConfig, model: nn.Module, freeze: Sequence[str] = ()) -> dict[str, Rule]:
-    """Returns the rule of each parameter of the whole `model`, by name; parameters matched by `freeze` get the rule
-    `Frozen`, except low-rank factors.
+    """Returns the rule of each parameter of the whole `model`, by name. The rule is `Frozen` for parameters matched by
+    `freeze`, except low-rank factors, and for the parameters in `model.untrained`.
 
     Raises `UserError` for an entry of a group or of `freeze` that matches no parameter, for a model without trainable
     parameters, and for a rule that cannot update a parameter. Raises `UserError` for wrong `optimizer.options`.

@@ -35,14 +35,14 @@ class RunInputs:
     teachers: tuple[Architecture, ...] = ()
     """The configurations of the teacher's models."""
     unpruned: Mapping[str, float] = field(default_factory=dict)
-    """The unpruned share of each parameter that the initial weights prune."""
+    """For each parameter that the loaded weights prune: the unpruned share of all these parameters together."""
     begins: bool = True
-    """True if the first step is still to come, whatever the source of the weights."""
+    """True if the run neither resumes nor branches from a checkpoint."""
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """A complete plan of the model and state that a rank of a resolved run builds."""
+    """A plan of the model and state that a rank of a resolved run builds."""
 
     config: RunConfig
     """The configuration of the phase whose microbatches have the most tokens."""
@@ -71,7 +71,7 @@ class ResolvedRun:
     layouts: Mapping[str, Layout]  # layouts of all parameters
     state_spec: StateSpec
     record: RunConfig
-    """The configuration saved in the run folder: the user's configuration with the decisions that are part of the run."""
+    """The configuration saved in the run folder: the user's configuration with the persistent decisions."""
     decisions: tuple[Decision, ...] = ()
     _held: dict[int, dict[str, int]] = field(default_factory=dict, compare=False, repr=False)
     _divided: dict[int, dict[int, list[ChunkPlan]]] = field(default_factory=dict, compare=False, repr=False)
@@ -133,7 +133,8 @@ class ResolvedRun:
     # ---- State ----
 
     def held(self, rank: int) -> Mapping[str, int]:
-        """Returns the parameters on `rank`, each with the stage that holds it."""
+        """Maps the parameters on `rank` to the stages of `rank` that hold the parameters; a split vocabulary has the
+        stage -1."""
         if rank not in self._held:
             partition, tied = self.partition(rank), self.config.model.tie_embeddings
             self._held[rank] = {
@@ -142,8 +143,7 @@ class ResolvedRun:
         return self._held[rank]
 
     def divided(self, rank: int) -> Mapping[int, list[ChunkPlan]]:
-        """Returns the chunks of each stage on `rank`. Caches the chunks, because pruning and placement do not change
-        the division into chunks."""
+        """Returns the chunks of each stage on `rank`. Caches the chunks."""
         if rank not in self._divided:
             stages = self.held(rank)
             here = {name: self.layouts[name] for name in stages}
@@ -170,7 +170,7 @@ class ResolvedRun:
     def chunks(self) -> Decided:
         """The largest chunk of each stage, in elements, if `state.chunk` leaves the size open.
 
-        The configuration does not store the sizes, because stages may have different sizes.
+        The configuration does not store the sizes.
         """
         if self.config.state.chunk is not None:
             return Decided()

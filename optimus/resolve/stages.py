@@ -73,8 +73,8 @@ def placement_of(config: RunConfig) -> Schedule:
 
 
 def schedule_of(config: RunConfig, microbatches: int, *, transfers: bool = True) -> Schedule:
-    """Returns the schedule of a step of `microbatches` microbatches; for the message-driven executor, the placement of its
-    stages.
+    """Returns the schedule of a step of `microbatches` microbatches; for the message-driven executor, a schedule
+    without actions.
 
     Without `transfers`, the schedule has no sends and receives. Raises `UserError` when no schedule exists for these
     sizes.

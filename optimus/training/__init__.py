@@ -1,2 +1,1 @@
-"""The training run: the checks before the first step, the training step, the training loop, and the hooks around each
-step."""
+"""The training run: the checks before the first step, the training step, the training loop, and its hooks."""

@@ -1,5 +1,4 @@
-"""Computes a step's times and memory by kind, and the load of the experts, for the metrics of every
-`observe.log_every`-th step."""
+"""Computes metrics for every `observe.log_every`-th step: times and memory by kind, and the load of the experts."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,10 +14,10 @@ from optimus.training.run import Run
 
 
 def expert_load(run: Run, choices: Mapping[Any, Tensor]) -> dict[int, list[float]]:
-    """Returns, for each layer with experts, the load of each expert relative to the layer's mean, rounded to three
-    digits after the point. All ranks must call this function.
+    """Returns, for each layer with experts, each expert's number of choices relative to the layer's mean, rounded to
+    three digits after the point. All ranks must call this function.
 
-    `choices` maps routers of this rank to the number of choices of each expert [experts].
+    `choices` maps routers of this rank to the experts' numbers of choices [experts].
     """
     model = run.config.model
     layers = {layer: model.experts_of(layer) for layer in range(model.layers) if model.experts_of(layer)}
@@ -50,9 +49,10 @@ def imbalance(load: Mapping[int, list[float]]) -> dict[str, float]:
 
 def seconds_by_kind(times: StepTimes, saving: float) -> dict[str, float]:
     """Returns the seconds of a step on this rank by kind: computation, exposed communication by kind of collective,
-    waiting for data, and waiting for checkpoints. Exposed communication includes the wait for other ranks.
+    waiting for data, and waiting for checkpoints. Computation is the total minus the waits for data and collectives.
+    Exposed communication includes the wait for other ranks.
 
-    `saving` is the number of seconds that this rank has waited for checkpoints since the previous step.
+    `saving` is the number of seconds that this rank has waited for checkpoints since the previous record.
     """
     exposed = {f"time/exposed_{kind.replace(' ', '_')}": seconds for kind, seconds in times.by_kind.items()}
     return {
@@ -64,7 +64,8 @@ def seconds_by_kind(times: StepTimes, saving: float) -> dict[str, float]:
 
 
 def memory_by_kind(run: Run) -> dict[str, int]:
-    """Returns the bytes of this rank: the state at rest by kind, and the remainder as `activations_and_other`.
+    """Returns the bytes of this rank: the state that always has memory on the device, by kind, and the remainder as
+    `activations_and_other`.
 
     The remainder, at least 0, is the total minus the state. On an accelerator, the total is the peak of allocated
     memory since the previous call. On a CPU, the total is the resident memory of the process.

@@ -25,8 +25,8 @@ from optimus.training.run import Run, read_together
 
 
 def begins_with(config: RunConfig, resume: bool) -> WeightSource | None:
-    """Opens the checkpoint or model folder that a run loads, if any; of several checkpoints, the newest one with an
-    intact description."""
+    """Opens the checkpoint or model folder that a run loads. Returns None if the run loads nothing, or only damaged
+    checkpoints. A resumed run loads its newest checkpoint that `Reader.open` finds undamaged."""
     paths = [point.path for point in resume_points(Path(config.train.output))] if resume else []
     initial = config.lr_schedule.branch_from or config.checkpoint.load_path
     if not paths and initial is not None:
@@ -34,13 +34,13 @@ def begins_with(config: RunConfig, resume: bool) -> WeightSource | None:
             return FolderReader(Path(initial), config.model)
         paths = [find_checkpoint(initial)]
     for path in paths:
-        with suppress(DamagedError):  # loading the checkpoint reports the error later
+        with suppress(DamagedError):  # loading the checkpoint reports the damage later
             return Reader.open(path)
     return None
 
 
 def begins_anew(config: RunConfig, resume: bool) -> bool:
-    """Returns True if the run starts at its first step, whatever the source of its weights."""
+    """Returns True if the run neither resumes nor branches from a checkpoint."""
     goes_on = resume and bool(resume_points(Path(config.train.output)))
     return not goes_on and config.lr_schedule.branch_from is None
 
@@ -53,8 +53,8 @@ def is_model_folder(path: str | Path) -> bool:
 def first_weights(
     config: RunConfig, source: WeightSource | None, model: CausalModel
 ) -> Callable[[ParameterSlot, Tensor], None]:
-    """Returns a function that fills a slice of a parameter of `model`: with values read from `source` or, without a
-    source, with the initial values that the model declares."""
+    """Returns a function that fills a slice of a parameter of `model`. The values come from `source` or, without a
+    source, from the initialisation that the model declares."""
     declared, seed, std = dict(declarations(model)), config.train.seed, config.model.init_std
 
     def initialised(slot: ParameterSlot, weights: Tensor) -> None:
@@ -76,8 +76,8 @@ def begin(run: Run, began_with: str | None, *, masks: bool) -> tuple[Origin, int
     Returns the origin of the weights, and the number of ranks that read the weights. The origin names the checkpoint
     even if `began_with` is a run folder.
 
-    With `masks`, prunes the state like the source; otherwise the masks of the state stay as they are. All ranks must call
-    this function. Raises `UserError` on all ranks when the weights cannot be read.
+    With `masks`, prunes the same elements as `began_with`; otherwise leaves the masks of the state unchanged. All ranks
+    must call this function. Raises `UserError` on all ranks when the weights cannot be read.
     """
     seed, std, world = run.config.train.seed, run.config.model.init_std, run.groups.world
     send, origin = run.config.checkpoint.broadcast, Origin()
@@ -98,7 +98,7 @@ def begin(run: Run, began_with: str | None, *, masks: bool) -> tuple[Origin, int
     else:
         path = world.on_first(lambda: find_checkpoint(began_with))
         found, readers = load_state(run.state, path, model=run.config.model, full=False, send=send, masks=masks)
-        # Records the path of the checkpoint, not of a run: the newest checkpoint of a run that still trains will change.
+        # The newest checkpoint of a run folder may change, so the origin is the path of the checkpoint.
         origin, unpruned = Origin(str(path), found.context, found.published, found.chat), found.unpruned
     if masks:
         run.state.pruned.unpruned = unpruned

@@ -1,4 +1,4 @@
-"""Builds a run on a rank: its process groups, data, model and uninitialised state, and its trainer."""
+"""Builds the process groups, data, model, state and trainer of a run on one rank."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -55,7 +55,7 @@ def build_trainer(
     users: UserObjects = NO_OBJECTS,
 ) -> Trainer:
     """Builds the trainer of `config` on this rank, ready for the next step. With `resume`, the run continues from its
-    newest intact checkpoint, if it has checkpoints.
+    newest intact checkpoint, if the run has checkpoints.
 
     All ranks must call this function. See `launch.rank.run_rank` for the other arguments.
     """
@@ -65,14 +65,14 @@ def build_trainer(
 
 
 def build_run(config: RunConfig, device: torch.device, resume: bool, dataset: Any = None) -> Run:
-    """Builds the run of this rank. The state is uninitialised, but has the masks of the weights that will fill the
-    state. All ranks must call this function."""
+    """Builds the run of this rank, with uninitialised state. Only the masks of the state are set, from the weights that
+    will fill the state. All ranks must call this function."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     mesh = mesh_of(config, ranks, ranks_per_node(ranks))
     groups = Groups(mesh, config.resilience.timeout, [], partial_sums=partial_sums(config))
     sources = read_together(lambda: open_sources(config, dataset), groups.world)
     resolved = resolve_run(config, device, groups, sequences=rows_in(sources), resume=resume)
-    if device.type != "cpu":  # a process that only starts ranks has checked the total memory, not the free memory
+    if device.type != "cpu":  # a process that only starts ranks cannot check the free memory of an accelerator
         check_memory(resolved, device)
     config = resolved.config
     data = read_together(lambda: TrainingData(config, sources, resolved.phases), groups.world)

@@ -22,7 +22,7 @@ class Origin(NamedTuple):
     began_with: str | None = None
     """The path of the checkpoint or model folder that the run started from, if any."""
     context: int = 0
-    """The length, in tokens, of the longest sequences that the loaded model was trained on."""
+    """The longest sequence length of the loaded model, in tokens; 0 without a loaded model."""
     published: Mapping[str, Any] = {}
     """Published metadata of the loaded model; see hub/published.py."""
     chat: Mapping[str, Any] = {}
@@ -31,14 +31,14 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True)
 class Start:
-    """The point at which a run starts or resumes, with the values that its checkpoint stores besides the model state."""
+    """The progress of a run when the run starts or resumes, and other values from the loaded checkpoint."""
 
     progress: Progress
     origin: Origin
     hooks: Mapping[str, Any] = field(default_factory=dict)
     """The states of hooks by name."""
     frozen: str | None = None
-    """The folder of the frozen parameters, if the loaded checkpoint refers to one."""
+    """The name of the folder of frozen parameters to which later checkpoints may refer, or None."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -58,8 +58,8 @@ class Checkpointer:
     def save(
         self, progress: Progress, origin: Origin, hooks: Mapping[str, Any], *, full: bool, weights: bool = False
     ) -> None:
-        """Writes a checkpoint of the whole state (`full`), of the `weights` alone, or both. `hooks` are the states of hooks
-        by name. Raises `UserError` on all ranks, like `Saver.save`."""
+        """Writes a checkpoint of the whole state (`full`), of the `weights` alone, both or none. `hooks` are the states
+        of hooks by name. Raises `UserError` on all ranks, like `Saver.save`."""
         run, step, section = self._run, progress.step, self._run.config.checkpoint
         targets = []
         # The weights come first: a run killed between the two writes would otherwise resume after this step and never
@@ -77,8 +77,8 @@ class Checkpointer:
             self.saver.save(*targets)
 
     def _frozen_targets(self, progress: Progress, origin: Origin, hooks: Mapping[str, Any]) -> list[Target]:
-        """Returns the target for the files of frozen parameters, to which a full checkpoint refers. Returns an empty
-        list if no parameter is frozen, or if the files are complete."""
+        """Returns the target for the folder of frozen parameters, to which a full checkpoint refers. Returns an empty
+        list if `train.freeze` is empty, or if the folder is complete."""
         run = self._run
         if not run.config.train.freeze:
             return []
@@ -97,7 +97,7 @@ def describe(
     full: bool = False,
     frozen: str | None = None,
 ) -> Description:
-    """Describes a checkpoint of the current state of `run`. `frozen` names the checkpoint of frozen parameters that a full
+    """Describes a checkpoint of the current state of `run`. `frozen` names the folder of frozen parameters that a full
     checkpoint refers to."""
     mesh, config, phase, state = run.groups.mesh, run.config, progress.phase, run.state
     pruned = state.pruned
@@ -114,7 +114,7 @@ def describe(
             "updates": state.steps,
             **state.counters,
             "skipped": progress.skipped,
-            "sequences": sequences_after(progress.phases, progress.step),  # also the index of the next sequence
+            "sequences": sequences_after(progress.phases, progress.step),
             **({"phase": phase.name} if phase.name else {}),
             **({"began_with": origin.began_with} if origin.began_with else {}),
             **({"prunings": pruned.events} if config.pruning else {}),

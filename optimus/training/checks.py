@@ -45,11 +45,11 @@ _BYTES_PER_TOKEN = 8  # above the mean of most tokenizers; the check should read
 
 
 def check_references(config: RunConfig, resume: bool) -> None:
-    """Raises `UserError` when the run cannot use a configured metric sink, the URL of `checkpoint.copy_to` or, without
-    `resume`, the checkpoint or model folder that the run starts from."""
+    """Raises `UserError` for an unusable metric sink, and for a URL `checkpoint.copy_to` with an unusable protocol.
+    Without `resume`, raises `UserError` if the run cannot start from the configured checkpoint or model folder."""
     check_sinks(config)
     if config.checkpoint.copy_to is not None:
-        RemoteCopies(config.checkpoint.copy_to)  # raises for an unknown protocol, and for one whose package is missing
+        RemoteCopies(config.checkpoint.copy_to)  # raises for an unknown protocol or a missing package
     if config.lr_schedule.branch_from is not None and not resume:
         path = find_checkpoint(config.lr_schedule.branch_from)
         trunk = read_description(path)
@@ -72,8 +72,9 @@ def check_references(config: RunConfig, resume: bool) -> None:
 
 
 def check_validation(config: RunConfig, data: TrainingData) -> None:
-    """Raises `UserError` for missing or unreadable validation text or tasks, and for prepared validation text with
-    another tokenizer or without predicted tokens.
+    """Raises `UserError` for validation text or task data that cannot be read, and for tasks if lm-eval is missing.
+    Raises `UserError` for prepared validation text with another tokenizer, or without predicted tokens in the measured
+    rows.
 
     Checks the files of this node only. During the run, only rank 0 reads text and tasks.
     """
@@ -97,10 +98,7 @@ def check_validation(config: RunConfig, data: TrainingData) -> None:
 
 def _check_text(text: str, key: str, max_bytes: int) -> None:
     """Raises `UserError` when the file or folder `text` is missing, contains no text, or is unreadable within its first
-    `max_bytes` bytes.
-
-    Without the check, bad text would stop the run at its first validation.
-    """
+    `max_bytes` bytes. The message begins with `key`."""
     try:
         check_text(text, max_bytes)
     except UserError as error:
@@ -109,8 +107,8 @@ def _check_text(text: str, key: str, max_bytes: int) -> None:
 
 def check_output(config: RunConfig, resume: bool, data: TrainingData) -> None:
     """Raises `UserError` when the run folder is not writable. Without `resume`, raises `UserError` when the folder
-    contains a run or files other than a lease. With `resume`, raises `UserError` when the run in the folder cannot
-    resume with `config`."""
+    contains a run or files other than a lease. With `resume`, raises `UserError` when the newest checkpoint in the
+    folder belongs to another run."""
     folder = Path(config.train.output)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"train.output: {folder} is a file; name a folder")
@@ -131,8 +129,8 @@ def check_output(config: RunConfig, resume: bool, data: TrainingData) -> None:
 
 
 def _check_resumable(config: RunConfig, folder: Path, data: TrainingData) -> None:
-    """Checks that the newest checkpoint with a readable description belongs to this run. Loading the checkpoint
-    verifies its tensors later."""
+    """Raises `UserError` if the newest checkpoint with a readable description belongs to another run, and
+    `DamagedError` if no checkpoint has a readable description. Does not read tensors."""
     saved, points = folder / "config.yaml", resume_points(folder)
     broken = []
     for point in points:
@@ -152,7 +150,7 @@ def _check_resumable(config: RunConfig, folder: Path, data: TrainingData) -> Non
         for path in (folder / "checkpoints").glob("[!.]*")
         if not path.name.startswith(("weights-", "frozen-"))
     )
-    if others:  # without such files, the run ended before its first checkpoint
+    if others:  # without such files, there is nothing to resume
         raise UserError(
             f"{folder / 'checkpoints'} holds no checkpoint step-N to resume, only {', '.join(others)}: rename one of them "
             "to step-N, or choose another train.output"
@@ -162,9 +160,9 @@ def _check_resumable(config: RunConfig, folder: Path, data: TrainingData) -> Non
 
 
 def fetch_lost_run(config: RunConfig, resume: bool) -> None:
-    """Fills a lost run folder from `checkpoint.copy_to` before a run resumes.
+    """Fills a run folder without complete checkpoints from `checkpoint.copy_to`, if `resume` is set.
 
-    Raises `UserError` if a new run would copy its checkpoints over the copies of another run.
+    Without `resume`, raises `UserError` if the URL already has complete copies of checkpoints.
     """
     url, folder = config.checkpoint.copy_to, Path(config.train.output)
     if url is None or list_checkpoints(folder):
@@ -180,11 +178,9 @@ def fetch_lost_run(config: RunConfig, resume: bool) -> None:
 
 
 def check_prunings(config: RunConfig, description: Description, path: Path) -> None:
-    """Checks that a run that continues from the checkpoint `path` can prune as configured.
-
-    Raises `UserError` when weights that `pruning.rewind` needs are missing. Raises `UserError`, except with early-bird,
-    when the checkpoint is at or after a pruning step but not pruned.
-    """
+    """Raises `UserError` when a run that continues from the checkpoint `path` lacks the weights that `pruning.rewind`
+    needs. Raises `UserError`, except with early-bird, when the checkpoint is at or after a pruning step but not
+    pruned."""
     pruning, step = config.pruning, description.step
     if pruning is None:
         return
@@ -209,7 +205,7 @@ def check_memory(run: ResolvedRun, device: torch.device, *, use_total: bool = Fa
     On an accelerator, checks the device memory of the fullest rank, and the host memory of all ranks of the fullest
     node, including copies for checkpoints. On a CPU, checks the state and the copies of the fullest node together.
     Ranks with the last stage also hold the teacher, if any. With `use_total`, counts an accelerator's total memory as
-    free, because querying the free memory would itself allocate device memory.
+    free, and allocates no device memory.
     """
     config, mesh, shared = run.config, run.mesh, device.type == "cpu"
     found, together = at_rest(run, shared=shared), min(mesh.size, mesh.ranks_per_node or mesh.size)
@@ -255,12 +251,12 @@ def _check_fits(
 
 
 def dry_run(run: Run) -> str:
-    """Runs forward and backward passes on synthetic tokens to find out whether a microbatch fits into the free memory.
-    Returns a line with the results.
+    """Checks that a microbatch fits into the free memory, by forward and backward passes on synthetic tokens. Returns a
+    line with the results.
 
-    First measures the activations of a few sequences or, with a pipeline, of one microbatch per pipeline rank. Then
-    runs a whole microbatch on an accelerator. On a CPU, a lack of memory would kill the process without a message.
-    Leaves weights and optimizer state unchanged. Raises `UserError` when a microbatch does not fit.
+    First measures the activations of a few sequences or, with a pipeline, of one microbatch for each rank of the
+    pipeline. Then runs a whole microbatch on an accelerator, but not on a CPU, where a lack of memory would kill the
+    process. Leaves weights and optimizer state unchanged. Raises `UserError` when a microbatch does not fit.
     """
     micro_batch, context = run.config.train.micro_batch, run.resolved.widest.train.sequence_length
     tokens = torch.arange(context, device=run.device).remainder(run.config.model.vocab).expand(micro_batch, -1)
@@ -295,7 +291,7 @@ def dry_run(run: Run) -> str:
 
 
 def _saved_bytes(run: Run, tokens_BS: torch.Tensor) -> int:
-    """Returns the bytes that the forward pass on `tokens_BS` saves for the backward pass, without the parameters."""
+    """Returns the bytes that forward passes on `tokens_BS` save for backward passes, without the parameters."""
     saved: dict[int, int] = {}
     state = {chunk.parameter.untyped_storage()._cdata for chunk in run.state.chunks}
 
@@ -312,7 +308,7 @@ def _saved_bytes(run: Run, tokens_BS: torch.Tensor) -> int:
 
 
 def _microbatches(run: Run) -> str:
-    """Names the microbatches whose activations `dry_run` measures."""
+    """Returns the words for the microbatches whose activations `dry_run` reports."""
     in_flight = run.config.parallel.pipeline
     return f"{in_flight} microbatches" if in_flight > 1 else "a microbatch"
 

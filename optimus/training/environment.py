@@ -1,7 +1,7 @@
-"""Records every start and resume in the run folder. `config.yaml` has the configuration, `decisions.yaml` the
-decisions, and a line of `environment.jsonl` the software and hardware.
+"""Records a run's starts in the run folder. `config.yaml` has the configuration and `decisions.yaml` the decisions of
+the latest start. `environment.jsonl` has a line for each start, with the software and hardware.
 
-Records no environment variables, because environment variables may hold secrets.
+Records no environment variables, which may hold secrets.
 """
 
 import json
@@ -29,7 +29,8 @@ _GIT_SECONDS = 10.0
 
 
 def record_start(run: Run, step: int) -> None:
-    """Creates the run folder and saves the configuration, the decisions, and the software and hardware of this start.
+    """Creates the run folder, and saves the configuration, the decisions, the measurements of collectives, and the
+    software and hardware.
 
     Renames the file of an earlier, different configuration. Only rank 0 calls the function, before the first step after
     `step`. Raises `UserError` when a file cannot be written, for example on a full disk.
@@ -79,16 +80,15 @@ def command_line() -> list[str]:
 
 
 def git_commit(folder: Path) -> dict[str, Any] | None:
-    """Returns the `commit` of the checkout that contains `folder`, and `clean`: True if no tracked file differs, None
-    if git cannot tell. Returns None if git names no commit, for example outside any checkout."""
+    """Returns `commit` and `clean` of the checkout that contains `folder`, or None if git names no commit. `clean` is
+    True if no tracked file differs from the commit, and None if git cannot tell."""
     commit = _git(folder, "rev-parse", "HEAD")
     changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
     return None if commit is None else {"commit": commit, "clean": None if changes is None else changes == ""}
 
 
 def _package_commit() -> dict[str, Any] | None:
-    """Returns the commit of this library, like `git_commit`. Returns None if git does not track the library, for
-    example because the library is installed inside another project's checkout."""
+    """Returns the commit of this library, like `git_commit`; None if git does not track the library's files."""
     file = Path(sys.modules["optimus"].__file__ or "")
     return None if _git(file.parent, "ls-files", "--error-unmatch", file.name) is None else git_commit(file.parent)
 

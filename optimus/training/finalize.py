@@ -24,9 +24,9 @@ def conclude(
     """Records the end of a run. Returns `summary`, extended by the `seconds` since the time `began`, and by the path of
     the `report` or None.
 
-    `failure` is the error that ended the run, if any. Prints errors of the event, the report and the notification to
-    stderr, because such errors must not hide the result of the run. For a run that failed before writing anything,
-    writes no files. After a `DamagedError`, the run's folder stays unchanged.
+    `failure` is the error that ended the run, if any. Prints errors of the event log, the report and the notification
+    to stderr instead of raising. Writes no files if the folder contains no run. After a `DamagedError`, the run's
+    folder stays unchanged.
     """
     folder = Path(config.train.output)
     found = {**(summary or {}), "seconds": time.time() - began, "report": None}
@@ -48,8 +48,8 @@ def conclude(
 
 
 def announce(config: RunConfig, event: str, detail: str) -> None:
-    """Reports on behalf of the node agents that a run was `restarted` or has `failed`: sends a notification and, if the
-    run folder has a run, rewrites the report."""
+    """Sends the notification that a run was `restarted` or has `failed`, on behalf of the node agents. Also rewrites
+    the report if the run folder has a run."""
     there = is_run(Path(config.train.output))
     _tell(config, event, detail, {"report": _report(config, ended=event == "failed") if there else None})
 

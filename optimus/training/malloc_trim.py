@@ -1,18 +1,18 @@
-"""Settings of glibc's allocator for freed CPU memory; PyTorch leaves these settings at their defaults."""
+"""Settings of glibc's allocator for freed CPU memory."""
 
 import ctypes
 import sys
 
 # Parameters of glibc's mallopt, from malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_LONG = 32 << 20  # bytes: the maximum of glibc's mmap threshold; larger blocks are always mapped and unmapped
+_LONG = 32 << 20  # bytes: the maximum of glibc's mmap threshold on 64-bit systems; glibc maps and unmaps larger blocks
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc keep freed heap memory for the next step; does nothing with other C libraries.
+    """Makes glibc keep freed heap memory for the next step; does nothing if the C library has no `mallopt`.
 
-    By default, glibc returns the free end of its heap to the system if the free end is larger than a threshold, for
-    example after a backward pass. The kernel then has to map and zero the pages again in every step.
+    By default, glibc returns the free end of its heap to the system if the free end is larger than a threshold. The
+    kernel then has to map and zero the pages again in the next step.
     """
     if sys.platform != "linux":
         return

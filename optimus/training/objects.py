@@ -12,7 +12,7 @@ from optimus.optim.rules import RULES, RuleRow
 
 
 class UserObjects(NamedTuple):
-    """The hooks, the update rule and the dataset."""
+    """The hooks, the update rule and the dataset that the caller of `optimus.train` has passed."""
 
     hooks: Sequence[Any] = ()
     rule: RuleRow | None = None
@@ -39,7 +39,7 @@ class UserObjects(NamedTuple):
 
     @classmethod
     def loads(cls, pickled: bytes | None) -> "UserObjects":
-        """Returns the objects that `dumps` has pickled; no objects for None."""
+        """Returns the objects that `dumps` has pickled; no objects if `pickled` is None."""
         return cls() if pickled is None else cls(*map(functions.loads, functions.loads(pickled)))
 
 
@@ -48,7 +48,7 @@ NO_OBJECTS = UserObjects()
 
 def user_objects(hooks: Any, optimizer: Any, data: Any) -> tuple[UserObjects, list[str]]:
     """Returns the objects, and the overrides by which a configuration uses the update rule and the dataset. Raises
-    `UserError` if `optimizer` is no usable `UpdateRule`.
+    `UserError` if `optimizer` is no concrete `UpdateRule`.
 
     Registers the update rule in this process.
     """

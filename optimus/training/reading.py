@@ -1,4 +1,4 @@
-"""Reads a run's configuration without importing torch, so that a command reports mistakes at once.
+"""Reads a run's configuration and data without importing torch, so that a command reports mistakes at once.
 
 Neither this module nor any of its imports may import torch.
 """
@@ -16,8 +16,8 @@ from optimus.resolve.length import length
 def read_run(
     config: str | Path | Mapping[str, Any] | RunConfig, overrides: Iterable[str] = (), dataset: Any = None
 ) -> tuple[RunConfig, TrainingData]:
-    """Reads the configuration, whose open options stay open, and the data for the configured number of steps. `dataset` is
-    the argument `data` of `optimus.train`.
+    """Reads the configuration and the data of a run. Open options of the configuration stay open. `dataset` is the
+    argument `data` of `optimus.train`.
 
     Raises `UserError` for an invalid configuration, and for data that is missing or does not fit the model.
     """
@@ -28,7 +28,7 @@ def read_run(
 
 
 def holds_run(config: str | Path | Mapping[str, Any] | RunConfig, overrides: Iterable[str] = ()) -> bool:
-    """Returns True if the run's folder, or the copy of a lost folder, may hold a run that can be resumed."""
+    """Returns True if the run's folder has metrics or checkpoints, or if `checkpoint.copy_to` is set."""
     tree = load_config(config, overrides, read_model_folder)
     folder = Path(tree.train.output)
     there = (folder / "metrics.jsonl").exists() or (folder / "checkpoints").exists()

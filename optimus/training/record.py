@@ -18,9 +18,9 @@ class StepTimes:
     total: float
     """Total seconds, including the wait for data."""
     data: float
-    """Seconds of `total` spent waiting for data."""
+    """Seconds of `total` until all ranks have their data."""
     waited: float
-    """Seconds of `total` spent waiting for collectives, and so for other ranks."""
+    """Seconds of `total` spent waiting for collectives."""
     by_kind: dict[str, float]
     """The seconds of `waited`, by kind of collective."""
 
@@ -56,10 +56,11 @@ def is_number(value: object) -> bool:
 
 
 def added_values(before: StepRecord, after: StepRecord) -> dict[str, float]:
-    """Returns the values that a user's hook added to a record, as Python numbers.
+    """Returns the values that a user's hook added to a record, as floats.
 
     Raises `UserError` for a value that is not a number, for a name that is empty or not text, and for a name that the
-    library or another hook uses. Raises `UserError` when the hook has changed other values or fields of the record.
+    library or another hook uses. Raises `UserError` when the hook has changed other values or other fields of the
+    record.
     """
     for each in fields(StepRecord):
         if each.name != "values" and getattr(after, each.name) != getattr(before, each.name):

@@ -38,7 +38,8 @@ def resolve_run(
 
     With `Groups`, all ranks must call this function, which returns the same result on all ranks. With a `Mesh`, this
     process resolves the run alone and times nothing. A process that only starts ranks sets `touches` to False, so that
-    the function does not use an accelerator. Raises `UserError` like `resolve`, and for files that cannot be read.
+    the function allocates nothing on an accelerator. Raises `UserError` like `resolve`, and for files that cannot be
+    read.
     """
     world = where.world if isinstance(where, Groups) else None
     mesh = where.mesh if isinstance(where, Groups) else where

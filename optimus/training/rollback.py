@@ -1,4 +1,4 @@
-"""Ends a run for a restart: without the faulty node or, if no node is at fault, from earlier weights."""
+"""Ends a run so that a restart excludes the faulty node or begins from earlier weights."""
 
 from optimus.checkpoint.folder import list_checkpoints, step_of
 from optimus.checkpoint.rollback import rollback
@@ -9,10 +9,10 @@ from optimus.training.trainer import Trainer
 
 
 def ended_by(trainer: Trainer, at_fault: bool, detail: str) -> EndedError:
-    """Returns the exception that ends this rank because a node is at fault; `at_fault` is True on the ranks of this
-    node. All ranks must call this function and then end.
+    """Returns the exception that ends this rank because a node is at fault; `at_fault` is True on the ranks of the
+    faulty node. All ranks must call this function and then end.
 
-    Completes the checkpoint in progress first, while all ranks are still alive.
+    First completes the checkpoints in progress.
     """
     also = trainer.checkpointer.saver.complete()
     return EndedError(Exit.BAD_NODE if at_fault else Exit.LOST, f"step {trainer.progress.step}: {detail}{also}")
@@ -21,8 +21,8 @@ def ended_by(trainer: Trainer, at_fault: bool, detail: str) -> EndedError:
 def go_back(trainer: Trainer, detail: str) -> int:
     """Prepares a restart from saved weights of an earlier step. All ranks must call this function and then end.
 
-    The run's first rollback takes the newest saved weights of an earlier step. A later rollback may take older weights,
-    because training from the newest weights may diverge again. `detail` is the reason. Returns the step of the weights.
+    The run's first rollback takes the newest saved weights of an earlier step. A later rollback may take older weights.
+    `detail` is the reason. Returns the step of the weights.
 
     Raises `UserError` on all ranks when no earlier weights are saved, or after `resilience.max_rollbacks` rollbacks.
     """

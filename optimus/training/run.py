@@ -40,7 +40,7 @@ class Run:
 
     @property
     def config(self) -> RunConfig:
-        """The resolved configuration, in which no option is open."""
+        """The resolved configuration."""
         return self.resolved.config
 
     @property
@@ -50,13 +50,12 @@ class Run:
 
     @property
     def last_step(self) -> int:
-        """The step after which the run ends."""
+        """The last step of the run, unless the run ends early."""
         return self.config.train.stop_at or self.config.train.total_steps
 
     @property
     def forward_is_collective(self) -> bool:
-        """True if all ranks must run a forward pass together, because each rank lacks some of the pass's parameters or
-        activations."""
+        """True if all ranks must run each forward pass together."""
         mesh = self.groups.mesh
         return self.state.gathers_on_use or mesh.pp * mesh.ep * mesh.tp * mesh.cp > 1
 
@@ -78,7 +77,7 @@ def _host_batch(batch: TokenBatch, on_device: bool) -> Batch:
     """Converts the arrays of a batch to tensors. With `on_device`, pins the tensors for asynchronous copies to the
     device.
 
-    Does not pin the document boundaries, because only the host reads them.
+    Does not pin `document_BS`, because only the host reads the documents.
     """
     tokens_BS, mask_BS, document_BS, source_B = (None if each is None else torch.from_numpy(each) for each in batch)
     if on_device:

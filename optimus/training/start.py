@@ -30,8 +30,8 @@ _DECIDING = (
 
 
 def start_run(run: Run, resume: bool) -> Start:
-    """Fills the state of `run` from the run's newest intact checkpoint, if `resume` is set and the run has checkpoints,
-    and otherwise from the run's starting point. All ranks must call this function."""
+    """Fills the state of `run`. With `resume`, loads the newest intact checkpoint, if the run has checkpoints.
+    Otherwise begins at step 0 or at the checkpoint `lr_schedule.branch_from`. All ranks must call this function."""
     points = run.groups.world.on_first(lambda: resume_points(run.folder)) if resume else []
     return _resume(run, points) if points else _begin(run, resume)
 
@@ -61,8 +61,8 @@ def _resume(run: Run, points: Sequence[ResumePoint]) -> Start:
 
 
 def _go_on(run: Run, path: Path, step: int, *, full: bool) -> tuple[Start, int]:
-    """Loads the whole state (`full`) or the weights from checkpoint `path`, saved after `step`, of this run or of
-    another run on the same data.
+    """Loads the whole state (`full`) or the weights from the checkpoint `path` of step `step`. The checkpoint may
+    belong to another run on the same data.
 
     Returns the point of resumption, and the number of ranks that read the checkpoint.
     """
@@ -107,7 +107,7 @@ def _go_on(run: Run, path: Path, step: int, *, full: bool) -> tuple[Start, int]:
 
 
 def _numbers(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options that affect the numerical results of a run, by `section.key`."""
+    """Returns the options of the sections `_DECIDING` that affect the numerical results of a run, by `section.key`."""
     sections = {name: config.get(name) or {} for name in _DECIDING}
     elsewhere = [
         "data.path",

@@ -18,8 +18,8 @@ from optimus.state.model_state import ModelState
 from optimus.step_context import region
 
 DATA = ("dp", "cp")  # mesh axes that divide the tokens of a global batch
-# The maximum clipped gradient norm of an update; the square of this norm is finite in fp32. Second moments are means of
-# squared gradients: an infinite second moment would stay infinite, and the parameter would never change again.
+# The maximum clipped gradient norm of an update; the square of this norm is finite in fp32. An infinite second moment
+# would stay infinite, and the parameter would never change again.
 LARGEST_NORM = 0.999 * math.sqrt(torch.finfo(torch.float32).max)
 _HUGE_NORM = 1e6  # above this norm of clipped gradients, large second moments keep later updates small for many steps
 
@@ -110,8 +110,9 @@ def accumulate_gradients(
     number of predicted tokens. The tensor is zero except on the ranks of the last stage.
 
     The gradients belong to this rank's share of the global batch's loss. The sum of the gradients over the mesh axes
-    `DATA` is the gradient of the whole loss. The cross-entropy is a mean over the predicted tokens of the global batch,
-    regardless of how the microbatches divide the tokens. The router's losses are means over the microbatches.
+    `DATA` is the gradient of the global batch's loss. The cross-entropy is a mean over the predicted tokens of the
+    global batch, regardless of how the microbatches divide the tokens. The router's losses are means over the
+    microbatches.
     """
     batch = Batch.wrap(inputs)
     microbatches = batch.split(config.train.micro_batch)
@@ -128,7 +129,7 @@ def predicted_tokens(batch: Batch, data: Group) -> int:
     """Returns the number of predicted tokens of the global batch. Every rank of `data` must have the same number of
     sequences.
 
-    Without a mask and documents, the shape of the batch determines the number of predicted tokens. Otherwise all ranks
+    Without a mask or documents, the shape of the batch determines the number of predicted tokens. Otherwise all ranks
     of `data` must call this function, which all-reduces the counts.
     """
     count = batch.predicted()
@@ -145,7 +146,7 @@ class _Objective:
 
     A call of the object takes the losses of a microbatch, whose sum of cross-entropies the caller has divided by
     `count`. The call returns the value to minimise, which is `scale` times the objective, and the unscaled losses [4].
-    `add_rows` (None without sources) adds sums of cross-entropies and numbers of targets to `sources_K2`.
+    `add_rows` adds sums of cross-entropies and numbers of targets to `sources_K2`; without sources, `add_rows` is None.
     """
 
     def __init__(
@@ -177,7 +178,7 @@ class _Objective:
         """Computes the number of choices of each expert per token and layer, over all microbatches of the global
         batch."""
         routers = [router for router in counted if router is not None]
-        if not routers:  # the blocks of this rank have no routers
+        if not routers:  # this rank has no statistics, for example without the last stage
             return
         counts_E = torch.stack([router.counts_E for router in routers]).sum(0)
         self._data.all_reduce(counts_E)  # the ranks that share a microbatch have summed their counts already

@@ -83,7 +83,7 @@ def warnings(config: RunConfig, instances: int | None) -> list[str]:
     """Returns warnings about settings that are valid but probably unintended."""
     train, peak = config.train, config.lr_schedule.lr
     steps, warmup, found = train.total_steps, config.warmup_steps, []
-    mixed = config.phases or config.data.sources  # the configuration states how often the run reads each source
+    mixed = config.phases or config.data.sources  # the warning about epochs covers a single source only
     epochs = 0.0 if mixed or instances is None else (train.stop_at or steps) * train.global_batch / instances
     if epochs > _MOST_EPOCHS:
         found.append(

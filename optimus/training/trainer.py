@@ -1,8 +1,8 @@
-"""The trainer: runs the steps of a run and calls hooks.
+"""Runs the steps of a run and calls hooks.
 
 `step.py` computes a step. Hooks measure, judge, record and save. The library's hooks are in `hooks/`; users may add
-hooks. After a failed collective, in the step or in a hook, the training ends at once, because the ranks can no longer
-agree. The trainer then calls only `after_training` of the hooks.
+hooks. After a failed collective, in the step or in a hook, the training ends at once. The trainer then calls only
+`after_training` of the hooks.
 """
 
 import math
@@ -32,7 +32,7 @@ class Order(IntEnum):
     """The position of a hook in the calling order."""
 
     FIRST = 0
-    """Checks that no other run has taken the folder over, and rehearses faults."""
+    """Checks that no other run has taken the folder over, and injects faults."""
     WATCH = 1
     """Looks for nodes at fault, and may end this rank before later hooks measure or save anything."""
     SIGNALS = 2
@@ -42,8 +42,8 @@ class Order(IntEnum):
     JUDGE = 5
     """Judges the measurements."""
     RECORD = 6
-    """Records the measurements of all earlier hooks. This order precedes SAVE, so that no checkpoint is newer than the
-    records."""
+    """Records the measurements of all earlier hooks. This order precedes SAVE, so that a step's records precede the
+    step's checkpoint."""
     SAVE = 7
     """Saves checkpoints. Before calling hooks of this order, the ranks agree on whether the run ends, because the last step
     saves a checkpoint."""
@@ -104,7 +104,7 @@ class Hook:
 
 
 class Ending(NamedTuple):
-    """The reason why a run ends before its last step: a signal, an error, or a hook's explanation."""
+    """The reason why a run ends early or fails: a signal, an error, or a hook's explanation."""
 
     signal: int = 0
     error: UserError | None = None
@@ -120,9 +120,9 @@ class Trainer:
         self.hooks = sorted(hooks, key=lambda hook: hook.order)
         self.checkpointer = Checkpointer(run, start)
         self.display: ProgressBar | None = None
-        """The progress bar; set on the first rank during training."""
+        """The progress bar; None before and after training, and on other ranks than the first."""
         self.ending: Ending | None = None
-        """The reason why the run ends early, or None; the same on all ranks."""
+        """The reason why the run ends early or fails, or None; the same on all ranks."""
         self._wish: Ending | None = None  # this rank's request to end the run, until the ranks have agreed
         self._unsaid = [*run.notes, *start.notes]
         self._load(start.hooks)
@@ -131,7 +131,7 @@ class Trainer:
 
     @property
     def config(self) -> RunConfig:
-        """The resolved configuration, in which no option is open."""
+        """The resolved configuration."""
         return self.run.config
 
     @property
@@ -191,8 +191,8 @@ class Trainer:
 
         Calls the hooks in their order, and `after_training` in reverse order, also after an error.
 
-        Raises the `UserError` given to `stop` or `fail`. Raises errors of the library's hooks. Raises
-        `CollectiveError`, whose message names the step, if a collective fails, as after the loss of a rank.
+        Raises the `UserError` given to `stop` or `fail`. Raises errors of the library's hooks. Raises `CollectiveError`
+        if a collective fails, for example after the loss of a rank.
         """
         try:
             self._train()

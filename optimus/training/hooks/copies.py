@@ -13,11 +13,10 @@ _GRACE = 20.0  # seconds that a run waits for its copies after a signal
 
 
 class CopyCheckpoints(Hook):
-    """Copies complete checkpoints, one at a time, in a thread of the first rank.
+    """Copies the newest complete checkpoint in a thread of the first rank, one copy at a time.
 
-    After a copy or a failed copy, the hook shows a line to the user and copies the newest checkpoint. At the end of the
-    run, the hook waits for the copy of the last checkpoint, after a signal for about 20 seconds. After an error, the
-    hook does not wait.
+    The hook shows a line to the user when a copy ends or fails. At the end of the run, the hook waits for the copy of
+    the newest checkpoint, but after a signal for about 20 seconds at most. After an error, the hook does not wait.
     """
 
     order = Order.LAST
@@ -43,7 +42,7 @@ class CopyCheckpoints(Hook):
             return
         signalled = trainer.ending is not None and trainer.ending.signal
         limit = time.monotonic() + _GRACE if signalled else None
-        self._seen = -1  # so that the hook lists the folder again, since two changes may have the same time
+        self._seen = -1  # the hook lists the folder again, since two changes may have the same time
         while self._go_on(trainer) and (limit is None or time.monotonic() < limit):
             if self._thread is not None:
                 self._thread.join(0.1)

@@ -1,4 +1,4 @@
-"""A hook that measures the load balance of experts."""
+"""A hook that measures the load imbalance of experts."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -12,8 +12,8 @@ from optimus.training.trainer import Hook, Order, Trainer
 
 
 class ExpertLoad(Hook):
-    """Measures, every `observe.log_every` steps, each expert's number of tokens over all ranks, relative to the mean of
-    the expert's layer. Runs on all ranks."""
+    """Measures each expert's number of tokens over all ranks, relative to the mean of the expert's layer, every
+    `observe.log_every` steps. Runs on all ranks."""
 
     order = Order.MEASURE
 

@@ -1,4 +1,4 @@
-"""Guarded calls of users' hooks. If a hook fails, the message of the run's error names the hook."""
+"""Guarded calls of users' hooks. If a hook fails, the error message of the run names the hook."""
 
 import json
 import math
@@ -22,8 +22,9 @@ T = TypeVar("T")
 class GuardedHook(Hook):
     """Calls a user's hook.
 
-    If the hook raises an error, the run ends on all ranks after a checkpoint of the last completed step. The guard does
-    not call the failed hook again. A failed collective, an `EndedError` or a `KeyboardInterrupt` ends the rank at once.
+    If the hook raises an error in a step, the run ends on all ranks after a checkpoint of the last completed step. The
+    guard does not call the failed hook again. A failed collective, an `EndedError` or a `KeyboardInterrupt` ends the
+    rank at once.
     """
 
     def __init__(self, hook: Hook, name: str) -> None:
@@ -122,12 +123,12 @@ class GuardedHook(Hook):
             return otherwise
 
     def _all_back(self, trainer: Trainer) -> None:
-        """Waits until all ranks have returned from the hook, so that a collective of the hook on one rank cannot pair with a
-        collective of the library on another."""
+        """Waits until all ranks have returned from the hook, so that a collective of the hook on one rank cannot pair
+        with a collective of the library on another rank."""
         if self._roll_call is None:
             seconds = trainer.config.resilience.timeout
             self._roll_call = RollCall(self.name, trainer.groups.world.size, seconds)
-        # A failed rank waits half as long, so that it reports its error before the other ranks time out.
+        # A failed rank waits half as long, so that the rank reports the error before the other ranks time out.
         self._roll_call(1.0 if self._failure is None else 0.5)
 
 

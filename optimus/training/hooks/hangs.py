@@ -11,12 +11,12 @@ from optimus.resilience.hangs import Verdict, Watchdog, clear, report_folder
 from optimus.training.record import StepRecord
 from optimus.training.trainer import Hook, Order, Trainer
 
-_TURN = 3.0  # seconds that ranks without a fault wait, so that ranks at fault end first
+_TURN = 3.0  # seconds that the ranks of healthy nodes wait, so that the ranks of the culprit node end first
 
 
 class Hangs(Hook):
-    """Ends all ranks if no step completes for `resilience.hang` seconds. If a single node is at fault, its ranks end
-    with `BAD_NODE`; all other ranks end with `LOST`."""
+    """Ends all ranks if no step completes for `resilience.hang` seconds. If a single node is at fault, the ranks of
+    that node end with `BAD_NODE`. All other ranks end with `LOST`."""
 
     order = Order.WATCH
 
@@ -37,13 +37,13 @@ class Hangs(Hook):
     def after_training(self, trainer: Trainer) -> None:
         self._dog.stop()
         if self._rank == 0:
-            clear(trainer.folder)  # deletes the reports of hangs that ended earlier attempts
+            clear(trainer.folder)  # deletes the reports of earlier hangs
 
     def _end(self, verdict: Verdict) -> None:
         """Ends this rank from the watchdog's thread. The launcher reads the exit code.
 
-        One rank, not a culprit if possible, records the verdict. Each rank then ends after `_TURN` seconds. If all
-        culprits are on one node, a rank of this node ends earlier, once the verdict is recorded.
+        One rank, not a culprit if possible, records the verdict. Ranks end after `_TURN` seconds. If all culprits are
+        on one node, the ranks of that node end earlier, once the verdict is recorded.
         """
         told = self._folder / "told"
         culprits = {self._names[rank] for rank in verdict.culprits}

@@ -5,7 +5,7 @@ from optimus.training.trainer import Hook, Order, Trainer
 
 
 class HugeGradients(Hook):
-    """Reports finite gradients that are too large for an update, or so large that they affect second moments for many
+    """Reports finite gradients that are too large for an update, or large enough to affect second moments for many
     steps. Runs on rank 0."""
 
     order = Order.RECORD

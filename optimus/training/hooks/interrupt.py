@@ -1,4 +1,4 @@
-"""A hook that ends a run on Ctrl-C and other signals."""
+"""A hook that ends a run on Ctrl-C and similar signals."""
 
 import signal
 import threading

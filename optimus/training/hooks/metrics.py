@@ -22,7 +22,7 @@ class Metrics(Hook):
     def before_training(self, trainer: Trainer) -> None:
         self._writer = MetricsWriter(trainer.folder, trainer.config, trainer.progress.step)
         self._scores = NewScores(trainer.folder)
-        self._saved = 0.0  # total seconds of waiting for checkpoints at the last record
+        self._saved = 0.0  # total seconds of waiting for checkpoints at the previous record
         self._peak = peak_flops(trainer.run.device)
         self._memory: int | None = None  # bytes that this rank used at the last measurement
 
@@ -86,8 +86,8 @@ class Metrics(Hook):
 
 
 def _by_source(trainer: Trainer, record: StepRecord) -> dict[str, float]:
-    """Returns, with several sources, the number of tokens read from each source so far. Also returns the step's losses
-    by source, if any, and with phases the number of the phase."""
+    """Returns the step's losses by source, if any. With several sources, also returns the number of tokens read from
+    each source so far; with phases, also the number of the phase."""
     tokens = trainer.run.data.tokens_by_source(trainer.progress.step)
     phase = {"phase": trainer.progress.phase.number} if trainer.progress.phase.name else {}
     read = {f"tokens/{name}": count for name, count in tokens.items() if len(tokens) > 1}

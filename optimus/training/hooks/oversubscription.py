@@ -1,7 +1,7 @@
-"""A hook that detects more threads than free cores.
+"""A hook that detects that more threads compete for cores than the machine has.
 
 The threads of a matmul wait for each other, so that one preempted thread delays the whole matmul. A step can then take
-many times as long, although nothing fails.
+many times as long.
 """
 
 import os
@@ -19,12 +19,12 @@ from optimus.training.trainer import Hook, Order, Trainer
 WINDOW = 10  # steps per window; the hook compares the median step times of windows
 FACTOR = 3.0  # a window more than this many times slower than the run's fastest window is slow
 _CROWDED = 1.25  # more runnable threads per core than this are too many
-_STARVED = 0.5  # minimum CPU time of a thread, relative to the wall-clock time
+_STARVED = 0.5  # minimum mean CPU time of a thread, relative to the wall-clock time
 _AGAIN = 1.5  # the run has recovered once a window is at most this many times slower than the fastest window
 
 
 def threads_wanted() -> float:
-    """Returns the number of threads of all processes that run or wait for a core.
+    """Returns the number of the machine's threads that run or wait for a core.
 
     Where the system does not provide the current number, returns the average of the last minute.
     """
@@ -35,8 +35,8 @@ def threads_wanted() -> float:
 
 
 class Oversubscription(Hook):
-    """Warns when steps on a CPU are far slower than the run's fastest steps, or when the CPU time of this rank's
-    threads is on average less than half of the wall-clock time.
+    """Warns when steps on a CPU are more than three times slower than the run's fastest steps. Also warns when the mean
+    CPU time of this rank's threads is less than half of the wall-clock time.
 
     Warns only if the machine's runnable threads, or the threads of the run's ranks on this machine, exceed 1.25 per
     core. Warns again only after the run has recovered. Runs on rank 0.

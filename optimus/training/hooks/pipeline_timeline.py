@@ -10,7 +10,7 @@ from optimus.training.trainer import Hook, Order, Trainer
 
 
 class PipelineTimeline(Hook):
-    """Writes the start and end of the pipeline's computations in one step, on the ranks of the first pipeline."""
+    """Writes the start and end of the pipeline's computations in one step, on the ranks of rank 0's pipeline."""
 
     order = Order.MEASURE
 
@@ -19,7 +19,7 @@ class PipelineTimeline(Hook):
             return
         offset = (
             time.time() - time.perf_counter()
-        )  # nodes share the time of day, but each has its own performance counter
+        )  # nodes agree on the time of day, but not on the performance counter
         trace = [each._replace(start=each.start + offset, end=each.end + offset) for each in trainer.model.trace]
         pipeline = trainer.groups.along("pp")
         events = [

@@ -14,8 +14,8 @@ _DRAWS = 5  # number of consecutive mask distances that must be small (You et al
 
 
 class Pruning(Hook):
-    """Prunes parameters after configured steps. With early-bird, prunes once the masks have hardly changed over several
-    draws. Runs on all ranks, before the checkpoint hook."""
+    """Prunes parameters after configured steps. With early-bird, prunes once the masks of several successive choices
+    hardly differ. Runs on all ranks, before the checkpoint hook."""
 
     order = Order.CHANGE
 

@@ -8,7 +8,7 @@ from optimus.training.trainer import Hook, Order, Trainer
 
 
 class Recovered(Hook):
-    """Records in the event log, after the first step of this process, the run's recovery from failures, if any. Runs on
+    """Records the run's recovery from failures, if any, in the event log after the first step of this process. Runs on
     rank 0."""
 
     order = Order.RECORD

@@ -25,7 +25,7 @@ class SlowRanks(Hook):
         self._node = node
         self._in_a_row = Counter[int]()  # number of consecutive windows in which a rank was slow
         self._steps: list[float] = []  # seconds of each step of the window, without waiting for other ranks
-        self._usual: dict[int, float] = {}  # lowest ratio so far to the median of all ranks, for ranks without peers
+        self._usual: dict[int, float] = {}  # for ranks without peers: lowest ratio so far to the median of all ranks
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         self._steps.append(record.times.total - record.times.waited)
@@ -61,9 +61,8 @@ def find_slow(
 
     `seconds` are the computation times per step, without waiting (MegaScale; C4). `peers` are groups of ranks with
     equal work, such as the ranks of one pipeline stage. A rank is slow if its time exceeds the lower median of its
-    group by more than `percent`. A rank without peers may have more work than other ranks. A rank without peers is slow
-    if its ratio to the median of all ranks (see `alone`) exceeds its lowest ratio so far, in `usual`, by more than
-    `percent`.
+    group by more than `percent`. A rank without peers is slow if its time relative to all ranks (see `alone`) exceeds
+    the rank's lowest ratio so far, in `usual`, by more than `percent`.
     """
     times = {
         rank: seconds[rank] / statistics.median_low(seconds[r] for r in group) for group in peers for rank in group
@@ -75,6 +74,6 @@ def find_slow(
 
 
 def alone(seconds: Mapping[int, float], peers: Sequence[Sequence[int]]) -> dict[int, float]:
-    """Returns the time of each rank without peers, relative to the median of all ranks."""
+    """Returns the time of each rank without peers, relative to the lower median of all ranks."""
     middle = statistics.median_low(seconds.values())
     return {group[0]: seconds[group[0]] / middle for group in peers if len(group) == 1}

@@ -17,10 +17,11 @@ class SoftFailures(Hook):
     """Ends the run after a step with a non-finite loss or gradient norm, so that the launcher can restart the run
     without the faulty node or from earlier weights.
 
-    A node is at fault if the non-finite numbers originate on this node alone and the same step has not failed before.
-    The ranks of a node at fault end with `BAD_NODE`, all other ranks with `LOST`. Without a node at fault, the training
-    has diverged. The run then goes back to earlier saved weights (see `go_back`), and all ranks end with `DIVERGED`.
-    After `resilience.max_rollbacks` rollbacks, or without earlier weights, the run fails.
+    A node is at fault if the non-finite numbers originate on this node alone and no earlier attempt had non-finite
+    numbers in the same step. The ranks of a node at fault end with `BAD_NODE`, all other ranks with `LOST`. Without a
+    node at fault, the training counts as diverged. The run then goes back to earlier saved weights (see `go_back`), and
+    all ranks end with `DIVERGED`. After `resilience.max_rollbacks` rollbacks, or without earlier weights, the run
+    fails.
     """
 
     order = Order.WATCH

@@ -10,7 +10,8 @@ from optimus.training.trainer import Hook, Order, Trainer
 
 
 class Trace(Hook):
-    """Profiles one step on all ranks; writes a trace per rank and a merged trace."""
+    """Profiles one step on all ranks. Writes a trace for each rank, and a merged trace of the ranks whose traces are in
+    rank 0's run folder."""
 
     order = Order.LAST
 

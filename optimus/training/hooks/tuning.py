@@ -16,7 +16,7 @@ _WORD = "matmul"  # prefix of a measurement's name, before the shape
 class TuneMatmuls(Hook):
     """Times, in the first step of a process, all forms of each large matmul without a measurement for this chip.
 
-    All ranks use the same forms. Since the caches of nodes may differ, only the cache of the first rank counts.
+    All ranks use the same forms, from the cache of the first rank and the new timings.
     """
 
     order = Order.CHANGE
@@ -68,7 +68,7 @@ def named(product: MatmulShape) -> str:
 
 
 def matmuls(known: Mapping[str, Timings]) -> dict[MatmulShape, FormTimings]:
-    """Selects the measurements of matmuls that have timings of all forms."""
+    """Selects the matmuls' measurements with timings of all forms."""
     found: dict[MatmulShape, FormTimings] = {}
     for name, timings in known.items():
         word, *fields = name.split()

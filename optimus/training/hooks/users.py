@@ -1,4 +1,4 @@
-"""Imports users' hooks by name, and checks them before the run starts."""
+"""Imports and checks users' hooks before the run starts."""
 
 import inspect
 from collections.abc import Iterable, Sequence
@@ -79,7 +79,7 @@ def _made(entry: Any) -> Hook:
 
 
 def _name_of(hook: Hook, where: str) -> str:
-    """Returns the `name` that the hook defines; by default, the qualified name of its class."""
+    """Returns the `name` that the hook defines; by default, the qualified name of the hook's class."""
     kind = type(hook)
     name = hook.name if kind.name is not Hook.name else f"{kind.__module__}.{kind.__qualname__}"
     if not isinstance(name, str) or not name:

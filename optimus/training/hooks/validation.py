@@ -19,10 +19,9 @@ _SAMPLE_TOKENS = 64  # maximum length of a prompt's continuation: a few lines
 class Validation(Hook):
     """Measures validation sets and tasks at configured intervals and at the last step.
 
-    Measures bits per byte, and the loss of validation sets with a name. Continues prompts after measuring a set, and at
-    the last step. Runs on all ranks, but only rank 0 reads the text and the tasks. If rank 0 needs no other rank for a
-    forward pass, rank 0 measures alone. Otherwise all ranks measure together. A read error on rank 0 ends the run on
-    all ranks.
+    Measures bits per byte, and the loss of validation sets with a name. Continues prompts after measuring a validation
+    set, and at the last step. Runs on all ranks, but only rank 0 reads the text and the tasks. Rank 0 measures alone
+    unless forward passes are collective. A read error on rank 0 ends the run on all ranks.
     """
 
     order = Order.MEASURE
@@ -64,7 +63,7 @@ class Validation(Hook):
 
     def _samples(self, trainer: Trainer) -> list[dict[str, str]]:
         """Returns the `prompt` and its continuation `text` for each prompt. A prompt loses its beginning if prompt and
-        continuation would exceed the sequence length."""
+        continuation might exceed the sequence length."""
         from optimus.evaluation.generation import continuations, decode
 
         prompts, world = trainer.config.evaluate.prompts, trainer.groups.world
