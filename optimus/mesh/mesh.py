@@ -3,12 +3,12 @@
     dense view:   pp x dp  x cp x tp       with tp = tp_in x tp_out
     expert view:  pp x edp x ep x etp      with dp * cp * tp = edp * ep * etp
 
-`embedding` is not a separate axis: a group along `embedding` joins the first and the last rank along `pp`. Any other rank
-along `pp` is alone in its group. `tp` is a grid: one axis of the grid shards the outputs of a weight, and the other axis
-shards the inputs (AxoNN's G_x and G_y).
+`embedding` is not a separate axis: a group along `embedding` joins the first and the last rank along `pp`. Any other
+rank along `pp` is alone in its group. `tp` is a grid: one axis of the grid shards the outputs of a weight, and the
+other axis shards the inputs (AxoNN's G_x and G_y).
 
-The last axis of a view is innermost: neighbours on the axis have consecutive ranks. Tensor parallelism therefore usually
-stays inside a node. `pp` is outermost by default. With `pipeline_stride`, a stage's ranks form blocks of
+The last axis of a view is innermost: neighbours on the axis have consecutive ranks. Tensor parallelism therefore
+usually stays inside a node. `pp` is outermost by default. With `pipeline_stride`, a stage's ranks form blocks of
 `pipeline_stride` consecutive ranks, and one block of every stage comes before any stage's next block.
 """
 

@@ -37,7 +37,8 @@ class Objective(Protocol):
 
     @property
     def add_rows(self) -> Callable[[Batch, Tensor, Tensor], None] | None:
-        """A callback with the arguments (microbatch, its targets, cross-entropy of each target), or None."""
+        """A callback with the arguments (microbatch, targets of the microbatch, cross-entropy of each target); None: no
+        callback."""
 
     def __call__(self, losses: Losses) -> tuple[Tensor, Tensor]:
         """Returns the value to minimise for a microbatch, and the value to report."""
@@ -119,7 +120,8 @@ def _select(model: CausalModel, partition: StagePartition) -> None:
 
 
 class PipelineStages(nn.Module):
-    """The stages of `model` on this rank; the constructor removes the parameters of other stages from `model`.
+    """The stages of `model` on this rank. The constructor removes from `model` the parameters that these stages do not
+    use.
 
     `share` gives the numbers of parts into which the ranks split rows and columns of the residual stream. The residual
     stream has type `dtype`. `execute` (made by `training/stages.py`) runs a `ForwardWork` for a number of microbatches,

@@ -1,8 +1,8 @@
 """Predicts the seconds of collectives, by the placement of a group's ranks (the dissertation on AxoNN, section 5.1.2).
 
-Equations 5.1 to 5.5 give the bytes that a ring moves; case 1 and equation 5.7 give the bandwidth of the ring's links. This
-module adds the latency of each step, algorithms with fewer steps, and a network with less bandwidth between distant
-nodes.
+Equations 5.1 to 5.5 give the bytes that a ring moves; case 1 and equation 5.7 give the bandwidth of the ring's links.
+This module adds the latency of each step, algorithms with fewer steps, and a network with less bandwidth between
+distant nodes.
 """
 
 import math

@@ -168,8 +168,8 @@ def read_links(path: Path) -> list[list[float]]:
 
 
 def best_layout(config: str | Path, overrides: Iterable[str], machine: str, ranks: int | str | None) -> RunConfig:
-    """Returns `config` with the layout that is fastest on `machine` with `ranks` ranks. Under a launcher, the default of
-    `ranks` is `WORLD_SIZE`.
+    """Returns `config` with the layout that is fastest on `machine` with `ranks` ranks. Under a launcher, the default
+    of `ranks` is `WORLD_SIZE`.
 
     Raises `UserError` when the number of ranks is unknown, when `ranks` is another number than the launcher's, or when
     no layout fits.

@@ -143,7 +143,7 @@ class RankCosts:
         if speed == 0:
             batch = heads * self.T / context
             products = [(context, context, query), (context, value, context)]
-            units = float(_aligned(8, query, value))  # batched matmuls need better alignment for matrix units
+            units = float(_aligned(8, query, value))  # batched matmuls use matrix units only with this alignment
             forward = sum(machine.matmul_seconds(*each, self._plain, batch, units=units) for each in products)
             memory = self._memory(_SCORES * heads * self.T * context * self.e, share=1.0).memory
             times = forward + memory, 2 * forward + 1.3 * memory
@@ -196,7 +196,7 @@ class RankCosts:
             k, n = (1, mesh.etp) if projection.over == "outputs" else (mesh.etp, 1)
             parts.append(self._product(rows / here, projection.outputs / n, projection.inputs / k, here))
         parts.append(self.activation(layer))
-        # Dispatch permutes the rows for the experts; combine adds the experts' outputs with their weights.
+        # Dispatch permutes the rows for the experts; combine adds the experts' outputs, weighted by the router.
         moved = self._memory(6 * rows * hidden * self.e, self._expert_passes)
         parts.append(Passes(moved, moved, Terms()))
         shared = self._dense(layer) if block.dense else ()
@@ -239,7 +239,7 @@ class RankCosts:
 
     @cached_property
     def embedding(self) -> Passes:
-        """Seconds of the embedding's look-up, and of the reduction over the parts of the vocabulary."""
+        """Seconds of the embedding's look-up, and of the reduction over the shards of the vocabulary."""
         size = self.T * self.H * self.e
         look = add([self._memory(2 * size), self._leave(self.T)])
         return Passes(look, self._memory(3 * size))
@@ -351,7 +351,7 @@ class RankCosts:
         return Passes(*(Terms(expert=seconds) for seconds in exposed or 2 * [2 * once]))
 
     def _exchange(self, group: StridedGroup, size: float, experts: int) -> float:
-        """Returns the seconds to send `size` bytes of tokens to their experts, or back."""
+        """Returns the seconds to send the copies of tokens of `size` bytes to the experts, or back."""
         ranks, nodes = self.job.mesh.ep, group.nodes(self.machine.ranks_per_node)
         if self.profile.copies == "expert":
             return self.collective("all_to_all", size * self._chosen, group)

@@ -26,7 +26,7 @@ from optimus.plan.scaling import ScalingPoint
 from optimus.plan.step import step_time
 from optimus.resolve.length import length
 
-_COSTS = 3  # terms of time that a row names
+_COSTS = 3  # maximum number of terms of time that a row names
 _ALGORITHMS = {  # names of algorithms in words
     OWN: "the backend's own",
     "ring": "the backend's own, a ring",
@@ -85,8 +85,8 @@ class Answer:
     def rows(self, *, wide: bool = False) -> list[dict[str, Any]]:
         """Returns the rows of a table: one per plan, or per number of ranks of a scaling study.
 
-        Without `wide`, one column has the layout: the axes with more than one rank. With `wide`, every axis has a column
-        instead. A scaling study has columns for sharding and recomputation only with `wide`.
+        Without `wide`, one column has the layout: the axes with more than one rank. With `wide`, each kind of
+        parallelism has a column instead. A scaling study has columns for sharding and recomputation only with `wide`.
         """
         rows = rows_of(self.plans, wide=wide)
         if self.deepest:

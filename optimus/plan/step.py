@@ -87,8 +87,7 @@ def step_time(job: Job, work: RankCosts | None = None) -> StepTime:
 
 
 def least_time(job: Job, work: RankCosts | None = None) -> float:
-    """Returns a lower bound of `step_time` in seconds. A bound that ignores the order of the pipeline's passes takes
-    less time to compute."""
+    """Returns a lower bound of `step_time` in seconds. The bound ignores the order of the pipeline's passes."""
     work = work.with_job(job) if work else RankCosts(job)
     passes = _passes(work)
     least = _lent(work, passes.times, passes.least)
@@ -96,8 +95,7 @@ def least_time(job: Job, work: RankCosts | None = None) -> float:
 
 
 def _passes(work: RankCosts) -> _Passes:
-    """Returns the passes of a job's step. `work` caches the passes for all placements of the pipeline, and for all shardings
-    of the state that all-gather no parameters."""
+    """Returns the passes of a job's step, cached in `work` by the settings that change the passes."""
     job, mesh, state, parallel = work.job, work.job.mesh, work.job.state, work.job.parallel
     release = state.reshard_after_forward
     gathers = (mesh, state.shard_ranks, state.shard_over, release) if state.shard == "parameters" else None
@@ -186,7 +184,7 @@ def stage_sizes(model: ModelConfig, stages: int, *, divided: bool = False) -> tu
 def blocks_of_stages(job: Job) -> tuple[int, ...]:
     """Returns the number of blocks of each stage: as configured, or as a run divides the blocks.
 
-    Raises `UserError` when a run of this library would have fewer blocks than stages.
+    Raises `UserError` when the model has fewer blocks than stages, unless the division is configured.
     """
     return tuple(job.parallel.layers_per_stage or stage_sizes(job.model, job.stages, divided=job.parallel.vocabulary))
 

@@ -11,7 +11,7 @@ class Sizes(NamedTuple):
     """The sizes of a schedule.
 
     `warmup_factor` multiplies the number of live activations that a stage may have. `ahead` is the number of additional
-    forward passes in the warm-up of every rank.
+    forward passes in the warm-up, for 1F1B and interleaved 1F1B.
     """
 
     ranks: int
