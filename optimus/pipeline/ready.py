@@ -69,7 +69,7 @@ class ReadyQueue:
         return action
 
     def has(self, action: Action) -> bool:
-        """Returns True if the input of `action` has arrived and `action` has not begun."""
+        """True if the input of `action` has arrived and `action` has not begun."""
         return any(item.action == action for item in self._arrived)
 
     def begin(self, action: Action) -> None:

@@ -94,8 +94,8 @@ class StagePartition(NamedTuple):
         return min(last if self.names.in_head(name) else self.stage_of(name) for name in names)
 
     def keeps(self, name: str, tied: bool) -> bool:
-        """Returns True if this rank has a parameter: in one of its stages, in its shard of a split vocabulary, or as
-        the embedding `tied` to its output layer."""
+        """True if this rank has a parameter: in a stage on the rank, in the rank's shard of a split vocabulary, or as
+        the embedding `tied` to the rank's output layer."""
         return self.stage_of(name) in (-1, *self.local_stages) or (
             tied and self.has_last and self.names.in_embedding(name)
         )
@@ -120,7 +120,7 @@ def _select(model: CausalModel, partition: StagePartition) -> None:
 
 
 class PipelineStages(nn.Module):
-    """The stages of `model` on this rank. The constructor removes from `model` the parameters that these stages do not
+    """The stages of `model` on this rank. The constructor removes from `model` the parameters that this rank does not
     use.
 
     `share` gives the numbers of parts into which the ranks split rows and columns of the residual stream. The residual

@@ -200,10 +200,9 @@ class VocabularyPasses:
         return tensor
 
     def _finish(self, what: str, microbatch: int) -> None:
-        """Waits for this rank's transfer `what` of a microbatch, if there is one, and frees the tensor.
+        """Waits for this rank's transfer `what` of a microbatch, if any, and frees the tensor.
 
-        The caller must know that the receivers have the tensor. An earlier wait could deadlock, because the schedule decides
-        when the other ranks receive.
+        The caller must know that the receivers have the tensor; an earlier wait could deadlock.
         """
         _, handle = self._under_way.pop((what, microbatch), (None, None))
         if handle is not None:

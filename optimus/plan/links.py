@@ -1,7 +1,7 @@
 """Orders nodes with unequal links so that neighbours in the order of the ranks have fast links (Pipette; Holmes).
 
 A matrix gives the bandwidth between each pair of nodes. Ranks are on the nodes in order, so the order of the nodes
-decides which links a group's ring uses. All groups with the same size and strides wait for the slowest of their links.
+decides which links a group's ring uses. The slowest link of all groups with the same size and strides decides the time.
 """
 
 from collections.abc import Callable, Sequence

@@ -73,8 +73,8 @@ class Node(Section):
     """Measured bandwidth of simultaneous rings by 'G0xG1': G1 ranks, each G0 after the previous rank (the dissertation
     on AxoNN, section 5.1.2, case 1). Any other ring has `bandwidth`."""
     paces: dict[Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift"], Pace] = Field({})
-    """Measured costs of each kind of collective that `bandwidth` and `latency` do not describe. The kind shift is a message
-    to the next rank."""
+    """Measured costs of the kinds of collectives that `bandwidth` and `latency` alone do not describe. A shift is a
+    message to the next rank."""
 
     def nearest(self, stride: int) -> list[int]:
         """Returns the sizes of groups whose rings are faster than `bandwidth`, in ascending order. Neighbours in a
@@ -126,7 +126,7 @@ class Network(Section):
     group_nodes: int | None = Field(None, gt=0, description="Number of neighbouring nodes with the full bandwidth.")
     taper: float = Field(1.0, gt=0, le=1, description="Share of the bandwidth between more distant nodes.")
     library: Library | None = None
-    """Rings of the vendor's library, where bandwidth and latency do not describe them (`profile.collectives: library`)."""
+    """Rings of the vendor's library (`profile.collectives: library`)."""
     doubling: Protocol | None = None
     """Rounds of recursive doubling between nodes, in which each rank exchanges with ranks of the same local rank on other
     nodes (`profile.collectives: pccl`)."""

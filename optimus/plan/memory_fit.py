@@ -77,8 +77,8 @@ class Fitting:
         return min((least_time(placed, work) for placed in jobs), default=math.inf)
 
     def fastest(self, candidate: Candidate, limit: float) -> Timed | None:
-        """Returns the fastest sharding, placement of stages and recomputation with which `candidate` fits. Returns None
-        if no step that fits takes less than `limit` seconds."""
+        """Returns the candidate's job with the fastest sharding, placement of stages and recomputation found that fit.
+        Returns None if the search finds no step of less than `limit` seconds that fits."""
         best = None
         job = replace(candidate.job, machine=self._machine, nodes=self._nodes)
         # The cached costs of the division are valid only if all links between nodes are equal.
@@ -110,8 +110,8 @@ class Fitting:
         return best
 
     def _is_slower(self, shard: Shard, width: int | ShardRanks | None) -> bool:
-        """Returns True if, with equal recomputation, a step takes no longer when the same ranks shard only the
-        optimizer's state."""
+        """True if, with equal recomputation, a step takes no longer when the same ranks shard only the optimizer's
+        state."""
         return self._hides and shard in _FINER and not isinstance(width, ShardRanks)
 
     def _ways_of(self, job: Job) -> list[_Way]:

@@ -104,7 +104,7 @@ class Answer:
         return [] if self.points else _below_table(self.plans[0])
 
     def explained(self, row: int) -> str:
-        """Explains the plan in a row of the table, term by term. Raises `UserError` when there is no such row."""
+        """Explains the plan in a row of the table, term by term. Raises `UserError` when the table lacks the row."""
         if not 1 <= row <= len(self.plans):
             raise UserError(f"--explain {row}: the table has {counted(len(self.plans), 'row')}, the first is row 1")
         return explained(self.plans[row - 1])

@@ -25,8 +25,7 @@ from optimus.plan.offloading import OffloadSeconds, offload_seconds, sends_gradi
 from optimus.plan.rank_costs import Passes, RankCosts, Terms, add
 from optimus.resolve import stages as of_run
 
-# Share of the overlapped time by which collectives slow computation. Collectives use 16 to 24 of a GPU's 108 to 148 cores,
-# and memory bandwidth.
+# Share of the overlapped time by which collectives slow computation. Collectives use some cores and memory bandwidth.
 _CONTENTION = 0.2
 _TOKEN = 8  # bytes of each token that a rank copies to its device
 _DIVERGENCE = 33 * 4  # bytes that `kernels.linear_divergence` reads and writes for each logit, with one teacher

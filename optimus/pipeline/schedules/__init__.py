@@ -70,8 +70,8 @@ def make_schedule(
 
 
 def _problem(row: ScheduleRow, sizes: Sizes) -> str | None:
-    """Explains why the schedule of `row` does not support these sizes, and suggests others; returns None if the
-    schedule supports the sizes."""
+    """Explains why the schedule of `row` does not support these sizes, and suggests other sizes or schedules; returns
+    None if the schedule supports the sizes."""
     ranks, microbatches, per_rank, warmup_factor, _ = sizes
     for what, value in (("ranks", ranks), ("microbatches", microbatches), ("stages per rank", per_rank)):
         if value < 1:

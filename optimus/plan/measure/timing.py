@@ -1,7 +1,7 @@
-"""Measures a machine as one rank: times matmuls, memory, attention and collectives while all ranks make the same calls.
+"""Measures a machine as one rank: times matmuls, memory, attention and collectives while the other ranks also measure.
 
 A rank of a real run shares memory, links and, on a CPU, cores with the other ranks. So all ranks begin together and repeat
-the same call for a while; the time ends when the last rank has finished.
+a call for a while; the time ends when the last rank has finished.
 
 Legend: matmuls [M, K] x [K, N].
 """
@@ -183,7 +183,7 @@ class Observations:
 
 
 def observe_rank(ranks_per_node: int, extent: Extent | None) -> Observations:
-    """Measures as one rank of a process group, while the other ranks make the same calls. All ranks return the same times.
+    """Measures as one rank of a process group, while the other ranks also measure. All ranks return the same times.
 
     OMP_NUM_THREADS sets the number of threads of a process, as for a training run.
     """
