@@ -97,8 +97,7 @@ def least_seconds(name: str, microbatches: int, times: Sequence[StageTimes], bus
     """Returns a lower bound of `pipeline_seconds`: the largest sum of a rank's computing time and the idle time that earlier
     stages cause.
 
-    `busy` has, for each rank, the seconds of a microbatch in all stages of the rank. The function is fastest if equal stages
-    share one object in `times`.
+    `busy` has, for each rank, the seconds of a microbatch in all stages of the rank.
     """
     idle = schedules()[name].idle
     known = {number: idle(stage.forward, stage.seconds) for number, stage in {id(each): each for each in times}.items()}

@@ -108,7 +108,7 @@ class StagePartition(NamedTuple):
 
 
 def _select(model: CausalModel, partition: StagePartition) -> None:
-    """Removes from `model` the parameters of stages on other ranks; the remaining parameters keep their names."""
+    """Removes from `model` the parameters that this rank does not use; the remaining parameters keep their names."""
     tied, first, last = model.config.tie_embeddings, partition.has_first, partition.has_last
     model.keep(
         {i for stage in partition.local_stages for i in partition.blocks[stage]},

@@ -180,7 +180,7 @@ class _RunLength(NamedTuple):
 
 
 def _run_length(plan: Plan) -> _RunLength | None:
-    """Returns the length of the run, or None for a run in phases, because the steps of phases differ."""
+    """Returns the length of the run, or None for a run in phases."""
     job, run = plan.job, plan.job.run or plan.job.config
     if run.phases:
         return None

@@ -43,7 +43,7 @@ def zbv(sizes: Sizes) -> Schedule:
     Next come the input part and then the weight part of a backward pass of the first stage, and last these two parts of the
     second stage.
 
-    The paper has only a picture of the order.
+    The paper shows the order only in a picture.
     """
     ranks, microbatches = sizes.ranks, sizes.microbatches
     schedule = Schedule("zbv", ranks, microbatches, (), stages_per_rank=2, placement="v", splits_backward=True)

@@ -1,7 +1,7 @@
-"""Fits a machine's figures to timings so that the planner's formulas predict the measurements best.
+"""Fits a machine's figures to timings.
 
-The fit minimizes the sum of squares of log(predicted / measured), so that a matmul of microseconds counts as much as a
-matmul of seconds. The fit calls the formulas of `Machine` and `plan.collectives`.
+The fit minimizes the sum of squares of log(predicted / measured). The predictions call the formulas of `Machine` and
+`plan.collectives`.
 """
 
 import math

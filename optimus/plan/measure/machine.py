@@ -1,7 +1,7 @@
 """Measures the machine on which the command runs, and writes the machine's file for the planner.
 
-All ranks measure at the same time (`timing.py`). `fit.py` then fits the machine's figures so that the planner's
-formulas predict the measured times. Under torchrun on several nodes, the ranks also measure the links between nodes.
+All ranks measure at the same time (`timing.py`). `fit.py` then fits the machine's figures to the measured times.
+Under torchrun on several nodes, the ranks also measure the links between nodes.
 """
 
 import os

@@ -418,7 +418,7 @@ def _talked(clock: Clock, extent: Extent, device: torch.device) -> Iterator[Talk
     kinds: list[Talk] = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
     for form, groups_of_form in planned.items():
         group = groups.group_of(groups_of_form.partition)
-        # Groups of two ranks are enough for a shift: larger groups with the same stride have the same links.
+        # Measures shifts in groups of two ranks only.
         for kind in [*kinds, "shift"] if form.size == 2 else kinds:
             for size in extent.sizes:
                 elements = -(-size // (_WORD * form.size)) * form.size
