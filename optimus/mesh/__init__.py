@@ -1,6 +1,6 @@
 """The device mesh: axis names, rank arithmetic, nodes, and the layout of parameters on the mesh.
 
-The package needs neither torch nor process groups, so that any machine can compute the mesh of thousands of ranks.
+The package needs neither torch nor process groups.
 """
 
 from optimus.mesh.layout import Layout

@@ -1,4 +1,4 @@
-"""The layout of a parameter on the mesh: its sharded dims, and the axes along which ranks store the same part."""
+"""The layout of a parameter on the mesh: the sharded dims, and the axes along which ranks store the same slice."""
 
 from dataclasses import dataclass
 
@@ -8,13 +8,13 @@ from optimus.mesh.mesh import Mesh
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a parameter with the global shape `shape`. A part is the slice that a rank stores.
+    """The layout of a parameter with the global shape `shape`, of which each rank stores one slice.
 
-    `sharded_dims` has a pair (tensor dim, mesh axis) for each split; of two splits of one dim, the coarser comes first.
-    Along `partial_axes` all ranks have the same part, and the gradient is the sum of the ranks' gradients. Along
-    `replicated_axes` all ranks have the same part and compute the same gradient, except along `embedding`, where the
-    ranks add their gradients at the end of a step. Parts of a dim in `uneven` may differ by one in size, and no part is
-    larger than the first part.
+    `sharded_dims` has a pair (tensor dim, mesh axis) for each split. The splits of one dim are in order from coarse to
+    fine. Ranks along `partial_axes` store the same slice, and the gradient is the sum of these ranks' gradients. Ranks
+    along `replicated_axes` store the same slice and compute the same gradient. The exception is `embedding`, along
+    which the ranks add their gradients at the end of a step. Along a dim in `uneven`, slices may differ by one in size,
+    and no slice is larger than the first slice.
     """
 
     shape: tuple[int, ...]
@@ -24,9 +24,9 @@ class Layout:
     uneven: tuple[int, ...] = ()
 
     def region(self, mesh: Mesh, rank: int) -> tuple[slice, ...]:
-        """Returns the slices of the global tensor that `rank` stores, one for each dim.
+        """Returns the slice of the global tensor that `rank` stores, as one Python slice for each dim.
 
-        Raises `UserError` when the mesh does not divide a dim outside `uneven` evenly.
+        Raises `UserError` when the mesh does not evenly divide a dim outside `uneven`.
         """
         slices = [slice(0, size) for size in self.shape]
         for dim, axis in self.sharded_dims:
@@ -43,9 +43,9 @@ class Layout:
         return tuple(slices)
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
-        """Returns the shape of the largest part that a rank stores."""
+        """Returns the shape of rank 0's slice, which no other slice exceeds."""
         return tuple(part.stop - part.start for part in self.region(mesh, 0))
 
     def first_holds(self, mesh: Mesh, rank: int) -> bool:
-        """Returns whether `rank` is the first of the ranks that store the same part."""
+        """Returns whether `rank` is the first of the ranks that store the same slice."""
         return rank == min(mesh.group(rank, (*self.partial_axes, *self.replicated_axes)))

@@ -3,16 +3,13 @@
     dense view:   pp x dp  x cp x tp       with tp = tp_in x tp_out
     expert view:  pp x edp x ep x etp      with dp * cp * tp = edp * ep * etp
 
-`embedding` is not a separate axis: a group along `embedding` joins the first and the last rank along `pp`, whose stages may
-have tied embeddings. `tp` is a grid: one axis of the grid shards the outputs of a weight, and the other axis shards the
-inputs (AxoNN's G_x and G_y).
+`embedding` is not a separate axis: a group along `embedding` joins the first and the last rank along `pp`. Any other
+rank along `pp` is alone in its group. `tp` is a grid: one axis of the grid shards the outputs of a weight, and the
+other axis shards the inputs (AxoNN's G_x and G_y).
 
-The last axis of a view is innermost: neighbours on the axis have consecutive ranks. Tensor parallelism, which
-communicates most, therefore usually stays inside a node. `pp` is outermost by default. `pipeline_stride`
-interleaves the stages: a stage's ranks then form blocks of `pipeline_stride` consecutive ranks, and one block of every
-stage comes before any stage's next block.
-
-Functions take a mesh as an argument; no global mesh exists.
+The last axis of a view is innermost: neighbours on the axis have consecutive ranks. Tensor parallelism therefore
+usually stays inside a node. `pp` is outermost by default. With `pipeline_stride`, a stage's ranks form blocks of
+`pipeline_stride` consecutive ranks, and one block of every stage comes before any stage's next block.
 """
 
 import math
@@ -85,10 +82,10 @@ class Mesh:
         ranks_per_node: int | None = None,
         pipeline_stride: int | None = None,
     ) -> "Mesh":
-        """Returns the mesh of `ranks` ranks. `data` is the size of dp, by default `ranks` divided by the product of
-        `pipeline`, `context` and `tensor`.
+        """Returns the mesh of `ranks` ranks.
 
-        `tensor` is (tp_out, tp_in). Raises `UserError` when the product of the dense view's sizes is not `ranks`, or
+        `tensor` is (tp_out, tp_in). `data` is the size of dp, by default `ranks` divided by `pipeline`, `context` and
+        both sizes of `tensor`. Raises `UserError` when the product of the dense view's sizes is not `ranks`, or when
         the sizes of the axes do not fit together.
         """
         tp = math.prod(tensor)
@@ -130,7 +127,7 @@ class Mesh:
 
     @property
     def edp(self) -> int:
-        """Number of ranks of a pipeline stage that store the same part of the same experts."""
+        """Number of ranks of a pipeline stage that store the same slice of the same experts."""
         return self.stage // (self.ep * self.etp)
 
     @property
@@ -140,7 +137,7 @@ class Mesh:
 
     @property
     def embedding(self) -> int:
-        """Number of ranks that a group along `embedding` joins: the first and the last along `pp`."""
+        """Number of ranks in the group of the first and the last rank along `pp`."""
         return min(self.pp, 2)
 
     def axis_size(self, *axes: str) -> int:

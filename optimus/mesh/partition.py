@@ -1,4 +1,4 @@
-"""Partitions of all ranks into groups, as NumPy tables, so that NumPy vectorises operations on thousands of groups."""
+"""Partitions of ranks into groups, stored as NumPy tables."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -40,7 +40,7 @@ class RankPartition:
         return sum(map(len, self.tables))
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yields the ranks of each group, in ascending order of the groups' sizes and then of their first ranks."""
+        """Yields the ranks of each group, in ascending order of (size of the group, first rank of the group)."""
         for table in self.tables:
             yield from table.tolist()
 
@@ -58,7 +58,7 @@ class RankPartition:
         raise ValueError(f"rank {rank} is in none of the groups")
 
     def size_of(self, rank: int) -> int:
-        """Returns the number of ranks of the group that contains `rank`."""
+        """Returns the number of ranks of the group that contains `rank`. Some group must contain `rank`."""
         return self.largest if len(self.tables) == 1 else len(self.group(rank))
 
     def cut(self, into: Callable[[Table], Table]) -> "RankPartition":

@@ -1,7 +1,6 @@
 """Placement of a mesh's groups on nodes: for each axis, the group of rank 0 and the number of groups that cross nodes.
 
-An axis with much communication should not cross nodes. With `observe.verbose`, a run on several ranks prints the
-placement before training begins.
+With `observe.verbose`, a run on several ranks prints the placement before training begins.
 """
 
 from typing import NamedTuple

@@ -9,9 +9,8 @@ from optimus.mesh.mesh import Mesh
 class StridedGroup(NamedTuple):
     """A group of `size` ranks, each `stride` after the previous rank.
 
-    If `near` is not 0, the group consists of runs of `near` ranks, because `pipeline_stride` interleaves the pipeline
-    stages. The stride then applies only within a run, and each run begins `far` ranks after the beginning of the
-    previous run.
+    If `near` is not 0, the group consists of runs of `near` ranks. The stride then applies only within a run, and each
+    run begins `far` ranks after the beginning of the previous run.
     """
 
     size: int
@@ -28,7 +27,7 @@ class StridedGroup(NamedTuple):
         return self.size // self.near * self.far if self.near else self.size * self.stride
 
     def on_a_node(self, ranks_per_node: int) -> int:
-        """Returns the number of the group's ranks that share a node, if the strides divide or exceed
+        """Returns the largest number of the group's ranks on one node. Each stride must divide or exceed
         `ranks_per_node`."""
         near = self.near or self.size
         here = min(near, max(1, ranks_per_node // self.stride))
@@ -82,7 +81,8 @@ def group_along(mesh: Mesh, axes: tuple[str, ...]) -> StridedGroup:
     """Returns the group of rank 0 along `axes` of `mesh`. The groups of all ranks have the same size and strides.
 
     `axes` are `pp` alone, or neighbouring axes of one view; axes of size 1 may lie between neighbours. `tp` stands for
-    `tp_in` and `tp_out`. Raises `ValueError` for other axes.
+    `tp_in` and `tp_out`. Raises `ValueError` without axes, for an unknown axis, and for `pp` with another axis. The
+    function does not check that axes are neighbours.
     """
     if axes == ("pp",):
         return StridedGroup(mesh.pp, mesh.block)

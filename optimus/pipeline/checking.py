@@ -9,16 +9,16 @@ from optimus.pipeline.schedule import VOCABULARY, Action, Kind, Schedule, partne
 def check(schedule: Schedule) -> None:
     """Proves that a schedule is correct:
 
-    - Every rank has each of its actions exactly once and no other action. The actions are the passes of every
-      microbatch, with a split vocabulary also the vocabulary passes, and the transfers between stages of different
-      ranks.
+    - Every rank has each of its actions exactly once and no other action. The actions are the forward and backward
+      passes of every microbatch, with a split vocabulary also the vocabulary passes, and the transfers between stages
+      of different ranks.
     - Each action comes after the actions that it needs on its rank. Each kind of action of a stage processes the
       microbatches in ascending order.
     - A rank receives the messages of another rank in the order in which that rank sends them.
     - All ranks finish, even if transfers run one at a time and every send lasts until the receiving rank reaches the
       receive.
 
-    Raises `ScheduleError`, which names the rank and the action.
+    Raises `ScheduleError`.
     """
     for rank in range(schedule.ranks):
         _check_complete(schedule, rank)

@@ -24,7 +24,7 @@ _COLOURS = {
     Kind.EMBED_BACKWARD: "#c0504d",
 }
 _PALEST = 0.55  # fraction of white in the shade of the last of a rank's several stages
-# Fraction of the makespan: the minimum width of a bar, so that computations without duration are visible.
+# Minimum width of a bar, as a fraction of the makespan.
 _THINNEST = 0.002
 UNIT = "time, in forward passes of a stage"
 _WIDTH, _ROW, _REST = 14.0, 0.35, 1.3  # inches: the picture's width, a rank's height, and a panel's title and axis
@@ -35,8 +35,8 @@ def text_timeline(timeline: Timeline, width: int) -> str | None:
     and `W0` are the two parts of a split backward pass.
 
     Dashes fill the time of a computation, and points are idle time. If a rank has several stages, a small letter
-    distinguishes the stages. The function omits the labels of computations without duration and shortens no other
-    label; it returns None if the lines need more than `width` characters.
+    distinguishes the stages. Computations without duration have no label. Returns None if the lines need more than
+    `width` characters.
     """
     labels = {event: _label(timeline, event) for events in timeline.computations for event in events}
     shortest = min((event.end - event.start for event in labels if event.end > event.start), default=1.0)
@@ -134,5 +134,5 @@ def _turn(timeline: Timeline, event: Event) -> int:
 
 
 def _column(time: float, scale: float) -> int:
-    """Converts a time to a column and rounds down, so that a computation of at least n columns gets at least n columns."""
+    """Converts a time to a column, rounded down."""
     return floor(time * scale + 1e-9)

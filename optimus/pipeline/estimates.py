@@ -1,7 +1,6 @@
 """Estimates the time of a pipeline and its live microbatches without a simulation of the whole schedule.
 
-The module simulates a step with few microbatches, which has the warm-up and the cool-down. Each further microbatch of the
-steady state takes the time of the slowest rank.
+The module simulates a step with few microbatches. Each further microbatch takes the time of the slowest rank.
 """
 
 from array import array
@@ -19,7 +18,7 @@ from optimus.pipeline.simulation import makespan
 
 _PARTS = [Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHTS, Kind.BACKWARD]
 _schedule = lru_cache(maxsize=4096)(make_schedule)
-_ROUNDS = 2  # after `_ROUNDS` times `ranks` microbatches, a schedule is in its steady state
+_ROUNDS = 2  # number of microbatches per rank after which a schedule is assumed to be in its steady state
 
 
 class StageTimes(NamedTuple):
@@ -38,7 +37,7 @@ class StageTimes(NamedTuple):
 def pipeline_seconds(
     name: str, ranks: int, microbatches: int, times: Sequence[StageTimes], link: float, *, blocking: bool = False
 ) -> float:
-    """Estimates the seconds of a step of `microbatches`, given the `times` of each stage.
+    """Estimates the seconds of a step of `microbatches` microbatches, given the `times` of each stage.
 
     `link` is the seconds of a message. With `blocking`, ranks wait for their transfers as in `Costs.blocking`.
 
@@ -61,8 +60,7 @@ def pipeline_seconds(
 
 @lru_cache(maxsize=4096)
 def _beginning(name: str, ranks: int, microbatches: int, times: tuple[StageTimes, ...], link: float) -> float:
-    """Computes `makespan` from cached dependencies, because a search evaluates the same schedule with many different
-    times."""
+    """Computes `simulation.makespan` from the cached dependencies of `_replayed`."""
     lasting = [seconds for each in times for seconds in (*each, each.backward + each.weights)]
     free, ends = [0.0] * ranks, array("d")
     for rank, what, source, away in zip(*_replayed(name, ranks, microbatches, len(times) // ranks)):
@@ -99,8 +97,7 @@ def least_seconds(name: str, microbatches: int, times: Sequence[StageTimes], bus
     """Returns a lower bound of `pipeline_seconds`: the largest sum of a rank's computing time and the idle time that earlier
     stages cause.
 
-    `busy` has, for each rank, the seconds of a microbatch in all stages of the rank. The function is fastest if equal stages
-    share one object in `times`.
+    `busy` has, for each rank, the seconds of a microbatch in all stages of the rank.
     """
     idle = schedules()[name].idle
     known = {number: idle(stage.forward, stage.seconds) for number, stage in {id(each): each for each in times}.items()}
@@ -112,8 +109,7 @@ def least_seconds(name: str, microbatches: int, times: Sequence[StageTimes], bus
 
 
 def _few(name: str, ranks: int, microbatches: int) -> int:
-    """Returns a number of microbatches that is enough to simulate all phases of the step; further microbatches only
-    extend the steady state.
+    """Returns the number of microbatches to simulate; further microbatches only extend the steady state.
 
     If the schedule runs in rounds, the number has the same remainder modulo `ranks` as `microbatches`.
     """

@@ -63,7 +63,6 @@ class StageLinks:
     """Transfers messages between the ranks of a pipeline.
 
     Every stage has two of the `streams`: one for messages from the previous stage, one for messages from the next stage.
-    Therefore the order of messages matters only within one direction between two stages.
     """
 
     def __init__(self, schedule: Schedule, streams: Sequence[Group]) -> None:

@@ -3,9 +3,8 @@
 The method is AxoNN's (chapter 3, algorithm 2).
 
 For each stage of a rank, one thread receives the messages of the previous stage, and another thread the messages of the
-next stage. A neighbouring stage on the same rank needs no thread. Each thread waits for one message after the other,
-because Gloo reports an arrival only to a waiting caller. On an accelerator, each thread receives on its own stream, and
-waits only for that stream.
+next stage. A neighbouring stage on the same rank needs no thread. Each thread waits for one message at a time. On an
+accelerator, each thread receives on its own stream, and waits only for that stream.
 
 Ranks that share a stage must run the same computations in the same order, because these ranks take part in the same
 collectives. Therefore the first of these ranks chooses the computations.

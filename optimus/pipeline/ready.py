@@ -37,12 +37,11 @@ class _Arrived(NamedTuple):
 class ReadyQueue:
     """The computations of `rank` whose input has arrived, and the live activations of the rank's stages.
 
-    `caps`, an argument of `find_caps`, limits the live activations of each stage. One number for all stages is
-    `pipeline_limit` of the AxoNN dissertation: the maximum number of microbatches in the pipeline.
+    `caps`, an argument of `find_caps`, limits the live activations of each stage.
 
     With `prefer` "forward", forward passes of stages below their caps come before backward passes. With "backward",
     backward passes come first. With "arrival", the computation with the earliest input comes first. Among equally
-    preferred computations, the computation of the latest stage comes first.
+    preferred computations, the computation of the stage with the highest number comes first.
     """
 
     def __init__(self, schedule: Schedule, rank: int, caps: int | Sequence[int] | None, prefer: Preference) -> None:
@@ -70,7 +69,7 @@ class ReadyQueue:
         return action
 
     def has(self, action: Action) -> bool:
-        """Returns True if the input of `action` has arrived and `action` has not begun."""
+        """True if the input of `action` has arrived and `action` has not begun."""
         return any(item.action == action for item in self._arrived)
 
     def begin(self, action: Action) -> None:
@@ -80,7 +79,10 @@ class ReadyQueue:
             self._live[action.stage] += 1
 
     def end(self, action: Action) -> Action | None:
-        """Ends `action`; returns the action, on any rank, that needs the result of `action`, or None if there is none."""
+        """Ends `action`; returns the action, on any rank, that needs the result of `action`.
+
+        Returns None for the backward pass of stage 0.
+        """
         kind, stage, microbatch = action
         if kind is Kind.BACKWARD:
             self._live[stage] -= 1

@@ -1,4 +1,4 @@
-"""Computes start and end times of computations in a given order, under the assumption that transfers do not block them."""
+"""Computes start and end times of computations in a given order, if transfers do not block the ranks."""
 
 from collections.abc import Callable, Sequence
 

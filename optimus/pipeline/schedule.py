@@ -101,9 +101,8 @@ class Schedule:
     A schedule without actions only maps stages to ranks.
 
     `with_transfers` places the transfers so that every rank's list is a subsequence of one global order, in which a
-    send and its receive are one event. Therefore no ranks wait in a circle, even if every send lasts until the
-    receiving rank reaches the receive. For the same reason, a rank sends messages to another rank in the order in which
-    that rank receives them. An executor may post receives earlier, and may post adjacent transfers as one batch.
+    send and its receive are one event. An executor may post receives earlier, and may post adjacent transfers as one
+    batch.
     """
 
     name: str

@@ -42,8 +42,8 @@ def _computations(schedule: Schedule, costs: Costs) -> dict[Action, Interval]:
 
 def _blocking(schedule: Schedule, costs: Costs) -> dict[Action, Interval]:
     """Simulates ranks that post adjacent transfers together and wait until the last of these transfers ends. A transfer
-    begins when its sender and its receiver have posted the transfer. A computation waits for its inputs. The inputs and
-    the results of vocabulary passes need no transfer."""
+    begins when its sender and its receiver have posted the transfer. A computation waits for its inputs. No action
+    transfers the inputs and the results of vocabulary passes."""
     steps = [_steps(schedule, actions) for actions in schedule.actions]
     duration = costs.durations(schedule.stages, schedule.microbatches)
     awaited: list[list[Action]] = [[] for _ in steps]  # actions that each rank waits for

@@ -37,7 +37,8 @@ class Objective(Protocol):
 
     @property
     def add_rows(self) -> Callable[[Batch, Tensor, Tensor], None] | None:
-        """A callback with the arguments (microbatch, its targets, cross-entropy of each target), or None."""
+        """A callback with the arguments (microbatch, targets of the microbatch, cross-entropy of each target); None: no
+        callback."""
 
     def __call__(self, losses: Losses) -> tuple[Tensor, Tensor]:
         """Returns the value to minimise for a microbatch, and the value to report."""
@@ -93,8 +94,8 @@ class StagePartition(NamedTuple):
         return min(last if self.names.in_head(name) else self.stage_of(name) for name in names)
 
     def keeps(self, name: str, tied: bool) -> bool:
-        """Returns True if this rank has a parameter: in one of its stages, in its shard of a split vocabulary, or as
-        the embedding `tied` to its output layer."""
+        """True if this rank has a parameter: in a stage on the rank, in the rank's shard of a split vocabulary, or as
+        the embedding `tied` to the rank's output layer."""
         return self.stage_of(name) in (-1, *self.local_stages) or (
             tied and self.has_last and self.names.in_embedding(name)
         )
@@ -107,7 +108,7 @@ class StagePartition(NamedTuple):
 
 
 def _select(model: CausalModel, partition: StagePartition) -> None:
-    """Removes from `model` the parameters of stages on other ranks; the remaining parameters keep their names."""
+    """Removes from `model` the parameters that this rank does not use; the remaining parameters keep their names."""
     tied, first, last = model.config.tie_embeddings, partition.has_first, partition.has_last
     model.keep(
         {i for stage in partition.local_stages for i in partition.blocks[stage]},
@@ -119,7 +120,8 @@ def _select(model: CausalModel, partition: StagePartition) -> None:
 
 
 class PipelineStages(nn.Module):
-    """The stages of `model` on this rank; the constructor removes the parameters of other stages from `model`.
+    """The stages of `model` on this rank. The constructor removes from `model` the parameters that this rank does not
+    use.
 
     `share` gives the numbers of parts into which the ranks split rows and columns of the residual stream. The residual
     stream has type `dtype`. `execute` (made by `training/stages.py`) runs a `ForwardWork` for a number of microbatches,

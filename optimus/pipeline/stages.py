@@ -28,8 +28,8 @@ class Weights(NamedTuple):
 def divide(time: Weights, stages: int, memory: Weights | None = None) -> list[range]:
     """Returns the blocks of each stage, in order, so that the time of the slowest stage is minimal up to rounding.
 
-    Among the partitions with such a time, the result minimises the largest memory of a stage, and then the sum of
-    squared times. Every stage has at least one block.
+    Among the partitions with such a time, the result minimises the largest memory of a stage up to rounding, and then
+    the sum of squared times. Every stage has at least one block.
 
     Raises:
         UserError: there are fewer blocks than stages.

@@ -86,7 +86,7 @@ class Timeline:
 def write_timeline(path: Path, timeline: Timeline, simulated: Timeline | None = None) -> None:
     """Writes a timeline for `read_timeline`: `{"ranks": n, "events": [[rank, kind, stage, microbatch, start, end], ...]}`.
 
-    The file has the events of a `simulated` timeline under the key "simulated", for reports.
+    With `simulated`, the file also has the events of the simulated timeline under the key "simulated".
     """
     beside = {} if simulated is None else {"simulated": simulated.events}
     write_json(path, {"ranks": timeline.ranks, "events": timeline.events, **beside})

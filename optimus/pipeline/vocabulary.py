@@ -42,7 +42,7 @@ class VocabularyLinks(NamedTuple):
         return cls(*ends, *groups.apart(4, "pp"), *groups.apart(1, "pp", "tp_out"))
 
     def connect(self, device: torch.device) -> None:
-        """Connects the links on which one rank sends to all others (`Group.connect`)."""
+        """Connects the links on which one rank sends to all other ranks (`Group.connect`)."""
         for group, source in (self.outputs, self.last), (self.embedding_gradients, self.first):
             group.connect([(source, rank) for rank in range(group.size) if rank != source], device)
 
@@ -175,8 +175,7 @@ class VocabularyPasses:
     def _give(self, tensor: Tensor, group: Group, what: str, microbatch: int) -> None:
         """Begins to send `tensor` to every other rank of `group`.
 
-        A broadcast could deadlock, because one rank may forward the data of another rank. Ranks run different passes, and
-        could wait for each other in a circle.
+        A broadcast could deadlock, because one rank may forward the data of another rank.
         """
         where = f"send of the {what} of microbatch {microbatch} to rank"
         others = [rank for rank in range(group.size) if rank != group.rank]
@@ -201,10 +200,9 @@ class VocabularyPasses:
         return tensor
 
     def _finish(self, what: str, microbatch: int) -> None:
-        """Waits for this rank's transfer `what` of a microbatch, if there is one, and frees the tensor.
+        """Waits for this rank's transfer `what` of a microbatch, if any, and frees the tensor.
 
-        The caller must know that the receivers have the tensor. An earlier wait could deadlock, because the schedule decides
-        when the other ranks receive.
+        The caller must know that the receivers have the tensor; an earlier wait could deadlock.
         """
         _, handle = self._under_way.pop((what, microbatch), (None, None))
         if handle is not None:

@@ -3,7 +3,7 @@
 The list leaves out:
 - tensor-parallel groups that do not divide a node evenly;
 - groups of expert and expert-tensor parallelism that neither divide a node evenly nor fill whole nodes;
-- schedules that take about as long as another schedule and save at least as many activations (`ScheduleRow.dominated`);
+- dominated schedules (`ScheduleRow.dominated`);
 - microbatch sizes other than 1, 2, 4, 8 and 16 sequences;
 - context-parallel parts of fewer than 512 tokens;
 - more than four stages per rank, for schedules that allow any number of stages.

@@ -45,8 +45,8 @@ from optimus.state.tiling import TILINGS
 _DEFAULT = ((default_rule(), 1.0, 1.0),)
 
 # Position of a parameter in the model. An integer identifies a kind of block by the first layer of the kind; "first" is
-# before the blocks, "last" after the blocks. Embedding and output layer share a "tied" table; all stages divide an
-# "every" parameter.
+# before the blocks, "last" after the blocks. Embedding and output layer share a "tied" table. All ranks of the pipeline
+# divide an "every" parameter.
 Where = int | Literal["first", "last", "tied", "every"]
 
 
@@ -72,7 +72,7 @@ class PartCounts(NamedTuple):
     first: int  # 1 if the stage or rank has the modules before the blocks, else 0
     last: int  # 1 if the stage or rank has the modules after the blocks, else 0
     tied: int  # 1 if the stage or rank has the table that embedding and output layer share, else 0
-    every: int = 1  # 1 to count a slice of the parameters that all stages divide, else 0
+    every: int = 1  # 1 to count a slice of the parameters that all ranks of the pipeline divide, else 0
 
     @property
     def blocks(self) -> int:
@@ -309,8 +309,8 @@ def chunk_groups(job: Job, stages: Sequence[PartCounts]) -> list[ChunkGroup]:
 
 
 def chunk_plans(job: Job, counts: PartCounts, unpruned: float | None = None) -> list[ChunkPlan]:
-    """Returns the chunks of a stage with these parts of the model, with the job's offloading. `unpruned` is the share
-    of prunable elements that pruning leaves; None: before pruning."""
+    """Returns the chunks of the parameters in `counts`, an element of `held_in`, with the job's offloading. `unpruned`
+    is the share of prunable elements that pruning leaves; None: before pruning."""
     part = _chunks_of_part(job, counts)
     plans = [plan for shared, *_ in _shared(job, part, job.state) for plan in shared]
     if job.state.offload != "none":  # a run may leave the state of the first chunks on the device
@@ -347,7 +347,7 @@ def _sharding(
     """Returns the placement of the ranks along `axes`, the groups that shard the state in each step, the ranks that
     update the same elements, and the `ShardDepths`."""
     replicas = shared = _replicas(axes, mesh)
-    several = 1  # neighbouring replicas in different groups
+    several = 1  # distance, in replicas, between neighbours of a sharding group
     if over_data and axes != ("edp",):
         several = len({(mesh.coordinate(rank, "ep"), mesh.coordinate(rank, "etp")) for rank in mesh.group(0, axes)})
         shared = replicas.outer(several) if several < replicas.size else StridedGroup(1)
@@ -366,7 +366,7 @@ def max_load(matrices: Sequence[tuple[float, float]], ranks: int) -> float:
     """Estimates the largest cost on any of `ranks` ranks that divide whole matrices among themselves. `matrices` are
     pairs (number of matrices, cost of a matrix).
 
-    The estimate is the largest number of matrices on a rank times the mean cost, and at least the cost of the largest
+    The estimate is the largest number of matrices on a rank times the mean cost, and at least the highest cost of a
     matrix.
     """
     number, total = sum(n for n, _ in matrices), sum(n * size for n, size in matrices)
@@ -376,8 +376,8 @@ def max_load(matrices: Sequence[tuple[float, float]], ranks: int) -> float:
 
 
 def written(held: Iterable[ChunkGroup], size: Callable[[Rule], float], *, scattered: bool) -> float:
-    """Returns the mean bytes that a rank writes into a checkpoint. `size` returns the bytes per element of a rule. With
-    `scattered`, replicas of a shard divide the writing among themselves."""
+    """Returns the mean bytes that a rank writes into a checkpoint, over the ranks that write. `size` returns the bytes
+    per element of a rule. With `scattered`, replicas of a shard divide the writing among themselves."""
     found = defaultdict[float, float](float)
     for each in held:
         shards = each.replicas.size if scattered else each.shards(each.depths.optimizer)

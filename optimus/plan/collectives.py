@@ -1,12 +1,8 @@
 """Predicts the seconds of collectives, by the placement of a group's ranks (the dissertation on AxoNN, section 5.1.2).
 
-Equations 5.1 to 5.5 give the bytes that a ring moves; case 1 and equation 5.7 give the bandwidth of the ring's links. The
-dissertation models large messages only. This module adds the latency of each step, algorithms with fewer steps, and a
-network with less bandwidth between distant nodes.
-
-A run of this library chooses among the algorithms of `comm.algorithms`, and the planner chooses by the same rules. The
-planner predicts the measured seconds of the chosen algorithm. Without a measurement, the planner simulates Gloo's
-messages between nodes, and uses the equations for all other collectives.
+Equations 5.1 to 5.5 give the bytes that a ring moves; case 1 and equation 5.7 give the bandwidth of the ring's links.
+This module adds the latency of each step, algorithms with fewer steps, and a network with less bandwidth between
+distant nodes.
 """
 
 import math
@@ -114,7 +110,8 @@ def collective_seconds(
       all-reduces;
     - chosen: the algorithm that a run of this library chooses, or one ring where that algorithm's seconds are unknown.
 
-    In an all-to-all, each rank sends to all other ranks at once, unless `chosen` knows the seconds of its algorithm.
+    In an all-to-all, each rank sends to all other ranks at once. The exception is chosen, if the seconds of the chosen
+    algorithm are known.
 
     Raises `UserError` when the machine lacks the figures that the algorithm needs.
     """
@@ -162,11 +159,7 @@ def algorithm_named(
 
 
 def _chooses(machine: Machine) -> bool:
-    """True if a run can choose other algorithms than the backend's own.
-
-    Ranks on CPUs communicate over Gloo, by the schedules of `comm.algorithms`. Ranks on accelerators use two levels
-    where the machine's table says that two levels are faster.
-    """
+    """True if a run can choose other algorithms than the backend's own."""
     return machine.host.shared or machine.collectives is not None
 
 
@@ -216,7 +209,7 @@ def links_of(machine: Machine, groups: int, bandwidth: float) -> Links:
 def hierarchical_seconds(kind: CollectiveKind, nbytes: float, group: StridedGroup, machine: Machine) -> float:
     """Returns the seconds of a collective in two levels (the dissertation's chapter on PCCL).
 
-    All ranks of a node at once exchange one part each with other nodes; on the node, the ranks exchange all parts. An
+    Each rank of a node exchanges one part of the data with other nodes. On the node, the ranks exchange all parts. An
     all-reduce is a reduce-scatter on the node, an all-reduce of the parts between nodes and an all-gather on the node.
     """
     here = group.on_a_node(machine.ranks_per_node)
@@ -280,11 +273,10 @@ _BETWEEN_NODES = {"hierarchical": hierarchical_seconds, "library": library_secon
 
 
 def _paced(kind: CollectiveKind, moving: float, group: StridedGroup, machine: Machine) -> float:
-    """Combines transfer time and latency into at least their sum, because links do not reach their bandwidth within a
-    short time.
+    """Combines transfer time and latency into at least their sum.
 
-    The exponent is the best fit of measured all-reduces (nccl-tests on 8 A100, 8 H200, 8 and 32 B200, 256 KiB to 16 GiB).
-    The mean error is 7 %. The mean error of the plain sum would be 12 %.
+    The exponent fits measured all-reduces (nccl-tests on 8 A100, 8 H200, 8 and 32 B200, 256 KiB to 16 GiB) with a mean
+    error of 7 %.
     """
     moving, latency = moving / machine.node.pace(kind).share, _latency(kind, group, machine)
     return float((moving**_BLEND + latency**_BLEND) ** (1 / _BLEND))

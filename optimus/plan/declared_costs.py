@@ -97,7 +97,7 @@ class DeclaredCosts(RankCosts):
             k, n = (1, mesh.etp) if projection.over == "outputs" else (mesh.etp, 1)
             parts.append(self._product(rows / here, projection.outputs / n, projection.inputs / k, here))
         parts.append(self.activation(layer))
-        # Dispatch permutes the rows for the experts; combine adds the experts' outputs with their weights.
+        # Dispatch permutes the rows for the experts; combine adds the experts' outputs, weighted by the router.
         moved = self._memory(6 * rows * hidden * self.e, self._expert_passes)
         parts.append(Passes(moved, moved, Terms()))
         shared = self._dense(layer) if block.dense else ()
@@ -179,7 +179,7 @@ class DeclaredCosts(RankCosts):
         return Passes(*(Terms(expert=seconds) for seconds in exposed or 2 * [2 * once]))
 
     def _exchange(self, group: StridedGroup, size: float, experts: int) -> float:
-        """Returns the seconds to send `size` bytes of tokens to their experts, or back."""
+        """Returns the seconds to send the copies of tokens of `size` bytes to the experts, or back."""
         ranks, nodes = self.job.mesh.ep, group.nodes(self.machine.ranks_per_node)
         if self.profile.copies == "expert":
             return self.collective("all_to_all", size * self._chosen, group)

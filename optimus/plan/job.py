@@ -1,4 +1,4 @@
-"""A run on a machine: the planner predicts the time and memory of a step, and the search varies the layout."""
+"""A run with a layout on a machine, for which the planner predicts the time and memory of a step."""
 
 import math
 from collections import Counter
@@ -124,7 +124,7 @@ class Job:
 
     @property
     def rows(self) -> int:
-        """Number of tokens of a microbatch on a rank, before tensor parallelism divides them."""
+        """Number of tokens of a microbatch on a rank, before tensor parallelism divides the tokens."""
         return self.train.micro_batch * self.train.sequence_length // self.mesh.cp
 
     @property

@@ -53,8 +53,8 @@ def plan(
 
     `model` is a YAML file of a run, a preset or a Hugging Face folder. With `as_is`, the plan has the configured
     layout, even if this layout does not fit. With `largest`, the plans are for the model with about as many layers as
-    fit, one plan for each offloading with which a model fits. With `scale`, the answer has a plan for each number of
-    ranks in `scale`.
+    fit, one plan for each setting of offloading with which a model fits. With `scale`, the answer has a plan for each
+    number of ranks in `scale`.
 
     The experts of the most loaded rank get `imbalance` times the mean number of tokens. `what_if` changes the machine
     or the profile, and `links` is a file with the bandwidth between nodes. `plugins` names plugins in addition to the
@@ -168,8 +168,8 @@ def read_links(path: Path) -> list[list[float]]:
 
 
 def best_layout(config: str | Path, overrides: Iterable[str], machine: str, ranks: int | str | None) -> RunConfig:
-    """Returns `config` with the layout that is fastest on `machine` for this number of ranks. Under a launcher, the
-    number is the launcher's `WORLD_SIZE`.
+    """Returns `config` with the layout that is fastest on `machine` with `ranks` ranks. Under a launcher, the default
+    of `ranks` is `WORLD_SIZE`.
 
     Raises `UserError` when the number of ranks is unknown, when `ranks` is another number than the launcher's, or when
     no layout fits.

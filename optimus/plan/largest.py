@@ -23,7 +23,7 @@ class Deepest(NamedTuple):
 
 
 def largest(job: Job) -> list[Deepest]:
-    """Returns the plan of the largest model found, one plan for each offloading with which any model fits.
+    """Returns the plan of the largest model found, one plan for each setting of offloading with which any model fits.
 
     Raises `UserError` when the model's layers are not all of one kind, or when no number of layers fits.
     """
@@ -38,7 +38,7 @@ def largest(job: Job) -> list[Deepest]:
 
 def _deepest(job: Job) -> Iterator[Deepest]:
     """Yields the fastest plan of the largest model found, if any model fits. The search doubles the number of layers
-    while the model fits, then bisects the number to within a sixteenth."""
+    while the model fits, and then bisects."""
     least, most, layers = 0, None, job.model.layers
     limit = max(MOST_LAYERS, layers)
     while 0 < layers <= limit and (most is None or most - least > max(1, least // 16)):

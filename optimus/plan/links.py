@@ -1,7 +1,7 @@
 """Orders nodes with unequal links so that neighbours in the order of the ranks have fast links (Pipette; Holmes).
 
 A matrix gives the bandwidth between each pair of nodes. Ranks are on the nodes in order, so the order of the nodes
-decides which links a group's ring uses. All groups with the same size and strides wait for the slowest of their links.
+decides which links a group's ring uses. The slowest link of all groups with the same size and strides decides the time.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,8 +9,8 @@ from itertools import combinations, pairwise
 
 from optimus.plan.machine import Machine
 
-_ROUNDS = 4  # maximum number of rounds over all pairs of nodes; rounds after the second seldom improve the order
-_MOST_TRIES = 400  # maximum number of swaps that `exchanged` tries: enough for all pairs of 16 nodes three times
+_ROUNDS = 4  # maximum number of rounds over all pairs of nodes
+_MOST_TRIES = 400  # maximum number of swaps that `exchanged` tries
 _BEGINNINGS = 32  # maximum number of nodes with which `chained` tries to begin a chain
 
 
@@ -34,10 +34,10 @@ def in_order(machine: Machine, nodes: Sequence[int]) -> Machine:
 
 
 def chained(machine: Machine, count: int) -> list[int]:
-    """Returns a chain of `count` nodes. Each next node has the highest total bandwidth to the last four nodes of the
-    chain.
+    """Returns a chain of `count` nodes. Each next node is the remaining node with the highest total bandwidth to the
+    last four nodes of the chain.
 
-    Tries several first nodes, and returns the chain with the highest total bandwidth between neighbours.
+    The function tries several first nodes, and returns the chain with the highest total bandwidth between neighbours.
     """
     links = machine.network.links
     assert links is not None

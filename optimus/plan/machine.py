@@ -45,7 +45,7 @@ class Arithmetic(Section):
 
 
 class Matmul(Section):
-    """Efficiency of matmuls of smaller matrices."""
+    """Efficiency of matmuls of small matrices."""
 
     tile: int = Field(gt=0, description="Rows and columns of the result that one core computes at a time.")
     depth: int = Field(ge=0, description="Beginning and ending a tile takes as long as this number of inner elements.")
@@ -73,8 +73,8 @@ class Node(Section):
     """Measured bandwidth of simultaneous rings by 'G0xG1': G1 ranks, each G0 after the previous rank (the dissertation
     on AxoNN, section 5.1.2, case 1). Any other ring has `bandwidth`."""
     paces: dict[Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift"], Pace] = Field({})
-    """Measured costs of each kind of collective that `bandwidth` and `latency` do not describe. The kind shift is a message
-    to the next rank."""
+    """Measured costs of the kinds of collectives that `bandwidth` and `latency` alone do not describe. A shift is a
+    message to the next rank."""
 
     def nearest(self, stride: int) -> list[int]:
         """Returns the sizes of groups whose rings are faster than `bandwidth`, in ascending order. Neighbours in a
@@ -88,8 +88,7 @@ class Node(Section):
 
 
 class Protocol(Section):
-    """Measured costs of steps in which all ranks of a node send to other nodes at once. The transfer of a step hides some
-    of the step's latency."""
+    """Measured costs of steps in which all ranks of a node send to other nodes at once."""
 
     step: float = Field(ge=0, description="Seconds of a step, even with little data.")
     bandwidth: float = Field(gt=0, description="Bandwidth of a node, bytes/s.")
@@ -101,8 +100,7 @@ class Library(Section):
     protocols: list[Protocol] = Field(min_length=1)
     """Protocols from which the library chooses the fastest, such as NCCL's LL (for small blocks) and Simple."""
     crowded: list[Protocol] = Field([])
-    """Protocols on more than `few_nodes` nodes, where messages arrive before the receiver waits for them (PCCL, arXiv
-    2504.18658 v2)."""
+    """Protocols on more than `few_nodes` nodes (PCCL, arXiv 2504.18658 v2)."""
     few_nodes: int | None = Field(None, gt=0, description="None: all nodes use `protocols`.")
 
     def on(self, nodes: int) -> list[Protocol]:
@@ -128,7 +126,7 @@ class Network(Section):
     group_nodes: int | None = Field(None, gt=0, description="Number of neighbouring nodes with the full bandwidth.")
     taper: float = Field(1.0, gt=0, le=1, description="Share of the bandwidth between more distant nodes.")
     library: Library | None = None
-    """Rings of the vendor's library, where bandwidth and latency do not describe them (`profile.collectives: library`)."""
+    """Rings of the vendor's library (`profile.collectives: library`)."""
     doubling: Protocol | None = None
     """Rounds of recursive doubling between nodes, in which each rank exchanges with ranks of the same local rank on other
     nodes (`profile.collectives: pccl`)."""
@@ -153,7 +151,7 @@ class Communicator(Section):
     Each channel has a buffer for each protocol and each connected peer. The estimate counts the peers of a ring, at
     most two for any number of ranks (NVIDIA's answers in NCCL's issues 864, 986 and 1450). The estimate leaves out the
     additional peers of trees, and the buffers that sends and receives share. The estimate assumes NCCL_BUFFSIZE for
-    every protocol, though LL has smaller buffers and LL128 has larger buffers.
+    every protocol.
     """
 
     buffer: float = Field(2.0**22, ge=0, description="Bytes of a buffer (NCCL_BUFFSIZE).")
@@ -216,8 +214,8 @@ class Machine(Section):
     by these seconds."""
 
     def rates(self, precision: str) -> Arithmetic:
-        """Returns the rates of a precision; a missing 16-bit type has the rates of the other 16-bit type. Raises
-        `UserError` for any other precision that the machine lacks."""
+        """Returns the rates of a precision; a missing 16-bit type has the rates of the other 16-bit type, if known.
+        Raises `UserError` for a precision without rates."""
         for name in (precision, {"bf16": "fp16", "fp16": "bf16"}.get(precision, "")):
             if name in self.arithmetic:
                 return self.arithmetic[name]
@@ -314,8 +312,7 @@ def load_machine(name: str) -> Machine:
 
 
 def _check_units(machine: Machine, path: Path) -> None:
-    """Raises `UserError` for a figure that is implausible in the documented unit. Measured figures are far from these
-    limits, even for a slow simulated machine."""
+    """Raises `UserError` for a figure that is implausible in the documented unit."""
     rates = {f"arithmetic.{kind}.peak": each.peak for kind, each in machine.arithmetic.items()}
     host, network = machine.host, machine.network
     moved = {

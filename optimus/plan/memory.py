@@ -2,10 +2,7 @@
 
 The layouts decide the bytes of parameters, gradients and optimizer state. Recomputation and the schedule's live
 microbatches decide the bytes of activations. A plan with this library's profile reports the memory account of its run
-(`resolve.memory`) instead of the estimate. The search returns only plans that fit by their accounts.
-
-`parallel.activations` computes the activations of this library's modules. `benchmarks.published.activations` computes
-the activations of the frameworks in published measurements.
+(`resolve.memory`) instead of the estimate.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -142,7 +139,7 @@ def _state(job: Job, stages: Sequence[PartCounts], plans: Sequence[ChunkPlan]) -
     if any(counts.last for counts in stages):
         teacher = job.itemsize * sum(count_parameters(model).total for model in job.teachers)
     device, *elsewhere = (fullest_shards(plans, at) for at in locations)
-    # Gradients and optimizer state of another library have other sizes.
+    # A profile may have other sizes of gradients and of optimizer state than the run.
     scale, more = profile.gradient / DTYPES[job.state.gradient_dtype].itemsize, 0.0
     if profile.state is not None:
         here = (plan for plan in plans if plan.rule.trains and not plan.offloaded)
@@ -163,7 +160,7 @@ def run_activations(job: Job) -> ActivationSizes:
     chosen = Recomputation(kinds, job.config.recompute_every)
     config = job.config.decided(dispatch(job.config, job.mesh, job.machine.collectives).values)
     shapes = activation_shapes(config, job.mesh, job.teachers, int(job.itemsize))
-    # The search also tries layouts that cannot send duplicates of tokens, so the estimate counts no duplicates.
+    # The estimate counts no duplicates of tokens.
     shapes |= {"options": replace(shapes["options"], duplicates=False), "load": job.imbalance}
 
     @cache

@@ -31,9 +31,8 @@ from optimus.resolve.stages import splits_backward
 from optimus.state.buffers import RESIDENCES
 from optimus.state.plan import Shard
 
-# Sharding of gradients or parameters needs reduce-scatters or all-gathers in every microbatch. Sharding of only the
-# optimizer's state moves the same bytes once per step, during the last backward pass and the next forward pass. These
-# two passes hide as much communication as the passes of any other microbatch.
+# Shardings that need reduce-scatters or all-gathers in every microbatch. Sharding of only the optimizer's state moves
+# the same bytes once per step.
 _FINER = ("gradients", "parameters")
 
 
@@ -78,8 +77,8 @@ class Fitting:
         return min((least_time(placed, work) for placed in jobs), default=math.inf)
 
     def fastest(self, candidate: Candidate, limit: float) -> Timed | None:
-        """Returns the fastest sharding, placement of stages and recomputation with which `candidate` fits. Returns None
-        if no step that fits takes less than `limit` seconds."""
+        """Returns the candidate's job with the fastest sharding, placement of stages and recomputation found that fit.
+        Returns None if the search finds no step of less than `limit` seconds that fits."""
         best = None
         job = replace(candidate.job, machine=self._machine, nodes=self._nodes)
         # The cached costs of the division are valid only if all links between nodes are equal.
@@ -111,8 +110,8 @@ class Fitting:
         return best
 
     def _is_slower(self, shard: Shard, width: int | ShardRanks | None) -> bool:
-        """Returns True if, with equal recomputation, a step takes no longer when the same ranks shard only the
-        optimizer's state."""
+        """True if, with equal recomputation, a step takes no longer when the same ranks shard only the optimizer's
+        state."""
         return self._hides and shard in _FINER and not isinstance(width, ShardRanks)
 
     def _ways_of(self, job: Job) -> list[_Way]:
@@ -154,8 +153,7 @@ class Fitting:
         """Returns (the cheapest recomputation that fits, the jobs among `jobs` that pass `in_time` with this
         recomputation). Returns no jobs if no recomputation both fits and leaves a job that passes `in_time`.
 
-        Activations fit if they take at most `free_bytes` on each rank. The call of `sizes` takes longest, so the function
-        makes this call last.
+        Activations fit if they take at most `free_bytes` on each rank.
         """
         slow: list[frozenset[str]] = []
         for recompute in self._sets:
@@ -224,8 +222,9 @@ def recomputed(job: Job, recompute: frozenset[str]) -> Job:
 def sharded(job: Job) -> Iterator[tuple[Shard, int | ShardRanks | None]]:
     """Yields the ways to shard the state that the search tries, as (sharding, width).
 
-    A width is all replicas (None), or the number of replicas on a node. Further ways shard parameters over the nearest ranks
-    of a node, gradients over these ranks or over the node, and the optimizer's state over all replicas.
+    A width is all replicas (None), or the number of replicas on a node. Further ways shard parameters over a group with
+    fast links (`Node.nearest`), gradients over this group or over the node, and the optimizer's state over all
+    replicas.
     """
     mesh = job.mesh
     yield "none", None

@@ -58,7 +58,7 @@ def cache_blocks(job: Job, chunks: int) -> int:
 
 
 def shape_of(job: Job, held: Sequence[ChunkGroup], forward: float, backward: float) -> StepShape:
-    """Returns the shape of a step on a rank with the chunks `held`. `forward` and `backward` are the seconds of a
+    """Returns the `StepShape` of a rank with the chunks `held`. `forward` and `backward` are the seconds of a
     microbatch's passes."""
     plans, sizes = [plan for each in held for plan in each.plans], (int(job.itemsize), int(job.profile.gradient))
     unsharded = job.state.shard != "parameters"

@@ -52,7 +52,7 @@ def page_data(plans: Sequence[Plan], points: Sequence[ScalingPoint]) -> dict[str
 
 def placed(mesh: Mesh) -> dict[str, Any]:
     """Returns the axes with more than one rank, the sizes of these axes, the number of nodes, and the first `_NODES`
-    nodes. Each node lists its ranks with their coordinates."""
+    nodes. A node is a list of ranks with coordinates."""
     axes = [axis for axis in ("pp", "dp", "cp", "tp", "edp", "ep", "etp") if mesh.axis_size(axis) > 1]
     per_node = mesh.ranks_per_node or mesh.size
     nodes = [

@@ -47,7 +47,7 @@ def dry_run(job: Job, rank: int) -> dict[str, int]:
     `working` (transient bytes of a backward pass). Further kinds, if more than 0, are `gathered` (whole parameters and
     gradients in use), `teacher` and, if ranks compute on the host's CPUs, `copies` (for checkpoints).
 
-    Raises `UserError` when the job has no rank `rank`, or the configuration cannot divide the model.
+    Raises `UserError` when the job has no rank `rank`, and as `run_of` does.
     """
     if not 0 <= rank < job.mesh.size:
         raise UserError(f"--dry-run {rank}: the ranks are 0 to {job.mesh.size - 1}")

@@ -1,7 +1,6 @@
 """Describes how well a training framework uses a machine. The defaults describe this library.
 
-The profiles of other frameworks are outside the package (`benchmarks/published/profiles.yaml`). These profiles serve to
-check the planner against published speeds.
+The profiles of other frameworks are outside the package (`benchmarks/published/profiles.yaml`).
 """
 
 from typing import Literal
@@ -61,7 +60,7 @@ class Profile(Section):
     (`parallel.dispatch.two_level`)."""
     broadcast: float = Field(0.0, ge=0)
     """Seconds to add for each rank's broadcast, for frameworks in which each rank in turn broadcasts its updated
-    parameters; 0: only the all-gather of the updated parameters counts."""
+    parameters."""
     blocking: bool = Field(False, description="True if ranks of a pipeline wait for their transfers.")
     gradient: float = Field(4.0, gt=0, description="Bytes of an accumulated gradient, per parameter.")
     reduced: float = Field(4.0, gt=0, description="Bytes of a gradient in its reduction, per parameter.")

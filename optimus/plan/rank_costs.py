@@ -155,7 +155,7 @@ class RankCosts(ABC):
 
     @cached_property
     def embedding(self) -> Passes:
-        """Seconds of the embedding's look-up, and of the reduction over the parts of the vocabulary."""
+        """Seconds of the embedding's look-up, and of the reduction over the shards of the vocabulary."""
         size = self.T * self.H * self.e
         look = add([self._memory(2 * size), self._leave(self.T)])
         return Passes(look, self._memory(3 * size))
@@ -170,7 +170,7 @@ class RankCosts(ABC):
         if speed == 0:
             batch = heads * self.T / context
             products = [(context, context, query), (context, value, context)]
-            units = float(aligned(8, query, value))  # batched matmuls need better alignment for matrix units
+            units = float(aligned(8, query, value))  # batched matmuls use matrix units only with this alignment
             forward = sum(machine.matmul_seconds(*each, self._plain, batch, units=units) for each in products)
             memory = self._memory(_SCORES * heads * self.T * context * self.e, share=1.0).memory
             times = forward + memory, 2 * forward + 1.3 * memory

@@ -26,7 +26,7 @@ from optimus.plan.scaling import ScalingPoint
 from optimus.plan.step import step_time
 from optimus.resolve.length import length
 
-_COSTS = 3  # terms of time that a row names
+_COSTS = 3  # maximum number of terms of time that a row names
 _ALGORITHMS = {  # names of algorithms in words
     OWN: "the backend's own",
     "ring": "the backend's own, a ring",
@@ -85,8 +85,8 @@ class Answer:
     def rows(self, *, wide: bool = False) -> list[dict[str, Any]]:
         """Returns the rows of a table: one per plan, or per number of ranks of a scaling study.
 
-        Without `wide`, one column has the layout: the axes with more than one rank. With `wide`, every axis has a column
-        instead. A scaling study has columns for sharding and recomputation only with `wide`.
+        Without `wide`, one column has the layout: the axes with more than one rank. With `wide`, each kind of
+        parallelism has a column instead. A scaling study has columns for sharding and recomputation only with `wide`.
         """
         rows = rows_of(self.plans, wide=wide)
         if self.deepest:
@@ -104,7 +104,7 @@ class Answer:
         return [] if self.points else _below_table(self.plans[0])
 
     def explained(self, row: int) -> str:
-        """Explains the plan in a row of the table, term by term. Raises `UserError` when there is no such row."""
+        """Explains the plan in a row of the table, term by term. Raises `UserError` when the table lacks the row."""
         if not 1 <= row <= len(self.plans):
             raise UserError(f"--explain {row}: the table has {counted(len(self.plans), 'row')}, the first is row 1")
         return explained(self.plans[row - 1])
@@ -180,7 +180,7 @@ class _RunLength(NamedTuple):
 
 
 def _run_length(plan: Plan) -> _RunLength | None:
-    """Returns the length of the run, or None for a run in phases, because the steps of phases differ."""
+    """Returns the length of the run, or None for a run in phases."""
     job, run = plan.job, plan.job.run or plan.job.config
     if run.phases:
         return None

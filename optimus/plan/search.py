@@ -1,19 +1,15 @@
 """Searches for the fastest layouts that fit, among the candidates for a model, a machine and a number of ranks.
 
-A block's time depends on its division (tensor, context and expert ranks, microbatch), not on the pipeline or the
-sharding of the state. The search therefore times every division once. These times give a lower bound of a step in any
-pipeline: the time of all microbatches on the slowest rank, and of the bubble before these microbatches
-(`candidate_meshes`).
+The search times each division of a block once: tensor, context and expert ranks, and microbatch. These times give each
+layout a lower bound of its step (`candidate_meshes`).
 
-Layouts wait in a queue in the order of their bounds. The search removes the first layout and computes a closer bound:
-without recomputation, over all shardings whose state leaves memory for activations. The layout waits again with this
-bound. When the layout is first again, `memory_fit` estimates the layout's activations and finds the fastest sharding,
-placement of stages and recomputation that fit. The search ends when no bound is below the slowest of the `best` times
-found: then no skipped layout can be among the best.
+Layouts wait in a queue in the order of their bounds. The search computes a closer bound of the first layout
+(`Fitting.least`), and returns the layout to the queue. When the layout is first again, `Fitting.fastest` finds the
+fastest sharding, placement of stages and recomputation that fit. The search ends when no bound is below the slowest of
+the `best` times found.
 
-If links differ between nodes, bounds assume the bandwidth of the fastest pair of nodes everywhere. The search puts the
-nodes into a chain of neighbours (`links.chained`). For the layouts found, the search swaps pairs of nodes where a swap
-shortens the step.
+If links differ between nodes, bounds assume the bandwidth of the fastest pair of nodes everywhere. The search then also
+orders the nodes (`plan.links`).
 """
 
 import math
@@ -137,15 +133,15 @@ def _tightest(job: Job) -> list[tuple[float, Job]]:
     smallest = min((candidate.timing.micro_batch for candidate in ways), default=0)
     found = [
         candidate.job.changed(state={"shard": "parameters"}, recompute=["block"])
-        for candidate in ways  # the default schedule saves the fewest activations
+        for candidate in ways
         if candidate.timing.micro_batch == smallest and candidate.schedule == DEFAULT
     ]
     return sorted(((state_size(each), each) for each in found), key=lambda sized: sized[0])
 
 
 def _too_large(job: Job) -> UserError:
-    """Returns the error for a job that does not fit. The message names the least memory of any layout, and the smallest
-    known machine with this memory, if any."""
+    """Returns the error for a job that does not fit. The message names the least memory of the layouts in `_tightest`,
+    and the smallest known machine with this memory, if any."""
     least = math.inf
     for size, each in _tightest(job):
         if size >= least:  # the state alone takes more than a whole layout

@@ -26,8 +26,7 @@ from optimus.plan.offloading import OffloadSeconds, offload_seconds, sends_gradi
 from optimus.plan.rank_costs import Passes, RankCosts, Terms, add
 from optimus.resolve import stages as of_run
 
-# Share of the overlapped time by which collectives slow computation. Collectives use 16 to 24 of a GPU's 108 to 148 cores,
-# and memory bandwidth.
+# Share of the overlapped time by which collectives slow computation. Collectives use some cores and memory bandwidth.
 _CONTENTION = 0.2
 _TOKEN = 8  # bytes of each token that a rank copies to its device
 _DIVERGENCE = 33 * 4  # bytes that `kernels.linear_divergence` reads and writes for each logit, with one teacher
@@ -97,8 +96,7 @@ def least_time(job: Job, work: RankCosts | None = None) -> float:
 
 
 def _passes(work: RankCosts) -> _Passes:
-    """Returns the passes of a job's step. `work` caches the passes for all placements of the pipeline, and for all shardings
-    of the state that all-gather no parameters."""
+    """Returns the passes of a job's step, cached in `work` by the settings that change the passes."""
     job, mesh, state, parallel = work.job, work.job.mesh, work.job.state, work.job.parallel
     release = state.reshard_after_forward
     gathers = (mesh, state.shard_ranks, state.shard_over, release) if state.shard == "parameters" else None
@@ -187,7 +185,7 @@ def stage_sizes(model: Architecture, stages: int, *, divided: bool = False) -> t
 def blocks_of_stages(job: Job) -> tuple[int, ...]:
     """Returns the number of blocks of each stage: as configured, or as a run divides the blocks.
 
-    Raises `UserError` when a run of this library would have fewer blocks than stages.
+    Raises `UserError` when the model has fewer blocks than stages, unless the division is configured.
     """
     return tuple(job.parallel.layers_per_stage or stage_sizes(job.model, job.stages, divided=job.parallel.vocabulary))
 

@@ -14,10 +14,10 @@ _PROFILE = "profile"
 
 
 def changed(machine: Machine, profile: Profile, changes: Sequence[str]) -> tuple[Machine, Profile]:
-    """Returns machine and profile with the changes `key.path=value`. Keys of the profile begin with `profile.`; a value `x2`
-    doubles the present value.
+    """Returns the machine and the profile with the changes `key.path=value`. Keys of the profile begin with `profile.`;
+    a value `x2` doubles the present value.
 
-    Raises `UserError` for an invalid change. For an unknown key, the message suggests the nearest existing key.
+    Raises `UserError` for an invalid change.
     """
     raw = machine.model_dump() | {_PROFILE: profile.model_dump()}
     known = list(_keys_of(raw))

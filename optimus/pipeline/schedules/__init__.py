@@ -1,5 +1,4 @@
-"""The pipeline schedules by name. Each module of this package has the generators of related schedules. Start with
-`row.py`; `gpipe.py` is an example.
+"""The pipeline schedules by name. Start with `row.py`; `gpipe.py` is an example.
 
 Every module of this package with a constant `ROWS` registers its schedules: a new schedule needs only a new file. Each
 generator lists the computations of every rank; `transfers.with_transfers` adds the sends and receives.
@@ -54,8 +53,8 @@ def make_schedule(
         stages_per_rank: the number of stages of each rank; the default is the smallest number that the schedule supports.
         warmup_factor: multiplies the number of live activations that a stage may have; only some schedules support a
             factor other than 1.
-        vocabulary: True if every rank has a shard of the vocabulary; 1F1B and interleaved 1F1B then run two more
-            forward passes in the warm-up.
+        vocabulary: True if every rank has a shard of the vocabulary; 1F1B and interleaved 1F1B then run up to two
+            more forward passes in the warm-up.
         transfers: True if the schedule includes sends and receives.
 
     Raises `UserError` for an unknown name and for numbers that the schedule does not support.
@@ -71,8 +70,8 @@ def make_schedule(
 
 
 def _problem(row: ScheduleRow, sizes: Sizes) -> str | None:
-    """Explains why the schedule of `row` does not support these sizes, and suggests others; returns None if the
-    schedule supports the sizes."""
+    """Explains why the schedule of `row` does not support these sizes, and suggests other sizes or schedules; returns
+    None if the schedule supports the sizes."""
     ranks, microbatches, per_rank, warmup_factor, _ = sizes
     for what, value in (("ranks", ranks), ("microbatches", microbatches), ("stages per rank", per_rank)):
         if value < 1:

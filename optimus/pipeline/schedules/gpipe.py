@@ -11,9 +11,8 @@ from optimus.pipeline.transfers import with_transfers
 def gpipe(sizes: Sizes) -> Schedule:
     """Makes the GPipe schedule: every stage saves the activations of all microbatches.
 
-    If all stages take equal times, the bubble is (ranks - 1) / microbatches. The backward passes process the
-    microbatches in the order of the forward passes, so that gradients accumulate in the same order as in the other
-    schedules.
+    If all stages take equal times and messages take no time, the bubble is (ranks - 1) / microbatches. The backward
+    passes process the microbatches in the order of the forward passes.
     """
     ranks, microbatches = sizes.ranks, sizes.microbatches
     orders = [

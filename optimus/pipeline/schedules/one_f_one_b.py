@@ -11,11 +11,11 @@ from optimus.pipeline.schedules.row import ScheduleRow, Sizes
 def one_f_one_b(sizes: Sizes) -> Schedule:
     """Makes 1F1B, in which stage s by default saves the activations of at most ranks - s microbatches.
 
-    If all stages take equal times, the bubble is (ranks - 1) / microbatches. With a `warmup_factor` c > 1, stage s runs
-    up to c * (ranks - s) forward passes before its first backward pass. Stage s then saves the activations of at most
-    as many microbatches. `ahead` adds to this number of microbatches. A longer warm-up can hide link times and jitter.
+    If all stages take equal times and messages take no time, the bubble is (ranks - 1) / microbatches. With a
+    `warmup_factor` c > 1, stage s runs up to c * (ranks - s) forward passes before its first backward pass. Stage s
+    then saves the activations of at most as many microbatches. `ahead` adds to this number of microbatches.
 
-    Raises `UserError` for a `warmup_factor` below 1, with which stages could wait for each other in a circle.
+    Raises `UserError` for a `warmup_factor` below 1.
     """
     if sizes.warmup_factor < 1:
         raise UserError(

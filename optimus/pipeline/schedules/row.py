@@ -11,7 +11,7 @@ class Sizes(NamedTuple):
     """The sizes of a schedule.
 
     `warmup_factor` multiplies the number of live activations that a stage may have. `ahead` is the number of additional
-    forward passes in the warm-up of every rank.
+    forward passes in the warm-up, for 1F1B and interleaved 1F1B.
     """
 
     ranks: int
@@ -34,8 +34,7 @@ class ScheduleRow:
     stages: int = 1  # number of stages per rank; with `any_stages`, the minimum
     any_stages: bool = False
     in_rounds: bool = False
-    """True if the schedule runs rounds of one microbatch per rank. Such a schedule needs at least one microbatch per
-    rank."""
+    """True if the schedule runs rounds of as many microbatches as ranks. Such a schedule needs at least one round."""
     deepens: bool = False  # True if the schedule supports a `warmup_factor` other than 1
     # True if another schedule takes about the same time with at most as many live activations; searches then skip this
     # schedule.

@@ -31,10 +31,10 @@ def with_vocabulary(schedule: Schedule, *, backward: bool = True) -> Schedule:
 
     The function simulates the computations with the times `USUAL`. A rank runs the computation that can begin earliest.
     Among computations that can begin at the same time, passes for which other computations wait come first. The
-    gradients of the embedding, for which no rank waits, come last. Such gradients come first if more than `_HELD` of
-    them are ready on a rank.
+    gradients of the embedding, for which no rank waits, come last. On a rank with more than `_HELD` ready gradients
+    of the embedding, these gradients come first.
 
-    Raises `ScheduleError` if some computation can never run.
+    Raises `ScheduleError` when a computation can never run.
     """
     playing = _Playing(replace(schedule, splits_vocabulary=True), backward)
     while playing.remaining:

@@ -1,4 +1,4 @@
-"""Splits backward passes into two actions, one for inputs and one for weights, and defers the second into the bubble.
+"""Splits backward passes into two actions, one for inputs and one for weights, and defers the action for weights.
 
 Source: Zero Bubble Pipeline Parallelism, Qi et al. 2023: ZB-H1 (section 2.1) and ZBV (section 6). "I" below is the paper's
 "B".
@@ -16,7 +16,8 @@ def zb_h1(sizes: Sizes) -> Schedule:
     """Makes ZB-H1: 1F1B in which stage s runs the weight part of a microbatch s microbatches after its input part.
 
     Therefore every stage saves the activations of at most `ranks` microbatches, the maximum of 1F1B. If the three
-    passes take equal times and there are at least `ranks` microbatches, the bubble is (ranks - 1) / (3 * microbatches).
+    passes take equal times, messages take no time and there are at least `ranks` microbatches, the bubble is
+    (ranks - 1) / (3 * microbatches).
     """
     ranks, microbatches = sizes.ranks, sizes.microbatches
 
@@ -34,16 +35,15 @@ def zbv(sizes: Sizes) -> Schedule:
     """Makes ZBV: rank r has stages r and 2 * ranks - 1 - r.
 
     A rank saves at most 2 * ranks activations of one stage: as many bytes as the maximum of 1F1B, whose stages are
-    twice as large. If the three passes take equal times and there are at least `ranks` microbatches, the bubble is
-    (ranks - 1) / (6 * microbatches). This bubble remains because rank r can begin only when r forward passes have
-    ended.
+    twice as large. If the three passes take equal times, messages take no time and there are at least `ranks`
+    microbatches, the bubble is (ranks - 1) / (6 * microbatches).
 
     The order comes from a simulation with equal times: an idle rank runs the first possible action in a fixed order of
     preference. First comes a forward pass, of the second stage if possible, unless the rank has 2 * ranks live activations.
     Next come the input part and then the weight part of a backward pass of the first stage, and last these two parts of the
     second stage.
 
-    The paper has only a picture of the order. Tests check that the order of preference here reaches the bubble above.
+    The paper shows the order only in a picture.
     """
     ranks, microbatches = sizes.ranks, sizes.microbatches
     schedule = Schedule("zbv", ranks, microbatches, (), stages_per_rank=2, placement="v", splits_backward=True)

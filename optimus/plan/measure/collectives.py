@@ -1,8 +1,7 @@
 """Measures collectives with several algorithms on the available ranks, and writes the table from which a run chooses.
 
 The table is a part of a machine file. One measured group has all ranks. With several nodes of several ranks, the
-ranks of a node and the ranks with the same local rank are groups too. All groups of the same shape communicate at once,
-as in a training run.
+ranks of a node and the ranks with the same local rank are groups too. All groups of the same shape communicate at once.
 """
 
 import re
@@ -117,7 +116,7 @@ def _tried(kind: CollectiveKind, shape: Shape) -> list[str]:
 
 
 def always(algorithm: str, shape: Shape) -> Measured:
-    """Returns a table with which groups of `shape` choose `algorithm` for every size."""
+    """Returns a table with which groups of `shape` choose `algorithm`, for the kinds of collectives that support it."""
     curve = {str(shape): {algorithm: Curve(sizes=[1.0], seconds=[1.0])}}
     return Measured.model_validate({kind: curve for kind in KINDS if algorithm in names(kind, shape)})
 

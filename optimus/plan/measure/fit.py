@@ -1,7 +1,7 @@
-"""Fits a machine's figures to timings so that the planner's formulas predict the measurements best.
+"""Fits a machine's figures to timings.
 
-The fit minimizes the sum of squares of log(predicted / measured), so that a matmul of microseconds counts as much as a
-matmul of seconds. The fit calls the formulas of `Machine` and `plan.collectives`, and has no copies of these formulas.
+The fit minimizes the sum of squares of log(predicted / measured). The predictions call the formulas of `Machine` and
+`plan.collectives`.
 """
 
 import math
@@ -92,9 +92,8 @@ def _start(seen: Observations, name: str, source: str, memory_bandwidth: float) 
 def _fit_products(machine: Machine, seen: Observations) -> Machine:
     """Fits the rates, tile, depth and latency of kernels to the times of matmuls and of the tiny kernel.
 
-    On a CPU, the cores are the threads of a rank. An accelerator does not report the division of matmuls over cores.
-    The function then also fits the cores, rounds the cores to a whole number, and fits all figures but the cores again.
-    Because of local minima, each fit begins with several tiles.
+    On a CPU, the cores are the threads of a rank. On an accelerator, the function also fits the number of cores, rounds
+    this number, and then fits all other figures again. Each fit begins with several tiles to avoid local minima.
     """
     precisions = list(machine.arithmetic)
     best = [machine.arithmetic[precision].achieved for precision in precisions]
@@ -161,8 +160,8 @@ def _fit_node(machine: Machine, seen: Observations) -> Machine:
     """Fits the bandwidth and latency of the node, and then refines the fit.
 
     The first fit is over all groups on the node. The second fit adds a bandwidth for each size and stride of groups.
-    The last fit adds a pace for each kind of collective that needs a pace. The result has bandwidths only of groups
-    that differ from the node.
+    The last fit adds a pace for each kind of collective that needs a pace. The result omits bandwidths that differ from
+    the node's bandwidth by at most the share `_DIFFERS`.
     """
     inside = [talk for talk in seen.talked if talk.group.nodes(machine.ranks_per_node) == 1]
     if not inside:
@@ -245,11 +244,10 @@ def least_squares(
     high: Sequence[float],
     steps: int = 60,
 ) -> list[float]:
-    """Returns positive numbers between `low` and `high`, near `start`, at a local minimum of the sum of squared
-    residuals.
+    """Searches near `start` for positive numbers between `low` and `high` that minimise the sum of squared residuals.
 
-    The method is Levenberg-Marquardt on the logarithms, with finite differences for derivatives. A number whose
-    bounds are equal stays fixed.
+    The method is Levenberg-Marquardt on the logarithms, with at most `steps` steps and with finite differences for
+    derivatives. A number whose bounds are equal stays fixed.
     """
     lower, upper = np.log(low), np.log(high)
     x = np.clip(np.log(start), lower, upper)

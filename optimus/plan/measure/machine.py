@@ -1,8 +1,7 @@
 """Measures the machine on which the command runs, and writes the machine's file for the planner.
 
-All ranks make the same calls at the same time, like the ranks of a training run on a node (`timing.py`). `fit.py` then fits
-the machine's figures so that the planner's formulas predict the measured times. Under torchrun on several nodes, the ranks
-also measure the links between nodes.
+All ranks measure at the same time (`timing.py`). `fit.py` then fits the machine's figures to the measured times.
+Under torchrun on several nodes, the ranks also measure the links between nodes.
 """
 
 import os
@@ -30,8 +29,7 @@ def run(ranks: int, output: Path, *, name: str | None = None) -> dict[str, Any] 
     rank writes and prints.
 
     Returns the report on the first rank, and None on all other ranks. `name` is the machine's name, by default the
-    file's stem. Before measuring, raises `UserError` for a file that exists or cannot be written, and for the name of a
-    machine that comes with the library. A number of ranks that the machine does not have also raises `UserError`.
+    file's stem. Raises `UserError` as `check_output` and `on_ranks` do.
     """
     name = name or output.stem
     check_output(output, name)
@@ -71,8 +69,8 @@ def measure(ranks: int, name: str = "measured", extent: Extent | None = None) ->
 
 
 def observe(ranks: int, extent: Extent | None = None) -> Observations | None:
-    """Measures the times of operations on `ranks` ranks of each machine. Returns None on all ranks of torchrun but
-    the first."""
+    """Measures the times of operations on `ranks` ranks of each node. Returns None on all ranks of torchrun but the
+    first."""
     return on_ranks(observe_rank, ranks, extent)
 
 
@@ -146,7 +144,8 @@ def _source(seen: Observations, peak: float | None) -> str:
 
 
 def check_output(output: Path, name: str) -> None:
-    """Raises `UserError` if the file is no YAML file, exists or cannot be written, or if `name` is a known machine."""
+    """Raises `UserError` when `output` has no YAML suffix, exists or has no writable folder, or `name` is a known
+    machine."""
     if output.suffix not in (".yaml", ".yml"):
         raise UserError(
             f"--output {output}: end the name in .yaml, so that `--machine` can tell the file from a machine's name"

@@ -1,7 +1,6 @@
 """Runs a function on ranks in fresh processes, or on the ranks of torchrun.
 
-In fresh processes, earlier calls do not affect the function's memory and speed. The processes of
-`optimus.testing.run_ranks` run several functions, so their heaps have grown and their libraries have compiled kernels.
+In fresh processes, earlier calls do not affect the function's memory and speed.
 """
 
 import gc
@@ -84,7 +83,7 @@ def run_fresh(function: Callable[..., T], ranks: int, *args: Any, backend: str =
             exception; the message is the rank's traceback.
     """
     work = functions.dumps((function, args), f"the arguments of {function.__name__}")
-    # A fork server that has imported the function's module starts a fresh process in a tenth of a second.
+    # A fork server that has imported the function's module starts fresh processes faster.
     multiprocessing.set_forkserver_preload([getattr(function, "__module__", "torch")])
     with TemporaryDirectory() as folder:
         multiprocessing.start_processes(_rank, (ranks, folder, work, backend), nprocs=ranks, start_method="forkserver")

@@ -1,7 +1,7 @@
-"""Measures a machine as one rank: times matmuls, memory, attention and collectives while all ranks make the same calls.
+"""Measures a machine as one rank: times matmuls, memory, attention and collectives while the other ranks also measure.
 
 A rank of a real run shares memory, links and, on a CPU, cores with the other ranks. So all ranks begin together and repeat
-the same call for a while; the time ends when the last rank has finished.
+a call for a while; the time ends when the last rank has finished.
 
 Legend: matmuls [M, K] x [K, N].
 """
@@ -45,7 +45,7 @@ _FORMS: tuple[Form, ...] = (
     "TN",
 )  # forms of a layer's three matmuls: forward, gradients of input and weight
 _LONG = 1.0  # seconds above which a clock repeats a window only once
-_COLD = {"cpu": 1 << 25}  # bytes of operands that calls use in turn, more than caches hold
+_COLD = {"cpu": 1 << 25}  # bytes of different operands that calls use in turn
 _COLD_ACCELERATOR = 1 << 28
 _SETS = 64  # maximum number of sets of operands
 _MIDDLE = 512  # rows and columns of a matmul that neither latency nor memory bounds
@@ -61,7 +61,7 @@ class Extent:
     memory: int  # bytes of a tensor in copies and additions
     sizes: Sequence[int] = tuple(4096 * 4**i for i in range(8))  # bytes of collectives: 4 KiB to 64 MiB
     window: float = 0.05  # seconds for which a clock repeats a call
-    rounds: int = 3  # windows per measurement, of which the fastest counts
+    rounds: int = 3  # maximum number of windows per measurement; the fastest window counts
 
     @classmethod
     def for_device(cls, device: str) -> "Extent":
@@ -183,7 +183,7 @@ class Observations:
 
 
 def observe_rank(ranks_per_node: int, extent: Extent | None) -> Observations:
-    """Measures as one rank of a process group, while the other ranks make the same calls. All ranks return the same times.
+    """Measures as one rank of a process group, while the other ranks also measure. All ranks return the same times.
 
     OMP_NUM_THREADS sets the number of threads of a process, as for a training run.
     """
@@ -298,16 +298,15 @@ def _products(clock: Clock, extent: Extent, device: torch.device) -> Iterator[Ma
 
 
 def _precisions(clock: Clock, device: torch.device) -> list[str]:
-    """Returns the precisions to measure: fp32, bf16, and fp16 if fp16 is at least as fast as fp32. A CPU may emulate
-    fp16 at a hundredth of the speed."""
+    """Returns the precisions to measure: fp32, bf16, and fp16 if fp16 is at least as fast as fp32."""
     n, names = 256, ["fp32", "bf16"]
     wide, half = (clock.seconds(_product(n, n, n, _TYPES[name], device)) for name in ("fp32", "fp16"))
     return [*names, "fp16"] if half <= wide else names
 
 
 def _product(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
-    """Returns a call that computes a matmul in each form. Consecutive calls use different operands, unless two
-    pairs of operands exceed `_COLD`."""
+    """Returns a call that computes a matmul in each form. Consecutive calls use different operands, unless two pairs
+    of operands exceed the limit of the device (`_COLD`)."""
     held = _COLD.get(device.type, _COLD_ACCELERATOR)
     number = min(_SETS, max(1, held // ((m * k + k * n) * dtype.itemsize)))
     pairs = [
@@ -419,7 +418,7 @@ def _talked(clock: Clock, extent: Extent, device: torch.device) -> Iterator[Talk
     kinds: list[Talk] = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
     for form, groups_of_form in planned.items():
         group = groups.group_of(groups_of_form.partition)
-        # Groups of two ranks are enough for a shift: larger groups with the same stride have the same links.
+        # Measures shifts in groups of two ranks only.
         for kind in [*kinds, "shift"] if form.size == 2 else kinds:
             for size in extent.sizes:
                 elements = -(-size // (_WORD * form.size)) * form.size
