@@ -192,9 +192,7 @@ def partial_softmax(logits_TV: Tensor, target_T: Tensor, first: int, out_TV: Ten
     row_T1 = row_T.clamp(0, logits_TV.shape[1] - 1)[:, None]
     wide = out_TV.dtype
     p_TV = torch.softmax(logits_TV if logits_TV.dtype == wide else out_TV.copy_(logits_TV), -1, out=out_TV)
-    lse_T = (
-        logits_TV.amax(-1).to(wide) - p_TV.amax(-1).log()
-    )  # both maxima are of the same column
+    lse_T = logits_TV.amax(-1).to(wide) - p_TV.amax(-1).log()  # both maxima are of the same column
     chosen_T = logits_TV.gather(1, row_T1)[:, 0].to(wide).masked_fill(~here_T, 0)
     return PartialSoftmax(p_TV, lse_T, chosen_T, target_T, first)
 

@@ -87,8 +87,7 @@ def step_time(job: Job, work: RankCosts | None = None) -> StepTime:
 
 
 def least_time(job: Job, work: RankCosts | None = None) -> float:
-    """Returns a lower bound of `step_time` in seconds. A bound that ignores the order of the pipeline's passes takes
-    less time to compute."""
+    """Returns a lower bound of `step_time` in seconds. The bound ignores the order of the pipeline's passes."""
     work = work.with_job(job) if work else costs_of(job)
     passes = _passes(work)
     least = _lent(work, passes.times, passes.least)

@@ -17,9 +17,7 @@ class PipelineTimeline(Hook):
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         if trainer.progress.step != trainer.config.observe.timeline:
             return
-        offset = (
-            time.time() - time.perf_counter()
-        )  # nodes agree on the time of day, but not on the performance counter
+        offset = time.time() - time.perf_counter()  # nodes agree on the time of day, but not on the performance counter
         trace = [each._replace(start=each.start + offset, end=each.end + offset) for each in trainer.model.trace]
         pipeline = trainer.groups.along("pp")
         events = [
