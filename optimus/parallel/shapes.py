@@ -5,6 +5,7 @@ routes and counts are real tensors on the CPU. The module simulates only one ran
 same data.
 """
 
+import math
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -194,10 +195,11 @@ class Shapes(TorchDispatchMode):
 
     def _drawn(self, columns: int, shape: tuple[int, ...]) -> Tensor:
         """Returns distinct columns, drawn at random, for each row of `shape`."""
-        rows = -(-shape[0] // self._repeats)
+        tokens = math.prod(shape[:-1])
+        rows = -(-tokens // self._repeats)
         load = self._load if self._busy < columns else 1.0
         drawn = _drawn(rows, columns, shape[-1], load, self._busy if load != 1 else columns)
-        return drawn.repeat(self._repeats, 1)[: shape[0]].contiguous()
+        return drawn.repeat(self._repeats, 1)[:tokens].contiguous().view(shape)
 
 
 @lru_cache(maxsize=64)
@@ -240,8 +242,18 @@ def _tensors(value: Any) -> Any:
 @lru_cache(maxsize=1 << 14)
 def _outcome(function: Any, args: Any, kwargs: Any) -> Any:
     """Returns the specifications of the results of `function`."""
+    if function is torch.ops.aten._grouped_mm.default:
+        return _grouped(*args)
     named = {key: _META if key == "device" else _tensors(value) for key, value in kwargs}
     return _specification(function(*_tensors(args), **named))
+
+
+def _grouped(a: _Specification, b: _Specification, ends: _Specification | None = None, *rest: Any) -> _Specification:
+    """Returns the result of a grouped matmul, which torch computes on the meta device only for aligned bf16."""
+    shape = a.shape[:-1] + b.shape[-1:]
+    if len(a.shape) == len(b.shape) == 2 and ends is not None:
+        shape = (*ends.shape, *shape)
+    return _Specification(shape, torch.empty(shape, device=_META).stride(), a.dtype)
 
 
 @cache
