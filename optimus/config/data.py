@@ -42,13 +42,12 @@ class SourceConfig(Section):
 
     @property
     def folder(self) -> str:
-        """The real path of the folder, which is the same for relative paths, links and trailing slashes; for a URL, the
-        URL."""
+        """The real path of the folder, or the URL without trailing slashes."""
         return self.path.rstrip("/") if "://" in self.path else os.path.realpath(self.path)
 
     @property
     def share(self) -> float | None:
-        """The weight; None if tokens or epochs give the amount."""
+        """The weight, by default 1; None if tokens or epochs give the amount."""
         return None if self.tokens or self.epochs else 1.0 if self.weight is None else self.weight
 
 

@@ -8,13 +8,13 @@ from optimus.section import Section
 
 
 class PruningConfig(Section):
-    """Pruning of parameters during the run. Only unpruned parameters have gradients and optimizer state, and take part
+    """Pruning of parameters during the run. Pruned elements have no gradients and no optimizer state, and take no part
     in collectives (SAMO)."""
 
     sparsity: float = Field(gt=0, lt=1, description="Final sparsity: fraction of the targets that is pruned.")
     at: list[int] = Field(min_length=1)
     """Step after which pruning takes place (0: before the first step), or several steps for iterative pruning. With
-    early-bird: the step of the first mask, with which later masks are compared."""
+    early-bird: the step of the first mask."""
     method: Literal["magnitude", "random", "early-bird"] = "magnitude"
     """Choice of the pruned weights. magnitude: the smallest; random: any, by the seed; early-bird: the smallest, once the
     masks hardly change any more (early-bird tickets)."""

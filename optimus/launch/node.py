@@ -33,7 +33,8 @@ from optimus.resilience.policy import Do, decide
 
 @dataclass(frozen=True)
 class NodeJob:
-    """The settings that all nodes of a launch share. Raises `UserError` for too few nodes, ranks or spares."""
+    """The settings that all nodes of a launch share. Raises `UserError` for fewer than 1 node, 1 rank per node or 0
+    spares."""
 
     config: str | Path
     overrides: Sequence[str] = ()
