@@ -1,4 +1,5 @@
-"""The functions of the shell commands, and classes for code that calls them. Most names are imported on first use."""
+"""The functions of the shell commands, and classes for code that calls them. The module imports most names on first
+use."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

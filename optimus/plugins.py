@@ -81,7 +81,7 @@ class Table(Mapping[str, R]):
         return len(self._find()) + len(self._added)
 
     def named(self, name: str) -> R:
-        """Returns the row `name`. Raises `UserError` with the nearest name if there is no such row."""
+        """Returns the row `name`. Raises `UserError`, which suggests a valid name, if there is no such row."""
         if name not in self:
             raise UserError(f"{self.what} '{name}' does not exist; {nearest(name, self)}")
         return self[name]

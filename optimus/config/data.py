@@ -60,7 +60,7 @@ class DataConfig(Section):
     sources: list[SourceConfig] = Field([], description="Sources to mix.")
     dataset: str | None = None
     """A dataset in place of a prepared folder, as package.module.name: a map-style dataset, a resumable iterator, or a
-    function that returns such a dataset. argument: the argument `data` of `optimus.train`."""
+    function that returns such a dataset. The value argument stands for the argument `data` of `optimus.train`."""
     tokenizer: str | None = None
     """The tokenizer of dataset: a tokenizer.json, or a folder that contains one."""
     documents: Literal["ignore", "mask"] = "ignore"

@@ -102,8 +102,8 @@ def validated(
 
 
 def check_value(key: str, value: Any, where: str) -> None:
-    """Raises `UserError` for a `value`, read at `where`, that is invalid for `key`, a `section.field` of the tree or of
-    a phase."""
+    """Raises `UserError` if `value`, which was read at `where`, is invalid for `key`. The key is a `section.field` of
+    the tree or of a phase."""
     section, name = key.split(".")[-2:]
     kind: Any = RunConfig.model_fields[section].annotation
     field = kind.model_fields[name]
@@ -367,7 +367,7 @@ _ARCHITECTURES: TypeAdapter[Architecture] = TypeAdapter(Architecture)
 
 
 def model_config_from(mapping: Mapping[str, Any], where: str, names: Mapping[str, str] = {}) -> ModelConfig:
-    """Validates a `ModelConfig` from a mapping read at `where`, whose fields have the given `names` there.
+    """Validates a `ModelConfig` from a mapping that was read at `where`. `names` maps fields to their names at `where`.
 
     Raises `UserError` for wrong keys, like `validated`.
     """

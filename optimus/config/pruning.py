@@ -27,8 +27,8 @@ class PruningConfig(Section):
     targets: list[str] | None = None
     """Roles (matrix, expert) or shell patterns of names, as in optimizer.groups. Default: all matrices and experts."""
     rewind: int | None = Field(None, ge=0)
-    """Step to whose weights pruning rewinds the unpruned parameters, with fresh optimizer state: 0, the initial weights, or
-    a step whose weights are kept (checkpoint.weights_every). Default: no rewinding."""
+    """Step to whose weights pruning resets the unpruned parameters, with fresh optimizer state: 0, the initial weights,
+    or a step whose weights the run keeps (checkpoint.weights_every). Default: no rewinding."""
     every: int = Field(25, gt=0, description="With early-bird: steps between the masks that are compared.")
     distance: float = Field(0.1, gt=0, lt=1)
     """With early-bird: prune once the last five distances between masks, as shares of the remaining weights, are below this

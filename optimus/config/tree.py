@@ -1,4 +1,4 @@
-"""The typed configuration tree of a run. Defaults are the recipe of the Optimus paper (section 2.1).
+"""The typed configuration tree of a run. The defaults of training follow the recipe of the Optimus paper (section 2.1).
 
 Each option has a description in its `Field` or, if the description is longer, below the field; `docs/generate.py`
 writes the descriptions to `docs/config.md`. Validators refuse combinations that cannot work and name the fields.
@@ -335,9 +335,9 @@ class TrainConfig(Section):
     Frozen parameters have no gradients and no optimizer state, are written once per run, and keep their initial values,
     rounded to the type of the computation."""
     lora_rank: int | None = Field(None, gt=0)
-    """Rank of low-rank factors (LoRA) that are trained in addition to the frozen projections. The model computes with W + B
-    A where W is not zero, so that pruned weights stay pruned. Programs that load a checkpoint get the sum; a run that
-    resumes gets the factors."""
+    """Rank of low-rank factors (LoRA) for the projections that train.freeze matches. The run trains the factors in
+    place of the projections. The model computes with W + B A where W is not zero, so that pruned weights stay pruned.
+    Programs that load a checkpoint get the sum; a run that resumes gets the factors."""
     loss: LossConfig = Field(default_factory=LossConfig, description="Loss of predicted tokens, or its name.")
     teacher: TeacherConfig | None = None
     """Teacher checkpoint, or several as an ensemble, whose probabilities the model also learns (distillation). Ranks with
@@ -584,7 +584,7 @@ class ObserveConfig(Section):
     wandb_tags: list[str] = Field([], description="Tags of the run in Weights & Biases.")
     profile_step: int | None = Field(None, gt=0)
     """Profile this step: trace.json.gz contains the operations of the ranks, for Perfetto, and trace-rank-N.json the
-    operations of rank N. Units, pipeline actions and collectives have names."""
+    operations of rank N. Pipeline actions and collectives have names."""
     timeline: int | None = Field(None, gt=0)
     """Write the pipeline's timeline of this step to timeline.json, for `optimus schedule --measured`."""
 
