@@ -2,10 +2,10 @@
 
 This package exports shell commands as functions: `sample_text`, `prepare`, `train`, `evaluate`, `generate`, `export`,
 `import_folder`, `merge`, `models`. `load_model` returns a checkpoint's model. `optimus.api` exports the functions of
-more commands, among them `report`, `config` and `plan`, whose names belong to subpackages here. `register_experts` and
-`FastSparseMoEBlock` put the expert kernels into models of `transformers`. `Hook` is the base class for your own code
-around the steps of a run (docs/hooks.md). Errors that the user can fix are `UserError`s. `help(optimus.train)`
-describes a function in detail. The package imports each exported name on first use, so that `import optimus` is fast.
+more commands, such as `report`, `config` and `plan`. `register_experts` and `FastSparseMoEBlock` put the expert kernels
+into models of `transformers`. `Hook` is the base class for your own code around the steps of a run (docs/hooks.md). A
+`UserError` is an error that the user can fix. The package imports each exported name on first use, so that `import
+optimus` is fast.
 
 Example:
     import optimus

@@ -1,5 +1,5 @@
-"""The functions behind shell commands, including some that the package itself does not export. The module imports the
-functions of other modules on first use."""
+"""The functions of the shell commands, and classes for code that calls them. The module imports most names on first
+use."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -106,7 +106,8 @@ __getattr__, __dir__ = lazy_exports(
 def config(source: "str | Path | Mapping[str, Any] | RunConfig", overrides: Iterable[str] = ()) -> "RunConfig":
     """Returns the configuration of a YAML file, a mapping or a `RunConfig`, with its includes, preset and defaults.
 
-    `overrides` are strings of the form `key.path=value`. Raises `UserError`, which names each wrong key by its path.
+    `overrides` are strings of the form `key.path=value`. Raises `UserError` for a file that cannot be read, and for an
+    invalid configuration.
 
     Example:
         api.config("first.yaml", ["train.steps=500"]).lr_schedule.lr
@@ -134,25 +135,24 @@ def train(
     `ranks` is the number of ranks on this machine (default: the minimum number that `parallel` allows; "auto": one for
     each accelerator, or the minimum on CPUs). If torchrun, `srun` or `mpiexec` has started several tasks, this process
     is one of the ranks, and the launcher sets the number of ranks. `resume` continues from the newest checkpoint in
-    `train.output`. "auto" resumes only if the folder may hold a run or `checkpoint.copy_to` is set. With
-    `fresh_optimizer`, the run resumes from the weights of the checkpoint alone, as after a rollback. `check` validates
-    the configuration, the machine and the data, including every checksum, and trains nothing. `hooks` are subclasses of
-    `optimus.Hook` or instances of such subclasses; the run also calls the hooks named in `train.hooks`.
+    `train.output`. "auto" resumes only if the folder has metrics or checkpoints, or if `checkpoint.copy_to` is set.
+    With `fresh_optimizer`, the run resumes from the weights of the checkpoint alone. `check` validates the
+    configuration, the machine and the data, and trains nothing. `hooks` are subclasses of `optimus.Hook` or instances
+    of such subclasses; the run also calls the hooks named in `train.hooks`.
 
-    `optimizer` is an `optimus.extend.UpdateRule`, as a class or an instance, in place of `optimizer.name`; an instance
-    has its own hyperparameters, also in place of `optimizer.weight_decay`. `data` is a dataset in place of `data.path`,
-    and `data.tokenizer` names its tokenizer. The items of a dataset are mappings with `input_ids`, and optionally
-    `labels` (-100: not predicted), `document_ids` and `attention_mask`. The run shuffles a map-style dataset (with
-    `__len__` and `__getitem__`). An iterable with `state_dict` and `load_state_dict` is one stream for all ranks, in
-    its own order; a resumed run continues the stream. For ranks in other processes, the function pickles hooks, rule
-    and dataset.
+    `optimizer` is an `optimus.extend.UpdateRule` in place of `optimizer.name`, as a class or an instance. The weight
+    decay of an instance replaces `optimizer.weight_decay`. `data` is a dataset in place of `data.path`; the key
+    `data.tokenizer` names the tokenizer of the dataset. The items of a dataset are mappings with `input_ids`, and
+    optionally `labels` (-100: not predicted), `document_ids` and `attention_mask`. The run shuffles a map-style dataset
+    (with `__len__` and `__getitem__`). An iterable with `state_dict` and `load_state_dict` is one stream for all ranks,
+    in its own order; a resumed run continues the stream. For ranks in other processes, `train` pickles the hooks, the
+    update rule and the dataset.
 
-    Raises `UserError` for anything that the user can fix, where possible before starting a process. The error
-    is a `LeaseError` when another run holds the folder. When another rank is lost under a launcher, the error is a
-    `CollectiveError`. After a `CollectiveError`, this process cannot train again, and it ends with exit code 75 without
-    waiting for other ranks. The process ignores SIGTERM until its end, so that the launcher does not cut the message short.
+    Raises `UserError` for an error that the user can fix, such as a `LeaseError` when another run holds the folder.
+    Under a launcher, a lost rank leads to a `CollectiveError` on other ranks. A process that has raised a
+    `CollectiveError` cannot train again.
 
-    Ranks that this function starts do not import the calling script, so the script needs no `__main__` guard.
+    Ranks that `train` starts do not import the calling script, so the script needs no `__main__` guard.
 
     Example:
         optimus.train("first.yaml", ["train.steps=500"], ranks=2)

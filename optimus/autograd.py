@@ -16,9 +16,7 @@ def once_differentiable(backward: Callable[..., R]) -> Callable[..., R]:
     """Makes the function `backward` raise `UserError` when autograd calls it with `create_graph`, as for a second
     derivative.
 
-    torch's decorator of the same name raises only when the second derivative is computed. If the incoming gradient is a
-    constant, as for a loss, torch's decorator raises no error, and the second derivative lacks the terms from the saved
-    tensors.
+    torch's decorator of the same name raises no error if the incoming gradient is a constant, as for a loss.
     """
 
     @wraps(backward)

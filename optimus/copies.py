@@ -1,7 +1,7 @@
 """Copies of folders at URLs that fsspec writes, such as s3://, gs:// and file://.
 
 Every operation has at most `ATTEMPTS` attempts. An attempt to write a file to the URL reads the copy back and compares
-the copy with the file. An attempt that takes too long counts as failed, because a server may never answer.
+the copy with the file. An attempt that takes too long counts as failed.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ SLOWEST = 1e6  # bytes per second
 _PIECE = 8 << 20
 LARGEST = 256 << 20  # maximum bytes of a copied file that is directly in a run folder
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
-_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "hf": "hf"}  # extras by protocol; all others: remote
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "hf": "hf"}  # extra by protocol; others: remote
 
 
 def is_url(path: str | Path) -> bool:
@@ -36,7 +36,7 @@ def is_url(path: str | Path) -> bool:
 
 
 def url_text(path: str | Path) -> str:
-    """Returns a URL without a slash at its end, and with the two slashes after the protocol that `Path` merges."""
+    """Returns a URL without slashes at its end and with two slashes after its protocol."""
     text = str(path).rstrip("/")
     protocol, _, rest = text.partition(":")
     if not is_url(text) or rest.startswith("//"):
@@ -125,7 +125,8 @@ class RemoteCopies:
         self._attempted(f"write {self.url}/{name}", write, len(content))
 
     def put_folder(self, folder: Path, name: str, last: str) -> None:
-        """Copies all files of a folder, of which `last` comes last: a copy without this file is not complete."""
+        """Copies all files of `folder` to the folder `name` at the URL. Copies `last` at the end, so that its presence
+        marks a complete copy."""
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         for file in sorted(files, key=lambda path: path == folder / last):
             self.put(file, f"{name}/{file.relative_to(folder).as_posix()}" if name else file.name)
@@ -226,9 +227,9 @@ def copied(url: str | Path, last: str, write: Callable[[Path], T], *, again: boo
     """Lets `write` create a local folder, copies the folder to a URL, and removes the local folder. Returns the result
     of `write`.
 
-    Copies the file `last` last. If the URL already has a file of this name, raises `UserError` or, with `again`, returns
-    what `write` returns for a folder with only this file. After an interrupted call, a call with the same URL passes the
-    same local folder to `write`.
+    Copies the file `last` last. If the URL already has a file of this name, raises `UserError`. With `again`, returns
+    instead the result of `write` for a folder with only this file. After an interrupted call, a call with the same URL
+    passes the same local folder to `write`.
     """
     copies = RemoteCopies(url)
     if last in copies.names():
@@ -255,7 +256,8 @@ def _written_again(copies: RemoteCopies, last: str, write: Callable[[Path], T]) 
 
 
 def _limited(work: Callable[[], T], seconds: float) -> tuple[bool, Any]:
-    """Runs `work` in a thread for at most `seconds`. Returns (True, the result or exception), or (False, None)."""
+    """Runs `work` in a thread, and waits for at most `seconds`. Returns (True, the result or exception), or (False,
+    None)."""
     results: list[Any] = []
 
     def run() -> None:

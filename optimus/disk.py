@@ -1,4 +1,4 @@
-"""Support for paths written by users, atomic file replacement, syncing to disk, JSON, and paths of plots."""
+"""Checks paths from users, replaces files atomically, syncs files to disk, and reads and writes JSON."""
 
 import json
 import os
@@ -22,9 +22,9 @@ _VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})", re.ASCII)
 def user_path(path: str | Path) -> Path:
     """Returns the `path` of a user, with `~`, `~name`, `$NAME` and `${NAME}` expanded as in a shell.
 
-    Use this function for every path that comes from a user, because a shell does not expand `--output=~/run` or paths
-    in a file. An unset variable or unknown user stays unexpanded if a file with the resulting path exists; otherwise
-    the function raises `UserError`. Raises `UserError` also for a URL, and for names that no file can have.
+    Use this function for every path that comes from a user. An unset variable or unknown user stays unexpanded if a
+    file with the resulting path exists; otherwise the function raises `UserError`. Raises `UserError` also for a URL,
+    and for names that no file can have.
     """
     if is_url(path):
         raise UserError(
@@ -100,8 +100,8 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replaces the content of the file at `path` atomically with `text`; returns once the file is synced to disk. The
-    file mode stays."""
+    """Replaces the content of the file at `path` atomically with `text`; returns once the file is synced to disk. Keeps
+    the mode of an existing file."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("w", encoding="utf-8", newline="") as file:

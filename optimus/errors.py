@@ -1,9 +1,8 @@
 """The exception for errors that a user can fix.
 
-The library raises `UserError` when the configuration, a file, a checkpoint or the machine is at fault. The text of the
-error is a single message, which should name the object, the location and the remedy. The command line prints the
-message without a traceback and exits with the error's `code`. A message names arguments of a function in backticks and
-as in a call, such as `context` or `resume=True`. The command line replaces these arguments by its options.
+The text of a `UserError` is a single message, which should name the object, the location and the remedy. The command
+line prints the message without a traceback and exits with the error's `code`. A message names arguments of a function
+in backticks, such as `context` or `resume=True`; the command line replaces these arguments by its options.
 """
 
 import difflib
@@ -27,8 +26,7 @@ def nearest(name: str, valid: Iterable[str]) -> str:
 
 
 def how_to_install(extra: str) -> str:
-    """Returns the command that installs an optional extra. The command depends on the installation: in the environment of a
-    checkout, from a checkout in another environment, or as a package."""
+    """Returns the command that installs an optional extra, for a checkout or for an installed package."""
     checkout = Path(__file__).resolve().parents[1]
     if not (checkout / "pyproject.toml").is_file():
         return f"pip install 'optimus-pretrain[{extra}]'"

@@ -1,4 +1,4 @@
-"""The names that plugins use: the classes of the rows of all tables, types that the rows use, and helpers.
+"""The names that plugins use: the classes of rows, types that the rows use, and helpers.
 
 A plugin is a module with a list `ROWS` of such rows; see docs/plugins.md. This module imports each name on first use.
 """

@@ -3,7 +3,7 @@ module.
 
 `cloudpickle` pickles definitions in `__main__`, and definitions without a module, by value. This module also pickles
 the definitions of a module by value if another process would not find the module by its name, or would find another
-file. pytest's importlib mode creates such modules.
+file.
 """
 
 import io

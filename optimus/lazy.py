@@ -7,8 +7,7 @@ from typing import Any
 
 
 def lazy_exports(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Returns the functions `__getattr__` and `__dir__` of `package`; with `__dir__`, `help` and completion show the public
-    names.
+    """Returns the functions `__getattr__` and `__dir__` of `package`, which import and list its public names.
 
     `homes` maps each public name to its origin: `module`, or `module:name` if the name differs in the module.
     """

@@ -1,8 +1,8 @@
 """Measurements on this machine, which a file saves for later runs, and choices between alternatives.
 
-Other programs disturb measurements: an operation of two milliseconds may take five. `in_turn` therefore times the
-compared alternatives in turn, so that a lasting disturbance affects all alternatives. An alternative replaces the
-default only if its median time is clearly below the default's best time.
+Other programs disturb measurements. `in_turn` therefore times the compared alternatives in turn, so that a lasting
+disturbance affects all alternatives. An alternative replaces the default only if its median time is clearly below the
+default's best time.
 """
 
 import bisect
@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from optimus.disk import parse_json, write_json
 
-GAIN = 0.9  # an alternative must take less than this share of the default's best time, so that noise does not choose it
+GAIN = 0.9  # an alternative's median time must be less than this share of the default's best time
 _ROUNDS, _MOST_ROUNDS = 5, 15
 _ALIKE = 1.05  # maximum ratio of the third best time to the best on a machine without disturbance
-_BITS = 5  # significant bits of free memory: the steps are a sixteenth to a thirty-second of the value
+_BITS = 5  # significant bits of free memory
 Name = TypeVar("Name", bound=str)
 
 
@@ -70,8 +70,7 @@ def clear_choice(default: Name, timings: Mapping[Name, Timing]) -> Name:
 def coarse(free: int, before: int = 0) -> int:
     """Returns the number of `free` bytes, rounded down to a multiple of a step that grows with the number.
 
-    Returns the previous value `before` while at least `before` bytes are free, but less than two steps more, so that small
-    changes do not change the result.
+    Returns the previous value `before` if `free` is at least `before`, and less than two steps above `before`.
     """
     if 0 < before <= free < before + 2 * _step(before):
         return before
@@ -83,7 +82,7 @@ def _step(size: int) -> int:
 
 
 class Measurements:
-    """The measurements of one chip, saved in a file; without a file, `add` saves nothing.
+    """The measurements of one chip, saved in a file if `path` is given.
 
     Any number of processes may use the file at once: `add` replaces the file atomically and keeps an existing entry
     with the same alternatives. If the file cannot be read or written, a line in `notes` says so, and this run or the

@@ -1,12 +1,9 @@
 """The library's tables of techniques, and the plugins that add rows to these tables.
 
-A `Table` maps names to rows: update rules, learning-rate schedules, pipeline schedules, families and so on. A plugin is
-a Python module with a list `ROWS`. Each entry is a row of a table, of the same class as the library's own rows.
-`load_plugins` imports plugins and adds their rows; afterwards, the library does not distinguish these rows from its
-own.
+A `Table` maps names to rows, such as update rules or model families. A plugin is a Python module with a list `ROWS` of
+rows, of the same classes as the library's own rows. `load_plugins` imports plugins and adds their rows to the tables.
 
-Only names in a configuration, an option or an argument lead to imports of plugins. A checkpoint or a folder of data
-names its plugins, but reading the checkpoint or the data imports no plugin.
+A checkpoint or a folder of data names its plugins, but reading the checkpoint or the data imports no plugin.
 """
 
 import hashlib
@@ -84,7 +81,7 @@ class Table(Mapping[str, R]):
         return len(self._find()) + len(self._added)
 
     def named(self, name: str) -> R:
-        """Returns the row `name`. Raises `UserError` with the nearest name if there is no such row."""
+        """Returns the row `name`. Raises `UserError`, which suggests a valid name, if there is no such row."""
         if name not in self:
             raise UserError(f"{self.what} '{name}' does not exist; {nearest(name, self)}")
         return self[name]
@@ -99,10 +96,7 @@ _TABLES: list[Table[Any]] = []
 
 @dataclass(frozen=True, eq=False)
 class NameIn:
-    """Restricts a text of the configuration to the names of a table, as `Literal` does for fixed names.
-
-    `object_of` names the argument of `optimus.train` whose object has a name with a dot.
-    """
+    """Restricts a string of the configuration to the names of a table, as `Literal` does for fixed names."""
 
     table: Mapping[str, Any]
     object_of: str | None = None
@@ -149,7 +143,7 @@ def load_plugins(names: Sequence[str] | None, where: str = "plugins") -> list[Pl
     installed. `where` is the origin of the names, for messages.
 
     Raises `UserError` for a plugin that cannot be imported, that has no valid `ROWS`, or whose row has the name of
-    another row.
+    another row in the same table.
     """
     names = () if names is None else names
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):

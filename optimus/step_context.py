@@ -1,8 +1,8 @@
 """The context of one model's current step: the backward pass, deferred weight gradients, cached collectives, the forms (NN,
 NT, TN) of matmuls, and the routers' choices of experts.
 
-Each model has one context object, which `parallelize` gives to the model's modules. The fields of the context change
-only within `with` blocks. The context is not thread-local, because autograd has its own threads on an accelerator.
+Each model has one context object, which `parallelize` gives to the model's modules. The context is not thread-local,
+because autograd has its own threads on an accelerator.
 """
 
 from collections import deque
@@ -98,8 +98,8 @@ class StepContext:
         return self._having("choices", dict[Any, Tensor]())
 
     def chose(self, router: Any, counts_E: Tensor) -> None:
-        """Adds the number of times that `router` has chosen each expert. A recomputed pass counts twice in every
-        microbatch, so that the shares stay correct."""
+        """Adds the number of times that `router` has chosen each expert. A recomputed pass counts twice, which leaves
+        the experts' shares unchanged."""
         if self.choices is not None and torch.is_grad_enabled():
             before_E = self.choices.get(router)
             self.choices[router] = counts_E if before_E is None else before_E + counts_E
@@ -116,7 +116,7 @@ class StepContext:
 
 def _without_history(value: Any) -> Any:
     """Returns a result with its tensors detached from autograd's graph. The detached tensors share the memory of the
-    originals. Autograd attaches its graph to the original tensors, which are outputs of a forward pass."""
+    originals."""
     if isinstance(value, Tensor):
         return value.detach()
     return tuple(map(_without_history, value)) if isinstance(value, tuple) else value

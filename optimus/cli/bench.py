@@ -1,8 +1,4 @@
-"""The commands `optimus bench ...`. This module has the command that measures the machine, and a source checkout adds
-benchmarks.
-
-Each command is a thin wrapper of a function elsewhere; heavy imports wait until a command runs.
-"""
+"""The commands `optimus bench ...`: the command that measures the machine, and the benchmarks of a source checkout."""
 
 import inspect
 import json
@@ -83,8 +79,7 @@ Report = dict[str, Any] | None  # None on all ranks except the first
 
 
 def _in_a_folder(path: Path | None) -> Path | None:
-    """Returns the path of the report. Raises `UserError` if the path's folder is missing, before a command spends
-    minutes on a report that the command cannot write."""
+    """Returns the path of the report. Raises `UserError` if the path's folder is missing."""
     path = None if path is None else user_path(path)
     if path is not None and not path.absolute().parent.is_dir():
         raise UserError(f"--output {path}: the folder {path.absolute().parent} does not exist: create it first")

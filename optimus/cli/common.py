@@ -1,5 +1,4 @@
-"""Options and helpers that the commands share. Each command is a thin wrapper of a function of another package; heavy
-imports wait until the command runs."""
+"""Options and helpers that the commands share. Heavy imports wait until a command runs."""
 
 import json
 import re

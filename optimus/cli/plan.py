@@ -112,7 +112,7 @@ def plan(
         plot = check_plot(plot)
     import torch
 
-    torch.set_num_threads(1)  # the planner computes only shapes, for which more threads would only wait for each other
+    torch.set_num_threads(1)  # the planner computes only shapes, for which one thread is fastest
     question: dict[str, Any] = {
         "machine": machine,
         "ranks": ranks,

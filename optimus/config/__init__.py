@@ -1,7 +1,6 @@
-"""The configuration of a run, a typed tree in which unknown keys are errors. The configuration that a run saves can start
-the same run again.
+"""The configuration of a run, a typed tree in which unknown keys are errors.
 
-The package imports the tree on first use, because reports of finished runs do not need it.
+The package imports the tree on first use.
 """
 
 from typing import TYPE_CHECKING

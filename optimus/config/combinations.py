@@ -1,4 +1,4 @@
-"""Checks of sections against each other; impossible combinations raise `ValueError`s that name the fields."""
+"""Checks sections against each other. An impossible combination raises a `ValueError` that names the fields."""
 
 from optimus.config.phases import phases_of
 from optimus.config.tree import RunConfig
@@ -6,8 +6,8 @@ from optimus.optim.losses import CROSS_ENTROPY
 
 
 def check_combinations(config: RunConfig) -> None:
-    """Raises `ValueError` for sections that contradict each other in the run or in a phase. The message gives the
-    number of such a phase."""
+    """Raises `ValueError` for sections that contradict each other in the run or in a phase. The message of an error in
+    a phase gives the phase's number."""
     _check_sections(config)
     if config.phases:
         check_phases(config)
@@ -54,7 +54,7 @@ def _check_multiple(name: str, size: int, axis: str, parts: int, cure: str | Non
 
 
 def _check_limits(config: RunConfig) -> None:
-    """Raises `ValueError` for an option that the model cannot have."""
+    """Raises `ValueError` for an option that the model does not support."""
     limits = config.model.limits
     parallel, documents = config.parallel, config.data.documents
     outputs, inputs = parallel.grid
@@ -158,8 +158,8 @@ def _check_recomputation(config: RunConfig) -> None:
 
 
 def _check_experts(config: RunConfig) -> None:
-    """Raises `ValueError` when the experts cannot be divided as configured, or when `moe.drop_duplicates` is false
-    without the layout that it needs."""
+    """Raises `ValueError` when the experts cannot be divided as configured, or when the layout excludes
+    `moe.drop_duplicates: false`."""
     model, parallel = config.model, config.parallel
     if model.experts is None:
         for name in ("expert", "expert_tensor"):
@@ -237,8 +237,8 @@ def _check_pipeline(config: RunConfig) -> None:
 
 
 def _check_shapes(config: RunConfig) -> None:
-    """Raises `ValueError` when heads, widths, vocabulary or sequences cannot be divided as configured, or when
-    sequences are longer than the learned positions."""
+    """Raises `ValueError` when heads, widths, vocabulary, sequences or microbatches cannot be divided as configured, or
+    when sequences are longer than the learned positions."""
     model, parallel = config.model, config.parallel
     outputs, inputs = parallel.grid
     for name, size, side in model.sharded_sizes():

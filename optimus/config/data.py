@@ -42,13 +42,12 @@ class SourceConfig(Section):
 
     @property
     def folder(self) -> str:
-        """The real path of the folder, which is the same for relative paths, links and trailing slashes; for a URL, the
-        URL."""
+        """The real path of the folder, or the URL without trailing slashes."""
         return self.path.rstrip("/") if "://" in self.path else os.path.realpath(self.path)
 
     @property
     def share(self) -> float | None:
-        """The weight; None if tokens or epochs give the amount."""
+        """The weight, by default 1; None if tokens or epochs give the amount."""
         return None if self.tokens or self.epochs else 1.0 if self.weight is None else self.weight
 
 
@@ -61,7 +60,7 @@ class DataConfig(Section):
     sources: list[SourceConfig] = Field([], description="Sources to mix.")
     dataset: str | None = None
     """A dataset in place of a prepared folder, as package.module.name: a map-style dataset, a resumable iterator, or a
-    function that returns such a dataset. argument: the argument `data` of `optimus.train`."""
+    function that returns such a dataset. The value argument stands for the argument `data` of `optimus.train`."""
     tokenizer: str | None = None
     """The tokenizer of dataset: a tokenizer.json, or a folder that contains one."""
     documents: Literal["ignore", "mask"] = "ignore"

@@ -15,7 +15,8 @@ def flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def differing(trees: Sequence[Mapping[str, Any]], missing: Any = "-") -> dict[str, list[Any]]:
-    """Returns the keys whose values differ between the trees, each with its value in every tree. True is not 1."""
+    """Returns the keys whose values differ between the trees, each with its value in every tree (`missing` if a tree
+    lacks the key). True differs from 1."""
     flattened = [dict(flat(tree)) for tree in trees]
     keys = dict.fromkeys(key for each in flattened for key in each)
     rows = {key: [each.get(key, missing) for each in flattened] for key in keys}

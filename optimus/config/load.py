@@ -30,7 +30,8 @@ from optimus.plugins import load_plugins, naming_missing_plugins
 class ModelFolderReader(typing.Protocol):
     """Reads the configuration sections for a model folder of `transformers`.
 
-    With `own_modules`, the model runs with its own modules, and `path` may also be a config.json or the name of a preset.
+    With `own_modules`, the run uses the modules of `transformers` for the model, and `path` may also be a config.json
+    or the name of a preset.
     """
 
     def __call__(self, path: Path, *, own_modules: bool = False) -> dict[str, Any]: ...
@@ -48,14 +49,12 @@ def load_config(
 ) -> RunConfig:
     """Reads and validates a run's configuration.
 
-    `source` is a YAML file, a mapping, or a tree; a tree without overrides gives an equal tree. `overrides` are
-    strings `key.path=value` with YAML values. If `model` names a Hugging Face folder, `read_model_folder` (of
-    `optimus.hub`) converts the folder to sections of the tree.
+    `source` is a YAML file, a mapping, or a tree. `overrides` are strings `key.path=value` with YAML values. If `model`
+    names a Hugging Face folder, `read_model_folder` (of `optimus.hub`) converts the folder to sections of the tree.
 
-    Loads the plugins that the configuration names, unless `of_run` is True, as for the file of a finished run: reading
-    a run must not run code.
+    Loads the plugins that the configuration names. With `of_run`, for the file of a run, loads no plugins.
 
-    Raises `UserError`, which names each wrong key by its path.
+    Raises `UserError` for a file that cannot be read, and for an invalid configuration.
     """
     if isinstance(source, RunConfig):
         raw, where = source.model_dump(exclude_unset=True), "config"
@@ -103,8 +102,8 @@ def validated(
 
 
 def check_value(key: str, value: Any, where: str) -> None:
-    """Raises `UserError` for a `value`, read at `where`, that is invalid for `key`, a `section.field` of the tree or of
-    a phase."""
+    """Raises `UserError` if `value`, which was read at `where`, is invalid for `key`. The key is a `section.field` of
+    the tree or of a phase."""
     section, name = key.split(".")[-2:]
     kind: Any = RunConfig.model_fields[section].annotation
     field = kind.model_fields[name]
@@ -171,8 +170,8 @@ def _read_including(
 ) -> dict[str, Any]:
     """Reads a run's file on top of the files that its key `include` names.
 
-    `include` is a name or a list of names, relative to this file; later files take precedence. If this file has keys of the
-    model, expands a preset that another of the files names. The result has the plugins of all files.
+    `include` is a name or a list of names, relative to this file; later files take precedence. If this file has keys of
+    the model, the function expands a preset that an included file names. The result has the plugins of all files.
     """
     raw = _read_yaml(path, RunConfig)
     written = path.resolve()
@@ -309,8 +308,8 @@ def _must_be(problem: Any) -> str:
 
 
 def _suggest(section: list[str], key: str, root: type[BaseModel]) -> str:
-    """Suggests the key's new name, the same key in another section, the key for another trainer's name, or the nearest
-    key of this section."""
+    """Suggests the key's new name, the same key in another section, the key that another trainer's name stands for, or
+    the nearest key of this section."""
     path = ".".join([*(section[2:] if section[:1] == ["phases"] else section), key])  # phases contain sections
     if (now := MOVED.get(path, new_name(path))) != path:
         return f"use {now}"
@@ -368,7 +367,7 @@ _ARCHITECTURES: TypeAdapter[Architecture] = TypeAdapter(Architecture)
 
 
 def model_config_from(mapping: Mapping[str, Any], where: str, names: Mapping[str, str] = {}) -> ModelConfig:
-    """Validates a `ModelConfig` from a mapping read at `where`, whose fields have the given `names` there.
+    """Validates a `ModelConfig` from a mapping that was read at `where`. `names` maps fields to their names at `where`.
 
     Raises `UserError` for wrong keys, like `validated`.
     """

@@ -29,8 +29,8 @@ def migrate(config: str | Path) -> list[RenamedKey]:
     Returns the renamed keys and values in the order of the file. Comments, order and layout stay. Migrate included
     files separately.
 
-    Raises `UserError`, without changing the file, if the file cannot be read or is not valid YAML. Raises `UserError`
-    also for a key that has moved to another section, and for a key that is present under both its old and its new name.
+    Raises `UserError`, without changing the file, for a file that cannot be read or written, for invalid YAML, and for
+    a key that the function cannot rename.
 
     Example:
         api.migrate("first.yaml")

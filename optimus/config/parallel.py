@@ -23,10 +23,11 @@ class ParallelConfig(Section):
     data: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
     """Data-parallel ranks, each with a share of every global batch; auto: all ranks that the other axes leave."""
     tensor: Annotated[int, Field(gt=0)] | list[int] = 1
-    """Tensor-parallel ranks: a number (Megatron-LM), or a grid [outputs, inputs] that shards every weight in both dims
-    (AxoNN's G_x and G_y; G_z is state.shard_ranks with state.shard: parameters)."""
+    """Tensor-parallel ranks: a number (Megatron-LM), or a grid [outputs, inputs] that shards weight matrices in both
+    dims (AxoNN's G_x and G_y; G_z is state.shard_ranks with state.shard: parameters)."""
     sequence: bool | None = None
-    """With tensor: sequence parallelism for norms and residual stream. Default: true."""
+    """With tensor: sequence parallelism for norms and residual stream. Default: true, unless the model does not support
+    sequence parallelism."""
     overlap: bool = True
     """With tensor: overlap the communication of input gradients with the weight gradients (AxoNN's OAR)."""
     context: int = Field(1, gt=0, description="Context-parallel ranks, each with its part of every sequence.")
@@ -44,8 +45,8 @@ class ParallelConfig(Section):
     """With pipeline: the pipeline schedule (`optimus schedule` draws it)."""
     stages_per_rank: int = Field(1, gt=0, description=f"With pipeline: stages on each rank: {_STAGES}, else 1.")
     microbatches: Annotated[int, Field(gt=0)] | Literal["auto"] | None = None
-    """With pipeline: microbatches of a step on each data-parallel rank, none larger than train.micro_batch. auto: the fewest
-    with a simulated bubble of at most 10 %. Default: train.micro_batch decides."""
+    """With pipeline: microbatches of a step on each data-parallel rank, none larger than train.micro_batch. auto: the
+    fewest with a simulated bubble of at most 10 %, if possible. Default: train.micro_batch decides."""
     executor: Literal["scheduled", "message-driven"] = "scheduled"
     """With pipeline. scheduled: follow the schedule; message-driven: compute as inputs arrive (AxoNN)."""
     max_in_flight: Annotated[int, Field(gt=0)] | list[int] | None = None

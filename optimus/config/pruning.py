@@ -8,13 +8,13 @@ from optimus.section import Section
 
 
 class PruningConfig(Section):
-    """Pruning of parameters during the run. Only unpruned parameters have gradients and optimizer state, and take part
+    """Pruning of parameters during the run. Pruned elements have no gradients and no optimizer state, and take no part
     in collectives (SAMO)."""
 
     sparsity: float = Field(gt=0, lt=1, description="Final sparsity: fraction of the targets that is pruned.")
     at: list[int] = Field(min_length=1)
     """Step after which pruning takes place (0: before the first step), or several steps for iterative pruning. With
-    early-bird: the step of the first mask, with which later masks are compared."""
+    early-bird: the step of the first mask."""
     method: Literal["magnitude", "random", "early-bird"] = "magnitude"
     """Choice of the pruned weights. magnitude: the smallest; random: any, by the seed; early-bird: the smallest, once the
     masks hardly change any more (early-bird tickets)."""
@@ -27,8 +27,8 @@ class PruningConfig(Section):
     targets: list[str] | None = None
     """Roles (matrix, expert) or shell patterns of names, as in optimizer.groups. Default: all matrices and experts."""
     rewind: int | None = Field(None, ge=0)
-    """Step to whose weights pruning rewinds the unpruned parameters, with fresh optimizer state: 0, the initial weights, or
-    a step whose weights are kept (checkpoint.weights_every). Default: no rewinding."""
+    """Step to whose weights pruning resets the unpruned parameters, with fresh optimizer state: 0, the initial weights,
+    or a step whose weights the run keeps (checkpoint.weights_every). Default: no rewinding."""
     every: int = Field(25, gt=0, description="With early-bird: steps between the masks that are compared.")
     distance: float = Field(0.1, gt=0, lt=1)
     """With early-bird: prune once the last five distances between masks, as shares of the remaining weights, are below this

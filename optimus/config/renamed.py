@@ -43,7 +43,7 @@ def with_new_names(written: Mapping[str, Any]) -> dict[str, Any]:
     within phases."""
     config: dict[str, Any] = {}
     for section, value in written.items():
-        if isinstance(value, Mapping):  # keys in a file of another program may not be strings
+        if isinstance(value, Mapping):  # YAML keys may not be strings
             value = {
                 new_name(f"{section}.{key}").partition(".")[2]: _value(section, key, each)
                 for key, each in value.items()

@@ -1,8 +1,7 @@
-"""The typed configuration tree of a run. Defaults are the recipe of the Optimus paper (section 2.1).
+"""The typed configuration tree of a run. The defaults of training follow the recipe of the Optimus paper (section 2.1).
 
 Each option has a description in its `Field` or, if the description is longer, below the field; `docs/generate.py`
-writes the descriptions to `docs/config.md`. Validators refuse combinations that cannot work and name the fields, so
-that nothing starts before the whole tree is valid.
+writes the descriptions to `docs/config.md`. Validators refuse combinations that cannot work and name the fields.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,8 +49,8 @@ class StateConfig(Section):
     """State sharded over the ranks. none: nothing (DDP); optimizer: master weights and moments (ZeRO-1); gradients:
     gradients as well (ZeRO-2); parameters: parameters as well (ZeRO-3, FSDP)."""
     shard_over: Literal["replicas", "data"] = "replicas"
-    """Ranks over which state is sharded. replicas: all ranks with the same parameters (EPSO). data: only the ranks along the
-    data axis of the experts, which stores all non-expert state `parallel.expert` times."""
+    """Ranks over which state is sharded. replicas: all ranks with the same parameters (EPSO). data: only the ranks
+    along the data axis of the experts, so that expert-parallel ranks replicate non-expert state."""
     shard_ranks: Annotated[int, Field(gt=0)] | ShardRanks | None = None
     """Shard within groups of this many neighbouring ranks, and replicate between the groups (HSDP). If fewer ranks have
     a parameter, as with experts, all of these ranks shard the parameter. A number for each of parameters, gradients and
@@ -62,8 +61,8 @@ class StateConfig(Section):
     prefetch: int = Field(1, ge=0)
     """With shard: parameters. Number of chunks that are all-gathered ahead of their use, in the order of the first step."""
     chunk: int | None = Field(None, gt=0)
-    """Largest size of a chunk (bucket), in elements. Default: the size that leaves the fewest elements empty (Elixir's
-    search)."""
+    """Largest size of a chunk (bucket) of several parameters, in elements. Default: the size that leaves the fewest
+    elements empty (Elixir's search)."""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of gradient accumulation over microbatches and of gradient reduction over ranks."""
     tile: int = Field(1 << 20, gt=0)
@@ -72,12 +71,12 @@ class StateConfig(Section):
     overlap: bool = True
     """Overlap gradient reduction with the backward pass (AxoNN's ORS). prefetch overlaps the all-gathers (OAG)."""
     all_reduce_tiles: int | None = Field(None, gt=0)
-    """Tiles per all-reduce of a chunk's gradients; several all-reduces are in flight at once (AxoNN). Default: all."""
+    """Number of tiles in each all-reduce of a chunk's gradients; several all-reduces are in flight at once (AxoNN).
+    Default: all tiles of the chunk."""
     offload: Literal["none", "optimizer", "all", "disk"] = "none"
     """Storage of the state. optimizer: master weights and moments on the host (ZeRO-Offload); all: parameters and
     gradients too, with parameters fetched on use (Elixir); disk: master weights and moments on a disk, parameters and
-    gradients on the host (ZeRO-Infinity). none: everything on the device. The numerical results differ by rounding at
-    most."""
+    gradients on the host (ZeRO-Infinity). none: everything on the device."""
     cache: Annotated[int, Field(gt=0)] | Literal["auto"] | None = None
     """Number of unsharded chunks of parameters on the device at a time, for parameters that are gathered or fetched on
     use. The order of uses in the previous step determines which chunk is dropped (Belady). auto: as many as fit on the
@@ -90,9 +89,8 @@ class StateConfig(Section):
     the faster one in a short measurement, which is cached (tuning.cache)."""
     accumulate_on: Literal["auto", "device", "host"] = "auto"
     """With offload all or disk: location of gradient accumulation over several microbatches. device: gradients stay on
-    the device during the step; host: each microbatch reduces its gradients and sends them to the host, so that the
-    device needs memory for the gradients of three chunks; auto: device, if the gradients fit. With several ranks, the
-    results of device and host differ by rounding, because the order of additions differs."""
+    the device during the step; host: each microbatch reduces its gradients and sends the gradients to the host; auto:
+    device, if the gradients fit. With several ranks, the results of device and host differ by rounding."""
     disk: PathText | None = None
     """With offload disk: folder for the file of the state. Default: train.output."""
 
@@ -194,9 +192,8 @@ class OptimizerConfig(Section):
     clip_during_warmup: bool = Field(False, description="Clip in the warm-up as well (the paper clips only after it).")
 
     reptile_every: int | None = Field(None, gt=0)
-    """Steps between the outer updates of Reptile, which keep only the fraction reptile_step of the parameters' change since
-    the previous outer update. Reptile with replay forgets less of earlier data. Costs 4 bytes per parameter. Default:
-    never."""
+    """Steps between the outer updates of Reptile, which keep only the fraction reptile_step of the parameters' change
+    since the previous outer update. Costs 4 bytes per parameter. Default: never."""
     reptile_step: float = Field(0.1, gt=0, le=1, description="With reptile_every: fraction of the change that is kept.")
 
     @property
@@ -273,8 +270,8 @@ class MoeConfig(Section):
     """With tensor: only one of the ranks that hold a token sends the token to its experts (TED). false, the baseline, sends
     all duplicates, and needs alltoall, expert_tensor equal to tensor and no sequence parallelism."""
     balance_scope: Literal["microbatch", "global"] = "microbatch"
-    """Tokens over which the balance loss counts the load of each expert: a microbatch on one rank, or the global batch. With
-    several microbatches, global costs one more forward pass."""
+    """Tokens over which the balance loss counts the load of each expert: a microbatch on one rank, or the global batch.
+    With several microbatches, global costs one more forward pass of each microbatch."""
 
 
 class TeacherConfig(Section):
@@ -299,8 +296,8 @@ class LossConfig(Section):
     """The loss of predicted tokens. A name may replace the section. Validation measures the cross-entropy in any case."""
 
     name: Annotated[str, NameIn(LOSSES)] = "cross-entropy"
-    """cross-entropy; label-smoothing: against a mix of the token and the uniform distribution; z-loss: cross-entropy plus
-    the squared logarithm of the softmax's normaliser; or a loss of a plugin."""
+    """cross-entropy; label-smoothing: against a mix of the token and the uniform distribution; z-loss: cross-entropy
+    plus coefficient times the squared logarithm of the softmax's normaliser; or a loss of a plugin."""
     options: dict[str, float] = Field({}, description="Parameters: smoothing (0.1), coefficient (1e-4), or a plugin's.")
 
     @model_validator(mode="before")
@@ -338,9 +335,9 @@ class TrainConfig(Section):
     Frozen parameters have no gradients and no optimizer state, are written once per run, and keep their initial values,
     rounded to the type of the computation."""
     lora_rank: int | None = Field(None, gt=0)
-    """Rank of low-rank factors (LoRA) that are trained in addition to the frozen projections. The model computes with W + B
-    A where W is not zero, so that pruned weights stay pruned. Programs that load a checkpoint get the sum; a run that
-    resumes gets the factors."""
+    """Rank of low-rank factors (LoRA) for the projections that train.freeze matches. The run trains the factors in
+    place of the projections. The model computes with W + B A where W is not zero, so that pruned weights stay pruned.
+    Programs that load a checkpoint get the sum; a run that resumes gets the factors."""
     loss: LossConfig = Field(default_factory=LossConfig, description="Loss of predicted tokens, or its name.")
     teacher: TeacherConfig | None = None
     """Teacher checkpoint, or several as an ensemble, whose probabilities the model also learns (distillation). Ranks with
@@ -372,8 +369,8 @@ class TrainConfig(Section):
 
     @property
     def total_steps(self) -> int:
-        """The number of steps of the whole run. Raises `ValueError` for a length in epochs, which only `resolve.length`
-        converts to steps, because the conversion depends on the data."""
+        """The number of steps of the whole run. Raises `ValueError` for a length in epochs, which depends on the
+        data."""
         if self.steps is not None:
             return self.steps
         if self.tokens is None:
@@ -410,7 +407,7 @@ class PhaseConfig(Section):
 
 def _resolved(phase: PhaseConfig, number: int, run: "RunConfig") -> PhaseConfig:
     """Returns `phase` with its length in steps, and with the run's sequence length, batch and data where `phase` has
-    none. Raises `ValueError` for values that do not fit."""
+    none. Raises `ValueError` for values that exclude each other or contradict the run."""
     where, train = f"phases.{number}", run.train
     if (phase.steps is None) == (phase.tokens is None):
         raise ValueError(f"{where}: give the length of the phase as either steps or tokens")
@@ -535,7 +532,7 @@ class ResilienceConfig(Section):
     """Action on a loss above the spike threshold: nothing, skip its update, or roll back to saved weights
     (checkpoint.weights_every)."""
     spike: float = Field(8.0, gt=0)
-    """Spike threshold, in standard deviations of the last 64 losses above their mean."""
+    """Spike threshold, in standard deviations of the last 64 losses without a spike, above the mean of these losses."""
     max_rollbacks: int = Field(2, ge=0)
     """Maximum number of rollbacks to saved weights after loss spikes or, under `optimus launch`, after non-finite
     gradients. One more rollback ends the run."""
@@ -554,9 +551,8 @@ class CollectivesConfig(Section):
     """Algorithms of collectives."""
 
     machine: PathText | None = None
-    """Machine file with measured collectives (`optimus bench collectives --write`), which determine the algorithms. A
-    run saves the measurements, because the order of additions depends on the algorithms. Default: rules by size and
-    placement on nodes."""
+    """Machine file with measured collectives (`optimus bench collectives --write`), which determine the algorithms.
+    Default: rules by size and placement on nodes."""
     partial_sums: Literal["float32", "bfloat16"] = "float32"
     """Type of a node's partial sums when sent to other nodes. bfloat16 halves the traffic and adds one rounding."""
 
@@ -588,7 +584,7 @@ class ObserveConfig(Section):
     wandb_tags: list[str] = Field([], description="Tags of the run in Weights & Biases.")
     profile_step: int | None = Field(None, gt=0)
     """Profile this step: trace.json.gz contains the operations of the ranks, for Perfetto, and trace-rank-N.json the
-    operations of rank N. Units, pipeline actions and collectives have names."""
+    operations of rank N. Pipeline actions and collectives have names."""
     timeline: int | None = Field(None, gt=0)
     """Write the pipeline's timeline of this step to timeline.json, for `optimus schedule --measured`."""
 

@@ -48,10 +48,9 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def _size(node: yaml.Node, where: str, path: tuple[str, ...], known: dict[int, int]) -> int:
-    """Returns the number of values in a node, with aliases expanded, since later readers visit every value.
+    """Returns the number of values in a node, with aliases expanded.
 
-    Raises `UserError` like `parse_yaml`. Without the error for a repeated key, YAML would silently take the last value.
-    `known` holds the sizes of nodes by identity, 0 for nodes in progress.
+    Raises `UserError` like `parse_yaml`. `known` holds the sizes of nodes by identity, 0 for nodes in progress.
     """
     if (size := known.get(id(node))) is not None:
         if not size:

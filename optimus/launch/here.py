@@ -119,7 +119,8 @@ def _begin_optimizer(run: Path) -> None:
 
 
 def verify_data(run: ResolvedRun, data: TrainingData) -> dict[str, Any]:
-    """Verifies every checksum of the data as the last check of `--check`, and returns the report of a run that is ready."""
+    """Verifies the checksums of the data as the last check of `--check`, and returns the report of a run that is
+    ready."""
     data.verify()
     folder = Path(run.config.train.output)
     holder, about = living_holder(folder), summarise(run, data.instances)

@@ -103,8 +103,8 @@ def master_of(env: Mapping[str, str], run: str | Path) -> dict[str, str]:
     """Returns the variables MASTER_ADDR and MASTER_PORT that `env` lacks: the address and port at which the ranks of
     the run folder `run` meet.
 
-    The port follows from the folder, which all ranks of a run name and no other run may use. Raises `UserError` if the
-    ranks are on several nodes, `env` has no MASTER_ADDR, and Slurm names no first node that this machine knows.
+    The port depends only on the path of the folder. Raises `UserError` if the ranks are on several nodes, `env` has no
+    MASTER_ADDR, and Slurm names no first node that this machine knows.
     """
     found = {}
     if "MASTER_ADDR" not in env:
@@ -149,7 +149,7 @@ def _is_known(name: str) -> bool:
 
 
 def _check_complete(env: Mapping[str, str]) -> None:
-    """Raises `UserError` if a variable of torchrun is missing or invalid."""
+    """Raises `UserError` if a variable of torchrun that the ranks need is missing, or if a variable is invalid."""
     needed = ("RANK", "MASTER_ADDR", "MASTER_PORT") if env["WORLD_SIZE"] != "1" else ()
     if missing := [name for name in needed if not env.get(name)]:
         raise UserError(

@@ -19,7 +19,7 @@ def explain(failures: Mapping[int, ProcessFailure]) -> str:
     stopped = {rank: text for rank, text in said.items() if text.startswith("CollectiveError: ")}
     first = min(failure.timestamp for failure in failures.values())  # TorchElastic counts whole seconds
     silent = [rank for rank in failures if rank not in said]
-    # The launcher ends the other ranks with SIGTERM, and later kills the ranks that still run with SIGKILL.
+    # The launcher ends the other ranks with SIGTERM, and later uses SIGKILL for ranks that still run.
     lost = [r for r in silent if failures[r].exitcode != -signal.SIGTERM and failures[r].timestamp <= first + 1]
     causes = sorted(said.keys() - stopped.keys(), key=lambda rank: (failures[rank].timestamp, rank))
     if lost or not said:

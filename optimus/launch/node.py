@@ -33,7 +33,8 @@ from optimus.resilience.policy import Do, decide
 
 @dataclass(frozen=True)
 class NodeJob:
-    """The settings that all nodes of a launch share. Raises `UserError` for too few nodes, ranks or spares."""
+    """The settings that all nodes of a launch share. Raises `UserError` for fewer than 1 node, 1 rank per node or 0
+    spares."""
 
     config: str | Path
     overrides: Sequence[str] = ()
@@ -84,8 +85,8 @@ def run_node(
 
     Raises `LeaseError` when another run holds the lease of the folder. Raises `UserError` when the node is excluded,
     the rendezvous does not answer or stops answering, or another program writes to the store. Raises `UserError` when
-    the clocks of nodes differ too much, too few nodes join, the run restarts too often without progress, or the launch
-    has ended before the run has finished.
+    the clocks of nodes differ too much, or too few nodes join. Raises `UserError` when the run restarts too often
+    without progress, or the launch has ended before the run has finished.
     """
     check_not_excluded(launch.run, launch.node)
 

@@ -32,8 +32,7 @@ from optimus.training.finalize import announce
 from optimus.training.hooks.users import users_hooks
 from optimus.training.reading import read_run
 
-# Seconds that nodes have to join again in a batch job. The job starts no node again within a launch, so a node only
-# waits until the other remaining nodes have stopped their ranks.
+# Seconds that nodes have to join again in a batch job, which starts no node again within a launch.
 _REJOIN = 35.0
 
 
@@ -79,7 +78,7 @@ def exit_code(outcome: Do | Exit | None) -> int:
 
 
 def check_launch(job: NodeJob, rendezvous: str, node: str | None = None) -> dict[str, Any]:
-    """Validates a launch on this node without contact to other nodes, and verifies every checksum of the data.
+    """Validates a launch on this node without contacting other nodes, and verifies the checksums of the data.
 
     Returns the report of `train` with `check`, extended by `nodes` and `spares`. Raises `UserError` for problems that
     this node finds.
@@ -115,8 +114,8 @@ def write_batch_script(
     launches.
 
     `time` is the job's time limit as HOURS:MINUTES:SECONDS. `directives` are further lines for the batch system.
-    `inject` is the path of a plan of faults to inject. The job resolves relative paths from the folder in which this
-    function runs. Returns the command that submits the script.
+    `inject` is the path of a YAML file with a list of faults to inject. The job resolves relative paths from the folder
+    in which this function runs. Returns the command that submits the script.
 
     Raises `UserError` when the configured mesh or batch does not fit the ranks, and like `write_script`. The function
     does not check the hardware of the job's nodes.

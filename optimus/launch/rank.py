@@ -4,7 +4,7 @@ As a program, this module takes the arguments `words` of `run_as_rank`.
 
 When a rank is lost, a collective fails on the other ranks, or their devices wait until `_deadline` ends the ranks.
 `_last_words` lets a rank report the step of the failure, and `_ranks_together` keeps an ending rank from waiting for
-lost ranks. On one machine, `messages.explain` composes the message about the failed ranks.
+lost ranks.
 """
 
 import atexit
@@ -55,7 +55,7 @@ def run_rank(
 ) -> int:
     """Runs one rank from start to end, in the launcher's environment if there is a launcher.
 
-    Returns the signal that has ended the run early, or 0. All ranks return the same number.
+    Returns the signal that has ended the run early, or 0.
 
     `node` is the name of the node under `optimus launch`, and otherwise None. `holder` is the token of the lease on the run
     folder. `more` are hooks in addition to the hooks of the configuration and of `users`. `users` are the objects that
@@ -215,7 +215,7 @@ def _last_words() -> Iterator[None]:
     """Ignores SIGTERM inside the context unless a hook handles the signal, and for good after a failure of the run.
 
     A failure of the run is a `CollectiveError` or an `EndedError`. The launcher sends SIGTERM to this rank once another
-    rank has failed. The signal would otherwise end this rank before this rank has written an error message.
+    rank has failed. The signal could otherwise end this rank before this rank has written an error message.
     """
     previous = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     speaking = False
@@ -232,7 +232,7 @@ def _last_words() -> Iterator[None]:
 def run_as_rank(words: Sequence[str], more: Sequence[Hook] = ()) -> None:
     """Runs a rank that a launcher has started, with `more` hooks, and exits.
 
-    `words` are CONFIG [--resume] [--node NAME] --parent PID --holder TOKEN [--objects FILE]. The launcher reports
+    `words` are CONFIG [--resume] [--node NAME] [--parent PID] [--holder TOKEN] [--objects FILE]. The launcher reports
     errors.
     """
     config, *options = words

@@ -1,5 +1,4 @@
-"""Examines the resources of this machine that a run needs. Each check inspects or tries a resource, and names the cure
-of a fault."""
+"""Examines the resources of this machine that a run needs."""
 
 import os
 import resource
@@ -18,7 +17,7 @@ from optimus.observe.machine import describe_machine, free_memory, versions
 
 _TRIAL = 64 << 20  # bytes that the check of the file system writes
 _SLOW = 50e6  # bytes/s below which checkpoints are too slow
-_SKEW = 2.0  # maximum seconds between two clocks; with more, events of different nodes can appear in the wrong order
+_SKEW = 2.0  # maximum seconds between two clocks
 _FILES, _SHARED = 4096, 64 << 20  # smallest adequate limit of open files, and free bytes of shared memory
 _LEAST_FREE = 10 << 30
 _CANNOT_WRITE = "make room, or choose another folder"

@@ -120,8 +120,7 @@ def bfloat16_of(device: Any) -> Bfloat16:
 
 
 def _bfloat16_of_cpu() -> Bfloat16:
-    """Checks the CPU's instructions for bf16. Without these instructions, torch emulates bf16 matmuls, which are several
-    times slower than fp32 matmuls."""
+    """Checks the CPU's instructions for bf16. Without these instructions, torch emulates bf16 matmuls."""
     import torch
 
     features = _cpu_features()

@@ -77,7 +77,7 @@ class Sinks:
             raise failure
 
     def close(self) -> None:
-        """Closes all sinks. Then raises the `UserError` of a sink. Prints any other exception."""
+        """Closes all sinks. Then raises a `UserError` if a sink has raised one. Prints any other exception."""
         with ExitStack() as stack:
             for name, sink in reversed(self._sinks.items()):
                 stack.callback(_close, name, sink)

@@ -44,8 +44,7 @@ class ProgressBar:
             self.print(f"{stage}: {share} {note}".rstrip() + self._time_left(stage, done, total))
 
     def _bar_of(self, stage: str, total: int | None) -> Any:
-        """Returns the bar of a stage and closes the bar of another stage. With one bar at a time, the output of a signal
-        handler appears on the bar's line or below it, and stays visible."""
+        """Returns the bar of a stage, and closes the bar of an earlier stage."""
         if self._bar is None or self._bar.stage != stage:
             from optimus.observe.bar import Bar  # rich takes long to import
 

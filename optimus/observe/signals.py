@@ -35,8 +35,8 @@ def ended_by_signals(say: str) -> Iterator[None]:
     """Handles signals inside the `with` block: prints `say`, ends the block by a `KeyboardInterrupt`, and raises
     `SystemExit` with the exit code 128 + the signal's number.
 
-    A second signal has the effect that it had before the block. Signals that are ignored (`nohup`) stay ignored. The
-    block changes nothing in a thread other than the main thread, because only the main thread handles signals.
+    A second signal has the effect that signals had before the block. Signals that are ignored (`nohup`) stay ignored.
+    The block changes nothing in a thread other than the main thread, because only the main thread handles signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

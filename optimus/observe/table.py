@@ -18,9 +18,9 @@ def print_table(rows: Sequence[dict[str, Any]], title: str, width: int | None = 
     """Prints rows as a table with a column for each key. With a `width`, the table is at most `width` characters wide,
     and has fewer rules.
 
-    The output is complete even on a narrow terminal. A table that is too wide gets fewer rules. If the table is still
-    too wide, columns with the same value in all rows move above the table, except the first column. Then text wraps
-    between words. As the last resort, each row becomes lines of key and value.
+    A table that is too wide gets fewer rules. If the table is still too wide, columns with the same value in all rows
+    move above the table, except the first column. Then text wraps between words. As the last resort, each row becomes
+    lines of key and value.
     """
     from rich.console import Console
     from rich.text import Text

@@ -134,7 +134,7 @@ def read_folder(run_folder: str | Path, *, ended: bool = False) -> RunFolder:
     """Reads a run folder. Skips and counts damaged content.
 
     `ended` is True if the caller knows that the run has ended, even if its lease has not expired yet. Raises
-    `UserError` if the folder is not a run folder, and for a file of lines that the process cannot read.
+    `UserError` if the folder is not a run folder, and for a `.jsonl` file that the process cannot read.
     """
     path = user_path(local_run(run_folder))
     if not path.is_dir():

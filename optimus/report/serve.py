@@ -1,4 +1,4 @@
-"""Serves reports over HTTP while the runs continue. Reads the run folders again for every answer."""
+"""Serves reports over HTTP while the runs continue. Reads the run folders again for every page and its data."""
 
 import json
 from collections.abc import Sequence

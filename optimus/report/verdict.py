@@ -122,7 +122,7 @@ def training_seconds(folder: RunFolder) -> float:
 
 
 def _shortened(why: str) -> str:
-    """Shortens the reason why a run has ended. The page shows the whole reason further down."""
+    """Shortens the reason why a run has ended to at most 100 characters."""
     return why if len(why) <= _REASON else f"{why[: _REASON - 1].rstrip()}…"
 
 

@@ -1,7 +1,7 @@
 """Writes manifests of a run for Kubernetes (JobSet, Kubeflow's TrainJob) and SkyPilot, and a script for Ray.
 
-A user may read and change a manifest before submitting it. JobSet and SkyPilot run `optimus launch` on every node, with
-spares. TrainJob and Ray start the ranks without `optimus launch`, and have no spares.
+JobSet and SkyPilot run `optimus launch` on every node, with spares. TrainJob and Ray start the ranks without `optimus
+launch`, and have no spares.
 """
 
 import shlex

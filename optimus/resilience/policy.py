@@ -38,9 +38,8 @@ def decide(codes: Mapping[int, int], crashes: int, spares: int, aborts: bool = F
     of the node's earlier failures as the culprit, and `spares` is the number of spare nodes.
 
     Bad input and signals take precedence. A node leaves if a rank ends with `Exit.BAD_NODE` or the node crashes a
-    second time, but only if a spare can replace the node. One crash is no reason to leave, since software causes most
-    crashes. `aborts` is True if the backend aborts ranks that have lost another rank, as NCCL's watchdog does; SIGABRT
-    then means only that another rank was lost.
+    second time, but only if a spare can replace the node. `aborts` is True if the backend aborts ranks that have lost
+    another rank, as NCCL's watchdog does; SIGABRT then means only that another rank was lost.
     """
     by_code = {code: rank for rank, code in sorted(codes.items(), reverse=True)}
     if Exit.USER in by_code:

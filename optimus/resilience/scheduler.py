@@ -104,10 +104,8 @@ def _check(job: BatchJob) -> None:
 
 
 def _directives(job: BatchJob) -> list[str]:
-    """Returns the lines for the batch system: our directives, then the user's.
-
-    A user's directive replaces our directive with the same text before `=`.
-    """
+    """Returns the lines for the batch system: the directives of this module, then the user's. A user's directive
+    replaces a directive of this module with the same text before `=`."""
     count = job.nodes + job.spares
     name = f"o-{re.sub(r'[^A-Za-z0-9]+', '-', job.run.name).strip('-')}"[:15]  # the limit of some versions of PBS
     if job.scheduler == "slurm":
