@@ -1,4 +1,4 @@
-"""Operations of a model's blocks, counted by running the blocks on shapes alone, forward and backward.
+"""Counts the operations of a model's blocks by running the blocks on shapes alone, forward and backward.
 
 The run uses one rank's shards of the parameters and tensors without data (`shapes.py`). Every operation on elements
 counts the bytes that it reads and writes; matmuls, attention and collectives are listed with their sizes. A stand-in
@@ -21,10 +21,11 @@ from optimus.model.foreign.experts import FusedExperts
 from optimus.model.foreign.modules import become
 from optimus.model.sequence import SequenceSplit
 from optimus.parallel.module_bytes import ModuleSetting, ShapeStage
+from optimus.parallel.parallelize import always, replace_all
 from optimus.parallel.shapes import Sent, effect_of, leaves_of
 
 
-class Product(NamedTuple):
+class MatmulSizes(NamedTuple):
     """`number` matmuls [m, k] x [k, n]."""
 
     m: float
@@ -33,7 +34,7 @@ class Product(NamedTuple):
     number: float = 1.0
 
 
-class Attended(NamedTuple):
+class AttentionSizes(NamedTuple):
     """The attention of `queries` queries in all. `heads` and `kv_heads` are this rank's; `query` and `value` are the columns
     of a head."""
 
@@ -46,21 +47,21 @@ class Attended(NamedTuple):
 
 
 class Operations(NamedTuple):
-    """Operations of one pass. `moved` are the bytes that `kernels` operations on elements read and write."""
+    """The operations of one pass. `moved` are the bytes that `kernels` operations on elements read and write."""
 
-    products: tuple[Product, ...]
+    products: tuple[MatmulSizes, ...]
     moved: float
     kernels: float
     sent: tuple[Sent, ...]
 
 
 class BlockOperations(NamedTuple):
-    """Operations of a block: forward pass, gradients of the inputs, gradients of the weights, and attention."""
+    """The operations of a block: forward pass, gradients of the inputs, gradients of the weights, and attention."""
 
     forward: Operations
     backward: Operations
     weights: Operations
-    attended: tuple[Attended, ...]
+    attended: tuple[AttentionSizes, ...]
 
 
 @lru_cache(maxsize=4096)
@@ -115,7 +116,7 @@ class _CountingStage(ShapeStage):
     def __init__(self, setting: ModuleSetting) -> None:
         super().__init__(setting)
         self.counting = Counting(self.sent)
-        self.model.sequence = _CountedSequence(self.model.sequence, self.counting)
+        replace_all(self.model, {"sequence": always(_CountedSequence(self.model.sequence, self.counting))})
         for module in self.model.modules():
             if isinstance(module, FusedExperts):
                 become(cast(nn.Module, module), _CountedExperts, counting=self.counting)
@@ -134,9 +135,9 @@ class Counting(TorchDispatchMode):
 
     def __init__(self, sent: list[Sent]) -> None:
         super().__init__()
-        self.attended: list[Attended] = []
-        self.later: list[Product] = []  # weight gradients of stand-ins
-        self._sent, self._products, self._moved, self._kernels = sent, list[Product](), 0.0, 0
+        self.attended: list[AttentionSizes] = []
+        self.later: list[MatmulSizes] = []  # weight gradients of stand-ins
+        self._sent, self._products, self._moved, self._kernels = sent, list[MatmulSizes](), 0.0, 0
 
     def clear(self) -> None:
         """Forgets all operations."""
@@ -150,11 +151,15 @@ class Counting(TorchDispatchMode):
         self._products, self._moved, self._kernels = [], 0.0, 0
         return found
 
-    def add(self, products: Iterable[Product], moved: float, kernels: int) -> None:
+    def add(self, products: Iterable[MatmulSizes], moved: float, kernels: int) -> None:
         """Counts the operations of a stand-in."""
         self._products += products
         self._moved += moved
         self._kernels += kernels
+
+    def add_later(self, products: Iterable[MatmulSizes]) -> None:
+        """Counts weight gradients of a stand-in."""
+        self.later += products
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -177,7 +182,7 @@ class Counting(TorchDispatchMode):
 
     def _attend(self, q_BNSD: Tensor, k_BMSD: Tensor, v_BMSD: Tensor) -> None:
         (batch, heads, length, query), value = q_BNSD.shape, v_BMSD.shape[-1]
-        self.attended.append(Attended(batch * length, heads, k_BMSD.shape[1], query, value, None))
+        self.attended.append(AttentionSizes(batch * length, heads, k_BMSD.shape[1], query, value, None))
 
 
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "_unsafe_view", "resize_"}
@@ -186,23 +191,23 @@ _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided
 # ---- Matmuls ----
 
 
-def _mm(a: Tensor, b: Tensor) -> Iterator[Product]:
+def _mm(a: Tensor, b: Tensor) -> Iterator[MatmulSizes]:
     count = math.prod(a.shape[:-2])
-    yield Product(a.shape[-2], b.shape[-1], a.shape[-1], count)
+    yield MatmulSizes(a.shape[-2], b.shape[-1], a.shape[-1], count)
 
 
-def _grouped_mm(args: Sequence[Any], result: Tensor) -> Iterator[Product]:
+def _grouped_mm(args: Sequence[Any], result: Tensor) -> Iterator[MatmulSizes]:
     """Yields the matmuls of groups whose rows, or whose inner columns, lie end to end."""
     a, b = args[:2]
     if a.ndim == b.ndim == 2:
-        yield Product(a.shape[0], b.shape[1], a.shape[1] / len(result), len(result))
+        yield MatmulSizes(a.shape[0], b.shape[1], a.shape[1] / len(result), len(result))
     elif a.ndim == 2:
-        yield Product(len(a) / len(b), b.shape[-1], a.shape[-1], len(b))
+        yield MatmulSizes(len(a) / len(b), b.shape[-1], a.shape[-1], len(b))
     else:
-        yield Product(a.shape[-2], b.shape[-1] / (len(a) if b.ndim == 2 else 1), a.shape[-1], len(a))
+        yield MatmulSizes(a.shape[-2], b.shape[-1] / (len(a) if b.ndim == 2 else 1), a.shape[-1], len(a))
 
 
-def _convolution(args: Sequence[Any], result: Any) -> Iterator[Product]:
+def _convolution(args: Sequence[Any], result: Any) -> Iterator[MatmulSizes]:
     """Yields the matmuls of a convolution; none for a convolution of each channel by itself, which moves bytes."""
     backward = isinstance(result, tuple)
     x, weight = args[1 if backward else 0], args[2 if backward else 1]
@@ -210,16 +215,16 @@ def _convolution(args: Sequence[Any], result: Any) -> Iterator[Product]:
     if groups == x.shape[1]:
         return
     made = args[0] if backward else result
-    places = made.numel() / made.shape[1]
+    positions = made.numel() / made.shape[1]
     outputs, inputs = weight.shape[0] / groups, math.prod(weight.shape[1:])
     if not backward:
-        yield Product(places, outputs, inputs, groups)
+        yield MatmulSizes(positions, outputs, inputs, groups)
         return
-    yield Product(places, inputs, outputs, groups)
-    yield Product(outputs, inputs, places, groups)
+    yield MatmulSizes(positions, inputs, outputs, groups)
+    yield MatmulSizes(outputs, inputs, positions, groups)
 
 
-_PRODUCTS: dict[str, Callable[[Sequence[Any], Any], Iterable[Product]]] = {
+_PRODUCTS: dict[str, Callable[[Sequence[Any], Any], Iterable[MatmulSizes]]] = {
     "mm": lambda args, _: _mm(*args[:2]),
     "bmm": lambda args, _: _mm(*args[:2]),
     "addmm": lambda args, _: _mm(*args[1:3]),
@@ -244,12 +249,12 @@ class _CountedSequence(SequenceSplit):
 
     def attend(self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, scoring: Scoring = PLAIN) -> Tensor:
         (batch, length, heads, query), (*_, kv_heads, value) = q_BSND.shape, v_BSMD.shape
-        self._counting.attended.append(Attended(batch * length, heads, kv_heads, query, value, scoring.window))
+        self._counting.attended.append(AttentionSizes(batch * length, heads, kv_heads, query, value, scoring.window))
         return _Shaped.apply((*q_BSND.shape[:-1], value), None, q_BSND, k_BSMD, v_BSMD)
 
 
 class _CountedExperts:
-    """Fused experts whose result only has the shape. Tokens choose all experts equally often."""
+    """A module of experts in the library's kernels, whose result only has the shape. Tokens choose all experts equally often."""
 
     replaceable: ClassVar[tuple[str, ...]] = ()
     counting: Counting
@@ -263,11 +268,13 @@ class _CountedExperts:
         rows = top_k_index.numel()
         each, moved = rows / experts, rows * (3 * hidden + outer + inner) * hidden_states.element_size()
         counting = self.counting
-        counting.add([Product(each, outer, hidden, experts), Product(each, hidden, inner, experts)], moved, 3)
+        counting.add([MatmulSizes(each, outer, hidden, experts), MatmulSizes(each, hidden, inner, experts)], moved, 3)
 
         def back() -> None:
-            counting.add([Product(each, inner, hidden, experts), Product(each, hidden, outer, experts)], 2 * moved, 3)
-            counting.later += [Product(outer, hidden, each, experts), Product(hidden, inner, each, experts)]
+            counting.add(
+                [MatmulSizes(each, inner, hidden, experts), MatmulSizes(each, hidden, outer, experts)], 2 * moved, 3
+            )
+            counting.add_later([MatmulSizes(outer, hidden, each, experts), MatmulSizes(hidden, inner, each, experts)])
 
         made: Tensor = _Shaped.apply(hidden_states.shape, back, hidden_states, top_k_weights)
         return made

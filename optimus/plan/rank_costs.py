@@ -193,16 +193,16 @@ class RankCosts(ABC):
             "reduce_scatter" if self.job.parallel.splits_sequence else "all_reduce", rows * self.H * self.e
         )
 
-    def _ring(self, own: float, shared: float, forward: float, backward: float) -> tuple[float, float]:
+    def _ring(self, exchanged: float, shared: float, forward: float, backward: float) -> tuple[float, float]:
         """Returns the exposed seconds, forward and backward, of the ring that passes keys and values during attention; with
-        Ulysses, the seconds of the all-to-alls. `own` are the bytes of the rank's queries and outputs, `shared` the bytes
+        Ulysses, the seconds of the all-to-alls. `exchanged` are the bytes of the rank's queries and outputs, `shared` the bytes
         of its keys and values."""
         job, mesh = self.job, self.job.mesh
         if mesh.cp == 1:
             return 0.0, 0.0
         group = job.group("cp")
         if job.parallel.context_method == "ulysses":
-            once = self.collective("all_to_all", own + shared, group)
+            once = self.collective("all_to_all", exchanged + shared, group)
             return once, once
         once = (mesh.cp - 1) * transfer_seconds(shared, group, self.machine)
         beside = self.machine.overlap
