@@ -254,7 +254,10 @@ class _CountedSequence(SequenceSplit):
 
 
 class _CountedExperts:
-    """A module of experts in the library's kernels, whose result only has the shape. Tokens choose all experts equally often."""
+    """A module of experts in the library's kernels, whose result only has the shape.
+
+    Tokens choose all experts equally often.
+    """
 
     replaceable: ClassVar[tuple[str, ...]] = ()
     counting: Counting

@@ -199,7 +199,10 @@ class Job:
         """The job on the same number of ranks, all data-parallel, with unsharded state and only the profile's
         recomputation."""
         before = self.parallel
-        parallel = ParallelConfig.model_construct(context_method=before.context_method, overlap=before.overlap)
+        sequence = False if "sequence" in self.model.limits else None
+        parallel = ParallelConfig.model_construct(
+            context_method=before.context_method, overlap=before.overlap, sequence=sequence
+        )
         plain = replace(self, config=self.config.model_copy(update={"parallel": parallel}))
         mesh = Mesh(dp=self.mesh.size, ranks_per_node=self.mesh.ranks_per_node)
         return plain.changed(

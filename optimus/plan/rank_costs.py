@@ -195,8 +195,10 @@ class RankCosts(ABC):
 
     def _ring(self, exchanged: float, shared: float, forward: float, backward: float) -> tuple[float, float]:
         """Returns the exposed seconds, forward and backward, of the ring that passes keys and values during attention; with
-        Ulysses, the seconds of the all-to-alls. `exchanged` are the bytes of the rank's queries and outputs, `shared` the bytes
-        of its keys and values."""
+        Ulysses, the seconds of the all-to-alls.
+
+        `exchanged` are the bytes of the rank's queries and outputs, `shared` the bytes of its keys and values.
+        """
         job, mesh = self.job, self.job.mesh
         if mesh.cp == 1:
             return 0.0, 0.0
