@@ -28,7 +28,7 @@ def adapted_model(config: TransformersModel | PluginModel) -> ForeignModel:
 def _plugin_model(config: PluginModel) -> ForeignModel:
     described = built(MODELS[config.plugin], config.arguments)
     forward = described.spec.forward
-    return ForeignModel(config, described.spec.module, described.initial, lambda body, batch, _: forward(body, batch))
+    return ForeignModel(config, described.spec.module, described.initial, lambda body, batch, *_: forward(body, batch))
 
 
 def _transformers_model(config: TransformersModel) -> ForeignModel:
@@ -44,9 +44,11 @@ def _transformers_model(config: TransformersModel) -> ForeignModel:
     return ForeignModel(config, body, initial, _call_transformers, caches=True)
 
 
-def _call_transformers(body: nn.Module, batch: Batch, position_BS: Tensor | None) -> Any:
-    positions = {} if position_BS is None else {"position_ids": position_BS}
-    return body(input_ids=batch.tokens_BS, use_cache=False, **positions)
+def _call_transformers(body: Any, batch: Batch, position_BS: Tensor | None, routes: bool) -> Any:
+    options: dict[str, Any] = {} if position_BS is None else {"position_ids": position_BS}
+    if getattr(body.config, "output_router_logits", False) and not routes:  # the author's loss fails without routers
+        options["output_router_logits"] = False
+    return body(input_ids=batch.tokens_BS, use_cache=False, **options)
 
 
 def _declared(noted: Noted) -> Initial:

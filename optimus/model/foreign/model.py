@@ -80,6 +80,8 @@ class ForeignStage:
     def __init__(self, model: "ForeignModel", blocks: range, *, first: bool, last: bool) -> None:
         self.row = ForeignRow(model.blocks[i] for i in blocks)
         self._model, self._blocks, self._first, self._last = model, blocks, first, last
+        router = model.facts.router
+        self._routes = router is not None and router.on and any(layer in blocks for layer in router.layers)
 
     def __call__(
         self,
@@ -93,8 +95,10 @@ class ForeignStage:
         received_BSH = None if x_TH is None else x_TH.view(*tokens_BS.shape, *(self._model.facts.stream or (-1,)))
         passing = Passing(self._blocks, self._first, self._last, positions.sequence, positions.documents, received_BSH)
         with self._model.running(passing):
-            made = self._model.call(self._model.body, batch._replace(tokens_BS=tokens_BS), positions.position_BS)
-        own = self._model.router_stats(made)
+            made = self._model.call(
+                self._model.body, batch._replace(tokens_BS=tokens_BS), positions.position_BS, self._routes
+            )
+        own = self._model.router_stats(made) if self._routes else None
         made_BSH = passing.hidden_BSH if self._last else passing.stream_BSH
         assert made_BSH is not None
         passing.stream_BSH = passing.hidden_BSH = None
@@ -109,8 +113,8 @@ class ForeignModel(Storage, CausalModel):
 
     `body` is the author's module, with parameters on the meta device and buffers with values. `initial` has the
     parameters' initial values, by name. Module names are the author's; `stored` has the names of stored parameters.
-    `call(body, batch, position_BS)` runs the author's forward pass; without positions, every sequence has the positions
-    from 0. `caches` is True if the body takes and returns `past_key_values`.
+    `call(body, batch, position_BS, routes)` runs the author's forward pass; without positions, every sequence has the
+    positions from 0, and `routes` is True if the pass has routers whose loss counts. `caches` is True if the body takes and returns `past_key_values`.
     """
 
     replaceable = ("sequence", "step", "columns", "tokens")
@@ -121,7 +125,7 @@ class ForeignModel(Storage, CausalModel):
         config: TransformersModel | PluginModel,
         body: nn.Module,
         initial: Mapping[str, Initial],
-        call: Callable[[nn.Module, Batch, Tensor | None], Any],
+        call: Callable[[nn.Module, Batch, Tensor | None, bool], Any],
         *,
         caches: bool = False,
     ) -> None:
@@ -269,7 +273,7 @@ class ForeignModel(Storage, CausalModel):
                 cache = made
             else:  # without an author's cache, `cache` has the tokens so far
                 cache = tokens_BS if cache is None else torch.cat([cache, tokens_BS], 1)
-                self.call(self.body, Batch(cache), None)
+                self.call(self.body, Batch(cache), None, False)
         assert passing.hidden_BSH is not None
         return passing.hidden_BSH, cache
 
