@@ -68,7 +68,9 @@ def test_experts_in_the_kernels_count_the_chosen_rows(family: str) -> None:
     assert flops(half.forward.products) < 0.52 * declared
 
 
-@pytest.mark.parametrize(("family", "layer"), [("falcon_h1", 0), ("nemotron_h", 0), ("kimi_linear", 0), ("gemma3_text", 1)])
+@pytest.mark.parametrize(
+    ("family", "layer"), [("falcon_h1", 0), ("nemotron_h", 0), ("kimi_linear", 0), ("gemma3_text", 1)]
+)
 def test_many_sequences_follow_from_two(family: str, layer: int) -> None:
     """The operations of five sequences, extrapolated, are those of a run on five; moved bytes and matmuls are linear."""
     model = config_of(family).model
@@ -76,7 +78,9 @@ def test_many_sequences_follow_from_two(family: str, layer: int) -> None:
     found = block_operations(setting, layer, 5)
     few, more = block_operations(setting, layer, 1), block_operations(setting, layer, 2)
     for one, two, five in zip(few[:3], more[:3], found[:3]):
-        assert flops(five.products) == pytest.approx(flops(one.products) + 4 * (flops(two.products) - flops(one.products)))
+        assert flops(five.products) == pytest.approx(
+            flops(one.products) + 4 * (flops(two.products) - flops(one.products))
+        )
         assert five.moved == pytest.approx(one.moved + 4 * (two.moved - one.moved))
         assert [each.kind for each in five.sent] == [each.kind for each in one.sent]
 
@@ -142,11 +146,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "moe": {"transformers": config_json("granitemoe")},
     "hybrid": {"transformers": config_json("falcon_h1")},
     "chunked": {"transformers": config_json("deepseek_v4")},
-    "convolution": {"plugin": "mixer", "arguments": {"vocab": 512, "width": 64, "depth": 4}},
 }
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "convolution"])
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("machine", "ranks"), [("dgx-a100", 8), ("laptop", 2)])
 def test_a_plan_is_a_run_that_passes_its_checks(name: str, machine: str, ranks: int) -> None:
     job = asked(run_of(MODELS[name], sequence_length=256), machine, ranks, [])

@@ -20,6 +20,7 @@ import optimus
 from helpers.equality import Layout, assert_same_as_one_process
 from helpers.own_models import MISTAKES
 from helpers.plugin_tables import tables_restored
+from optimus import api
 from optimus.config import load_config
 from optimus.config.load import dump_config
 from optimus.errors import UserError
@@ -321,6 +322,15 @@ def test_wrong_rows(row: str, message: str, tmp_path: Path, monkeypatch: pytest.
         load_config(run_of("mixer", plugins=["wrong_rows"]))
     sys.modules.pop("wrong_rows", None)
     assert message in str(error.value)
+
+
+def test_the_planner_counts_the_example(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of two ranks divide the example by data, by its layers and by its splits."""
+    monkeypatch.chdir(ROOT / "examples" / "own_model")
+    plans = api.plan("run.yaml", machine="laptop", ranks=2).plans
+    meshes = [plan.job.mesh for plan in plans]
+    assert sorted((mesh.dp, mesh.pp, mesh.tp) for mesh in meshes) == [(1, 1, 2), (1, 2, 1), (2, 1, 1)]
+    assert all(plan.tokens_per_second > 0 for plan in plans)
 
 
 def test_a_checkpoint_asks_for_its_plugin(run: dict[str, Any], tmp_path: Path) -> None:
