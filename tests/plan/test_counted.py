@@ -85,13 +85,15 @@ def test_many_sequences_follow_from_two(family: str, layer: int) -> None:
         assert [each.kind for each in five.sent] == [each.kind for each in one.sent]
 
 
-def test_a_tensor_parallel_block_sends_what_its_layers_send() -> None:
-    """Two sums in the forward pass; in the backward pass as many sums of input gradients, of the residual stream each."""
-    found, stream = counted("gpt_neox", tp=2), 2 * TOKENS * 64 * 4
+@pytest.mark.parametrize("family", ["gpt_neox", "llama", "phi3", "gpt2", "stablelm"])
+def test_a_tensor_parallel_block_sends_what_its_layers_send(family: str) -> None:
+    """Two sums in the forward pass, of the residual stream each; as many in the backward pass, whatever the number of
+    projections that have their input in common."""
+    found, stream = counted(family, tp=2), 2 * TOKENS * 64 * 4
     for each in (found.forward, found.backward):
         assert [(sent.kind, sent.nbytes) for sent in each.sent] == [("all_reduce", stream)] * 2
     assert not found.weights.sent
-    assert not any(each.sent for each in counted("gpt_neox")[:3])
+    assert not any(each.sent for each in counted(family)[:3])
 
 
 LLAMA = {

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from optimus.model.batch import Batch
 from optimus.model.foreign.architecture import TransformersModel

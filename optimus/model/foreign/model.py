@@ -114,7 +114,8 @@ class ForeignModel(Storage, CausalModel):
     `body` is the author's module, with parameters on the meta device and buffers with values. `initial` has the
     parameters' initial values, by name. Module names are the author's; `stored` has the names of stored parameters.
     `call(body, batch, position_BS, routes)` runs the author's forward pass; without positions, every sequence has the
-    positions from 0, and `routes` is True if the pass has routers whose loss counts. `caches` is True if the body takes and returns `past_key_values`.
+    positions from 0. `routes` is True if the pass has routers whose loss counts. `caches` is True if the body takes and
+    returns `past_key_values`.
     """
 
     replaceable = ("sequence", "step", "columns", "tokens")
@@ -135,6 +136,7 @@ class ForeignModel(Storage, CausalModel):
         self._modules.update(body._modules)
         self.__dict__["_body"] = body
         self._columns: Columns = WHOLE
+        self._entered: tuple[Tensor, int, Tensor] | None = None
         self.tokens = TokenSplit()
         self.passing: Passing | None = None
         for module in body.modules():
@@ -248,6 +250,15 @@ class ForeignModel(Storage, CausalModel):
 
     # ---- Passes ----
 
+    def entered(self, x: Tensor) -> Tensor:
+        """Returns `columns.enter(x)`, the same tensor for consecutive calls with the same `x`."""
+        if self._columns.size == 1 or x.is_inference():
+            return self._columns.enter(x)
+        last = self._entered
+        if last is None or last[0] is not x or last[1] != x._version:
+            last = self._entered = x, x._version, self._columns.enter(x)
+        return last[2]
+
     @contextmanager
     def running(self, passing: Passing | None) -> Iterator[None]:
         """Makes the modules read and write `passing` inside the `with` block."""
@@ -255,7 +266,7 @@ class ForeignModel(Storage, CausalModel):
         try:
             yield
         finally:
-            self.passing = before
+            self.passing, self._entered = before, None
 
     def continued(self, tokens_BS: Tensor, cache: Any) -> tuple[Tensor, Any]:
         """Returns the input of the output layer, [B, S, H], and the cache with `tokens_BS` added. None begins a new
@@ -350,12 +361,26 @@ def _compose(
             become(module, StagedModule, unit=unit, before=before)
             if module is embedding:
                 _look_up(module, authors)
+    _share_inputs(body)
     for number, block in enumerate(model.blocks):
         become(block, StagedBlock, unit=_unit("block", block), number=number, outputs=facts.outputs)
     become(head, HeadModule, vocabulary=Vocabulary(), factor=facts.logit_scale, cap=facts.logit_cap)
     model.__dict__["embedding"], model.__dict__["head"] = embedding, head
     model.predict = Unit("head", head)
     model._units.append(model.predict)
+
+
+def _share_inputs(body: nn.Module) -> None:
+    """Marks column-parallel layers that may have their input in common: siblings with as many inputs, and pieces."""
+    siblings: dict[tuple[str, int], list[Any]] = {}
+    for name, module in body.named_modules():
+        layer: Any = module
+        if isinstance(module, AuthorsLinear) and module.style in ("column", "gather"):
+            inputs = layer._parameters[layer.pieces[0]].shape[0 if layer.transposed else -1]
+            siblings.setdefault((name.rpartition(".")[0], inputs), []).extend([layer] * len(layer.pieces))
+    for modules in siblings.values():
+        for module in modules:
+            module.__dict__["shares"] = len(modules) > 1
 
 
 _SHARDED: dict[Style, type] = {

@@ -172,17 +172,18 @@ class AuthorsLinear:
     pieces: tuple[str, ...]
     biases: tuple[str, ...]
     transposed: bool
+    shares: bool = False  # True if other products have the same input, whose gradients are summed before the all-reduce
 
     @property
     def dims(self) -> tuple[Dim, Dim]:
         """The logical dims of the outputs and of the inputs; `latent` for a style without collectives."""
-        if self.style not in _COMMUNICATES:
+        if self.style not in _COMMUNICATES or self.shares:
             return "latent", "latent"
         *_, outputs, inputs = declaration(self, self.pieces[0]).dims  # type: ignore[arg-type]
         return (inputs, outputs) if self.transposed else (outputs, inputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        columns, x_TL = self.host.columns, x.reshape(-1, x.shape[-1])
+        columns, x_TL = self.host.columns, (self.host.entered(x) if self.shares else x).reshape(-1, x.shape[-1])
         if self.style == "scatter":
             x_TL = columns.split(x_TL)
         y_TN = self._all_columns(x_TL.contiguous())

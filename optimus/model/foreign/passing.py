@@ -42,5 +42,8 @@ class ModelHost(Protocol):
     def current(self) -> Passing:
         """The state of the running forward pass."""
 
+    def entered(self, x: Tensor) -> Tensor:
+        """Returns `columns.enter(x)`, the same tensor for consecutive calls with the same `x`."""
+
     def running(self, passing: Passing | None) -> AbstractContextManager[None]:
         """Makes the modules read and write `passing` inside the `with` block."""
