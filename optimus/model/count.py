@@ -71,7 +71,8 @@ def flops_per_token(config: Architecture, context: int) -> float:
 def forward_flops(config: Architecture, context: int) -> dict[str, float]:
     """Returns the forward floating point operations per token of a block's modules, averaged over all blocks.
 
-    The keys are kinds of modules, such as attention, mlp and moe; an adapted model has the key block alone.
+    The keys are kinds of modules, such as attention, mlp and moe, or `block` for blocks of an adapted model that have no
+    parts.
     The result counts only the attention scores inside the causal mask.
     """
     counts = _counts(config)
@@ -110,12 +111,20 @@ def _foreign_counts(config: TransformersModel | PluginModel) -> _Counts:
         total[part] += parameter.numel()
         active[part] += chosen
         if declared.role in ("matrix", "router", "expert"):
-            multiplied["block"] += chosen
+            multiplied[_kind_of(name, block, config)] += chosen
     multiplied["head"] = total["embedding" if config.tie_embeddings else "head"]
     for kind in config.alike:
         if (each := config.facts.scored[kind]) is not None:
             scored[each.window] += each.heads * (each.query + each.value)
     return _Counts({part: ParameterCount(total[part], active[part]) for part in total}, multiplied, scored)
+
+
+def _kind_of(name: str, block: int | None, config: TransformersModel | PluginModel) -> str:
+    """Returns the kind of the part of a block that has a parameter; `block` if the block has no parts."""
+    for part in config.facts.parts.get(-1 if block is None else block, ()):
+        if name.startswith(f"{config.parts.blocks}.{block}.{part.name}."):
+            return part.kind
+    return "block"
 
 
 def _own_counts(config: ModelConfig) -> _Counts:

@@ -9,16 +9,14 @@ device.
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimus.autograd import once_differentiable
 from optimus.kernels.attention import PLAIN, Scoring
-from optimus.model.foreign.experts import FusedExperts
-from optimus.model.foreign.modules import become
 from optimus.model.sequence import SequenceSplit
 from optimus.parallel.module_bytes import ModuleSetting, ShapeStage
 from optimus.parallel.parallelize import always, replace_all
@@ -116,10 +114,11 @@ class _CountingStage(ShapeStage):
     def __init__(self, setting: ModuleSetting) -> None:
         super().__init__(setting)
         self.counting = Counting(self.sent)
-        replace_all(self.model, {"sequence": always(_CountedSequence(self.model.sequence, self.counting))})
-        for module in self.model.modules():
-            if isinstance(module, FusedExperts):
-                become(cast(nn.Module, module), _CountedExperts, counting=self.counting)
+        replaced = {
+            "sequence": always(_CountedSequence(self.model.sequence, self.counting)),
+            "kernel": always(_CountedExperts(self.counting)),
+        }
+        replace_all(self.model, replaced)
 
 
 _stage = lru_cache(maxsize=32)(_CountingStage)
@@ -254,32 +253,26 @@ class _CountedSequence(SequenceSplit):
 
 
 class _CountedExperts:
-    """A module of experts in the library's kernels, whose result only has the shape.
+    """Experts whose result only has the shape. Tokens choose all experts equally often."""
 
-    Tokens choose all experts equally often.
-    """
+    def __init__(self, counting: Counting) -> None:
+        self._counting = counting
 
-    replaceable: ClassVar[tuple[str, ...]] = ()
-    counting: Counting
-    _parameters: dict[str, nn.Parameter]
-
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Returns a tensor like `hidden_states`."""
-        down = self._parameters["down_proj"]
-        experts, hidden, inner = down.shape
-        outer = sum(each.numel() for each in self._parameters.values()) // (experts * hidden) - inner
-        rows = top_k_index.numel()
-        each, moved = rows / experts, rows * (3 * hidden + outer + inner) * hidden_states.element_size()
-        counting = self.counting
+    def __call__(
+        self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, gate_up_EJH: Tensor, down_EHI: Tensor, *_: Any
+    ) -> Tensor:
+        """Returns a tensor like `x_TH`; see `expert_mlp` for the arguments."""
+        (experts, hidden, inner), outer, counting = down_EHI.shape, gate_up_EJH.shape[1], self._counting
+        rows = indices_TK.numel()
+        each, moved = rows / experts, rows * (3 * hidden + outer + inner) * x_TH.element_size()
         counting.add([MatmulSizes(each, outer, hidden, experts), MatmulSizes(each, hidden, inner, experts)], moved, 3)
 
         def back() -> None:
-            counting.add(
-                [MatmulSizes(each, inner, hidden, experts), MatmulSizes(each, hidden, outer, experts)], 2 * moved, 3
-            )
+            inputs = MatmulSizes(each, inner, hidden, experts), MatmulSizes(each, hidden, outer, experts)
+            counting.add(inputs, 2 * moved, 3)
             counting.add_later([MatmulSizes(outer, hidden, each, experts), MatmulSizes(hidden, inner, each, experts)])
 
-        made: Tensor = _Shaped.apply(hidden_states.shape, back, hidden_states, top_k_weights)
+        made: Tensor = _Shaped.apply(x_TH.shape, back, x_TH, weights_TK)
         return made
 
 

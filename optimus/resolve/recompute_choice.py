@@ -53,9 +53,10 @@ def recomputed_flops(config: Architecture, chosen: Recomputation, context: int) 
 
 
 def _candidates(config: Architecture, context: int) -> Iterator[Recomputation]:
-    modules = ("norm", *forward_flops(config, context))
+    modules = () if "modules" in config.limits else ("norm", *forward_flops(config, context))
     sets = chain.from_iterable(combinations(modules, count) for count in range(1, len(modules) + 1))
     yield Recomputation()
     for kinds in (*sets, ("block",)):
-        for every in range(1, config.layers + 1):
+        segments = kinds != ("block",) or "segments" not in config.limits
+        for every in range(1, config.layers + 1 if segments else 2):
             yield Recomputation(kinds, every)

@@ -19,6 +19,7 @@ _LIMITS = {
     "inputs": "the residual stream of a model of {of} cannot be split over columns: give one number",
     "vocabulary": "a model of {of} has its embedding on the first stage and its output layer on the last: remove it",
     "modules": "a model of {of} recomputes whole blocks only: set recompute: block",
+    "moe": "the experts of a model of {of} recompute with the rest of the feed-forward layer: say mlp",
     "segments": "a model of {of} recomputes block by block: remove it",
     "factors": "low-rank factors need the library's own modules: remove it",
 }
@@ -71,7 +72,11 @@ class AdaptedModel(Section):
     @property
     def limits(self) -> dict[str, str]:
         """The model's unsupported features, each with the reason."""
-        return {option: why.format(of=self.origin) for option, why in _LIMITS.items()} | dict(self.facts.refusals)
+        facts = self.facts
+        found = {option: why.format(of=self.origin) for option, why in _LIMITS.items()} | dict(facts.refusals)
+        if all(facts.parts.get(kind) for kind in {*facts.kinds}):
+            del found["modules"]
+        return found
 
     def refuse_ways(self, ways: int) -> str | None:
         """Returns the reason against tensor parallelism over `ways` ranks, or None."""

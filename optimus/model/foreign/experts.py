@@ -5,14 +5,13 @@ The kernels take `gate_up_proj` [E, 2 I, H], gate before up, and `down_proj` [E,
 Legend: T tokens, K experts per token, E experts, H hidden, I intermediate, J = 2 I.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from optimus.kernels.expert_mlp import expert_mlp
 from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.step_context import StepContext
 
@@ -59,9 +58,10 @@ class FusedExperts:
     separately.
     """
 
-    replaceable: ClassVar[tuple[str, ...]] = ("gradients", "step")
+    replaceable: ClassVar[tuple[str, ...]] = ("gradients", "step", "kernel")
     gradients: Mapping[nn.Parameter, GradientBuffer]
     step: StepContext
+    kernel: Callable[..., Tensor]  # `expert_mlp`, or a stand-in
     _parameters: dict[str, nn.Parameter]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class FusedExperts:
         gate_up_EJH = gate_up.flatten(1, 2) if gate_up.ndim == 4 else gate_up
         indices_TK = top_k_index.masked_fill(top_k_index >= len(down), -1)
         x_TH, weights_TK = hidden_states.to(down.dtype), top_k_weights.to(down.dtype)
-        y_TH = expert_mlp(x_TH, weights_TK, indices_TK, gate_up_EJH, down, buffers, self.step.forms)
+        y_TH = self.kernel(x_TH, weights_TK, indices_TK, gate_up_EJH, down, buffers, self.step.forms)
         return y_TH.to(hidden_states.dtype)
 
 

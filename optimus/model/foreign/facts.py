@@ -16,10 +16,11 @@ from optimus.errors import UserError
 from optimus.model.foreign import probes
 from optimus.model.foreign.calls import record_calls
 from optimus.model.foreign.initial import Initial, initial_values, without_initial
+from optimus.model.foreign.parts_of_blocks import parts_of_blocks
 from optimus.model.foreign.plan import gathered_by_plan, published_plan, published_splits
 from optimus.model.foreign.probes import AttentionFacts, Pass, find_blocks, twin_tokens
 from optimus.model.foreign.ranks import TensorPartition, largest_difference
-from optimus.model.foreign.records import STYLES, ModelFacts, RouterFacts, ScoredColumns, Split, Style
+from optimus.model.foreign.records import STYLES, BlockPart, ModelFacts, RouterFacts, ScoredColumns, Split, Style
 from optimus.model.foreign.sizes import RealSizes
 from optimus.model.foreign.splits import ProvedUnit, prove_units
 from optimus.model.foreign.twin import (
@@ -162,6 +163,7 @@ class _Analysis:
         tensor = self._tensor(embedding, head, seen.width())
         weight = self.real.get_parameter(f"{embedding}.weight")
         stream = self._stream(seen, weight)
+        parts = self._parts()
         dropout = self._dropout()
         self._unknown_layers()
         if no_initial:
@@ -199,6 +201,7 @@ class _Analysis:
             refusals=dict(self.refusals),
             stream=stream,
             causal=causal,
+            parts=parts,
             shares=tensor.shares,
         )
 
@@ -240,6 +243,15 @@ class _Analysis:
             width = weight.shape[1] if same else self.sizes.one(shape[-1], "size", "dim", "width")
         rest = [self.sizes.one(each, "mult", "num", "n_") or each for each in shape[:-1]]
         return (*rest, int(width)) if isinstance(width, int) else ()
+
+    def _parts(self) -> dict[int, tuple[BlockPart, ...]]:
+        """Returns the parts of each real layer's block; empty if the twin lacks the layer's kind."""
+        layers = layers_of(self.twin, self.blocks)
+        try:
+            found = parts_of_blocks([*layers], probes.CUT, lambda: probes.logits_of(self.twin, self.tokens_BS))
+        except _FAILURES:
+            found = {}
+        return {n: found.get(twin, ()) if twin is not None else () for n, twin in enumerate(self._twin_layers)}
 
     def _causal(self) -> bool:
         causal = probes.is_causal(self.twin, self.tokens_BS)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from optimus.errors import UserError
 from optimus.kernels.backend import compute_dtype
+from optimus.kernels.expert_mlp import expert_mlp
 from optimus.model.batch import Batch, moved
 from optimus.model.causal import BlockRow, CausalModel
 from optimus.model.foreign.architecture import TransformersModel
@@ -25,6 +26,7 @@ from optimus.model.foreign.experts import FusedExperts, choose_experts
 from optimus.model.foreign.modules import (
     LOCAL,
     AuthorsLinear,
+    BlockOfParts,
     Calls,
     ColumnLeaf,
     HeadModule,
@@ -34,6 +36,7 @@ from optimus.model.foreign.modules import (
     SharedOut,
     StagedBlock,
     StagedModule,
+    StagedPart,
     Storage,
     Summed,
     become,
@@ -70,8 +73,11 @@ class Stored(NamedTuple):
 class ForeignRow(list[nn.Module]):
     """Blocks of a foreign model, in order."""
 
-    def run_in(self, size: int, run: object) -> None:
-        """Does nothing: activation recomputation works on the blocks' units."""
+    def run_in(self, size: int, run: Callable[..., Any]) -> None:
+        """Makes each block with parts run by one call of `run`. Any other block is itself a unit, of the kind `block`."""
+        for block in self:
+            if isinstance(block, BlockOfParts):
+                block.__dict__["again"] = run
 
 
 class ForeignStage:
@@ -335,7 +341,7 @@ def _compose(
     embedding, head = body.get_submodule(facts.embedding), body.get_submodule(facts.head)
     model.stored |= _declare_all(body, facts, initial)
     for module in fused:
-        become(module, FusedExperts, gradients={}, step=model.step)
+        become(module, FusedExperts, gradients={}, step=model.step, kernel=expert_mlp)
     for name, module in list(body.named_modules()):
         inside = name.startswith(f"{facts.blocks}.")
         if inside and (type(module) is nn.Linear or _is_conv1d(module)):
@@ -363,11 +369,25 @@ def _compose(
                 _look_up(module, authors)
     _share_inputs(body)
     for number, block in enumerate(model.blocks):
-        become(block, StagedBlock, unit=_unit("block", block), number=number, outputs=facts.outputs)
+        options: dict[str, Any] = {"number": number, "outputs": facts.outputs}
+        children = facts.parts.get(number, ())
+        if not children:
+            become(block, StagedBlock, unit=_unit("block", block), **options)
+            continue
+        become(block, BlockOfParts, again=_at_once, **options)
+        for part in children:
+            child = block.get_submodule(part.name)
+            unit = _unit(part.kind, child)
+            become(child, StagedPart, unit=unit, outputs=part.outputs)
+            block.__dict__[f"{part.name}_unit"] = unit  # `units_of` finds it here
     become(head, HeadModule, vocabulary=Vocabulary(), factor=facts.logit_scale, cap=facts.logit_cap)
     model.__dict__["embedding"], model.__dict__["head"] = embedding, head
     model.predict = Unit("head", head)
     model._units.append(model.predict)
+
+
+def _at_once(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
 
 
 def _share_inputs(body: nn.Module) -> None:

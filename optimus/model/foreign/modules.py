@@ -50,14 +50,18 @@ class _Staged:
     _modules: dict[str, nn.Module | None]
 
     def _run(self, x: Tensor, call: Callable[[Tensor], Any]) -> Any:
-        """Runs the module as a unit. Recomputation uses the same `Passing`."""
+        """Runs the module as a unit."""
+        return self.unit(x, self._within(call))
+
+    def _within(self, call: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        """Returns a function that runs `call` with the same `Passing`, also during recomputation."""
         host, passing = self.host, self.host.passing
 
         def run(x: Tensor) -> Any:
             with host.running(passing):
                 return call(x)
 
-        return self.unit(x, run)
+        return run
 
 
 class Storage:
@@ -93,6 +97,26 @@ class StagedBlock(_Staged, Storage):
             made = (made,)
         passing.stream_BSH = made[0] if self.outputs else made
         return made
+
+
+class BlockOfParts(StagedBlock):
+    """A block whose children are units. `again` runs the block, and recomputes the block if the run recomputes blocks."""
+
+    again: Callable[..., Any]
+
+    def _run(self, x: Tensor, call: Callable[[Tensor], Any]) -> Any:
+        return self.again(self._within(call), x)
+
+
+class StagedPart(_Staged):
+    """A child of a block that is a unit."""
+
+    outputs: int  # entries of the tuple that the module returns; 0: it returns a tensor
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        x, rest = _first(args, options)
+        made = self._run(x, lambda x: super(StagedPart, self).__call__(x, *rest, **options))  # type: ignore[misc]
+        return (made,) if self.outputs and not isinstance(made, tuple) else made  # a unit opens a tuple of one result
 
 
 class StagedModule(_Staged):

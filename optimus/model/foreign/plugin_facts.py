@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import gcd
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -24,8 +24,9 @@ from optimus.model.foreign import probes
 from optimus.model.foreign.calls import record_calls
 from optimus.model.foreign.described import built, said, wrong
 from optimus.model.foreign.facts import kind_of, signature
+from optimus.model.foreign.parts_of_blocks import parts_of_blocks
 from optimus.model.foreign.probes import CUT, Pass
-from optimus.model.foreign.records import ModelFacts, Split, Style
+from optimus.model.foreign.records import BlockPart, ModelFacts, Split, Style
 from optimus.model.foreign.rows import ModelRow, ModelSpec
 from optimus.model.foreign.splits import ProvedUnit, prove_units
 from optimus.model.foreign.twin import LENGTH, ROWS, enlarge
@@ -99,6 +100,7 @@ class _Facts:
         chain = probes.broken_chain(seen, spec.blocks, len(self._layers(spec)))
         if chain is not None:
             self.refusals["pipeline"] = f"{self.row.name}: {chain}: choose parallel.pipeline: 1"
+        parts = self._parts()
         splits, styles, divided, heads = self._tensor()
         layers = self._layers(spec)
         first: dict[Any, int] = {}
@@ -141,7 +143,18 @@ class _Facts:
             no_initial=(),
             refusals=dict(self.refusals),
             stream=stream,
+            parts=parts,
         )
+
+    def _parts(self) -> dict[int, tuple[BlockPart, ...]]:
+        """Returns the parts of each real block; no entry for a block of a kind that the copy lacks."""
+        run = partial(probes.logits_of, self.copy, self.tokens_BS)
+        try:
+            with torch.enable_grad():
+                found = parts_of_blocks(self._layers(self.small), CUT, run)
+        except Exception:  # the user's code may look at its parameters
+            return {}
+        return {number: found.get(like, ()) for number, like in self._pairs()}
 
     def _layers(self, spec: ModelSpec) -> list[nn.Module]:
         return list(cast(nn.ModuleList, spec.module.get_submodule(spec.blocks)))

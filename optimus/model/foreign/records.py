@@ -46,6 +46,19 @@ class ScoredColumns:
 
 
 @dataclass(frozen=True)
+class BlockPart:
+    """A child of a block that runs once in a pass of the block, alone uses its parameters, and can recompute by itself.
+
+    `kind` is `norm` for a norm, `attention` for a module that mixes positions, and `mlp` for all other modules. `outputs`
+    is the number of entries of its output; 0: a tensor.
+    """
+
+    name: str
+    kind: Literal["norm", "attention", "mlp"]
+    outputs: int
+
+
+@dataclass(frozen=True)
 class RouterFacts:
     """The routers of a model with experts.
 
@@ -95,6 +108,8 @@ class ModelFacts:
     refusals: Mapping[str, str]
     stream: tuple[int, ...] = ()  # dims of the residual stream after [B, S]
     causal: bool = True
+    # By layer, the parts of its block in order; empty if parameters of the block are in no part.
+    parts: Mapping[int, tuple[BlockPart, ...]] = field(default_factory=dict)
     shares: Mapping[str, float] = field(default_factory=dict)  # divided share of block elements: plan, proof, both
 
     def refuse_ways(self, ways: int) -> str | None:
