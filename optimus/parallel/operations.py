@@ -8,7 +8,7 @@ device.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from optimus.autograd import once_differentiable
 from optimus.kernels.attention import PLAIN, Scoring
 from optimus.model.sequence import SequenceSplit
+from optimus.model.units import units_of
 from optimus.parallel.module_bytes import ModuleSetting, ShapeStage
 from optimus.parallel.parallelize import always, replace_all
 from optimus.parallel.shapes import Sent, effect_of, leaves_of
@@ -53,13 +54,23 @@ class Operations(NamedTuple):
     sent: tuple[Sent, ...]
 
 
+class UnitOperations(NamedTuple):
+    """The operations of the forward pass of one unit of a block."""
+
+    kind: str
+    forward: Operations
+    attended: tuple[AttentionSizes, ...]
+
+
 class BlockOperations(NamedTuple):
-    """The operations of a block: forward pass, gradients of the inputs, gradients of the weights, and attention."""
+    """The operations of a block: forward pass, gradients of the inputs, gradients of the weights, and attention. `units` are
+    parts of the forward pass."""
 
     forward: Operations
     backward: Operations
     weights: Operations
     attended: tuple[AttentionSizes, ...]
+    units: tuple[UnitOperations, ...]
 
 
 @lru_cache(maxsize=4096)
@@ -96,7 +107,7 @@ def _measured(setting: ModuleSetting, layer: int, sequences: int) -> BlockOperat
         run = model.stage(range(number, number + 1), first=False, last=False)
         counting.clear()
         y_TH, _ = run(batch, positions_S, positions, x_TH * 1, None)
-        forward, attended = counting.taken(), tuple(counting.attended)
+        units, attended, forward = tuple(counting.units), tuple(counting.attended), counting.taken()
         with stage.step.deferring() as deferred:
             y_TH.backward(torch.empty_like(y_TH))
         backward, later = counting.taken(), counting.later
@@ -105,7 +116,7 @@ def _measured(setting: ModuleSetting, layer: int, sequences: int) -> BlockOperat
         weights = counting.taken()
         del shapes
     model.zero_grad()
-    return BlockOperations(forward, backward, weights._replace(products=(*weights.products, *later)), attended)
+    return BlockOperations(forward, backward, weights._replace(products=(*weights.products, *later)), attended, units)
 
 
 class _CountingStage(ShapeStage):
@@ -119,6 +130,9 @@ class _CountingStage(ShapeStage):
             "kernel": always(_CountedExperts(self.counting)),
         }
         replace_all(self.model, replaced)
+        for unit in (unit for block in self.model.blocks for unit in units_of(block)):
+            ((kind, module),) = unit.steps
+            unit.run_by(partial(self.counting.within, kind, unit.row([module])))
 
 
 _stage = lru_cache(maxsize=32)(_CountingStage)
@@ -135,20 +149,34 @@ class Counting(TorchDispatchMode):
     def __init__(self, sent: list[Sent]) -> None:
         super().__init__()
         self.attended: list[AttentionSizes] = []
+        self.units: list[UnitOperations] = []
         self.later: list[MatmulSizes] = []  # weight gradients of stand-ins
         self._sent, self._products, self._moved, self._kernels = sent, list[MatmulSizes](), 0.0, 0
 
     def clear(self) -> None:
         """Forgets all operations."""
-        self.attended, self.later = [], []
+        self.attended, self.units, self.later = [], [], []
         self.taken()
 
     def taken(self) -> Operations:
         """Returns the operations since the last call."""
-        found = Operations(tuple(self._products), self._moved, self._kernels, tuple(self._sent))
+        found = self._since((0, 0.0, 0, 0))
         self._sent.clear()
         self._products, self._moved, self._kernels = [], 0.0, 0
         return found
+
+    def within(self, kind: str, run: Callable[..., Any], *args: Any) -> Any:
+        """Returns `run(*args)`, and counts its operations also as those of a unit."""
+        mark, attended = (len(self._products), self._moved, self._kernels, len(self._sent)), len(self.attended)
+        made = run(*args)
+        self.units.append(UnitOperations(kind, self._since(mark), tuple(self.attended[attended:])))
+        return made
+
+    def _since(self, mark: tuple[int, float, int, int]) -> Operations:
+        products, moved, kernels, sent = mark
+        return Operations(
+            tuple(self._products[products:]), self._moved - moved, self._kernels - kernels, tuple(self._sent[sent:])
+        )
 
     def add(self, products: Iterable[MatmulSizes], moved: float, kernels: int) -> None:
         """Counts the operations of a stand-in."""

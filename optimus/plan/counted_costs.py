@@ -5,33 +5,43 @@ from functools import cached_property
 
 from optimus.mesh.strided import StridedGroup
 from optimus.parallel.module_bytes import ModuleSetting
-from optimus.parallel.operations import Operations, block_operations
+from optimus.parallel.operations import AttentionSizes, BlockOperations, Operations, block_operations
 from optimus.parallel.shapes import Sent
-from optimus.plan.rank_costs import Passes, RankCosts, Terms, Times, add, aligned
+from optimus.plan.rank_costs import Passes, RankCosts, Terms, Times, add, aligned, together
 from optimus.resolve.shapes import activation_shapes
 
 
 class CountedCosts(RankCosts):
     """Seconds that one rank spends in the blocks of an adapted model, for one microbatch.
 
-    A block is one module, because only whole blocks of an adapted model recompute.
+    The blocks are counted as one module each. `inside` has the forward passes of their units, which can recompute.
     """
 
     @cached_property
     def modules(self) -> Mapping[int, Mapping[str, Times]]:
         return {layer: {"block": (self._block(layer), 1)} for layer in sorted(set(self.model.alike))}
 
-    def _block(self, layer: int) -> Passes:
+    def inside(self, layer: int) -> Mapping[str, Times]:
+        found: dict[str, list[Terms]] = {}
+        for unit in self._operations(layer).units:
+            forward = [self._pass(unit.forward), *(self._core(each).forward for each in unit.attended)]
+            found.setdefault(unit.kind, []).extend(forward)
+        return {kind: (Passes(add(terms), Terms()), 1) for kind, terms in found.items()}
+
+    def _operations(self, layer: int) -> BlockOperations:
         job = self.job
         shapes = activation_shapes(job.config.decided({"moe.dispatch": "alltoall"}), job.mesh, (), int(self.e))
         sequences, context = shapes.pop("micro_batch"), shapes.pop("context")
         setting = ModuleSetting.canonical(job.model, context=context, load=1.0, **(shapes | {"splits": True}))
-        *passes, attended = block_operations(setting, layer, sequences)
-        forward, backward, weights = map(self._pass, passes)
-        for each in attended:
-            core = self._attention(each.heads, each.kv_heads, (each.query, each.value), each.window)
-            forward, backward = add([forward, core.forward]), add([backward, core.backward])
-        return Passes(forward, backward, weights)
+        return block_operations(setting, layer, sequences)
+
+    def _block(self, layer: int) -> Passes:
+        found = self._operations(layer)
+        parts = [Passes(*map(self._pass, (found.forward, found.backward, found.weights)))]
+        return together([*parts, *map(self._core, found.attended)])
+
+    def _core(self, found: AttentionSizes) -> Passes:
+        return self._attention(found.heads, found.kv_heads, (found.query, found.value), found.window)
 
     def _pass(self, found: Operations) -> Terms:
         """Returns the seconds of all operations of a pass except attention."""

@@ -42,7 +42,7 @@ def products_of(family: str) -> float:
         each.heads * (each.query + each.value) * min(each.window or TOKENS, TOKENS) for each in [model.facts.scored[0]]
     )
     seen = min(model.facts.scored[0].window or TOKENS, TOKENS)
-    return forward_flops(model, TOKENS)["block"] - scores / 2 * (2 - seen / TOKENS)
+    return sum(forward_flops(model, TOKENS).values()) - scores / 2 * (2 - seen / TOKENS)
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "stablelm", "gpt_neox", "olmo2", "gpt2", "smollm3"])
@@ -185,6 +185,18 @@ def test_recomputation_repeats_the_forward_pass() -> None:
     plain, again = step_time(job), step_time(job.changed(recompute=["block"]))
     ((block, _),) = costs_of(job).modules[0].values()
     assert again.seconds - plain.seconds == pytest.approx(job.microbatches * 4 * block.forward.seconds)
+
+
+def test_recomputation_of_modules_repeats_their_forward_passes() -> None:
+    job = asked(run_of({"transformers": LLAMA}), "dgx-a100", 8, [])
+    plain, costs = step_time(job).seconds, costs_of(job)
+    parts, ((block, _),) = costs.inside(0), costs.modules[0].values()
+    assert set(parts) == {"norm", "attention", "mlp"}
+    for kind, (passes, _) in parts.items():
+        again = step_time(job.changed(recompute=[kind])).seconds
+        assert again - plain == pytest.approx(job.microbatches * 4 * passes.forward.seconds)
+    beside = block.forward.seconds - sum(passes.forward.seconds for passes, _ in parts.values())
+    assert 0 < beside < 0.1 * block.forward.seconds  # the residual stream's additions
 
 
 def test_the_largest_model_needs_our_own_modules() -> None:

@@ -70,6 +70,10 @@ LAYOUTS = {
     "ulysses": Layout(2, {"parallel": {"context": 2, "context_method": "ulysses"}}),
     "offload": Layout(2, {"state": _SHARDED | {"offload": "all"}}),
     "recompute": Layout(2, {"state": _SHARDED, "recompute": "block"}),
+    "recompute attention": Layout(2, {"state": _SHARDED, "recompute": ["attention"]}),
+    "recompute modules x tensor": Layout(
+        2, {"parallel": {"tensor": 2}, "recompute": ["norm", "mlp"], "recompute_every": 2}
+    ),
     "tensor x pipeline": Layout(4, {"parallel": {"tensor": 2, "pipeline": 2}}),
     "tensor x zero3 x recompute": Layout(4, {"parallel": {"tensor": 2}, "state": _SHARDED, "recompute": "block"}),
     "pipeline x zero3 x offload": Layout(
