@@ -1,4 +1,7 @@
-"""The section `model` of a configuration for a model that a plugin describes. This module does not import torch."""
+"""The section `model` of a configuration for a model that a plugin describes.
+
+An import of this module does not import torch. Properties such as `facts` and `shapes` import torch on first use.
+"""
 
 import json
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,7 +17,8 @@ if TYPE_CHECKING:
 
 
 class PluginModel(AdaptedModel):
-    """A causal language model that a function of a plugin describes; the other keys are the function's arguments."""
+    """A causal language model that a function of a plugin describes; all keys except `plugin` are the function's
+    arguments."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
     source: ClassVar[str] = "plugin"
