@@ -130,8 +130,8 @@ class CausalModel(nn.Module):
         """
 
     def author_tensors(self) -> dict[str, Tensor]:
-        """For a `ForeignModel`: returns the parameters and the persistent buffers, by their names in the author's
-        code."""
+        """For a `ForeignModel`: returns the parameters and the persistent buffers, by their names in the author's code
+        (`transformers` or a plugin)."""
         raise NotImplementedError
 
     def fill_from(self, tensors: Mapping[str, Tensor]) -> None:
@@ -218,4 +218,4 @@ class CausalModel(nn.Module):
 
     @abstractmethod
     def all_blocks(self) -> ModelStage:
-        """Returns the stage of all blocks."""
+        """Returns a stage that runs the whole model except the output layer."""

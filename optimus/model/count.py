@@ -71,7 +71,7 @@ def flops_per_token(config: Architecture, context: int) -> float:
 def forward_flops(config: Architecture, context: int) -> dict[str, float]:
     """Returns the forward floating point operations per token of a block's modules, averaged over all blocks.
 
-    The keys are kinds of modules, such as attention, mlp and moe; an adapted model has the key block alone.
+    The keys are kinds of modules, such as `attention`, `mlp` and `moe`; a `ForeignModel` has the key `block` alone.
     The result counts only the attention scores inside the causal mask.
     """
     counts = _counts(config)

@@ -259,7 +259,7 @@ def placements(job: Job) -> Iterator[Job]:
 
 def recomputations(model: Architecture) -> Sequence[frozenset[str]]:
     """Returns the sets of modules to recompute, cheapest first: all combinations of norms, attention and feed-forward
-    layers, then whole blocks. The modules of an adapted model only recompute in whole blocks."""
+    layers, then whole blocks. A `ForeignModel` recomputes whole blocks only."""
     if "modules" in model.limits:
         return [frozenset(), frozenset({"block"})]
     feed_forward = frozenset("moe" if model.experts_of(layer) else "mlp" for layer in set(model.alike))

@@ -1,6 +1,6 @@
-"""The base class of the sections `model` for models that run with their authors' modules.
+"""The base class of the sections `model` for models that run with the modules of `transformers` or of a plugin.
 
-This module does not import torch. Properties such as `facts` import torch on first use.
+An import of this module does not import torch. Properties such as `facts` import torch on first use.
 """
 
 import math
@@ -25,7 +25,7 @@ _LIMITS = {
 
 
 class AdaptedModel(Section):
-    """A causal language model that runs with its author's modules."""
+    """A causal language model that runs with the modules of `transformers` or of a plugin."""
 
     source: ClassVar[str]  # the key that says where the model comes from
     origin: ClassVar[str]  # the source as messages name it
@@ -45,7 +45,7 @@ class AdaptedModel(Section):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the parameters, by the author's names."""
+        """The shapes of the parameters, by their names in `transformers` or in the plugin."""
         raise NotImplementedError
 
     @property
@@ -55,7 +55,7 @@ class AdaptedModel(Section):
 
     @property
     def is_adapted(self) -> bool:
-        """Returns True: the author's modules run."""
+        """Returns True: the modules of `transformers` or of the plugin run."""
         return True
 
     def compared(self, unasked: Set[str]) -> dict[str, Any]:

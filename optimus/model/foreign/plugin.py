@@ -59,12 +59,12 @@ class PluginModel(AdaptedModel):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the parameters, by the author's names."""
+        """The shapes of the parameters, by their names in the plugin's module."""
         from optimus.model.foreign.plugin_facts import shapes_of_row
 
         return shapes_of_row(MODELS[self.plugin], json.dumps(self.arguments, sort_keys=True))
 
     @property
     def family(self) -> str:
-        """The name of the model."""
+        """The name of the model, which the key `plugin` has."""
         return self.plugin
