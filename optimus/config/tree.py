@@ -70,7 +70,7 @@ class StateConfig(Section):
     """Elements that the optimizer updates at a time, with temporary fp32 copies. On accelerators, a chunk whose state
     is on the device is updated at once, so that the copies have the size of a chunk."""
     overlap: bool = True
-    """Overlap gradient reduction with the backward pass (AxoNN's ORS). prefetch overlaps the all-gathers (OAG)."""
+    """Overlap gradient reduction with the backward pass (AxoNN's ORS). `prefetch` overlaps the all-gathers (OAG)."""
     all_reduce_tiles: int | None = Field(None, gt=0)
     """Number of tiles in each all-reduce of a chunk's gradients; several all-reduces are in flight at once (AxoNN).
     Default: all tiles of the chunk."""
@@ -81,19 +81,20 @@ class StateConfig(Section):
     cache: Annotated[int, Field(gt=0)] | Literal["auto"] | None = None
     """Number of unsharded chunks of parameters on the device at a time, for parameters that are gathered or fetched on
     use. The order of uses in the previous step determines which chunk is dropped (Belady). auto: as many as fit on the
-    device. Default: auto with offload all or disk, otherwise no cache."""
+    device. Default: auto with `offload: all` or `offload: disk`, otherwise no cache."""
     resident_fraction: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = 0.0
-    """With offload: fraction of the chunks, counted from the first, whose state stays on the device. auto: as many as
+    """With `offload`: fraction of the chunks, counted from the first, whose state stays on the device. auto: as many as
     fit."""
     update_on: Literal["auto", "device", "host"] = "auto"
     """Location of the update of offloaded state. device: tile by tile through the device (AxoNN); host: on the CPU; auto:
     the faster one in a short measurement, which is cached (tuning.cache)."""
     accumulate_on: Literal["auto", "device", "host"] = "auto"
-    """With offload all or disk: location of gradient accumulation over several microbatches. device: gradients stay on
-    the device during the step; host: each microbatch reduces its gradients and sends the gradients to the host; auto:
-    device, if the gradients fit. With several ranks, the results of device and host differ by rounding."""
+    """With `offload: all` or `offload: disk`: location of gradient accumulation over several microbatches. device:
+    gradients stay on the device during the step; host: each microbatch reduces its gradients and sends the gradients to
+    the host; auto: device, if the gradients fit. With several ranks, the results of `device` and `host` differ by
+    rounding."""
     disk: PathText | None = None
-    """With offload disk: folder for the file of the state. Default: train.output."""
+    """With `offload: disk`: folder for the file of the state. Default: train.output."""
 
     @model_validator(mode="after")
     def _sharding(self) -> "StateConfig":
@@ -268,11 +269,12 @@ class MoeConfig(Section):
     are sent to all ranks (as in the paper). auto: allgather if its collectives take less time by prediction or, with
     collectives.machine, clearly less by measurement; otherwise alltoall."""
     drop_duplicates: bool = True
-    """With tensor: only one of the ranks that hold a token sends the token to its experts (TED). false, the baseline, sends
-    all duplicates, and needs alltoall, expert_tensor equal to tensor and no sequence parallelism."""
+    """With tensor parallelism: only one of the ranks that hold a token sends the token to its experts (TED). false, the
+    baseline, sends all duplicates, and needs alltoall, no sequence parallelism, and equal numbers of ranks in `tensor`
+    and `expert_tensor` of `parallel`."""
     balance_scope: Literal["microbatch", "global"] = "microbatch"
     """Tokens over which the balance loss counts the load of each expert: a microbatch on one rank, or the global batch.
-    With several microbatches, global costs one more forward pass of each microbatch."""
+    With several microbatches, `global` costs one more forward pass of each microbatch."""
 
 
 class TeacherConfig(Section):
@@ -317,7 +319,7 @@ class TrainConfig(Section):
 
     output: PathText = Field(description="Run folder; the run creates it.")
     steps: Count | None = None
-    """Length of the run in optimizer steps, also as 1e4 or 10K; or give tokens or epochs."""
+    """Length of the run in optimizer steps, also as 1e4 or 10K; or give `tokens` or `epochs`."""
     tokens: Count | None = None
     """Length of the run in tokens, also as 2e9 or 300B; rounded up to whole steps."""
     epochs: float | None = Field(None, gt=0)
@@ -551,7 +553,7 @@ class ResilienceConfig(Section):
 
 
 class CollectivesConfig(Section):
-    """The algorithms of collectives, and the type of partial sums between nodes."""
+    """Algorithms of collectives, and the type of partial sums between nodes."""
 
     machine: PathText | None = None
     """Machine file with measured collectives (`optimus bench collectives --write`), which determine the algorithms.

@@ -41,7 +41,7 @@ class RopeScaling(Section):
         1.0, gt=0, description="yarn: frequencies with fewer turns in the original context are scaled."
     )
     attention_factor: float | None = Field(None, gt=0)
-    """yarn: factor of queries and keys. Default: 0.1 ln(factor) + 1."""
+    """yarn: factor of queries and keys. Default: 0.1 ln(`factor`) + 1."""
     mscale: float | None = Field(None, gt=0)
     """yarn: mscale and mscale_all_dim together change attention_factor's default to (0.1 mscale ln(factor) + 1) / (0.1
     mscale_all_dim ln(factor) + 1)."""

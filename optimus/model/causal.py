@@ -60,7 +60,7 @@ class ModelStage(Protocol):
 
     @property
     def row(self) -> BlockRow:
-        """The blocks of the stage."""
+        """The blocks of the stage, in the order in which they run."""
 
     def __call__(
         self, batch: Batch, positions_S: Tensor, positions: Any, x_TH: Tensor | None, stats: RouterStats | None

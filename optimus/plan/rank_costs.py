@@ -45,7 +45,7 @@ class Terms(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Seconds of all terms."""
+        """The sum of all terms."""
         return sum(self)
 
 

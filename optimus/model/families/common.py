@@ -51,8 +51,8 @@ def attention(*, bias: bool = False, norms: bool = False) -> dict[str, Key]:
 
 
 def norms(**names: str) -> dict[str, Key]:
-    """Returns the `Key`s of the final norm and of a block's norms; `names` maps the library's names of the block's norms
-    to the published names."""
+    """Returns the `Key`s of the final norm and of a block's norms. `names` maps the library's names of the block's
+    norms to the published names."""
     keys = {f"blocks.{{i}}.{ours}.weight": Key((f"{LAYER}{theirs}.weight",)) for ours, theirs in names.items()}
     return keys | {"final_norm.weight": Key(("model.norm.weight",))}
 

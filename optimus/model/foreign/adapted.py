@@ -92,7 +92,7 @@ class AdaptedModel(Section):
 
     @property
     def vocab(self) -> int:
-        """Rows of the embedding."""
+        """Number of rows of the embedding."""
         return self.facts.vocab
 
     @property

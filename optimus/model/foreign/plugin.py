@@ -66,5 +66,5 @@ class PluginModel(AdaptedModel):
 
     @property
     def family(self) -> str:
-        """The name of the model, which the key `plugin` has."""
+        """The name of the plugin's model: the value of the key `plugin`."""
         return self.plugin
