@@ -270,8 +270,8 @@ class MoeConfig(Section):
     collectives.machine, clearly less by measurement; otherwise alltoall."""
     drop_duplicates: bool = True
     """With tensor parallelism: only one of the ranks that hold a token sends the token to its experts (TED). false, the
-    baseline, sends all duplicates, and needs alltoall, no sequence parallelism, and equal numbers of ranks in `tensor`
-    and `expert_tensor` of `parallel`."""
+    baseline, sends all duplicates, and needs alltoall, parallel.expert_tensor equal to parallel.tensor and no sequence
+    parallelism."""
     balance_scope: Literal["microbatch", "global"] = "microbatch"
     """Tokens over which the balance loss counts the load of each expert: a microbatch on one rank, or the global batch.
     With several microbatches, `global` costs one more forward pass of each microbatch."""
