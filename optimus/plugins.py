@@ -46,7 +46,7 @@ class Imported(Mapping[str, T]):
 
 
 class Row(Protocol):
-    """A row of a table."""
+    """A row of a `Table`, such as an update rule or a model family."""
 
     @property
     def name(self) -> str:

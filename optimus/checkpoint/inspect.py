@@ -35,8 +35,9 @@ def list_run(run: str | Path) -> list[dict[str, Any]]:
     """Lists the checkpoints of a run, oldest first.
 
     Each entry has `path`, `step`, `kind` (full or weights), `bytes`, `problem` and `resumes`. `problem` is None if the
-    description is intact and all files have the right sizes. `resumes` is True for the newest checkpoint without a
-    `problem` that `--resume` can start from. Raises `UserError` if `run` is no run folder.
+    description is intact, this version of Optimus knows its format and model, and all files have the right sizes.
+    `resumes` is True for the newest checkpoint without a `problem` that `--resume` can start from. Raises `UserError`
+    if `run` is no run folder.
     """
     run = user_path(run)
     if not (run / "checkpoints").is_dir() and not (run / "config.yaml").is_file():

@@ -23,7 +23,7 @@ _MANY, _FEW = 4, 1 << 26  # a plausible tensor has at most _MANY elements per st
 
 
 class WeightSource(Protocol):
-    """A source of weights and masks."""
+    """A checkpoint or a Hugging Face folder, whose weights and masks fill slices of a model."""
 
     @property
     def path(self) -> Path: ...

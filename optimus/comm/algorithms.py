@@ -304,10 +304,10 @@ def used(
 ) -> str:
     """Returns the algorithm that a group uses.
 
-    `by_messages` is true for Gloo, over which a group can send the messages of our schedules. Other backends use their
-    built-in collectives, except where measurements exist and `choose` returns an algorithm on two levels. `narrow` is
-    true for floats of fewer than 32 bits: Gloo's built-in all-reduce would add narrow floats in their type, so a group
-    over Gloo adds narrow floats by rounds.
+    `by_messages` is true for Gloo, over which a group can send the messages of the library's schedules. Other backends
+    use their built-in collectives, except where measurements exist and `choose` returns an algorithm on two levels.
+    `narrow` is true for floats of fewer than 32 bits: Gloo's built-in all-reduce would add narrow floats in their type,
+    so a group over Gloo adds narrow floats by rounds.
     """
     name = choose(kind, shape, size, measured)
     if not by_messages:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class Link(NamedTuple):
-    """One direction of a link."""
+    """Latency and bandwidth of one direction of a link."""
 
     latency: float  # seconds
     bandwidth: float  # bytes/s

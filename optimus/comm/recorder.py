@@ -46,7 +46,7 @@ class Recorder:
     def waits(self, group: str, what: str, number: int) -> Iterator[None]:
         """Records that this rank waits for a collective inside the context.
 
-        The recorder ignores waits of our background threads.
+        The recorder ignores waits of the library's background threads.
         """
         if _beside():
             yield
@@ -59,7 +59,10 @@ class Recorder:
             self.waiting = None
 
     def wait(self, collective: CollectiveCall, works: Sequence[Any]) -> None:
-        """Waits for each torch `Work` of a collective. The caller must be inside `waits`."""
+        """Makes the host, or the device's stream if `device` is set, wait for each torch `Work` of a collective.
+
+        The caller must be inside `waits`.
+        """
         if self.device is not None and not _beside():
             self.device.wait(collective, works)
             return
@@ -81,7 +84,7 @@ class Recorder:
 
 
 def _beside() -> bool:
-    """Returns whether this thread is a plain `threading.Thread`, as our background threads are.
+    """Returns whether this thread is a plain `threading.Thread`, as the library's background threads are.
 
     The main thread and autograd's threads, which Python has not created, have other types.
     """

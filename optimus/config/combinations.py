@@ -136,8 +136,8 @@ def _check_pruning(config: RunConfig) -> None:
 
 
 def _check_recomputation(config: RunConfig) -> None:
-    """Raises `ValueError` when `recompute` names a module that the model lacks or combines block or auto with another
-    value, or when `recompute_every` or `recompute_budget` does not apply."""
+    """Raises `ValueError` when `recompute` names a module that the model lacks or combines `block` or `auto` with
+    another value, or when `recompute_every` or `recompute_budget` does not apply."""
     sparse = config.model.sparse_layers()
     absent = {"moe": not sparse, "mlp": not config.model.has_dense_layers}
     for kind in config.recompute:

@@ -19,13 +19,15 @@ Count = Annotated[int, Field(gt=0), BeforeValidator(_count)]  # number of tokens
 
 
 class SourceConfig(Section):
-    """A source of training tokens. One of weight, tokens and epochs sets its share of the data; the default is weight 1."""
+    """A source of training tokens. One of `weight`, `tokens` and `epochs` sets the source's share of the data; the
+    default is weight 1."""
 
     path: PathOrUrl = Field(description="Folder written by `optimus prepare`, or its URL if fsspec can read it.")
     name: str | None = Field(None, description="Name in metrics and messages. Default: the name of the folder.")
     weight: float | None = Field(None, ge=0)
-    """Share of the source, relative to the other weights, in the data that sources with tokens or epochs leave. A run reads
-    a source with a weight at most once, apart from replay."""
+    """Weight of the source. The sources with `tokens` or `epochs` get their tokens first; the other sources divide the
+    remaining tokens in proportion to their weights. A run reads a source with a weight at most once, apart from
+    replay."""
     tokens: Count | None = Field(None, description="Number of tokens to read, also as 2e9 or 300B.")
     epochs: float | None = Field(None, gt=0, description="Number of passes over the source.")
 
@@ -47,7 +49,7 @@ class SourceConfig(Section):
 
     @property
     def share(self) -> float | None:
-        """The weight, by default 1; None if tokens or epochs give the amount."""
+        """The weight, by default 1; None if `tokens` or `epochs` gives the amount."""
         return None if self.tokens or self.epochs else 1.0 if self.weight is None else self.weight
 
 
@@ -60,9 +62,10 @@ class DataConfig(Section):
     sources: list[SourceConfig] = Field([], description="Sources to mix.")
     dataset: str | None = None
     """A dataset in place of a prepared folder, as package.module.name: a map-style dataset, a resumable iterator, or a
-    function that returns such a dataset. The value argument stands for the argument `data` of `optimus.train`."""
+    function that returns such a dataset. The value `argument` means the dataset that `optimus.train` gets as its
+    argument `data`."""
     tokenizer: str | None = None
-    """The tokenizer of dataset: a tokenizer.json, or a folder that contains one."""
+    """The tokenizer of the `dataset`: a tokenizer.json, or a folder that contains one."""
     documents: Literal["ignore", "mask"] = "ignore"
     """Boundaries of documents within a sequence. ignore: tokens attend to earlier documents; mask: attention and
     positions stay within each document, and the first token of a document is not predicted. Default in a phase: the

@@ -26,10 +26,10 @@ class ParallelConfig(Section):
     """Tensor-parallel ranks: a number (Megatron-LM), or a grid [outputs, inputs] that shards weight matrices in both
     dims (AxoNN's G_x and G_y; G_z is state.shard_ranks with state.shard: parameters)."""
     sequence: bool | None = None
-    """With tensor: sequence parallelism for norms and residual stream. Default: true, unless the model does not support
-    sequence parallelism."""
+    """With tensor parallelism: sequence parallelism for norms and residual stream. Default: true, unless the model does
+    not support sequence parallelism."""
     overlap: bool = True
-    """With tensor: overlap the communication of input gradients with the weight gradients (AxoNN's OAR)."""
+    """With tensor parallelism: overlap the communication of input gradients with the weight gradients (AxoNN's OAR)."""
     context: int = Field(1, gt=0, description="Context-parallel ranks, each with its part of every sequence.")
     context_method: Literal["ring", "ulysses"] = "ring"
     """ring: keys and values travel from rank to rank (ring attention); ulysses: all-to-all, so that every rank has some
@@ -50,7 +50,7 @@ class ParallelConfig(Section):
     executor: Literal["scheduled", "message-driven"] = "scheduled"
     """With pipeline. scheduled: follow the schedule; message-driven: compute as inputs arrive (AxoNN)."""
     max_in_flight: Annotated[int, Field(gt=0)] | list[int] | None = None
-    """With executor: message-driven. A number: microbatches in flight (AxoNN's pipeline_limit). A list: the largest
+    """With `executor: message-driven`. A number: microbatches in flight (AxoNN's pipeline_limit). A list: the largest
     number of live activations of each stage. Default: the number of stages."""
     warmup_factor: float = Field(
         1.0,
@@ -60,9 +60,9 @@ class ParallelConfig(Section):
     layers_per_stage: list[int] | None = None
     """With pipeline: stage partition, blocks per stage. Default: balanced."""
     pipeline_stride: Annotated[int, Field(gt=0)] | None = None
-    """With pipeline: distance in ranks from one stage to the next. Default: all ranks of a stage, which keeps replicas close
-    to each other. A smaller value, a multiple of context x tensor and of expert x expert_tensor, puts stages close to each
-    other."""
+    """With pipeline: distance in ranks from one stage to the next. Default: all ranks of a stage, which keeps replicas
+    close to each other. A smaller value, a multiple of `context` x `tensor` and of `expert` x `expert_tensor`, puts
+    stages close to each other."""
     vocabulary: bool = False
     """With pipeline: vocabulary parallelism over all stages. Balances memory and computation over the stages, with two more
     microbatches in flight."""
@@ -74,7 +74,7 @@ class ParallelConfig(Section):
 
     @property
     def least_ranks(self) -> int:
-        """The number of ranks that this section requires; with data: auto, the minimum."""
+        """The number of ranks that this section requires; with `data: auto`, the minimum."""
         others = self.context * self.grid[0] * self.grid[1]
         experts = self.expert * self.expert_tensor
         return self.pipeline * others * (experts // math.gcd(experts, others) if self.data == "auto" else self.data)

@@ -53,13 +53,14 @@ class StateConfig(Section):
     along the data axis of the experts, so that expert-parallel ranks replicate non-expert state."""
     shard_ranks: Annotated[int, Field(gt=0)] | ShardRanks | None = None
     """Shard within groups of this many neighbouring ranks, and replicate between the groups (HSDP). If fewer ranks have
-    a parameter, as with experts, all of these ranks shard the parameter. A number for each of parameters, gradients and
-    optimizer nests the groups, for example over a card, a node and all ranks. Default: all."""
+    a parameter, as with experts, all of these ranks shard the parameter. A number for each of `parameters`, `gradients`
+    and `optimizer` nests the groups, for example over a card, a node and all ranks. Default: all."""
     reshard_after_forward: bool = True
-    """With shard: parameters. true: free gathered parameters after the forward pass, and gather the parameters again
+    """With `shard: parameters`. true: free gathered parameters after the forward pass, and gather the parameters again
     for the backward pass; false: keep gathered parameters until the optimizer step."""
     prefetch: int = Field(1, ge=0)
-    """With shard: parameters. Number of chunks that are all-gathered ahead of their use, in the order of the first step."""
+    """With `shard: parameters`. Number of chunks that are all-gathered ahead of their use, in the order of the first
+    step."""
     chunk: int | None = Field(None, gt=0)
     """Largest size of a chunk (bucket) of several parameters, in elements. Default: the size that leaves the fewest
     elements empty (Elixir's search)."""
@@ -69,7 +70,7 @@ class StateConfig(Section):
     """Elements that the optimizer updates at a time, with temporary fp32 copies. On accelerators, a chunk whose state
     is on the device is updated at once, so that the copies have the size of a chunk."""
     overlap: bool = True
-    """Overlap gradient reduction with the backward pass (AxoNN's ORS). prefetch overlaps the all-gathers (OAG)."""
+    """Overlap gradient reduction with the backward pass (AxoNN's ORS). `prefetch` overlaps the all-gathers (OAG)."""
     all_reduce_tiles: int | None = Field(None, gt=0)
     """Number of tiles in each all-reduce of a chunk's gradients; several all-reduces are in flight at once (AxoNN).
     Default: all tiles of the chunk."""
@@ -80,19 +81,20 @@ class StateConfig(Section):
     cache: Annotated[int, Field(gt=0)] | Literal["auto"] | None = None
     """Number of unsharded chunks of parameters on the device at a time, for parameters that are gathered or fetched on
     use. The order of uses in the previous step determines which chunk is dropped (Belady). auto: as many as fit on the
-    device. Default: auto with offload all or disk, otherwise no cache."""
+    device. Default: auto with `offload: all` or `offload: disk`, otherwise no cache."""
     resident_fraction: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = 0.0
-    """With offload: fraction of the chunks, counted from the first, whose state stays on the device. auto: as many as
+    """With `offload`: fraction of the chunks, counted from the first, whose state stays on the device. auto: as many as
     fit."""
     update_on: Literal["auto", "device", "host"] = "auto"
     """Location of the update of offloaded state. device: tile by tile through the device (AxoNN); host: on the CPU; auto:
     the faster one in a short measurement, which is cached (tuning.cache)."""
     accumulate_on: Literal["auto", "device", "host"] = "auto"
-    """With offload all or disk: location of gradient accumulation over several microbatches. device: gradients stay on
-    the device during the step; host: each microbatch reduces its gradients and sends the gradients to the host; auto:
-    device, if the gradients fit. With several ranks, the results of device and host differ by rounding."""
+    """With `offload: all` or `offload: disk`: location of gradient accumulation over several microbatches. device:
+    gradients stay on the device during the step; host: each microbatch reduces its gradients and sends the gradients to
+    the host; auto: device, if the gradients fit. With several ranks, the results of `device` and `host` differ by
+    rounding."""
     disk: PathText | None = None
-    """With offload disk: folder for the file of the state. Default: train.output."""
+    """With `offload: disk`: folder for the file of the state. Default: train.output."""
 
     @model_validator(mode="after")
     def _sharding(self) -> "StateConfig":
@@ -173,7 +175,7 @@ class OptimizerGroup(Section):
 
 
 class OptimizerConfig(Section):
-    """The update rule."""
+    """The update rule and its hyperparameters, for all parameters or for groups of parameters."""
 
     name: RuleName = "adamw"
     """adamw; lion; schedule-free (AdamW with averaged weights, for a constant learning rate); muon for matrices and
@@ -267,11 +269,12 @@ class MoeConfig(Section):
     are sent to all ranks (as in the paper). auto: allgather if its collectives take less time by prediction or, with
     collectives.machine, clearly less by measurement; otherwise alltoall."""
     drop_duplicates: bool = True
-    """With tensor: only one of the ranks that hold a token sends the token to its experts (TED). false, the baseline, sends
-    all duplicates, and needs alltoall, expert_tensor equal to tensor and no sequence parallelism."""
+    """With tensor parallelism: only one of the ranks that hold a token sends the token to its experts (TED). false, the
+    baseline, sends all duplicates, and needs alltoall, parallel.expert_tensor equal to parallel.tensor and no sequence
+    parallelism."""
     balance_scope: Literal["microbatch", "global"] = "microbatch"
     """Tokens over which the balance loss counts the load of each expert: a microbatch on one rank, or the global batch.
-    With several microbatches, global costs one more forward pass of each microbatch."""
+    With several microbatches, `global` costs one more forward pass of each microbatch."""
 
 
 class TeacherConfig(Section):
@@ -316,7 +319,7 @@ class TrainConfig(Section):
 
     output: PathText = Field(description="Run folder; the run creates it.")
     steps: Count | None = None
-    """Length of the run in optimizer steps, also as 1e4 or 10K; or give tokens or epochs."""
+    """Length of the run in optimizer steps, also as 1e4 or 10K; or give `tokens` or `epochs`."""
     tokens: Count | None = None
     """Length of the run in tokens, also as 2e9 or 300B; rounded up to whole steps."""
     epochs: float | None = Field(None, gt=0)
@@ -500,12 +503,14 @@ class ValidationConfig(Section):
     """A set of validation text; its bits per byte and loss are metrics."""
 
     name: str | None = None
-    """Name in the metrics bits_per_byte/NAME and loss/NAME. One set may have no name: its metric is bits_per_byte."""
+    """Name in the metrics bits_per_byte/NAME and loss/NAME. One set may have no name; the metric of this set is
+    bits_per_byte."""
     path: PathOrUrl | None = Field(None, description="Folder written by `optimus prepare`; or give text.")
     text: PathOrUrl | None = Field(None, description="File, folder or glob of text.")
     every: int | None = Field(None, gt=0, description="Steps between validations. Default: after the last step only.")
     tokens: Count = Field(1 << 17)
-    """Number of tokens to use, also as 2e6 or 1M. With max_bytes and without tokens: as many tokens as these bytes have."""
+    """Number of tokens to use, also as 2e6 or 1M. With `max_bytes` and without `tokens`: as many tokens as these bytes
+    have."""
     max_bytes: int | None = Field(None, gt=0, description="With text: maximum number of bytes to use.")
 
     @model_validator(mode="after")
@@ -529,7 +534,7 @@ class ResilienceConfig(Section):
     """Maximum number of consecutive steps whose update the run skips because the loss or the gradient norm is not
     finite, or the square of the norm overflows fp32. One more such step ends the run."""
     on_spike: Literal["nothing", "skip", "rollback"] = "nothing"
-    """Action on a loss above the spike threshold: nothing, skip its update, or roll back to saved weights
+    """Action on a loss above the spike threshold: nothing, skip the step's update, or roll back to saved weights
     (checkpoint.weights_every)."""
     spike: float = Field(8.0, gt=0)
     """Spike threshold, in standard deviations of the last 64 losses without a spike, above the mean of these losses."""
@@ -548,7 +553,7 @@ class ResilienceConfig(Section):
 
 
 class CollectivesConfig(Section):
-    """Algorithms of collectives."""
+    """Algorithms of collectives, and the type of partial sums between nodes."""
 
     machine: PathText | None = None
     """Machine file with measured collectives (`optimus bench collectives --write`), which determine the algorithms.
@@ -631,17 +636,18 @@ class RunConfig(Section):
     pruning: PruningConfig | None = None
     """Prune parameters during the run; null: none. See the guide on pruning."""
     recompute: Annotated[list[Recomputable], BeforeValidator(lambda x: [x] if isinstance(x, str) else x)] = Field([])
-    """Activation recomputation (checkpointing) in the backward pass: any of norm, attention, mlp and moe; or block, whole
-    blocks; or auto, the least that fits recompute_budget."""
+    """Activation recomputation (checkpointing) in the backward pass: any of `norm`, `attention`, `mlp` and `moe`; or
+    `block`, whole blocks; or `auto`, the least that fits `recompute_budget`."""
     recompute_every: int = Field(1, gt=0)
-    """Recompute the modules of every n-th block only; with block, save the input of every n-th block only (AxoNN's ac)."""
+    """Recompute the modules of every n-th block only; with `recompute: block`, save the input of every n-th block only
+    (AxoNN's ac)."""
     recompute_collectives: Literal["keep", "repeat"] = "keep"
-    """Collectives in recomputation. keep: cache their results (CAC); repeat: run the collectives again, which takes
-    less memory."""
+    """Collectives in recomputation. keep: cache the results of the collectives (CAC); repeat: run the collectives
+    again, which takes less memory."""
     recompute_budget: Annotated[int, Field(gt=0), BeforeValidator(partial(reported_as_value, parse_size))] | None = None
-    """With recompute: auto. Maximum bytes of saved activations of one microbatch on one rank, also as 512MB or 40GiB.
-    Default: the activations of all live microbatches fit into nine tenths of the device memory that state and buffers leave
-    free. Free memory counts in coarse steps, rounded down."""
+    """With `recompute: auto`. Maximum bytes of saved activations of one microbatch on one rank, also as 512MB or 40GiB.
+    Default: the activations of all live microbatches fit into nine tenths of the device memory that state and buffers
+    leave free. Free memory counts in coarse steps, rounded down."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     validation: list[ValidationConfig] = Field([], description="Validation sets, which are measured during training.")

@@ -52,7 +52,7 @@ class Rows(Protocol):
 
     @property
     def tokenizer_path(self) -> Path:
-        """The file of the tokenizer."""
+        """The path of the tokenizer's file."""
 
     def stored_rows(self, start: int, stop: int) -> NDArray[np.unsignedinteger[Any]]:
         """Returns rows `start` to `stop - 1` as an array [stop - start, context] of token ids with their flags."""

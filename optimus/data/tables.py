@@ -1,7 +1,7 @@
 """Reads the documents of a CSV or TSV file, whose first row names the columns.
 
 Cells in quotes may contain delimiters and line breaks (RFC 4180). A row with another number of cells than the first row
-is an error, and so is an unclosed quote. Blank lines after the first row do not count.
+is an error, and so is an unclosed quote. Empty lines after the first row are ignored.
 """
 
 import csv
@@ -39,7 +39,7 @@ def records(stream: BinaryIO, where: str, field: TextField, delimiter: str) -> I
             )
         columns = field.columns(header, where, lambda: dict(zip(header, first))) if header else []
         for row in chain([first], rows):
-            if not row:  # a blank line
+            if not row:  # an empty line
                 continue
             if len(row) != len(header):
                 raise UserError(
@@ -52,12 +52,13 @@ def records(stream: BinaryIO, where: str, field: TextField, delimiter: str) -> I
             f"{where}:{rows.line_num}: not readable as a table ({error}). Check for an unclosed quote."
         ) from error
     except UnicodeDecodeError as error:
-        line = rows.line_num + error.object[: error.start].count(b"\n") + 1  # `rows` has already read the lines before
+        # `rows` has already read all lines that end before the chunk `error.object`.
+        line = rows.line_num + error.object[: error.start].count(b"\n") + 1
         raise UserError(f"{where}:{line}: not UTF-8 ({error.reason}). Convert it to UTF-8.") from error
 
 
 def _lines(text: io.TextIOWrapper) -> Iterator[str]:
-    """Yields the lines. Raises `csv.Error` for a line of `LONGEST_CELL` characters or more."""
+    """Yields the lines of `text`, and raises `csv.Error` for a line of `LONGEST_CELL` characters or more."""
     while line := text.readline(LONGEST_CELL):
         if len(line) == LONGEST_CELL:
             raise csv.Error(f"a line of {LONGEST_CELL >> 20} MB or more")

@@ -1,4 +1,4 @@
-"""Describes the training data of a run: its opened sources, and for each phase the share of each source.
+"""Describes the training data of a run: the opened sources, and for each phase the share of each source.
 
 A position is the index of a sequence in its phase. The mixture maps a position to a source, and to the number of
 earlier positions of the source. Except in replay, a source continues after the tokens that earlier phases have read.

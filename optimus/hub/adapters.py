@@ -1,7 +1,7 @@
 """Exports the low-rank factors of a run (`train.lora_rank`) as an adapter in the format of PEFT.
 
-One of our matrices may hold several published matrices, such as q, k and v. Each published matrix gets its rows of our
-factor B, and the whole factor A.
+A matrix of the library may hold several published matrices, such as q, k and v. Each published matrix gets its rows of
+the library's factor B, and the whole factor A.
 
 Legend: R rank, L inputs.
 """
@@ -41,9 +41,9 @@ def export_adapter(
 ) -> dict[str, Any]:
     """Writes the low-rank factors of a full checkpoint, and all further trained parameters, as an adapter for PEFT.
 
-    `base` is the folder or the hub's name of the published model that training started from; by default, the folder
-    `checkpoint.load_path` of the run. Returns `output`, `rank`, `modules` (number of adapted matrices), `tensors`
-    (number), `saved` (names of the modules without factors that were trained), `base` and `bytes`.
+    `base` is the folder or the Hugging Face repo id of the published model that training started from; by default, the
+    folder `checkpoint.load_path` of the run. Returns `output`, `rank`, `modules` (number of adapted matrices),
+    `tensors` (number), `saved` (names of the trained modules that have no factors), `base` and `bytes`.
 
     Raises `UserError` for a checkpoint without factors or without a known base, and for a model that PEFT or
     `transformers` would compute otherwise, for example a pruned model. Also raises `UserError` if `output` exists
@@ -170,7 +170,7 @@ def _key(family: str, key: str) -> Key:
 
 
 def _modules(family: str, key: str, reader: Reader) -> list[str]:
-    """Returns the published modules that have the tensors of our parameter `key`."""
+    """Returns the published modules that have the tensors of the library's parameter `key`."""
     shapes = torch.empty(reader.shapes[key], device="meta")
     return [each.name.rpartition(".")[0] for each in published(family, key.removeprefix(_OURS), shapes)]
 

@@ -1,6 +1,6 @@
-"""Translates the architecture between `config.json` and our `ModelConfig`, by the fields that the family declares.
+"""Translates the architecture between `config.json` and `ModelConfig`, by the fields that the family declares.
 
-The translation refuses fields that our models cannot express. This module does not import `transformers`.
+The translation refuses fields that `ModelConfig` cannot express. This module does not import `transformers`.
 """
 
 import json
@@ -25,7 +25,7 @@ def read_architecture(path: Path) -> dict[str, Any]:
     weights.
 
     Raises `UserError` for a folder with pickled weights only, for a config.json that is missing or damaged, and for
-    fields that are missing or that our models cannot express.
+    fields that are missing or that `ModelConfig` cannot express.
     """
     sections: dict[str, Any] = {"model": read_plugin_model(path)}
     if sections["model"] is None:
@@ -127,7 +127,8 @@ def further_layers(path: Path) -> tuple[str, range]:
     """Returns (prefix of tensor names, with {i} for the layer; range of layers) of the extra multi-token prediction
     layers.
 
-    Our model of the folder `path` omits these layers; the range may be empty. Raises `UserError` like `read_model`.
+    The library's model of the folder `path` omits these layers. The range may be empty. Raises `UserError` like
+    `read_model`.
     """
     raw, model = read_config(path), read_model(path)
     family = families()[model.family]
@@ -138,7 +139,7 @@ def further_layers(path: Path) -> tuple[str, range]:
 def further_fields(raw: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of config.json that do not affect the computation and are also valid for derived models."""
     family = families().get(raw.get("model_type", ""))
-    if family is None:  # an adapted model
+    if family is None:  # a model that runs as a `ForeignModel`
         return {}
     derived = {*_OF_ANY, *family.without_effect} - {*_OF_THE_FILE, *_known(family)}
     return {name: value for name, value in raw.items() if name in derived}
@@ -259,7 +260,8 @@ def _name(theirs: Field) -> str:
 
 
 def _value(ours: str, raw: dict[str, Any], theirs: Field, file: Path, *, optional: bool = False) -> Any:
-    """Returns the value of our field `ours` in config.json, converted to our type; None if `optional` and absent."""
+    """Returns the value in config.json of the `ModelConfig` field `ours`, converted to the field's type; None if
+    `optional` and absent."""
     if ours in _SPECIAL:
         return _SPECIAL[ours].read(raw, file)
     name = _name(theirs)
@@ -283,7 +285,7 @@ def _value(ours: str, raw: dict[str, Any], theirs: Field, file: Path, *, optiona
 
 
 def _is_null(ours: str, raw: dict[str, Any], theirs: Field) -> bool:
-    """Returns True if config.json states our field `ours`, whose value was read as None."""
+    """Returns True if config.json states the `ModelConfig` field `ours`, whose value was read as None."""
     if ours == "rope_scaling":  # rotary parameters without scaling; null leaves the field to the family's default
         return bool(raw.get("rope_parameters") or raw.get("rope_scaling"))
     name = _name(theirs)
@@ -292,7 +294,7 @@ def _is_null(ours: str, raw: dict[str, Any], theirs: Field) -> bool:
 
 
 def _published(ours: str, theirs: Field, model: ModelConfig) -> dict[str, Any]:
-    """Returns the fields of config.json that express our field `ours`."""
+    """Returns the fields of config.json that express the `ModelConfig` field `ours`."""
     value, name = getattr(model, ours), _name(theirs)
     if isinstance(theirs, Choice):
         return {name: {ours: theirs for theirs, ours in theirs.values.items()}[value]}
@@ -321,7 +323,7 @@ def _published_scaling(model: ModelConfig) -> dict[str, Any] | None:
     return {"rope_type": scaling.kind} | {name: value for name, value in own.items() if name in _RULES[scaling.kind]}
 
 
-_ORIGINAL = "original_max_position_embeddings"  # our original_context
+_ORIGINAL = "original_max_position_embeddings"  # `original_context` in `RopeScaling`
 _LLAMA3 = (_ORIGINAL, "low_freq_factor", "high_freq_factor")
 _YARN = (_ORIGINAL, "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
 _RULES = {"linear": ("factor",), "llama3": ("factor", *_LLAMA3), "yarn": ("factor", *_YARN, "truncate")}
@@ -432,7 +434,8 @@ _LATENT = {"queries": "q_lora_rank", "keys": "kv_lora_rank", "rotary": "qk_rope_
 
 
 class _Special(NamedTuple):
-    """Conversion of one of our fields: `read` from the fields `names` of config.json, and `write` under a given name."""
+    """Conversion of a `ModelConfig` field: `read` from the fields `names` of config.json, and `write` under a given
+    name."""
 
     read: Callable[[dict[str, Any], Path], Any]
     write: Callable[[str, ModelConfig], dict[str, Any]]
@@ -453,7 +456,7 @@ _SPECIAL: dict[str, _Special] = {
 }
 
 # For all models: _ONLY are fields with a required value or null, _OF_THE_FILE are known fields that exports do not
-# repeat, and _OF_ANY are fields of the base class of `transformers` without effect on our models.
+# repeat, and _OF_ANY are fields of the base class of `transformers` without effect on the library's models.
 _ONLY: dict[str, Any] = {"is_encoder_decoder": False, "add_cross_attention": False, "pruned_heads": {}}
 _OF_THE_FILE = {
     *("architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "auto_map"),

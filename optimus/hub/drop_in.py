@@ -62,7 +62,8 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
 
 
 class FastSparseMoEBlock(nn.Module):
-    """Replaces `OlmoeSparseMoeBlock` of `transformers` with our kernels, for any experts implementation of the model.
+    """Replaces `OlmoeSparseMoeBlock` of `transformers`, and computes with the library's kernels, for any experts
+    implementation of the model.
 
     The state dict and the arguments are the same as in the original block. The result is the same up to rounding. The
     name comes from the Optimus paper, section 3.1. Raises `UserError` if the config's activation is not SiLU, and

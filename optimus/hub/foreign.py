@@ -1,7 +1,8 @@
-"""Reads and writes folders of models that run with their authors' modules.
+"""Reads and writes folders of models that run with the modules of `transformers` or of a plugin.
 
-`transformers` itself reads and writes the weights of its models. A folder of a plugin's model has safetensors by the
-author's names, and a config.json with the plugin's model and its arguments.
+The author's names are the names of the tensors in these modules. `transformers` itself reads and writes the weights of
+its models. A folder of a plugin's model has safetensors by the author's names, and a config.json with the plugin's
+model and the model's arguments.
 """
 
 from collections.abc import Iterable, Mapping
@@ -56,7 +57,7 @@ def write_plugin_folder(
     further: Mapping[str, Any],
 ) -> None:
     """Writes a folder that `checkpoint.load_path` reads: the weights (`write_tensors` with `size`), and config.json
-    with the model, its arguments and the `further` fields."""
+    with the model, the model's arguments and the `further` fields."""
     raw: dict[str, Any] = {
         PLUGIN: config.plugin,
         ARGUMENTS: config.arguments,

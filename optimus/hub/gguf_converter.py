@@ -35,10 +35,10 @@ def _text_model(converter: Any) -> Any:
 
 
 def _forgo_sentencepiece(model: Path) -> None:
-    """Lets the converter import an empty sentencepiece, if sentencepiece is not installed and the folder has no
-    tokenizer.model.
+    """Puts a stand-in for sentencepiece, with the name `SentencePieceProcessor` only, into `sys.modules`.
 
-    For some families, the converter imports sentencepiece before the search for this file.
+    Does nothing if sentencepiece is installed, or if the folder `model` has a tokenizer.model. For some families, the
+    converter imports sentencepiece before the search for this file.
     """
     if find_spec("sentencepiece") is None and not (model / "tokenizer.model").exists():
         stand_in = ModuleType("sentencepiece")

@@ -1,7 +1,7 @@
-"""Maps our parameters to the tensors of a Hugging Face folder, by the key table of the family.
+"""Maps the library's parameters to the tensors of a Hugging Face folder, by the key table of the family.
 
-Every published tensor is a view of one of our parameters (`model/families/family.py`). The export writes these views,
-and the import copies into these views.
+Every published tensor is a view of one of the library's parameters (`model/families/family.py`). The export writes
+these views, and the import copies into these views.
 
 Legend: E experts, I intermediate, H hidden.
 """
@@ -16,8 +16,8 @@ from optimus.model.families import Key, families
 
 
 class Published(NamedTuple):
-    """A published tensor, and a view of our parameter with the same elements in the same order. `shape` may differ from
-    the shape of `view`."""
+    """A published tensor, and a view of the library's parameter with the same elements in the same order. `shape` may
+    differ from the shape of `view`."""
 
     name: str
     view: Tensor
@@ -25,7 +25,7 @@ class Published(NamedTuple):
 
 
 def published(family: str, name: str, parameter: Tensor) -> Iterator[Published]:
-    """Yields every published tensor of our parameter `name`."""
+    """Yields every published tensor of the library's parameter `name`."""
     key, layer = _find(family, name)
     per_expert = "{e}" in key.names[0]
     for e, expert in enumerate(parameter) if per_expert else [(0, parameter)]:

@@ -64,7 +64,7 @@ class GradientBuffer(ABC):
 
 
 class TensorBuffer(GradientBuffer):
-    """A gradient buffer that is a plain tensor."""
+    """Accumulates the gradient in the tensor `grad`."""
 
     def __init__(self, grad: Tensor, step: StepContext | None = None) -> None:
         super().__init__(step)

@@ -121,7 +121,7 @@ def check_not_excluded(run: Path, node: str) -> None:
 
 
 class _Member:
-    """This node as a member of the launch."""
+    """Runs this node's ranks until the run ends, and answers failures of ranks and of other nodes of the launch."""
 
     def __init__(
         self,

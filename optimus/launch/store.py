@@ -29,7 +29,7 @@ def parse(endpoint: str) -> tuple[str, int]:
 
 
 def serve(port: int, address: str = LOOPBACK) -> TCPStore:
-    """Starts a store on `port` of this machine's `address`; port 0 takes any free port.
+    """Starts a store on `port` of this machine's `address`; with `port` 0, on any free port.
 
     The store serves as long as the returned object lives. Raises `UserError` when the store cannot listen, for example
     because the port is taken or `address` does not belong to this machine.

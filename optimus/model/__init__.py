@@ -1,4 +1,4 @@
-"""Transformers and adapted models, built for one device. The package `parallel` shards a model."""
+"""Transformers and `ForeignModel`s, built for one device. The package `parallel` shards a model."""
 
 from typing import TYPE_CHECKING
 

@@ -41,7 +41,7 @@ class RopeScaling(Section):
         1.0, gt=0, description="yarn: frequencies with fewer turns in the original context are scaled."
     )
     attention_factor: float | None = Field(None, gt=0)
-    """yarn: factor of queries and keys. Default: 0.1 ln(factor) + 1."""
+    """yarn: factor of queries and keys. Default: 0.1 ln(`factor`) + 1."""
     mscale: float | None = Field(None, gt=0)
     """yarn: mscale and mscale_all_dim together change attention_factor's default to (0.1 mscale ln(factor) + 1) / (0.1
     mscale_all_dim ln(factor) + 1)."""
@@ -93,10 +93,10 @@ class ModelConfig(Section):
     layers: int = Field(gt=0, le=10_000, description="Number of transformer blocks.")
     heads: int = Field(gt=0, description="Attention heads.")
     kv_heads: int = Field(default_factory=lambda values: values["heads"], gt=0)
-    """Heads of keys and values, a divisor of heads. Default: heads."""
+    """Heads of keys and values, a divisor of `heads`. Default: `heads`."""
     head_size: int = Field(default_factory=lambda values: values["hidden"] // values["heads"], gt=0)
-    """Columns of a head, an even number. With latent attention: columns without position, any number. Default: hidden /
-    heads."""
+    """Columns of a head, an even number. With latent attention: columns without position, any number. Default: `hidden`
+    / `heads`."""
     latent: Latent | None = Field(None, description="Sizes of latent attention (MLA).")
     intermediate: int = Field(gt=0, description="Width of the dense feed-forward layer.")
     vocab: int = Field(gt=0)
@@ -128,10 +128,10 @@ class ModelConfig(Section):
     experts_by_layer: list[Annotated[int, Field(ge=0)]] | None = None
     """Experts of each block, 0 for a dense block (PR-MoE's pyramid)."""
     experts: int | None = Field(default_factory=lambda values: max(values["experts_by_layer"] or [0]) or None, gt=0)
-    """Experts of each sparse block, or the largest number in experts_by_layer, which is the default."""
+    """Experts of each sparse block, or the largest number in `experts_by_layer`, which is the default."""
     experts_per_token: int | None = Field(None, gt=0, description="Top-k: experts per token.")
     expert_intermediate: int = Field(default_factory=lambda values: values["intermediate"], gt=0)
-    """Width of each expert. Default: intermediate."""
+    """Width of each expert. Default: `intermediate`."""
     shared_experts: int = Field(0, ge=0)
     """Shared experts, which every token visits; computed as one expert of their total width."""
     dense_layers: int = Field(0, ge=0, description="Number of leading dense layers.")
@@ -146,11 +146,11 @@ class ModelConfig(Section):
     router_bias: bool = False
     """Loss-free balancing: for the choice of experts, the router adds a bias per expert to the scores."""
     embedding_scale: bool = False
-    """Multiply the embedding by the square root of hidden. Default: the family's."""
+    """Multiply the embedding by the square root of `hidden`. Default: the family's."""
     score_cap: float | None = Field(None, gt=0, description="Attention scores s become cap * tanh(s / cap).")
     logit_cap: float | None = Field(None, gt=0, description="Logits z become cap * tanh(z / cap).")
     query_scale: int | None = Field(None, gt=0)
-    """Attention divides its scores by the square root of query_scale. Default: head_size."""
+    """Attention divides its scores by the square root of `query_scale`. Default: `head_size`."""
     tie_embeddings: bool = Field(False, description="The output layer shares the embedding's weights.")
     learned_positions: int | None = Field(None, gt=0)
     """Number of learned positions, which replace rotary positions and limit the length of a sequence or of its

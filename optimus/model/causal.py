@@ -25,7 +25,9 @@ from optimus.step_context import StepContext
 class Losses(NamedTuple):
     """The losses of a microbatch as scalars, and the router's statistics or None."""
 
-    cross_entropy: Tensor  # in nats, or another loss of tokens; summed over predicted tokens and divided by `count`
+    # Cross-entropy in nats, or the configured token loss: the sum over the predicted tokens, divided by the `count` of
+    # `CausalModel.losses`.
+    cross_entropy: Tensor
     router: RouterStats | None
     divergence: Tensor | None = None  # divergence from a teacher, summed and divided like `cross_entropy`
 
@@ -50,12 +52,15 @@ class BlockRow(Protocol):
 
 
 class ModelStage(Protocol):
-    """A pipeline stage: some blocks of a model. The first stage includes the embedding, and the last stage all modules
-    between the blocks and the output layer."""
+    """A pipeline stage: some blocks of a model.
+
+    The first stage includes all modules before the blocks, except an embedding that runs outside the stage. The last
+    stage includes all modules between the blocks and the output layer.
+    """
 
     @property
     def row(self) -> BlockRow:
-        """The blocks of the stage."""
+        """The blocks of the stage, in the order in which they run."""
 
     def __call__(
         self, batch: Batch, positions_S: Tensor, positions: Any, x_TH: Tensor | None, stats: RouterStats | None
@@ -70,7 +75,7 @@ class ModelStage(Protocol):
 
 
 class OutputLayer(Protocol):
-    """The output layer of a causal model."""
+    """The module that maps hidden states to logits, and its weight and vocabulary."""
 
     vocabulary: Vocabulary
     weight: nn.Parameter
@@ -125,11 +130,13 @@ class CausalModel(nn.Module):
         """
 
     def author_tensors(self) -> dict[str, Tensor]:
-        """Returns an adapted model's parameters and stored buffers by the author's names."""
+        """For a `ForeignModel`: returns the parameters and the persistent buffers, by their names in the author's code
+        (`transformers` or a plugin)."""
         raise NotImplementedError
 
     def fill_from(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fills an adapted model's parameters and stored buffers from `tensors`, by the author's names."""
+        """For a `ForeignModel`: fills the parameters and the persistent buffers from `tensors`, by their names in the
+        author's code."""
         raise NotImplementedError
 
     @abstractmethod
@@ -175,8 +182,8 @@ class CausalModel(nn.Module):
         """Returns the loss of predicting each target token from the tokens before the target, and the router's
         statistics.
 
-        Divides the sum of the losses by `count`. With the default `count`, the mean over the devices that share the
-        sequences is the mean over the predicted tokens.
+        Divides the sum of the losses by `count`. With the default `count`, the average of the losses over the
+        context-parallel ranks is the mean loss per predicted token.
         """
         batch = Batch.wrap(inputs)
         positions_S, positions = self.local_positions(batch)
@@ -211,4 +218,4 @@ class CausalModel(nn.Module):
 
     @abstractmethod
     def all_blocks(self) -> ModelStage:
-        """Returns the stage of all blocks."""
+        """Returns a stage that runs the whole model except the output layer."""

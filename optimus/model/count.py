@@ -71,7 +71,7 @@ def flops_per_token(config: Architecture, context: int) -> float:
 def forward_flops(config: Architecture, context: int) -> dict[str, float]:
     """Returns the forward floating point operations per token of a block's modules, averaged over all blocks.
 
-    The keys are kinds of modules, such as attention, mlp and moe, or `block` for blocks of an adapted model that have no
+    The keys are kinds of modules, such as `attention`, `mlp` and `moe`, or `block` for blocks of a `ForeignModel` without
     parts.
     The result counts only the attention scores inside the causal mask.
     """

@@ -117,15 +117,15 @@ def declare(
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor) of all parameters and stored buffers. A rank that has a module has the module's whole
-    buffers.
-    """
+    """Yields (name, tensor) of all parameters and persistent buffers. A rank that has a module has the module's whole
+    buffers."""
     for name, tensor in (*model.named_parameters(), *stored_buffers(model)):
         yield name, tensor.detach()
 
 
 def stored_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, buffer) of all buffers that checkpoints store. The model computes its other buffers itself."""
+    """Yields (name, buffer) of all persistent buffers, which checkpoints store. The model computes its other buffers
+    itself."""
     owned = dict(model.named_modules())
     for name, buffer in model.named_buffers():
         owner, _, leaf = name.rpartition(".")

@@ -138,7 +138,8 @@ class Head(OutputHead, nn.Module):
 
 
 class TransformerStage:
-    """The `ModelStage` of a `Transformer`."""
+    """A `ModelStage` that runs a row of blocks of a `Transformer`: on the first stage after the embedding, on the last
+    stage before the final norm."""
 
     def __init__(self, model: "Transformer", row: Blocks, *, first: bool, last: bool) -> None:
         self.row, self._model, self._first, self._last = row, model, first, last

@@ -36,7 +36,7 @@ def ended_by_signals(say: str) -> Iterator[None]:
     `SystemExit` with the exit code 128 + the signal's number.
 
     A second signal has the effect that signals had before the block. Signals that are ignored (`nohup`) stay ignored.
-    The block changes nothing in a thread other than the main thread, because only the main thread handles signals.
+    Outside the main thread, the context manager has no effect, because only the main thread handles signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -84,7 +84,7 @@ class UpdateRule(Rule, ABC):
             self.computed(tile.weight, tile.moments, tile.copy)
 
     def rate(self, now: OptimizerStep) -> float:
-        """Returns the learning rate of this rule."""
+        """Returns the schedule's learning rate times `lr_scale`."""
         return now.lr * self.lr_scale
 
     @abstractmethod

@@ -1,4 +1,7 @@
-"""The table of update rules. The module imports no torch; `resolve.rules` assigns a rule to each parameter."""
+"""The table of update rules. `resolve.rules` assigns a rule to each parameter.
+
+An import of this module does not import torch; a look-up of a row in `RULES` does.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -61,7 +61,7 @@ class SplitProduct(Product):
         return _SplitProduct.apply(x, weight.flatten(0, -2), self, buffer)
 
     def gathered_rows(self, x_TL: Tensor) -> Tensor:
-        """Returns all rows of the input, all-gathered with `gathers`."""
+        """Returns all rows of the input; if `gathers` is True, all-gathers the rows first."""
         return all_gather(x_TL, self.outputs) if self.gathers else x_TL
 
     def now_or_later(self, result: Result[Tensor]) -> Result[Tensor]:
@@ -104,7 +104,7 @@ class _SplitProduct(torch.autograd.Function):
 def products(groups: Groups, options: StageOptions, inner: MatrixProduct) -> Callable[[Dim, Dim], Product]:
     """Returns a function that maps the dims (outputs, inputs) of a weight to its `Product`.
 
-    The `Product` multiplies by `inner`, with the communication that the weight's layout needs.
+    `inner` computes the matmuls of the `Product`, which adds the communication that the weight's layout needs.
     """
     local = Product(inner)
 
@@ -112,7 +112,8 @@ def products(groups: Groups, options: StageOptions, inner: MatrixProduct) -> Cal
         over = ranks_along(groups, inputs), ranks_along(groups, outputs)
         if over[0].size * over[1].size == 1:
             return local
-        # With sequence parallelism, rows are sharded on the projection's side of the residual stream.
+        # With sequence parallelism, rows are sharded on the side of the projection that faces the residual stream: its
+        # inputs or its outputs.
         gathers, scatters = (options.sequence and RULES.get(dim) == "tp_out" for dim in (outputs, inputs))
         return SplitProduct(inner, *over, gathers=gathers, scatters=scatters, overlap=options.overlap)
 

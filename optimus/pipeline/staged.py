@@ -51,7 +51,7 @@ class Gradients(Protocol):
     """
 
     def backward(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Encloses the backward pass of a microbatch through a stage, or a part of that pass; with stage -1, any
+        """Encloses the backward pass of a microbatch through a stage, or a part of that pass; with `stage` -1, any
         vocabulary pass."""
 
     def reduce_on_arrival(self, stage: int) -> None:

@@ -8,7 +8,7 @@ USUAL = Costs(logits=0.25)  # typical relative times, which choose among several
 
 
 def with_transfers(schedule: Schedule) -> Schedule:
-    """Inserts the sends and receives between ranks into `schedule`, which has computations alone.
+    """Returns a copy of `schedule`, which has computations alone, with the sends and receives between ranks.
 
     The function simulates the computations with the times `USUAL`. A transfer is one event at the end of the
     computation that produces its content. Among simultaneous events, transfers come before computations that begin.

@@ -1,4 +1,4 @@
-"""The costs of adapted models, from operations that runs on shapes count."""
+"""The costs of `ForeignModel`s, from operations that are counted in runs on shapes."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -12,9 +12,9 @@ from optimus.resolve.shapes import activation_shapes
 
 
 class CountedCosts(RankCosts):
-    """Seconds that one rank spends in the blocks of an adapted model, for one microbatch.
+    """Seconds that one rank spends in the blocks of a `ForeignModel`, for one microbatch.
 
-    The blocks are counted as one module each. `inside` has the forward passes of their units, which can recompute.
+    Each block is one module. `inside` has the forward passes of its units, which can recompute.
     """
 
     @cached_property

@@ -65,7 +65,7 @@ class Job:
 
     @property
     def model(self) -> Architecture:
-        """The model to train."""
+        """The architecture of the model to train: the section `model`."""
         return self.config.model
 
     @property
@@ -93,7 +93,7 @@ class Job:
 
     @property
     def precision(self) -> str:
-        """Precision of matmuls."""
+        """Precision of matmuls: the profile's, or by default that of `train.precision`."""
         return self.profile.products or _PRECISION[self.train.precision]
 
     @property

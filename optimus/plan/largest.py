@@ -23,7 +23,7 @@ class Deepest(NamedTuple):
 
 
 def largest(job: Job) -> list[Deepest]:
-    """Returns the plan of the largest model found, one plan for each setting of offloading with which any model fits.
+    """Returns, for each setting of offloading with which any model fits, the fastest plan of the largest model found.
 
     Raises `UserError` when the model's layers are not all of one kind, or when no number of layers fits.
     """

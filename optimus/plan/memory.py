@@ -1,8 +1,8 @@
 """Estimates a rank's memory for the search.
 
-The layouts decide the bytes of parameters, gradients and optimizer state. Recomputation and the schedule's live
-microbatches decide the bytes of activations. A plan with this library's profile reports the memory account of its run
-(`resolve.memory`) instead of the estimate.
+The layouts of the parameters, and the sharding and offloading of the state, decide the bytes of parameters, gradients
+and optimizer state. Recomputation and the schedule's live microbatches decide the bytes of activations. A plan with
+this library's profile reports the memory account of its run (`resolve.memory`) instead of the estimate.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -78,7 +78,7 @@ def memory_of_ranks(job: Job, sizes: ActivationSizes | None = None) -> list[Memo
 
 
 def ranks_of(job: Job) -> list[Rank]:
-    """Returns the ranks of the pipeline."""
+    """Returns, for each rank of the pipeline, the parts in its stages and its live microbatches."""
     return [Rank(*both) for both in zip(part_counts_of_ranks(job), live_of(job.config, job.microbatches))]
 
 

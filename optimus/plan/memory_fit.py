@@ -259,7 +259,7 @@ def placements(job: Job) -> Iterator[Job]:
 
 def recomputations(model: Architecture) -> Sequence[frozenset[str]]:
     """Returns the sets of modules to recompute, cheapest first: all combinations of norms, attention and feed-forward
-    layers, then whole blocks. The set of an adapted model whose blocks have no parts are whole blocks only."""
+    layers, then whole blocks. A `ForeignModel` whose blocks have no parts recomputes whole blocks only."""
     if "modules" in model.limits:
         return [frozenset(), frozenset({"block"})]
     feed_forward = frozenset("moe" if model.experts_of(layer) else "mlp" for layer in set(model.alike))

@@ -1,7 +1,8 @@
-"""Predicts the seconds of one microbatch in the modules of a model, on one rank: arithmetic, memory traffic and collectives.
+"""Predicts the seconds of one microbatch in the modules of a model, on one rank: arithmetic, memory traffic and
+collectives.
 
 This module has the parts that all models share. `declared_costs` adds the blocks of the library's own models, and
-`counted_costs` the blocks of adapted models.
+`counted_costs` the blocks of `ForeignModel`s.
 
 Legend: T tokens of a rank's sequences, R rows and H columns of the rank's residual stream, e bytes of an element.
 
@@ -26,7 +27,8 @@ T = TypeVar("T")
 
 
 class Terms(NamedTuple):
-    """Seconds by term."""
+    """Seconds by term: computation (`matmul`, `attention`, `memory`, `teacher`), and exposed communication of tensor,
+    context and expert parallelism."""
 
     matmul: float = 0.0
     attention: float = 0.0
@@ -43,7 +45,7 @@ class Terms(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Seconds of all terms."""
+        """The sum of all terms."""
         return sum(self)
 
 

@@ -1,4 +1,4 @@
-"""Builds the page of one or more runs: its data, and the HTML around the data."""
+"""Builds the page of one or more runs: the data, and the HTML around the data."""
 
 import json
 import math

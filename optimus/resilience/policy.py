@@ -11,7 +11,7 @@ CRASHES = 2  # number of crashes after which a node counts as faulty
 
 
 class Do(Enum):
-    """The action of a node."""
+    """The action of a node after a failure of its ranks."""
 
     RESTART = "restart"  # restart together with the other nodes, from the newest checkpoint
     LEAVE = "leave"  # leave the launch, so that a spare replaces the node

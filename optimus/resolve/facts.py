@@ -1,7 +1,7 @@
 """Facts about a machine, which a run measures or the planner reads from a machine file.
 
-`measure_facts` measures memory and times only if an open option of the configuration depends on memory or times. The
-cache (`tuning.cache`) keeps the results, with free memory rounded, so that two starts usually find the same values.
+`measure_facts` measures memory and times only if the library has to choose an option by memory or times. The cache
+(`tuning.cache`) keeps the results, with free memory rounded, so that two starts usually find the same values.
 """
 
 import time
@@ -91,17 +91,17 @@ def measure_facts(
 
 
 def opens_cache(state: StateConfig) -> bool:
-    """Returns True if the number of gathered parameter chunks on the device is an open option."""
+    """Returns True if the library has to choose the number of gathered parameter chunks on the device."""
     return state.cache == "auto" or (state.cache is None and RESIDENCES[state.offload][0] != "device")
 
 
 def opens_offload(state: StateConfig) -> bool:
-    """Returns True if an option of offloaded state is open."""
+    """Returns True if the library has to choose an option of offloaded state."""
     return opens_cache(state) or (state.offload != "none" and "auto" in dict(state).values())
 
 
 def counts_memory(config: RunConfig) -> bool:
-    """Returns True if an open option depends on the amount of memory."""
+    """Returns True if the library has to choose an option by the amount of memory."""
     return (config.recompute == ["auto"] and config.recompute_budget is None) or opens_offload(config.state)
 
 

@@ -1,4 +1,5 @@
-"""Decides the open options of offloaded state, for example the state that stays on the device.
+"""Decides the options of offloaded state that the configuration leaves to the library, for example the state that stays
+on the device.
 
 With timings, the module takes the fastest choice by the equations of `offload_times`. Without timings, as on a CPU,
 memory alone determines the choice. With `recompute: auto`, memory and time assume no recomputation. A later decision

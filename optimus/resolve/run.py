@@ -194,13 +194,13 @@ class ResolvedRun:
 
     @property
     def recomputation(self) -> Recomputation:
-        """The recomputation in the backward pass; no recomputation while the choice is open."""
+        """The recomputation in the backward pass; no recomputation while `recompute` is `auto`."""
         kinds = self.config.recompute
         return Recomputation() if "auto" in kinds else Recomputation(tuple(kinds), self.config.recompute_every)
 
     @property
     def options(self) -> StageOptions:
-        """The options for parallelising the modules."""
+        """The options for parallelising the modules, with `recomputation`."""
         return stage_options(self.config, self.recomputation)
 
     @property

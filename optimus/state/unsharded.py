@@ -32,7 +32,7 @@ class UnshardedParameters(ManagedBuffer):
 
     @property
     def is_present(self) -> bool:
-        """True if the whole parameters are present."""
+        """True if the device has the whole parameters and no transfer of the parameters is in progress."""
         return self.status == "here"
 
     def start_gather(self, depth: int = 0) -> None:

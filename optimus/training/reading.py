@@ -1,6 +1,7 @@
-"""Reads a run's configuration and data without importing torch, so that a command reports mistakes at once.
+"""Reads a run's configuration and data, and imports torch only for models of `transformers` or of plugins, so that a
+command reports mistakes early.
 
-Neither this module nor any of its imports may import torch.
+An import of this module must not import torch.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,8 +17,8 @@ from optimus.resolve.length import length
 def read_run(
     config: str | Path | Mapping[str, Any] | RunConfig, overrides: Iterable[str] = (), dataset: Any = None
 ) -> tuple[RunConfig, TrainingData]:
-    """Reads the configuration and the data of a run. Open options of the configuration stay open. `dataset` is the
-    argument `data` of `optimus.train`.
+    """Reads the configuration and the data of a run. The returned configuration leaves options unset that the library
+    still has to choose. `dataset` is the argument `data` of `optimus.train`.
 
     Raises `UserError` for an invalid configuration, and for data that is missing or does not fit the model.
     """

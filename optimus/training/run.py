@@ -34,13 +34,13 @@ class Run:
     state: ModelState
     data: TrainingData
     targets: Mapping[str, int] = field(default_factory=dict)
-    """The number of elements of each parameter that the run prunes, by name."""
+    """The size (number of elements) of each parameter to prune, by the parameter's name."""
     notes: Sequence[str] = ()
     """Lines that the user should read before the first step."""
 
     @property
     def config(self) -> RunConfig:
-        """The resolved configuration."""
+        """The configuration of the run, in which every option is decided."""
         return self.resolved.config
 
     @property

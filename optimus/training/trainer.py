@@ -99,7 +99,7 @@ class Hook:
 
     @property
     def name(self) -> str:
-        """The name of the hook in checkpoints."""
+        """The name under which checkpoints store the hook's state; by default the name of the class."""
         return type(self).__name__
 
 
@@ -131,7 +131,7 @@ class Trainer:
 
     @property
     def config(self) -> RunConfig:
-        """The resolved configuration."""
+        """The configuration of the run, in which every option is decided."""
         return self.run.config
 
     @property

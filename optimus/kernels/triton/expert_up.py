@@ -124,7 +124,7 @@ def _activated(
     gate, up, z, h, row, real, column, I: tl.constexpr, CLAMPED: tl.constexpr, ROW_TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Stores gate, up and the activation in columns from `column` on; if CLAMPED, at most `_AT_ONCE` columns at a
+    """Stores gate, up and the activation in columns from `column` on; if `CLAMPED`, at most `_AT_ONCE` columns at a
     time."""
     if CLAMPED and COLUMNS > _AT_ONCE:
         gate_left, gate_right = halves(gate, ROW_TILE, COLUMNS // 2)

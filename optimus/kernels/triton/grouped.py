@@ -67,7 +67,7 @@ def weight_gradient(
 
 @triton.jit
 def within(columns, N: tl.constexpr, COLUMNS: tl.constexpr):
-    """Clamps column indices to at most N - 1. If COLUMNS divides N, returns the indices unchanged, so that loads stay
+    """Clamps column indices to at most N - 1. If `COLUMNS` divides N, returns the indices unchanged, so that loads stay
     contiguous."""
     if N % COLUMNS == 0:
         return columns
@@ -179,8 +179,8 @@ def _put(
     sums, into_MN, m, first_n, any_rows, M: tl.constexpr, N: tl.constexpr, ACCUMULATE: tl.constexpr,
     IN_MEMORY: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Writes columns of a tile, or adds them in place if ACCUMULATE. With IN_MEMORY, the memory adds, so the program
-    neither reads nor waits.
+    """Writes columns of a tile, or adds the columns in place if `ACCUMULATE`. With `IN_MEMORY`, the memory adds, so the
+    program neither reads nor waits.
 
     The caller passes half a tile at a time, because a second whole tile does not fit into the registers.
     """

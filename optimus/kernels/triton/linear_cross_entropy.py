@@ -63,7 +63,8 @@ def _softmax_gradient(
     logits_TV, target_T, loss_T, scale,
     V: tl.constexpr, CAP: tl.constexpr, WITH_GRADIENT: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Stores the row's loss; if WITH_GRADIENT, replaces the row's logits by `scale` times the gradient of the loss."""
+    """Stores the row's loss; if `WITH_GRADIENT`, replaces the row's logits by `scale` times the gradient of the
+    loss."""
     t = tl.program_id(0)
     row = logits_TV + t.to(tl.int64) * V
     # The first loop's barriers make all threads load the target's logit before any thread overwrites logits.

@@ -42,7 +42,7 @@ def _programs(h_TI: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
 
 @triton.jit
 def swiglu_tile(gate, up, CLAMPED: tl.constexpr = False):
-    """Returns silu(gate) * up, or the gated `clamped_silu` if CLAMPED. NaN stays NaN. The arguments must be fp32."""
+    """Returns silu(gate) * up, or the gated `clamped_silu` if `CLAMPED`. NaN stays NaN. The arguments must be fp32."""
     if CLAMPED:
         gate, up = _clamped(gate, up)
         return gate * tl.sigmoid(gate * _SLOPE) * up

@@ -30,7 +30,8 @@ CONSTANTS: dict[str, Any] = {"hidden_act": "silu", "attention_dropout": 0.0, "qu
 
 
 def affine(ours: str, *theirs: str) -> dict[str, Key]:
-    """Returns the `Key`s of the weight and the bias of our module `ours`, published as the modules `theirs`."""
+    """Returns the `Key`s of the weight and the bias of the library's module `ours`, published as the modules
+    `theirs`."""
     return {f"{ours}.{kind}": Key(tuple(f"{name}.{kind}" for name in theirs)) for kind in ("weight", "bias")}
 
 
@@ -50,7 +51,8 @@ def attention(*, bias: bool = False, norms: bool = False) -> dict[str, Key]:
 
 
 def norms(**names: str) -> dict[str, Key]:
-    """Returns the `Key`s of the final norm and of a block's norms, given as `our_name="published_name"`."""
+    """Returns the `Key`s of the final norm and of a block's norms. `names` maps the library's names of the block's
+    norms to the published names."""
     keys = {f"blocks.{{i}}.{ours}.weight": Key((f"{LAYER}{theirs}.weight",)) for ours, theirs in names.items()}
     return keys | {"final_norm.weight": Key(("model.norm.weight",))}
 

@@ -1,6 +1,6 @@
 """DeepSeek-V3: latent attention, shared experts, sigmoid scores and balancing biases (DeepSeek-V3, section 2.1).
 
-Our models leave out the layers for multi-token prediction.
+The library's models leave out the layers for multi-token prediction.
 """
 
 from collections.abc import Mapping

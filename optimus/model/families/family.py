@@ -1,8 +1,8 @@
-"""The classes that a family file uses to map a Hugging Face model's config.json and tensors to our model.
+"""The classes that a family file uses to map a Hugging Face model's config.json and tensors to the library's model.
 
 A family adds no code to the model: the fields of `ModelConfig` determine the computation. A family file declares the
 values that all models of the family share, the names of the other fields in `config.json`, and the published names of
-our parameters.
+the library's parameters.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 
 class Key(NamedTuple):
-    """The published tensors of one of our parameters, in all layers.
+    """The published tensors of one of the library's parameters, in all layers.
 
-    Without the flags below, each tensor is a view of our parameter, obtained by indexing leading dims. In a name, {i}
+    Without the flags below, each tensor is a view of the parameter, obtained by indexing leading dims. In a name, {i}
     is the layer. If the name contains {e}, the first index is the expert e. If the parameter stacks several tensors,
     the next index is the position of the name in `names`. Newer `transformers` may save the experts of a layer as one
     tensor with flattened middle dims, under the name `fused`.
@@ -21,14 +21,14 @@ class Key(NamedTuple):
 
     names: tuple[str, ...]
     fused: str | None = None
-    joined: bool = False  # True if our stacked dims lie end to end in the published tensor
+    joined: bool = False  # True if the parameter's stacked dims lie end to end in the published tensor
     transposed: bool = False  # True if the published matrix has its inputs first
     interleaved: bool = False  # True if the outputs of the two stacked projections alternate in the published tensor
 
 
 class Choice(NamedTuple):
     """A field of `config.json` whose values have other names than in `ModelConfig`; `values` maps the values of
-    `config.json` to our values."""
+    `config.json` to those of `ModelConfig`."""
 
     name: str
     values: Mapping[Any, Any]
@@ -43,14 +43,14 @@ class Multiple(NamedTuple):
 
 
 class Same(NamedTuple):
-    """A required value of a `config.json` field in `Family.constants`: the value of our field `ours`."""
+    """A required value of a `config.json` field in `Family.constants`: the value of the `ModelConfig` field `ours`."""
 
     ours: str
 
 
 class Further(NamedTuple):
-    """Extra layers after the last layer, which predict further tokens (multi-token prediction). Our models leave these
-    layers out."""
+    """Extra layers after the last layer, which predict further tokens (multi-token prediction). The library's models
+    leave these layers out."""
 
     field: str  # the field of `config.json` with the number of these layers; exports write 0
     tensors: str  # prefix of the names of these layers' tensors; {i} is the layer
@@ -67,7 +67,7 @@ class Family:
 
     model_type: str  # the family's name: `model_type` in config.json and `model.family` in configurations
     architecture: str | None  # the class in `transformers`; None for an `unpublished` family
-    defaults: Mapping[str, Any]  # defaults of our fields that all models of the family share
+    defaults: Mapping[str, Any]  # defaults of `ModelConfig` fields that all models of the family share
     fields: Mapping[str, Field]  # fields that config.json must have, except a `Multiple`
     optional: Mapping[str, Field]  # fields that config.json may have
     constants: Mapping[str, Any]  # values that fields of config.json must have if they are present

@@ -1,6 +1,6 @@
-"""The base class of the sections `model` for models that run with their authors' modules.
+"""The base class of the sections `model` for models that run with the modules of `transformers` or of a plugin.
 
-This module does not import torch. Properties such as `facts` import torch on first use.
+An import of this module does not import torch. Properties such as `facts` import torch on first use.
 """
 
 import math
@@ -26,7 +26,7 @@ _LIMITS = {
 
 
 class AdaptedModel(Section):
-    """A causal language model that runs with its author's modules."""
+    """A causal language model that runs with the modules of `transformers` or of a plugin."""
 
     source: ClassVar[str]  # the key that says where the model comes from
     origin: ClassVar[str]  # the source as messages name it
@@ -46,7 +46,7 @@ class AdaptedModel(Section):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the parameters, by the author's names."""
+        """The shapes of the parameters, by their names in `transformers` or in the plugin."""
         raise NotImplementedError
 
     @property
@@ -56,7 +56,7 @@ class AdaptedModel(Section):
 
     @property
     def is_adapted(self) -> bool:
-        """Returns True: the author's modules run."""
+        """Returns True: the modules of `transformers` or of the plugin run."""
         return True
 
     def compared(self, unasked: Set[str]) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class AdaptedModel(Section):
 
     @property
     def vocab(self) -> int:
-        """Rows of the embedding."""
+        """Number of rows of the embedding."""
         return self.facts.vocab
 
     @property

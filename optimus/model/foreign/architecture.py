@@ -1,6 +1,6 @@
 """The section `model` of a configuration for a model of the package `transformers`.
 
-This module does not import torch. Properties such as `facts` import torch on first use.
+An import of this module does not import torch. Properties such as `facts` import torch on first use.
 """
 
 import json
@@ -57,7 +57,7 @@ class TransformersModel(AdaptedModel):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the parameters, by the author's names."""
+        """The shapes of the parameters, by their names in `transformers`."""
         from optimus.model.foreign.configuration import shapes_of_text
 
         return shapes_of_text(self.text)

@@ -1,4 +1,4 @@
-"""Builds adapted models of `transformers` and of plugins."""
+"""Builds the `ForeignModel`s of `transformers` and of plugins."""
 
 import math
 from typing import Any
@@ -17,8 +17,8 @@ from optimus.model.parameters import Initial, Normal, Uniform, Values
 
 
 def adapted_model(config: TransformersModel | PluginModel) -> ForeignModel:
-    """Builds the model of `config`. The parameters are uninitialised and on the default device; the buffers have
-    values."""
+    """Builds the `ForeignModel` of `config`. The parameters are uninitialised and on the default device; the buffers
+    have values."""
     device = torch.get_default_device()
     with torch.device("cpu"):
         model = _plugin_model(config) if isinstance(config, PluginModel) else _transformers_model(config)

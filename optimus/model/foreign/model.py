@@ -1,7 +1,7 @@
 """Adapts causal language models of `transformers` and of plugins to the protocol `CausalModel`.
 
-Every stage runs the author's whole forward pass. Blocks of other stages return their input. The first block of a later
-stage takes the received residual stream.
+The author's code is the code of the model in `transformers` or in a plugin. Every stage runs the author's whole forward
+pass. Blocks of other stages return their input. The first block of a later stage takes the received residual stream.
 
 Legend: B batch, S sequence, H hidden, T = B * S tokens.
 """
@@ -63,11 +63,11 @@ class ForeignPositions:
 
 
 class Stored(NamedTuple):
-    """The stored parameters that replace one parameter of the author's."""
+    """The stored parameters that replace one parameter of the author's code."""
 
     names: tuple[str, ...]  # names of the stored parameters, end to end along `dim`
     dim: int | None
-    shape: tuple[int, ...]  # shape of the author's parameter
+    shape: tuple[int, ...]  # shape of the parameter in the author's code
 
 
 class ForeignRow(list[nn.Module]):
@@ -118,10 +118,10 @@ class ForeignModel(Storage, CausalModel):
     """A causal language model with its author's modules.
 
     `body` is the author's module, with parameters on the meta device and buffers with values. `initial` has the
-    parameters' initial values, by name. Module names are the author's; `stored` has the names of stored parameters.
-    `call(body, batch, position_BS, routes)` runs the author's forward pass; without positions, every sequence has the
-    positions from 0. `routes` is True if the pass has routers whose loss counts. `caches` is True if the body takes and
-    returns `past_key_values`.
+    parameters' initial values, by name. Modules have their names in the author's code; `stored` maps the names of the
+    author's parameters to the stored parameters. `call(body, batch, position_BS, routes)` runs the author's forward
+    pass; without positions, every sequence has the positions from 0. `routes` is True if the pass has routers whose
+    loss counts. `caches` is True if the body takes and returns `past_key_values`.
     """
 
     replaceable = ("sequence", "step", "columns", "tokens")
@@ -232,7 +232,7 @@ class ForeignModel(Storage, CausalModel):
         return super().train(mode)
 
     def author_tensors(self) -> dict[str, Tensor]:
-        """Returns the parameters and the stored buffers by the author's names, in the author's shapes."""
+        """Returns the parameters and the persistent buffers, with the names and shapes that the author's code has."""
         found: dict[str, Tensor] = {}
         for name, (names, dim, shape) in self.stored.items():
             parts = [self.get_parameter(each).detach() for each in names]
@@ -241,7 +241,7 @@ class ForeignModel(Storage, CausalModel):
 
     @torch.no_grad()
     def fill_from(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fills the parameters, and the buffers that `tensors` has, by the author's names."""
+        """Fills the parameters, and the persistent buffers that `tensors` has, by their names in the author's code."""
         for name, buffer in stored_buffers(self):
             if name in tensors:
                 buffer.copy_(tensors[name])
@@ -278,8 +278,8 @@ class ForeignModel(Storage, CausalModel):
         """Returns the input of the output layer, [B, S, H], and the cache with `tokens_BS` added. None begins a new
         sequence.
 
-        The cache is the author's. For a model without caches, the cache is all tokens so far, and S counts these
-        tokens.
+        The cache is the `past_key_values` of the author's code. For a model without caches, the cache is all tokens so
+        far, and S counts these tokens.
         """
         passing = Passing(range(len(self.blocks)), True, True, SequenceSplit(), False, None)
         with self.running(passing):
@@ -288,7 +288,7 @@ class ForeignModel(Storage, CausalModel):
                 made = self.body(input_ids=tokens_BS, past_key_values=cache, use_cache=True).get("past_key_values")
             if made is not None:
                 cache = made
-            else:  # without an author's cache, `cache` has the tokens so far
+            else:  # without `past_key_values`, `cache` has the tokens so far
                 cache = tokens_BS if cache is None else torch.cat([cache, tokens_BS], 1)
                 self.call(self.body, Batch(cache), None, False)
         assert passing.hidden_BSH is not None
@@ -430,7 +430,7 @@ def _look_up(module: nn.Module, authors: type[nn.Module]) -> None:
 
 
 def _declare_all(body: nn.Module, facts: ModelFacts, initial: Mapping[str, Initial]) -> dict[str, Stored]:
-    """Stores and declares every parameter (see `_store`). Returns the storage by the author's names."""
+    """Stores and declares every parameter (see `_store`). Returns the storage by the names in the author's code."""
     named = {name for name, _ in body.named_parameters()}
     stored: dict[str, Stored] = {}
     for owner_name, owner in list(body.named_modules()):

@@ -1,6 +1,7 @@
 """The base classes that modules of a foreign model get.
 
-A module changes its class in place, as in FSDP2: its name, its attributes and `isinstance` stay.
+A module changes its class in place, as in FSDP2: its name, its attributes and `isinstance` stay. The author's code is
+the code of the model in `transformers` or in a plugin.
 
 Legend: B batch, S sequence, T tokens, H hidden, L inputs and N outputs of a weight.
 """

@@ -29,7 +29,7 @@ class Passing:
 
 
 class ModelHost(Protocol):
-    """The attributes of an adapted model that its modules use."""
+    """The attributes of a `ForeignModel` that its modules use."""
 
     passing: Passing | None
     step: StepContext

@@ -1,4 +1,4 @@
-"""Plans of tensor parallelism that authors publish in `base_model_tp_plan`."""
+"""Plans of tensor parallelism that configurations of `transformers` have as `base_model_tp_plan`."""
 
 import re
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,7 @@
-"""The section `model` of a configuration for a model that a plugin describes. This module does not import torch."""
+"""The section `model` of a configuration for a model that a plugin describes.
+
+An import of this module does not import torch. Properties such as `facts` and `shapes` import torch on first use.
+"""
 
 import json
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,7 +17,8 @@ if TYPE_CHECKING:
 
 
 class PluginModel(AdaptedModel):
-    """A causal language model that a function of a plugin describes; the other keys are the function's arguments."""
+    """A causal language model that a function of a plugin describes; all keys except `plugin` are the function's
+    arguments."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
     source: ClassVar[str] = "plugin"
@@ -55,12 +59,12 @@ class PluginModel(AdaptedModel):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the parameters, by the author's names."""
+        """The shapes of the parameters, by their names in the plugin's module."""
         from optimus.model.foreign.plugin_facts import shapes_of_row
 
         return shapes_of_row(MODELS[self.plugin], json.dumps(self.arguments, sort_keys=True))
 
     @property
     def family(self) -> str:
-        """The name of the model."""
+        """The name of the plugin's model: the value of the key `plugin`."""
         return self.plugin

@@ -46,7 +46,7 @@ class _Exchange:
         return found
 
     def sum(self, rank: int, x: Tensor) -> Tensor:
-        """Returns the sum over the ranks."""
+        """Returns the sum of the ranks' tensors `x`."""
         return torch.stack(self.gather(rank, x)).sum(0)
 
 

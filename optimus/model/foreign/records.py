@@ -1,4 +1,4 @@
-"""Records of facts about an adapted model."""
+"""Records of facts about a model of `transformers` or of a plugin."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -77,7 +77,7 @@ class RouterFacts:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts about an adapted causal model."""
+    """Facts about a causal language model of `transformers` or of a plugin."""
 
     blocks: str  # name of the list of blocks
     layers: int

@@ -172,7 +172,8 @@ class _Shrink:
         return {key: self.small_value(key, value, f"{prefix}{key}") for key, value in data.items()}
 
     def small_value(self, key: str, value: Any, path: str) -> Any:
-        """Returns the small value of one field."""
+        """Returns the value of the field `key` in the small copy. `path` is the key, after the keys of the fields that
+        contain the field."""
         name = self.names.get(key, key)
         if _of_single_layers(value):
             return self._by_number(value, path)

@@ -31,7 +31,7 @@ _HELD = 4  # memory that a rank needs, as a multiple of the tensor's size: parts
 
 
 class Measurement(NamedTuple):
-    """A measured collective."""
+    """The measured seconds of a collective, by one algorithm, of a tensor of `size` bytes in a group of a `shape`."""
 
     kind: CollectiveKind
     shape: str
