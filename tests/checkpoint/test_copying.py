@@ -406,6 +406,15 @@ def test_prepared_data_and_exports_at_urls_are_those_of_folders(tmp_path: Path, 
     assert contents(tmp_path / "hf-remote") == contents(tmp_path / "hf")
 
 
+@pytest.mark.parametrize("name", ["", "below"])
+def test_a_copy_of_a_folder_has_its_subfolders(tmp_path: Path, name: str) -> None:
+    for place in ("", "a", "a/b"):
+        (tmp_path / "local" / place).mkdir(exist_ok=True)
+        (tmp_path / "local" / place / "file").write_text(f"file in {place}")
+    RemoteCopies(f"file://{tmp_path}/copy").put_folder(tmp_path / "local", name, last="file")
+    assert contents(tmp_path / "copy" / name) == contents(tmp_path / "local")
+
+
 def test_copies_of_runs_are_read_like_runs(tmp_path: Path, model: Transformer) -> None:
     for name, step in (("first", 2), ("second", 4)):
         save(tmp_path / name, model, step)
