@@ -29,7 +29,8 @@ def _parsed(text: str, units: dict[str, int], what: str, cure: str) -> Decimal:
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:E\+?\d+)?)\s*([A-Z]*)", text.strip().upper())
     if not match or match[2] not in units or float(match[1]) * units[match[2]] == math.inf:
         raise UserError(f"not {what}: {text!r}. {cure}")
-    with localcontext(prec=400):  # a float holds no more digits before the point
+    with localcontext() as context:
+        context.prec = 400  # a float holds no more digits before the point
         return Decimal(match[1]) * units[match[2]]
 
 
