@@ -152,8 +152,8 @@ WRONG = {
     ),
     "rounds that raise": (
         "from optimus.extend import AllToAllRow\nROWS = [AllToAllRow('x', lambda rank, shape: shape.nope)]",
-        "plugins: rows: all-to-all algorithm: the rounds of 'x' are wrong on 1x2 ranks: AttributeError: 'Shape' object has no "
-        "attribute 'nope'",
+        "plugins: rows: all-to-all algorithm: the rounds of 'x' are wrong on 1x2 ranks: AttributeError: 'Shape' object "
+        "has no attribute 'nope'",
     ),
     "the backend's name": (
         "from optimus.extend import AllGatherRow\nROWS = [AllGatherRow('own', lambda rank, shape: [])]",

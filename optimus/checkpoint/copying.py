@@ -164,8 +164,9 @@ def newest_local(run: Path) -> dict[str, str]:
     """Returns the names of the newest complete checkpoints in a run folder by kind, in the order of copying: `step`,
     then `weights`.
 
-    Leaves out weights of an earlier step than the full checkpoint, because their copy would remove that of the full one.
+    Leaves out weights of an earlier step than the full checkpoint, because copying such weights would remove the copy of
+    the full checkpoint.
     """
     newest = {kind: found[-1] for kind in ("step", "weights") if (found := list_checkpoints(run, kind))}
-    earliest = step_of(newest["step"]) if "step" in newest else 0
-    return {kind: path.name for kind, path in newest.items() if step_of(path) >= earliest}
+    least = step_of(newest["step"]) if "step" in newest else 0
+    return {kind: path.name for kind, path in newest.items() if step_of(path) >= least}

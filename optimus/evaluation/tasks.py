@@ -123,8 +123,8 @@ def run_hub_tasks(
             except (OSError, ValueError) as error:  # errors of `datasets` for unavailable data
                 said = str(error).partition("\n")[0] or type(error).__name__
                 raise UserError(
-                    f"the data of {', '.join(names)} cannot be had ({said}): `--hub` downloads them, or reads the cache of "
-                    "`datasets` (HF_HOME, HF_DATASETS_CACHE)"
+                    f"the data of {', '.join(names)} cannot be had ({said}): `--hub` downloads them, or reads the cache "
+                    "of `datasets` (HF_HOME, HF_DATASETS_CACHE)"
                 ) from error
 
         with mock.patch.object(manager, "load", load_or_say):

@@ -207,7 +207,7 @@ class AtRest(NamedTuple):
     node: float
     copies: int
     teacher: int
-    """Bytes of the teacher on one rank, or where devices and host share one memory, on the ranks of the fullest node."""
+    """Bytes of the teacher on one rank, or, where devices and host share one memory, on the fullest node."""
 
 
 def at_rest(run: ResolvedRun, *, shared: bool) -> AtRest:

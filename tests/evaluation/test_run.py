@@ -215,8 +215,8 @@ def test_errors_of_the_hub_are_told_from_those_of_the_model(checkpoint: Path, mo
 
         return call
 
-    with monkeypatch.context() as patch, pytest.raises(ValueError, match="a wrong shape"):
-        patch.setattr(HarnessModel, "loglikelihood", fail(ValueError("a wrong shape")))
+    monkeypatch.setattr(HarnessModel, "loglikelihood", fail(ValueError("a wrong shape")))
+    with pytest.raises(ValueError, match="a wrong shape"):
         evaluate(checkpoint, tasks=["arc_easy"], hub=True, limit=2, device="cpu")
     monkeypatch.setattr("datasets.load_dataset", fail(OSError()))
     with pytest.raises(UserError, match=r"the data of arc_easy cannot be had \(OSError\): "):

@@ -113,7 +113,7 @@ def test_what_happened_by_one_plan_keeps_nothing_of_another_from_happening(tmp_p
 
 
 def test_a_slow_rank_takes_a_multiple_of_its_own_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pause follows the step alone, not earlier pauses, and ends where a rollback leads to a step before the fault."""
+    """The pause follows the step alone, not earlier pauses, and ends after a rollback to a step before the fault."""
     now = 0.0
 
     def sleep(seconds: float) -> None:
