@@ -129,7 +129,7 @@ class RemoteCopies:
         marks a complete copy."""
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         for file in sorted(files, key=lambda path: path == folder / last):
-            self.put(file, f"{name}/{file.relative_to(folder).as_posix()}" if name else file.name)
+            self.put(file, f"{name}/{file.relative_to(folder).as_posix()}".lstrip("/"))
 
     def get(self, name: str, file: Path) -> None:
         """Copies a file of the URL to `file`."""

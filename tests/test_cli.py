@@ -201,6 +201,8 @@ def test_an_error_is_one_line() -> None:
         ["train", "CONFIG", "--ranks", "-1", "--auto-plan", "laptop"],
         ["train", "CONFIG", "--ranks", "0", "--check"],
         ["plan", "CONFIG", "--ranks", "-1", "--machine", "laptop"],
+        ["config", "show", "CONFIG", "--resolved", "--ranks", "0"],
+        ["config", "show", "CONFIG", "--resolved", "--ranks", "-2"],
         ["evaluate", "no-such-checkpoint"],
         ["generate", "no-such-checkpoint", "--prompt", "x"],
         ["export", "no-such-checkpoint", "--output", "OUT"],

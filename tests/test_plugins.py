@@ -142,13 +142,18 @@ WRONG = {
         "from optimus.extend import LrRow\nROWS = [LrRow('x', lambda rule, step: 0.0)] * 2",
         "plugins: rows: there is a learning-rate schedule 'x' already",
     ),
+    "rounds that raise a ValueError": (
+        "from optimus.extend import AllGatherRow\nROWS = [AllGatherRow('x', lambda rank, shape: int('a'))]",
+        "plugins: rows: all-gather algorithm: the rounds of 'x' are wrong on 1x2 ranks: invalid literal for int()",
+    ),
     "rounds that lose a block": (
         "from optimus.extend import AllGatherRow\nROWS = [AllGatherRow('x', lambda rank, shape: [])]",
         "plugins: rows: all-gather algorithm: the rounds of 'x' are wrong on 1x2 ranks: a block is missing",
     ),
     "rounds that raise": (
         "from optimus.extend import AllToAllRow\nROWS = [AllToAllRow('x', lambda rank, shape: shape.nope)]",
-        "plugins: rows: all-to-all algorithm 'x': AttributeError: 'Shape' object has no attribute 'nope'",
+        "plugins: rows: all-to-all algorithm: the rounds of 'x' are wrong on 1x2 ranks: AttributeError: 'Shape' object "
+        "has no attribute 'nope'",
     ),
     "the backend's name": (
         "from optimus.extend import AllGatherRow\nROWS = [AllGatherRow('own', lambda rank, shape: [])]",

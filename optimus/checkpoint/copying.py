@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from optimus.checkpoint.folder import DESCRIPTION, MANIFEST, all_folders, find_checkpoint, step_of
+from optimus.checkpoint.folder import DESCRIPTION, MANIFEST, find_checkpoint, list_checkpoints, step_of
 from optimus.checkpoint.lease import LEASE
 from optimus.checkpoint.manifest import manifest_files, read_manifest
 from optimus.copies import LARGEST, RemoteCopies, cache_of, is_url, small_files
@@ -160,7 +160,13 @@ def _fetch(copies: RemoteCopies, name: str, folder: Path, files: Files) -> None:
         shutil.rmtree(partial)
 
 
-def newest_local(run: Path) -> str | None:
-    """Returns the name of the newest complete checkpoint in a run folder, full or of weights; None without one."""
-    found = [path for path in all_folders(run, "step", "weights") if (path / MANIFEST).is_file()]
-    return max(found, key=lambda path: (step_of(path), path.name)).name if found else None
+def newest_local(run: Path) -> dict[str, str]:
+    """Returns the names of the newest complete checkpoints in a run folder by kind, in the order of copying: `step`,
+    then `weights`.
+
+    Leaves out weights of an earlier step than the full checkpoint, because copying such weights would remove the copy of
+    the full checkpoint.
+    """
+    newest = {kind: found[-1] for kind in ("step", "weights") if (found := list_checkpoints(run, kind))}
+    least = step_of(newest["step"]) if "step" in newest else 0
+    return {kind: path.name for kind, path in newest.items() if step_of(path) >= least}

@@ -37,6 +37,7 @@ _KINDS = {
     **dict.fromkeys(("run", "progress", "config", "random", "written", "published", "chat"), (dict,)),
 }
 _NAME = re.compile(r"^(step|weights)-(\d+)$")
+_FROZEN = re.compile(r"^frozen-\d+$")
 
 
 class DamagedError(UserError):
@@ -97,7 +98,8 @@ def weights_folder(run: Path, step: int) -> Path:
 
 def frozen_folders(run: Path) -> list[Path]:
     """Returns the run's folders of frozen parameters, oldest first."""
-    return sorted((run / "checkpoints").glob("frozen-*"), key=step_of)
+    found = [path for path in (run / "checkpoints").glob("frozen-*") if _FROZEN.match(path.name)]
+    return sorted(found, key=step_of)
 
 
 def frozen_beside(path: Path, description: Description) -> Path | None:

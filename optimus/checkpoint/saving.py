@@ -358,7 +358,8 @@ def write_alone(folder: Path, slices: Iterable[TensorSlice], description: Descri
     """
     partial, name = folder.with_name(f".{folder.name}.partial"), file_of(0)
     with naming_disk_errors(folder, cure):
-        partial.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)  # of a killed call
+        partial.mkdir(parents=True)
         with (partial / name).open("wb") as file:
             stored = write_slices(file, name, slices)
         complete(partial, folder, stored, description)

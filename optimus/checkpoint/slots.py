@@ -17,7 +17,8 @@ def clear_leftovers(run: Path) -> None:
     """Deletes the folders of unfinished writes (`.*.partial`) and unfinished deletions (`.*.old`) in `checkpoints/`."""
     for pattern in (".*.partial", ".*.old"):
         for path in (run / "checkpoints").glob(pattern):
-            shutil.rmtree(path)
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
 
 
 def retire(run: Path, keep: int, new: Path | None = None) -> None:

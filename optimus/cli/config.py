@@ -39,7 +39,9 @@ def configshow(
         return
     from optimus.training.resolving import resolve_before_launch
 
-    run = resolve_before_launch(tree, ranks or tree.parallel.least_ranks)
+    if ranks is not None and ranks < 1:
+        raise UserError(f"--ranks {ranks}: give a number of at least 1")
+    run = resolve_before_launch(tree, tree.parallel.least_ranks if ranks is None else ranks)
     lines = [f"# {decision}" for decision in run.decisions]
     told = {"config": run.config.model_dump(), "decisions": [decision.written for decision in run.decisions]}
     show(told, as_json, "\n".join([*lines, dump_config(run.config).rstrip()]))

@@ -111,15 +111,18 @@ def _tried(row: AllGatherRow | AllToAllRow) -> Iterator[tuple[Shape, list[Sequen
         raise ValueError(f"the name '{row.name}' means an algorithm without rounds: choose another name")
     for shape in _TRIED:
         if min(shape) > 1 or not on_two_levels(row.name):
-            yield shape, [row.rounds(rank, shape) for rank in range(shape.ranks)]
+            with _naming(row.name, shape):
+                ranks = [row.rounds(rank, shape) for rank in range(shape.ranks)]
+            yield shape, ranks
 
 
 @contextmanager
 def _naming(name: str, shape: Shape) -> Iterator[None]:
     try:
         yield
-    except (ValueError, IndexError) as error:
-        raise ValueError(f"the rounds of '{name}' are wrong on {shape} ranks: {error}") from None
+    except Exception as error:  # a plugin's function may raise anything
+        said = error if isinstance(error, ValueError | IndexError) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"the rounds of '{name}' are wrong on {shape} ranks: {said}") from error
 
 
 ALGORITHMS = Table("all-gather algorithm", AllGatherRow, lambda: {row.name: row for row in _OWN_GATHERS}, _check_gather)

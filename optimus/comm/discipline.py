@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimus.comm import CollectiveError
+from optimus.comm.observer import cause_of
 from optimus.errors import UserError
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")  # namespaces of torch's operators
@@ -39,9 +40,18 @@ class RollCall:
         self._calls = 0
 
     def __call__(self, share: float = 1.0) -> None:
-        """Waits until all ranks have made this call. Raises `CollectiveError` after `share` times `seconds`."""
+        """Waits until all ranks have made this call. Raises `CollectiveError` after `share` times `seconds`, and if the
+        store fails."""
         if self._ranks == 1:
             return
+        try:
+            self._meet(timedelta(seconds=share * self._seconds))
+        except RuntimeError as error:
+            if "timeout" not in str(error).lower():  # not every store has its own type of error for this
+                raise CollectiveError(f"roll call {self._name}: the store failed: {cause_of(error)}") from error
+            raise CollectiveError(f"not all ranks have returned within {share * self._seconds:g} s") from error
+
+    def _meet(self, limit: timedelta) -> None:
         store, self._calls = dist.distributed_c10d._get_default_store(), self._calls + 1
         here, before = (f"roll call {self._name} {number}" for number in (self._calls, self._calls - 1))
         if store.add(here, 1) == self._ranks:
@@ -49,7 +59,4 @@ class RollCall:
                 store.delete_key(key)
             store.set(f"{here} done", "")
             return
-        try:
-            store.wait([f"{here} done"], timedelta(seconds=share * self._seconds))
-        except RuntimeError as error:
-            raise CollectiveError(f"not all ranks have returned within {share * self._seconds:g} s") from error
+        store.wait([f"{here} done"], limit)

@@ -100,10 +100,10 @@ class Observer:
             if not (self._gloo or isinstance(error, dist.DistError)):
                 raise
             where = f"over ranks {_few(self._ranks)} failed on rank {self._ranks[self._rank]}"
-            raise CollectiveError(f"{what} of {tensor.nbytes:,} bytes {where}: {_cause(error)}") from error
+            raise CollectiveError(f"{what} of {tensor.nbytes:,} bytes {where}: {cause_of(error)}") from error
 
 
-def _cause(error: RuntimeError) -> str:
+def cause_of(error: RuntimeError) -> str:
     """Returns the first line of torch's message without source location and advice, or the error's type if nothing
     remains."""
     line = str(error).strip().partition("\n")[0]

@@ -2,6 +2,7 @@
 
 import math
 import re
+from decimal import Decimal, localcontext
 
 from optimus.errors import UserError
 
@@ -15,17 +16,22 @@ def parse_size(text: str) -> int:
 
 
 def parse_count(text: str) -> int:
-    """Parses a number such as "300B", "1.5 M" or "4096". Raises `UserError` for any other text."""
+    """Parses a whole number such as "300B", "1.5 M" or "4096". Raises `UserError` for any other text."""
     units = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-    return round(_parsed(text, units, "a number", "Write a number, or one with a unit, such as 2e9, 2B or 1.5T."))
+    cure = "Write a number, or one with a unit, such as 2e9, 2B or 1.5T."
+    number = _parsed(text, units, "a number", cure)
+    if number != number.to_integral_value():
+        raise UserError(f"not a whole number: {text!r}. {cure}")
+    return int(number)
 
 
-def _parsed(text: str, units: dict[str, int], what: str, cure: str) -> float:
+def _parsed(text: str, units: dict[str, int], what: str, cure: str) -> Decimal:
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:E\+?\d+)?)\s*([A-Z]*)", text.strip().upper())
-    number = float(match[1]) * units[match[2]] if match and match[2] in units else math.inf
-    if number == math.inf:  # also for a number that a float cannot hold
+    if not match or match[2] not in units or float(match[1]) * units[match[2]] == math.inf:
         raise UserError(f"not {what}: {text!r}. {cure}")
-    return number
+    with localcontext() as context:
+        context.prec = 400  # a float holds no more digits before the point
+        return Decimal(match[1]) * units[match[2]]
 
 
 def size_text(size: float, digits: int = 3) -> str:

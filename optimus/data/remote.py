@@ -72,7 +72,8 @@ def is_remote(path_or_url: str | Path) -> bool:
 def expand(url: str, suffixes: tuple[str, ...]) -> Iterator[tuple[RemoteFile, str]]:
     """Yields the files of a URL (a file, a folder, or a glob), each with its name relative to the URL.
 
-    Raises `UserError` for a URL that is unreachable or has no files, and for a protocol whose package is not installed.
+    Leaves out hidden files. Raises `UserError` for a URL that is unreachable or has no other files, and for a protocol
+    whose package is not installed.
     """
     with _reading(url):
         import fsspec
@@ -85,13 +86,14 @@ def expand(url: str, suffixes: tuple[str, ...]) -> Iterator[tuple[RemoteFile, st
             found, root = [path], path.rpartition("/")[0]
         else:
             found, root = sorted(system.find(path)), path.rstrip("/")
+        empty = True
         for name in found:
             info, below = system.info(name), name.removeprefix(root).lstrip("/")
             if info["type"] == "file" and not any(part.startswith(".") for part in below.split("/")):
                 said = hashlib.sha256(repr(sorted(info.items(), key=str)).encode()).digest()
-                version = int.from_bytes(said[:8], "big")
+                version, empty = int.from_bytes(said[:8], "big"), False
                 yield RemoteFile(system.unstrip_protocol(name), system, info.get("size") or 0, version), below
-        if not found:
+        if empty:
             raise FileNotFoundError("no file found")
 
 

@@ -1,7 +1,11 @@
 """Reads the documents of a CSV or TSV file, whose first row names the columns.
 
 Cells in quotes may contain delimiters and line breaks (RFC 4180). A row with another number of cells than the first row
+<<<<<<< HEAD
 is an error, and so is an unclosed quote. Empty lines after the first row are ignored.
+=======
+is an error, and so is an unclosed quote. Blank lines do not count.
+>>>>>>> w-fixb
 """
 
 import csv
@@ -24,8 +28,8 @@ def records(stream: BinaryIO, where: str, field: TextField, delimiter: str) -> I
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     rows = csv.reader(_lines(text), delimiter=delimiter, strict=True)
     try:
-        header = next(rows, [])
-        first = next(rows, [])
+        header = next(filter(None, rows), [])
+        number, first = rows.line_num, next(rows, [])
         other = next((each for each in _DELIMITERS if each != delimiter and each in "".join(header)), None)
         if (
             len(header) == 1
@@ -35,7 +39,7 @@ def records(stream: BinaryIO, where: str, field: TextField, delimiter: str) -> I
         ):
             cure = {",": "Rename it to .csv", "\t": "Rename it to .tsv"}.get(other, "Save it with commas")
             raise UserError(
-                f"{where}:1: {_DELIMITERS[other]} separate its columns, not {_DELIMITERS[delimiter]}. {cure}."
+                f"{where}:{number}: {_DELIMITERS[other]} separate its columns, not {_DELIMITERS[delimiter]}. {cure}."
             )
         columns = field.columns(header, where, lambda: dict(zip(header, first))) if header else []
         for row in chain([first], rows):

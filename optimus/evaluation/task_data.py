@@ -14,6 +14,7 @@ from typing import Any
 
 from optimus.disk import parse_json
 from optimus.errors import UserError
+from optimus.evaluation.names import TASKS
 
 Document = dict[str, Any]
 _SUFFIXES = (".jsonl.gz", ".jsonl")
@@ -44,7 +45,7 @@ def read_dataset(path: Path, task: str) -> list[Document]:
     """Reads the documents of a dataset file. Raises `UserError` for an invalid document, with the line number, and for
     an unreadable or empty file."""
     change: Callable[[Document], Document] = _boolq if task == "boolq" else lambda document: document
-    return _read(path, change)
+    return _read(path, _with_subject if TASKS[task].subjects else change)
 
 
 def read_hellaswag_requests(path: Path) -> list[Document]:
@@ -75,6 +76,12 @@ def _prompt(document: Document) -> Document:
     return document
 
 
+def _with_subject(document: Document) -> Document:
+    if not isinstance(document["subject"], str):
+        raise TypeError("its subject is not a text")
+    return document
+
+
 def _boolq(document: Document) -> Document:
     if "label" in document:
         return document
@@ -87,7 +94,10 @@ def _read(path: Path, change: Callable[[Document], Document], kind: str = "an ex
         if not line.strip():
             continue
         try:
-            documents.append(change(parse_json(line)))
+            document = parse_json(line)
+            if not isinstance(document, dict):
+                raise TypeError("it is not an object")
+            documents.append(change(document))
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path}:{number}: not {kind} ({error!r})") from error
     if not documents:

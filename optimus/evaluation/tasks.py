@@ -115,7 +115,19 @@ def run_hub_tasks(
                 raise UserError(f"{name} is not a task of lm-eval: {nearest(name, manager.all_tasks)}")
         of_tags = {tag: sorted(manager.task_index[tag].tags) for tag in {*names}.intersection(manager.all_tags)}
         asked = list(dict.fromkeys(each for name in names for each in of_tags.get(name, [name])))
-        try:
+        load = manager.load
+
+        def load_or_say(tasks: list[str]) -> Any:
+            try:
+                return load(tasks)
+            except (OSError, ValueError) as error:  # errors of `datasets` for unavailable data
+                said = str(error).partition("\n")[0] or type(error).__name__
+                raise UserError(
+                    f"the data of {', '.join(names)} cannot be had ({said}): `--hub` downloads them, or reads the cache "
+                    "of `datasets` (HF_HOME, HF_DATASETS_CACHE)"
+                ) from error
+
+        with mock.patch.object(manager, "load", load_or_say):
             found: Any = simple_evaluate(
                 model,
                 tasks=asked,
@@ -125,13 +137,6 @@ def run_hub_tasks(
                 log_samples=False,
                 task_manager=manager,
             )
-        except UserError:
-            raise
-        except (OSError, ValueError) as error:  # errors of `datasets` for unavailable data
-            raise UserError(
-                f"the data of {', '.join(names)} cannot be had ({str(error).splitlines()[0]}): `--hub` downloads them, or "
-                "reads the cache of `datasets` (HF_HOME, HF_DATASETS_CACHE)"
-            ) from error
     leaves = {name: _leaves(name, found["group_subtasks"]) for name in asked}
     reported = [each for name in asked for each in ([name] if _numbers(found["results"][name]) else leaves[name])]
     results = {}

@@ -69,7 +69,7 @@ def measure(
 
     If the model is partitioned over the ranks of `group`, all ranks of `group` must call this function together. Only
     the first rank reads the text, and broadcasts each part to the other ranks. If reading fails, all ranks raise an
-    error.
+    error. Raises `UserError` if no token is predicted.
     """
     nats, part = 0.0, Part([], 0, 0)
     reader = parts if group is None else iter(lambda: group.on_first(lambda: next(parts, None)), None)
@@ -77,6 +77,8 @@ def measure(
         nats -= sum(found.log_likelihood for found in score(model, part.windows, tokens_per_batch))
         if progress is not None:
             progress(part.bytes)
+    if not part.tokens:
+        raise UserError("the measured text has no predicted tokens: measure more of it")
     found = {"loss": nats / part.tokens, "bits_per_byte": nats / math.log(2) / part.bytes}
     return found | {"bytes": part.bytes, "tokens": part.tokens}
 

@@ -3,7 +3,7 @@
 from functools import lru_cache
 from typing import NamedTuple
 
-from optimus.mesh.mesh import Mesh
+from optimus.mesh.mesh import DENSE, EXPERT, Mesh
 
 
 class StridedGroup(NamedTuple):
@@ -80,14 +80,13 @@ class StridedGroup(NamedTuple):
 def group_along(mesh: Mesh, axes: tuple[str, ...]) -> StridedGroup:
     """Returns the group of rank 0 along `axes` of `mesh`. The groups of all ranks have the same size and strides.
 
-    `axes` are `pp` alone, or neighbouring axes of one view; axes of size 1 may lie between neighbours. `tp` stands for
-    `tp_in` and `tp_out`. Raises `ValueError` without axes, for an unknown axis, and for `pp` with another axis. The
-    function does not check that axes are neighbours.
+    `axes` are `pp` alone, or other axes of one view. `tp` stands for `tp_in` and `tp_out`. Axes that are not neighbours
+    give runs of ranks. With a `pipeline_stride`, such a group may need three strides, which the result approximates.
+    Raises `ValueError` without axes, for an unknown axis, for axes of both views, and for `pp` with another axis.
     """
     if axes == ("pp",):
         return StridedGroup(mesh.pp, mesh.block)
     inner = {
-        "tp": 1,
         "tp_out": 1,
         "tp_in": mesh.tp_out,
         "cp": mesh.tp,
@@ -96,9 +95,20 @@ def group_along(mesh: Mesh, axes: tuple[str, ...]) -> StridedGroup:
         "ep": mesh.etp,
         "edp": mesh.etp * mesh.ep,
     }
-    if not axes or not set(axes) <= set(inner):
-        raise ValueError(f"axes {', '.join(axes) or '()'}: give pp alone, or neighbouring axes of one view")
-    size, stride = mesh.axis_size(*axes), min(inner[axis] for axis in axes)
+    wanted = {one for axis in axes for one in (("tp_in", "tp_out") if axis == "tp" else (axis,))}
+    if not wanted or not any(wanted <= set(view[1:]) for view in (DENSE, EXPERT)):
+        raise ValueError(f"axes {', '.join(axes) or '()'}: give pp alone, or other axes of one view")
+    runs = [(1, min(inner[axis] for axis in wanted))]  # (size, stride), the innermost first
+    for axis in sorted(wanted, key=inner.__getitem__):
+        (size, stride), longer = runs[-1], mesh.axis_size(axis)
+        if size == 1 or inner[axis] == size * stride:
+            runs[-1] = size * longer, inner[axis] if size == 1 and longer > 1 else stride
+        elif longer > 1:
+            runs.append((longer, inner[axis]))
+    size, stride = runs[0]
+    if len(runs) > 1:
+        number, far = runs[1]
+        return StridedGroup(size * number, stride, size, far if far < mesh.block else far * mesh.pp)
     near = mesh.block // stride
     if size <= near:
         return StridedGroup(size, stride)

@@ -183,9 +183,13 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _makes_sense(self) -> "ModelConfig":
+        family = family_named(self.family)
         if self.latent is not None:
             self._check_latent()
-        elif self.head_size % 2 or (self.head_size == self.hidden // self.heads and self.hidden % self.heads):
+        elif "head_size" in self.model_fields_set and "head_size" in family.varies:
+            if self.head_size % 2:
+                raise ValueError(f"head_size {self.head_size} is odd: choose an even one")
+        elif self.hidden // self.heads % 2 or self.hidden % self.heads:
             raise ValueError(
                 f"hidden {self.hidden} over {self.heads} heads must give an even head size; change hidden or heads"
             )
@@ -197,7 +201,6 @@ class ModelConfig(Section):
             raise ValueError(
                 f"hidden {self.hidden} gives a matrix of {self.hidden * widest} numbers: no machine can hold so many"
             )
-        family = family_named(self.family)
         if self.activation == "clamped_silu" and not self.gated:
             raise ValueError("clamped_silu needs a gated feed-forward layer: set gated")
         sparse = "experts" in family.fields

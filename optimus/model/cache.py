@@ -126,6 +126,8 @@ class LayerCache:
     def extend(self, other: "LayerCache") -> None:
         """Adds the rows of `other`, the same layer of another cache, after the rows of this cache."""
         rows, added = len(self._cache.lengths), len(other._cache.lengths)
+        if not added:
+            return
         length = max(other._cache.lengths)
         new = [buffer[:added, :, :length] for buffer in other._buffers]
         for buffer, part in zip(

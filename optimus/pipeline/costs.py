@@ -1,5 +1,6 @@
 """Models the cost of a pipeline's actions."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -16,7 +17,7 @@ class Costs:
     """The times of actions, all in one arbitrary unit. A cost of type `PerStage` is one number for all stages, or one number
     per stage.
 
-    Raises `UserError` for a negative time, jitter or seed.
+    Raises `UserError` for a time, jitter or seed that is negative or not finite.
     """
 
     forward: PerStage = 1.0
@@ -39,11 +40,13 @@ class Costs:
     def __post_init__(self) -> None:
         for name in ("forward", "backward_input", "backward_weights"):
             value = getattr(self, name)
-            if any(number < 0 for number in (value if isinstance(value, Sequence) else [value])):
-                raise UserError(f"pipeline costs: {name} is {value}; give no number below zero")
+            if not all(0 <= number < math.inf for number in (value if isinstance(value, Sequence) else [value])):
+                raise UserError(f"pipeline costs: {name} is {value}; give no number below zero, and finite numbers")
         for name in ("logits", "link", "jitter", "seed"):
-            if getattr(self, name) < 0:
-                raise UserError(f"pipeline costs: {name} is {getattr(self, name)}; give zero or more")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UserError(
+                    f"pipeline costs: {name} is {getattr(self, name)}; give zero or more, and a finite number"
+                )
 
     def durations(self, stages: int, microbatches: int) -> Callable[[Action], float]:
         """Returns a function from a computation to its time.

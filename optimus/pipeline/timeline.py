@@ -1,5 +1,6 @@
 """Describes the simulated or measured timeline of a pipeline: start and end of actions, and metrics."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -105,7 +106,7 @@ def read_timeline(path: Path) -> Timeline:
         ranks = int(content["ranks"])
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
         form = '{"ranks": n, "events": [[rank, kind, stage, microbatch, start, end], ...]}'
         raise UserError(f"{path} holds no timeline ({error}); a timeline is JSON of the form {form}") from error
     for event in events:
@@ -113,4 +114,6 @@ def read_timeline(path: Path) -> Timeline:
             raise UserError(
                 f"{path}: {event} has a rank outside 0 to {ranks - 1}; correct its rank or the number of ranks"
             )
+        if not (math.isfinite(event.start) and math.isfinite(event.end)):
+            raise UserError(f"{path}: {event} has a time that is not finite; correct its start or end")
     return Timeline.from_events(events, ranks)

@@ -131,7 +131,9 @@ def _largest_row(deepest: Deepest) -> dict[str, Any]:
     model = plan.job.model
     parameters = f"{count_parameters(model).total / 1e9:.3g} B"
     layers = f"{model.layers:,}" + (" or more" if limited else "")
-    return {"": "", "state on": plan.job.state.offload, "layers": layers, "parameters": parameters}
+    state = plan.job.state
+    where = state.offload + (", sums on host" if state.accumulate_on == "host" else "")
+    return {"": "", "state on": where, "layers": layers, "parameters": parameters}
 
 
 def _scaled_row(point: ScalingPoint, row: dict[str, Any], wide: bool) -> dict[str, Any]:

@@ -51,15 +51,15 @@ def _is_free(path: Sequence[str]) -> bool:
 
 
 def _value(text: str, value: str, now: Any) -> Any:
-    times = value.startswith("x")
+    times, numeric = value.startswith("x"), isinstance(now, int | float) and not isinstance(now, bool)
     try:
         number = float(value[times:])
     except ValueError:
-        if times or not isinstance(now, str):
+        if times or numeric:
             raise UserError(f"--what-if '{text}': {value} is neither a number nor a factor such as x2") from None
         return parse_yaml(value, f"--what-if '{text}'")
     if times:
-        if not isinstance(now, int | float):
+        if not numeric:
             raise UserError(
                 f"--what-if '{text}': a factor needs a number to multiply, but the present value is {now!r}"
             )

@@ -207,7 +207,7 @@ class AtRest(NamedTuple):
     node: float
     copies: int
     teacher: int
-    """Bytes of the teacher on one rank."""
+    """Bytes of the teacher on one rank, or, where devices and host share one memory, on the fullest node."""
 
 
 def at_rest(run: ResolvedRun, *, shared: bool) -> AtRest:
@@ -224,9 +224,10 @@ def _at_rest(run: ResolvedRun, spec: StateSpec, *, shared: bool) -> AtRest:
         copied += bytes_copied(plans, mesh, rank, config.state, scattered=config.checkpoint.scattered)
     on_host: tuple[Residency, ...] = ("device", "host") if shared else ("host",)
     means = [mean_shards(plans, on_host) for plans in stages.values()]
-    node, copies = max(_node_bytes(run, means, copied), key=sum)
+    teachers = [run.teacher_bytes(rank) for rank in stages]
+    node, copies, beside = max(_node_bytes(run, means, copied, teachers if shared else [0] * mesh.pp), key=sum)
     device = max(sum(fullest_shards(plans).values()) for plans in stages.values())
-    return AtRest(device, node, copies, max(map(run.teacher_bytes, stages)))
+    return AtRest(device, node, copies, beside if shared else max(teachers))
 
 
 def fullest_shards(plans: Sequence[ChunkPlan], residency: Residency = "device") -> dict[str, int]:
@@ -273,11 +274,18 @@ def _alike(plans: Sequence[ChunkPlan]) -> Iterator[list[ChunkPlan]]:
     return (list(same) for _, same in groupby(plans, key=attrgetter("buffers", "partial_axes", "shard_steps")))
 
 
-def _node_bytes(run: ResolvedRun, held: Sequence[float], copied: Mapping[int, int]) -> Iterator[tuple[float, int]]:
-    """Yields, for each node, (bytes of the ranks' state, bytes of the ranks' copies). `held` has the mean bytes of
-    state of a rank by pipeline rank, and `copied` the bytes of copies by rank."""
+def _node_bytes(
+    run: ResolvedRun, held: Sequence[float], copied: Mapping[int, int], teachers: Sequence[int]
+) -> Iterator[tuple[float, int, int]]:
+    """Yields, for each node, the bytes of the ranks' state, copies and teachers. `held` has the mean bytes of state of
+    a rank and `teachers` the bytes of a rank's teacher by pipeline rank, and `copied` the bytes of copies by rank."""
     mesh = run.mesh
     node = mesh.ranks_per_node or mesh.size
     for first in range(0, mesh.size, node):
         ranks = range(first, min(first + node, mesh.size))
-        yield sum(held[mesh.coordinate(rank, "pp")] for rank in ranks), sum(copied.get(rank, 0) for rank in ranks)
+        stages = [mesh.coordinate(rank, "pp") for rank in ranks]
+        yield (
+            sum(held[stage] for stage in stages),
+            sum(copied.get(rank, 0) for rank in ranks),
+            sum(teachers[stage] for stage in stages),
+        )

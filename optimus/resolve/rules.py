@@ -131,8 +131,9 @@ def _rule(config: OptimizerConfig, name: str, role: Role) -> Rule:
     chosen, group = _last([(each.name, number) for number, each in numbered], (usual, None))
     row = RULES[chosen]
     if role in row.never:
+        where = "optimizer.name" if group is None else f"optimizer.groups.{group}"
         raise UserError(
-            f"optimizer.groups.{group}: {chosen} cannot update {name}, whose role is {role}: "
+            f"{where}: {chosen} cannot update {name}, whose role is {role}: "
             "match other parameters, or give this one another rule in a later group"
         )
     decay, _ = _last([(each.weight_decay, number) for number, each in numbered], (config.weight_decay, None))

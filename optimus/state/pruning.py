@@ -152,9 +152,9 @@ def prune(
         """Returns the scores of `values`: zero for elements that have been pruned before."""
         before = weights.before.get(slot.name)
         found = score(slot, values)
-        return (
-            found if before is None else found * unpacked_bits(before, found.numel()).to(found.device).view(found.shape)
-        )
+        if before is None:
+            return found
+        return found.where(unpacked_bits(before, found.numel()).to(found.device).view(found.shape), 0.0)
 
     def scores(names: Collection[str]) -> Iterator[tuple[Tensor, bool]]:
         nonlocal failure
@@ -163,6 +163,7 @@ def prune(
                 failure = UserError(
                     f"pruning: weights of {slot.name} are not finite: resume from an earlier checkpoint"
                 )
+                values = torch.zeros_like(values)  # NaN has no place in the histograms of the scores
             yield scored(slot, values), counts
 
     for names in [{name} for name in sizes] if per_tensor else [{*sizes}]:

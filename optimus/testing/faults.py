@@ -45,7 +45,8 @@ class Fault(Section):
     rank: int = Field(ge=0)
     step: int = Field(ge=1)
     factor: float = Field(1.0, ge=1, allow_inf_nan=False)
-    """slow: the duration of a step as a multiple of the usual duration, from `step` on."""
+    """slow: the duration of a step as a multiple of the usual duration, from `step` on, except in the first step of a
+    process, which has no usual duration yet."""
 
     def event(self) -> dict[str, Any]:
         """Returns the entry in the event log for the fault."""
@@ -79,7 +80,7 @@ class FaultPlan:
         return self._with("hang", rank, step)
 
     def slow(self, rank: int, factor: float, step: int = 1) -> "FaultPlan":
-        """Slows the rank's steps down by about `factor`, from `step` on."""
+        """Slows the rank's steps down by about `factor`, from `step` on, except the first step of a process."""
         return self._with("slow", rank, step, factor)
 
     def tear_checkpoint(self, rank: int, step: int) -> "FaultPlan":
@@ -155,8 +156,7 @@ class Inject(Hook):
 
     def __init__(self, plan: FaultPlan) -> None:
         self._plan = plan
-        self._factor = 1.0
-        self._usual = 0.0  # seconds of a usual step, without waiting for other ranks
+        self._usual = 0.0  # seconds of the previous step, without waiting for other ranks
         self._began = self._waited = 0.0
         self._poison: RemovableHandle | None = None
 
@@ -164,24 +164,21 @@ class Inject(Hook):
         self._faults = self._plan.faults_of(trainer.groups.rank)
 
     def before_step(self, trainer: Trainer) -> None:
-        self._began, self._waited = time.perf_counter(), trainer.groups.recorder.seconds
+        step, factor = trainer.progress.step + 1, 1.0
         for number, fault in self._faults:
             if fault.kind == "slow":
-                self._factor = max(self._factor, fault.factor if trainer.progress.step + 1 >= fault.step else 1.0)
-            elif (
-                fault.kind != "tear_checkpoint"
-                and trainer.progress.step + 1 == fault.step
-                and self._is_due(trainer, number)
-            ):
+                factor = max(factor, fault.factor if step >= fault.step else 1.0)
+            elif fault.kind != "tear_checkpoint" and step == fault.step and self._is_due(trainer, number):
                 getattr(self, f"_{fault.kind}")(trainer)
 
-        time.sleep((self._factor - 1) * self._usual)
+        time.sleep((factor - 1) * self._usual)
+        self._began, self._waited = time.perf_counter(), trainer.groups.recorder.seconds
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         if self._poison is not None:
             self._poison.remove()
         waited = trainer.groups.recorder.seconds - self._waited
-        self._usual = max(0.0, time.perf_counter() - self._began - waited) / self._factor
+        self._usual = max(0.0, time.perf_counter() - self._began - waited)
         for number, fault in self._faults:
             if fault.kind == "tear_checkpoint":
                 file = step_folder(trainer.folder, fault.step) / file_of(fault.rank)

@@ -50,13 +50,13 @@ def imbalance(load: Mapping[int, list[float]]) -> dict[str, float]:
 def seconds_by_kind(times: StepTimes, saving: float) -> dict[str, float]:
     """Returns the seconds of a step on this rank by kind: computation, exposed communication by kind of collective,
     waiting for data, and waiting for checkpoints. Computation is the total minus the waits for data and collectives.
-    Exposed communication includes the wait for other ranks.
+    Exposed communication includes the wait for other ranks, but not for their data.
 
     `saving` is the number of seconds that this rank has waited for checkpoints since the previous record.
     """
     exposed = {f"time/exposed_{kind.replace(' ', '_')}": seconds for kind, seconds in times.by_kind.items()}
     return {
-        "time/computation": max(0.0, times.total - times.data - times.waited),
+        "time/computation": max(0.0, times.total - times.data - sum(times.by_kind.values())),
         **exposed,
         "time/data": times.data,
         "time/checkpoint": saving,
@@ -68,10 +68,14 @@ def memory_by_kind(run: Run) -> dict[str, int]:
     `activations_and_other`.
 
     The remainder, at least 0, is the total minus the state. On an accelerator, the total is the peak of allocated
-    memory since the previous call. On a CPU, the total is the resident memory of the process.
+    memory since the previous call. On a CPU, the total is the resident memory of the process, and the state includes
+    the state on the host.
     """
-    state = bytes_by_kind([chunk.plan for chunk in run.state.chunks])
+    plans = [chunk.plan for chunk in run.state.chunks]
+    state = bytes_by_kind(plans)
     if run.device.type == "cpu":
+        on_host = bytes_by_kind(plans, "host")
+        state = {kind: size + on_host[kind] for kind, size in state.items()}
         taken = psutil.Process().memory_info().rss
     else:
         taken = torch.accelerator.max_memory_allocated()

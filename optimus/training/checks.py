@@ -210,8 +210,7 @@ def check_memory(run: ResolvedRun, device: torch.device, *, use_total: bool = Fa
     config, mesh, shared = run.config, run.mesh, device.type == "cpu"
     found, together = at_rest(run, shared=shared), min(mesh.size, mesh.ranks_per_node or mesh.size)
     if shared:
-        beside = found.teacher * max(1, together // mesh.pp)
-        _check_fits(config, found.node, found.copies, device, together, teacher=beside, use_total=use_total)
+        _check_fits(config, found.node, found.copies, device, together, teacher=found.teacher, use_total=use_total)
         return
     _check_fits(config, found.device, 0, device, 1, elsewhere=mesh.size > 1, teacher=found.teacher, use_total=use_total)
     if found.node + found.copies > 0:

@@ -22,7 +22,7 @@ class StepTimes:
     waited: float
     """Seconds of `total` spent waiting for collectives."""
     by_kind: dict[str, float]
-    """The seconds of `waited`, by kind of collective."""
+    """The seconds of `waited` after the wait for data, by kind of collective."""
 
 
 @dataclass
@@ -88,15 +88,16 @@ class StepClock:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder, self._began = recorder, time.perf_counter()
-        self._waited, self._by_kind = recorder.seconds, dict(recorder.by_kind)
+        self._waited, self._by_kind = recorder.seconds, recorder.by_kind
         self._data = 0.0
 
     def data_is_there(self) -> None:
         """Marks the end of the wait for data."""
         self._data = time.perf_counter() - self._began
+        self._by_kind = self._recorder.by_kind
 
     def times(self) -> StepTimes:
-        """Returns the seconds since construction, in total and by kind."""
+        """Returns the seconds since construction."""
         recorder, before = self._recorder, self._by_kind
         since = {kind: seconds - before.get(kind, 0.0) for kind, seconds in recorder.by_kind.items()}
         total, waited = time.perf_counter() - self._began, recorder.seconds - self._waited

@@ -252,6 +252,41 @@ def test_a_copy_that_fails_in_any_way_is_told(tmp_path: Path, model: Transformer
     ]
 
 
+def test_full_checkpoints_are_copied_beside_weights_of_the_same_steps(tmp_path: Path, model: Transformer) -> None:
+    """A run that saves weights at every full checkpoint has copies of both, and the full checkpoint goes first."""
+    run, url = tmp_path / "run", f"file://{tmp_path}/copy"
+    said: list[str] = []
+    trainer: Any = SimpleNamespace(
+        folder=run,
+        is_done=True,
+        ending=None,
+        say=said.append,
+        config=SimpleNamespace(checkpoint=SimpleNamespace(copy_to=url, keep=2, weights_keep=1)),
+    )
+    hook = CopyCheckpoints()
+    hook.before_training(trainer)
+    save(run, model, 2, kind="weights")
+    for step in (4, 6):
+        save(run, model, step, kind="weights")
+        save(run, model, step)
+        hook.after_training(trainer)
+    save(run, model, 7, kind="weights")
+    hook.after_training(trainer)
+    names = ("step-00000004", "weights-00000004", "step-00000006", "weights-00000006", "weights-00000007")
+    assert said == [f"{name} is copied to {url}" for name in names]
+    assert fetch_run(url, tmp_path / "again") == "step-00000006"
+
+
+def test_weights_that_are_older_than_the_full_checkpoint_do_not_replace_its_copy(
+    tmp_path: Path, model: Transformer
+) -> None:
+    save(tmp_path, model, 4)
+    save(tmp_path, model, 3, kind="weights")
+    assert newest_local(tmp_path) == {"step": "step-00000004"}
+    save(tmp_path, model, 4, kind="weights")
+    assert [*newest_local(tmp_path)] == ["step", "weights"]
+
+
 def test_incomplete_copies_are_none(tmp_path: Path, model: Transformer) -> None:
     run, url = tmp_path / "run", f"file://{tmp_path}/copy"
     save(run, model, 2, 4)
@@ -371,6 +406,15 @@ def test_prepared_data_and_exports_at_urls_are_those_of_folders(tmp_path: Path, 
     assert contents(tmp_path / "hf-remote") == contents(tmp_path / "hf")
 
 
+@pytest.mark.parametrize("name", ["", "below"])
+def test_a_copy_of_a_folder_has_its_subfolders(tmp_path: Path, name: str) -> None:
+    for place in ("", "a", "a/b"):
+        (tmp_path / "local" / place).mkdir(exist_ok=True)
+        (tmp_path / "local" / place / "file").write_text(f"file in {place}")
+    RemoteCopies(f"file://{tmp_path}/copy").put_folder(tmp_path / "local", name, last="file")
+    assert contents(tmp_path / "copy" / name) == contents(tmp_path / "local")
+
+
 def test_copies_of_runs_are_read_like_runs(tmp_path: Path, model: Transformer) -> None:
     for name, step in (("first", 2), ("second", 4)):
         save(tmp_path / name, model, step)
@@ -486,4 +530,4 @@ def test_a_run_that_loses_its_disk_resumes_from_its_copy_bit_for_bit(bucket: dic
     ]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 6
-    assert newest_local(tmp_path / "run") == "step-00000006"
+    assert newest_local(tmp_path / "run") == {"step": "step-00000006"}

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import optimus
-from optimus.checkpoint.folder import list_checkpoints
+from optimus.checkpoint.folder import frozen_folders, list_checkpoints
 from optimus.checkpoint.inspect import convert, show
 from optimus.checkpoint.reader import Reader, verify
 from optimus.checkpoint.rollback import rollback
+from optimus.checkpoint.slots import frozen_folder_of
 from optimus.errors import UserError
 from optimus.model import Transformer
 from optimus.model.init import initialize
@@ -152,6 +153,13 @@ def test_others_are_frozen_from_here_on(run: dict[str, Any]) -> None:
         assert verify(path) == []
     embedding = [optimus.load_model(path).embedding.weight for path in list_checkpoints(folder_of(run), "step")]
     assert torch.equal(*embedding)
+
+
+def test_only_numbered_folders_are_those_of_frozen_parameters(tmp_path: Path) -> None:
+    for name in ("frozen-10", "frozen-9", "frozen-old", "frozen-2.aside"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert [path.name for path in frozen_folders(tmp_path)] == ["frozen-9", "frozen-10"]
+    assert frozen_folder_of(tmp_path, None) == ("frozen-11", False)
 
 
 def test_a_run_that_ended_before_its_first_checkpoint(run: dict[str, Any]) -> None:

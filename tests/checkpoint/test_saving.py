@@ -462,10 +462,13 @@ def test_leftovers_of_a_killed_run_are_cleared(tmp_path: Path) -> None:
                  "step-00000001.aside", "abandoned-1"):  # fmt: skip
         (place / name).mkdir(parents=True)
         (place / name / "file").write_text("something")
+    (place / ".note.old").write_text("a user's file")
+    (place / ".link.partial").symlink_to(place / "abandoned-1")
     _, state = made()
     Saver(state).save(full(tmp_path, 1))
     left = {path.name for path in place.iterdir()}
-    assert left == {".mine", "mine.partial", "step-00000001.aside", "abandoned-1", "step-00000001"}
+    others = {".note.old", ".link.partial"}
+    assert left == {".mine", "mine.partial", "step-00000001.aside", "abandoned-1", "step-00000001"} | others
     assert verify(step_folder(tmp_path, 1)) == []
 
 

@@ -104,6 +104,18 @@ def test_weights_alone(tmp_path: Path, precision: torch.dtype) -> None:
         save_model(model, tmp_path / "w", context=12, tokenizer=None, eos_id=None)
 
 
+def test_leftovers_of_a_killed_call_are_not_part_of_the_weights(tmp_path: Path) -> None:
+    model = Transformer(MODEL)
+    initialize(model, 0, 0.02)
+    for name in ("__7_0.distcp", "tokenizer.json"):
+        (tmp_path / ".w.partial").mkdir(exist_ok=True)
+        (tmp_path / ".w.partial" / name).write_text("old")
+    save_model(model, tmp_path / "w", context=12, tokenizer=None, eos_id=None)
+    save_model(model, tmp_path / "alone", context=12, tokenizer=None, eos_id=None)
+    found = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("w", "alone")]
+    assert found[0] == found[1]
+
+
 def test_the_weights_of_a_full_checkpoint_start_a_new_run(tmp_path: Path) -> None:
     state = saved(tmp_path / "c")
     _, other = made()

@@ -22,6 +22,24 @@ def test_a_size_in_so_many_digits(size: float, digits: int, text: str) -> None:
     assert size_text(size, digits) == text
 
 
+def test_counts_are_exact_and_whole() -> None:
+    for text, number in (
+        ("2.50", None),
+        ("2.5K", 2500),
+        ("1.001K", 1001),
+        ("2.0", 2),
+        ("0.0001 K", None),
+        ("2e9", 2 * 10**9),
+    ):
+        if number is not None:
+            assert parse_count(text) == number
+            continue
+        with pytest.raises(UserError, match=f"not a whole number: '{text}'. Write a number, or one with a unit"):
+            parse_count(text)
+    assert (parse_count("9007199254740993"), parse_count("1e30")) == (2**53 + 1, 10**30)
+    assert (parse_size("1.001KB"), parse_size("1.5"), parse_size("0.3KiB")) == (1001, 1, 307)
+
+
 @pytest.mark.parametrize("text", ["1e400", "1e300 T", "9" * 400])
 def test_a_number_without_bound_is_refused(text: str) -> None:
     with pytest.raises(UserError, match=f"not a size: '{text}'. Write a number and a unit"):

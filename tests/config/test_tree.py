@@ -24,6 +24,9 @@ def tree(model: dict[str, Any], **sections: Any) -> RunConfig:
     [
         ({**DENSE, "heads": 5}, {}, r"model: hidden 64 over 5 heads must give an even head size"),
         ({**DENSE, "heads": 64}, {}, r"model: hidden 64 over 64 heads must give an even head size"),
+        ({**DENSE, "family": "llama", "head_size": 15}, {}, r"model: head_size 15 is odd: choose an even one"),
+        ({**DENSE, "head_size": 15}, {}, r"model: head_size is 15, but 16 in all models of family olmo: remove it"),
+        ({**DENSE, "hidden": 66, "head_size": 16}, {}, r"model: hidden 66 over 4 heads must give an even head size"),
         ({**DENSE, "family": "olmoe"}, {}, r"model: family olmoe needs experts and experts_per_token"),
         ({**EXPERTS, "experts_per_token": 5}, {}, r"model: experts_per_token 5 is more than experts 4"),
         (
@@ -154,6 +157,8 @@ def test_impossible_combinations(model: dict[str, Any], sections: dict[str, Any]
 def test_possible_neighbours_of_the_impossible() -> None:
     found = tree({**EXPERTS, "experts_per_token": 4}, recompute=["norm", "attention", "moe"], parallel={"data": 2})
     assert (found.model.experts_per_token, found.parallel.data) == (4, 2)
+    found = tree({**DENSE, "family": "llama", "hidden": 66, "head_size": 16})
+    assert found.model.head_size == 66 // 4
     found = tree(DENSE, lr_schedule={"name": "constant", "lr": 1e-5}, recompute=["mlp"])
     assert (found.lr_schedule.lr, found.recompute) == (1e-5, ["mlp"])
     found = tree(DENSE, recompute="auto", recompute_budget="2KiB")

@@ -116,6 +116,16 @@ def test_pages_code_and_tables(tmp_path: Path, sources: list[str], tokenizer_fil
     assert index["skipped_by_ending"] == {".doc.gz": 1, ".jpg": 2, "no ending": 1}
 
 
+def test_blank_lines_before_the_first_row_of_a_table_do_not_count(tmp_path: Path, tokenizer_file: Path) -> None:
+    (tmp_path / "a.csv").write_bytes("\ufeff\r\n\nid,text\r\n\r\n1,some words\r\n".encode())
+    (tmp_path / "b.csv").write_bytes(b"\n\n")
+    given: dict[str, Any] = {"tokenizer": tokenizer_file, "context": 2, "workers": 1}
+    assert prepare([tmp_path / "a.csv", tmp_path / "b.csv"], tmp_path / "out", **given)["documents"] == 1
+    (tmp_path / "a.csv").write_bytes(b"\nid\ttext\n1\tsome words\n")
+    with pytest.raises(UserError, match=r"a\.csv:2: tabs separate its columns, not commas"):
+        prepare([tmp_path / "a.csv"], tmp_path / "tabs", **given)
+
+
 def test_tables_resume_within_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sources: list[str], tokenizer_file: Path
 ) -> None:

@@ -138,6 +138,8 @@ def test_bad_input(
     for wrong, message in (
         (f"{memory}/absent", "cannot read memory://texts/absent: no file found"),
         (f"{memory}/*.pdf", "no file found"),
+        (f"{memory}/mor*", r"cannot read memory://texts/mor\*: no file found"),  # a folder
+        (f"{memory}/more/.hid*", "no file found"),
         ("nowhere://a/b.txt", "cannot read nowhere://a/b.txt: Protocol not known"),
         (f"{closed}/absent.txt", "cannot read .*/absent.txt"),
         ("http://127.0.0.1:9/a.txt", "cannot read http://127.0.0.1:9/a.txt"),

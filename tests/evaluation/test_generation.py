@@ -124,6 +124,20 @@ def made_cache(model: Transformer, capacity: int) -> KVCache:
     return cache
 
 
+def test_an_empty_cache_adds_no_rows(model: Transformer) -> None:
+    """A cache without rows, new or after the removal of its last row, leaves the other cache as it is."""
+    cache, removed = made_cache(model, 8), made_cache(model, 8)
+    removed.remove(0)
+    for empty in (KVCache(model.config.layers), removed):
+        cache.extend(empty)
+    assert cache.lengths == [2]
+    removed.extend(cache)
+    assert removed.lengths == [2]
+    assert all(
+        torch.equal(*(each._buffers[0][:1, :, :2] for each in layers)) for layers in zip(removed.layers, cache.layers)
+    )
+
+
 def test_a_diverged_sequence_leaves_nothing_in_its_row(model: Transformer) -> None:
     """The prompt that follows a sequence of infinite keys and values in the same row has the tokens that it has alone."""
     prompts = [[3, 5, 7, 9, 11, 13], [2, 4]]

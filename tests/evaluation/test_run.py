@@ -205,6 +205,24 @@ def test_a_definition_has_its_own_number_of_examples(
     assert found["settings"]["fewshot"] == fewshot
 
 
+@pytest.mark.usefixtures("hub", "few_definitions")
+def test_errors_of_the_hub_are_told_from_those_of_the_model(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from optimus.evaluation.harness import HarnessModel
+
+    def fail(error: Exception) -> Any:
+        def call(*_: Any, **__: Any) -> Any:
+            raise error
+
+        return call
+
+    monkeypatch.setattr(HarnessModel, "loglikelihood", fail(ValueError("a wrong shape")))
+    with pytest.raises(ValueError, match="a wrong shape"):
+        evaluate(checkpoint, tasks=["arc_easy"], hub=True, limit=2, device="cpu")
+    monkeypatch.setattr("datasets.load_dataset", fail(OSError()))
+    with pytest.raises(UserError, match=r"the data of arc_easy cannot be had \(OSError\): "):
+        evaluate(checkpoint, tasks=["arc_easy"], hub=True, limit=2, device="cpu")
+
+
 @pytest.mark.in_turn(0, 3)
 @pytest.mark.usefixtures("hub")
 def test_tasks_of_lm_eval_on_its_own_data(checkpoint: Path, tmp_path: Path) -> None:

@@ -266,6 +266,10 @@ def test_errors(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "datasets" / "arc_easy.test.jsonl").write_text('{"id": "1"}\n{"id":\n')
     with pytest.raises(UserError, match=r"arc_easy\.test\.jsonl:2: not an example"):
         load_tasks(["arc_easy"], folder)
+    for name, line in (("arc_easy", "[1]"), ("mmlu", '{"question": "Bone?"}'), ("mmlu", '{"subject": 3}')):
+        (folder / "datasets" / f"{name}.test.jsonl").write_text(f"{line}\n")
+        with pytest.raises(UserError, match=rf"{name}\.test\.jsonl:1: not an example of this task"):
+            load_tasks([name], folder)
     monkeypatch.setattr(tasks.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"lm-eval, which is not installed: .*evaluate"):
         check_lm_eval()

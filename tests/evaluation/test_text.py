@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from optimus.data.tokenizer import load
 from optimus.errors import UserError
 from optimus.evaluation import bits_per_byte
-from optimus.evaluation.text import _Cutter
+from optimus.evaluation.text import Part, _Cutter, measure
 from optimus.model import Transformer
 
 DOCUMENTS = ["Question: who are you? Nobody, said Nemo.", "Größe ≠ 大小.\n", "x" * 97, "", "a"]
@@ -146,3 +146,6 @@ def test_errors(model: Transformer, tokenizer: Any, eos_id: int, tmp_path: Path)
     lines.write_text('{"text": "fine"}\n{"body": "no text"}\n')
     with pytest.raises(UserError, match=r"a\.jsonl:2"):
         bits_per_byte(model, tokenizer, lines, eos_id=eos_id, context=CONTEXT)
+    for parts in ([], [Part([], 0, 0)]):
+        with pytest.raises(UserError, match="the measured text has no predicted tokens: measure more of it"):
+            measure(model, iter(parts))

@@ -1,5 +1,7 @@
 """Groups of ranks, and the groups that cross nodes, agree with the mesh and with results by hand."""
 
+from itertools import combinations
+
 import pytest
 
 from optimus.mesh import Mesh
@@ -63,6 +65,26 @@ def test_the_table() -> None:
 def test_a_group_is_a_size_and_strides(mesh: Mesh) -> None:
     """The axis `tp` stands for its two parts, as in `Mesh.group`."""
     assert group_along(mesh, ("tp",)) == group_along(mesh, ("tp_in", "tp_out"))
-    for axes in (("pp", "dp"), ("embedding",), ("none",), ()):
-        with pytest.raises(ValueError, match=r"axes .*: give pp alone, or neighbouring axes of one view"):
+    for axes in (("pp", "dp"), ("embedding",), ("none",), (), ("dp", "ep"), ("tp", "edp")):
+        with pytest.raises(ValueError, match=r"axes .*: give pp alone, or other axes of one view"):
             group_along(mesh, axes)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        Mesh(dp=2, cp=2, tp=2, ep=2),
+        Mesh(dp=2, cp=3, tp=4, tp_in=2, ep=2, etp=4),
+        Mesh(pp=2, dp=2, tp=4, tp_in=2, ep=2),
+        Mesh(pp=2, dp=3, cp=1, tp=4, tp_in=2, pipeline_stride=4),
+    ],
+)
+def test_a_group_along_any_axes_of_a_view_has_the_ranks_of_the_mesh(mesh: Mesh) -> None:
+    """Axes that are not neighbours give runs of ranks."""
+    for view in (("dp", "cp", "tp_in", "tp_out"), ("edp", "ep", "etp")):
+        for number in range(1, len(view) + 1):
+            for axes in combinations(view, number):
+                size, stride, near, far = group_along(mesh, axes)
+                near = near or size
+                ranks = [run * far + at * stride for run in range(size // near) for at in range(near)]
+                assert ranks == mesh.group(0, axes), axes

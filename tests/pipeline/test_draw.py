@@ -88,6 +88,9 @@ def test_a_timeline_is_written_and_read(tmp_path: Path) -> None:
         ('{"ranks": 1, "events": [[0, "forward", 0, 0, 0]]}', "holds no timeline"),
         ("[]", "holds no timeline"),
         ('{"ranks": 1, "events": [[1, "forward", 0, 0, 0, 1]]}', "has a rank outside 0 to 0"),
+        ('{"ranks": 1, "events": [[0, "forward", 0, 0, NaN, 1]]}', "has a time that is not finite"),
+        ('{"ranks": 1, "events": [[0, "forward", 0, 0, 0, 1e999]]}', "has a time that is not finite"),
+        ('{"ranks": Infinity, "events": []}', "holds no timeline"),
     ],
 )
 def test_a_file_that_is_no_timeline(content: str | None, message: str, tmp_path: Path) -> None:
@@ -138,6 +141,11 @@ def test_the_command_with_every_option(
         (["1f1b", "--stages", 0], "0 ranks; give at least one"),
         (["1f1b", "--jitter", -1], "jitter is -1.0; give zero or more"),
         (["1f1b", "--jitter", 0.1, "--seed", -1], "seed is -1; give zero or more"),
+        (["1f1b", "--jitter", "nan"], "jitter is nan; give zero or more, and a finite number"),
+        (["1f1b", "--link", "inf"], "link is inf; give zero or more, and a finite number"),
+        (["1f1b", "--output-layer", "nan"], "nan]; give no number below zero, and finite numbers"),
+        (["1f1b", "--warmup-factor", "nan"], "the warm-up factor cannot be nan; give a finite number of at least 1"),
+        (["1f1b", "--warmup-factor", "inf"], "the warm-up factor cannot be inf"),
         (["1f1b", "--plot", "t.svg"], "name a .png file"),
         (["1f1b", "--output", "no-such-folder/s.json"], "cannot write no-such-folder/s.json"),
         (["1f1b", "--measured", "no-such-file.json"], "cannot read no-such-file.json"),

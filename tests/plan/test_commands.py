@@ -228,6 +228,17 @@ def test_the_deepest_model_that_fits_is_no_lower_bound(
     assert "or more" not in plan("--largest", "--what-if", "memory=1e12", "model.layers=6", text=True)
 
 
+def test_rows_of_largest_say_where_gradients_accumulate(
+    plan: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rows with the same offloading differ in `state.accumulate_on`."""
+    monkeypatch.setattr(largest, "MOST_LAYERS", 8)
+    text = plan("--largest", "--wide", text=True, machine="dgx-h100")
+    for offload in ("all", "disk"):
+        found = [len(re.findall(rf"│ {offload}{where} +│", text)) for where in ("", ", sums on host")]
+        assert found == [1, 1]
+
+
 def test_what_is_written_can_be_trained(plan: Callable[..., Any], tmp_path: Path) -> None:
     file = tmp_path / "planned.yaml"
     first = plan("--output", str(file))["plans"][0]
@@ -436,6 +447,21 @@ def test_fp32_for_want_of_a_rate_is_said(plan: Callable[..., Any], tmp_path: Pat
     assert "The precision is fp32, because the file of my-machine has no rate for bf16 (arithmetic.bf16)." in " ".join(
         text.split()
     )
+
+
+def test_changes_of_texts_and_booleans() -> None:
+    """A key that is null or a boolean now takes what the file of a machine or profile takes."""
+    changes = ["profile.products=fp8", "profile.blocking=true", "host.shared=true"]
+    machine, profile = changed(load_machine("frontier"), Profile(), changes)
+    assert (profile.products, profile.blocking) == ("fp8", True)
+    assert machine.host.shared
+    for change, message in (
+        ("profile.products=fp9", r"--what-if: .*products"),
+        ("profile.blocking=x2", "a factor needs a number to multiply, but the present value is False"),
+        ("profile.speed=fast", "fast is neither a number nor a factor such as x2"),
+    ):
+        with pytest.raises(optimus.UserError, match=message):
+            changed(machine, Profile(), [change])
 
 
 def test_changes_of_the_software_that_make_no_sense(plan: Callable[..., Any]) -> None:

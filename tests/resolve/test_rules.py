@@ -15,6 +15,7 @@ from optimus.optim.adamw import AdamW
 from optimus.optim.lion import Lion
 from optimus.optim.muon import Muon
 from optimus.optim.rule import Rule
+from optimus.optim.rules import BETAS, RULES, RuleRow
 from optimus.optim.schedule_free import ScheduleFree
 from optimus.resolve.rules import rules_of
 
@@ -96,3 +97,14 @@ def test_a_later_group_takes_vectors_out_again() -> None:
     found = rules({}, groups=[{"match": "blocks.0.*", "name": "muon"}, {"match": "vector", "name": "lion"}])
     assert found["blocks.0.attention_norm.weight"] == LION
     assert found["blocks.0.moe.router.weight"] == MUON
+
+
+def test_a_rule_that_cannot_update_what_it_gets_by_default_names_the_key_of_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(RULES, "_added", {})
+    RULES.extend({"picky": RuleRow("picky", Lion, BETAS, never=("vector",))})
+    with pytest.raises(
+        UserError, match=r"^optimizer\.name: picky cannot update \S*norm\.weight, whose role is vector: "
+    ):
+        rules({}, name="picky")

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -10,7 +11,8 @@ import yaml
 from optimus.errors import UserError
 from optimus.launch.nodes import NodeJob
 from optimus.resilience.events import EventLog
-from optimus.testing.faults import Fault, FaultKind, FaultPlan, is_due, rank_program
+from optimus.testing import faults
+from optimus.testing.faults import Fault, FaultKind, FaultPlan, Inject, is_due, rank_program
 from optimus.testing.lab import rehearse
 
 EVERY = (
@@ -108,6 +110,31 @@ def test_what_happened_by_one_plan_keeps_nothing_of_another_from_happening(tmp_p
     assert is_due(tmp_path, FaultPlan().kill(0, 3), 0)
     another = FaultPlan().nan(1, 5).kill(0, 3).kill(0, 3)
     assert [is_due(tmp_path, another, number) for number in (0, 1, 2, 2)] == [True, False, True, False]
+
+
+def test_a_slow_rank_takes_a_multiple_of_its_own_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pause follows the step alone, not earlier pauses, and ends after a rollback to a step before the fault."""
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(faults, "time", SimpleNamespace(perf_counter=lambda: now, sleep=sleep))
+    recorder = SimpleNamespace(seconds=0.0)
+    trainer: Any = SimpleNamespace(groups=SimpleNamespace(rank=0, recorder=recorder), progress=SimpleNamespace(step=0))
+    hook, seconds = Inject(FaultPlan().slow(0, 3.0, step=2).slow(0, 2.0, step=1)), list[float]()
+    hook.before_training(trainer)
+    for step in (0, 1, 2, 0, 1):
+        trainer.progress.step, began = step, now
+        hook.before_step(trainer)
+        sleep(10.0)
+        recorder.seconds += 4.0  # of which the rank waits for others
+        hook._faults, due = [], hook._faults
+        hook.after_step(trainer, None)  # type: ignore[arg-type]
+        hook._faults = due
+        seconds.append(now - began)
+    assert seconds == [10.0, 22.0, 22.0, 16.0, 22.0]
 
 
 @pytest.fixture

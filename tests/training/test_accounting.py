@@ -1,6 +1,7 @@
 """The time, the memory and the expert load that a run writes every `observe.log_every` steps."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,13 @@ import pytest
 import torch
 
 import optimus
+from optimus.comm.recorder import Recorder
+from optimus.config import load_config
 from optimus.model.moe.router import Router
 from optimus.observe.metrics import read_metrics
+from optimus.training.accounting import memory_by_kind, seconds_by_kind
+from optimus.training.build import build_run
+from optimus.training.record import StepClock
 
 
 def loads(run: dict[str, Any]) -> list[dict[str, Any]]:
@@ -78,3 +84,33 @@ def test_layouts_have_one_load(small_run: dict[str, Any], tmp_path: Path) -> Non
     other = small_run | {"train": small_run["train"] | {"output": str(tmp_path / "other")}, "parallel": {"expert": 2}}
     optimus.train(other, ranks=2)
     assert loads(small_run) == loads(other)
+
+
+def test_the_wait_for_the_data_of_another_rank_counts_once() -> None:
+    """Ranks learn by a collective that all ranks have their data, and this collective is no exposed communication."""
+    recorder = Recorder()
+    clock = StepClock(recorder)
+    with recorder.waits("all", "all-reduce", 1):
+        time.sleep(0.05)
+    clock.data_is_there()
+    with recorder.waits("all", "all-gather", 2):
+        time.sleep(0.02)
+    time.sleep(0.1)
+    times = clock.times()
+    found = seconds_by_kind(times, 0.0)
+    assert found.keys() == {"time/computation", "time/exposed_all-gather", "time/data", "time/checkpoint"}
+    assert found["time/data"] >= 0.05
+    assert found["time/computation"] >= 0.1
+    assert sum(found.values()) == pytest.approx(times.total)
+    assert times.waited >= 0.07  # a slow rank is one that does not wait, for whatever
+
+
+@pytest.mark.parametrize("offload", ["none", "optimizer", "all"])
+def test_state_on_the_host_is_no_activation_of_a_processor(small_run: dict[str, Any], offload: str) -> None:
+    """The memory of a processor by kind has the same state wherever the state lies."""
+    small_run["state"] = {"offload": offload}
+    run = build_run(load_config(small_run), torch.device("cpu"), resume=False)
+    parameters = sum(parameter.numel() for parameter in run.model.parameters())
+    found = memory_by_kind(run)
+    assert 8 * parameters <= found["memory/moments"] < 8.2 * parameters
+    assert 4 * parameters <= found["memory/master"] < 4.2 * parameters

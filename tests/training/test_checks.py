@@ -1,5 +1,6 @@
 """Errors that are found before the first step or in the middle of a run, each with its message."""
 
+import contextlib
 import copy
 import gzip
 import json
@@ -524,6 +525,23 @@ def test_a_rank_of_a_pipeline_needs_room_for_its_stages(
     assert least_free(monkeypatch, config, cpu, 4) == sum(held) == pytest.approx(one, rel=0.01)
     assert least_free(monkeypatch, config, cpu, 4, 1) == max(held)
     assert least_free(monkeypatch, config, cpu, 4, 2) == max(held[0] + held[1], held[2] + held[3])
+
+
+def test_a_node_needs_room_for_the_teachers_of_its_own_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The ranks of the last stage hold the teacher, and they may all be on one node."""
+    cpu = torch.device("cpu")
+    for stride, nodes in ((None, (0, 2)), (1, (1, 1))):
+        config = staged_config(tmp_path, parallel={"pipeline": 2, "pipeline_stride": stride})
+        plain = run_of(config, cpu, 4, 2)
+        taught = replace(plain, inputs=replace(plain.inputs, teachers=(config.model,)))
+        teacher = taught.teacher_bytes(taught.stage_ranks[-1])
+        stages = [sum(state_bytes(config, 4, rank).values()) for rank in plain.stage_ranks]
+        of_nodes = [2 * stages[0], 2 * stages[1]] if stride is None else [sum(stages)] * 2
+        least = max(state + teacher * number for state, number in zip(of_nodes, nodes))
+        for free, fits in ((least, True), (least - 1, False)):
+            with_free_memory(monkeypatch, lambda free=free: free)
+            with contextlib.nullcontext() if fits else pytest.raises(optimus.UserError, match=r"for train\.teacher\)"):
+                checks.check_memory(taught, cpu)
 
 
 @pytest.mark.parametrize("scattered", [True, False])

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -621,14 +622,32 @@ def test_a_run_of_epochs_is_pruned(small_run: dict[str, Any], tmp_path: Path) ->
         optimus.train(run, ["train.epochs=0.5", "pruning.at=900", f"train.output={tmp_path / 'late'}"], check=True)
 
 
-def test_weights_that_are_not_finite(small_run: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("score", [magnitudes, block_norms, lambda slot, weights: weights.square()])
+@pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf, -torch.inf])
+def test_weights_that_are_not_finite(bad: float, score: Any) -> None:
+    """Infinities and NaNs of either sign are refused, also by scores that keep the sign."""
     made = Steps(
         load_config(config_of("dense"), ["pruning.sparsity=0.5", "pruning.at=0"]).model_dump(exclude_unset=True)
     )
     chunk = next(chunk for chunk in made.state.trained if chunk.plan.slots[0].name in made.state.spec.unpruned)
-    chunk.resident["model"][0] = torch.nan
+    chunk.resident["model"][0] = bad
     with pytest.raises(UserError, match=r"pruning: weights of blocks.* are not finite"):
-        prune(weights_of(made.state), 0.5, dict.fromkeys(made.state.spec.unpruned, 10), magnitudes)
+        prune(weights_of(made.state), 0.5, dict.fromkeys(made.state.spec.unpruned, 10), score)
+
+
+def test_infinite_scores_of_elements_that_were_pruned_before() -> None:
+    """The elements stay pruned, although the score of finite weights can be infinite."""
+    made = Steps(
+        load_config(config_of("dense"), ["pruning.sparsity=0.5", "pruning.at=0"]).model_dump(exclude_unset=True)
+    )
+    sizes = {slot.name: slot.shape.numel() for chunk in made.state.trained for slot in chunk.plan.slots}
+    sizes = {name: sizes[name] for name in made.state.spec.unpruned}
+    weights = weights_of(made.state)
+    first = prune(weights, 0.5, sizes, random_scores(1))
+    second = prune(
+        replace(weights, before=first), 0.25, sizes, lambda slot, values: random_scores(2)(slot, values) * torch.inf
+    )
+    assert all(bool((second[name] & ~first[name]).eq(0).all()) for name in sizes)
 
 
 def not_finite_on_the_last() -> str:

@@ -4,6 +4,7 @@ Every module of this package with a constant `ROWS` registers its schedules: a n
 generator lists the computations of every rank; `transfers.with_transfers` adds the sends and receives.
 """
 
+import math
 import pkgutil
 from collections.abc import Mapping
 from importlib import import_module
@@ -76,6 +77,8 @@ def _problem(row: ScheduleRow, sizes: Sizes) -> str | None:
     for what, value in (("ranks", ranks), ("microbatches", microbatches), ("stages per rank", per_rank)):
         if value < 1:
             return f"{value} {what}; give at least one"
+    if not math.isfinite(warmup_factor * ranks):
+        return f"the warm-up factor cannot be {warmup_factor}; give a finite number of at least 1"
     if warmup_factor != 1.0 and not row.deepens:
         able = " or ".join(each.name for each in schedules().values() if each.deepens)
         return f"a warm-up factor other than 1 is an option of {able} only; leave it out or choose {able}"

@@ -13,10 +13,11 @@ _GRACE = 20.0  # seconds that a run waits for its copies after a signal
 
 
 class CopyCheckpoints(Hook):
-    """Copies the newest complete checkpoint in a thread of the first rank, one copy at a time.
+    """Copies the newest complete checkpoints in a thread of the first rank, one copy at a time, the full checkpoint
+    before the weights.
 
     The hook shows a line to the user when a copy ends or fails. At the end of the run, the hook waits for the copy of
-    the newest checkpoint, but after a signal for about 20 seconds at most. After an error, the hook does not wait.
+    the newest checkpoints, but after a signal for about 20 seconds at most. After an error, the hook does not wait.
     """
 
     order = Order.LAST
@@ -26,7 +27,8 @@ class CopyCheckpoints(Hook):
         self._thread: threading.Thread | None = None
         self._outcome: tuple[str, str] | None = None  # (checkpoint, failure) of a copy that has ended
         self._seen = 0  # modification time of the checkpoint folder when the hook last found no newer checkpoint
-        self._tried: str | None = None  # the last checkpoint whose copy the hook has begun
+        self._tried: dict[str, str] = {}  # by kind, the last checkpoint whose copy the hook has begun
+        self._copying = ""  # the checkpoint in `_thread`
         self._copy: Callable[[str], str] | None = None
 
     def before_training(self, trainer: Trainer) -> None:
@@ -47,7 +49,7 @@ class CopyCheckpoints(Hook):
             if self._thread is not None:
                 self._thread.join(0.1)
         if self._thread is not None:
-            trainer.say(f"checkpoint.copy_to: {self._tried} is not copied, as the run was stopped")
+            trainer.say(f"checkpoint.copy_to: {self._copying} is not copied, as the run was stopped")
 
     def _go_on(self, trainer: Trainer) -> bool:
         """Reports a copy that has ended, and begins to copy a newer checkpoint, if any. Returns True if a copy is in
@@ -68,12 +70,13 @@ class CopyCheckpoints(Hook):
         changed = folder.stat().st_mtime_ns if folder.exists() else 0
         if changed == self._seen:  # avoids listing the folder in each step
             return False
-        newest = newest_local(trainer.folder)
-        if newest is None or newest == self._tried:
+        newer = newest_local(trainer.folder).items() - self._tried.items()
+        if not newer:
             self._seen = changed
             return False
-        self._tried = newest
-        self._thread = threading.Thread(target=self._run, args=(newest,), name="optimus copy", daemon=True)
+        kind, name = min(newer)  # the full checkpoint first
+        self._tried[kind] = self._copying = name
+        self._thread = threading.Thread(target=self._run, args=(name,), name="optimus copy", daemon=True)
         self._thread.start()
         return True
 
