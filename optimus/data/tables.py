@@ -1,11 +1,7 @@
 """Reads the documents of a CSV or TSV file, whose first row names the columns.
 
 Cells in quotes may contain delimiters and line breaks (RFC 4180). A row with another number of cells than the first row
-<<<<<<< HEAD
-is an error, and so is an unclosed quote. Empty lines after the first row are ignored.
-=======
-is an error, and so is an unclosed quote. Blank lines do not count.
->>>>>>> w-fixb
+is an error, and so is an unclosed quote. Empty lines are ignored.
 """
 
 import csv

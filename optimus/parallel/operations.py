@@ -281,7 +281,7 @@ class _CountedSequence(SequenceSplit):
 
 
 class _CountedExperts:
-    """Experts whose result only has the shape. Tokens choose all experts equally often."""
+    """A stand-in for experts, whose result only has the shape. Tokens choose all experts equally often."""
 
     def __init__(self, counting: Counting) -> None:
         self._counting = counting
