@@ -243,7 +243,8 @@ def _check_shapes(config: RunConfig) -> None:
     outputs, inputs = parallel.grid
     for name, size, side in model.sharded_sizes():
         _check_multiple(name, size, ("parallel.tensor", "the inputs of parallel.tensor")[side], (outputs, inputs)[side])
-    if (reason := model.refuse_ways(outputs)) is not None:
+    aligned = 4 if config.train.precision == "float32" else 8  # elements in 16 bytes
+    if (reason := model.refuse_ways(outputs, aligned)) is not None:
         raise ValueError(f"parallel.tensor: {reason}")
     divided = parallel.vocabulary and parallel.pipeline > 1
     parts, by = outputs * (parallel.pipeline if divided else 1), "parallel.tensor" + " x pipeline" * divided

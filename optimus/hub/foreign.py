@@ -71,6 +71,7 @@ def _read_transformers(path: Path, config: TransformersModel) -> dict[str, Tenso
     from transformers import AutoModelForCausalLM
 
     from optimus.model.foreign.configuration import hf_config
+    from optimus.model.foreign.twin import with_embedding_first
 
     try:
         with silent_transformers():
@@ -83,7 +84,7 @@ def _read_transformers(path: Path, config: TransformersModel) -> dict[str, Tenso
         raise UserError(f"{path} lacks the tensor {missing[0]} (and {len(missing) - 1} more): the folder is incomplete")
     if wrong := sorted(map(str, found["mismatched_keys"])):
         raise UserError(f"{path}: the tensor {wrong[0]} has another shape than the model of model.transformers")
-    return {name: tensor.detach() for name, tensor in named_tensors(model)}
+    return {name: tensor.detach() for name, tensor in named_tensors(with_embedding_first(model))}
 
 
 def write_folder(

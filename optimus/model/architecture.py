@@ -286,7 +286,7 @@ class ModelConfig(Section):
         """No unsupported features: an empty mapping."""
         return {}
 
-    def refuse_ways(self, ways: int) -> str | None:
+    def refuse_ways(self, ways: int, aligned: int = 8) -> str | None:
         """Returns None: `sharded_sizes` says all that limits tensor parallelism."""
         return None
 

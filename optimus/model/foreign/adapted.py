@@ -73,9 +73,10 @@ class AdaptedModel(Section):
         """The model's unsupported features, each with the reason."""
         return {option: why.format(of=self.origin) for option, why in _LIMITS.items()} | dict(self.facts.refusals)
 
-    def refuse_ways(self, ways: int) -> str | None:
-        """Returns the reason against tensor parallelism over `ways` ranks, or None."""
-        return self.facts.refuse_ways(ways)
+    def refuse_ways(self, ways: int, aligned: int = 8) -> str | None:
+        """Returns the reason against tensor parallelism over `ways` ranks, or None. `aligned` is the number of elements
+        in 16 bytes."""
+        return self.facts.refuse_ways(ways, aligned)
 
     def sharded_sizes(self) -> list[tuple[str, int, int]]:
         """Returns (name, size, 0) of the sizes in the blocks that tensor parallelism shards over ranks, each size
@@ -83,7 +84,7 @@ class AdaptedModel(Section):
         facts, found = self.facts, dict[int, str]()
         shapes = self.shapes
         for name, split in facts.splits.items():
-            if split.dim is not None and name.rpartition(".")[0] not in (facts.embedding, facts.head):
+            if split.dim is not None and name.startswith(f"{facts.blocks}."):
                 for size in split.pieces or (shapes[name][split.dim],):
                     found.setdefault(size, name)
         for name, size in facts.heads.items():

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from optimus.errors import UserError
 from optimus.model.foreign import probes
 from optimus.model.foreign.calls import record_calls
+from optimus.model.foreign.experts import differences, is_experts
 from optimus.model.foreign.initial import Initial, initial_values, without_initial
 from optimus.model.foreign.plan import gathered_by_plan, published_plan, published_splits
 from optimus.model.foreign.probes import AttentionFacts, Pass, find_blocks, twin_tokens
@@ -200,6 +201,7 @@ class _Analysis:
             stream=stream,
             causal=causal,
             shares=tensor.shares,
+            grouped=self._grouped(tensor.splits),
         )
 
     # ---- Output layer, blocks, logits and residual stream ----
@@ -383,9 +385,8 @@ class _Analysis:
         modules = [name for name, _ in self.real.named_modules()]
         units, of_twin, ways = self._proved_partition(plan, width)
         real = self._real_splits(of_twin.splits, parameters)
-        for name in (f"{embedding}.weight", f"{head}.weight", f"{head}.bias"):
-            if name in parameters:
-                real[name] = Split(0)
+        ends = {id(each) for name in (embedding, head) for each in self.real.get_submodule(name).parameters()}
+        real |= {name: Split(0) for name, each in parameters.items() if id(each) in ends}
         by_units = {name: split for unit in units for name, split in unit.splits.items()}
         proved = {name for name in self._real_names(by_units, parameters) if real[name].dim is not None}
         return _Tensor(
@@ -463,6 +464,17 @@ class _Analysis:
         gathered, gather_styles = gathered_by_plan(plan, self.twin, splits, styles)
         return TensorPartition(
             splits | gathered, styles | gather_styles, self._names_of_layers(divided, modules, first)
+        )
+
+    def _grouped(self, splits: Mapping[str, Split]) -> tuple[tuple[str, int, bool], ...]:
+        """Returns the columns of experts that `transformers` computes, and True if tensor parallelism divides them."""
+        experts = [each for each in self.real.named_modules() if is_experts(each[1]) and differences(each[1])]
+        return tuple(
+            (f"{name}.{leaf}", parameter.shape[dim], splits[f"{name}.{leaf}"].dim == dim)
+            for name, module in experts
+            for leaf, parameter in module.named_parameters(recurse=False)
+            for dim in (1, 2)
+            if parameter.ndim == 3
         )
 
     def _real_splits(self, splits: Mapping[str, Split], parameters: Mapping[str, Tensor]) -> dict[str, Split]:

@@ -383,15 +383,18 @@ def _look_up(module: nn.Module, authors: type[nn.Module]) -> None:
 def _declare_all(body: nn.Module, facts: ModelFacts, initial: Mapping[str, Initial]) -> dict[str, Stored]:
     """Stores and declares every parameter (see `_store`). Returns the storage by the author's names."""
     named = {name for name, _ in body.named_parameters()}
+    of_head = {id(each) for each in body.get_submodule(facts.head)._parameters.values()}
     stored: dict[str, Stored] = {}
     for owner_name, owner in list(body.named_modules()):
         for leaf, parameter in list(owner._parameters.items()):
             if parameter is None:
                 continue
             name = f"{owner_name}.{leaf}" if owner_name else leaf
-            split = Split(0) if owner_name in (facts.embedding, facts.head) else facts.splits.get(name, Split(None))
+            at_end = owner_name in (facts.embedding, facts.head) or id(parameter) in of_head
+            split = Split(0) if at_end else facts.splits.get(name, Split(None))
             first = initial.get(name, "normal")
-            role = _role(name, owner, parameter, facts)
+            tied = id(parameter) in of_head and owner_name != facts.embedding  # such as BERT's `cls.predictions.bias`
+            role = "head" if tied else _role(name, owner, parameter, facts)
             projects = isinstance(owner, nn.Linear) or _is_conv1d(owner)
             leaves = _store(owner, leaf, parameter, split, role, first, projects=projects)
             if name in named:  # a tied parameter is listed once

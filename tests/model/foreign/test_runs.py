@@ -81,6 +81,27 @@ def test_from_training_to_a_folder_and_back(run: dict[str, Any], tmp_path: Path)
     assert losses(tmp_path / "again")[0] == pytest.approx(losses(output)[-1], abs=0.2)  # not that of fresh weights
 
 
+@pytest.mark.parametrize("family", ["bert", "camembert"])
+def test_tied_tensors_are_written_and_read_again(family: str, run: dict[str, Any], tmp_path: Path) -> None:
+    """BERT's bias of the output layer has two names; Camembert's output layer is registered before its embedding."""
+    raw = config_json(family) | {"max_position_embeddings": 66}
+    output = run["train"]["output"]
+    optimus.train(run | {"model": {"transformers": raw}}, ["train.steps=1"])
+    made = optimus.export(output, tmp_path / "exported")
+    model, author = optimus.load_model(output), AutoModelForCausalLM.from_pretrained(made["output"])
+    tokens_BS = torch.arange(24).view(2, 12)
+    assert torch.equal(model(tokens_BS), author(tokens_BS).logits)
+    bias = next(
+        tensor for name, tensor in author.named_parameters() if name.endswith(("predictions.bias", "lm_head.bias"))
+    )
+    assert bool(bias.any())
+    again = run | {"model": {"transformers": made["output"]}}
+    optimus.train(again, [f"train.output={tmp_path / 'again'}", "train.steps=1", "lr_schedule.lr=1e-12"])
+    found = weights(tmp_path / "again")
+    for name, tensor in weights(output).items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-6)
+
+
 def test_a_preset_trains_with_the_modules_of_transformers(run: dict[str, Any], tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 320}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
