@@ -96,7 +96,7 @@ def test_tied_tensors_are_written_and_read_again(family: str, run: dict[str, Any
     )
     assert bool(bias.any())
     again = run | {"model": {"transformers": made["output"]}}
-    optimus.train(again, [f"train.output={tmp_path / 'again'}", "train.steps=1", "lr_schedule.lr=1e-12"])
+    optimus.train(again, [f"train.output={tmp_path / 'again'}", "train.steps=1", "lr_schedule.lr=1e-12", "lr_schedule.min_lr=0"])
     found = weights(tmp_path / "again")
     for name, tensor in weights(output).items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-6)
