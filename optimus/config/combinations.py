@@ -255,7 +255,7 @@ def _check_shapes(config: RunConfig) -> None:
     context, cp = config.train.sequence_length, parallel.context
     if context > (model.learned_positions or context):
         raise ValueError(
-            f"train.sequence_length {context} is more than model.learned_positions {model.learned_positions}: lower it"
+            f"train.sequence_length {context} is more than {model.positions_key} {model.learned_positions}: lower it"
         )
     pieces = 2 * cp if parallel.context_method == "ring" and cp > 1 else cp
     if context % pieces:

@@ -286,6 +286,11 @@ class ModelConfig(Section):
         """No unsupported features: an empty mapping."""
         return {}
 
+    @property
+    def positions_key(self) -> str:
+        """The name of the key that sets `learned_positions`."""
+        return "model.learned_positions"
+
     def refuse_ways(self, ways: int, aligned: int = 8) -> str | None:
         """Returns None: `sharded_sizes` says all that limits tensor parallelism."""
         return None

@@ -248,14 +248,6 @@ class Transformer(CausalModel):
             x_TH = x_TH * torch.tensor(math.sqrt(self.config.hidden), dtype=x_TH.dtype).item()
         return x_TH if self.add_positions is None else x_TH + self.add_positions(positions.position_T)
 
-    def check_length(self, length: int) -> None:
-        """Raises `UserError` if the model does not support sequences of `length` tokens."""
-        limit = self.config.learned_positions
-        if limit is not None and length > limit:
-            raise UserError(
-                f"a sequence has {length} tokens, but the model has only {limit} learned positions: shorten the sequence"
-            )
-
     def local_positions(self, batch: Batch) -> tuple[Tensor, AttentionPositions]:
         """Returns (this device's positions [S] in every sequence, the `AttentionPositions` of the batch's tokens)."""
         tokens_BS, documents = batch.tokens_BS, batch.documents()

@@ -149,9 +149,14 @@ class AdaptedModel(Section):
         return False
 
     @property
-    def learned_positions(self) -> None:
-        """Returns None, also for a model with learned positions."""
-        return None
+    def learned_positions(self) -> int | None:
+        """The length of the longest sequence that the model can compute; None if no limit is known."""
+        return self.facts.positions
+
+    @property
+    def positions_key(self) -> str:
+        """The name of the setting or module that limits `learned_positions`."""
+        return f"model.{self.source}{self.facts.positions_key}"
 
     @property
     def init_std(self) -> float:

@@ -38,6 +38,8 @@ __all__ = ["STYLES", "ModelFacts", "RouterFacts", "ScoredColumns", "Split", "Sty
 
 _LAYER = re.compile(r"layer_?(idx|id|number|index|num)$|^idx$|^index$")
 _RANDOM = re.compile(r"drop|jitter")  # settings that make training random
+_POSITIONS = re.compile(r"position|(^|_)seq\w*_len|n_ctx$|max_length$")  # settings that may limit sequences
+_SHORT = 32  # positions of a twin that shows such a limit
 _GRADIENTS = 3e-4  # relative tolerance for loss and gradients between ranks and one process
 _FAILURES = (
     RuntimeError,
@@ -164,6 +166,7 @@ class _Analysis:
         weight = self.real.get_parameter(f"{embedding}.weight")
         stream = self._stream(seen, weight)
         dropout = self._dropout()
+        positions, positions_key = self._positions()
         self._unknown_layers()
         if no_initial:
             self.refusals["initial values"] = (
@@ -200,6 +203,8 @@ class _Analysis:
             refusals=dict(self.refusals),
             stream=stream,
             causal=causal,
+            positions=positions,
+            positions_key=positions_key,
             shares=tensor.shares,
             grouped=self._grouped(tensor.splits),
         )
@@ -529,6 +534,35 @@ class _Analysis:
             named = ", ".join(f"{key}: {value}" for key, value in found.items())
             self.refusals["dropout"] = f"the model draws random numbers ({named}): set it to 0 in its configuration"
         return found
+
+    def _positions(self) -> tuple[int | None, str]:
+        """Returns the number of tokens of the longest sequence, and the name of the setting that limits the length; None
+        if no setting does.
+
+        Twins with `_SHORT` positions show the limit: they run on as many tokens as the setting leaves, and fail on more.
+        """
+        text = self.twin_config.get_text_config()
+        for key, value in text.to_dict().items():
+            real = getattr(self.config.get_text_config(), key, None)
+            if not (_POSITIONS.search(key) and type(value) is int and type(real) is int and value > 0):
+                continue
+            lengths = range(_SHORT + 1, _SHORT - 5, -1)
+            longest = next((each for each in lengths if self._runs_with(key, _SHORT, each)), 0)
+            if 0 < longest <= _SHORT and self._runs_with(key, 2 * _SHORT, _SHORT + 1):
+                unused = _SHORT - longest
+                return real - unused, f".{key} - {unused} =" if unused else f".{key}"
+        return None, ""
+
+    def _runs_with(self, key: str, value: int, length: int) -> bool:
+        """Returns True if a twin whose setting `key` is `value` runs on sequences of `length` tokens."""
+        config = type(self.twin_config).from_dict(self.twin_config.to_dict())
+        try:
+            setattr(config.get_text_config(), key, value)
+            with torch.no_grad():
+                probes.logits_of(build(config), tokens_of_twin(config, 1, length))
+        except _FAILURES:
+            return False
+        return True
 
     def _router(self) -> RouterFacts | None:
         arguments = arguments_of(self.twin, output_router_logits=True)

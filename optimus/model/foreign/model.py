@@ -288,6 +288,7 @@ class ForeignModel(Storage, CausalModel):
 
     def local_positions(self, batch: Batch) -> tuple[Tensor, ForeignPositions]:
         tokens_BS, documents = batch.tokens_BS, batch.documents()
+        self.check_length(tokens_BS.shape[1])
         positions_S = self.sequence.positions(tokens_BS.shape[1], tokens_BS.device)
         if documents is not None:
             position_BS = moved(documents.positions().view_as(tokens_BS), tokens_BS.device)[:, positions_S]

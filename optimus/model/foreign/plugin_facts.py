@@ -7,7 +7,8 @@ Legend: B batch, S sequence, V vocabulary.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -32,6 +33,7 @@ from optimus.model.foreign.twin import LENGTH, ROWS, enlarge
 from optimus.model.init import initialize_parameter
 
 _LARGEST = 100_000_000  # maximum number of parameters of a model without `small` arguments
+_LONGEST = 1 << 14  # tokens of the longest passes on the meta device
 _TOLERANCE = 1e-4
 
 
@@ -100,6 +102,7 @@ class _Facts:
         if chain is not None:
             self.refusals["pipeline"] = f"{self.row.name}: {chain}: choose parallel.pipeline: 1"
         splits, styles, divided, heads = self._tensor()
+        positions, positions_key = self._positions()
         layers = self._layers(spec)
         first: dict[Any, int] = {}
         stream = seen.stream_shape() or ()
@@ -141,6 +144,8 @@ class _Facts:
             no_initial=(),
             refusals=dict(self.refusals),
             stream=stream,
+            positions=positions,
+            positions_key=positions_key,
         )
 
     def _layers(self, spec: ModelSpec) -> list[nn.Module]:
@@ -228,6 +233,50 @@ class _Facts:
                     "documents=True, but two documents in a sequence have other logits than each by itself: reset states "
                     "and positions where batch.document_BS changes"
                 )
+
+    def _positions(self) -> tuple[int | None, str]:
+        """Returns the number of tokens of the longest sequence, and the module or buffer that limits the length; None if
+        none does.
+
+        In the copy, an embedding of positions gets the numbers from 0. On the meta device, passes show the buffers whose
+        size limits sequences.
+        """
+        found: dict[str, int] = {}
+        counted = torch.arange(LENGTH)
+
+        def look(name: str) -> Callable[..., None]:
+            def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+                if args and isinstance(args[0], Tensor) and torch.equal(args[0].unique(), counted):
+                    found[name] = self.real.module.get_submodule(name).num_embeddings  # type: ignore[assignment]
+
+            return hook
+
+        tables = {name: each for name, each in self.real.module.named_modules() if isinstance(each, nn.Embedding)}
+        with ExitStack() as stack:
+            for name, each in self.small.module.named_modules():
+                if name in tables and name != self.real.embedding:
+                    stack.callback(each.register_forward_pre_hook(look(name)).remove)
+            self._run(torch.zeros_like(self.tokens_BS))
+        sizes = {
+            size: name
+            for name, each in reversed([*self.real.module.named_buffers()])  # of equal sizes the first counts
+            for size in each.shape
+            if LENGTH < size <= _LONGEST
+        }
+        limit = next((size for size in sorted(sizes)[:8] if self._fits(size) and not self._fits(size + 1)), None)
+        if limit is not None:
+            found[sizes[limit]] = limit
+        shortest = min(found, key=lambda name: found[name], default=None)
+        return (None, "") if shortest is None else (found[shortest], f" ({shortest})")
+
+    @torch.no_grad()
+    def _fits(self, length: int) -> bool:
+        """Returns True if the real model runs on the meta device on sequences of `length` tokens."""
+        try:
+            Copy(self.real)(torch.zeros(1, length, dtype=torch.int64, device="meta"))
+        except Exception:  # the user's code
+            return False
+        return True
 
     @torch.no_grad()
     def _run(self, tokens_BS: Tensor, document_BS: Tensor | None = None) -> Tensor:

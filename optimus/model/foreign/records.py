@@ -96,6 +96,8 @@ class ModelFacts:
     stream: tuple[int, ...] = ()  # dims of the residual stream after [B, S]
     causal: bool = True
     shares: Mapping[str, float] = field(default_factory=dict)  # divided share of block elements: plan, proof, both
+    positions: int | None = None  # tokens of the longest sequence; None: no limit is known
+    positions_key: str = ""  # the setting behind `positions`, with a dot before, or the module
     grouped: tuple[tuple[str, int, bool], ...] = ()  # parameters and columns of grouped products; True: divided
 
     def refuse_ways(self, ways: int, aligned: int = 8) -> str | None:

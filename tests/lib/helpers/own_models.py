@@ -125,6 +125,11 @@ def attending(vocab: int, width: int = 32, depth: int = 4, heads: int = 4, posit
     return described(Model(vocab, width, blocks, positions), forward=forward, documents=True)
 
 
+def masked(vocab: int, width: int = 32, positions: int = 48) -> ModelSpec:
+    """Returns a model with a mask of limited size and without learned positions."""
+    return described(Model(vocab, width, [Attention(width, 4, positions) for _ in range(2)]))
+
+
 def listed(kernels: tuple[int, ...], kind: Literal["conv"], scale: tuple[int, int] = (1, 2)) -> ModelSpec:
     assert isinstance(kernels, tuple)
     assert scale == (1, 2)
@@ -261,6 +266,7 @@ ROWS = [
     ModelRow("shared", shared),
     ModelRow("recurrent", recurrent),
     ModelRow("attending", attending, small={"width": 16, "heads": 2, "depth": 2}),
+    ModelRow("masked", masked),
     ModelRow("listed", listed),
     ModelRow("large", _large),
     ModelRow("between", lambda: _with(forward=_between)),

@@ -117,6 +117,22 @@ def test_a_model_that_is_not_causal_is_refused() -> None:
     assert "is_decoder" in facts("bert", is_decoder=False).refusals["causal"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "positions", "key"),
+    [
+        ("gpt2", 1024, ".n_positions"),
+        ("gptj", 2048, ".n_positions"),
+        ("mpt", 2048, ".max_seq_len"),
+        ("roberta", 510, ".max_position_embeddings - 2 ="),
+        ("phi3", None, ""),
+        ("bloom", None, ""),
+    ],
+)
+def test_the_longest_sequence(kind: str, positions: int | None, key: str) -> None:
+    found = facts(kind)
+    assert (found.positions, found.positions_key) == (positions, key)
+
+
 def test_what_does_not_run_small_is_an_error_with_the_reason() -> None:
     with pytest.raises(UserError, match="does not run with small sizes"):
         facts("blt")

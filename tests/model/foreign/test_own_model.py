@@ -278,6 +278,21 @@ def test_wrong_options_are_one_message(changes: dict[str, Any], message: str) ->
 
 
 @pytest.mark.parametrize(
+    ("model", "length", "part"),
+    [({"plugin": "attending"}, 64, "body.positions"), ({"plugin": "masked"}, 48, "layers.0.mask")],
+)
+def test_sequences_longer_than_the_positions(model: dict[str, Any], length: int, part: str) -> None:
+    run = run_of("attending")
+    run["model"] = model | {"vocab": 321}
+    run["train"]["sequence_length"] = length
+    load_config(run)
+    run["train"]["sequence_length"] += 1
+    message = rf"train.sequence_length {length + 1} is more than model.plugin \(.*{part}\) {length}: lower it"
+    with pytest.raises(UserError, match=message):
+        load_config(run)
+
+
+@pytest.mark.parametrize(
     ("kind", "parallel", "message"),
     [
         (

@@ -14,6 +14,7 @@ from optimus.config import load_config
 from optimus.errors import UserError
 from optimus.evaluation.generation import Request, generation
 from optimus.hub import read_model_folder
+from optimus.model.build import causal_model
 
 SHARDED = ["state.shard=parameters"]
 
@@ -96,7 +97,9 @@ def test_tied_tensors_are_written_and_read_again(family: str, run: dict[str, Any
     )
     assert bool(bias.any())
     again = run | {"model": {"transformers": made["output"]}}
-    optimus.train(again, [f"train.output={tmp_path / 'again'}", "train.steps=1", "lr_schedule.lr=1e-12", "lr_schedule.min_lr=0"])
+    optimus.train(
+        again, [f"train.output={tmp_path / 'again'}", "train.steps=1", "lr_schedule.lr=1e-12", "lr_schedule.min_lr=0"]
+    )
     found = weights(tmp_path / "again")
     for name, tensor in weights(output).items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-6)
@@ -144,6 +147,21 @@ def test_what_cannot_be_is_refused(
 def test_documents_that_leak_are_refused(run: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"data.documents: .*states of one document reach the next one in mamba"):
         optimus.train(run | {"model": {"transformers": config_json("falcon_h1")}}, ["data.documents=mask"])
+
+
+def test_sequences_longer_than_the_positions(run: dict[str, Any], tmp_path: Path) -> None:
+    run["model"] = {"transformers": config_json("gpt2") | {"n_positions": 32}}
+    message = r"train.sequence_length 33 is more than model.transformers.n_positions 32: lower it"
+    with pytest.raises(UserError, match=message):
+        load_config(run, ["train.sequence_length=33"])
+    model = causal_model(load_config(run).model).eval()
+    tokens_BS = torch.zeros(1, 33, dtype=torch.long)
+    for use in (model, model.losses):
+        with pytest.raises(UserError, match="has 33 tokens, but the model has only 32 learned positions: shorten the"):
+            use(tokens_BS)
+    with pytest.raises(UserError, match="has 33 tokens, but the model has only 32 learned"):
+        [*generation(model, [Request([1] * 30, 4)])]
+    assert len([*generation(model, [Request([1] * 30, 3)])]) == 3
 
 
 @pytest.mark.parametrize(
