@@ -24,7 +24,8 @@ def check_phases(config: RunConfig) -> None:
 
 def _check_sections(config: RunConfig) -> None:
     if config.model.experts is None and "moe" in config.model_fields_set:
-        raise ValueError("moe: the model is dense: remove the section moe")
+        why = "the model has its author's experts and router" if config.model.has_own_experts else "the model is dense"
+        raise ValueError(f"moe: {why}: remove the section moe")
     if not config.model.router_bias and config.moe.non_default("bias_rate"):
         raise ValueError("moe.bias_rate: the routers of the model have no bias: remove it")
     for check in (
@@ -164,7 +165,10 @@ def _check_experts(config: RunConfig) -> None:
     if model.experts is None:
         for name in ("expert", "expert_tensor"):
             if getattr(parallel, name) > 1:
-                raise ValueError(f"parallel.{name} {getattr(parallel, name)}: the model is dense: remove it")
+                why = "the model is dense: remove it"
+                if model.has_own_experts:
+                    why = "parallel.tensor divides the author's experts: set parallel.tensor instead"
+                raise ValueError(f"parallel.{name} {getattr(parallel, name)}: {why}")
         return
     for experts in model.expert_counts:
         _check_multiple("model.experts", experts, "parallel.expert", parallel.expert, cure="")

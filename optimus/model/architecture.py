@@ -291,6 +291,11 @@ class ModelConfig(Section):
         """The name of the key that sets `learned_positions`."""
         return "model.learned_positions"
 
+    @property
+    def has_own_experts(self) -> bool:
+        """Returns False: experts are the library's modules."""
+        return False
+
     def refuse_ways(self, ways: int, aligned: int = 8) -> str | None:
         """Returns None: `sharded_sizes` says all that limits tensor parallelism."""
         return None

@@ -144,6 +144,12 @@ class AdaptedModel(Section):
         return None
 
     @property
+    def has_own_experts(self) -> bool:
+        """True if the author's modules have experts."""
+        facts = self.facts
+        return facts.router is not None or bool(facts.grouped) or "experts" in facts.styles.values()
+
+    @property
     def router_bias(self) -> bool:
         """Returns False: the library balances no router by a bias."""
         return False

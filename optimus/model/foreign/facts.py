@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from optimus.errors import UserError
 from optimus.model.foreign import probes
 from optimus.model.foreign.calls import record_calls
+from optimus.model.foreign.described import said
 from optimus.model.foreign.experts import differences, is_experts
 from optimus.model.foreign.initial import Initial, initial_values, without_initial
 from optimus.model.foreign.plan import gathered_by_plan, published_plan, published_splits
@@ -44,6 +45,8 @@ _GRADIENTS = 3e-4  # relative tolerance for loss and gradients between ranks and
 _FAILURES = (
     RuntimeError,
     ValueError,
+    ArithmeticError,
+    AssertionError,
     TypeError,
     IndexError,
     KeyError,
@@ -59,12 +62,42 @@ def facts_of(config: Any, module: nn.Module | None = None, initial: Mapping[str,
     `config` has the real sizes. `module` is the model on the meta device, by default a new one. `initial` has the
     model's initial values, by default those of `initial_values`.
     """
-    real = build(config, "sdpa", "meta") if module is None else module
+    real = _real_model(config) if module is None else module
+    _require_parts(real)
     initial = initial_values(real) if initial is None else initial
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
         analysis = _Analysis(config, real, *_twin_of(config, real))
         return analysis.facts(without_initial(real, initial))
+
+
+def _real_model(config: Any) -> nn.Module:
+    """Returns the model without values. Raises `UserError`, which names a setting if one is known to be wrong, if
+    `transformers` cannot build it."""
+    try:
+        return build(config, "sdpa", "meta")
+    except Exception as error:  # the authors' code
+        settings = config.get_text_config().to_dict()
+        pad, vocab = settings.get("pad_token_id"), settings.get("vocab_size")
+        cure = "check the sizes in its configuration"
+        if isinstance(error, AssertionError) and type(pad) is int and type(vocab) is int and pad >= vocab:
+            cure = f"pad_token_id is {pad}, which must be below vocab_size {vocab}"
+        elif isinstance(error, KeyError):
+            named = [name for name, value in settings.items() if isinstance(value, str) and value == error.args[0]]
+            cure = f"check {', '.join(named)}" if named else cure
+        raise UserError(
+            f"model.transformers: {type(config).__name__}: no model can be built ({said(error)}): {cure}"
+        ) from error
+
+
+def _require_parts(real: nn.Module) -> None:
+    """Raises `UserError` for a model without a list of blocks."""
+    try:
+        find_blocks(real)
+    except ValueError as error:
+        raise UserError(
+            f"model.transformers: {error}: choose another model, or describe it as a model of a plugin"
+        ) from None
 
 
 def _twin_of(config: Any, real: nn.Module) -> tuple[Any, nn.Module]:
@@ -82,7 +115,7 @@ def _twin_of(config: Any, real: nn.Module) -> tuple[Any, nn.Module]:
             enlarge(twin)
             with torch.no_grad():
                 probes.logits_of(twin, twin_tokens(twin))
-        except _FAILURES as error:
+        except Exception as error:  # the authors' code
             problem = problem or error
             continue
         if made is None or len(kinds - present) < made[2]:
@@ -90,9 +123,11 @@ def _twin_of(config: Any, real: nn.Module) -> tuple[Any, nn.Module]:
         if not made[2]:
             break
     if made is None:
+        assert problem is not None
         raise UserError(
-            f"{type(real).__name__} does not run with small sizes ({problem}), so nothing can be proved about it: "
-            "choose another model, or describe it as a model of a plugin"
+            f"model.transformers: {type(real).__name__} does not run with small sizes ({said(problem)}), so nothing can be "
+            "proved about it: check the sizes in its configuration, choose another model, or describe it as a model of a "
+            "plugin"
         ) from problem
     return made[0], made[1]
 
@@ -245,8 +280,14 @@ class _Analysis:
             embedding: Any = self.twin.get_input_embeddings()  # type: ignore[operator]
             same = shape[-1] == embedding.weight.shape[1]
             width = weight.shape[1] if same else self.sizes.one(shape[-1], "size", "dim", "width")
-        rest = [self.sizes.one(each, "mult", "num", "n_") or each for each in shape[:-1]]
-        return (*rest, int(width)) if isinstance(width, int) else ()
+        rest = [self.sizes.one(each, "mult") or self.sizes.one(each, "num", "n_") for each in shape[:-1]]
+        known = [each for each in rest if each is not None]
+        if len(known) < len(rest):
+            self.refusals["pipeline"] = (
+                f"{type(self.real).__name__}: the sizes of its residual stream are not known: choose `parallel.pipeline: 1`"
+            )
+            return ()
+        return (*known, int(width)) if isinstance(width, int) else ()
 
     def _causal(self) -> bool:
         causal = probes.is_causal(self.twin, self.tokens_BS)
@@ -490,7 +531,9 @@ class _Analysis:
                 pieces = self.sizes.of_pieces(split.pieces, parameter.shape[split.dim])
                 split = Split(split.dim, pieces) if pieces is not None else Split()
                 if pieces is None:
-                    self.refusals.setdefault("tensor", f"the pieces of {name} are not known; it stays whole")
+                    self.refusals.setdefault(
+                        "tensor", f"the pieces of {name} are not known, so it stays whole: choose `parallel.tensor: 1`"
+                    )
             made[name] = split
         return made
 

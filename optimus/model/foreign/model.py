@@ -129,6 +129,8 @@ class ForeignModel(Storage, CausalModel):
         self.config, self.facts, self.call, self.caches = config, config.facts, call, caches
         facts = self.facts
         self._modules.update(body._modules)
+        self.__dict__["_buffers"] = body._buffers  # one dictionary, so that both have the same tensors
+        self.__dict__["_non_persistent_buffers_set"] = body._non_persistent_buffers_set
         self.__dict__["_body"] = body
         self._columns: Columns = WHOLE
         self.tokens = TokenSplit()

@@ -40,14 +40,17 @@ _TOLERANCE = 1e-4
 class Copy(nn.Module):
     """A described model that takes `input_ids` and returns an object with `logits`, as models of `transformers` do."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, row: ModelRow, spec: ModelSpec) -> None:
         super().__init__()
         self._modules.update(spec.module._modules)
-        self._spec = (spec,)
+        self._described = row, spec
 
     def forward(self, input_ids: Tensor, document_BS: Tensor | None = None) -> Any:
-        (spec,) = self._spec
-        return SimpleNamespace(logits=spec.forward(spec.module, Batch(input_ids, document_BS=document_BS)))
+        row, spec = self._described
+        logits: Any = spec.forward(spec.module, Batch(input_ids, document_BS=document_BS))
+        if not isinstance(logits, Tensor):
+            raise wrong(row, f"forward returns {type(logits).__name__}: it must return a tensor, the logits")
+        return SimpleNamespace(logits=logits)
 
 
 @lru_cache(maxsize=16)
@@ -92,7 +95,7 @@ class _Facts:
         spec, module = self.real, self.real.module
         self.refusals: dict[str, str] = {}
         vocab, hidden = self._embedding(spec).shape
-        self.copy = Copy(self.small).train()
+        self.copy = Copy(self.row, self.small).train()
         seen = self._observe(spec, torch.zeros(ROWS, LENGTH, dtype=torch.int64, device="meta"), vocab)
         self._check_calls(seen)
         self.tokens_BS = self._tokens(ROWS)
@@ -101,7 +104,7 @@ class _Facts:
         chain = probes.broken_chain(seen, spec.blocks, len(self._layers(spec)))
         if chain is not None:
             self.refusals["pipeline"] = f"{self.row.name}: {chain}: choose parallel.pipeline: 1"
-        splits, styles, divided, heads = self._tensor()
+        splits, styles, divided, heads, ways = self._tensor()
         positions, positions_key = self._positions()
         layers = self._layers(spec)
         first: dict[Any, int] = {}
@@ -132,7 +135,7 @@ class _Facts:
             styles=styles,
             divided=divided,
             heads=heads,
-            ways=(2,),
+            ways=ways,
             documents=spec.documents,
             position_ids=False,
             attention=False,
@@ -170,7 +173,9 @@ class _Facts:
             "on the meta device (without values; tensors must be parameters or buffers) " if tokens_BS.is_meta else ""
         )
         try:
-            seen = probes.observe(Copy(spec), spec.blocks, spec.head, tokens_BS)
+            seen = probes.observe(Copy(self.row, spec), spec.blocks, spec.head, tokens_BS)
+        except UserError:
+            raise
         except Exception as error:  # the user's code
             raise self._wrong(f"its forward pass {where}on tokens {shape} raises {said(error)}") from error
         if seen.logits is None or [*seen.logits.shape] != [*shape, vocab]:
@@ -273,7 +278,7 @@ class _Facts:
     def _fits(self, length: int) -> bool:
         """Returns True if the real model runs on the meta device on sequences of `length` tokens."""
         try:
-            Copy(self.real)(torch.zeros(1, length, dtype=torch.int64, device="meta"))
+            Copy(self.row, self.real)(torch.zeros(1, length, dtype=torch.int64, device="meta"))
         except Exception:  # the user's code
             return False
         return True
@@ -282,6 +287,8 @@ class _Facts:
     def _run(self, tokens_BS: Tensor, document_BS: Tensor | None = None) -> Tensor:
         try:
             logits: Tensor = self.copy(tokens_BS, document_BS).logits
+        except UserError:
+            raise
         except Exception as error:  # the user's code
             raise self._wrong(f"its forward pass on tokens {list(tokens_BS.shape)} raises {said(error)}") from error
         return logits
@@ -302,15 +309,18 @@ class _Facts:
 
     # ---- Tensor parallelism ----
 
-    def _tensor(self) -> tuple[dict[str, Split], dict[str, Style], dict[str, tuple[str, ...]], dict[str, int]]:
-        """Returns the splits, styles, divided attributes and head counts of the real model."""
+    def _tensor(
+        self,
+    ) -> tuple[dict[str, Split], dict[str, Style], dict[str, tuple[str, ...]], dict[str, int], tuple[int, ...]]:
+        """Returns the splits, styles, divided attributes and head counts of the real model, and the numbers of ranks with
+        which all units are proved."""
         units = [unit for unit in self._units() if self._supported(unit)]
         splits: dict[str, Split] = {}
         styles: dict[str, Style] = {}
         divided: dict[str, tuple[str, ...]] = {}
         heads: dict[str, int] = {}
         wanted, shapes = self._wanted(), {name: each.shape for name, each in self.real.module.named_parameters()}
-        chosen = 0
+        chosen: list[ProvedUnit] = []
         for number, like in self._pairs():
             for unit in units:
                 if not _inside(unit.name, f"{self.real.blocks}.{like}"):
@@ -323,7 +333,7 @@ class _Facts:
                 known = {name: split for name, split in scaled.items() if split is not None}
                 if len(known) < len(scaled):
                     continue
-                chosen += 1
+                chosen.append(unit)
                 splits |= known
                 styles |= {names(name): style for name, style in unit.styles.items()}
                 for name, keys in unit.divided.items():
@@ -346,7 +356,9 @@ class _Facts:
                 "whole: choose parallel.tensor: 1",
             )
         ends = {f"{self.real.embedding}.weight": Split(0), f"{self.real.head}.weight": Split(0)}
-        return splits | {name: split for name, split in ends.items() if name in shapes}, styles, divided, heads
+        ways = set.intersection({2, 4}, *({*unit.ways} for unit in chosen))
+        splits |= {name: split for name, split in ends.items() if name in shapes}
+        return splits, styles, divided, heads, tuple(sorted(ways))
 
     def _wanted(self) -> dict[str, str]:
         """Returns `colwise` or `rowwise` by the names of linear layers, from the table `splits`. Raises `UserError` for

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import optimus
 from helpers.adapted import config_json
@@ -14,6 +14,7 @@ from optimus.config import load_config
 from optimus.errors import UserError
 from optimus.evaluation.generation import Request, generation
 from optimus.hub import read_model_folder
+from optimus.hub.foreign import read_weights
 from optimus.model.build import causal_model
 
 SHARDED = ["state.shard=parameters"]
@@ -105,6 +106,24 @@ def test_tied_tensors_are_written_and_read_again(family: str, run: dict[str, Any
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-6)
 
 
+def test_wider_weights_than_the_model_are_refused(run: dict[str, Any], tmp_path: Path) -> None:
+    folder = Path(run["model"]["transformers"])
+    author = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).double()
+    author.save_pretrained(folder)
+    with pytest.raises(UserError, match=r"is torch.float64, which a model in torch.float32 would round: use a wider"):
+        optimus.train(run)
+
+
+def test_weights_are_read_exactly_whatever_the_dtype_in_config_json(run: dict[str, Any]) -> None:
+    folder = Path(run["model"]["transformers"])
+    author = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    author.save_pretrained(folder)
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8")) | {"dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    found = read_weights(folder, load_config(run, (), read_model_folder).model)  # type: ignore[arg-type]
+    assert all(torch.equal(found[name], tensor) for name, tensor in author.named_parameters())
+
+
 def test_a_preset_trains_with_the_modules_of_transformers(run: dict[str, Any], tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 320}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
@@ -129,8 +148,24 @@ def test_a_preset_trains_with_the_modules_of_transformers(run: dict[str, Any], t
         ),
         ({}, ["parallel.expert=2"], "parallel.expert 2: the model is dense"),
         ({"resid_pdrop": 0.1}, [], r"model.transformers: .*resid_pdrop: 0.1\): set it to 0"),
+        ({}, ["model.layers=2"], "'layers' is beside transformers, which has no further keys: remove it"),
         ({"auto_map": {"AutoModel": "x.Y"}}, [], "auto_map names code outside of `transformers`, which is never run"),
-        ({"model_type": "phi-unknown"}, [], "model.transformers: "),
+        (
+            {"model_type": "phi-unknown"},
+            [],
+            "model.transformers: model_type is 'phi-unknown', which `transformers` does not have: choose another model, or",
+        ),
+        ({"model_type": "t5"}, [], "no causal language model of model_type 't5': choose another model$"),
+        ({"hidden_size": 0}, [], "model.transformers: hidden_size is 0: it must be 1 or more"),
+        ({"vocab_size": -4}, [], "model.transformers: vocab_size is -4: it must be 1 or more"),
+        ({"vocab_size": "many"}, [], "model.transformers: .*'vocab_size'.*change it in the configuration"),
+        ({"num_key_value_heads": 0}, [], "model.transformers: num_key_value_heads is 0: it must be 1 or more"),
+        ({"num_key_value_heads": 3}, [], "num_attention_heads 4 is not a multiple of num_key_value_heads 3: change"),
+        ({"sliding_window": 0}, [], "model.transformers: sliding_window is 0: it must be 1 or more, or null"),
+        ({"hidden_act": "gelux"}, [], r"Phi3Config: no model can be built \(KeyError: 'gelux'\): check hidden_act"),
+        ({"pad_token_id": 999}, [], "Phi3Config: .*: pad_token_id is 999, which must be below vocab_size 321"),
+        ({"intermediate_size": -4}, [], "Phi3Config: no model can be built .*: check the sizes in its configuration"),
+        ({"intermediate_size": 0}, [], "Phi3ForCausalLM does not run with small sizes .*: check the sizes"),
         ({"num_attention_heads": "four"}, [], "model.transformers: .*num_attention_heads"),
     ],
 )
@@ -139,9 +174,40 @@ def test_what_cannot_be_is_refused(
 ) -> None:
     file = Path(run["model"]["transformers"]) / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | keys), encoding="utf-8")
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message) as error:
         optimus.train(run, overrides, ranks=None)
+    assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_keys_beside_a_folder(run: dict[str, Any]) -> None:
+    run["model"] = run["model"] | {"layers": 2}
+    with pytest.raises(UserError, match="'layers' is beside transformers, which has no further keys"):
+        optimus.train(run)
+
+
+def test_an_empty_auto_map_names_no_code(run: dict[str, Any]) -> None:
+    load_config(run | {"model": {"transformers": config_json("phi3") | {"auto_map": None}}})
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"moe": {"drop_duplicates": False}},
+            "moe: the model has its author's experts and router: remove the section moe",
+        ),
+        (
+            {"parallel": {"expert": 2}},
+            "parallel.expert 2: parallel.tensor divides the author's experts: set parallel.tensor instead",
+        ),
+    ],
+)
+def test_options_of_our_experts_for_a_model_with_its_own(
+    run: dict[str, Any], sections: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        load_config(run | {"model": {"transformers": config_json("qwen3_moe")}} | sections)
 
 
 def test_documents_that_leak_are_refused(run: dict[str, Any]) -> None:
