@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from optimus.errors import UserError
 from optimus.model.architecture import ModelConfig
 from optimus.model.attention import Attention, AttentionPositions
 from optimus.model.batch import Batch, moved

@@ -29,6 +29,18 @@ class Convolution(nn.Module):
         return x + self.down(F.silu(mixed))
 
 
+class Scaled(Convolution):
+    """A `Convolution` with a scalar for the inner columns, which tensor parallelism divides, and one for the result."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.inner, self.outer = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = self.conv(self.up(self.norm(x)).mT)[..., : x.shape[1]].mT
+        return x + self.outer * self.down(F.silu(mixed) * self.inner)
+
+
 class Recurrence(nn.Module):
     """A recurrent network, whose class keeps a list of its parameters."""
 
@@ -129,6 +141,11 @@ def attending(vocab: int, width: int = 32, depth: int = 4, heads: int = 4, posit
 def masked(vocab: int, width: int = 32, positions: int = 48) -> ModelSpec:
     """Returns a model with a mask of limited size and without learned positions."""
     return described(Model(vocab, width, [Attention(width, 4, positions) for _ in range(2)]))
+
+
+def scaled(vocab: int, width: int = 32) -> ModelSpec:
+    initial = {"*.inner": 0.8, "*.outer": 0.5, **INITIAL}
+    return described(Model(vocab, width, [Scaled(width) for _ in range(4)]), initial=initial)
 
 
 def buffered(vocab: int, width: int = 32) -> ModelSpec:
@@ -290,6 +307,8 @@ ROWS = [
     ModelRow("shared", shared),
     ModelRow("recurrent", recurrent),
     ModelRow("attending", attending, small={"width": 16, "heads": 2, "depth": 2}),
+    ModelRow("scaled", scaled),
+    ModelRow("factor", shared, small={"depth": 1}),
     ModelRow("masked", masked),
     ModelRow("buffered", buffered),
     ModelRow("listed", listed),

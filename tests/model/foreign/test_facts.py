@@ -69,6 +69,8 @@ def test_twelve_families_are_divided_and_have_a_chain(kind: str) -> None:
         ("mamba2", "documents", "mixer"),
         ("lfm2_moe", "documents", "conv"),
         ("zamba", "pipeline", "further tensors"),
+        ("zaya", "pipeline", "further tensors"),
+        ("gemma3n_text", "pipeline", "further tensors"),
         ("hrm_text", "pipeline", "order"),
     ],
 )

@@ -48,6 +48,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 CASES = [
     *(("mixer", layout) for layout in LAYOUTS),
     *(("shared", layout) for layout in ("pipeline and zero3", "tensor and pipeline")),
+    *(("scaled", layout) for layout in ("tensor", "tensor and pipeline")),
     *(("recurrent", layout) for layout in ("one", "pipeline and zero3")),
     *(("attending", layout) for layout in ("one", "tensor and pipeline", "pipeline and zero3")),
 ]
@@ -342,6 +343,11 @@ def test_layouts_that_a_model_cannot_have(kind: str, parallel: str, message: str
     ranks = 4 if kind == "attending" else 2  # its small copy has two heads, so that nothing is proved for four ranks
     with pytest.raises(UserError, match=message):
         load_config(run | {"parallel": {parallel: ranks}})
+
+
+def test_a_factor_of_the_logits_that_only_the_small_copy_shows_is_refused() -> None:
+    with pytest.raises(UserError, match=r"factor: the small copy multiplies the head's result by 0\.5, and the model"):
+        load_config(run_of("factor"))
 
 
 def test_large_models_need_small_arguments() -> None:

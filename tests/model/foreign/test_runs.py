@@ -9,13 +9,18 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import optimus
-from helpers.adapted import config_json
+from helpers.adapted import config_json, config_of
+from helpers.model_facts import configuration
 from optimus.config import load_config
 from optimus.errors import UserError
 from optimus.evaluation.generation import Request, generation
 from optimus.hub import read_model_folder
+from optimus.hub.config_json import context_of
 from optimus.hub.foreign import read_weights
 from optimus.model.build import causal_model
+from optimus.model.foreign.twin import small
+from optimus.model.init import initialize
+from optimus.testing.steps import Steps
 
 SHARDED = ["state.shard=parameters"]
 
@@ -122,6 +127,53 @@ def test_weights_are_read_exactly_whatever_the_dtype_in_config_json(run: dict[st
     (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
     found = read_weights(folder, load_config(run, (), read_model_folder).model)  # type: ignore[arg-type]
     assert all(torch.equal(found[name], tensor) for name, tensor in author.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("afmoe", "mlp.expert_bias"), ("ernie4_5_moe", "gate.moe_statics.e_score_correction_bias")]
+)
+def test_parameters_without_gradients_stay_as_they_are(family: str, name: str) -> None:
+    steps = Steps(config_of(family))
+    before = {each: tensor.clone() for each, tensor in steps.model.named_parameters()}
+    frozen = {each for each in before if each.endswith(name)}
+    assert frozen
+    steps.train()
+    steps.train()
+    assert {each for each, tensor in steps.model.named_parameters() if torch.equal(tensor, before[each])} >= frozen
+    assert any("get no gradient and stay frozen" in note for note in causal_model(config_of(family).model).notes)
+
+
+def test_infinities_of_a_folder_are_read_and_written(run: dict[str, Any], tmp_path: Path) -> None:
+    """`transformers` writes the infinity among the settings of Nemotron-H as a mapping."""
+    folder = tmp_path / "nemotron"
+    author = AutoModelForCausalLM.from_config(small(configuration("nemotron_h")))
+    author.save_pretrained(folder)
+    assert "__float__" in (folder / "config.json").read_text(encoding="utf-8")
+    optimus.train(run | {"model": {"transformers": str(folder)}}, ["train.steps=1"])
+    made = optimus.export(run["train"]["output"], tmp_path / "exported")
+    assert AutoConfig.from_pretrained(made["output"]).time_step_limit[1] == float("inf")
+
+
+def test_a_folder_that_states_no_length(run: dict[str, Any], tmp_path: Path) -> None:
+    folder = tmp_path / "bloom"
+    AutoModelForCausalLM.from_config(small(configuration("bloom"))).save_pretrained(folder)
+    assert context_of(folder, own_modules=True) == 1
+    optimus.train(run | {"model": {"transformers": str(folder)}}, ["train.steps=1"])
+    assert isinstance(optimus.generate(run["train"]["output"], "def ", max_tokens=4), str)
+
+
+def test_a_model_whose_cache_is_not_taken_generates_too() -> None:
+    """Mamba's forward pass takes no `past_key_values`."""
+    model = causal_model(config_of("mamba").model)
+    initialize(model, 0, 0.02)
+    author = AutoModelForCausalLM.from_config(small(configuration("mamba"))).eval()
+    with torch.no_grad():
+        for name, parameter in author.named_parameters():
+            parameter.copy_(model.author_tensors()[name])
+    prompt = [5, 6, 7, 8, 20, 31]
+    found = [token for _, token in generation(model.eval(), [Request(prompt, 8)])]
+    made = author.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None)
+    assert found == made[0, len(prompt) :].tolist()
 
 
 def test_a_preset_trains_with_the_modules_of_transformers(run: dict[str, Any], tmp_path: Path) -> None:
