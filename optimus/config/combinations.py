@@ -24,7 +24,8 @@ def check_phases(config: RunConfig) -> None:
 
 def _check_sections(config: RunConfig) -> None:
     if config.model.experts is None and "moe" in config.model_fields_set:
-        raise ValueError("moe: the model is dense: remove the section moe")
+        why = "the model has its author's experts and router" if config.model.has_own_experts else "the model is dense"
+        raise ValueError(f"moe: {why}: remove the section moe")
     if not config.model.router_bias and config.moe.non_default("bias_rate"):
         raise ValueError("moe.bias_rate: the routers of the model have no bias: remove it")
     for check in (
@@ -165,7 +166,10 @@ def _check_experts(config: RunConfig) -> None:
     if model.experts is None:
         for name in ("expert", "expert_tensor"):
             if getattr(parallel, name) > 1:
-                raise ValueError(f"parallel.{name} {getattr(parallel, name)}: the model is dense: remove it")
+                why = "the model is dense: remove it"
+                if model.has_own_experts:
+                    why = "parallel.tensor divides the author's experts: set parallel.tensor instead"
+                raise ValueError(f"parallel.{name} {getattr(parallel, name)}: {why}")
         return
     for experts in model.expert_counts:
         _check_multiple("model.experts", experts, "parallel.expert", parallel.expert, cure="")
@@ -244,7 +248,8 @@ def _check_shapes(config: RunConfig) -> None:
     outputs, inputs = parallel.grid
     for name, size, side in model.sharded_sizes():
         _check_multiple(name, size, ("parallel.tensor", "the inputs of parallel.tensor")[side], (outputs, inputs)[side])
-    if (reason := model.refuse_ways(outputs)) is not None:
+    aligned = 4 if config.train.precision == "float32" else 8  # elements in 16 bytes
+    if (reason := model.refuse_ways(outputs, aligned)) is not None:
         raise ValueError(f"parallel.tensor: {reason}")
     divided = parallel.vocabulary and parallel.pipeline > 1
     parts, by = outputs * (parallel.pipeline if divided else 1), "parallel.tensor" + " x pipeline" * divided
@@ -255,7 +260,7 @@ def _check_shapes(config: RunConfig) -> None:
     context, cp = config.train.sequence_length, parallel.context
     if context > (model.learned_positions or context):
         raise ValueError(
-            f"train.sequence_length {context} is more than model.learned_positions {model.learned_positions}: lower it"
+            f"train.sequence_length {context} is more than {model.positions_key} {model.learned_positions}: lower it"
         )
     pieces = 2 * cp if parallel.context_method == "ring" and cp > 1 else cp
     if context % pieces:

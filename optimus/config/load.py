@@ -249,7 +249,8 @@ def _opened(raw: dict[str, Any], read_model_folder: ModelFolderReader | None) ->
     if isinstance(model, str):
         return _merge(resolve_model(model, read_model_folder), rest)
     if isinstance(model, Mapping) and isinstance(model.get("transformers"), str) and read_model_folder is not None:
-        return _merge(read_model_folder(Path(model["transformers"]), own_modules=True), rest)
+        beside = {key: value for key, value in model.items() if key != "transformers"}
+        return _merge(read_model_folder(Path(model["transformers"]), own_modules=True), rest | {"model": beside})
     return raw
 
 

@@ -217,9 +217,11 @@ class GenerationByRow(Generation):
 
     def _extend(self, at: int, tokens: Sequence[int]) -> None:
         """Reads the next `tokens` of row `at`, and finds the following token."""
+        row = self._rows[at]
+        self._model.check_length(len(row.request.prompt) + row.request.max_tokens - row.left)
         tokens_1S = torch.tensor([tokens], device=self._device)
         hidden_1SH, self._caches[at] = self._model.continued(tokens_1S, self._caches[at])
-        self._sample(hidden_1SH[:, -1], [self._rows[at]])
+        self._sample(hidden_1SH[:, -1], [row])
 
 
 def generation(model: CausalModel, requests: Sequence[Request], *, context: int | None = None) -> Generation:

@@ -177,12 +177,13 @@ def _tensors(model: CausalModel, dtype: torch.dtype | None) -> list[OutputTensor
 
     With `Family.head_copy`, a tied output layer has a separate tensor.
     """
+    buffers = dict(model.named_buffers())
     if not isinstance(model.config, ModelConfig):
         return [
-            OutputTensor(name, tensor, tuple(tensor.shape), dtype or tensor.dtype)
+            OutputTensor(name, tensor, tuple(tensor.shape), tensor.dtype if dtype is None or name in buffers else dtype)
             for name, tensor in model.author_tensors().items()
         ]
-    buffers, family = dict(model.named_buffers()), families()[model.config.family]
+    family = families()[model.config.family]
     named = [*named_tensors(model)]
     if family.head_copy and model.config.tie_embeddings:
         named.append(("head.weight", model.embedding.weight))

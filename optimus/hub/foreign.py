@@ -16,8 +16,10 @@ from optimus.errors import UserError
 from optimus.hub.config_json import ARGUMENTS, FILE, PLUGIN, write_json
 from optimus.hub.tensors import FolderTensors, OutputTensor, write_tensors
 from optimus.model.foreign.architecture import TransformersModel
+from optimus.model.foreign.described import built
 from optimus.model.foreign.needed import silent_transformers
 from optimus.model.foreign.plugin import PluginModel
+from optimus.model.foreign.rows import MODELS
 from optimus.model.parameters import named_tensors
 from optimus.plugins import loaded_plugins
 
@@ -31,7 +33,8 @@ def read_weights(path: Path, config: TransformersModel | PluginModel) -> dict[st
 
 
 def _read_plugin(path: Path, config: PluginModel) -> dict[str, Tensor]:
-    tensors, shapes = FolderTensors(path), config.shapes
+    tensors, module = FolderTensors(path), built(MODELS[config.plugin], config.arguments).spec.module
+    shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(module)}
     if missing := [name for name in shapes if name not in tensors.where]:
         raise UserError(f"{path} lacks the tensor {missing[0]} (and {len(missing) - 1} more): the folder is incomplete")
     if unexpected := [name for name in tensors.where if name not in shapes]:
@@ -72,11 +75,13 @@ def _read_transformers(path: Path, config: TransformersModel) -> dict[str, Tenso
     from transformers import AutoModelForCausalLM
 
     from optimus.model.foreign.configuration import hf_config
+    from optimus.model.foreign.twin import with_embedding_first
 
+    dtype = torch.bfloat16 if {*FolderTensors(path).floats().values()} == {torch.bfloat16} else torch.float32
     try:
         with silent_transformers():
             model, found = AutoModelForCausalLM.from_pretrained(
-                path, config=hf_config(config.text), dtype="auto", output_loading_info=True, use_safetensors=True
+                path, config=hf_config(config.text), dtype=dtype, output_loading_info=True, use_safetensors=True
             )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise UserError(f"{path}: `transformers` cannot load the weights: {error}") from None
@@ -84,7 +89,7 @@ def _read_transformers(path: Path, config: TransformersModel) -> dict[str, Tenso
         raise UserError(f"{path} lacks the tensor {missing[0]} (and {len(missing) - 1} more): the folder is incomplete")
     if wrong := sorted(map(str, found["mismatched_keys"])):
         raise UserError(f"{path}: the tensor {wrong[0]} has another shape than the model of model.transformers")
-    return {name: tensor.detach() for name, tensor in named_tensors(model)}
+    return {name: tensor.detach() for name, tensor in named_tensors(with_embedding_first(model))}
 
 
 def write_folder(

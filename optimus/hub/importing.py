@@ -29,6 +29,7 @@ from optimus.model.count import too_large
 from optimus.model.families import families
 from optimus.model.foreign.adapted import AdaptedModel
 from optimus.model.foreign.architecture import TransformersModel
+from optimus.model.foreign.plugin import PluginModel
 from optimus.model.parameters import named_tensors
 from optimus.plugins import Plugin, load_plugins
 
@@ -100,9 +101,11 @@ def _imported(
 
 def _import_plugin_folder(path: Path, config: Architecture, output: Path, loaded: list[Plugin]) -> dict[str, Any]:
     """Converts the folder of a plugin's model, as `import_folder` does."""
+    assert isinstance(config, PluginModel)
     model, tensors = causal_model(config), FolderTensors(path)
-    dtypes = {tensors.dtype(name) for name in tensors.where}
-    model = model.to(torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32)
+    dtypes = {tensors.dtype(name) for name in config.shapes if name in tensors.where}
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32)
     load_weights(model, path)
     eos_id = _eos_id(read_config(path), config.vocab)
     tokenizer = file if (file := path / "tokenizer.json").is_file() else None
@@ -171,16 +174,30 @@ def _shapes(model: CausalModel) -> dict[str, tuple[int, ...]]:
 def load_weights(model: CausalModel, path: Path) -> None:
     """Fills the parameters of `model` from the safetensors of a Hugging Face folder.
 
-    Raises `UserError` for missing or mis-shaped tensors. For a `ModelConfig`, the function checks all tensors first,
-    and also raises `UserError` for another architecture, for unexpected tensors, and for a dtype that `model` would
-    round.
+    Raises `UserError` for missing or mis-shaped tensors, and for a dtype that `model` would round. For a `ModelConfig`,
+    the function checks all tensors first, and also raises `UserError` for another architecture and for unexpected
+    tensors.
     """
     if isinstance(model.config, AdaptedModel):
+        _check_dtypes(model, FolderTensors(path))
         model.fill_from(read_weights(path, model.config))
         return
     check_same_folder(path, model.config)
     assert isinstance(model, Transformer)
     _fill(model, FolderTensors(path), path)
+
+
+def _check_dtypes(model: CausalModel, tensors: FolderTensors) -> None:
+    """Raises `UserError` for a tensor of a folder that the parameters of an adapted model would round."""
+    ours, buffers = next(model.parameters()).dtype, dict(model.named_buffers())
+    for name, dtype in tensors.floats().items():
+        if name not in buffers:
+            _check_exact(tensors.where[name], name, dtype, ours)
+
+
+def _check_exact(file: Path, name: str, dtype: torch.dtype, ours: torch.dtype) -> None:
+    if torch.promote_types(dtype, ours) != ours:
+        raise UserError(f"{file}: {name} is {dtype}, which a model in {ours} would round: use a wider type")
 
 
 def check_same_folder(path: Path, model: Architecture) -> None:
@@ -261,8 +278,7 @@ def _check_fits(name: str, target: Published, tensors: FolderTensors) -> None:
     shape, dtype, file, ours = tensors.shape(name), tensors.dtype(name), tensors.where[name], target.view.dtype
     if shape != target.shape:
         raise UserError(f"{file}: {name} has shape {list(shape)}, but the model needs {list(target.shape)}")
-    if torch.promote_types(dtype, ours) != ours:
-        raise UserError(f"{file}: {name} is {dtype}, which a model in {ours} would round: use a wider type")
+    _check_exact(file, name, dtype, ours)
 
 
 def _eos_id(raw: dict[str, Any], vocab: int) -> int | None:

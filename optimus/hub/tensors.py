@@ -19,7 +19,8 @@ from optimus.hub.config_json import has_weights
 MASKS = "masks.safetensors"  # the file of masks of pruned parameters, in the folder of the weights
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
+_CODES = {dtype: code for code, dtype in (_DTYPES | _INTEGERS | {"BOOL": torch.bool}).items()}
 
 
 class FolderTensors:
@@ -55,6 +56,11 @@ class FolderTensors:
         if code not in _DTYPES:
             raise UserError(f"{self.where[name]}: {name} has type {code}: only {', '.join(_DTYPES)} can be read")
         return _DTYPES[code]
+
+    def floats(self) -> dict[str, torch.dtype]:
+        """Returns the dtypes of the tensors in fp64, fp32, fp16 and bf16, by name."""
+        codes = {name: self._open[file].get_slice(name).get_dtype() for name, file in self.where.items()}
+        return {name: _DTYPES[code] for name, code in codes.items() if code in _DTYPES}
 
     def read(self, name: str) -> Tensor:
         tensor: Tensor = self._open[self.where[name]].get_tensor(name)

@@ -289,7 +289,17 @@ class ModelConfig(Section):
         """No unsupported features: an empty mapping."""
         return {}
 
-    def refuse_ways(self, ways: int) -> str | None:
+    @property
+    def positions_key(self) -> str:
+        """The name of the key that sets `learned_positions`."""
+        return "model.learned_positions"
+
+    @property
+    def has_own_experts(self) -> bool:
+        """Returns False: experts are the library's modules."""
+        return False
+
+    def refuse_ways(self, ways: int, aligned: int = 8) -> str | None:
         """Returns None: `sharded_sizes` says all that limits tensor parallelism."""
         return None
 

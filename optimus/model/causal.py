@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from optimus.errors import UserError
 from optimus.kernels.linear_divergence import SoftTargets
 from optimus.model.architecture import Architecture
 from optimus.model.batch import Batch
@@ -149,6 +150,11 @@ class CausalModel(nn.Module):
 
     def check_length(self, length: int) -> None:
         """Raises `UserError` if the model does not support sequences of `length` tokens."""
+        limit = self.config.learned_positions
+        if limit is not None and length > limit:
+            raise UserError(
+                f"a sequence has {length} tokens, but the model has only {limit} learned positions: shorten the sequence"
+            )
 
     def units(self) -> Iterable[Unit]:
         """Returns the units outside the blocks."""

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from optimus.errors import UserError
 from optimus.model.architecture import ModelConfig
 from optimus.model.attention import Attention, AttentionPositions
 from optimus.model.batch import Batch, moved
@@ -248,14 +247,6 @@ class Transformer(CausalModel):
         if self.config.embedding_scale:  # with the factor rounded to the dtype, like the published models
             x_TH = x_TH * torch.tensor(math.sqrt(self.config.hidden), dtype=x_TH.dtype).item()
         return x_TH if self.add_positions is None else x_TH + self.add_positions(positions.position_T)
-
-    def check_length(self, length: int) -> None:
-        """Raises `UserError` if the model does not support sequences of `length` tokens."""
-        limit = self.config.learned_positions
-        if limit is not None and length > limit:
-            raise UserError(
-                f"a sequence has {length} tokens, but the model has only {limit} learned positions: shorten the sequence"
-            )
 
     def local_positions(self, batch: Batch) -> tuple[Tensor, AttentionPositions]:
         """Returns (this device's positions [S] in every sequence, the `AttentionPositions` of the batch's tokens)."""

@@ -15,6 +15,7 @@ from optimus.kernels import expert_mlp as experts_op
 from optimus.kernels import linear_cross_entropy as lce
 from optimus.kernels import rms_norm as rms
 from optimus.kernels import rotary as rope
+from optimus.kernels.linear import linear
 
 
 def compare(ours: Callable[..., Tensor], reference: Callable[..., Tensor], inputs: list[Tensor], *rest: Any) -> float:
@@ -28,6 +29,18 @@ def compare(ours: Callable[..., Tensor], reference: Callable[..., Tensor], input
         results.append([out, *torch.autograd.grad((out * weight).sum() if out.dim() else out, leaves)])
     errors = [((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)).item() for a, b in zip(*results)]
     return max(errors)
+
+
+def test_results_of_linear_may_be_changed_in_place() -> None:
+    x, w = torch.randn(6, 5, requires_grad=True), torch.randn(4, 5, requires_grad=True)
+    y = linear(x, w)
+    y.add_(1.0)
+    y[:, :2] *= 3.0
+    factors = torch.tensor([3.0, 3.0, 1.0, 1.0])
+    torch.testing.assert_close(y, (x @ w.T + 1.0) * factors)
+    torch.testing.assert_close(
+        torch.autograd.grad(y.sum(), [x, w]), torch.autograd.grad(((x @ w.T) * factors).sum(), [x, w])
+    )
 
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}

@@ -78,9 +78,10 @@ class AdaptedModel(Section):
             del found["modules"]
         return found
 
-    def refuse_ways(self, ways: int) -> str | None:
-        """Returns the reason against tensor parallelism over `ways` ranks, or None."""
-        return self.facts.refuse_ways(ways)
+    def refuse_ways(self, ways: int, aligned: int = 8) -> str | None:
+        """Returns the reason against tensor parallelism over `ways` ranks, or None. `aligned` is the number of elements
+        in 16 bytes."""
+        return self.facts.refuse_ways(ways, aligned)
 
     def sharded_sizes(self) -> list[tuple[str, int, int]]:
         """Returns (name, size, 0) of the sizes in the blocks that tensor parallelism shards over ranks, each size
@@ -88,7 +89,7 @@ class AdaptedModel(Section):
         facts, found = self.facts, dict[int, str]()
         shapes = self.shapes
         for name, split in facts.splits.items():
-            if split.dim is not None and name.rpartition(".")[0] not in (facts.embedding, facts.head):
+            if split.dim is not None and name.startswith(f"{facts.blocks}."):
                 for size in split.pieces or (shapes[name][split.dim],):
                     found.setdefault(size, name)
         for name, size in facts.heads.items():
@@ -148,14 +149,25 @@ class AdaptedModel(Section):
         return None
 
     @property
+    def has_own_experts(self) -> bool:
+        """True if the author's modules have experts."""
+        facts = self.facts
+        return facts.router is not None or bool(facts.grouped) or "experts" in facts.styles.values()
+
+    @property
     def router_bias(self) -> bool:
         """Returns False: the library balances no router by a bias."""
         return False
 
     @property
-    def learned_positions(self) -> None:
-        """Returns None, also for a model with learned positions."""
-        return None
+    def learned_positions(self) -> int | None:
+        """The length of the longest sequence that the model can compute; None if no limit is known."""
+        return self.facts.positions
+
+    @property
+    def positions_key(self) -> str:
+        """The name of the setting or module that limits `learned_positions`."""
+        return f"model.{self.source}{self.facts.positions_key}"
 
     @property
     def init_std(self) -> float:

@@ -4,10 +4,10 @@ An import of this module does not import torch. Properties such as `facts` impor
 """
 
 import json
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, model_validator
 
 from optimus.model.foreign.adapted import AdaptedModel
 
@@ -31,6 +31,17 @@ class TransformersModel(AdaptedModel):
     """Keys and values of the model's config.json."""
 
     __hash__ = AdaptedModel.__hash__
+
+    @model_validator(mode="before")
+    @classmethod
+    def _alone(cls, values: Any) -> Any:
+        """Raises `ValueError` for a key beside `transformers`."""
+        if isinstance(values, Mapping) and (beside := [key for key in values if key != "transformers"]):
+            raise ValueError(
+                f"'{beside[0]}' is beside transformers, which has no further keys: remove it, or set a key of config.json, "
+                "such as model.transformers.num_hidden_layers"
+            )
+        return values
 
     @property
     def text(self) -> str:

@@ -24,15 +24,15 @@ def _attend(
     q_BNSD: Tensor,
     k_BMSD: Tensor,
     v_BMSD: Tensor,
-    mask: object,
+    attention_mask: object = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Returns causal attention, [B, S, N, D] with the head size of the values, and None. Ignores `mask` and
-    `options`."""
+    """Returns causal attention, [B, S, N, D] with the head size of the values, and None. Ignores
+    `attention_mask` and `options`."""
     host: Any = module.__dict__["host"]
     split, documents = host.passing.sequence, host.passing.documents
     query, value = q_BNSD.shape[-1], v_BMSD.shape[-1]

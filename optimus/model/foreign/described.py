@@ -1,5 +1,6 @@
 """Builds and checks the models that plugins describe."""
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
@@ -39,11 +40,12 @@ def built(row: ModelRow, arguments: Mapping[str, Any], *, values: bool = False) 
         torch.manual_seed(0)
         try:
             spec = row.make(**row.typed(arguments))
-        except Exception as error:  # the user's code
+        except (Exception, SystemExit) as error:  # the user's code
             raise wrong(row, f"the function raises {said(error)}") from error
     if not isinstance(spec, ModelSpec):
         raise wrong(row, f"the function returns {type(spec).__name__}: return a ModelSpec")
     _check_parts(row, spec)
+    _check_devices(row, spec, values)
     return Described(spec, {name: _initial(row, spec, name) for name, _ in spec.module.named_parameters()})
 
 
@@ -69,7 +71,7 @@ def wrong(row: ModelRow, what: str) -> UserError:
     return UserError(f"model.plugin: {row.name}: {what}")
 
 
-def said(error: Exception) -> str:
+def said(error: BaseException) -> str:
     """Returns an error's class and first line, cut to 200 characters."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0][:200]}"
 
@@ -82,6 +84,7 @@ _PARTS: dict[str, type[nn.Module]] = {"blocks": nn.ModuleList, "embedding": nn.E
 def _check_parts(row: ModelRow, spec: ModelSpec) -> None:
     """Raises `UserError` for invalid part names, invalid parameters or an invalid table `splits`."""
     body = spec.module
+    _check_types(row, spec)
     modules = dict(body.named_modules())
     for part, kind in _PARTS.items():
         name = getattr(spec, part)
@@ -113,6 +116,29 @@ def _check_parts(row: ModelRow, spec: ModelSpec) -> None:
             raise wrong(row, f"splits: no module has a name like {pattern}")
 
 
+def _check_devices(row: ModelRow, spec: ModelSpec, values: bool) -> None:
+    """Raises `UserError` for a buffer without values and, if parameters must have `values`, for a parameter without."""
+    tensors = [*spec.module.named_buffers(), *(spec.module.named_parameters() if values else ())]
+    if without := [name for name, tensor in tensors if tensor.is_meta]:
+        raise wrong(row, f"{without[0]} lies on the meta device: create the model with values, on the default device")
+
+
+def _check_types(row: ModelRow, spec: ModelSpec) -> None:
+    """Raises `UserError` for a field of another type than `ModelSpec` says, and for a cap that is not above 0."""
+    if not isinstance(spec.module, nn.Module):
+        raise wrong(row, f"module is {type(spec.module).__name__}: give the model, an nn.Module")
+    for name, value in (("initial", spec.initial), ("splits", spec.splits)):
+        if not isinstance(value, Mapping) and (value is not None or name == "initial"):
+            raise wrong(row, f"{name} is {type(value).__name__}: give a mapping from patterns of names to values")
+    if not callable(spec.forward):
+        raise wrong(row, f"forward is {type(spec.forward).__name__}: give a function of the module and the batch")
+    cap = spec.logit_cap
+    if cap is not None and not (type(cap) in (int, float) and 0 < cap < math.inf):
+        raise wrong(row, f"logit_cap is {cap!r}: give a number above 0, or None")
+    if type(spec.documents) is not bool:
+        raise wrong(row, f"documents is {spec.documents!r}: give True or False")
+
+
 def _check_names(row: ModelRow, spec: ModelSpec) -> None:
     """Raises `UserError` if a module has an attribute, or the root a child, with a name that the library uses."""
     for name, module in spec.module.named_modules():
@@ -133,5 +159,7 @@ def _initial(row: ModelRow, spec: ModelSpec, name: str) -> Initial:
     found = _NAMED.get(found, found) if isinstance(found, str) else found
     number = isinstance(found, int | float) and not isinstance(found, bool)
     if not (number or isinstance(found, Normal | Uniform | Values) or found == "normal"):
-        raise wrong(row, f"the initial value of {name} is {found!r}: give ones, zeros, a number or Normal(std)")
+        raise wrong(row, f"the initial value of {name} is {found!r}: give ones, zeros, normal, a number or Normal(std)")
+    if isinstance(found, Normal) and not 0 <= found.std < math.inf:
+        raise wrong(row, f"the initial value of {name} has the standard deviation {found.std}: give a number from 0")
     return float(found) if number else found

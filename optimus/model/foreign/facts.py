@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from optimus.errors import UserError
 from optimus.model.foreign import probes
 from optimus.model.foreign.calls import record_calls
+from optimus.model.foreign.described import said
+from optimus.model.foreign.experts import differences, is_experts
 from optimus.model.foreign.initial import Initial, initial_values, without_initial
 from optimus.model.foreign.parts_of_blocks import parts_of_blocks
 from optimus.model.foreign.plan import gathered_by_plan, published_plan, published_splits
@@ -38,10 +40,14 @@ __all__ = ["STYLES", "ModelFacts", "RouterFacts", "ScoredColumns", "Split", "Sty
 
 _LAYER = re.compile(r"layer_?(idx|id|number|index|num)$|^idx$|^index$")
 _RANDOM = re.compile(r"drop|jitter")  # settings that make training random
+_POSITIONS = re.compile(r"position|(^|_)seq\w*_len|n_ctx$|max_length$")  # settings that may limit sequences
+_SHORT = 32  # positions of a twin that shows such a limit
 _GRADIENTS = 3e-4  # relative tolerance for loss and gradients between ranks and one process
 _FAILURES = (
     RuntimeError,
     ValueError,
+    ArithmeticError,
+    AssertionError,
     TypeError,
     IndexError,
     KeyError,
@@ -57,12 +63,42 @@ def facts_of(config: Any, module: nn.Module | None = None, initial: Mapping[str,
     `config` has the real sizes. `module` is the model on the meta device, by default a new one. `initial` has the
     model's initial values, by default those of `initial_values`.
     """
-    real = build(config, "sdpa", "meta") if module is None else module
+    real = _real_model(config) if module is None else module
+    _require_parts(real)
     initial = initial_values(real) if initial is None else initial
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
         analysis = _Analysis(config, real, *_twin_of(config, real))
         return analysis.facts(without_initial(real, initial))
+
+
+def _real_model(config: Any) -> nn.Module:
+    """Returns the model without values. Raises `UserError`, which names a setting if one is known to be wrong, if
+    `transformers` cannot build it."""
+    try:
+        return build(config, "sdpa", "meta")
+    except Exception as error:  # the authors' code
+        settings = config.get_text_config().to_dict()
+        pad, vocab = settings.get("pad_token_id"), settings.get("vocab_size")
+        cure = "check the sizes in its configuration"
+        if isinstance(error, AssertionError) and type(pad) is int and type(vocab) is int and pad >= vocab:
+            cure = f"pad_token_id is {pad}, which must be below vocab_size {vocab}"
+        elif isinstance(error, KeyError):
+            named = [name for name, value in settings.items() if isinstance(value, str) and value == error.args[0]]
+            cure = f"check {', '.join(named)}" if named else cure
+        raise UserError(
+            f"model.transformers: {type(config).__name__}: no model can be built ({said(error)}): {cure}"
+        ) from error
+
+
+def _require_parts(real: nn.Module) -> None:
+    """Raises `UserError` for a model without a list of blocks."""
+    try:
+        find_blocks(real)
+    except ValueError as error:
+        raise UserError(
+            f"model.transformers: {error}: choose another model, or describe it as a model of a plugin"
+        ) from None
 
 
 def _twin_of(config: Any, real: nn.Module) -> tuple[Any, nn.Module]:
@@ -80,7 +116,7 @@ def _twin_of(config: Any, real: nn.Module) -> tuple[Any, nn.Module]:
             enlarge(twin)
             with torch.no_grad():
                 probes.logits_of(twin, twin_tokens(twin))
-        except _FAILURES as error:
+        except Exception as error:  # the authors' code
             problem = problem or error
             continue
         if made is None or len(kinds - present) < made[2]:
@@ -88,9 +124,11 @@ def _twin_of(config: Any, real: nn.Module) -> tuple[Any, nn.Module]:
         if not made[2]:
             break
     if made is None:
+        assert problem is not None
         raise UserError(
-            f"{type(real).__name__} does not run with small sizes ({problem}), so nothing can be proved about it: "
-            "choose another model, or describe it as a model of a plugin"
+            f"model.transformers: {type(real).__name__} does not run with small sizes ({said(problem)}), so nothing can be "
+            "proved about it: check the sizes in its configuration, choose another model, or describe it as a model of a "
+            "plugin"
         ) from problem
     return made[0], made[1]
 
@@ -165,6 +203,7 @@ class _Analysis:
         stream = self._stream(seen, weight)
         parts = self._parts()
         dropout = self._dropout()
+        positions, positions_key = self._positions()
         self._unknown_layers()
         if no_initial:
             self.refusals["initial values"] = (
@@ -202,7 +241,10 @@ class _Analysis:
             stream=stream,
             causal=causal,
             parts=parts,
+            positions=positions,
+            positions_key=positions_key,
             shares=tensor.shares,
+            grouped=self._grouped(tensor.splits),
         )
 
     # ---- Output layer, blocks, logits and residual stream ----
@@ -241,8 +283,14 @@ class _Analysis:
             embedding: Any = self.twin.get_input_embeddings()  # type: ignore[operator]
             same = shape[-1] == embedding.weight.shape[1]
             width = weight.shape[1] if same else self.sizes.one(shape[-1], "size", "dim", "width")
-        rest = [self.sizes.one(each, "mult", "num", "n_") or each for each in shape[:-1]]
-        return (*rest, int(width)) if isinstance(width, int) else ()
+        rest = [self.sizes.one(each, "mult") or self.sizes.one(each, "num", "n_") for each in shape[:-1]]
+        known = [each for each in rest if each is not None]
+        if len(known) < len(rest):
+            self.refusals["pipeline"] = (
+                f"{type(self.real).__name__}: the sizes of its residual stream are not known: choose `parallel.pipeline: 1`"
+            )
+            return ()
+        return (*known, int(width)) if isinstance(width, int) else ()
 
     def _parts(self) -> dict[int, tuple[BlockPart, ...]]:
         """Returns the parts of each real layer's block; empty if the twin lacks the layer's kind."""
@@ -395,9 +443,8 @@ class _Analysis:
         modules = [name for name, _ in self.real.named_modules()]
         units, of_twin, ways = self._proved_partition(plan, width)
         real = self._real_splits(of_twin.splits, parameters)
-        for name in (f"{embedding}.weight", f"{head}.weight", f"{head}.bias"):
-            if name in parameters:
-                real[name] = Split(0)
+        ends = {id(each) for name in (embedding, head) for each in self.real.get_submodule(name).parameters()}
+        real |= {name: Split(0) for name, each in parameters.items() if id(each) in ends}
         by_units = {name: split for unit in units for name, split in unit.splits.items()}
         proved = {name for name in self._real_names(by_units, parameters) if real[name].dim is not None}
         return _Tensor(
@@ -477,6 +524,17 @@ class _Analysis:
             splits | gathered, styles | gather_styles, self._names_of_layers(divided, modules, first)
         )
 
+    def _grouped(self, splits: Mapping[str, Split]) -> tuple[tuple[str, int, bool], ...]:
+        """Returns the columns of experts that `transformers` computes, and True if tensor parallelism divides them."""
+        experts = [each for each in self.real.named_modules() if is_experts(each[1]) and differences(each[1])]
+        return tuple(
+            (f"{name}.{leaf}", parameter.shape[dim], splits[f"{name}.{leaf}"].dim == dim)
+            for name, module in experts
+            for leaf, parameter in module.named_parameters(recurse=False)
+            for dim in (1, 2)
+            if parameter.ndim == 3
+        )
+
     def _real_splits(self, splits: Mapping[str, Split], parameters: Mapping[str, Tensor]) -> dict[str, Split]:
         found, made = self._real_names(splits, parameters), {}
         for name, parameter in parameters.items():
@@ -485,7 +543,9 @@ class _Analysis:
                 pieces = self.sizes.of_pieces(split.pieces, parameter.shape[split.dim])
                 split = Split(split.dim, pieces) if pieces is not None else Split()
                 if pieces is None:
-                    self.refusals.setdefault("tensor", f"the pieces of {name} are not known; it stays whole")
+                    self.refusals.setdefault(
+                        "tensor", f"the pieces of {name} are not known, so it stays whole: choose `parallel.tensor: 1`"
+                    )
             made[name] = split
         return made
 
@@ -529,6 +589,35 @@ class _Analysis:
             named = ", ".join(f"{key}: {value}" for key, value in found.items())
             self.refusals["dropout"] = f"the model draws random numbers ({named}): set it to 0 in its configuration"
         return found
+
+    def _positions(self) -> tuple[int | None, str]:
+        """Returns the number of tokens of the longest sequence, and the name of the setting that limits the length; None
+        if no setting does.
+
+        Twins with `_SHORT` positions show the limit: they run on as many tokens as the setting leaves, and fail on more.
+        """
+        text = self.twin_config.get_text_config()
+        for key, value in text.to_dict().items():
+            real = getattr(self.config.get_text_config(), key, None)
+            if not (_POSITIONS.search(key) and type(value) is int and type(real) is int and value > 0):
+                continue
+            lengths = range(_SHORT + 1, _SHORT - 5, -1)
+            longest = next((each for each in lengths if self._runs_with(key, _SHORT, each)), 0)
+            if 0 < longest <= _SHORT and self._runs_with(key, 2 * _SHORT, _SHORT + 1):
+                unused = _SHORT - longest
+                return real - unused, f".{key} - {unused} =" if unused else f".{key}"
+        return None, ""
+
+    def _runs_with(self, key: str, value: int, length: int) -> bool:
+        """Returns True if a twin whose setting `key` is `value` runs on sequences of `length` tokens."""
+        config = type(self.twin_config).from_dict(self.twin_config.to_dict())
+        try:
+            setattr(config.get_text_config(), key, value)
+            with torch.no_grad():
+                probes.logits_of(build(config), tokens_of_twin(config, 1, length))
+        except _FAILURES:
+            return False
+        return True
 
     def _router(self) -> RouterFacts | None:
         arguments = arguments_of(self.twin, output_router_logits=True)

@@ -140,6 +140,8 @@ class ForeignModel(Storage, CausalModel):
         self.config, self.facts, self.call, self.caches = config, config.facts, call, caches
         facts = self.facts
         self._modules.update(body._modules)
+        self.__dict__["_buffers"] = body._buffers  # one dictionary, so that both have the same tensors
+        self.__dict__["_non_persistent_buffers_set"] = body._non_persistent_buffers_set
         self.__dict__["_body"] = body
         self._columns: Columns = WHOLE
         self._entered: tuple[Tensor, int, Tensor] | None = None
@@ -309,6 +311,7 @@ class ForeignModel(Storage, CausalModel):
 
     def local_positions(self, batch: Batch) -> tuple[Tensor, ForeignPositions]:
         tokens_BS, documents = batch.tokens_BS, batch.documents()
+        self.check_length(tokens_BS.shape[1])
         positions_S = self.sequence.positions(tokens_BS.shape[1], tokens_BS.device)
         if documents is not None:
             position_BS = moved(documents.positions().view_as(tokens_BS), tokens_BS.device)[:, positions_S]
@@ -432,15 +435,18 @@ def _look_up(module: nn.Module, authors: type[nn.Module]) -> None:
 def _declare_all(body: nn.Module, facts: ModelFacts, initial: Mapping[str, Initial]) -> dict[str, Stored]:
     """Stores and declares every parameter (see `_store`). Returns the storage by the names in the author's code."""
     named = {name for name, _ in body.named_parameters()}
+    of_head = {id(each) for each in body.get_submodule(facts.head)._parameters.values()}
     stored: dict[str, Stored] = {}
     for owner_name, owner in list(body.named_modules()):
         for leaf, parameter in list(owner._parameters.items()):
             if parameter is None:
                 continue
             name = f"{owner_name}.{leaf}" if owner_name else leaf
-            split = Split(0) if owner_name in (facts.embedding, facts.head) else facts.splits.get(name, Split(None))
+            at_end = owner_name in (facts.embedding, facts.head) or id(parameter) in of_head
+            split = Split(0) if at_end else facts.splits.get(name, Split(None))
             first = initial.get(name, "normal")
-            role = _role(name, owner, parameter, facts)
+            tied = id(parameter) in of_head and owner_name != facts.embedding  # such as BERT's `cls.predictions.bias`
+            role = "head" if tied else _role(name, owner, parameter, facts)
             projects = isinstance(owner, nn.Linear) or _is_conv1d(owner)
             leaves = _store(owner, leaf, parameter, split, role, first, projects=projects)
             if name in named:  # a tied parameter is listed once

@@ -81,7 +81,7 @@ class StagedBlock(_Staged, Storage):
     """A block. The first block of a later stage replaces its first argument by the received residual stream."""
 
     number: int
-    outputs: int  # entries of the tuple that the block returns; 0: it returns a tensor
+    outputs: int  # entries of the tuple or list that the block returns; 0: it returns a tensor
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         passing = self.host.current
@@ -93,7 +93,12 @@ class StagedBlock(_Staged, Storage):
             return (x, *[None] * (self.outputs - 1)) if self.outputs else x
         if self.number == passing.blocks.start and passing.received_BSH is not None:
             x = passing.received_BSH
-        made = self._run(x, lambda x: super(StagedBlock, self).__call__(x, *rest, **options))  # type: ignore[misc]
+
+        def call(x: Tensor) -> Any:
+            made = super(StagedBlock, self).__call__(x, *rest, **options)  # type: ignore[misc]
+            return tuple(made) if isinstance(made, list) else made
+
+        made = self._run(x, call)
         if self.outputs and not isinstance(made, tuple):  # a unit returns the element of a tuple of one
             made = (made,)
         passing.stream_BSH = made[0] if self.outputs else made

@@ -7,7 +7,8 @@ Legend: B batch, S sequence, V vocabulary.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial
@@ -33,20 +34,24 @@ from optimus.model.foreign.twin import LENGTH, ROWS, enlarge
 from optimus.model.init import initialize_parameter
 
 _LARGEST = 100_000_000  # maximum number of parameters of a model without `small` arguments
+_LONGEST = 1 << 14  # tokens of the longest passes on the meta device
 _TOLERANCE = 1e-4
 
 
 class Copy(nn.Module):
     """A described model that takes `input_ids` and returns an object with `logits`, as models of `transformers` do."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, row: ModelRow, spec: ModelSpec) -> None:
         super().__init__()
         self._modules.update(spec.module._modules)
-        self._spec = (spec,)
+        self._described = row, spec
 
     def forward(self, input_ids: Tensor, document_BS: Tensor | None = None) -> Any:
-        (spec,) = self._spec
-        return SimpleNamespace(logits=spec.forward(spec.module, Batch(input_ids, document_BS=document_BS)))
+        row, spec = self._described
+        logits: Any = spec.forward(spec.module, Batch(input_ids, document_BS=document_BS))
+        if not isinstance(logits, Tensor):
+            raise wrong(row, f"forward returns {type(logits).__name__}: it must return a tensor, the logits")
+        return SimpleNamespace(logits=logits)
 
 
 @lru_cache(maxsize=16)
@@ -91,7 +96,7 @@ class _Facts:
         spec, module = self.real, self.real.module
         self.refusals: dict[str, str] = {}
         vocab, hidden = self._embedding(spec).shape
-        self.copy = Copy(self.small).train()
+        self.copy = Copy(self.row, self.small).train()
         seen = self._observe(spec, torch.zeros(ROWS, LENGTH, dtype=torch.int64, device="meta"), vocab)
         self._check_calls(seen)
         self.tokens_BS = self._tokens(ROWS)
@@ -101,7 +106,8 @@ class _Facts:
         if chain is not None:
             self.refusals["pipeline"] = f"{self.row.name}: {chain}: choose parallel.pipeline: 1"
         parts = self._parts()
-        splits, styles, divided, heads = self._tensor()
+        splits, styles, divided, heads, ways = self._tensor()
+        positions, positions_key = self._positions()
         layers = self._layers(spec)
         first: dict[Any, int] = {}
         stream = seen.stream_shape() or ()
@@ -131,7 +137,7 @@ class _Facts:
             styles=styles,
             divided=divided,
             heads=heads,
-            ways=(2,),
+            ways=ways,
             documents=spec.documents,
             position_ids=False,
             attention=False,
@@ -144,6 +150,8 @@ class _Facts:
             refusals=dict(self.refusals),
             stream=stream,
             parts=parts,
+            positions=positions,
+            positions_key=positions_key,
         )
 
     def _parts(self) -> dict[int, tuple[BlockPart, ...]]:
@@ -178,7 +186,9 @@ class _Facts:
             "on the meta device (without values; tensors must be parameters or buffers) " if tokens_BS.is_meta else ""
         )
         try:
-            seen = probes.observe(Copy(spec), spec.blocks, spec.head, tokens_BS)
+            seen = probes.observe(Copy(self.row, spec), spec.blocks, spec.head, tokens_BS)
+        except UserError:
+            raise
         except Exception as error:  # the user's code
             raise self._wrong(f"its forward pass {where}on tokens {shape} raises {said(error)}") from error
         if seen.logits is None or [*seen.logits.shape] != [*shape, vocab]:
@@ -242,10 +252,56 @@ class _Facts:
                     "and positions where batch.document_BS changes"
                 )
 
+    def _positions(self) -> tuple[int | None, str]:
+        """Returns the number of tokens of the longest sequence, and the module or buffer that limits the length; None if
+        none does.
+
+        In the copy, an embedding of positions gets the numbers from 0. On the meta device, passes show the buffers whose
+        size limits sequences.
+        """
+        found: dict[str, int] = {}
+        counted = torch.arange(LENGTH)
+
+        def look(name: str) -> Callable[..., None]:
+            def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+                if args and isinstance(args[0], Tensor) and torch.equal(args[0].unique(), counted):
+                    found[name] = self.real.module.get_submodule(name).num_embeddings  # type: ignore[assignment]
+
+            return hook
+
+        tables = {name: each for name, each in self.real.module.named_modules() if isinstance(each, nn.Embedding)}
+        with ExitStack() as stack:
+            for name, each in self.small.module.named_modules():
+                if name in tables and name != self.real.embedding:
+                    stack.callback(each.register_forward_pre_hook(look(name)).remove)
+            self._run(torch.zeros_like(self.tokens_BS))
+        sizes = {
+            size: name
+            for name, each in reversed([*self.real.module.named_buffers()])  # of equal sizes the first counts
+            for size in each.shape
+            if LENGTH < size <= _LONGEST
+        }
+        limit = next((size for size in sorted(sizes)[:8] if self._fits(size) and not self._fits(size + 1)), None)
+        if limit is not None:
+            found[sizes[limit]] = limit
+        shortest = min(found, key=lambda name: found[name], default=None)
+        return (None, "") if shortest is None else (found[shortest], f" ({shortest})")
+
+    @torch.no_grad()
+    def _fits(self, length: int) -> bool:
+        """Returns True if the real model runs on the meta device on sequences of `length` tokens."""
+        try:
+            Copy(self.row, self.real)(torch.zeros(1, length, dtype=torch.int64, device="meta"))
+        except Exception:  # the user's code
+            return False
+        return True
+
     @torch.no_grad()
     def _run(self, tokens_BS: Tensor, document_BS: Tensor | None = None) -> Tensor:
         try:
             logits: Tensor = self.copy(tokens_BS, document_BS).logits
+        except UserError:
+            raise
         except Exception as error:  # the user's code
             raise self._wrong(f"its forward pass on tokens {list(tokens_BS.shape)} raises {said(error)}") from error
         return logits
@@ -266,15 +322,18 @@ class _Facts:
 
     # ---- Tensor parallelism ----
 
-    def _tensor(self) -> tuple[dict[str, Split], dict[str, Style], dict[str, tuple[str, ...]], dict[str, int]]:
-        """Returns the splits, styles, divided attributes and head counts of the real model."""
+    def _tensor(
+        self,
+    ) -> tuple[dict[str, Split], dict[str, Style], dict[str, tuple[str, ...]], dict[str, int], tuple[int, ...]]:
+        """Returns the splits, styles, divided attributes and head counts of the real model, and the numbers of ranks with
+        which all units are proved."""
         units = [unit for unit in self._units() if self._supported(unit)]
         splits: dict[str, Split] = {}
         styles: dict[str, Style] = {}
         divided: dict[str, tuple[str, ...]] = {}
         heads: dict[str, int] = {}
         wanted, shapes = self._wanted(), {name: each.shape for name, each in self.real.module.named_parameters()}
-        chosen = 0
+        chosen: list[ProvedUnit] = []
         for number, like in self._pairs():
             for unit in units:
                 if not _inside(unit.name, f"{self.real.blocks}.{like}"):
@@ -287,7 +346,7 @@ class _Facts:
                 known = {name: split for name, split in scaled.items() if split is not None}
                 if len(known) < len(scaled):
                     continue
-                chosen += 1
+                chosen.append(unit)
                 splits |= known
                 styles |= {names(name): style for name, style in unit.styles.items()}
                 for name, keys in unit.divided.items():
@@ -310,7 +369,9 @@ class _Facts:
                 "whole: choose parallel.tensor: 1",
             )
         ends = {f"{self.real.embedding}.weight": Split(0), f"{self.real.head}.weight": Split(0)}
-        return splits | {name: split for name, split in ends.items() if name in shapes}, styles, divided, heads
+        ways = set.intersection({2, 4}, *({*unit.ways} for unit in chosen))
+        splits |= {name: split for name, split in ends.items() if name in shapes}
+        return splits, styles, divided, heads, tuple(sorted(ways))
 
     def _wanted(self) -> dict[str, str]:
         """Returns `colwise` or `rowwise` by the names of linear layers, from the table `splits`. Raises `UserError` for

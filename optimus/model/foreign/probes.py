@@ -224,7 +224,7 @@ def attention_facts(
     try:
         with our_attention(twin) as calls:
             ours = logits_of(twin, tokens_BS)
-    except (RuntimeError, ValueError, TypeError, AttributeError, AssertionError) as error:
+    except (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, ArithmeticError) as error:
         return AttentionFacts(True, False, False, f"our attention fails: {_short(error)}", {})
     names = {id(each): name for name, each in twin.named_modules()}
     scored = {}

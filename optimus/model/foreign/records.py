@@ -111,9 +111,23 @@ class ModelFacts:
     # By layer, the parts of its block in order; empty if parameters of the block are in no part.
     parts: Mapping[int, tuple[BlockPart, ...]] = field(default_factory=dict)
     shares: Mapping[str, float] = field(default_factory=dict)  # divided share of block elements: plan, proof, both
+    positions: int | None = None  # tokens of the longest sequence; None: no limit is known
+    positions_key: str = ""  # the setting behind `positions`, with a dot before, or the module
+    grouped: tuple[tuple[str, int, bool], ...] = ()  # parameters and columns of grouped products; True: divided
 
-    def refuse_ways(self, ways: int) -> str | None:
-        """Returns why tensor parallelism over `ways` ranks is not possible, or None."""
+    def refuse_ways(self, ways: int, aligned: int = 8) -> str | None:
+        """Returns why tensor parallelism over `ways` ranks is not possible, or None.
+
+        `aligned` is the number of elements in 16 bytes, which must divide the columns of grouped products.
+        """
+        for name, columns, divided in self.grouped:
+            fits = [n for n in range(1, ways + 1) if columns % ((n if divided else 1) * aligned) == 0]
+            if ways not in fits:
+                return (
+                    f"the {columns} columns of {name} over {ways if divided else 1} ranks are no multiple of {aligned}, as "
+                    "grouped products of `transformers` need: "
+                    + (f"choose at most {fits[-1]} ranks" if fits else "choose another size")
+                )
         if ways == 1:
             return None
         if "tensor" in self.refusals and not self.styles:

@@ -41,8 +41,8 @@ class ModelSpec:
     `batch.tokens_BS` has the tokens. After the output layer, `forward` may only multiply by a factor, or apply
     `logit_cap` * tanh(x / `logit_cap`).
 
-    `initial` maps shell patterns of parameter names to initial values: ones, zeros, a number, `Normal(std)` or
-    `Uniform(low, high)`. The first pattern that fits a parameter counts.
+    `initial` maps shell patterns of parameter names to initial values: ones, zeros, normal (standard deviation 0.02), a
+    number, `Normal(std)` or `Uniform(low, high)`. The first pattern that fits a parameter counts.
 
     `splits` maps shell patterns of linear layers in the blocks to colwise (divided by outputs) or rowwise (divided by
     inputs) for tensor parallelism. By default, the library looks for such layers. The library divides a layer only if

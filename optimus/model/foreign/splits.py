@@ -512,7 +512,9 @@ def _experts_unit(attempt: _Attempt, found: Dependencies) -> ProvedUnit | None:
     for shared, passed in itertools.product(([], biases), ((), identities)):
         splits = found.splits | {attempt.weight: Split(attempt.dim)}
         splits |= {each: Split(partial=True, share=each in shared) for each in found.unsplit}
-        proof = _ExpertsProof(attempt, ModuleRun(result=expected), splits, found.unsplit, expected, passed)
+        proof = _ExpertsProof(
+            replace(attempt, leaves=[]), ModuleRun(result=expected), splits, found.unsplit, expected, passed
+        )
         divided = next((each for each in proof._trials() if proof.adds_up(2, each)), None)
         if divided is not None:
             divided = proof._fewest(divided)
@@ -554,14 +556,6 @@ class _ExpertsProof(_Proof):
         except (RuntimeError, ValueError, TypeError, IndexError, KeyError, ZeroDivisionError, AssertionError):
             return False
         return equal(parts, self.expected)
-
-    def runs(self, ways: int, divided: Mapping[str, tuple[str, ...]]) -> Iterator[ModuleRun]:
-        """Yields the run of each rank's module. Raises `ValueError` if a size does not divide evenly."""
-        for rank in range(ways):
-            own = self.part(rank, ways, divided)
-            if own is None:
-                raise ValueError("a part does not divide")
-            yield run_module(own, self.attempt.call, [])
 
 
 def _absolute(unit: ProvedUnit, name: str) -> ProvedUnit:

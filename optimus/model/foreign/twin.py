@@ -50,7 +50,18 @@ def build(config: Any, attention: str = "sdpa", device: str = "cpu") -> nn.Modul
             model = AutoModelForCausalLM.from_config(fresh, attn_implementation="eager", **options)
     for each in configurations_of(model):
         vars(each)["_experts_implementation_internal"] = "eager"
-    return model.eval()
+    return with_embedding_first(model).eval()
+
+
+def with_embedding_first(model: nn.Module) -> nn.Module:
+    """Moves the child with the token embedding to the first place, so that a tied weight has the embedding's name."""
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    for name, child in list(model._modules.items()):
+        if child is not None and any(each is embedding for each in child.modules()):
+            rest = {key: each for key, each in model._modules.items() if key != name}
+            model._modules.clear()
+            model._modules.update({name: child, **rest})
+    return model
 
 
 def build_small(config: Any) -> nn.Module:

@@ -17,6 +17,7 @@ STEPS, LENGTH, BATCH, LR = 4, 32, 4, 1e-3
 _FEW = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 321}
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _GROUPED = _FEW | _TOKENS | {"num_key_value_heads": 2}
+_DECODER = _FEW | _TOKENS | {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _ROUTED = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.05}
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -39,6 +40,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "falcon_h1": _GROUPED
     | {"head_dim": 16, "lm_head_multiplier": 0.5, "embedding_multiplier": 3.0, "mamba_d_ssm": 64, "mamba_n_heads": 4}
     | {"mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16},
+    "bert": _DECODER,
+    "camembert": _DECODER | {"pad_token_id": 1},
+    "openai-gpt": _TOKENS
+    | {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 321, "n_positions": 64}
+    | {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
     "glm4": {},
     "nemotron_h": {},
     "qwen3_next": {},

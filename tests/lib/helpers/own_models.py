@@ -1,5 +1,6 @@
 """Models of a user's own, as a plugin describes them: right ones of several kinds, and one for each mistake."""
 
+import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -26,6 +27,18 @@ class Convolution(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         mixed = self.conv(self.up(self.norm(x)).mT)[..., : x.shape[1]].mT
         return x + self.down(F.silu(mixed))
+
+
+class Scaled(Convolution):
+    """A `Convolution` with a scalar for the inner columns, which tensor parallelism divides, and one for the result."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.inner, self.outer = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = self.conv(self.up(self.norm(x)).mT)[..., : x.shape[1]].mT
+        return x + self.outer * self.down(F.silu(mixed) * self.inner)
 
 
 class Recurrence(nn.Module):
@@ -125,6 +138,24 @@ def attending(vocab: int, width: int = 32, depth: int = 4, heads: int = 4, posit
     return described(Model(vocab, width, blocks, positions), forward=forward, documents=True)
 
 
+def masked(vocab: int, width: int = 32, positions: int = 48) -> ModelSpec:
+    """Returns a model with a mask of limited size and without learned positions."""
+    return described(Model(vocab, width, [Attention(width, 4, positions) for _ in range(2)]))
+
+
+def scaled(vocab: int, width: int = 32) -> ModelSpec:
+    initial = {"*.inner": 0.8, "*.outer": 0.5, **INITIAL}
+    return described(Model(vocab, width, [Scaled(width) for _ in range(4)]), initial=initial)
+
+
+def buffered(vocab: int, width: int = 32) -> ModelSpec:
+    model = Model(vocab, width, [Convolution(width) for _ in range(2)])
+    model.register_buffer("codes", torch.tensor([300, 5, 70_000]))
+    model.body.register_buffer("scale", torch.tensor([1.0009765625, 3.0]))
+    model.body.norm.register_buffer("used", torch.tensor(True))
+    return described(model)
+
+
 def listed(kernels: tuple[int, ...], kind: Literal["conv"], scale: tuple[int, int] = (1, 2)) -> ModelSpec:
     assert isinstance(kernels, tuple)
     assert scale == (1, 2)
@@ -186,6 +217,11 @@ def _frozen() -> ModelSpec:
     return described(model)
 
 
+def _on_meta() -> ModelSpec:
+    with torch.device("meta"):
+        return _with()
+
+
 def _with(change: Callable[[Tensor], Tensor] = lambda x: x, **more: Any) -> ModelSpec:
     return described(Model(320, 32, _blocks(change)), **more)
 
@@ -224,7 +260,15 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         "the attribute body.layers.0.outputs has a name that the library uses itself: rename it",
     ),
     "initial": (lambda: _with(initial={"*bias": "zeros"}), "has no initial values: add a pattern to `initial`"),
-    "a word": (lambda: _with(initial={"*": "one"}), "is 'one': give ones, zeros, a number or Normal"),
+    "a word": (lambda: _with(initial={"*": "one"}), "is 'one': give ones, zeros, normal, a number or Normal"),
+    "a text": (lambda: described("model"), "module is str: give the model, an nn.Module"),  # type: ignore[arg-type]
+    "a list": (lambda: _with(initial=[("*", 1)]), "initial is list: give a mapping from patterns of names to values"),
+    "two lists": (lambda: _with(splits=["*.up"]), "splits is list: give a mapping from patterns of names to values"),
+    "no function": (lambda: _with(forward="forward"), "forward is str: give a function of the module and the batch"),
+    "exits": (lambda: sys.exit("no width"), "the function raises SystemExit: no width"),
+    "a cap": (lambda: _with(logit_cap=-1.0), "logit_cap is -1.0: give a number above 0, or None"),
+    "a width": (lambda: _with(initial={"*": Normal(-0.1)}), "has the standard deviation -0.1: give a number from 0"),
+    "on meta": (_on_meta, "body.embed.weight lies on the meta device: create the model with values"),
     "a style": (lambda: _with(splits={"*.up": "columns"}), "splits: *.up is 'columns': it must be colwise or rowwise"),
     "a pattern": (lambda: _with(splits={"*.gate": "colwise"}), "splits: no module has a name like *.gate"),
     "a convolution": (lambda: _with(splits={"*.conv": "colwise"}), "conv is no nn.Linear in the blocks"),
@@ -237,6 +281,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         "tensors must be parameters or buffers) on tokens [2, 24]",
     ),
     "shape": (lambda: _with(forward=lambda m, b: m(b.tokens_BS)[0]), "forward returns [24, 320] for tokens [2, 24]"),
+    "a tuple": (lambda: _with(forward=lambda m, b: (m(b.tokens_BS), None)), "forward returns tuple: it must return a"),
+    "a number": (lambda: _with(forward=lambda m, b: 3), "forward returns int: it must return a tensor, the logits"),
     "not called": (lambda: _with(forward=_not_called), "its forward pass does not call body.embed, whose parameters"),
     "random": (lambda: _with(lambda x: F.dropout(x, 0.1)), "two passes give different logits: remove dropout"),
     "later tokens": (lambda: _with(lambda x: x + x.mean(1, keepdim=True)), "its logits depend on later tokens"),
@@ -261,6 +307,10 @@ ROWS = [
     ModelRow("shared", shared),
     ModelRow("recurrent", recurrent),
     ModelRow("attending", attending, small={"width": 16, "heads": 2, "depth": 2}),
+    ModelRow("scaled", scaled),
+    ModelRow("factor", shared, small={"depth": 1}),
+    ModelRow("masked", masked),
+    ModelRow("buffered", buffered),
     ModelRow("listed", listed),
     ModelRow("large", _large),
     ModelRow("between", lambda: _with(forward=_between)),

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from optimus.config import load_config
 from optimus.config.tree import RunConfig
+from optimus.errors import UserError
 from optimus.model.build import causal_model
 from optimus.model.foreign.experts import FusedExperts, choose_experts, is_experts
 from optimus.model.init import initialize
@@ -99,6 +100,19 @@ def test_losses_are_those_of_eager_experts(
     for (loss, norm), (right_loss, right_norm) in zip(found, expected[kind], strict=True):
         assert loss == pytest.approx(right_loss, rel=1e-6)
         assert norm == pytest.approx(right_norm, rel=1e-5)
+
+
+def test_grouped_products_of_transformers_need_aligned_columns() -> None:
+    more = {"parallel": {"tensor": 4}}
+    wide = tree("gpt_oss", more)
+    wide["model"]["transformers"] |= {"num_key_value_heads": 4, "intermediate_size": 40}
+    with pytest.raises(UserError, match=r"parallel\.tensor: the 40 columns of .*down_proj over 4 .*at most 2 ranks"):
+        load_config(wide)
+    wide["parallel"] = {"tensor": 2}
+    load_config(wide)
+    wide["model"]["transformers"]["intermediate_size"] = 42
+    with pytest.raises(UserError, match=r"the 42 columns of .*choose another size"):
+        load_config(wide | {"parallel": {}})
 
 
 def test_experts_that_the_kernels_cannot_compute_run_by_grouped_mm_and_a_note_says_why() -> None:

@@ -9,6 +9,7 @@ from helpers.model_facts import FILE, configuration, read, row
 from helpers.sweep import in_turns
 from optimus.errors import UserError
 from optimus.model.foreign.facts import ModelFacts, facts_of
+from optimus.model.foreign.sizes import RealSizes
 
 transformers = pytest.importorskip("transformers", minversion="5.20")
 
@@ -68,6 +69,8 @@ def test_twelve_families_are_divided_and_have_a_chain(kind: str) -> None:
         ("mamba2", "documents", "mixer"),
         ("lfm2_moe", "documents", "conv"),
         ("zamba", "pipeline", "further tensors"),
+        ("zaya", "pipeline", "further tensors"),
+        ("gemma3n_text", "pipeline", "further tensors"),
         ("hrm_text", "pipeline", "order"),
     ],
 )
@@ -115,6 +118,41 @@ def test_the_router_of_a_model_with_experts() -> None:
 
 def test_a_model_that_is_not_causal_is_refused() -> None:
     assert "is_decoder" in facts("bert", is_decoder=False).refusals["causal"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "positions", "key"),
+    [
+        ("gpt2", 1024, ".n_positions"),
+        ("gptj", 2048, ".n_positions"),
+        ("mpt", 2048, ".max_seq_len"),
+        ("roberta", 510, ".max_position_embeddings - 2 ="),
+        ("phi3", None, ""),
+        ("bloom", None, ""),
+    ],
+)
+def test_the_longest_sequence(kind: str, positions: int | None, key: str) -> None:
+    found = facts(kind)
+    assert (found.positions, found.positions_key) == (positions, key)
+
+
+def test_a_model_without_a_list_of_blocks_is_refused() -> None:
+    with pytest.raises(UserError, match=r"Bare has no list of blocks \(`nn.ModuleList`\): choose another model"):
+        facts_of(configuration("gpt2"), type("Bare", (torch.nn.Module,), {})())
+
+
+def test_a_residual_stream_of_unknown_size_has_no_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream of DeepSeek-V4 has a dim of copies, whose number the twin may have shrunk."""
+    assert len(facts("deepseek_v4").stream) == 2
+    monkeypatch.setattr(RealSizes, "one", lambda *_: None)
+    found = facts("deepseek_v4")
+    assert found.stream == ()
+    assert "the sizes of its residual stream are not known: choose" in found.refusals["pipeline"]
+
+
+def test_pieces_of_unknown_size_are_refused_with_a_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RealSizes, "of_pieces", lambda *_: None)
+    assert facts("phi3").refusals["tensor"].endswith("are not known, so it stays whole: choose `parallel.tensor: 1`")
 
 
 def test_what_does_not_run_small_is_an_error_with_the_reason() -> None:

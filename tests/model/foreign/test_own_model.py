@@ -24,6 +24,7 @@ from optimus import api
 from optimus.config import load_config
 from optimus.config.load import dump_config
 from optimus.errors import UserError
+from optimus.hub import export_model
 from optimus.model.batch import Batch
 from optimus.model.build import causal_model
 from optimus.model.foreign.rows import MODELS
@@ -39,6 +40,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero3": (4, {"state": {"shard": "parameters"}}),
     "pipeline": (2, {"parallel": {"pipeline": 2}}),
     "tensor": (2, {"parallel": {"tensor": 2}}),
+    "tensor of 4": (4, {"parallel": {"tensor": 4}}),
     "pipeline and zero3": (4, {"parallel": {"pipeline": 2}, "state": {"shard": "parameters"}, "recompute": "block"}),
     "tensor and pipeline": (4, {"parallel": {"tensor": 2, "pipeline": 2, "schedule": "zb-h1"}}),
     "interleaved": (2, {"parallel": {"pipeline": 2, "stages_per_rank": 2, "schedule": "interleaved-1f1b"}}),
@@ -47,6 +49,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 CASES = [
     *(("mixer", layout) for layout in LAYOUTS),
     *(("shared", layout) for layout in ("pipeline and zero3", "tensor and pipeline")),
+    *(("scaled", layout) for layout in ("tensor", "tensor and pipeline")),
     *(("recurrent", layout) for layout in ("one", "pipeline and zero3")),
     *(("attending", layout) for layout in ("one", "tensor and pipeline", "pipeline and zero3")),
 ]
@@ -227,6 +230,33 @@ def test_modules_that_list_their_parameters_are_evaluated(run: dict[str, Any], t
     torch.testing.assert_close(optimus.load_model(tmp_path / "run")(tokens_BS), module(tokens_BS).detach())
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_buffers_are_exported_exactly_and_imported_again(
+    dtype: torch.dtype | None, tmp_path: Path, run: dict[str, Any]
+) -> None:
+    config = load_config(run | {"plugins": ["helpers.own_models"], "model": {"plugin": "buffered", "vocab": 320}})
+    model = causal_model(config.model)
+    initialize(model, 0, 0.02)
+    export_model(model, tmp_path / "folder", context=32, tokenizer=None, eos_id=None, dtype=dtype)
+    stored = load_file(tmp_path / "folder" / "model.safetensors")
+    assert stored["codes"].tolist() == [300, 5, 70_000]
+    assert stored["body.scale"].tolist() == [1.0009765625, 3.0]
+    assert stored["body.norm.used"].dtype == torch.bool
+    assert stored["head.weight"].dtype == (dtype or torch.float32)
+    optimus.import_folder(tmp_path / "folder", tmp_path / "imported")
+    found = optimus.load_model(tmp_path / "imported").author_tensors()
+    assert all(torch.equal(found[name].to(tensor), tensor) for name, tensor in stored.items())
+
+
+def test_wider_weights_than_the_model_are_refused(tmp_path: Path, run: dict[str, Any]) -> None:
+    config = load_config(run | {"plugins": ["helpers.own_models"], "model": {"plugin": "buffered", "vocab": 320}})
+    model = causal_model(config.model)
+    initialize(model, 0, 0.02)
+    export_model(model, tmp_path / "folder", context=32, tokenizer=None, eos_id=None, dtype=torch.float64)
+    with pytest.raises(UserError, match=r"is torch.float64, which a model in torch.float32 would round: use a wider"):
+        optimus.import_folder(tmp_path / "folder", tmp_path / "imported")
+
+
 # ---- Refusals ----
 
 
@@ -279,6 +309,21 @@ def test_wrong_options_are_one_message(changes: dict[str, Any], message: str) ->
 
 
 @pytest.mark.parametrize(
+    ("model", "length", "part"),
+    [({"plugin": "attending"}, 64, "body.positions"), ({"plugin": "masked"}, 48, "layers.0.mask")],
+)
+def test_sequences_longer_than_the_positions(model: dict[str, Any], length: int, part: str) -> None:
+    run = run_of("attending")
+    run["model"] = model | {"vocab": 321}
+    run["train"]["sequence_length"] = length
+    load_config(run)
+    run["train"]["sequence_length"] += 1
+    message = rf"train.sequence_length {length + 1} is more than model.plugin \(.*{part}\) {length}: lower it"
+    with pytest.raises(UserError, match=message):
+        load_config(run)
+
+
+@pytest.mark.parametrize(
     ("kind", "parallel", "message"),
     [
         (
@@ -287,16 +332,23 @@ def test_wrong_options_are_one_message(changes: dict[str, Any], message: str) ->
             "parallel.pipeline: between: the output of body.layers.0 is not the input of body.layers.1",
         ),
         ("undivided", "tensor", "parallel.tensor: undivided: splits: body.layers.0.inner.down cannot be colwise"),
+        ("attending", "tensor", "parallel.tensor: the partition of body.layers is proved for 2 ranks only: choose"),
         ("recurrent", "tensor", "parallel.tensor: recurrent: no module in body.layers has parts that add up"),
     ],
 )
 def test_layouts_that_a_model_cannot_have(kind: str, parallel: str, message: str) -> None:
     run = run_of(kind)
-    if kind != "recurrent":
+    if kind not in ("recurrent", "attending"):
         run["model"] = {"plugin": kind}
     load_config(run)  # other layouts remain
+    ranks = 4 if kind == "attending" else 2  # its small copy has two heads, so that nothing is proved for four ranks
     with pytest.raises(UserError, match=message):
-        load_config(run | {"parallel": {parallel: 2}})
+        load_config(run | {"parallel": {parallel: ranks}})
+
+
+def test_a_factor_of_the_logits_that_only_the_small_copy_shows_is_refused() -> None:
+    with pytest.raises(UserError, match=r"factor: the small copy multiplies the head's result by 0\.5, and the model"):
+        load_config(run_of("factor"))
 
 
 def test_large_models_need_small_arguments() -> None:
