@@ -22,7 +22,7 @@ from optimus.hub.foreign import read_weights
 from optimus.hub.keys import Published, fused, published
 from optimus.hub.published import read_published
 from optimus.hub.tensors import MASKS, FolderTensors
-from optimus.model import CausalModel, Transformer
+from optimus.model import CausalModel
 from optimus.model.architecture import ModelConfig
 from optimus.model.build import causal_model
 from optimus.model.count import too_large
@@ -57,7 +57,7 @@ def import_folder(hf_dir: str | Path, output: str | Path, *, plugins: Sequence[s
         raise UserError(
             f"{path / FILE} describes a model with many times the parameters that the weights beside it have"
         )
-    model = Transformer(model_config)
+    model = causal_model(model_config)
     buffers = {
         name for own, buffer in model.named_buffers() for name, *_ in published(model_config.family, own, buffer)
     }
@@ -183,7 +183,6 @@ def load_weights(model: CausalModel, path: Path) -> None:
         model.fill_from(read_weights(path, model.config))
         return
     check_same_folder(path, model.config)
-    assert isinstance(model, Transformer)
     _fill(model, FolderTensors(path), path)
 
 
@@ -230,7 +229,7 @@ def _further_tensors(path: Path, tensors: FolderTensors) -> set[str]:
 
 
 @torch.no_grad()
-def _fill(model: Transformer, tensors: FolderTensors, path: Path) -> None:
+def _fill(model: CausalModel, tensors: FolderTensors, path: Path) -> None:
     targets = _targets(model, tensors)
     if missing := [name for name in targets if name not in tensors.where]:
         raise UserError(f"{path} lacks the tensor {missing[0]} (and {len(missing) - 1} more): the folder is incomplete")
@@ -247,7 +246,7 @@ def _fill(model: Transformer, tensors: FolderTensors, path: Path) -> None:
         target.view.copy_(tensors.read(name).view(target.view.shape))
 
 
-def _targets(model: Transformer, tensors: FolderTensors) -> dict[str, Published]:
+def _targets(model: CausalModel, tensors: FolderTensors) -> dict[str, Published]:
     """Maps the names of the folder's tensors to the views of the model's tensors that they fill."""
     family = model.config.family
     targets: dict[str, Published] = {}
@@ -263,7 +262,7 @@ def _stored(name: str, family: str, tensors: FolderTensors) -> str:
     return name if name in tensors.where else name.removeprefix(families()[family].prefix)
 
 
-def _is_no_parameter(name: str, model: Transformer, tensors: FolderTensors) -> bool:
+def _is_no_parameter(name: str, model: CausalModel, tensors: FolderTensors) -> bool:
     """Returns True for a tensor that is no parameter: a buffer (for example a causal mask), or a copy of a tied
     embedding."""
     if any(re.fullmatch(pattern, name) for pattern in families()[model.config.family].no_parameters):
