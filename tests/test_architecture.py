@@ -304,6 +304,21 @@ def test_models_are_composed_and_not_patched() -> None:
     assert not found, "let its class say that it is replaceable (parallel/parallelize.py): " + ", ".join(found)
 
 
+def test_models_are_known_by_their_protocol() -> None:
+    """No room but `model` asks for the class of a model, which a plugin's models would not have."""
+    classes = {"Transformer", "ForeignModel"}
+    found = [
+        f"{file.relative_to(ROOT)}:{node.lineno}"
+        for file in files()
+        if file.relative_to(PACKAGE).parts[0] != "model"
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass")
+        if classes
+        & {ast.unparse(each) for each in ast.walk(node.args[1]) if isinstance(each, ast.Name | ast.Attribute)}
+    ]
+    assert not found, f"ask the protocol `CausalModel`: {', '.join(found)}"
+
+
 @pytest.mark.parametrize(
     ("code", "room", "lines"),
     [
