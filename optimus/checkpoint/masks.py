@@ -100,7 +100,7 @@ def booleans(mask: Tensor, parameter_shape: tuple[int, ...]) -> Tensor:
 def share_of(masks: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> float:
     """Returns the unpruned fraction of the masked parameters, or 1 without masks.
 
-    `masks` are by key, and `shapes` are by parameter name.
+    The keys of `masks` are `mask.NAME`, and the keys of `shapes` are parameter names.
     """
     remaining = elements = 0
     for key, mask in masks.items():

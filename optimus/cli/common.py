@@ -92,7 +92,10 @@ def show(result: Any, as_json: bool, text: str) -> None:
 
 
 def folded(line: str, indent: int) -> str:
-    """Returns a line of a list. For a terminal, wraps the line between words and indents continuation lines by `indent`."""
+    """Wraps an output line between words if stdout is a terminal; otherwise returns the line unchanged.
+
+    Continuation lines are indented by `indent` columns, or by half the width of the terminal if that is less.
+    """
     if not sys.stdout.isatty():
         return line
     columns = shutil.get_terminal_size().columns

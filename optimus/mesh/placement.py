@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from optimus.mesh.mesh import DENSE, EXPERT, Mesh
 
-_SHOWN = 8  # maximum number of ranks of an example group that the table shows in full
+_SHOWN = 8  # largest size of a group that the table lists in full
 
 
 class AxisPlacement(NamedTuple):
@@ -22,7 +22,7 @@ class AxisPlacement(NamedTuple):
 
 def placement(mesh: Mesh) -> list[AxisPlacement]:
     """Returns the placement of each axis with more than one rank: first the dense view's axes, then the other axes of
-    the expert view. The axes of a view are in order from the outermost to the innermost."""
+    the expert view. The axes of each view are in the order of `DENSE` and `EXPERT`."""
     found = []
     for axis in dict.fromkeys(axis for axis in DENSE + EXPERT if mesh.axis_size(axis) > 1):
         groups = list(mesh.groups((axis,)))

@@ -2,7 +2,7 @@
 
 A rank of a tensor-parallel grid has some columns of the residual stream. The ranks along `tp_out` have the same tokens,
 or different tokens with sequence parallelism. Without `duplicates`, each token enters the sparse layer on one rank,
-with all columns (TED, section 7.2: duplicate token dropping).
+with all columns (duplicate token dropping: TED, section 7.3.1 of the dissertation on AxoNN).
 
 Legend: T rows and H columns of the residual stream on this rank, U tokens that a rank processes, E experts.
 """

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from optimus.comm.recorder import Recorder
 from optimus.disk import parse_json
 
-_GATHERING = 5.0  # seconds that all ranks have to report their states
+_GATHERING = 5.0  # seconds to wait for the reports of all ranks
 _FOLDER = ".hang"
 
 
@@ -43,8 +43,9 @@ def find_culprits(states: Mapping[int, Mapping[str, Any] | None]) -> Verdict:
     If some ranks, but at most half of all ranks, did not report, these ranks are the culprits; if more than half did
     not report, the verdict has no culprits. If all ranks reported, the culprits are the ranks that wait in no
     collective while others wait. If all ranks wait, or no rank waits, the culprits are the ranks with the largest lag.
-    The lag is the number of collectives of a group that another rank has begun and this rank has not. If no rank lags,
-    the verdict has no culprits.
+    The lag of a rank in a group is the number of the group's collectives that another rank has begun and the lagging
+    rank has not. A rank's lag is the largest of these numbers over the groups in which the rank has begun a collective.
+    If no rank lags, the verdict has no culprits.
     """
     silent = [rank for rank, state in states.items() if state is None]
     waiting = {rank: state["waiting"] for rank, state in states.items() if state is not None and state["waiting"]}
@@ -93,7 +94,7 @@ class Watchdog:
         self._last = time.monotonic()
 
     def stop(self) -> None:
-        """Stops the thread, unless the thread already calls `ended`."""
+        """Stops the thread, unless the thread has already detected a hang."""
         self._stopped.set()
 
     def _watch(self) -> None:

@@ -1,4 +1,7 @@
-"""OPT: GPT-3 with ReLU (OPT, section 2.1); the learned positions start at the third row, as in `transformers`."""
+"""OPT: GPT-3 (section 2.1 of the OPT paper) with ReLU (section 2.2).
+
+As in `transformers`, the embedding of position 0 is the third row of the learned position embeddings.
+"""
 
 from optimus.model.families.common import affine
 from optimus.model.families.family import Choice, Family, Key, Same

@@ -23,8 +23,11 @@ def _slice(tensor: Tensor, split: Split, rank: int, ways: int) -> Tensor | None:
 def rank_part(
     module: nn.Module, splits: Mapping[str, Split], divided: Mapping[str, tuple[str, ...]], rank: int, ways: int
 ) -> nn.Module | None:
-    """Returns a copy of `module` for one rank, with sliced parameters and divided attributes; None if a size does not
-    divide evenly."""
+    """Returns a copy of `module` for one of `ways` ranks; None if `ways` does not divide a size evenly.
+
+    By `splits`, the copy slices parameters, or divides parameters by `ways` (`Split.share`). `divided` has, by module
+    name, the attributes that the copy divides by `ways`.
+    """
     memo: dict[int, Any] = {id(each.config): each.config for each in module.modules() if hasattr(each, "config")}
     states = (value for each in module.modules() for value in vars(each).values() if isinstance(value, Tensor))
     own = copy.deepcopy(module, memo | {id(each): each.detach() for each in states if not each.is_leaf})

@@ -13,8 +13,9 @@ F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHTS
 
 
 def zb_h1(sizes: Sizes) -> Schedule:
-    """Makes ZB-H1: 1F1B in which stage s runs the weight part of a microbatch s microbatches after its input part.
+    """Makes ZB-H1, which is 1F1B with deferred weight parts.
 
+    Stage s runs the weight part of microbatch m right after the input part of microbatch m + s, if there is one.
     Therefore every stage saves the activations of at most `ranks` microbatches, the maximum of 1F1B. If the three
     passes take equal times, messages take no time and there are at least `ranks` microbatches, the bubble is
     (ranks - 1) / (3 * microbatches).
@@ -22,7 +23,7 @@ def zb_h1(sizes: Sizes) -> Schedule:
     ranks, microbatches = sizes.ranks, sizes.microbatches
 
     def order(rank: int) -> Iterator[Action]:
-        ahead = ranks - rank - 1  # number of forward passes before the first turn; each turn runs F, I and W
+        ahead = ranks - rank - 1  # number of turns below 0, which run only forward passes
         for turn in range(-ahead, microbatches + rank):
             for kind, microbatch in ((F, turn + ahead), (I, turn), (W, turn - rank)):
                 if 0 <= microbatch < microbatches:
@@ -34,9 +35,9 @@ def zb_h1(sizes: Sizes) -> Schedule:
 def zbv(sizes: Sizes) -> Schedule:
     """Makes ZBV: rank r has stages r and 2 * ranks - 1 - r.
 
-    A rank saves at most 2 * ranks activations of one stage: as many bytes as the maximum of 1F1B, whose stages are
-    twice as large. If the three passes take equal times, messages take no time and there are at least `ranks`
-    microbatches, the bubble is (ranks - 1) / (6 * microbatches).
+    A rank has at most 2 * ranks live activations, each of one stage and one microbatch. These activations have as many
+    bytes as the maximum of 1F1B, whose stages are twice as large. If the three passes take equal times, messages take
+    no time and there are at least `ranks` microbatches, the bubble is (ranks - 1) / (6 * microbatches).
 
     The order comes from a simulation with equal times: an idle rank runs the first possible action in a fixed order of
     preference. First comes a forward pass, of the second stage if possible, unless the rank has 2 * ranks live activations.
