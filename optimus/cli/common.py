@@ -92,7 +92,8 @@ def show(result: Any, as_json: bool, text: str) -> None:
 
 
 def folded(line: str, indent: int) -> str:
-    """Returns a line of a list. For a terminal, wraps the line between words and indents continuation lines by `indent`."""
+    """Returns `line`, which belongs to a printed list. For a terminal, wraps the line between words and indents
+    continuation lines by `indent`."""
     if not sys.stdout.isatty():
         return line
     columns = shutil.get_terminal_size().columns
