@@ -27,7 +27,8 @@ from optimus.plugins import loaded_plugins
 def read_weights(path: Path, config: TransformersModel | PluginModel) -> dict[str, Tensor]:
     """Returns the tensors of a folder by the author's names.
 
-    Raises `UserError` for missing tensors, and for tensors of other shapes than the model's.
+    Raises `UserError` for missing tensors, for tensors of other shapes than the model's, and for weights that
+    `transformers` cannot load. For a plugin's model, also raises for tensors that the model does not have.
     """
     return _read_plugin(path, config) if isinstance(config, PluginModel) else _read_transformers(path, config)
 

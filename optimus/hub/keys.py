@@ -1,7 +1,7 @@
 """Maps the library's parameters to the tensors of a Hugging Face folder, by the key table of the family.
 
-Every published tensor is a view of one of the library's parameters (`model/families/family.py`). The export writes
-these views, and the import copies into these views.
+Every tensor in the table is a view of one of the library's parameters or buffers (`model/families/family.py`). The
+export writes these views, and the import copies into these views.
 
 Legend: E experts, I intermediate, H hidden.
 """
@@ -40,7 +40,8 @@ def published(family: str, name: str, parameter: Tensor) -> Iterator[Published]:
 
 
 def fused(family: str, name: str, parameter: Tensor) -> Published | None:
-    """Returns the fused form of experts, [E, 2 I, H] or [E, H, I]; None for parameters without a fused form."""
+    """Returns the fused form of experts ([E, 2 I, H] or [E, H, I]) or of a router ([E, H]); None for parameters without
+    a fused form."""
     key, layer = _find(family, name)
     if key.fused is None:
         return None

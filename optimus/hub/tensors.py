@@ -1,6 +1,6 @@
 """Safetensors files: this module reads the files of a folder, and writes files tensor by tensor.
 
-Writing needs memory for one converted tensor at a time, in addition to the model.
+Writing converts one tensor after the other, and so needs memory for only a few tensors in addition to the model.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Activation memory: the bytes saved between a forward pass and its backward pass, and the peak of the two passes.
 
-`module_bytes.py` measures the bytes of each module from shapes. This module combines the measurements for any number of
-blocks and any choice of recomputation.
+`module_bytes.py` measures the bytes of each module from shapes. `activation_bytes` combines the measurements for any
+number of blocks and any choice of recomputation.
 
 At any time of the backward pass, memory consists of the saved bytes, the recomputed activations, the current module's
 transient bytes, and the bytes for deferred weight gradients. A walk through the modules in backward order, which frees

@@ -1,7 +1,7 @@
 """Searches for the fastest layouts that fit, among the candidates for a model, a machine and a number of ranks.
 
-The search times each division of a block once: tensor, context and expert ranks, and microbatch. These times give each
-layout a lower bound of its step (`candidate_meshes`).
+The search predicts the time of each division of a block (tensor, context and expert ranks, and microbatch) once. These
+times give each layout a lower bound of its step (`candidate_meshes`).
 
 Layouts wait in a queue in the order of their bounds. The search computes a closer bound of the first layout
 (`Fitting.least`), and returns the layout to the queue. When the layout is first again, `Fitting.fastest` finds the
@@ -144,7 +144,7 @@ def _too_large(job: Job) -> UserError:
     and the smallest known machine with this memory, if any."""
     least = math.inf
     for size, each in _tightest(job):
-        if size >= least:  # the state alone takes more than a whole layout
+        if size >= least:  # from here on, the state alone takes at least as much as an earlier layout
             break
         least = min(least, memory_of(each).total + buffers_of(each))
     memories = sorted({(load_machine(name).memory, name) for name in machine_names()})

@@ -47,17 +47,17 @@ def pipeline_options(config: RunConfig) -> Decided:
 def blocks_of_stages(model: Architecture, stages: int, *, divided: bool) -> list[range]:
     """Partitions the blocks into stages such that, by estimate, the slowest stage is as fast as possible.
 
-    With `divided`, all pipeline ranks share the vocabulary. Raises `UserError` when there are too few blocks.
+    With `divided`, every pipeline rank has a shard of the vocabulary. Raises `UserError` when there are too few blocks.
     """
     time, memory = _weights(model, divided=divided)
     return divide(time, stages, memory)
 
 
 def _weights(model: Architecture, *, divided: bool) -> tuple[Weights, Weights]:
-    """Returns the weights of the blocks, the embedding and the output layer, first by time and then by memory.
+    """Returns (time, memory) of the blocks, the embedding and the output layer, as relative costs.
 
     Active parameters per token estimate the time, and total parameters the memory. The embedding takes no time. With
-    the vocabulary `divided` over all ranks, token embedding and output layer have no weight.
+    the vocabulary `divided` over all ranks, the costs of the token embedding and of the output layer are 0.
     """
     parts = count_parts(model)
     met, held = ([getattr(parts[f"blocks.{i}"], of) for i in range(model.layers)] for of in ("active", "total"))
@@ -87,7 +87,8 @@ def schedule_of(config: RunConfig, microbatches: int, *, transfers: bool = True)
 
 
 def live_of(config: RunConfig, microbatches: int) -> Sequence[Sequence[Live]]:
-    """Returns the peaks of each pipeline rank in a step of `microbatches` microbatches, like `live_microbatches`.
+    """Returns the live microbatches of each pipeline rank at the rank's peaks in a step of `microbatches` microbatches,
+    like `live_microbatches`.
 
     With the message-driven executor, a rank has a single peak: each stage has its limit of microbatches in flight, but
     at most `microbatches`.
