@@ -58,14 +58,17 @@ class Watch:
             self._notes.append(_Note(collective, None, ""))
 
     def spread(self) -> list[CollectiveId]:
-        """Returns the collectives in which this rank sent NaN or Inf."""
+        """Returns the collectives in which this rank sent NaN or Inf.
+
+        Leaves out tensors that were recorded without a `CollectiveId`, like the gradients of a reduction.
+        """
         return [note.collective for note in self._spoilt() if note.collective is not None]
 
     def origin(self, spread: Collection[CollectiveId]) -> str | None:
         """Returns the name of the collective in which this rank first sent NaN or Inf.
 
-        Returns None if this rank sent neither, or earlier received the result of a collective of `spread`. `spread`
-        contains the collectives in which other ranks sent NaN or Inf.
+        Returns None if this rank sent no NaN or Inf, or received the result of a collective of `spread` before it first
+        sent NaN or Inf. `spread` contains the collectives in which other ranks sent NaN or Inf.
         """
         spoilt = {id(note) for note in self._spoilt()}
         for note in self._notes:

@@ -1,9 +1,9 @@
 """Best-fit packing puts whole documents into rows, instead of cutting the stream every `context` tokens.
 
 The algorithm is from Ding et al. 2024, "Fewer Truncations Improve Language Modeling", section 2. The algorithm cuts a
-document longer than the context into pieces of the context's length. Then the algorithm adds the pieces and the shorter
-documents, the longest first, to the fullest row with enough room. End-of-text tokens pad a row, and `padding_BS` marks
-the padding, which the loss ignores.
+document longer than the context into pieces of the context's length, of which only the last piece may be shorter. Then
+the algorithm adds the pieces and the shorter documents, the longest first, to the fullest row with enough room.
+End-of-text tokens pad a row, and `padding_BS` marks the padding, which the loss ignores.
 
 Legend: N documents, D pieces of documents, B rows, S tokens of a row.
 """

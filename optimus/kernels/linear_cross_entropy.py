@@ -172,7 +172,7 @@ def _softmax_gradient(
 
 
 class PartialSoftmax(NamedTuple):
-    """Softmax over a shard of the vocabulary, with the values that complete it to a softmax over the whole vocabulary."""
+    """Softmax over a shard of the vocabulary, with the values that the loss and `complete_softmax` also need."""
 
     p_TV: Tensor
     lse_T: Tensor

@@ -1,7 +1,7 @@
 """Decides the options of offloaded state that the configuration leaves to the library, for example the state that stays
 on the device.
 
-With timings, the module takes the fastest choice by the equations of `offload_times`. Without timings, as on a CPU,
+With timings, `residency` takes the fastest choice by the equations of `offload_times`. Without timings, as on a CPU,
 memory alone determines the choice. With `recompute: auto`, memory and time assume no recomputation. A later decision
 chooses the recomputation from the remaining memory.
 """
@@ -52,8 +52,8 @@ class _Machine(NamedTuple):
 
 
 def placement(run: ResolvedRun) -> Decided:
-    """Decides the folder of state on a disk. With all state on the device, decides open `update_on` and `accumulate_on`
-    as `device`."""
+    """Decides the folder of state on a disk. With all state on the device, changes `update_on` and `accumulate_on` from
+    `auto` to `device`."""
     state = run.config.state
     if state.offload == "none":
         open_ = [key for key in ("update_on", "accumulate_on") if getattr(state, key) == "auto"]

@@ -3,8 +3,8 @@
 A unit is a module, or several modules that run in a row (`model/units.py`). Before a unit runs, the
 `ParameterPrefetcher` gathers the chunks of the unit's parameters. When the gradient of the unit's output has arrived,
 the prefetcher gathers the chunks again for the unit's backward pass. With `reshard_after_forward` and without a cache,
-the prefetcher reshards sharded chunks that the running unit does not use. In a backward pass, `reduction.py` reshards
-the trained chunks, and the prefetcher reshards the frozen chunks.
+the prefetcher reshards sharded chunks that the running unit does not use. Under the same conditions, `reduction.py`
+reshards the trained chunks in a backward pass, and the prefetcher reshards the frozen chunks.
 
 A cache limits the number of gathered chunks (Elixir's rCache). One trace records the order of uses in a step, and
 another trace the order in an evaluation. Of the chunks that are not in use, a full cache reshards the chunk whose next
@@ -32,7 +32,7 @@ T = TypeVar("T", bound=Chunk)
 
 
 class UseTrace:
-    """Records the uses of chunks in this pass, and expects the uses of the previous pass.
+    """Records the uses of chunks in this pass (a step or an evaluation), and expects the uses of the previous pass.
 
     The uses of different chunks may interleave differently than in the previous pass.
     """
@@ -75,7 +75,7 @@ class UseTrace:
 
     @property
     def order(self) -> dict[Chunk, int]:
-        """The number of each used chunk in the order of first uses in this pass."""
+        """The position of each used chunk in the order of first uses in this pass."""
         return {chunk: number for number, chunk in enumerate(dict.fromkeys(self._now))}
 
 
@@ -120,7 +120,7 @@ class ParameterPrefetcher:
         self._frozen = [chunk for chunk in chunks if not chunk.plan.rule.trains and chunk.plan.lifetime != "cache"]
 
     def begin_step(self) -> None:
-        """Begins a step, and a new pass of the trace of steps."""
+        """Begins a step: the trace of steps begins a new pass."""
         self._trace = self._training
         self._trace.begin()
 
@@ -140,7 +140,7 @@ class ParameterPrefetcher:
             self._trace = before
 
     def end_passes(self) -> None:
-        """Ends the backward passes of a step: reshards frozen chunks."""
+        """Ends the backward passes of a step: reshards the frozen chunks outside the cache."""
         self._in_backward = ()
         for chunk in self._frozen:
             chunk.unsharded.reshard()
@@ -156,8 +156,8 @@ class ParameterPrefetcher:
             return self._unit(modules, function, x, *args)
 
     def _name(self, module: nn.Module) -> str:
-        """Returns a name for profilers: the module's class and, if a parameter's name contains the path, the module's
-        path in the model."""
+        """Returns a name for profilers: the module's class and, if the module has parameters in the chunks, the
+        module's path in the model."""
         of = ((self._names[each], own) for own, each in module.named_parameters() if each in self._names)
         path = next((name.removesuffix(own).rstrip(".") for name, own in of), "")
         return f"{path} ({type(module).__name__})" if path else type(module).__name__

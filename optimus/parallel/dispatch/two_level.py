@@ -1,5 +1,5 @@
-"""Two-level dispatch: a token goes once to each node, and then once to each rank of the node, with any of the token's
-experts.
+"""Two-level dispatch: a token goes once to each node that has any of the token's experts, and there once to each rank
+that has any of these experts.
 
 Between nodes, tokens go to the rank with the same local rank, so that all ranks of a node send and receive. The
 receiving rank dispatches tokens within its node, and sends back the sum of the results of the node's experts.
@@ -22,7 +22,8 @@ from optimus.parallel.dispatch.alltoall import AllToAllDispatch, ExchangeCounts,
 
 
 class TwoLevelDispatch:
-    """A `TokenDispatcher` over the group `across`, with one rank of each node, and the group `within` this rank's node.
+    """A `TokenDispatcher` over two groups: `across` has one rank of each node, and `within` has the ranks of this
+    rank's node.
 
     With N nodes of M ranks and E experts, local rank l of node n holds the `experts_per_rank` experts from
     (n M + l) E / (N M) on.
@@ -65,8 +66,8 @@ class TwoLevelDispatch:
     def _exchange_counts(self, indices_TK: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yields the counts for `across`, then for `within`.
 
-        This rank dispatches within its node the rows that other nodes send to this rank. Therefore the other nodes also
-        send the counts for this dispatch.
+        This rank dispatches within its node the rows that the ranks of `across` send to this rank. Therefore the ranks
+        of `across` also send the counts for this dispatch.
         """
         nodes, ranks = self.across.group.size, self.within.group.size
         rank_TK = indices_TK // self.within.experts_per_rank
