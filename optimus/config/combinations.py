@@ -70,7 +70,6 @@ def _check_limits(config: RunConfig) -> None:
         "modules": ("recompute", not {"block", "auto"}.issuperset(config.recompute)),
         "moe": ("recompute", "moe" in config.recompute),
         "segments": ("recompute_every", config.recompute_every > 1 and "block" in config.recompute),
-        "factors": ("train.lora_rank", config.train.lora_rank is not None),
         "initial values": ("checkpoint.load_path", config.checkpoint.load_path is None),
     }
     for option, reason in limits.items():

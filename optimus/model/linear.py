@@ -1,7 +1,7 @@
 """The linear layer of all projections, and its matmuls."""
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -48,19 +48,20 @@ class ProjectionModule(nn.Module):
         return outputs, inputs
 
 
-class Linear(ProjectionModule):
-    """Computes x @ W.T plus an optional bias. `weight` is [*outputs, inputs], so one matmul computes stacked outputs."""
+class Factored:
+    """A module whose `weight` can have low-rank factors `lora_b` [*outputs, rank] and `lora_a` [rank, inputs]."""
 
-    def __init__(self, inputs: Size, *outputs: Size, bias: bool = False) -> None:
-        super().__init__()
-        self.weight = declare(self, "weight", *outputs, inputs)
-        self.bias = declare(self, "bias", *outputs, role="vector", initial=0.0) if bias else None
-        self.lora_b: nn.Parameter | None = None
-        self.lora_a: nn.Parameter | None = None
-        self.pruned: bool | None = None
+    gradients: Mapping[nn.Parameter, GradientBuffer]
+    pruned: bool | None = None
+    _parameters: dict[str, nn.Parameter | None]
 
-    def add_factors(self, rank: int) -> None:
-        """Adds low-rank factors `lora_b` [*outputs, rank] and `lora_a` [rank, inputs] to the weight.
+    @property
+    def takes_factors(self) -> bool:
+        """True if `add_factors` can be called."""
+        return True
+
+    def add_factors(self: Any, rank: int) -> None:
+        """Adds low-rank factors of `rank`.
 
         The weight should be frozen; see `low_rank.py`. `pruned` is True if the weight has zeros. Code that changes the
         weight must set `pruned` to None, so that the next forward pass looks for zeros again.
@@ -71,15 +72,28 @@ class Linear(ProjectionModule):
         self.lora_b = declare(self, "lora_b", *outputs, own, role="factor", initial=0.0, factor_of=dims)
         self.lora_a = declare(self, "lora_a", own, inputs, role="factor", factor_of=dims)
 
-    def forward(self, x: Tensor) -> Tensor:
-        product, weight = self.product, self.weight
-        buffer = self.gradients.get(self.weight)
-        if self.lora_b is not None and self.lora_a is not None:
+    def multiply(self, product: Product, x: Tensor, weight: nn.Parameter) -> Tensor:
+        """Returns the product of x with `weight`, and with the factors if there are any."""
+        buffer = self.gradients.get(weight)
+        b, a = (self._parameters.get(name) for name in ("lora_b", "lora_a"))
+        if b is not None and a is not None:
             if self.pruned is None:
                 self.pruned = has_zeros(weight)
             factors = MaskedFactors if self.pruned else ThinFactors
-            product = product.around(factors(product.inner, self.lora_b, self.lora_a, self.gradients))
+            product = product.around(factors(product.inner, b, a, self.gradients))
             # The weight must require a gradient, or autograd would not call the factors' `weight_gradient`.
             weight = nn.Parameter(weight.detach(), requires_grad=torch.is_grad_enabled())
-        y = product(x, weight, buffer)
+        return product(x, weight, buffer)
+
+
+class Linear(Factored, ProjectionModule):
+    """Computes x @ W.T plus an optional bias. `weight` is [*outputs, inputs], so one matmul computes stacked outputs."""
+
+    def __init__(self, inputs: Size, *outputs: Size, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = declare(self, "weight", *outputs, inputs)
+        self.bias = declare(self, "bias", *outputs, role="vector", initial=0.0) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.multiply(self.product, x, self.weight)
         return y if self.bias is None else y + self.bias.flatten()

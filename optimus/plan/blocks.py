@@ -6,7 +6,7 @@ the kind's first layer identifies the kind.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Literal, NamedTuple, cast
 
@@ -16,7 +16,7 @@ from torch import nn
 from optimus.config import Architecture, ModelConfig
 from optimus.model import CausalModel
 from optimus.model.build import causal_model
-from optimus.model.linear import Linear
+from optimus.model.linear import Factored
 from optimus.model.parameters import Dim, declarations
 from optimus.model.units import units_of
 from optimus.parallel.layouts import RULES
@@ -70,18 +70,19 @@ def examples(model: Architecture, factors: Factors = ()) -> Examples:
         numbers = range(len(kinds)) if len(made.blocks) == len(kinds) else kinds
         layers = dict(zip(numbers, kinds, strict=True))
         made.keep(layers, first=True, last=True, embedding=True, head=True)
-        for name, rank in dict.fromkeys((_example_name(model, kinds, name), rank) for name, rank in factors):
-            cast(Linear, made.get_submodule(name)).add_factors(rank)
+        numbers_of = {kind: number for number, kind in layers.items()}
+        for name, rank in dict.fromkeys((_example_name(model, numbers_of, name), rank) for name, rank in factors):
+            cast(Factored, made.get_submodule(name)).add_factors(rank)
     return Examples(made, layers)
 
 
-def _example_name(model: Architecture, kinds: Sequence[int], name: str) -> str:
+def _example_name(model: Architecture, numbers: Mapping[int, int], name: str) -> str:
     """Returns the name of the module or parameter in `examples` that represents `name` of one of the library's own
     models."""
     if (block := model.parts.block_of(name)) is None:
         return name
     before = f"{model.parts.blocks}."
-    return f"{before}{kinds.index(model.alike[block])}{name.removeprefix(f'{before}{block}')}"
+    return f"{before}{numbers[model.alike[block]]}{name.removeprefix(f'{before}{block}')}"
 
 
 @lru_cache(maxsize=256)

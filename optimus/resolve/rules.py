@@ -11,7 +11,7 @@ from torch import nn
 from optimus.config.pruning import PruningConfig
 from optimus.config.tree import OptimizerConfig, TrainConfig
 from optimus.errors import UserError, nearest
-from optimus.model.linear import Linear
+from optimus.model.linear import Factored
 from optimus.model.parameters import Role, declarations
 from optimus.optim.frozen import Frozen
 from optimus.optim.reptile import Reptile
@@ -69,7 +69,9 @@ def with_factors(model: M, train: TrainConfig) -> M:
     roles = {name: declared.role for name, declared in declarations(model)}
     frozen = {*matching("train.freeze", train.freeze, roles)}
     projections = [
-        each for name, each in model.named_modules() if isinstance(each, Linear) and f"{name}.weight" in frozen
+        each
+        for name, each in model.named_modules()
+        if isinstance(each, Factored) and each.takes_factors and f"{name}.weight" in frozen
     ]
     if not projections:
         raise UserError(

@@ -15,7 +15,7 @@ from optimus.config.tree import StateConfig
 from optimus.errors import UserError
 from optimus.kernels.square_sum import square_dtype
 from optimus.mesh import Layout
-from optimus.model.linear import Linear
+from optimus.model.linear import Factored
 from optimus.model.parameters import Role, declarations, stored_buffers
 from optimus.optim.rule import OptimizerStep
 from optimus.state.buffers import RESIDENCES
@@ -155,7 +155,7 @@ class ModelState:
         """Makes each linear layer with low-rank factors check again, in its next forward pass, whether its frozen
         weight has zeros."""
         for module in self._module.modules():
-            if isinstance(module, Linear):
+            if isinstance(module, Factored):
                 module.pruned = None
 
     @property

@@ -21,7 +21,6 @@ _LIMITS = {
     "modules": "a model of {of} recomputes whole blocks only: set recompute: block",
     "moe": "the experts of a model of {of} recompute with the rest of the feed-forward layer: say mlp",
     "segments": "a model of {of} recomputes block by block: remove it",
-    "factors": "low-rank factors need the library's own modules: remove it",
 }
 
 

@@ -19,7 +19,7 @@ from optimus.kernels.linear import MatrixProduct, TransposedMatrixProduct
 from optimus.model.foreign.columns import Columns
 from optimus.model.foreign.passing import ModelHost
 from optimus.model.head import OutputHead
-from optimus.model.linear import Product
+from optimus.model.linear import Factored, Product
 from optimus.model.parameters import Dim, declaration
 from optimus.model.units import Unit
 from optimus.model.vocabulary import Vocabulary
@@ -188,7 +188,7 @@ class HeadModule(OutputHead):
 _COMMUNICATES = "column", "row", "gather", "scatter"
 
 
-class AuthorsLinear:
+class AuthorsLinear(Factored):
     """A linear layer. `pieces` and `biases` are the names of the weights and biases, whose outputs are concatenated.
 
     `transposed` is True if the weight is [inputs, outputs] (GPT-2's `Conv1D`).
@@ -203,6 +203,11 @@ class AuthorsLinear:
     biases: tuple[str, ...]
     transposed: bool
     shares: bool = False  # True if other products have the same input, whose gradients are summed before the all-reduce
+
+    @property
+    def takes_factors(self) -> bool:
+        """True unless the weight is transposed or stored in pieces."""
+        return not self.transposed and self.pieces == ("weight",)
 
     @property
     def dims(self) -> tuple[Dim, Dim]:
@@ -223,7 +228,7 @@ class AuthorsLinear:
 
     def _all_columns(self, x: Tensor) -> Tensor:
         """Returns the concatenated products of all pieces, plus the biases."""
-        parameters = self._parameters  # type: ignore[attr-defined]
+        parameters: dict[str, Any] = self._parameters
         made = [self._multiply(x, parameters[name]) for name in self.pieces]
         y = made[0] if len(made) == 1 else torch.cat(made, -1)
         biases = [
@@ -235,7 +240,7 @@ class AuthorsLinear:
         product = self.product
         if self.transposed:
             product = product.around(TransposedMatrixProduct(self.host.step))
-        return product(x, weight, self.gradients.get(weight))
+        return self.multiply(product, x, weight)
 
 
 class Summed:

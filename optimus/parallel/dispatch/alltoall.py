@@ -88,8 +88,8 @@ class AllToAllDispatch:
     """A `TokenDispatcher` over the ranks of `group`, which hold `experts_per_rank` experts each, in rank order.
 
     The group `parts` may shard the experts; the ranks of `parts` have different groups `group`. The ranks of `parts`
-    all-gather the received tokens, and sum the results of the shards of the experts (TED, section 7.3.1 of the dissertation). With
-    `duplicates`, all ranks of `parts` send and receive the same tokens, so the ranks only sum.
+    all-gather the received tokens, and sum the results of the shards of the experts (dissertation on AxoNN, section 7.3.1).
+    With `duplicates`, all ranks of `parts` send and receive the same tokens, so the ranks only sum.
 
     T may differ between ranks, and may be 0. `overlapped` computation runs during communication (Megatron-Core's
     overlap of shared experts).

@@ -296,8 +296,7 @@ def test_a_wrong_description_is_one_message(mistake: str) -> None:
             {"parallel": {"pipeline": 2, "vocabulary": True}},
             "parallel.vocabulary: a model of a plugin has its embedding",
         ),
-        ({"train": {"lora_rank": 2}}, "train.lora_rank: low-rank factors need the library's own modules"),
-        ({"recompute": ["mlp"]}, "recompute: a model of a plugin recomputes whole blocks only: set recompute: block"),
+        ({"recompute": ["moe"]}, "recompute: the experts of a model of a plugin recompute with the rest of the feed-forward"),
         ({"parallel": {"pipeline": 8}}, "makes 8 stages, but the model has 4 layers"),
     ],
 )
