@@ -26,7 +26,7 @@ LOSS, NORM = 2e-6, 1e-4  # as in test_layouts.py
     ],
 )
 def test_losses_are_those_of_a_plain_loop(family: str, layout: str) -> None:
-    ranks, sections = LAYOUTS[layout]
+    ranks, sections, _ = LAYOUTS[layout]
     found = run_ranks(trained, ranks, family, sections)[0]
     for (loss, norm), (expected_loss, expected_norm) in zip(found, by_plain_loop(family), strict=True):
         assert loss == pytest.approx(expected_loss, rel=LOSS)
