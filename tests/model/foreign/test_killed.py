@@ -1,4 +1,4 @@
-"""A run of an adapted model, killed at random moments, resumes: on its layout bit for bit, on another one within rounding."""
+"""Killed runs of adapted models go on: on their layout bit for bit, on another one within rounding."""
 
 import copy
 import random
