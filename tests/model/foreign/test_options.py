@@ -51,7 +51,7 @@ PAIRED = (
 # Relative bounds of losses, norms, all final weights together, and each tensor. Sums in another order differ by rounding
 # of the type; in bfloat16, rules that divide by the size of a gradient move a weight of no gradient anywhere.
 EXACT = {"loss": 2e-5, "norm": 1e-4, "weights": 2e-5, "tensor": 1e-4}
-ROUNDED = {"loss": 1e-2, "norm": 5e-2, "weights": 2e-2}
+ROUNDED = {"loss": 1e-3, "norm": 1e-2, "weights": 2e-2}
 
 
 def factors(case: Case) -> dict[str, str]:
@@ -70,8 +70,14 @@ def factors(case: Case) -> dict[str, str]:
 
 
 def pairs(case: Case) -> set[tuple[object, ...]]:
-    """Returns all pairs of factors."""
-    return set(itertools.combinations(sorted(factors(case).items()), 2))
+    """Returns the pairs of factors that the case tests: with bfloat16, whose bounds are wide, only the pairs with it."""
+    found = set(itertools.combinations(sorted(factors(case).items()), 2))
+    return {pair for pair in found if any("bfloat16" in factor for factor in pair)} if in_bf16(case) else found
+
+
+def in_bf16(case: Case) -> bool:
+    """Returns whether the case computes or sums gradients in bfloat16."""
+    return "bfloat16" in case.values.values()
 
 
 @cache
@@ -127,7 +133,7 @@ def differences(case: Case, data: Path, folder: Path) -> dict[str, float]:
 @pytest.mark.parametrize("number", in_turns(cases(), 20, always=4))
 def test_options(number: int, documents: Path, tmp_path: Path) -> None:
     case = drawn(number)
-    bounds = ROUNDED if "bfloat16" in case.values.values() else EXACT
+    bounds = ROUNDED if in_bf16(case) else EXACT
     found = differences(case, documents, tmp_path)
     assert all(found[kind] <= bound for kind, bound in bounds.items()), (found, case)
 
