@@ -61,7 +61,7 @@ def interrupted(config: dict[str, Any], signs: Path, draw: random.Random, durati
     folder, kills = Path(config["train"]["output"]), 0
     while kills < 2 or not list_checkpoints(folder):
         aimed = draw.choice([None, "copying", "writing", "committing"])
-        if killed(config, signs, draw.uniform(0.0, duration), aimed):
+        if killed(config, signs, draw.triangular(0.0, duration, 0.8 * duration), aimed):
             kills += 1
         else:  # it ended before: the next kills come sooner
             shutil.rmtree(folder)

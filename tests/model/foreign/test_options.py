@@ -49,7 +49,8 @@ PAIRED = (
     "checkpoint.scattered",
 )
 # Relative bounds of losses, norms, all final weights together, and each tensor. Sums in another order differ by rounding
-# of the type; in bfloat16, rules that divide by the size of a gradient move a weight of no gradient anywhere.
+# of the type. Some gradients are all rounding, such as those of key biases. Lion moves these weights fully, at a rate of
+# 2e-6, and in bfloat16 other rules do too.
 EXACT = {"loss": 2e-5, "norm": 1e-4, "weights": 2e-5, "tensor": 1e-4}
 ROUNDED = {"loss": 1e-3, "norm": 1e-2, "weights": 2e-2}
 
@@ -117,15 +118,16 @@ def differences(case: Case, data: Path, folder: Path) -> dict[str, float]:
         return max(abs(a[name] - b[name]) / (abs(b[name]) or 1.0) for a, b in zip(found, right) if name in b)
 
     weights = [dict(optimus.load_model(folder / name).named_parameters()) for name in ("ranks", "alone")]
-    moved, sizes = [], []
+    moved, sizes, least = [], [], list[float]()
     for name, tensor in weights[1].items():
         moved.append(float((weights[0][name] - tensor).norm()))
         sizes.append(float(tensor.norm()))
+        least.append(0.02 * math.sqrt(tensor.numel()))  # the size of fresh matrices, for biases near zero
     return {
         "loss": max(worst("loss"), worst("balance_loss")),
         "norm": worst("grad_norm"),
         "weights": math.hypot(*moved) / math.hypot(*sizes),
-        "tensor": max(error / (size or 1.0) for error, size in zip(moved, sizes)),
+        "tensor": max(error / max(size, usual) for error, size, usual in zip(moved, sizes, least)),
     }
 
 
@@ -133,9 +135,16 @@ def differences(case: Case, data: Path, folder: Path) -> dict[str, float]:
 @pytest.mark.parametrize("number", in_turns(cases(), 20, always=4))
 def test_options(number: int, documents: Path, tmp_path: Path) -> None:
     case = drawn(number)
-    bounds = ROUNDED if in_bf16(case) else EXACT
+    bounds = bounds_of(case)
     found = differences(case, documents, tmp_path)
     assert all(found[kind] <= bound for kind, bound in bounds.items()), (found, case)
+
+
+def bounds_of(case: Case) -> dict[str, float]:
+    """Returns the bounds of the relative differences."""
+    if in_bf16(case):
+        return ROUNDED
+    return EXACT | ({"tensor": 1e-3} if case.values["optimizer.name"] == "lion" else {})
 
 
 def refusal(case: Case) -> str | None:
