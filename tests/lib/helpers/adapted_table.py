@@ -52,7 +52,7 @@ def cell(rows: list[dict[str, Any]]) -> str:
     if any("failed" in row for row in rows):
         return "failed"
     if all("refused" in row for row in rows):
-        return "refused"
+        return "refused: states pass on"
     return " / ".join(f"{max(row[kind] for row in rows if kind in row):.0e}" for kind in ("loss", "norm"))
 
 
