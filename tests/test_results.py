@@ -77,6 +77,7 @@ PARITY, LAYOUTS = "tests/model/test_transformers_parity.py", "tests/training/tes
 LOST, MASKS, KILLED = "tests/launch/test_lost_rank.py", "tests/state/test_masks.py", "tests/checkpoint/test_killed.py"
 CHANGES, WATCH = "tests/checkpoint/test_layouts.py", "tests/comm/test_watch.py"
 FACTS = "tests/model/foreign/facts.json"
+OPTIONS, ADAPTED_KILLED = "tests/model/foreign/test_options.py", "tests/model/foreign/test_killed.py"
 HANGS, SLOW, LAB = "tests/resilience/test_hangs.py", "tests/resilience/test_slow.py", "tests/testing/test_lab.py"
 TIMES, SCALING = "tests/resolve/test_offload_times.py", "tests/plan/test_scaling.py"
 PCCL, OFFLOADING = "tests/plan/test_pccl.py", "tests/plan/test_offloading.py"
@@ -152,6 +153,15 @@ def adapted_facts() -> list[float]:
         100 * least,
         round(100 * sum(divided) / len(divided), 1),
     ]
+
+
+def adapted_options() -> list[float]:
+    """Returns the numbers of draws, runs, options and steps, and the bounds of losses and norms."""
+    of = module(OPTIONS)
+    case = of.drawn(0)
+    options = len(of.PAIRED) + len(of.factors(case).keys() - {*of.PAIRED})
+    bounds = [bounds[kind] for bounds in (of.EXACT, of.ROUNDED) for kind in ("loss", "norm")]
+    return [len(of.POOL), len(of.cases()), options, of.STEPS, *bounds]
 
 
 FIXED = [
@@ -277,6 +287,14 @@ FIXED = [
         r".*\n.*, (\S+) % on average",
         adapted_facts,
     ),
+    Fixed(
+        OPTIONS,
+        r"of ([\d,]+) random runs of eight families on 1, 2 and 4 ranks, (\d+) have all pairs of the values of (\d+)\n"
+        r"options; each has (\d) steps .* Losses are within (\S+) of one process, norms within\n(\S+) "
+        r"\(with bfloat16, (\S+) and (\S+)\)",
+        adapted_options,
+    ),
+    Fixed(ADAPTED_KILLED, r"(\d+) runs of 2 ranks, each killed", lambda: [len(module(ADAPTED_KILLED).CASES)]),
 ]
 WITHOUT_NUMBERS = {
     "tests/parallel/test_context.py": "a quarter, of four ranks; formulas",

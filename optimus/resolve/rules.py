@@ -85,14 +85,15 @@ def with_factors(model: M, train: TrainConfig) -> M:
 def pruned_by(
     pruning: PruningConfig | None, model: nn.Module, rules: Mapping[str, Rule], *, tied: bool = False
 ) -> list[str]:
-    """Returns the parameters of the whole `model` that the run prunes. `tied` is True if embedding and head share their
-    weight.
+    """Returns the parameters of the whole `model` that the run prunes, without those in `model.untrained`. `tied` is True
+    if embedding and head share their weight.
 
     Raises `UserError` for parameters that the run cannot prune.
     """
     if pruning is None:
         return []
-    roles = {name: declared.role for name, declared in declarations(model)}
+    untrained: frozenset[str] = getattr(model, "untrained", frozenset())
+    roles = {name: declared.role for name, declared in declarations(model) if name not in untrained}
     if pruning.targets is None:
         found = [name for name, role in roles.items() if role in ("matrix", "expert")]
     else:

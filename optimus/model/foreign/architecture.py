@@ -49,8 +49,9 @@ class TransformersModel(AdaptedModel):
         return json.dumps(self.transformers, sort_keys=True)
 
     def compared(self, unasked: Set[str]) -> dict[str, Any]:
-        """Returns the keys and values of the config.json that can change the forward pass."""
-        return {key: value for key, value in self.transformers.items() if key not in _SAYS_NOTHING}
+        """Returns the keys and values of the config.json that can change the forward pass, as JSON has them: keys of
+        mappings are text."""
+        return {key: value for key, value in json.loads(self.text).items() if key not in _SAYS_NOTHING}
 
     @property
     def facts(self) -> "ModelFacts":

@@ -1,15 +1,18 @@
 """Adapted families of `transformers`, trained through the library and by a plain PyTorch loop."""
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from helpers.equality import prune_as_configured
 from optimus.config import RunConfig, load_config
 from optimus.model.build import causal_model
 from optimus.model.foreign.configuration import hf_config
 from optimus.model.foreign.twin import build, small
 from optimus.model.init import initialize
+from optimus.testing.ranks import run_ranks
 from optimus.testing.steps import Steps, random_batch
 
 STEPS, LENGTH, BATCH, LR = 4, 32, 4, 1e-3
@@ -52,13 +55,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "deepseek_v4": {},
 }
 """For each family, keys of a tiny config.json; a family without keys is shrunk from its makers' defaults."""
+LAYERS = {"glm4": 4, "qwen3_next": 4, "kimi_linear": 5}
+"""The number of layers of shrunk families that would have fewer than four, the stages of some layouts."""
 
 
 class Layout(NamedTuple):
-    """Sections of a configuration, and the number of ranks that they need."""
+    """Sections of a configuration, and the number of ranks that they need.
+
+    The plain loop has neither pruning nor Muon. With `changed`, the sections change the numbers, and one process of the
+    library is the reference.
+    """
 
     ranks: int
     sections: dict[str, Any]
+    changed: bool = False
 
 
 _SHARDED = {"shard": "parameters"}
@@ -85,7 +95,15 @@ LAYOUTS = {
     "pipeline x zero3 x offload": Layout(
         4, {"parallel": {"pipeline": 2}, "state": _SHARDED | {"offload": "optimizer"}}
     ),
+    "disk": Layout(2, {"state": _SHARDED | {"offload": "disk"}}),
+    "pruning": Layout(2, {"state": _SHARDED, "pruning": {"sparsity": 0.6, "at": 0}}, changed=True),
+    "pruning x tensor": Layout(
+        2, {"parallel": {"tensor": 2}, "pruning": {"sparsity": 0.6, "at": [1, 2], "method": "random"}}, changed=True
+    ),
+    "muon x zero3": Layout(2, {"state": _SHARDED, "optimizer": {"name": "muon"}}, changed=True),
 }
+_OWN_ATTENTION = "camembert", "openai-gpt"  # positions of its own; attention that is not behind the interface
+LEAKING = "falcon_h1", "nemotron_h", "qwen3_next", "kimi_linear", "deepseek_v4"  # states of one position reach the next
 
 
 def config_json(family: str) -> dict[str, Any]:
@@ -94,7 +112,7 @@ def config_json(family: str) -> dict[str, Any]:
 
     settings = SETTINGS.get(family, {})
     made = AutoConfig.for_model(family, **settings)
-    found: dict[str, Any] = (made if settings else small(made)).to_dict()
+    found: dict[str, Any] = (made if settings else small(made, LAYERS.get(family))).to_dict()
     return found
 
 
@@ -122,8 +140,36 @@ def trained(family: str, sections: dict[str, Any], documents: bool = False) -> l
     """Returns the loss and the norm of the gradient of each step, on one rank of a layout."""
     more = {"data": {"documents": "mask"}} if documents else {}
     steps = Steps(config_of(family, **sections, **more))
-    results = [steps.train(document_BS=document_BS() if documents else None) for _ in range(STEPS)]
-    return [(result.loss, result.grad_norm) for result in results]
+    found = []
+    for _ in range(STEPS):
+        prune_as_configured(steps)
+        result = steps.train(document_BS=document_BS() if documents else None)
+        found.append((result.loss, result.grad_norm))
+    return found
+
+
+def refused(family: str, layout: str) -> str | None:
+    """Returns a pattern of the error with which the configuration refuses the layout for the family, or None."""
+    if layout in ("context", "ulysses") and family in (*LEAKING, *_OWN_ATTENTION):
+        return r"parallel\.context: "
+    if layout in ("recompute attention", "recompute modules x tensor") and family == "deepseek_v4":
+        return "recomputes whole blocks only"
+    return None
+
+
+def on_layout(family: str, layout: str) -> list[tuple[float, float]]:
+    """Returns the result of `trained` on the ranks of a layout."""
+    ranks, sections, _ = LAYOUTS[layout]
+    return trained(family, sections) if ranks == 1 else run_ranks(trained, ranks, family, sections)[0]
+
+
+@cache
+def expected(family: str, layout: str) -> list[tuple[float, float]]:
+    """Returns the losses and norms that a layout must have: of a plain loop, or of one process of the library."""
+    _, sections, changed = LAYOUTS[layout]
+    if not changed:
+        return plain(family)
+    return trained(family, {name: section for name, section in sections.items() if name not in ("parallel", "state")})
 
 
 def document_BS() -> Tensor:
@@ -167,3 +213,6 @@ def by_plain_loop(family: str, documents: bool = False) -> list[tuple[float, flo
         found.append((total, norm))
         optimizer.step()
     return found
+
+
+plain = cache(by_plain_loop)

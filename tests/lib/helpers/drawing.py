@@ -86,19 +86,19 @@ def drawn(number: int) -> tuple[str, Layout]:
     else:
         layers = shape["layers"]
         draw.set("train.micro_batch", *(16 // (data * n) for n in microbatches if n < 8))
-    _draw_state(draw, data * context)
+    draw_state(draw, data * context)
     if "experts" in shape:
         _draw_experts(draw, shape, (outputs, inputs), here)
         _limit_shard_ranks(draw, Mesh(dp=data, cp=context, tp=tensor, tp_in=inputs, **_experts(draw)))
     _draw_recomputation(draw, "moe" if "experts" in shape else "mlp", layers)
     if pipeline > 1:
-        _draw_blocks(draw, here, tensor * context)
-    _draw_rule(draw)
+        draw_blocks(draw, here, tensor * context)
+    draw_rule(draw)
     _draw_frozen(draw)
     ranks = pipeline * here
     nodes = [n for n in range(1, ranks + 1) if ranks % n == 0]
     per_node = ranks // draw.of(*nodes, *nodes[1:-1])
-    _draw_residency(draw)
+    draw_residency(draw)
     _draw_pruning(draw, shape)
     _draw_loss(draw)
     return model, Layout(ranks, draw.overrides, per_node)
@@ -120,7 +120,7 @@ def passes(model: str, layout: Layout) -> float:
 def _draw_pipeline(draw: Draw, ranks: int, sequences: int, microbatches: list[int]) -> int:
     """Draws all options of the pipeline; returns the number of layers. These ranks train `sequences` per step."""
     draw.set("parallel.pipeline", ranks)
-    stages = ranks * _draw_order(draw, ranks, max(microbatches))
+    stages = ranks * draw_order(draw, ranks, max(microbatches))
     if "parallel.executor=scheduled" in draw.overrides:
         draw.set("parallel.vocabulary", True, False)
     layers: int = draw.set("model.layers", stages, stages + 1)
@@ -139,7 +139,7 @@ def _draw_pipeline(draw: Draw, ranks: int, sequences: int, microbatches: list[in
     return layers
 
 
-def _draw_order(draw: Draw, ranks: int, most: int) -> int:
+def draw_order(draw: Draw, ranks: int, most: int) -> int:
     """Draws an executor and a schedule for at most `most` microbatches; returns the stages per rank."""
     if draw.set("parallel.executor", "scheduled", "scheduled", "message-driven") == "message-driven":
         per_rank: int = draw.set("parallel.stages_per_rank", 1, 2)
@@ -170,7 +170,7 @@ def _draw_parallel(draw: Draw, shape: dict[str, Any], grid: tuple[int, int], con
         draw.set("parallel.context_method", *fits)
 
 
-def _draw_state(draw: Draw, replicas: int) -> None:
+def draw_state(draw: Draw, replicas: int) -> None:
     shard = draw.set("state.shard", "none", "optimizer", "gradients", "parameters")
     draw.set("state.chunk", 500, 2000, 100_000)
     draw.set("state.tile", 64, 1000, 1 << 20)
@@ -221,7 +221,7 @@ def _limit_shard_ranks(draw: Draw, mesh: Mesh) -> None:
             draw.overrides[at] = f"{key}={most}"
 
 
-def _draw_rule(draw: Draw) -> None:
+def draw_rule(draw: Draw) -> None:
     """Draws the update rule. Lion moves fully even if a gradient is all rounding error, so its learning rate is small."""
     if draw.set("optimizer.name", "adamw", "muon", "muon", "lion", "schedule-free") == "lion":
         draw.set("lr_schedule.lr", 2e-6)
@@ -268,7 +268,7 @@ def _draw_pruning(draw: Draw, shape: dict[str, Any]) -> None:
     draw.set("pruning.indices", "int32", "bits")
 
 
-def _draw_residency(draw: Draw) -> None:
+def draw_residency(draw: Draw) -> None:
     """Draws the offload of state, and the part that stays on the device."""
     residency = draw.set("state.offload", "none", "optimizer", "all", "disk")
     fetched = residency in ("all", "disk")
@@ -293,7 +293,7 @@ def _draw_recomputation(draw: Draw, feed_forward: str, layers: int) -> None:
         draw.set("recompute_collectives", "keep", "repeat")
 
 
-def _draw_blocks(draw: Draw, ranks: int, together: int) -> None:
+def draw_blocks(draw: Draw, ranks: int, together: int) -> None:
     """Draws the pipeline stride: the number of a stage's `ranks` that lie side by side."""
     said = dict(override.split("=", 1) for override in draw.overrides)
     experts = int(said.get("parallel.expert", 1)) * int(said.get("parallel.expert_tensor", 1))

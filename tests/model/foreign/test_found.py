@@ -8,10 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import optimus
-from helpers.adapted import LAYOUTS, by_plain_loop, config_json, config_of, trained
+from helpers.adapted import config_json, config_of, expected, on_layout
 from optimus.model.build import causal_model
 from optimus.model.parameters import stored_buffers
-from optimus.testing.ranks import run_ranks
 from optimus.testing.steps import Steps
 
 LOSS, NORM = 2e-6, 1e-4  # as in test_layouts.py
@@ -23,12 +22,12 @@ LOSS, NORM = 2e-6, 1e-4  # as in test_layouts.py
         ("falcon", "tensor"),  # its linear layers have a class of their own
         ("minimax", "zero3"),  # its decays are buffers that checkpoints store
         ("mamba", "1f1b"),  # it asks the output layer's weight for its type on every stage
+        ("deepseek_v4", "pruning"),  # matrices of its indexers get no gradient, and are not pruned
     ],
 )
 def test_losses_are_those_of_a_plain_loop(family: str, layout: str) -> None:
-    ranks, sections = LAYOUTS[layout]
-    found = run_ranks(trained, ranks, family, sections)[0]
-    for (loss, norm), (expected_loss, expected_norm) in zip(found, by_plain_loop(family), strict=True):
+    found = on_layout(family, layout)
+    for (loss, norm), (expected_loss, expected_norm) in zip(found, expected(family, layout), strict=True):
         assert loss == pytest.approx(expected_loss, rel=LOSS)
         assert norm == pytest.approx(expected_norm, rel=NORM)
 

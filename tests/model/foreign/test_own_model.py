@@ -296,7 +296,10 @@ def test_a_wrong_description_is_one_message(mistake: str) -> None:
             {"parallel": {"pipeline": 2, "vocabulary": True}},
             "parallel.vocabulary: a model of a plugin has its embedding",
         ),
-        ({"recompute": ["moe"]}, "recompute: the experts of a model of a plugin recompute with the rest of the feed-forward"),
+        (
+            {"recompute": ["moe"]},
+            "recompute: the experts of a model of a plugin recompute with the rest of the feed-forward",
+        ),
         ({"parallel": {"pipeline": 8}}, "makes 8 stages, but the model has 4 layers"),
     ],
 )

@@ -61,6 +61,12 @@ def test_a_stopped_run_goes_on_bit_for_bit_and_on_another_layout(run: dict[str, 
             torch.testing.assert_close(tensor, expected[parameter], rtol=0, atol=tolerance, msg=f"{name}: {parameter}")
 
 
+def test_numbers_as_keys_are_those_of_the_checkpoint(run: dict[str, Any]) -> None:
+    labels = {"transformers": config_json("phi3") | {"id2label": {0: "no", 1: "yes"}}}  # a checkpoint has them as text
+    optimus.train(run | {"model": labels}, ["train.stop_at=2"])
+    assert optimus.train(run | {"model": labels}, ["train.steps=6"], resume=True)["step"] == 6
+
+
 def test_from_training_to_a_folder_and_back(run: dict[str, Any], tmp_path: Path) -> None:
     output = run["train"]["output"]
     optimus.train(run)
