@@ -24,7 +24,7 @@ GROUPS = {
     "Tensor 2": ("tensor",),
     "Pipeline 2, four forms": ("1f1b", "zero-bubble", "interleaved", "message-driven"),
     "Ring, Ulysses": ("context", "ulysses"),
-    "Recomputation": ("recompute",),
+    "Recomputation": ("recompute", "recompute attention", "recompute modules x tensor"),
     "Three mixtures": ("tensor x pipeline", "tensor x zero3 x recompute", "pipeline x zero3 x offload"),
     "Pruning, with ZeRO-3 and tensor 2": ("pruning", "pruning x tensor"),
     "Muon with ZeRO-3": ("muon x zero3",),

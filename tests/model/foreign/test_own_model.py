@@ -298,7 +298,7 @@ def test_a_wrong_description_is_one_message(mistake: str) -> None:
         ),
         (
             {"recompute": ["moe"]},
-            "recompute: the experts of a model of a plugin recompute with the rest of the feed-forward",
+            "recompute: the experts of a model of a plugin recompute with the rest of",
         ),
         ({"parallel": {"pipeline": 8}}, "makes 8 stages, but the model has 4 layers"),
     ],
