@@ -225,6 +225,9 @@ class ForeignModel(Storage, CausalModel):
                 here = block in blocks if block is not None else flags[_part(name, facts)]
                 if not here:
                     owner._parameters[leaf] = None
+            number = names.block_of(owner_name)
+            if number is not None and number not in blocks:  # a checkpoint gets the buffers of a block from its stage
+                owner._non_persistent_buffers_set = {*owner._buffers}
         if not head:  # some models read the dtype of the output layer's weight on every stage
             del self.head._parameters["weight"]
             self.head.__dict__["weight"] = torch.empty(0)

@@ -11,6 +11,7 @@ import optimus
 from helpers.adapted import config_json, config_of, expected, on_layout
 from optimus.model.build import causal_model
 from optimus.model.parameters import stored_buffers
+from optimus.observe.metrics import read_metrics
 from optimus.testing.steps import Steps
 
 LOSS, NORM = 2e-6, 1e-4  # as in test_layouts.py
@@ -59,6 +60,21 @@ def test_a_folder_keeps_buffers(small_run: dict[str, Any], tmp_path: Path) -> No
     exported = optimus.export(run["train"]["output"], tmp_path / "exported")["output"]
     again = AutoModelForCausalLM.from_pretrained(exported)
     torch.testing.assert_close(again(tokens_BS).logits, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.usefixtures("warm_ranks")
+def test_a_pipeline_stores_the_buffers_of_a_block_once(small_run: dict[str, Any], tmp_path: Path) -> None:
+    run = small_run | {"model": {"transformers": config_json("minimax")}, "checkpoint": {"every": 2}}
+    run["train"] = small_run["train"] | {"steps": 3, "precision": "float32"}
+    pipeline = [f"train.output={tmp_path / 'pipeline'}", "parallel.pipeline=2"]
+    optimus.train(run)
+    optimus.train(run, [*pipeline, "train.stop_at=2"], ranks=2)
+    optimus.train(run, pipeline, ranks=2, resume=True)
+    losses = [
+        [record["loss"] for record in read_metrics(Path(folder))]
+        for folder in (tmp_path / "run", tmp_path / "pipeline")
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def type_of(raw: dict[str, Any]) -> Any:

@@ -45,6 +45,7 @@ CASES = [
     Kills("falcon_h1", "zero3", "pipeline", False),
     Kills("glm4", "disk", "tensor", True),
     Kills("olmo2", "tensor", "zero3", False),
+    Kills("deepseek_v4", "pipeline", "zero3", False),
 ]
 
 
