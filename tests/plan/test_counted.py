@@ -7,6 +7,7 @@ import torch
 
 from helpers.adapted import config_json, config_of
 from helpers.planned import resolved
+from helpers.sweep import in_turns
 from optimus.config import Architecture, ModelConfig, RunConfig, load_config
 from optimus.errors import UserError
 from optimus.mesh import Mesh
@@ -151,8 +152,11 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("machine", "ranks"), [("dgx-a100", 8), ("laptop", 2)])
+PLANNED = [("llama", "dgx-a100", 8), ("hybrid", "laptop", 2), ("moe", "laptop", 2)]
+PLANNED += [(name, *machine) for name in MODELS for machine in (("dgx-a100", 8), ("laptop", 2))][1:]
+
+
+@pytest.mark.parametrize(("name", "machine", "ranks"), in_turns([*dict.fromkeys(PLANNED)], 4, always=3))
 def test_a_plan_is_a_run_that_passes_its_checks(name: str, machine: str, ranks: int) -> None:
     job = asked(run_of(MODELS[name], sequence_length=256), machine, ranks, [])
     plans = search(job, best=6)

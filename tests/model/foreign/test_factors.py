@@ -64,5 +64,5 @@ def test_a_run_resumes_and_exports_the_sum(small_run: dict[str, Any], tmp_path: 
 
 def test_transposed_weights_have_no_factors() -> None:
     """GPT-2's layers have weights [inputs, outputs]."""
-    with pytest.raises(UserError, match="adds factors to frozen projections, but train.freeze matches none"):
+    with pytest.raises(UserError, match=r"adds factors to frozen projections, but train\.freeze matches none"):
         Steps(config_of("gpt2", train={"lora_rank": 2, "freeze": ["matrix"]}))

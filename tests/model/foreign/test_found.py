@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import optimus
 from helpers.adapted import config_json, config_of, expected, on_layout
+from helpers.sweep import in_turns
 from optimus.model.build import causal_model
 from optimus.model.parameters import stored_buffers
 from optimus.observe.metrics import read_metrics
@@ -19,12 +20,15 @@ LOSS, NORM = 2e-6, 1e-4  # as in test_layouts.py
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [
-        ("falcon", "tensor"),  # its linear layers have a class of their own
-        ("minimax", "zero3"),  # its decays are buffers that checkpoints store
-        ("mamba", "1f1b"),  # it asks the output layer's weight for its type on every stage
-        ("deepseek_v4", "pruning"),  # matrices of its indexers get no gradient, and are not pruned
-    ],
+    in_turns(
+        [
+            ("falcon", "tensor"),  # its linear layers have a class of their own
+            ("minimax", "zero3"),  # its decays are buffers that checkpoints store
+            ("mamba", "1f1b"),  # it asks the output layer's weight for its type on every stage
+            ("deepseek_v4", "pruning"),  # matrices of its indexers get no gradient, and are not pruned
+        ],
+        4,
+    ),
 )
 def test_losses_are_those_of_a_plain_loop(family: str, layout: str) -> None:
     found = on_layout(family, layout)

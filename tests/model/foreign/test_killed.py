@@ -71,7 +71,7 @@ def interrupted(config: dict[str, Any], signs: Path, draw: random.Random, durati
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", in_turns(CASES, 4, always=1), ids=lambda case: f"{case.family}-{case.layout}")
+@pytest.mark.parametrize("case", in_turns(CASES, 5), ids=lambda case: f"{case.family}-{case.layout}")
 def test_a_killed_run_goes_on(small_run: dict[str, Any], tmp_path: Path, case: Kills) -> None:
     draw, signs = random.Random(str(case)), tmp_path / "signs"
     small_run |= {"model": {"transformers": config_json(case.family)}}

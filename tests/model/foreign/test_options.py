@@ -132,7 +132,7 @@ def differences(case: Case, data: Path, folder: Path) -> dict[str, float]:
 
 
 @pytest.mark.usefixtures("warm_ranks")
-@pytest.mark.parametrize("number", in_turns(cases(), 20, always=4))
+@pytest.mark.parametrize("number", in_turns(cases(), 20, always=2))
 def test_options(number: int, documents: Path, tmp_path: Path) -> None:
     case = drawn(number)
     bounds = bounds_of(case)
