@@ -100,7 +100,7 @@ def _measured(setting: ModuleSetting, layer: int, sequences: int) -> BlockOperat
     stage = _stage(setting.without_experts)
     model, counting = stage.model, stage.counting
     counting.clear()
-    with stage.shapes() as shapes, counting:
+    with stage.shapes(), counting:
         batch, number = setting.batch(sequences), stage.numbers[layer]
         positions_S, positions = model.local_positions(batch)
         x_TH = setting.stream(sequences).requires_grad_()
@@ -114,7 +114,6 @@ def _measured(setting: ModuleSetting, layer: int, sequences: int) -> BlockOperat
         for add in deferred:
             add()
         weights = counting.taken()
-        del shapes
     model.zero_grad()
     return BlockOperations(forward, backward, weights._replace(products=(*weights.products, *later)), attended, units)
 
