@@ -8,9 +8,9 @@ from helpers.drawing import Draw, draw_blocks, draw_order, draw_residency, draw_
 FAMILIES = ("llama", "phi3", "gpt2", "gpt_neox", "olmo2", "gemma3_text", "granitemoe", "stablelm")
 LAYERS, STEPS, BATCH, LENGTH = 4, 3, 8, 32
 _LAYOUT = ("parallel.", "state.", "recompute", "checkpoint.")
-PHASES = (
+PHASES = (  # Lion needs the small rate of the run
     "[{steps: 1}, {steps: 2, sequence_length: 16}]",
-    "[{steps: 2, sequence_length: 16, global_batch: 16}, {steps: 1, lr_schedule: {name: constant, lr: 1e-3}}]",
+    "[{steps: 2, sequence_length: 16, global_batch: 16}, {steps: 1, lr_schedule: {name: constant}}]",
 )
 
 
