@@ -93,6 +93,8 @@ class Linear(Factored, ProjectionModule):
         super().__init__()
         self.weight = declare(self, "weight", *outputs, inputs)
         self.bias = declare(self, "bias", *outputs, role="vector", initial=0.0) if bias else None
+        self.register_parameter("lora_b", None)
+        self.register_parameter("lora_a", None)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.multiply(self.product, x, self.weight)

@@ -225,8 +225,9 @@ class ForeignModel(Storage, CausalModel):
                 here = block in blocks if block is not None else flags[_part(name, facts)]
                 if not here:
                     owner._parameters[leaf] = None
-            number = names.block_of(owner_name)
-            if number is not None and number not in blocks:  # a checkpoint gets the buffers of a block from its stage
+            number, part = names.block_of(owner_name), _part(f"{owner_name}.", facts)
+            stores = number in blocks if number is not None else first if part == "embedding" else flags[part]
+            if not stores:  # a checkpoint gets each buffer from one stage
                 owner._non_persistent_buffers_set = {*owner._buffers}
         if not head:  # some models read the dtype of the output layer's weight on every stage
             del self.head._parameters["weight"]

@@ -81,6 +81,23 @@ def test_a_pipeline_stores_the_buffers_of_a_block_once(small_run: dict[str, Any]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_share_the_stored_buffers(tied: bool) -> None:
+    """Each buffer is in the checkpoint of one of two stages, wherever its module is."""
+    config = config_of("llama", model={"transformers": config_json("llama") | {"tie_word_embeddings": tied}})
+    found: list[str] = []
+    for stage, blocks in enumerate((range(2), range(2, 4))):
+        with torch.device("meta"):
+            model: Any = causal_model(config.model)
+        owners = [*model.modules()]
+        for owner in owners:
+            owner.register_buffer("statistic", torch.zeros(1))
+        ends = {"first": stage == 0, "last": stage == 1, "head": stage == 1}
+        model.keep(blocks, embedding=tied or stage == 0, **ends)
+        found += [name for name, _ in stored_buffers(model) if name.endswith("statistic")]
+    assert len(found) == len({*found}) == len(owners)
+
+
 def type_of(raw: dict[str, Any]) -> Any:
     from transformers import AutoConfig
 
