@@ -121,7 +121,7 @@ def _foreign_counts(config: TransformersModel | PluginModel) -> _Counts:
 
 def _kind_of(name: str, block: int | None, config: TransformersModel | PluginModel) -> str:
     """Returns the kind of the part of a block that has a parameter; `block` if the block has no parts."""
-    for part in config.facts.parts.get(-1 if block is None else block, ()):
+    for part in config.facts.block_parts.get(-1 if block is None else block, ()):
         if name.startswith(f"{config.parts.blocks}.{block}.{part.name}."):
             return part.kind
     return "block"

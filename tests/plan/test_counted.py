@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 
 from helpers.adapted import config_json, config_of
 from helpers.planned import resolved
@@ -55,7 +54,7 @@ def test_matmuls_are_those_of_the_weights(family: str) -> None:
     for each, half in zip(one[:3], halves[:3]):
         assert flops(half.products) == pytest.approx(flops(each.products) / 2)
     assert {each.heads for each in halves.attended} == {each.heads // 2 for each in one.attended}
-    assert [sum(each.moved for each in both) for both in zip(halves[:3])] < [sum([each.moved]) for each in one[:3]]
+    assert all(half.moved < each.moved for each, half in zip(one[:2], halves[:2]))
 
 
 @pytest.mark.parametrize("family", ["granitemoe", "qwen3_moe"])
@@ -225,4 +224,3 @@ def test_own_models_stay_as_they_are_declared() -> None:
     model = ModelConfig.model_validate(OWN)
     assert isinstance(costs_of(asked(run_of(OWN), "dgx-a100", 8, [])).model, ModelConfig)
     assert model.refuse_ways(3) is None
-    assert torch.get_default_device().type == "cpu"

@@ -73,7 +73,7 @@ class AdaptedModel(Section):
         """The model's unsupported features, each with the reason."""
         facts = self.facts
         found = {option: why.format(of=self.origin) for option, why in _LIMITS.items()} | dict(facts.refusals)
-        if all(facts.parts.get(kind) for kind in {*facts.kinds}):
+        if all(facts.block_parts.get(kind) for kind in {*facts.kinds}):
             del found["modules"]
         return found
 

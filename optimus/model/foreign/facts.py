@@ -201,7 +201,6 @@ class _Analysis:
         tensor = self._tensor(embedding, head, seen.width())
         weight = self.real.get_parameter(f"{embedding}.weight")
         stream = self._stream(seen, weight)
-        parts = self._parts()
         dropout = self._dropout()
         positions, positions_key = self._positions()
         self._unknown_layers()
@@ -240,7 +239,7 @@ class _Analysis:
             refusals=dict(self.refusals),
             stream=stream,
             causal=causal,
-            parts=parts,
+            block_parts=self._block_parts(),
             positions=positions,
             positions_key=positions_key,
             shares=tensor.shares,
@@ -292,7 +291,7 @@ class _Analysis:
             return ()
         return (*known, int(width)) if isinstance(width, int) else ()
 
-    def _parts(self) -> dict[int, tuple[BlockPart, ...]]:
+    def _block_parts(self) -> dict[int, tuple[BlockPart, ...]]:
         """Returns the parts of each real layer's block; empty if the twin lacks the layer's kind."""
         layers = layers_of(self.twin, self.blocks)
         try:

@@ -377,7 +377,7 @@ def _compose(
     _share_inputs(body)
     for number, block in enumerate(model.blocks):
         options: dict[str, Any] = {"number": number, "outputs": facts.outputs}
-        children = facts.parts.get(number, ())
+        children = facts.block_parts.get(number, ())
         if not children:
             become(block, StagedBlock, unit=_unit("block", block), **options)
             continue

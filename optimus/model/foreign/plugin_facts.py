@@ -105,7 +105,6 @@ class _Facts:
         chain = probes.broken_chain(seen, spec.blocks, len(self._layers(spec)))
         if chain is not None:
             self.refusals["pipeline"] = f"{self.row.name}: {chain}: choose parallel.pipeline: 1"
-        parts = self._parts()
         splits, styles, divided, heads, ways = self._tensor()
         positions, positions_key = self._positions()
         layers = self._layers(spec)
@@ -149,12 +148,12 @@ class _Facts:
             no_initial=(),
             refusals=dict(self.refusals),
             stream=stream,
-            parts=parts,
+            block_parts=self._block_parts(),
             positions=positions,
             positions_key=positions_key,
         )
 
-    def _parts(self) -> dict[int, tuple[BlockPart, ...]]:
+    def _block_parts(self) -> dict[int, tuple[BlockPart, ...]]:
         """Returns the parts of each real block; no entry for a block of a kind that the copy lacks."""
         run = partial(probes.logits_of, self.copy, self.tokens_BS)
         try:

@@ -109,7 +109,7 @@ class ModelFacts:
     stream: tuple[int, ...] = ()  # dims of the residual stream after [B, S]
     causal: bool = True
     # By layer, the parts of its block in order; empty if parameters of the block are in no part.
-    parts: Mapping[int, tuple[BlockPart, ...]] = field(default_factory=dict)
+    block_parts: Mapping[int, tuple[BlockPart, ...]] = field(default_factory=dict)
     shares: Mapping[str, float] = field(default_factory=dict)  # divided share of block elements: plan, proof, both
     positions: int | None = None  # tokens of the longest sequence; None: no limit is known
     positions_key: str = ""  # the setting behind `positions`, with a dot before, or the module
