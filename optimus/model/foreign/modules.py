@@ -122,7 +122,8 @@ class StagedPart(_Staged):
     def __call__(self, *args: Any, **options: Any) -> Any:
         x, rest = _first(args, options)
         made = self._run(x, lambda x: super(StagedPart, self).__call__(x, *rest, **options))  # type: ignore[misc]
-        return (made,) if self.outputs and not isinstance(made, tuple) else made  # a unit returns the element of a tuple of one
+        # A unit returns the element of a tuple of one.
+        return (made,) if self.outputs and not isinstance(made, tuple) else made
 
 
 class StagedModule(_Staged):
