@@ -30,9 +30,9 @@ install-evaluate install-wandb install-mlflow install-dedup install-remote insta
 demo: install                   ## text to evaluated model in minutes, with what every machine has
 	@$(BIN)/python examples/demo.py
 
-# Compiled modules are kept, whatever the shell says: tests start hundreds of programs. Three, as one of them often waits.
+# Compiled modules are kept, whatever the shell says: tests start hundreds of programs. Four, as two of them often wait.
 # WAY=avx2, plain, threads, one-core or busy runs them as another machine would (tests/lib/ways.py).
-PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python tests/lib/ways.py $(BIN)/python -m pytest --numprocesses 3 --dist worksteal --durations 10 --durations-min 5
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python tests/lib/ways.py $(BIN)/python -m pytest --numprocesses 4 --dist worksteal --durations 10 --durations-min 5
 
 # build/test-seconds.json has the seconds of each test of the last run.
 test: install-dev lint          ## lint and the tests, but for those that have turns
@@ -58,9 +58,9 @@ kernels-aot: install-dev        ## every kernel compiled for every chip of the t
 test-newest:                    ## tests of package, kernels, model, state and training with the newest PyTorch and libraries
 	@test -x .venv-newest/bin/pip || $(PYTHON) -m venv .venv-newest
 	@.venv-newest/bin/pip install --quiet --upgrade --editable ".[dev]"
-	@OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest --numprocesses 3 --dist worksteal tests/test_package.py tests/kernels tests/model tests/state tests/training tests/checkpoint
+	@OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest --numprocesses 4 --dist worksteal tests/test_package.py tests/kernels tests/model tests/state tests/training tests/checkpoint
 
-slurm: install-dev              ## the tests under a real Slurm on this machine: root, and Debian's slurm-wlm and munge
+slurm: install-dev              ## the tests under a real Slurm on this machine: root, and Debian's slurm-wlm and munge; for PBS slurm-wlm-torque and mpich
 	@PATH="$$PATH:/usr/sbin" $(BIN)/python -m pytest -m slurm tests/launch/test_slurm.py
 
 lint: install-dev

@@ -5,7 +5,8 @@ clipping and learning rate in fp32 on one core. Their losses are compared before
 model with `labels`, so it has the loss of `transformers`. Each contestant's time is its least processor time of a step.
 
 Four tasks: a Llama with a vocabulary of 8k and of 32k, beside our own modules of the same model; a Granite-MoE and a
-Qwen3-MoE, with experts by our kernels, `eager` and `grouped_mm`.
+Qwen3-MoE, with experts by our kernels, `eager` and `grouped_mm`. With `--families`, a small model of each family that
+has modules of both kinds, by our engine with either.
 """
 
 import gc
@@ -43,6 +44,7 @@ class Task(NamedTuple):
     config: tuple[str, Mapping[str, Any]]
     batch: tuple[int, int] = (4, 256)
     microbatches: int = 1
+    by_us_only: bool = False  # by our engine, with the modules of `transformers` and with our own
 
     @property
     def sparse(self) -> bool:
@@ -91,10 +93,71 @@ TASKS: dict[str, Task] = {
 """Models of 20 to 50 M parameters. Those with experts have as many as Granite 3.0 1B-A400M and Qwen3 30B-A3B, a quarter
 to a half as wide."""
 
+_SMALL = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 4096,
+    "tie_word_embeddings": False,
+}
+_WINDOW = {"head_dim": 64, "sliding_window": 128}
+_SPARSE = {"num_experts_per_tok": 4, "output_router_logits": False}
+_OF_FAMILIES: dict[str, Mapping[str, Any]] = {
+    "Olmo": _SMALL,
+    "Olmoe": {**_SMALL, **_SPARSE, "num_experts": 16},
+    "Olmo2": _SMALL,
+    "Olmo3": {**_SMALL, "sliding_window": 128},
+    "Llama": _SMALL,
+    "Mistral": {**_SMALL, "sliding_window": 128},
+    "Mixtral": {**_SMALL, **_SPARSE, "num_local_experts": 16},
+    "Gemma2": {**_SMALL, **_WINDOW, "query_pre_attn_scalar": 64},
+    "Gemma3Text": {**_SMALL, **_WINDOW, "query_pre_attn_scalar": 64},
+    "GPT2": {
+        "n_embd": 256,
+        "n_layer": 4,
+        "n_head": 4,
+        "vocab_size": 4096,
+        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+    },
+    "OPT": {
+        "hidden_size": 256,
+        "ffn_dim": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "vocab_size": 4096,
+        "word_embed_proj_dim": 256,
+        "dropout": 0.0,
+    },
+    "Qwen2": _SMALL,
+    "Qwen3": {**_SMALL, "head_dim": 64},
+    "Qwen3Moe": {**_SMALL, **_SPARSE, "head_dim": 64, "num_experts": 16, "moe_intermediate_size": 256},
+    "GptOss": {**_SMALL, **_WINDOW, **_SPARSE, "num_local_experts": 16},
+    "DeepseekV3": {
+        **_SMALL,
+        "num_key_value_heads": 4,
+        "num_experts_per_tok": 4,
+        "n_routed_experts": 16,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 256,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 96,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 64,
+    },
+}
+FAMILIES = {name.lower(): Task((f"{name}Config", sizes), by_us_only=True) for name, sizes in _OF_FAMILIES.items()}
+"""Models of 4 to 20 M parameters."""
+
 
 def run(
     rounds: Rounds = 6,
     task: Annotated[list[str] | None, Option(help=f"{', '.join(TASKS)}. Repeat for more. Default: all.")] = None,
+    families: Annotated[bool, Option(help="Measures the families with modules of both kinds.")] = False,
     tasks: Mapping[str, Task] = TASKS,
 ) -> Result:
     """Returns rows (processor seconds of the best step, and tokens per second) and ratios of speeds, ours over a
@@ -102,6 +165,7 @@ def run(
 
     Raises `UserError` for an unknown task.
     """
+    tasks = FAMILIES if families else tasks
     for name in task or ():
         if name not in tasks:
             raise UserError(f"--task {name}: {nearest(name, tasks)}")
@@ -160,19 +224,30 @@ def _exported(task: Task, path: Path) -> RunConfig:
 
 
 def _contestants(task: Task, config: RunConfig, path: Path) -> dict[str, Callable[[], Turn]]:
+    if task.by_us_only:
+        return {_OURS: _engine(config, path), _OWN: _engine(_with_own_modules(config, path), path)}
     if not task.sparse:
-        own = config.model_copy(update={"model": read_model(path)})
         return {
             _OURS: _engine(config, path),
             _LOOP: _loop(config, path),
             _TRAINER: _trainer(config, path),
-            _OWN: _engine(own, path),
+            _OWN: _engine(_with_own_modules(config, path), path),
         }
     return {
         _OURS: _engine(config, path),
         **{f"{_OURS}, {each}": _engine(config, path, each) for each in _RIVALS},
         **{f"{_LOOP}, {each}": _loop(config, path, each) for each in _RIVALS},
     }
+
+
+def _with_own_modules(config: RunConfig, path: Path) -> RunConfig:
+    """Returns the run with our modules, without losses and steps of routers, which the models of the tasks do not
+    have."""
+    model, changed = read_model(path), dict[str, Any]()
+    if model.experts is not None:
+        none = dict.fromkeys(("balance_coefficient", "z_coefficient", "bias_rate"), 0.0)
+        changed["moe"] = config.moe.model_copy(update=none)
+    return config.model_copy(update={"model": model, **changed})
 
 
 def _timed(step: Callable[[], float]) -> Turn:

@@ -1,11 +1,7 @@
 """Optimus: pretrain dense and Mixture-of-Experts language models, from raw text to an evaluated checkpoint.
 
 This package exports shell commands as functions: `sample_text`, `prepare`, `train`, `evaluate`, `generate`, `export`,
-`import_folder`, `merge`, `models`. `load_model` returns a checkpoint's model. `optimus.api` exports the functions of
-more commands, such as `report`, `config` and `plan`. `register_experts` and `FastSparseMoEBlock` put the expert kernels
-into models of `transformers`. `Hook` is the base class for your own code around the steps of a run (docs/hooks.md). A
-`UserError` is an error that the user can fix. The package imports each exported name on first use, so that `import
-optimus` is fast.
+`import_folder`, `merge`, `models`.
 
 Example:
     import optimus
@@ -43,6 +39,7 @@ if TYPE_CHECKING:
         merge,
         models,
         prepare,
+        preview,
         register_experts,
         sample_text,
         train,
@@ -63,6 +60,7 @@ __all__ = [
     "merge",
     "models",
     "prepare",
+    "preview",
     "register_experts",
     "sample_text",
     "train",

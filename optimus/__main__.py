@@ -1,4 +1,4 @@
-"""Runs the command `optimus` as `python -m optimus`, for launchers such as torchrun that start modules."""
+"""Runs the command `optimus` as `python -m optimus`."""
 
 from optimus.cli.program import main
 

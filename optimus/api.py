@@ -1,5 +1,4 @@
-"""The functions of the shell commands, and classes for code that calls them. The module imports most names on first
-use."""
+"""The public functions and classes of `optimus`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from optimus.config.migrate import migrate
     from optimus.config.models import models
     from optimus.data.preparation import prepare
+    from optimus.data.preview import preview
     from optimus.data.sample import sample_text
     from optimus.evaluation.run import evaluate
     from optimus.evaluation.run import generate_text as generate
@@ -57,6 +57,7 @@ __all__ = [
     "models",
     "plan",
     "prepare",
+    "preview",
     "register_experts",
     "report",
     "rollback",
@@ -92,6 +93,7 @@ __getattr__, __dir__ = lazy_exports(
         "models": "optimus.config.models",
         "plan": "optimus.plan.job_builder",
         "prepare": "optimus.data.preparation",
+        "preview": "optimus.data.preview",
         "register_experts": "optimus.hub",
         "report": "optimus.report.page:write_report",
         "rollback": "optimus.checkpoint.rollback",
@@ -104,10 +106,9 @@ __getattr__, __dir__ = lazy_exports(
 
 
 def config(source: "str | Path | Mapping[str, Any] | RunConfig", overrides: Iterable[str] = ()) -> "RunConfig":
-    """Returns the configuration of a YAML file, a mapping or a `RunConfig`, with its includes, preset and defaults.
+    """Returns the configuration of a YAML file, a mapping or a `RunConfig`.
 
-    `overrides` are strings of the form `key.path=value`. Raises `UserError` for a file that cannot be read, and for an
-    invalid configuration.
+    `overrides` are strings of the form `key.path=value`.
 
     Example:
         api.config("first.yaml", ["train.steps=500"]).lr_schedule.lr
@@ -132,37 +133,28 @@ def train(
 ) -> dict[str, Any]:
     """Trains a model as configured by `config` (a YAML file, a mapping or a `RunConfig`); returns a summary of the run.
 
-    `ranks` is the number of ranks on this machine (default: the minimum number that `parallel` allows; "auto": one for
-    each accelerator, or the minimum on CPUs). If torchrun, `srun` or `mpiexec` has started several tasks, this process
-    is one of the ranks, and the launcher sets the number of ranks. `resume` continues from the newest checkpoint in
-    `train.output`. "auto" resumes only if the folder has metrics or checkpoints, or if `checkpoint.copy_to` is set.
-    With `fresh_optimizer`, the run resumes from the weights of the checkpoint alone. `check` validates the
-    configuration, the machine and the data, and trains nothing. `hooks` are subclasses of `optimus.Hook` or instances
-    of such subclasses; the run also calls the hooks named in `train.hooks`.
+    `ranks` is the number of ranks. None, and "auto" on CPUs, stand for the fewest that `parallel` allows; "auto" on
+    accelerators stands for one rank per accelerator. Under torchrun, `srun` or `mpiexec` with several tasks, the
+    launcher sets the number, and this process is one rank. `resume` continues from the newest intact
+    checkpoint in `train.output`; "auto" also starts a run that has not begun. `fresh_optimizer` resumes with fresh
+    optimizer state. `check` validates the run, and trains nothing. `hooks` are subclasses or instances of
+    `optimus.Hook`.
 
-    `optimizer` is an `optimus.extend.UpdateRule` in place of `optimizer.name`, as a class or an instance. The weight
-    decay of an instance replaces `optimizer.weight_decay`. `data` is a dataset in place of `data.path`; the key
-    `data.tokenizer` names the tokenizer of the dataset. The items of a dataset are mappings with `input_ids`, and
-    optionally `labels` (-100: not predicted), `document_ids` and `attention_mask`. The run shuffles a map-style dataset
-    (with `__len__` and `__getitem__`). An iterable with `state_dict` and `load_state_dict` is one stream for all ranks,
-    in its own order; a resumed run continues the stream. For ranks in other processes, `train` pickles the hooks, the
-    update rule and the dataset.
+    `optimizer` is an `optimus.extend.UpdateRule`, a class or an instance, in place of `optimizer.name`. `data` is a
+    dataset in place of `data.path`. The items of a dataset are mappings with `input_ids`, and optionally `labels`
+    (-100: not predicted), `document_ids` and `attention_mask`. The run shuffles a map-style dataset.
 
-    Raises `UserError` for an error that the user can fix, such as a `LeaseError` when another run holds the folder.
-    Under a launcher, a lost rank leads to a `CollectiveError` on other ranks. A process that has raised a
-    `CollectiveError` cannot train again.
-
-    Ranks that `train` starts do not import the calling script, so the script needs no `__main__` guard.
+    A process can train only once under a launcher of several tasks.
 
     Example:
         optimus.train("first.yaml", ["train.steps=500"], ranks=2)
         optimus.train("first.yaml", ["train.steps=500"], ranks=2, resume=True)["loss"]
     """
-    if ranks not in (None, "auto") and (not isinstance(ranks, int) or ranks < 1):
-        raise UserError(f'`ranks` is {ranks!r}: give a number of at least 1, or "auto"')
     from optimus.launch.launchers import join
 
     join()
+    if ranks not in (None, "auto") and (not isinstance(ranks, int) or ranks < 1):
+        raise UserError(f'`ranks` is {ranks!r}: give a number of at least 1, or "auto"')
     from optimus.training.objects import user_objects
     from optimus.training.reading import holds_run, read_run
 

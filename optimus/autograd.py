@@ -13,8 +13,7 @@ R = TypeVar("R")
 
 
 def once_differentiable(backward: Callable[..., R]) -> Callable[..., R]:
-    """Makes the function `backward` raise `UserError` when autograd calls it with `create_graph`, as for a second
-    derivative.
+    """Makes the function `backward` raise `UserError` when autograd calls it with `create_graph`.
 
     torch's decorator of the same name raises no error if the incoming gradient is a constant, as for a loss.
     """

@@ -1,8 +1,4 @@
-"""Copies of folders at URLs that fsspec writes, such as s3://, gs:// and file://.
-
-Every operation has at most `ATTEMPTS` attempts. An attempt to write a file to the URL reads the copy back and compares
-the copy with the file. An attempt that takes too long counts as failed.
-"""
+"""Copies files and folders to and from URLs that fsspec supports, such as s3://, gs:// and file://."""
 
 import hashlib
 import re
@@ -11,6 +7,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -21,22 +18,31 @@ from optimus.errors import UserError, how_to_install
 T = TypeVar("T")
 
 ATTEMPTS = 5
-PAUSE = 2.0  # seconds before the second attempt; the pause doubles with every further attempt
+PAUSE = 2.0  # seconds before the second attempt; doubles with every further attempt
 PATIENCE = 60.0  # seconds that an attempt may take, plus the time of its bytes at `SLOWEST`
 SLOWEST = 1e6  # bytes per second
 _PIECE = 8 << 20
-LARGEST = 256 << 20  # maximum bytes of a copied file that is directly in a run folder
+LARGEST = 256 << 20  # bytes; copies of a run leave out larger files outside the checkpoints
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
-_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "hf": "hf"}  # extra by protocol; others: remote
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "hf": "hf"}  # extra by protocol
 
 
 def is_url(path: str | Path) -> bool:
-    """Returns whether `path` is a URL; one slash after the protocol suffices, because `Path` merges two slashes."""
+    """Returns True for a URL; one slash after the protocol suffices, because `Path` merges two slashes."""
     return _URL.match(str(path)) is not None
 
 
+def is_protocol(name: str) -> bool:
+    """Returns True for a protocol that fsspec knows; False without fsspec."""
+    try:
+        from fsspec.registry import known_implementations
+    except ImportError:
+        return False
+    return name in known_implementations
+
+
 def url_text(path: str | Path) -> str:
-    """Returns a URL without slashes at its end and with two slashes after its protocol."""
+    """Returns a URL with two slashes after the protocol, and removes slashes at the end of a URL or path."""
     text = str(path).rstrip("/")
     protocol, _, rest = text.partition(":")
     if not is_url(text) or rest.startswith("//"):
@@ -49,12 +55,12 @@ def extra_of(url: str) -> str:
     return _EXTRAS.get(url.partition(":")[0], "remote")
 
 
-class RemoteCopies:
-    """A folder at a URL, for copies of files and folders.
+class UnreachableError(UserError):
+    """Raised when all attempts at an operation on a URL have failed."""
 
-    Raises `UserError` if fsspec cannot open the URL, for example for an unknown protocol or without the package of the
-    protocol. A method raises `UserError` if all its attempts fail.
-    """
+
+class RemoteCopies:
+    """A folder at a URL, for copies of files and folders."""
 
     def __init__(self, url: str | Path) -> None:
         self.url = url_text(url)
@@ -68,7 +74,7 @@ class RemoteCopies:
             raise UserError(f"{self.url} cannot be opened ({type(error).__name__}: {error})") from error
 
     def names(self, below: str = "", *, folders: bool | None = None) -> dict[str, int]:
-        """Returns the sizes in bytes of the entries of the folder `below`, by name; {} if there is no such folder.
+        """Returns the size in bytes of each entry of the folder `below`, by name. Empty if there is no such folder.
 
         `folders` selects only folders (True) or only files (False).
         """
@@ -125,31 +131,35 @@ class RemoteCopies:
         self._attempted(f"write {self.url}/{name}", write, len(content))
 
     def put_folder(self, folder: Path, name: str, last: str) -> None:
-        """Copies all files of `folder` to the folder `name` at the URL. Copies `last` at the end, so that its presence
-        marks a complete copy."""
+        """Copies all files of `folder` to the folder `name` at the URL, `last` at the end."""
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         for file in sorted(files, key=lambda path: path == folder / last):
             self.put(file, f"{name}/{file.relative_to(folder).as_posix()}".lstrip("/"))
 
     def get(self, name: str, file: Path) -> None:
-        """Copies a file of the URL to `file`."""
+        """Copies the file `name` at the URL to the local `file`."""
         below, _, last = name.rpartition("/")
         size = self.names(below).get(last, 0)
 
         def copy() -> None:
-            self._system.get_file(self._path(name), str(file))
+            # An attempt that timed out may go on, so each attempt writes a file of its own.
+            partial = file.with_name(f".{uuid.uuid4().hex}.partial")
+            try:
+                self._system.get_file(self._path(name), str(partial))
+                partial.replace(file)
+            finally:
+                partial.unlink(missing_ok=True)
 
         self._attempted(f"copy {self.url}/{name} to {file}", copy, size)
 
     def get_folder(self, name: str, folder: Path, files: Iterable[str]) -> None:
-        """Creates `folder`, and copies files of a folder at the URL into `folder`."""
+        """Creates the local `folder`, and copies `files` of the folder `name` at the URL into `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
         for file in files:
             self.get(f"{name}/{file}".lstrip("/"), folder / file)
 
     def remove(self, name: str, first: str) -> None:
-        """Removes a folder, beginning with the file `first`, so that nobody takes a part of the folder for a complete
-        copy."""
+        """Removes a folder, beginning with the file `first`."""
 
         def gone() -> None:
             self._system.invalidate_cache()
@@ -164,7 +174,7 @@ class RemoteCopies:
         return f"{self._root}/{name}".rstrip("/")
 
     def _attempted(self, what: str, work: Callable[[], T], size: int = 0) -> T:
-        """Returns the result of `work`, after at most `ATTEMPTS` attempts. Raises `UserError` with the last failure."""
+        """Returns the result of `work`, after at most `ATTEMPTS` attempts."""
         limit, failure = PATIENCE + size / SLOWEST, "no attempt"
         for attempt in range(1, ATTEMPTS + 1):
             if attempt > 1:
@@ -174,7 +184,7 @@ class RemoteCopies:
             if done and not isinstance(result, BaseException):
                 return result
             failure = f"{type(result).__name__}: {result}" if done else f"no answer in {limit:.0f} s"
-        raise UserError(f"cannot {what} in {ATTEMPTS} attempts ({failure})")
+        raise UnreachableError(f"cannot {what} in {ATTEMPTS} attempts ({failure})")
 
 
 def cache_of(url: str) -> Path:
@@ -184,14 +194,16 @@ def cache_of(url: str) -> Path:
 
 
 def small_files(copies: RemoteCopies, below: str = "") -> list[str]:
-    """Returns the names of the files directly in a run folder, such as metrics and events. Leaves out names without a
-    dot, empty files and files larger than `LARGEST`."""
+    """Returns the names of files of at most `LARGEST` bytes directly in a run folder, such as metrics and events.
+
+    Omits empty files, and names without a dot.
+    """
     files = copies.names(below, folders=False)
     return [name for name, size in files.items() if 0 < size <= LARGEST and "." in name]
 
 
 def local_run(path_or_url: str | Path) -> str | Path:
-    """Returns a path unchanged. For the URL of a run's copies, returns a cache folder with the run's `small_files`.
+    """Returns a path unchanged; for the URL of a run's copies, returns a cache folder with the run's `small_files`.
 
     Raises `UserError` if the URL has no such files.
     """
@@ -209,8 +221,10 @@ def local_run(path_or_url: str | Path) -> str | Path:
 
 
 def local_runs(path_or_url: str | Path) -> str | Path:
-    """Returns a path unchanged. For a URL with copies of runs, returns a cache folder with the `small_files` of each
-    run that has metrics."""
+    """Returns a path unchanged; for a URL with copies of runs, returns a cache folder.
+
+    The cache folder has the `small_files` of each run with metrics.
+    """
     if not is_url(path_or_url):
         return path_or_url
     copies = RemoteCopies(path_or_url)
@@ -224,12 +238,12 @@ def local_runs(path_or_url: str | Path) -> str | Path:
 
 
 def copied(url: str | Path, last: str, write: Callable[[Path], T], *, again: bool = False) -> T:
-    """Lets `write` create a local folder, copies the folder to a URL, and removes the local folder. Returns the result
-    of `write`.
+    """Lets `write` create a local folder, copies the folder to a URL, and returns the result of `write`.
 
-    Copies the file `last` last. If the URL already has a file of this name, raises `UserError`. With `again`, returns
-    instead the result of `write` for a folder with only this file. After an interrupted call, a call with the same URL
-    passes the same local folder to `write`.
+    Copies the file `last` after the other files. Without `again`, raises `UserError` if the URL already has `last`.
+
+    With `again`, if the URL already has `last`, calls `write` for a temporary folder with only this file, and copies
+    nothing. Otherwise, `again` lets `write` continue the local folder of a failed call.
     """
     copies = RemoteCopies(url)
     if last in copies.names():
@@ -238,6 +252,8 @@ def copied(url: str | Path, last: str, write: Callable[[Path], T], *, again: boo
         raise UserError(f"{copies.url} exists already: choose another URL, or remove it")
     cache = cache_of(copies.url)
     folder = cache.with_name(f"{cache.name}.output")  # outside the cache, which `local_runs` removes
+    if not again:
+        shutil.rmtree(folder, ignore_errors=True)  # the folder of a failed call
     result = write(folder)
     copies.put_folder(folder, "", last)
     shutil.rmtree(folder)
@@ -245,8 +261,7 @@ def copied(url: str | Path, last: str, write: Callable[[Path], T], *, again: boo
 
 
 def _written_again(copies: RemoteCopies, last: str, write: Callable[[Path], T]) -> T:
-    """Calls `write` for a temporary folder with the file `last` of the URL. A `UserError` names the URL in place of the
-    folder."""
+    """Calls `write` for a temporary folder with the file `last` of the URL."""
     with tempfile.TemporaryDirectory() as folder:
         copies.get_folder("", Path(folder), [last])
         try:
@@ -256,8 +271,10 @@ def _written_again(copies: RemoteCopies, last: str, write: Callable[[Path], T]) 
 
 
 def _limited(work: Callable[[], T], seconds: float) -> tuple[bool, Any]:
-    """Runs `work` in a thread, and waits for at most `seconds`. Returns (True, the result or exception), or (False,
-    None)."""
+    """Runs `work` in a thread, and waits for at most `seconds`; the thread may go on.
+
+    Returns (True, the result or exception), or (False, None) after `seconds`.
+    """
     results: list[Any] = []
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Checks paths from users, replaces files atomically, syncs files to disk, and reads and writes JSON."""
+"""Handles paths and names from users, text with unprintable characters, atomic writes, syncs and JSON."""
 
 import json
 import os
@@ -14,17 +14,16 @@ from optimus.copies import is_url
 from optimus.errors import UserError, how_to_install
 
 _LONGEST, _LONGEST_PATH = 255, 4095  # bytes that Linux allows in a file name, and in a path
-_LONGEST_NAME = 200  # bytes: below the 255 that file systems allow, because the names of incomplete files have a suffix
+_LONGEST_NAME = 200  # bytes; leaves room for the suffixes of incomplete files
 _UNPRINTABLE = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u2028-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
 _VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})", re.ASCII)
 
 
 def user_path(path: str | Path) -> Path:
-    """Returns the `path` of a user, with `~`, `~name`, `$NAME` and `${NAME}` expanded as in a shell.
+    """Returns the `path` of a user, with `~`, `~name`, `$NAME` and `${NAME}` expanded.
 
-    Use this function for every path that comes from a user. An unset variable or unknown user stays unexpanded if a
-    file with the resulting path exists; otherwise the function raises `UserError`. Raises `UserError` also for a URL,
-    and for names that no file can have.
+    Use this function for every path that comes from a user. Raises `UserError` for a URL and for text that cannot be a
+    path. Raises `UserError` for an unset variable or unknown user, unless a file has the unexpanded name.
     """
     if is_url(path):
         raise UserError(
@@ -32,10 +31,9 @@ def user_path(path: str | Path) -> Path:
             "checkpoints to a URL with checkpoint.copy_to)"
         )
     text = os.path.expandvars(os.path.expanduser(path))
-    variable = _VARIABLE.search(text)
-    if variable is not None and not os.path.lexists(text):
-        name = variable[0].strip("${}")
-        raise UserError(f"{path}: the environment variable {name} is not set: set it, or write the full path")
+    names = [variable[0].strip("${}") for variable in _VARIABLE.finditer(str(path))]
+    if (unset := [name for name in names if name not in os.environ]) and not os.path.lexists(text):
+        raise UserError(f"{path}: the environment variable {unset[0]} is not set: set it, or write the full path")
     if text.startswith("~") and not os.path.lexists(text):
         raise UserError(
             f"{path}: {Path(text).parts[0]} is not the home of a user: write the full path, or ./~ for a file"
@@ -56,26 +54,20 @@ def _can_be_a_path(text: str) -> bool:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Returns `text`, such as a file's name, in a form that is safe to write to files and terminals.
-
-    Escapes the characters that are invalid Unicode, control a terminal, break lines, or change the direction of the
-    following text, except the characters in `keep`.
-    """
+    """Escapes invalid Unicode, controls, line breaks and direction overrides, except the characters in `keep`."""
     return _UNPRINTABLE.sub(lambda found: found[0] if found[0] in keep else _escape(found[0]), text)
 
 
 def _escape(character: str) -> str:
-    """Escapes a character. In a file name, Python represents a byte that is not valid UTF-8 as a surrogate; the escape
-    of such a surrogate shows the byte."""
+    """Escapes a character; a surrogate of a file name stands for an invalid byte."""
     code = ord(character)
     return f"\\x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else character.encode("unicode_escape").decode()
 
 
 def plain_name(name: object) -> str:
-    """Returns `name`, read from a file that may come from an untrusted source, if it is a plain file name.
+    """Returns `name` if it is a printable file name without slashes and backslashes, of at most `_LONGEST_NAME` bytes.
 
-    Raises ValueError for a path, which could make the caller read, write or delete files of other folders. Also
-    raises ValueError for a value that is not a string, and for a name that is unprintable or longer than 200 bytes.
+    Raises `ValueError` for any other value, since a path from an untrusted file could lead to other folders.
     """
     good = isinstance(name, str) and name.isprintable() and len(name.encode()) <= _LONGEST_NAME
     if not isinstance(name, str) or not good or {"/", "\\"} & set(name) or name in ("", ".", ".."):
@@ -83,11 +75,13 @@ def plain_name(name: object) -> str:
     return name
 
 
-def parse_json(text: str | bytes, **more: Any) -> Any:
-    """Parses JSON that may come from an untrusted source; passes `more` to `json.loads`.
+def plain_path(name: object) -> str:
+    """Returns `name` if it is a path of plain file names below a folder. Raises `ValueError` for any other value."""
+    return "/".join(plain_name(part) for part in (name.split("/") if isinstance(name, str) else [name]))
 
-    Raises ValueError for invalid JSON and for JSON that is nested too deep for Python's parser.
-    """
+
+def parse_json(text: str | bytes, **more: Any) -> Any:
+    """Parses JSON. Raises `ValueError` for invalid JSON and for JSON that is nested too deep."""
     try:
         return json.loads(text, **more)
     except RecursionError as error:
@@ -95,13 +89,12 @@ def parse_json(text: str | bytes, **more: Any) -> Any:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Replaces the file at `path` atomically with `content` as JSON; returns once the file is synced to disk."""
+    """Replaces the file at `path` atomically with `content` as JSON, synced to disk."""
     replace_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replaces the content of the file at `path` atomically with `text`; returns once the file is synced to disk. Keeps
-    the mode of an existing file."""
+    """Replaces the content of the file at `path` atomically with `text`, synced to disk."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("w", encoding="utf-8", newline="") as file:
@@ -118,7 +111,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the records of a file with one JSON object per line; skips all other lines."""
+    """Returns the JSON objects of a file with one object per line, and skips other lines."""
     found = []
     for line in path.read_bytes().split(b"\n"):
         with suppress(ValueError):
@@ -127,7 +120,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def sync(path: Path) -> None:
-    """Syncs a file's content, or a folder's entries, to disk. A rename survives a power cut once its folder is synced."""
+    """Syncs a file's content, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -136,8 +129,7 @@ def sync(path: Path) -> None:
 
 
 def file_system_time(folder: Path) -> float:
-    """Returns the time of the clock of `folder`'s file system; all machines that share the file system see the same
-    clock."""
+    """Returns the current time by the clock of `folder`'s file system, in seconds since the epoch."""
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".clock-") as file:
         file.write(b"x")
         file.flush()
@@ -145,8 +137,10 @@ def file_system_time(folder: Path) -> float:
 
 
 def check_plot(plot: Path) -> Path:
-    """Returns the path for a plot, expanded like `user_path`. Raises `UserError` without matplotlib, for a name that
-    does not end in .png, and for a missing folder."""
+    """Returns `user_path(plot)`.
+
+    Raises `UserError` without matplotlib, for another ending than .png, and for a missing folder.
+    """
     path = user_path(plot)
     if find_spec("matplotlib") is None:
         raise UserError(f"--plot {path}: plots need matplotlib, which is not installed: {how_to_install('plot')}")

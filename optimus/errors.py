@@ -1,8 +1,6 @@
-"""The exception for errors that a user can fix.
+"""The exception for errors that a user can fix, and helpers for its messages.
 
-The text of a `UserError` is a single message, which should name the object, the location and the remedy. The command
-line prints the message without a traceback and exits with the error's `code`. A message names arguments of a function
-in backticks, such as `context` or `resume=True`; the command line replaces these arguments by its options.
+The command line replaces function arguments in backticks, such as `resume=True`, by command-line options.
 """
 
 import difflib
@@ -13,20 +11,20 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """An error that the user can fix. The user sees only `str(error)`; `code` is the exit code of the command."""
+    """An error that the user can fix. `code` is the exit code of the command."""
 
     code = 2
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """Returns a clause that suggests the valid name closest to `name`, or lists all valid names if none is close."""
+    """Returns a clause that suggests the closest valid name, or lists the valid names."""
     names = sorted(valid)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"did you mean '{close[0]}'?" if close else f"valid: {', '.join(names)}"
 
 
 def how_to_install(extra: str) -> str:
-    """Returns the command that installs an optional extra, for a checkout or for an installed package."""
+    """Returns the command that installs an optional extra."""
     checkout = Path(__file__).resolve().parents[1]
     if not (checkout / "pyproject.toml").is_file():
         return f"pip install 'optimus-pretrain[{extra}]'"
@@ -35,9 +33,23 @@ def how_to_install(extra: str) -> str:
     return f"pip install --editable '{checkout}[{extra}]'"
 
 
+def said(error: BaseException) -> str:
+    """Formats an exception in one line, without backticks, to quote in a message of the library."""
+    try:
+        text = " ".join(str(error).split()).replace("`", "'")  # the command line may replace text in backticks
+    except Exception:
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an exception's text, or the name of its type if the text is empty."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 @contextmanager
 def naming_disk_errors(path: Path, cure: str) -> Iterator[None]:
-    """Turns an `OSError` while writing into a `UserError` that names the path, the reason and the remedy."""
+    """Turns an `OSError` in the block into a `UserError` that names the path, the reason and the remedy."""
     try:
         yield
     except OSError as error:
@@ -46,7 +58,7 @@ def naming_disk_errors(path: Path, cure: str) -> Iterator[None]:
 
 @contextmanager
 def naming_read_errors(path: Path) -> Iterator[None]:
-    """Turns an `OSError` while reading into a `UserError` that names the path and the reason."""
+    """Turns an `OSError` in the block into a `UserError` that names the reason and the error's path, or else `path`."""
     try:
         yield
     except OSError as error:

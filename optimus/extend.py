@@ -1,7 +1,4 @@
-"""The names that plugins use: the classes of rows, types that the rows use, and helpers.
-
-A plugin is a module with a list `ROWS` of such rows; see docs/plugins.md. This module imports each name on first use.
-"""
+"""The public names for plugins: classes of the rows in `ROWS` (docs/plugins.md), and names that these rows need."""
 
 from typing import TYPE_CHECKING
 
@@ -34,6 +31,7 @@ _HOMES = {
     "SinkRow": "optimus.observe.sinks",
     "TaskRow": "optimus.evaluation.names",
     "Tile": "optimus.optim.rule",
+    "TokenFormatRow": "optimus.data.token_formats",
     "Uniform": "optimus.model.parameters",
     "UpdateRule": "optimus.optim.rule",
     "family_parts": "optimus.model.families:common",
@@ -45,6 +43,7 @@ if TYPE_CHECKING:
     from optimus.comm.schedules import Message, Round, Shape
     from optimus.data.documents import record_reader
     from optimus.data.readers import ReaderRow
+    from optimus.data.token_formats import TokenFormatRow
     from optimus.evaluation.names import TaskRow
     from optimus.model.families import Choice, Family, Field, Key
     from optimus.model.families import common as family_parts
@@ -87,6 +86,7 @@ __all__ = [
     "SinkRow",
     "TaskRow",
     "Tile",
+    "TokenFormatRow",
     "Uniform",
     "UpdateRule",
     "family_parts",

@@ -1,9 +1,6 @@
-"""Serialises functions and objects for other processes of this machine, even if those processes cannot import the defining
-module.
+"""Serialises functions and objects for other processes of this machine.
 
-`cloudpickle` pickles definitions in `__main__`, and definitions without a module, by value. This module also pickles
-the definitions of a module by value if another process would not find the module by its name, or would find another
-file.
+Pickles the definitions of a module by value if the module's import spec is missing or names another file.
 """
 
 import io
@@ -18,8 +15,10 @@ from optimus.errors import UserError
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Registers the module of each function and class for pickling by value, unless other processes can find the module by
-    its name."""
+    """Registers modules for pickling by value if `_found_by_name` is False.
+
+    A registration lasts until this process ends.
+    """
 
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer)
@@ -35,12 +34,11 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def dumps(value: Any, what: str = "the object", instead: str = "create it in the other process") -> bytes:
-    """Returns the pickled `value`. Raises `UserError`, which calls the value `what` and ends with `instead`, if the value
-    cannot be pickled."""
+    """Returns the pickled `value`. Raises `UserError`, with `what` and `instead` in the message, if pickling fails."""
     buffer = io.BytesIO()
     try:
         _Pickler(buffer).dump(value)
-    except Exception as error:  # errors of the pickler, and errors of an object's `__getstate__`
+    except Exception as error:  # `__getstate__` may raise anything
         raise UserError(
             f"{what} cannot be pickled for another process ({type(error).__name__}: {error}): remove open files, locks and "
             f"threads from it, or {instead}"
@@ -54,11 +52,15 @@ def loads(data: bytes) -> Any:
 
 
 def _found_by_name(module: ModuleType) -> bool:
+    """Returns True if the import spec of `module` names the module's file, frozen code or built-in code.
+
+    Tests the parent of a module without file and spec.
+    """
     file = getattr(module, "__file__", None)
-    if file is None:  # the module is built in or not loaded from a file
-        return True
     try:
         spec = find_spec(module.__name__)
     except (ImportError, ValueError):  # errors of a parent package; a module without a spec
-        return False
-    return spec is not None and spec.origin in (file, "frozen")  # Python contains modules such as `abc` as frozen code
+        parent = sys.modules.get(module.__name__.rpartition(".")[0])  # a compiled module may create submodules
+        return file is None and parent is not None and _found_by_name(parent)
+    # `abc` and other modules are frozen code.
+    return spec is not None and spec.origin is not None and spec.origin in (file, "frozen", "built-in")

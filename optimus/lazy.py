@@ -1,4 +1,4 @@
-"""Imports the public names of a package on first use, so that `optimus --help` does not wait for torch."""
+"""Imports the public names of a package on first use."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -7,9 +7,9 @@ from typing import Any
 
 
 def lazy_exports(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Returns the functions `__getattr__` and `__dir__` of `package`, which import and list its public names.
+    """Returns the functions `__getattr__` and `__dir__` of `package`.
 
-    `homes` maps each public name to its origin: `module`, or `module:name` if the name differs in the module.
+    `homes` maps each public name to `module`, or to `module:name` if the names differ.
     """
 
     def load(name: str) -> Any:

@@ -1,8 +1,6 @@
-"""Measurements on this machine, which a file saves for later runs, and choices between alternatives.
+"""Measurements on this machine, and choices between alternatives.
 
-Other programs disturb measurements. `in_turn` therefore times the compared alternatives in turn, so that a lasting
-disturbance affects all alternatives. An alternative replaces the default only if its median time is clearly below the
-default's best time.
+`in_turn` times alternatives in turn, because other programs disturb measurements.
 """
 
 import bisect
@@ -42,10 +40,9 @@ Timings = Mapping[str, Timing]
 def in_turn(
     works: Mapping[Name, Callable[[], float]], rounds: int = _ROUNDS, most: int = _MOST_ROUNDS
 ) -> dict[Name, Timing]:
-    """Times the functions `works`, which return their seconds, one after the other, for `rounds` rounds after a warm-up
-    round.
+    """Times the functions `works`, which return their seconds, in turn for `rounds` rounds after a warm-up round.
 
-    Adds rounds, up to `most` in total, while the three best times of a function disagree, as after a disturbance.
+    Adds rounds, up to `most`, while the times show a disturbance.
     """
     for work in works.values():
         work()
@@ -61,16 +58,16 @@ def _disturbed(samples: Iterable[Sequence[float]]) -> bool:
 
 
 def clear_choice(default: Name, timings: Mapping[Name, Timing]) -> Name:
-    """Returns the alternative with the lowest median if that median is below `GAIN` times the default's best time; otherwise
-    returns `default`."""
+    """Returns the alternative with the lowest median if this median is less than `GAIN` times the default's best time,
+    else `default`."""
     best = min(timings, key=lambda name: timings[name].usual)
     return best if timings[best].usual < GAIN * timings[default].best else default
 
 
 def coarse(free: int, before: int = 0) -> int:
-    """Returns the number of `free` bytes, rounded down to a multiple of a step that grows with the number.
+    """Rounds `free` down to a multiple of a step that grows with `free`.
 
-    Returns the previous value `before` if `free` is at least `before`, and less than two steps above `before`.
+    Returns a positive `before` instead while `before` <= `free` < `before` + 2 steps (the step of `before`).
     """
     if 0 < before <= free < before + 2 * _step(before):
         return before
@@ -84,9 +81,7 @@ def _step(size: int) -> int:
 class Measurements:
     """The measurements of one chip, saved in a file if `path` is given.
 
-    Any number of processes may use the file at once: `add` replaces the file atomically and keeps an existing entry
-    with the same alternatives. If the file cannot be read or written, a line in `notes` says so, and this run or the
-    next one repeats the measurements.
+    Several processes may use the file at once.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -98,8 +93,10 @@ class Measurements:
         return self._read()[0]
 
     def add(self, found: Mapping[str, Timings]) -> dict[str, dict[str, Timing]]:
-        """Saves timings, but keeps saved timings of the same alternatives. Returns the timings in force for the names
-        in `found`."""
+        """Saves each measurement in `found` unless the file has a measurement of the same name and alternatives.
+
+        Returns, for each name in `found`, the file's timings in that case, else the new timings.
+        """
         with self._locked():
             known, free = self._read()
             new = {name: dict(each) for name, each in found.items() if known.get(name, {}).keys() != each.keys()}
@@ -108,7 +105,7 @@ class Measurements:
         return {name: (known | new)[name] for name in found}
 
     def free_memory(self, device: str, free: int) -> int:
-        """Returns the result of `coarse` for `free` bytes and the device's saved value, and saves the result."""
+        """Returns and saves the result of `coarse` for `free` bytes and the device's saved value."""
         with self._locked():
             timings, known = self._read()
             counted = coarse(free, known.get(device, 0))
@@ -147,7 +144,7 @@ class Measurements:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Keeps other processes from updating the file inside the block, if the file system supports locks."""
+        """Holds a lock on the file's folder during the block, if the file system supports locks."""
         folder = None
         with suppress(OSError):
             if self.path is not None:
@@ -162,8 +159,7 @@ class Measurements:
 
 
 def _checked(raw: Any) -> tuple[dict[str, dict[str, Timing]], dict[str, int]]:
-    """Returns the timings and the free memory in a file's contents. For invalid contents, raises an error that `_read`
-    catches."""
+    """Returns the timings and the free memory in a file's contents."""
     timings = {
         name: {label: Timing(float(best), float(usual)) for label, (best, usual) in each.items()}
         for name, each in raw["seconds"].items()

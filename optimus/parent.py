@@ -1,4 +1,4 @@
-"""Ends a process together with its parent, however the parent ends."""
+"""Ends a process together with its parent."""
 
 import ctypes
 import os
@@ -11,20 +11,14 @@ _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 def end_with(parent: int) -> None:
-    """Kills this process when its parent, the process with id `parent`, ends. Another run may then hold the run folder,
-    so this process must not save anything more.
-
-    Linux kills the process at once, also when only the thread of the parent that started the process ends. `end_after`
-    covers other systems, and a parent that has already ended.
-    """
+    """Kills this process when its parent, the process with id `parent`, ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     end_after(parent)
 
 
 def end_after(parent: int) -> None:
-    """Kills this process within about a second after the process with id `parent` ends, or at once if that process is
-    not its parent."""
+    """Kills this process within about a second after the process with id `parent` ceases to be its parent."""
     threading.Thread(target=_watch, args=(parent,), name="parent", daemon=True).start()
 
 

@@ -1,15 +1,9 @@
-"""The library's tables of techniques, and the plugins that add rows to these tables.
-
-A `Table` maps names to rows, such as update rules or model families. A plugin is a Python module with a list `ROWS` of
-rows, of the same classes as the library's own rows. `load_plugins` imports plugins and adds their rows to the tables.
-
-A checkpoint or a folder of data names its plugins, but reading the checkpoint or the data imports no plugin.
-"""
+"""The library's tables, such as the table of update rules, and the plugins that add rows to these tables."""
 
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module, metadata
@@ -19,10 +13,10 @@ from typing import Any, Protocol, TypeVar
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import PydanticKnownError, core_schema
 
-from optimus.errors import UserError, nearest
+from optimus.errors import UserError, nearest, said
 
 GROUP = "optimus.plugins"
-"""Group of entry points by which an installed package gives its plugins short names."""
+"""Group of entry points that give plugins short names."""
 
 T = TypeVar("T")
 
@@ -50,17 +44,17 @@ class Row(Protocol):
 
     @property
     def name(self) -> str:
-        """The name by which configurations choose the row."""
+        """The row's key in its table."""
 
 
 R = TypeVar("R", bound=Row)
 
 
 class Table(Mapping[str, R]):
-    """Rows by name: the library's own rows, and the rows of the plugins that this process has loaded.
+    """Rows by name: the library's own rows, and added rows.
 
-    `what` names a row in messages ("update rule"). `kind` is the class of the rows. `find` returns the library's own rows;
-    the table calls `find` at the first use. `check` raises `ValueError` for an invalid row of a plugin.
+    `what` names a row in messages ("update rule"). `kind` is the class of the rows. `find` returns the library's own
+    rows. `check` raises `ValueError` for an invalid row of a plugin.
     """
 
     def __init__(
@@ -81,13 +75,13 @@ class Table(Mapping[str, R]):
         return len(self._find()) + len(self._added)
 
     def named(self, name: str) -> R:
-        """Returns the row `name`. Raises `UserError`, which suggests a valid name, if there is no such row."""
+        """Returns the row `name`. Raises `UserError` for an unknown name."""
         if name not in self:
             raise UserError(f"{self.what} '{name}' does not exist; {nearest(name, self)}")
         return self[name]
 
     def extend(self, rows: Mapping[str, R]) -> None:
-        """Adds rows by name. Replaces earlier added rows of the same name."""
+        """Adds rows by name, and replaces added rows of the same name."""
         self._added.update(rows)
 
 
@@ -96,7 +90,7 @@ _TABLES: list[Table[Any]] = []
 
 @dataclass(frozen=True, eq=False)
 class NameIn:
-    """Restricts a string of the configuration to the names of a table, as `Literal` does for fixed names."""
+    """Restricts a string of the configuration to the names of a table."""
 
     table: Mapping[str, Any]
     object_of: str | None = None
@@ -116,12 +110,17 @@ class NameIn:
 
 @dataclass(frozen=True)
 class Plugin:
-    """A loaded plugin, as run folders and checkpoints record it."""
+    """A loaded plugin, or a Hugging Face folder whose code may run."""
 
-    name: str  # as the user names it: an entry point or a module
-    module: str
-    version: str | None  # of the installed package that contains the module
-    sha256: str  # of the module's file, or of all Python files of a package
+    name: str  # an entry point, a module or the path of a folder
+    module: str  # the module's name, or the name of a folder without its path
+    version: str | None  # version of the installed package that contains the module
+    sha256: str  # hash of the module's file, or of all Python files of a package or folder
+
+    @property
+    def is_folder(self) -> bool:
+        """True for a Hugging Face folder."""
+        return os.sep in self.name
 
     def __str__(self) -> str:
         return f"{self.name} {self.version}" if self.version else self.name
@@ -135,15 +134,26 @@ def loaded_plugins() -> list[Plugin]:
     return [*_LOADED.values()]
 
 
+def code_folders() -> list[Path]:
+    """Returns the Hugging Face folders among the loaded plugins. The code in these folders may run."""
+    return [Path(plugin.name) for plugin in loaded_plugins() if plugin.is_folder]
+
+
+def code_files(folder: Path) -> list[Path]:
+    """Returns the Python files of a folder and its subfolders, sorted."""
+    return sorted(file for file in folder.rglob("*.py") if file.is_file())
+
+
 def load_plugins(names: Sequence[str] | None, where: str = "plugins") -> list[Plugin]:
-    """Imports the named plugins that this process has not loaded yet, and adds their rows to the tables. Returns all
-    named plugins.
+    """Loads the named plugins, and adds the rows of new plugins to the tables.
 
-    A name is that of an entry point in the group `optimus.plugins`, or of a module in the current folder, on PYTHONPATH or
-    installed. `where` is the origin of the names, for messages.
+    A name is an entry point in the group `optimus.plugins`, or a module in the current folder, on PYTHONPATH or
+    installed. A path (with a slash) is a Hugging Face folder whose code may run (`model.trust_remote_code`). `where` is
+    the origin of the names, for messages.
 
-    Raises `UserError` for a plugin that cannot be imported, that has no valid `ROWS`, or whose row has the name of
-    another row in the same table.
+    Raises `UserError` unless `names` is None or a sequence of strings. Raises `UserError` for a module that cannot be
+    imported or has no valid `ROWS`, for entry points with one name and different modules, and for a folder without
+    config.json.
     """
     names = () if names is None else names
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
@@ -154,23 +164,21 @@ def load_plugins(names: Sequence[str] | None, where: str = "plugins") -> list[Pl
 def imported(module: str, where: str, cure: str) -> Any:
     """Imports `module` from the current folder, PYTHONPATH or the installed packages.
 
-    Raises `UserError` for a module that cannot be imported; the message begins with `where` and contains `cure`.
+    Raises `UserError` if the import fails.
     """
     if os.getcwd() not in sys.path:  # the search path of a command lacks the current folder
         sys.path.append(os.getcwd())
     try:
         return import_module(module)
     except (Exception, SystemExit) as error:
-        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         raise UserError(
-            f"{where} cannot be imported ({said}): {cure}, of a module in {os.getcwd()}, on PYTHONPATH or installed"
+            f"{where} cannot be imported ({said(error)}): {cure}, of a module in {os.getcwd()}, on PYTHONPATH or installed"
         ) from error
 
 
 def naming_missing_plugins(error: UserError, recorded: Sequence[str]) -> UserError:
-    """Returns `error` with the names of the `recorded` plugins that are not loaded, since a missing plugin may be the
-    cause."""
-    missing = [name for name in recorded if name not in {*_LOADED, *(each.module for each in loaded_plugins())}]
+    """Returns `error` with the names of the `recorded` plugins that are not loaded."""
+    missing = [name for name in recorded if name not in {*_LOADED, *_modules()}]
     if not missing:
         return error
     names = " and ".join(missing)
@@ -180,17 +188,29 @@ def naming_missing_plugins(error: UserError, recorded: Sequence[str]) -> UserErr
 
 
 def changed_plugins(recorded: Iterable[Mapping[str, Any]], where: str) -> list[str]:
-    """Returns a line for each loaded plugin whose files differ from the files `recorded` in `where`."""
-    now = {plugin.module: plugin for plugin in loaded_plugins()}
-    lines = []
+    """Returns a line for each loaded plugin whose files differ from the `recorded` files."""
+    recorded, lines = [*recorded], []
     for each in recorded:
-        plugin = now.get(str(each.get("module")))
+        plugin = _now(each, {other.get("sha256") for other in recorded})
         if plugin is not None and plugin.sha256 != each.get("sha256"):
             versions = (
                 "" if each.get("version") == plugin.version else f" ({each.get('version')}, now {plugin.version})"
             )
             lines.append(f"the plugin {plugin.name} has changed since {where} was written{versions}")
-    return lines
+    return [*dict.fromkeys(lines)]
+
+
+def _now(recorded: Mapping[str, Any], known: Set[Any]) -> Plugin | None:
+    """Returns the loaded plugin that is `recorded`. For a folder that is not loaded, returns a loaded folder whose hash
+    is not in `known`, the hashes of all recorded plugins."""
+    name = str(recorded.get("name"))
+    if os.sep not in name:
+        return _modules().get(str(recorded.get("module")))
+    folders = [plugin for plugin in loaded_plugins() if plugin.is_folder]
+    found = [plugin for plugin in folders if plugin.name == name] or [
+        plugin for plugin in folders if plugin.sha256 not in known
+    ]
+    return found[0] if found else None
 
 
 def note_changed_plugins(recorded: Iterable[Mapping[str, Any]], path: Path) -> None:
@@ -200,11 +220,11 @@ def note_changed_plugins(recorded: Iterable[Mapping[str, Any]], path: Path) -> N
 
 
 def _load(name: str, where: str) -> Plugin:
-    entries = {entry.name: entry.value for entry in metadata.entry_points(group=GROUP)}
-    module_name = entries.get(name, name)
-    for plugin in loaded_plugins():
-        if plugin.module == module_name:  # loaded by another name
-            return plugin
+    if os.sep in name:
+        return _load_folder(Path(name).expanduser().resolve(), where)
+    module_name = _module_of(name, where)
+    if module_name in (modules := _modules()):  # loaded by another name
+        return modules[module_name]
     module = imported(module_name, where, "name an entry point of the group optimus.plugins, or a module")
     rows = getattr(module, "ROWS", None)
     if not isinstance(rows, list | tuple):
@@ -212,26 +232,54 @@ def _load(name: str, where: str) -> Plugin:
     added: dict[str, dict[str, Any]] = {}
     for row in rows:
         table = _table_of(row, where)
+        if not isinstance(row.name, str) or not row.name:
+            raise UserError(f"{where}: {table.what}: its name is {row.name!r}: give a text")
         if row.name in table or row.name in added.setdefault(table.what, {}):
             raise UserError(f"{where}: there is a {table.what} '{row.name}' already: give this one another name")
         _check(table, row, where)
         added[table.what][row.name] = row
     for table in _TABLES:
         table.extend(added.get(table.what, {}))
-    plugin = _LOADED[name] = Plugin(name, module_name, _version(module_name), _digest(module))
+    plugin = _LOADED[name] = Plugin(name, module_name, _version(module_name), _digest_of(module))
     return plugin
 
 
+def _modules() -> dict[str, Plugin]:
+    """Returns the loaded plugins that are modules, by module."""
+    return {plugin.module: plugin for plugin in loaded_plugins() if not plugin.is_folder}
+
+
+def _load_folder(folder: Path, where: str) -> Plugin:
+    """Notes that the code of a folder may run. Does not import the code."""
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{where}: {folder} has no config.json: name a Hugging Face folder with code, or a module")
+    name = str(folder)
+    return _LOADED.setdefault(name, Plugin(name, folder.name, None, _digest(folder, code_files(folder))))
+
+
+def _module_of(name: str, where: str) -> str:
+    """Returns the module of the entry point `name`; `name` itself without such an entry point.
+
+    Raises `UserError` if entry points with this name have different modules.
+    """
+    packages = {entry.module: entry.dist for entry in metadata.entry_points(group=GROUP, name=name)}
+    if len(packages) > 1:
+        both = " and ".join(
+            f"{module}{f' of {package.name}' if package else ''}" for module, package in packages.items()
+        )
+        raise UserError(f"{where}: the entry points {both} have this name: name the module, or uninstall a package")
+    return next(iter(packages), name)
+
+
 def _check(table: Table[Any], row: Any, where: str) -> None:
-    """Raises `UserError` if the check of the table raises an error for the row."""
     if table.check is None:
         return
     try:
         table.check(row)
     except ValueError as error:
-        raise UserError(f"{where}: {table.what}: {error}") from None
+        raise UserError(f"{where}: {table.what}: {' '.join(str(error).split())}") from None
     except Exception as error:
-        raise UserError(f"{where}: {table.what} '{row.name}': {type(error).__name__}: {error}") from error
+        raise UserError(f"{where}: {table.what} '{row.name}': {said(error)}") from error
 
 
 def _table_of(row: object, where: str) -> Table[Any]:
@@ -246,11 +294,14 @@ def _version(module: str) -> str | None:
     return metadata.version(packages[0]) if packages else None
 
 
-def _digest(module: Any) -> str:
-    """Returns the SHA-256 of a module's file, or of the names and contents of all Python files of a package."""
+def _digest_of(module: Any) -> str:
+    """Hashes the name and content of a module's file, or of all Python files of a package (SHA-256)."""
     file = Path(module.__file__)
-    files = sorted(file.parent.rglob("*.py")) if file.name == "__init__.py" else [file]
+    return _digest(file.parent, code_files(file.parent) if file.name == "__init__.py" else [file])
+
+
+def _digest(folder: Path, files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
-    for each in files:
-        digest.update(each.relative_to(file.parent).as_posix().encode() + b"\0" + each.read_bytes() + b"\0")
+    for each in sorted(files):
+        digest.update(each.relative_to(folder).as_posix().encode() + b"\0" + each.read_bytes() + b"\0")
     return digest.hexdigest()

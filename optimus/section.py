@@ -1,4 +1,4 @@
-"""The base class of the configuration's sections."""
+"""The base class of the configuration's sections, and the types of the sections' paths."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -14,8 +14,9 @@ Result = TypeVar("Result")
 
 
 def reported_as_value(read: Callable[[str], Result], value: Any) -> Any:
-    """Applies `read` to a string; returns any other value unchanged, which validation then checks. Converts a
-    `UserError` of `read` to a `ValueError`."""
+    """Applies `read` to a string, and returns any other value unchanged. Converts a `UserError` of `read` to a
+    `ValueError`.
+    """
     try:
         return read(value) if isinstance(value, str) else value
     except UserError as error:
@@ -42,12 +43,16 @@ class Section(BaseModel):
 
     @property
     def locked(self) -> bool:
-        """True if the values can no longer be assigned."""
+        """True if assignments raise an error."""
         return getattr(self, "_locked", False)
 
     def lock(self) -> None:
-        """Locks the values of this section and of its subsections. Copies each value first, because other sections may share
-        it."""
+        """Makes assignments to this section and its subsections raise an error.
+
+        The contents of lists and dicts can still change.
+
+        Copies each value first, because other sections may share the value.
+        """
         for name in type(self).model_fields:
             own = self.__dict__[name] = deepcopy(getattr(self, name))
             for each in own if isinstance(own, list) else [own]:

@@ -1,8 +1,6 @@
-"""The context of one model's current step: the backward pass, deferred weight gradients, cached collectives, the forms (NN,
-NT, TN) of matmuls, and the routers' choices of experts.
+"""The context of one model's current step.
 
-Each model has one context object, which `parallelize` gives to the model's modules. The context is not thread-local,
-because autograd has its own threads on an accelerator.
+The context is not thread-local, because autograd has its own threads on an accelerator.
 """
 
 from collections import deque
@@ -18,22 +16,21 @@ T = TypeVar("T")
 
 
 def region(name: Callable[[], str]) -> AbstractContextManager[object]:
-    """Names the operations inside the block for a running profiler; does not call `name` without a profiler."""
+    """Names the operations inside the block for a running profiler."""
     return record_function(name()) if torch.autograd._profiler_enabled() else nullcontext()
 
 
 class Forms(Protocol):
-    """A choice of the form (NN, NT or TN) of each matmul; see `kernels.matmul`."""
+    """Chooses a form (NN, NT or TN; see `optimus.kernels.matmul`) for each matmul A [M, L] @ B [L, N]."""
 
     def form(self, shape: Any, a_ML: Tensor, b_LN: Tensor) -> Any:
-        """Returns the form in which to compute a matmul of this shape."""
+        """Returns the form in which to compute A @ B. `shape` is the `MatmulShape` of the matmul."""
 
 
 class CollectiveCache:
-    """Results of the collectives of a forward pass, in order; the recomputation of the pass reads the results instead
-    of communicating.
+    """Caches the results of a forward pass's collectives, in order, for the recomputation.
 
-    Implements communication-aware checkpointing (CAC; TED, section 7.3).
+    Implements communication-aware checkpointing (CAC; TED, section 7.3 of the dissertation on AxoNN).
     """
 
     def __init__(self) -> None:
@@ -45,8 +42,7 @@ class CollectiveCache:
         self._again = True
 
     def take(self, make: Callable[[], Any]) -> Any:
-        """Returns the next result. The forward pass computes the result with `make` and caches it; the recomputation
-        reads the cache."""
+        """Returns the next result: new from `make` in the forward pass, cached in the recomputation."""
         if self._again:
             return self._results.popleft()
         made = make()
@@ -58,22 +54,21 @@ class StepContext:
     """The state of a model's current step. The fields are None outside the `with` blocks that set them."""
 
     def __init__(self) -> None:
-        self.deferred: list[Callable[[], None]] | None = (
-            None  # functions that add weight gradients to buffers; call them in order
-        )
+        self.deferred: list[Callable[[], None]] | None = None  # functions that add to gradient buffers
         self.backward: tuple[int, int] | None = None  # the stage and the microbatch of the backward pass
         self.collectives: CollectiveCache | None = None
         self.forms: Forms | None = None
-        self.choices: dict[Any, Tensor] | None = None  # number of choices of each expert, by router
+        self.choices: dict[Any, Tensor] | None = None  # by router, how often the router chooses each expert, [experts]
 
     def deferring(self) -> AbstractContextManager[list[Callable[[], None]]]:
-        """Defers additions to gradient buffers inside the block. Yields a list that collects the functions that add;
-        call these functions in order."""
+        """Defers additions to gradient buffers inside the block.
+
+        Yields a list of functions, which grows inside the block. The caller must call the functions in order.
+        """
         return self._having("deferred", list[Callable[[], None]]())
 
     def in_backward(self, stage: int, microbatch: int) -> AbstractContextManager[tuple[int, int]]:
-        """Marks the block as a part of the backward pass of `stage` and `microbatch`, to distinguish the gradients of
-        several passes."""
+        """Marks the block as a part of the backward pass of `stage` and `microbatch`."""
         return self._having("backward", (stage, microbatch))
 
     def recording(self, cache: CollectiveCache) -> AbstractContextManager[CollectiveCache]:
@@ -82,24 +77,27 @@ class StepContext:
 
     @contextmanager
     def repeating(self, cache: CollectiveCache) -> Iterator[None]:
-        """Makes the recomputation of the same forward pass inside the block use the cached results, so that it issues no
-        collectives."""
+        """Makes the recomputation, which runs inside the block, use the cached results."""
         cache.begin_again()
         with self.recording(cache):
             yield
 
     def multiplying(self, forms: Forms) -> AbstractContextManager[Forms]:
-        """Sets the forms of matmuls inside the block."""
+        """Lets `forms` choose the forms of matmuls inside the block."""
         return self._having("forms", forms)
 
     def counting(self) -> AbstractContextManager[dict[Any, Tensor]]:
-        """Counts how often each router chooses each expert in training passes inside the block. Yields the counts [experts]
-        by router."""
+        """Counts how often each router chooses each expert in the block, in passes with gradients.
+
+        Recomputation of a router counts the choices again. Yields the counts [experts] by router.
+        """
         return self._having("choices", dict[Any, Tensor]())
 
     def chose(self, router: Any, counts_E: Tensor) -> None:
-        """Adds the number of times that `router` has chosen each expert. A recomputed pass counts twice, which leaves
-        the experts' shares unchanged."""
+        """Adds `counts_E`, which says how often `router` has chosen each of the E experts.
+
+        Has no effect outside `counting` or under `no_grad`.
+        """
         if self.choices is not None and torch.is_grad_enabled():
             before_E = self.choices.get(router)
             self.choices[router] = counts_E if before_E is None else before_E + counts_E
@@ -115,8 +113,7 @@ class StepContext:
 
 
 def _without_history(value: Any) -> Any:
-    """Returns a result with its tensors detached from autograd's graph. The detached tensors share the memory of the
-    originals."""
+    """Returns `value` with its tensors, also tensors inside tuples, detached from autograd's graph."""
     if isinstance(value, Tensor):
         return value.detach()
     return tuple(map(_without_history, value)) if isinstance(value, tuple) else value

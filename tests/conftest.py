@@ -7,7 +7,7 @@ import re
 import signal
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from helpers.sources import uncollected
 
 ROOT = Path(__file__).resolve().parents[1]
 _RANKS = re.compile("run_ranks|on_phantom|run_fresh|assert_same_as_one_process")
@@ -41,6 +43,13 @@ def pytest_configure(config: pytest.Config) -> None:
     patch.setenv("HOME", own.name)
     config.add_cleanup(own.cleanup)
     config.add_cleanup(patch.undo)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None]:
+    """Collects tests, thousands of objects that stay."""
+    with uncollected():
+        return (yield)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
+from helpers.sources import tree_of
 from optimus.model.families import families
 from optimus.pipeline.schedules import schedules
 
@@ -57,7 +58,7 @@ def room(module: str) -> str | None:
 
 def imported(file: Path) -> Iterator[tuple[int, str]]:
     """Yields (line, module) of every import, also inside functions."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(file)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -69,7 +70,7 @@ def imported(file: Path) -> Iterator[tuple[int, str]]:
 def imports(file: Path) -> Iterator[tuple[int, str]]:
     """Yields (line, module) of every import and every lazy export."""
     yield from imported(file)
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(file)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and _LAZY_NAME.fullmatch(node.value):
             yield node.lineno, node.value.replace(":", ".")
 
@@ -192,7 +193,7 @@ def test_no_room_but_the_kernels_names_cuda() -> None:
     for file in files():
         if file.is_relative_to(PACKAGE / "kernels"):
             continue
-        tree = ast.parse(file.read_text(encoding="utf-8"))
+        tree = tree_of(file)
         found += [f"{file.relative_to(ROOT)}:{line}" for line in cuda_uses(tree)]
     assert not found, "ask torch.accelerator and the device's own name instead: " + ", ".join(found)
 
@@ -215,7 +216,7 @@ def naming(tree: ast.Module, words: Collection[str]) -> Iterator[int]:
 def named_outside(words: Collection[str], *rooms: str) -> list[str]:
     """Returns the places outside these rooms that have one of the words."""
     outside = [file for file in files() if not any(file.is_relative_to(PACKAGE / room) for room in rooms)]
-    trees = {file.relative_to(ROOT): ast.parse(file.read_text(encoding="utf-8")) for file in outside}
+    trees = {file.relative_to(ROOT): tree_of(file) for file in outside}
     return [f"{name}:{line}" for name, tree in trees.items() for line in naming(tree, words)]
 
 
@@ -299,7 +300,7 @@ def test_models_are_composed_and_not_patched() -> None:
         here = file.relative_to(PACKAGE).parts[0]
         if file.is_relative_to(PACKAGE / "model" / "foreign"):
             continue  # it changes the classes of others' modules, which cannot declare what is replaceable
-        lines = patches(ast.parse(file.read_text(encoding="utf-8")), here)
+        lines = patches(tree_of(file), here)
         found += [f"{file.relative_to(ROOT)}:{line}" for line in lines]
     assert not found, "let its class say that it is replaceable (parallel/parallelize.py): " + ", ".join(found)
 
@@ -311,7 +312,7 @@ def test_models_are_known_by_their_protocol() -> None:
         f"{file.relative_to(ROOT)}:{node.lineno}"
         for file in files()
         if file.relative_to(PACKAGE).parts[0] != "model"
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for node in ast.walk(tree_of(file))
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass")
         if classes
         & {ast.unparse(each) for each in ast.walk(node.args[1]) if isinstance(each, ast.Name | ast.Attribute)}
@@ -377,7 +378,7 @@ def test_modules_have_no_state() -> None:
     found = []
     for file in files():
         if file not in (_LETS_THINGS_FAIL, _TABLES) and not file.is_relative_to(PACKAGE / TESTING):
-            lines = sorted(set(mutated(ast.parse(file.read_text(encoding="utf-8")))))
+            lines = sorted(set(mutated(tree_of(file))))
             found += [f"{file.relative_to(ROOT)}:{line}" for line in lines]
     assert not found, "let an object have it that is made for a run (step_context.py): " + ", ".join(found)
 

@@ -277,6 +277,7 @@ def test_a_run_that_stops_early_says_how_to_go_on(
     assert result(capsys, monkeypatch, "train", config, "--resume")["step"] == 6
 
 
+@pytest.mark.in_turn(1, 3)
 def test_paths_are_expanded_where_no_shell_has_seen_them(
     small_run: dict[str, Any],
     prepared: Path,

@@ -16,6 +16,8 @@ def test_homes_and_variables_are_expanded(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert user_path("$HOME/run") == tmp_path / "run"
     assert user_path("${RUNS}/a$RUNS") == Path("/scratch/runs/a/scratch/runs")
     assert user_path("a~/b") == Path("a~/b")
+    monkeypatch.setenv("PRICE", "/shop/$USD_of_nobody")
+    assert user_path("$PRICE/run") == Path("/shop/$USD_of_nobody/run")
     assert user_path(f"/{255 * 'a'}/\udcff") == Path(f"/{255 * 'a'}/\udcff")
 
 

@@ -55,6 +55,7 @@ OF_OTHER_PROGRAMS = {
     "--gpus-per-task": "srun",
     "--hostfile": "mpiexec",
     "--index-url": "pip",
+    "--kill-on-bad-exit": "srun",
     "--logdir": "tensorboard",
     "--lora-modules": "vllm",
     "--model-path": "sglang",
@@ -297,6 +298,7 @@ def test_readme(reader: Reader) -> None:
     }
 
 
+@pytest.mark.in_turn(1, 2)
 @pytest.mark.parametrize("name", ["checkpoints", "data-format"])
 def test_pages_about_a_run(name: str, trained: Path, reader: Reader) -> None:
     shutil.copytree(trained, reader.folder, dirs_exist_ok=True)

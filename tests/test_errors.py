@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from optimus import errors
-from optimus.errors import how_to_install
+from optimus.errors import first_line, how_to_install, said
 
 
 def test_how_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,6 +17,11 @@ def test_how_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert how_to_install("wandb") == f"pip install --editable '{tmp_path}[wandb]'"
     monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
     assert how_to_install("wandb") == "make install-wandb"
+
+
+def test_the_first_line_of_an_error() -> None:
+    assert first_line(RuntimeError("no memory\nat 0x7f")) == "no memory"
+    assert first_line(RuntimeError()) == "RuntimeError"
 
 
 def test_the_make_targets_that_errors_name_are_there() -> None:
@@ -42,3 +47,8 @@ def test_the_make_targets_that_errors_name_are_there() -> None:
         "all",
     )
     assert targets.split()[1:] == [f"install-{extra}" for extra in extras]
+
+
+def test_errors_of_users_code_are_one_line() -> None:
+    assert said(ValueError("one\n  two `x`")) == "ValueError: one two 'x'"
+    assert said(SystemExit()) == "SystemExit"

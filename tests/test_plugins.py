@@ -131,6 +131,22 @@ def test_loading_twice_is_loading_once(module: Any) -> None:
 WRONG = {
     "no module": (None, "plugins: rows cannot be imported (ModuleNotFoundError: No module named 'rows')"),
     "an error": ("1 / 0", "plugins: rows cannot be imported (ZeroDivisionError: division by zero)"),
+    "an error of two lines": (
+        "raise ValueError('one\\ntwo')",
+        "plugins: rows cannot be imported (ValueError: one two): name an entry point",
+    ),
+    "a name that is a list": (
+        "from optimus.extend import LossRow\nROWS = [LossRow(['x'], len)]",
+        "plugins: rows: loss: its name is ['x']: give a text",
+    ),
+    "a row without a name": (
+        "from optimus.extend import SinkRow\nROWS = [SinkRow(None, None)]",
+        "plugins: rows: metric sink: its name is None: give a text",
+    ),
+    "an empty name": (
+        "from optimus.extend import LossRow\nROWS = [LossRow('', len)]",
+        "plugins: rows: loss: its name is '': give a text",
+    ),
     "an exit": ("raise SystemExit(3)", "plugins: rows cannot be imported (SystemExit: 3)"),
     "no rows": ("", "plugins: rows: rows has no list `ROWS`"),
     "another object": ("ROWS = [3]", "plugins: rows: 3 in `ROWS` is no row of a table"),
@@ -175,6 +191,35 @@ def test_a_wrong_plugin_is_one_message_and_adds_nothing(case: str, module: Any) 
     assert not plugins.loaded_plugins()
 
 
+def installed(folder: Path, package: str, entry: str) -> None:
+    """Writes what an installed package of this name has, with the entry point `example = ENTRY`."""
+    about = folder / f"{package}-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(f"[optimus.plugins]\nexample = {entry}\n")
+
+
+@pytest.mark.parametrize("entry", ["rows", "rows:ROWS", "rows [extra]"])
+def test_an_entry_point_is_the_name_of_its_module(entry: str, module: Any, tmp_path: Path) -> None:
+    module("rows", ROWS)
+    installed(tmp_path, "first", entry)
+    (plugin,) = plugins.load_plugins(["example"])
+    assert (plugin.name, plugin.module) == ("example", "rows")
+
+
+def test_an_entry_point_of_two_packages_is_refused(module: Any, tmp_path: Path) -> None:
+    module("rows", ROWS)
+    installed(tmp_path, "first", "rows")
+    installed(tmp_path, "second", "others")
+    with pytest.raises(UserError) as refused:
+        plugins.load_plugins(["example"])
+    said = str(refused.value)
+    assert said.startswith("plugins: example: the entry points ")
+    assert "rows of first" in said
+    assert "others of second" in said
+    assert plugins.load_plugins(["rows"])[0].module == "rows"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -210,18 +255,21 @@ SINKS = """
 
     class Fails:
         def __init__(self, folder, config, after_step):
-            self.written = []
+            self.folder = folder
         def write(self, record):
             if record["step"] == 2:
                 raise OSError("the line is cut")
         def close(self):
-            raise AssertionError("it has failed before")
+            with (self.folder / "closed").open("a") as file:
+                file.write("closed ")
 
     ROWS = [SinkRow("fails", Fails)]
 """
 
 
-def test_a_sink_that_fails_is_dropped(module: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sink_that_fails_is_closed_and_dropped(
+    module: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     observe = {"tensorboard": False, "sinks": [module("sinks", SINKS) and "fails"]}
     writer = MetricsWriter(tmp_path, load_config(RUN | {"plugins": ["sinks"], "observe": observe}), 0)
     for step in (1, 2, 3):
@@ -229,10 +277,51 @@ def test_a_sink_that_fails_is_dropped(module: Any, tmp_path: Path, capsys: pytes
     writer.close()
     said = capsys.readouterr().err
     assert said.count("\n") == 1
+    assert (tmp_path / "closed").read_text(encoding="utf-8") == "closed "
     assert "the metric sink fails failed (OSError: the line is cut): from step 2 on, it gets no metrics" in said
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3]
     with pytest.raises(UserError, match=r"observe\.sinks: metric sink 'fail' does not exist; did you mean 'fails'\?"):
         check_sinks(load_config(RUN | {"plugins": ["sinks"], "observe": observe | {"sinks": ["fail"]}}))
+
+
+FAILING_SINK = """
+    from optimus.extend import SinkRow
+
+    class Fails:
+        def __init__(self, *_):
+            self.fail("make")
+        def write(self, record):
+            self.fail("write")
+        def close(self):
+            self.fail("close")
+        def fail(self, method):
+            if method == "METHOD":
+                raise ERROR
+
+    ROWS = [SinkRow("fails", Fails)]
+"""
+
+
+@pytest.mark.parametrize(("error", "said"), [("OSError('a\\nb')", "OSError: a b"), ("SystemExit(3)", "SystemExit: 3")])
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("make", "the metric sink fails cannot be made ({}): it gets no metrics; metrics.jsonl has them"),
+        ("write", "the metric sink fails failed ({}): from step 1 on, it gets no metrics; metrics.jsonl has them"),
+        ("close", "the metric sink fails failed at its end ({})"),
+    ],
+)
+def test_a_sink_that_fails_anywhere_is_one_message(
+    method: str, message: str, error: str, said: str, module: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module("sinks", FAILING_SINK.replace("METHOD", method).replace("ERROR", error))
+    observe = {"tensorboard": False, "sinks": ["fails"]}
+    writer = MetricsWriter(tmp_path, load_config(RUN | {"plugins": ["sinks"], "observe": observe}), 0)
+    for step in (1, 2):
+        writer.write({"step": step, "loss": 1.0})
+    writer.close()
+    assert capsys.readouterr().err == f"{message.format(said)}\n"
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2]
 
 
 READERS = """
@@ -275,6 +364,20 @@ def test_a_reader_that_is_no_generator_is_named(module: Any, tmp_path: Path) -> 
     plugins = [module("rec_reader", source)]
     with pytest.raises(UserError, match=r"the reader rec failed after 0 records \(JSONDecodeError"):
         optimus.prepare([tmp_path / "in.rec"], tmp_path / "out", train_tokenizer=300, plugins=plugins)
+
+
+@pytest.mark.parametrize(("how", "got"), [("", "c3a9"), (", binary=True", "e9")])
+def test_a_reader_of_binary_files_gets_their_own_bytes(how: str, got: str, module: Any, tmp_path: Path) -> None:
+    (tmp_path / "in.bin").write_bytes("é".encode("cp1252"))
+    source = f"""
+        from optimus.extend import record_reader
+        def records(file):
+            raise ValueError(file.read().hex())
+        ROWS = [record_reader("bin", (".bin",), records{how})]
+    """
+    given = {"train_tokenizer": 300, "encoding": "cp1252", "plugins": [module(f"bin_reader_{got}", source)]}
+    with pytest.raises(UserError, match=rf"the reader bin failed after 0 records \(ValueError: {got}\)"):
+        optimus.prepare([tmp_path / "in.bin"], tmp_path / "out", **given)
 
 
 def test_reptile_goes_around_rules_with_counters_and_refuses_averages(module: Any) -> None:
@@ -446,6 +549,7 @@ def test_what_reads_its_checkpoints_asks_for_the_plugin(
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.in_turn(0, 3)
 def test_an_export_of_its_family_is_what_transformers_computes(
     folder: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -465,6 +569,7 @@ def test_an_export_of_its_family_is_what_transformers_computes(
     torch.testing.assert_close(found_BSV, theirs(tokens_BS).logits.detach(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.in_turn(1, 3)
 def test_plans_and_checks_know_it(folder: Path, environment: dict[str, str]) -> None:
     planned = run(folder, environment, "plan run.yaml --machine dgx-h100 --ranks 2 --best 1")
     assert planned.returncode == 0, planned.stderr

@@ -174,7 +174,7 @@ FIXED = [
         TORCH,
         r"within a relative (\S+) on (\d) and (\d) ranks for all (\d) schedules",
         lambda: [
-            *text(TORCH, r"losses, expected_losses, rtol=(\S+),", r'"ranks", \[(\d), (\d)\]'),
+            *text(TORCH, r"losses, expected_losses, rtol=(\S+),", r'"ranks", in_turns\(\[(\d), (\d)\]'),
             len(module(TORCH).schedules()),
         ],
     ),

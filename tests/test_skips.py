@@ -39,6 +39,7 @@ def test_skips_are_counted_by_reason(workers: str, tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).with_name("lib"))},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()

@@ -109,7 +109,7 @@ def test_another_sweep_is_refused(
 SHOW = "import os, torch; print(torch.backends.cpu.get_cpu_capability(), len(os.sched_getaffinity(0)))"
 
 
-@pytest.mark.parametrize("way", ["as-it-is", "avx2", "one-core"])
+@pytest.mark.parametrize("way", in_turns(["as-it-is", "avx2", "one-core"], 2, always=1))
 def test_the_ways_in_which_tests_run(
     way: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -53,6 +53,7 @@ def test_every_file_of_the_package_is_in_the_wheel(wheel: Path) -> None:
     assert {name for name in files if "__pycache__" not in name} == {name for name in packed if "dist-info" not in name}
 
 
+@pytest.mark.in_turn(2, 3)
 def test_every_command_runs_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     text = "\n".join(f"line {number} of a text to train on" for number in range(2000))
     (tmp_path / "text.md").write_text(text)

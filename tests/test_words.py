@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import pytest
 
+from helpers.sources import tree_of
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("docs/architecture.md", "docs/checkpoints.md", "docs/config.md")
 
@@ -167,7 +169,7 @@ def files(*folders: str) -> Iterator[tuple[str, ast.Module]]:
     """Yields (path, syntax tree) of every module in these folders."""
     for folder in folders:
         for path in sorted((ROOT / folder).rglob("*.py")):
-            yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
+            yield path.relative_to(ROOT).as_posix(), tree_of(path)
 
 
 def identifiers(path: str, tree: ast.Module) -> Iterator[tuple[int, str]]:

@@ -1,4 +1,1 @@
-"""Checkpoints: writers complete a checkpoint by a rename, and `Reader` checks the checksums of tensors.
-
-Start with `folder.py`.
-"""
+"""Checkpoints of the state of a run. Start with `folder.py`."""

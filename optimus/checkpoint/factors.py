@@ -1,8 +1,4 @@
-"""Low-rank factors in checkpoints: `model.X.lora_b` and `model.X.lora_a`, in addition to the frozen `model.X.weight`.
-
-`Reader.fill` adds the product of the factors to the weight, wherever the frozen weight is not zero. With `apart`,
-`fill` reads the frozen weight unchanged.
-"""
+"""Low-rank factors in checkpoints, with the keys `model.X.lora_b` and `model.X.lora_a`."""
 
 _WEIGHT, _FACTORS = ".weight", (".lora_b", ".lora_a")
 

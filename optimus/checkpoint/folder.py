@@ -1,14 +1,12 @@
-"""The folder of a checkpoint and its description.
+"""Finds checkpoint folders, and reads and writes the descriptions of checkpoints.
 
-    checkpoint.json         the description: model, step, precision, data, configuration
+    checkpoint.json         the fields of `Description`
     tokenizer.json          the tokenizer of the training data, if any
     .metadata, *.distcp     the tensors; see `format.py`
     manifest.json           sizes and checksums of the files above; written last; see `manifest.py`
 
-In `checkpoints/`, a run writes full checkpoints `step-N`, and `weights-N` with weights only. A run writes frozen
-parameters into `frozen-K`, to which several full checkpoints may refer. Folders `weights-N` are self-contained. The run
-writes a folder as `.NAME.partial`, and renames the complete folder. A rollback moves later checkpoints to
-`checkpoints/abandoned-K`.
+A run writes full checkpoints `step-N`, weights-only checkpoints `weights-N` and frozen parameters `frozen-K` into
+`checkpoints/`. The run writes a folder as `.NAME.partial`, and renames the complete folder.
 """
 
 import json
@@ -51,23 +49,22 @@ def damaged(folder: Path, reason: str) -> DamagedError:
 
 @dataclass(frozen=True)
 class Description:
-    """The content of `checkpoint.json`. A `full` checkpoint has the whole state, and any other checkpoint has only
-    weights."""
+    """The content of `checkpoint.json`. A checkpoint that is not `full` has only weights."""
 
     model: Architecture
-    context: int  # length of the longest sequences in training so far, in this run or an earlier run
+    context: int  # length of the longest sequences in training so far
     step: int
     full: bool
     precision: str = "float32"
     eos_id: int | None = None
     tokenizer: Path | None = None  # path of the tokenizer's file
-    run: dict[str, Any] = field(default_factory=dict)  # fingerprint that a resumed run must match; see `check_same_run`
-    progress: dict[str, Any] = field(default_factory=dict)  # counters and data position, which a resumed run continues
+    run: dict[str, Any] = field(default_factory=dict)  # fingerprint that a resumed run must match
+    progress: dict[str, Any] = field(default_factory=dict)  # counters and data position
     config: dict[str, Any] = field(default_factory=dict)  # whole configuration of the run that wrote the checkpoint
     random: dict[str, str] = field(default_factory=dict)  # states of torch's generators, by device type, in base 64
-    written: dict[str, Any] = field(default_factory=dict)  # facts about the writing, for example the number of ranks
-    published: dict[str, Any] = field(default_factory=dict)  # metadata of the imported folder; see hub/published.py
-    chat: dict[str, Any] = field(default_factory=dict)  # chat template of the training data: `data.chat.ChatTemplate`
+    written: dict[str, Any] = field(default_factory=dict)  # facts about the writer, such as the number of `ranks`
+    published: dict[str, Any] = field(default_factory=dict)  # metadata of the imported folder
+    chat: dict[str, Any] = field(default_factory=dict)  # chat template, if any
     frozen: str | None = None  # name of a separate folder with the frozen parameters, if any
     plugins: list[dict[str, Any]] = field(default_factory=list)  # fields of each `plugins.Plugin` of the writer
 
@@ -78,7 +75,7 @@ class Description:
 
     @property
     def prunings(self) -> int:
-        """The number of prunings of the model. A pruned model without a recorded number counts as pruned once."""
+        """The number of prunings of the model; without a record, 1 for a pruned model and 0 for others."""
         return int(self.progress.get("prunings", self.unpruned < 1))
 
     def weights_only(self, precision: str) -> "Description":
@@ -98,16 +95,13 @@ def weights_folder(run: Path, step: int) -> Path:
 
 def frozen_folders(run: Path) -> list[Path]:
     """Returns the run's folders of frozen parameters, oldest first."""
-    found = [path for path in (run / "checkpoints").glob("frozen-*") if _FROZEN.match(path.name)]
+    found = [path for path in (run / "checkpoints").glob("frozen-*") if _FROZEN.match(path.name) and path.is_dir()]
     return sorted(found, key=step_of)
 
 
 def frozen_beside(path: Path, description: Description) -> Path | None:
-    """Returns the folder of frozen parameters that the checkpoint `path` refers to, or None.
-
-    Looks in the folder that contains the checkpoint, and then one folder higher. Raises `DamagedError` if the folder of
-    frozen parameters does not exist.
-    """
+    """Returns the folder of frozen parameters that the checkpoint `path` refers to, or None. Raises `DamagedError` if
+    the folder does not exist."""
     if description.frozen is None:
         return None
     for parent in (path.absolute().parent, path.absolute().parent.parent):
@@ -117,10 +111,7 @@ def frozen_beside(path: Path, description: Description) -> Path | None:
 
 
 def step_of(path: Path) -> int:
-    """Returns the number at the end of a checkpoint's name: its step, or the K of `frozen-K`.
-
-    Raises `ValueError` if the name ends in no number.
-    """
+    """Returns the number at the end of a checkpoint's name; raises `ValueError` for other names."""
     return int(path.name.rpartition("-")[2])
 
 
@@ -134,18 +125,15 @@ def list_checkpoints(run: Path, *kinds: str) -> list[Path]:
 
 def all_folders(run: Path, *kinds: str) -> list[Path]:
     """Returns the folders in a run with names of checkpoints, oldest first, including damaged checkpoints. `kinds` are
-    `step` and `weights`, by default both kinds."""
-    found = [path for path in (run / "checkpoints").glob("*-*") if _NAME.match(path.name)]
+    `step` or `weights`; the default is both."""
+    found = [path for path in (run / "checkpoints").glob("*-*") if _NAME.match(path.name) and path.is_dir()]
     wanted = [path for path in found if not kinds or path.name.partition("-")[0] in kinds]
     return sorted(wanted, key=lambda path: (step_of(path), path.name))
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """Returns the checkpoint folder that `path` names: `path` itself, or the newest complete checkpoint of the run
-    `path`.
-
-    Raises `UserError` if there is no checkpoint.
-    """
+    """Returns the checkpoint `path`, or the newest complete checkpoint of the run `path`. Raises `UserError` if there
+    is no checkpoint."""
     path = user_path(path)
     if (path / DESCRIPTION).is_file() or (path / MANIFEST).is_file():
         return path
@@ -164,10 +152,7 @@ def find_checkpoint(path: str | Path) -> Path:
 
 
 def _describe_foreign(path: Path) -> str | None:
-    """Describes a file or folder that another program has written, with a remedy.
-
-    Returns None for a folder with a description or a manifest, and for an unknown format.
-    """
+    """Describes a file or folder of another program, with a remedy, or returns None."""
     cure = "save the model as a Hugging Face folder (save_pretrained), and convert the folder with `optimus import`"
     if path.is_file():
         if _is_torch_save_file(path):
@@ -194,11 +179,8 @@ def _is_torch_save_file(file: Path) -> bool:
 
 
 def read_description(path: Path) -> Description:
-    """Reads the description of the checkpoint folder `path`.
-
-    Raises `UserError` if this code does not know the description's version or model, and `DamagedError` if the description
-    cannot be read.
-    """
+    """Reads the description of the checkpoint folder `path`. Raises `UserError` for an unsupported version or
+    model, and `DamagedError` for other folders and for a description that cannot be read."""
     if what := _describe_foreign(path):
         raise DamagedError(f"{path} is {what}")  # a run may resume from another checkpoint
     file = path / DESCRIPTION
@@ -235,9 +217,6 @@ def write_description(folder: Path, description: Description) -> None:
 
 
 def differences(saved: dict[str, Any], current: dict[str, Any]) -> str:
-    """Returns `KEY is SAVED there and CURRENT here` for every key of `current` whose values differ, for messages.
-
-    The text is empty if all values agree.
-    """
+    """Returns `KEY is SAVED there and CURRENT here` for the keys of `current` whose values differ."""
     keys = [key for key in current if saved.get(key) != current[key]]
     return ", ".join(f"{key} is {saved.get(key)!r} there and {current[key]!r} here" for key in keys)

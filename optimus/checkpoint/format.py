@@ -1,8 +1,6 @@
-"""The files of tensors, in the format of torch.distributed.checkpoint (DCP), which DCP's tools can read.
+"""The files of tensors, in the format of torch.distributed.checkpoint (DCP).
 
-Each writing rank has one file, `__RANK_0.distcp`, of concatenated slices; each slice is an archive of `torch.save`.
-`.metadata` locates the slices in the folder's files. This module replaces DCP's writer and reader, which have no
-checksums.
+A file `__RANK_0.distcp` consists of slices, each an archive of `torch.save`. `.metadata` locates the slices.
 """
 
 import io
@@ -20,7 +18,7 @@ from optimus.checkpoint.slices import TensorSlice
 
 
 class StoredSlice(NamedTuple):
-    """A slice in a file: its region of a global tensor, and its byte range in the file."""
+    """A slice in a file, with its region of a global tensor and its byte range in the file."""
 
     key: str
     dtype: str  # torch's name of the dtype, without the prefix "torch."
@@ -37,7 +35,7 @@ AnySlice = TypeVar("AnySlice", StoredSlice, TensorSlice)
 
 
 class _Summing(io.RawIOBase):
-    """A file for writing that computes the CRC-32 and the length of its content."""
+    """Writes to a file, and computes the CRC-32 and the length of the bytes written through this object."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -65,10 +63,9 @@ def file_of(rank: int) -> str:
 
 
 def write_slices(file: BinaryIO, name: str, slices: Iterable[TensorSlice]) -> list[StoredSlice]:
-    """Writes `slices` to the empty file `file`, and syncs the file to disk. Returns the stored slices, whose file is
-    `name`.
+    """Writes `slices` to `file`, syncs the file, and returns the stored slices.
 
-    A second thread syncs earlier slices to disk while this thread writes the next slices.
+    `file` must be empty. `name` becomes `StoredSlice.file`.
     """
     stored, start = [], 0
     with ThreadPoolExecutor(1) as pool:
@@ -96,8 +93,7 @@ def write_slices(file: BinaryIO, name: str, slices: Iterable[TensorSlice]) -> li
 def _with_own_storage(tensor: Tensor) -> Tensor:
     """Returns the tensor on the host, with a storage that has only the tensor's bytes.
 
-    `torch.save` would write the whole storage of a view. The new storage shares memory with a contiguous tensor on the
-    host.
+    `torch.save` would write the whole storage of a view.
     """
     here = tensor.detach().cpu().contiguous()
     start = here.storage_offset() * here.itemsize
@@ -123,7 +119,7 @@ def by_key(slices: Iterable[AnySlice]) -> dict[str, list[AnySlice]]:
 
 def pack_metadata(stored: Iterable[StoredSlice]) -> bytes:
     """Returns the content of `.metadata` for the slices `stored`."""
-    # The import takes a second, so readers of checkpoints skip the import.
+    # The import takes about a second.
     from torch.distributed.checkpoint import metadata as dcp
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 
@@ -142,10 +138,7 @@ def pack_metadata(stored: Iterable[StoredSlice]) -> bytes:
 
 
 def unpack_metadata(content: bytes) -> Iterator[StoredSlice]:
-    """Yields the slices in `.metadata`, with checksums of zero.
-
-    Raises `pickle.UnpicklingError` for a class that `_Unpickler` does not admit, and any exception for damaged content.
-    """
+    """Yields the slices in `.metadata`, with checksums of zero. May raise any exception for damaged content."""
     metadata = _Unpickler(io.BytesIO(content)).load()
     if not isinstance(metadata, _Plain) or metadata.name != "Metadata":
         raise pickle.UnpicklingError(f"a {type(metadata).__name__} is not metadata")
@@ -163,10 +156,7 @@ def unpack_metadata(content: bytes) -> Iterator[StoredSlice]:
 
 
 class _Plain:
-    """A stand-in for an instance of a DCP class, with the class's name and the pickled state.
-
-    Importing DCP's own classes would take about a second.
-    """
+    """A stand-in for an instance of a DCP class, with the class's name and the pickled state."""
 
     name = ""
 
@@ -178,7 +168,7 @@ class _Plain:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Admits only classes in the metadata of tensors, and replaces DCP's own classes by stand-ins."""
+    """Admits only globals that the metadata of tensors needs, and replaces DCP's classes by stand-ins."""
 
     _METADATA = (
         "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata",

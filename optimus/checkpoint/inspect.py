@@ -1,4 +1,4 @@
-"""The commands `optimus checkpoint ...`, which list a run's checkpoints, and verify, describe or convert a checkpoint."""
+"""Lists, verifies, describes and converts checkpoints, for the commands `optimus checkpoint ...`."""
 
 import re
 from collections import Counter
@@ -34,10 +34,8 @@ _DTYPES = ("float32", "bfloat16")
 def list_run(run: str | Path) -> list[dict[str, Any]]:
     """Lists the checkpoints of a run, oldest first.
 
-    Each entry has `path`, `step`, `kind` (full or weights), `bytes`, `problem` and `resumes`. `problem` is None if the
-    description is intact, this version of Optimus knows its format and model, and all files have the right sizes.
-    `resumes` is True for the newest checkpoint without a `problem` that `--resume` can start from. Raises `UserError`
-    if `run` is no run folder.
+    Each entry has `path`, `step`, `kind` (full or weights), `bytes`, `problem` and `resumes`. `resumes` is True for the
+    newest checkpoint without a `problem` that `--resume` can start from. Raises `UserError` if `run` is no run folder.
     """
     run = user_path(run)
     if not (run / "checkpoints").is_dir() and not (run / "config.yaml").is_file():
@@ -50,21 +48,18 @@ def list_run(run: str | Path) -> list[dict[str, Any]]:
 
 
 def verify_all(path: str | Path) -> dict[str, list[str]]:
-    """Verifies a checkpoint, or the checkpoints of a run; returns lists of problems by path (see `verify`).
-
-    Raises `UserError` if there is no checkpoint at `path`.
-    """
+    """Verifies a checkpoint, or all checkpoints of a run. Returns a list of problems, possibly empty, for each path."""
     path = user_path(path)
     found = all_folders(path) or [find_checkpoint(path)]
     return {str(each): verify(each) for each in found}
 
 
 def show(path: str | Path) -> dict[str, Any]:
-    """Describes a checkpoint (or the newest checkpoint of a run) and the distribution of its bytes over nodes.
+    """Describes a checkpoint, or the newest checkpoint of a run.
 
     In addition to some fields of the description, the result has `bytes`, `tensors` (number of global tensors),
-    `parameters`, `slices`, `writers` (number of ranks that wrote a file) and `bytes_by_node`. The numbers include the
-    folder of frozen parameters. Raises `UserError` if the checkpoint cannot be read.
+    `parameters`, `slices`, `writers` (number of ranks that wrote tensors) and `bytes_by_node`. The numbers include the
+    folder of frozen parameters.
     """
     path = find_checkpoint(path)
     reader = Reader.open(path)
@@ -102,16 +97,14 @@ def show(path: str | Path) -> dict[str, Any]:
 
 
 def convert(path: str | Path, output: str | Path, to: To = "weights", dtype: str | None = None) -> dict[str, Any]:
-    """Converts a checkpoint (or the newest checkpoint of a run) into another format; returns `output`, `bytes` and
+    """Converts a checkpoint, or the newest checkpoint of a run, into another format. Returns `output`, `bytes` and
     `tensors`.
 
-    With `to` "weights", writes a checkpoint of the weights alone, like `weights-N` of a run. With "torch", writes one
-    file of all tensors by key, for `torch.load(weights_only=True)`. With "safetensors", writes the same tensors to a
-    safetensors file. `dtype` (float32, bfloat16) is the dtype of the weights. By default, a checkpoint of weights has
-    the precision in the description, and a file has the dtypes of the checkpoint's tensors.
-
-    Raises `UserError` if the checkpoint cannot be read, if `output` exists, if the disk fails, or for an invalid
-    argument.
+    With `to` "weights", writes a weights-only checkpoint, with low-rank factors merged into the weights. With "torch",
+    writes one file of all tensors by key, for `torch.load(weights_only=True)`. With "safetensors", writes the same
+    tensors to a safetensors file. `dtype` (float32, bfloat16) is the dtype of the model's floating-point tensors. The
+    default is the checkpoint's `precision` for "weights", and the stored dtype otherwise. Raises `UserError` if
+    `output` exists, or for an invalid argument.
     """
     if to not in get_args(To):
         raise UserError(f"`to` is {to!r}: choose one of {', '.join(get_args(To))}")
@@ -130,7 +123,7 @@ def convert(path: str | Path, output: str | Path, to: To = "weights", dtype: str
         model = causal_model(about.model).to(type_)
         reader.fill(full_slices(named_tensors(model)))
         write_model(model, output, about.weights_only(str(type_).removeprefix("torch.")), all_masks(reader))
-        count = len(list(model.parameters()))
+        count = len(Reader.open(output).stored)
     else:
         tensors = _tensors(reader, dtype)
         _write_file(tensors, output, to)
@@ -155,11 +148,13 @@ def _row(path: Path) -> dict[str, Any]:
 
 
 def _tensors(reader: Reader, dtype: str | None) -> dict[str, Tensor]:
-    """Returns all global tensors by key, the weights in `dtype` if `dtype` is not None."""
+    """Returns all global tensors by key, the model's floating-point tensors in `dtype` if `dtype` is not None."""
     tensors = {}
     for key, stored in reader.stored.items():
-        type_ = dtype if dtype and key.startswith("model.") else stored[0].dtype
-        tensors[key] = torch.empty(stored[0].shape, dtype=getattr(torch, type_))
+        type_: torch.dtype = getattr(torch, stored[0].dtype)
+        if dtype and key.startswith("model.") and type_.is_floating_point:
+            type_ = getattr(torch, dtype)
+        tensors[key] = torch.empty(stored[0].shape, dtype=type_)
     reader.fill(full_slices(tensors.items(), prefix=""), apart=True)
     return tensors
 

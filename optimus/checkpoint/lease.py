@@ -1,11 +1,7 @@
-"""Leases on run folders, against two runs that write into one folder.
+"""Leases on run folders. A lease prevents two runs from writing into one folder.
 
-`lease.json` names the token, the host and the process of the holder. All processes of a run share one token, on all
-nodes and after restarts. A holder renews the lease every few seconds by rewriting the file.
-
-Another run takes over a lease if the holder is a dead process of the same machine, and was the only process of its run.
-Another run also takes over a lease that nobody has renewed for a minute, unless the holder is a live process of the
-same machine.
+A holder renews the lease every few seconds. Another run may take over the lease at once if the other run knows that the
+holder is dead. A holder in unknown state counts as dead after a minute without renewal.
 """
 
 import fcntl
@@ -27,19 +23,20 @@ from optimus.disk import file_system_time, parse_json
 from optimus.errors import UserError, naming_disk_errors
 
 LEASE = "lease.json"
-BEAT, SILENCE = 5.0, 60.0  # seconds between renewals; seconds without renewal until a holder counts as dead
+BEAT, SILENCE = 5.0, 60.0  # seconds between renewals; seconds until a silent holder of unknown state counts as dead
 _BYTES = 512  # size of the file, which one write replaces
 
 
 class LeaseError(UserError):
-    """Another run has the lease of the folder."""
+    """Another run has the lease of the folder, or this run has lost the lease."""
 
     code = 75  # EX_TEMPFAIL of sysexits.h: a later attempt may succeed
 
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that has the lease of a folder. With `several`, several processes of its run may have the lease at once."""
+    """A process that has the lease of a folder. With `several`, several processes of the run may have
+    the lease."""
 
     token: str
     host: str
@@ -54,11 +51,11 @@ class Holder:
         return cls(token, socket.gethostname(), _machine(), os.getpid(), psutil.Process().create_time(), several)
 
     def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}"
+        return f"process {self.pid} on {self.host}" if self.pid else "an unknown process"
 
     @property
     def lives(self) -> bool | None:
-        """True if the holder lives, False if the holder is dead, None if this process cannot tell."""
+        """True if the holder lives, False if the holder is dead, and None if this process cannot tell."""
         if self.machine != _machine():
             return None
         try:
@@ -71,7 +68,7 @@ class Holder:
 
 
 def living_holder(run: Path) -> Holder | None:
-    """Returns the live holder of `run`, or None if there is none, without waiting for renewals.
+    """Returns the live holder of `run`, or None if there is none.
 
     If this process cannot tell whether the holder lives, the holder counts as alive for a minute after the last renewal
     of the lease.
@@ -89,25 +86,29 @@ def check_free(run: Path) -> None:
 
 
 def check_lease(run: Path, token: str) -> None:
-    """Raises `LeaseError` if the lease file of the folder `run` is missing or names another `token`."""
+    """Raises `LeaseError` if the lease file of the folder `run` is missing or does not name `token`."""
     try:
         found = _look(run / LEASE)
     except OSError:  # the file system may be temporarily unavailable
         return
     if found is None or found.holder.token != token:
-        now = "has been" if found is None else f"is held by {found.holder}: it was"
+        now = (
+            f"has no {LEASE} any more: another run has taken the folder over and ended, or somebody has removed the file."
+            if found is None
+            else f"is held by {found.holder}: it was taken over by another run, because this run had not renewed its lease "
+            f"for {SILENCE:g} s or more."
+        )
         raise LeaseError(
-            f"{run} {now} taken over by another run, because this run had not renewed its lease for {SILENCE:g} s or more. "
-            "This run ends without saving; continue it with `resume=True` after the other run has ended"
+            f"{run} {now} This run ends without saving; continue it with `resume=True` after the other run has ended"
         )
 
 
 class Lease:
     """A context that holds the lease of the folder `run` for the run with this `token`.
 
-    Entering raises `LeaseError` if another live run holds the lease. Detecting that a holder is dead may take a minute;
-    lines on stderr report the wait and the takeover. Leaving removes the lease unless `retained`, which is initially
-    equal to `several`. Another run may take over the lease of a stopped process, so writers must call `check_lease`.
+    Entering raises `LeaseError` if another live run holds the lease. Leaving removes the lease, and an empty run
+    folder, unless `retained`. A run on another machine may take over the lease of a suspended process, so writers must
+    call `check_lease`.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class Lease:
             with naming_disk_errors(self.run, "Mend the permissions of the folder, or choose another train.output"):
                 self._take()
             self._thread.start()
-        except BaseException:  # for example a signal that ends the process
+        except BaseException:
             if not self.retained:
                 self._abandon()
             raise
@@ -230,10 +231,7 @@ def _held(run: Path, holder: Holder) -> LeaseError:
 
 @contextmanager
 def _exclusive(path: Path, *, make: bool) -> Iterator[int]:
-    """Yields the descriptor of the open file, locked for this process if the file system has locks.
-
-    Without locks, two processes may take a lease at the same moment.
-    """
+    """Yields the descriptor of the open file, locked for this process if the file system has locks."""
     while True:
         file = os.open(path, os.O_RDWR | (os.O_CREAT if make else 0), 0o644)
         try:
@@ -266,8 +264,7 @@ def _parse(text: str) -> Holder | None:
 
 
 def _machine() -> str:
-    """Identifies this boot of the machine and this process's namespace of process ids, or without /proc only the
-    host."""
+    """Identifies this boot of the machine and this process's PID namespace. Without /proc, identifies only the host."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

@@ -1,4 +1,4 @@
-"""Fills the state from slices: one rank of each replica group reads and sends, or every rank reads its own shards."""
+"""Fills the state from slices of a checkpoint."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -33,7 +33,11 @@ def _check_pruned(chunk: Chunk, dense: Tensor, first: int) -> None:
 
 
 class _Transfer(NamedTuple):
-    """The transfer of a chunk's buffer `kind` from rank `reader` of `group` to the other ranks of the group."""
+    """A buffer of a chunk to fill, with the key prefix `kind`.
+
+    Rank `reader` of `group` reads and sends the buffer, unless every rank reads its own shard. With `pruned`, `fill`
+    raises `UserError` for pruned weights that are not zero.
+    """
 
     chunk: Chunk
     kind: str
@@ -61,17 +65,15 @@ def load_slices(
     pruned: bool = False,
     factors: bool = False,
 ) -> int:
-    """Fills the weights and the modules' buffers, and with `full` the state of the update rules; refreshes the compute
-    copies.
+    """Fills the weights and the modules' buffers, and with `full` the state of the update rules.
 
-    Collective. Without `full`, initializes the state of the update rules. The ranks with the same parameters take turns
-    (the Optimus paper, section 4: model broadcasting). One rank reads a chunk and sends the chunk to the other ranks by
-    broadcast or all-reduce. With `send` "none", every rank reads its own shard. `read` fills the tensors of slices.
-    With `pruned`, the weights must be zero where the state is pruned. With `factors`, reads low-rank factors; otherwise
-    sets low-rank factors to zero.
+    Without `full`, initializes the state of the update rules. One rank reads a chunk and sends the chunk to the ranks
+    with the same parameters by broadcast or all-reduce (the Optimus paper, section 4: model broadcasting). With `send`
+    "none", every rank reads its own shard. Without `factors`, sets low-rank factors to zero.
 
-    Returns the number of ranks that have read chunks. Raises `UserError` on all ranks if `read` raises `UserError` on
-    one rank, or if pruned weights are not zero. The state is then unusable.
+    Returns the number of ranks that have read chunks. All ranks must call this function. Raises `UserError` on all
+    ranks if `read` raises `UserError` on one rank. With `pruned`, also raises `UserError` if weights are not zero where
+    the state is pruned.
     """
     device, world = state.chunks[0].parameter.device, state.groups.world
     if not factors:
@@ -118,10 +120,9 @@ def _read_local(transfers: Sequence[_Transfer], read: Read) -> UserError | None:
 
 
 def _read_and_send(transfers: Sequence[_Transfer], read: Read, send: Send) -> UserError | None:
-    """Reads and sends the buffers of all transfers; returns a failure of this rank, or None.
+    """Reads this rank's buffers and sends all buffers to their groups. Returns an error of this rank's reads, or None.
 
-    After a failure, a rank continues to send, so that the other ranks do not block. A thread reads a rank's next buffer
-    while the ranks send other buffers.
+    After a failure, a rank continues to send, so that the other ranks do not block.
     """
     failure = None
     with ThreadPoolExecutor(1) as pool:

@@ -1,8 +1,7 @@
-"""The manifest of a checkpoint lists every other file with the file's size and checksums. Writers write the manifest
+"""The manifest of a checkpoint lists the sizes and CRC-32 checksums of the other files. Writers write the manifest
 last.
 
-A folder without a manifest is not complete. Checksums are CRC-32. A file with slices has one checksum per slice. Each
-other file, and the manifest itself, has one checksum.
+A file of tensors has one checksum per slice.
 """
 
 import json
@@ -32,8 +31,8 @@ SLICES = "boxes"  # the manifest's key for the slices of a file
 def write_manifest(folder: Path, stored: Iterable[StoredSlice]) -> None:
     """Writes the manifest of all files in `folder`.
 
-    `stored` are the slices in the files of tensors. Raises `UserError` if a file does not end with its last slice, for
-    example because the nodes do not share one file system.
+    `stored` are the slices in the files of tensors. Raises `UserError` if a file of tensors is missing, or does not end
+    with its last slice.
     """
     slices: dict[str, list[list[int]]] = {}
     for each in stored:
@@ -58,10 +57,8 @@ def write_manifest(folder: Path, stored: Iterable[StoredSlice]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Returns the manifest's entries by file name, after checking that the files exist with the right sizes.
-
-    Raises `DamagedError` if the manifest cannot be read, or if a file is missing or has another size.
-    """
+    """Returns the manifest's entries by file name. Raises `DamagedError` if the manifest cannot be read, or if a file
+    is missing or has another size."""
     path = folder / MANIFEST
     try:
         files = manifest_files(path.read_text(encoding="utf-8"))
@@ -96,11 +93,10 @@ def manifest_files(text: str) -> dict[str, Any]:
 
 
 def read_checked_description(folder: Path) -> tuple[Description, dict[str, Any]]:
-    """Returns the checked description of the checkpoint in `folder`, and the manifest's entries by file name.
+    """Returns (description, manifest's entries by file name) of the checkpoint in `folder`.
 
-    Raises `DamagedError` if the description has changed since it was written, or if a file in the manifest is missing
-    or has another size. Also raises `DamagedError` if the folder of frozen parameters is not complete. Raises
-    `UserError` if this code does not know the version or model of an unchanged description.
+    Raises `DamagedError` if the description cannot be read or has changed, or if a file of the checkpoint or of its
+    frozen parameters is missing or has another size. Raises `UserError` for an unknown version or model.
     """
     try:
         description = read_description(folder)
@@ -121,7 +117,7 @@ def read_checked_description(folder: Path) -> tuple[Description, dict[str, Any]]
 
 def read_checked(folder: Path, name: str, files: Mapping[str, Any]) -> bytes:
     """Returns the content of a file without tensors. `files` are the manifest's entries. Raises `DamagedError` if the
-    file cannot be read, or has changed since it was written."""
+    file cannot be read or has changed."""
     try:
         content = (folder / name).read_bytes()
     except OSError as error:
@@ -134,7 +130,7 @@ def read_checked(folder: Path, name: str, files: Mapping[str, Any]) -> bytes:
 def _size_of(path: Path) -> int | None:
     """Opens a file, and returns its size in bytes, or None if the file does not exist.
 
-    Network file systems may fetch other nodes' writes only after opening.
+    A network file system may show other nodes' writes only after this node opens the file.
     """
     try:
         with path.open("rb") as file:

@@ -1,8 +1,9 @@
-"""Masks of pruned parameters in checkpoints: `mask.NAME`, in addition to dense weights with zeros.
+"""Masks of parameters in checkpoints.
 
-The mask has one bit per weight, and packs the bits along the last dim, the first weight in the lowest bit of a byte. If
-shards of the last dim do not begin at whole bytes, the mask has one byte per weight instead. Full checkpoints of a run
-that searches for an early-bird ticket may also have `drawn.NAME`, the masks that the run drew last.
+The key `mask.NAME` has the mask of the pruned parameter NAME, and `drawn.NAME` a candidate mask for the next pruning.
+
+A mask packs one bit per weight along the last dim, the first weight in the lowest bit of a byte. If shards of the last
+dim do not begin at whole bytes, the mask has one byte per weight instead.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,10 +24,7 @@ _BYTE = 8
 
 
 def mask_slices(state: ModelState, masks: Mapping[str, Tensor], prefix: str) -> Iterator[TensorSlice]:
-    """Yields the slices of `masks` that this rank writes, with `prefix` before the names.
-
-    The first rank that has a shard writes the shard.
-    """
+    """Yields the slices of `masks` that this rank writes, with `prefix` before the names."""
     mesh, rank = state.groups.mesh, state.groups.rank
     for chunk in state.chunks:
         for slot in chunk.plan.slots:
@@ -50,11 +48,7 @@ def _slice(
 def masks_in(
     source: WeightSource, layouts: Mapping[str, Layout], mesh: Mesh, rank: int, prefix: str = PREFIX
 ) -> dict[str, Tensor]:
-    """Reads this rank's shards of the masks in a checkpoint: packed bits in row-major order, by parameter name.
-
-    `layouts` are the layouts of the rank's parameters. Raises `UserError` for a mask that belongs to no parameter, or to a
-    parameter of another shape.
-    """
+    """Reads this rank's slices of the masks in `source`, as packed bits in row-major order, by parameter name."""
     found, shapes = dict[str, Tensor](), source.shapes
     for key, shape in shapes.items():
         if not key.startswith(prefix):
@@ -121,11 +115,10 @@ def all_masks(reader: Reader) -> dict[str, Tensor]:
 
 
 def follow_masks(state: ModelState, source: WeightSource) -> bool:
-    """Prunes the same elements of `state` as the checkpoint, and returns True if the checkpoint is pruned. Collective.
-    The caller must load the weights of `state` afterwards.
+    """Prunes in `state` exactly the elements that `source` prunes, and returns True if `source` has masks.
 
-    Raises `UserError` on all ranks for masks that do not fit the parameters, and for masks of parameters that `state`
-    cannot prune.
+    All ranks must call this function. The caller must load the weights of `state` afterwards. Raises `UserError` on all
+    ranks for masks that do not fit `state`.
     """
     there = any(key.startswith(PREFIX) for key in source.shapes)
     if not (there or any(share is not None for share in state.spec.unpruned.values())):
@@ -148,9 +141,9 @@ def follow_masks(state: ModelState, source: WeightSource) -> bool:
 
 
 def follow_drawn(state: ModelState, reader: Reader) -> None:
-    """Loads the checkpoint's `drawn.NAME` masks into `state`, if there are any. Collective.
+    """Loads the checkpoint's candidate masks `drawn.NAME` into `state`, if there are any.
 
-    Raises `UserError` on all ranks for masks that do not fit the parameters.
+    All ranks must call this function. Raises `UserError` on all ranks for masks that do not fit the parameters.
     """
     if not any(key.startswith(DRAWN) for key in reader.stored):
         return

@@ -1,8 +1,4 @@
-"""Weighted averages of the weights of checkpoints: `optimus merge`.
-
-The average of models that started from one checkpoint can approximate a model trained on the mixture of their data. The
-average of a run's last checkpoints can replace a cooldown of the learning rate.
-"""
+"""Weighted averages of the weights of checkpoints."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,15 +32,15 @@ def merge(
     """Writes the weighted average of the weights of `checkpoints` as a new weights-only checkpoint. A run stands for
     the run's newest checkpoint.
 
-    A mapping gives each checkpoint's weight in the average, which the function divides by the sum of the weights. A
-    sequence gives equal weights. With `last`, the only entry of `checkpoints` is a run, and the function averages the
-    run's newest `last` checkpoints with equal weights. `plugins` names the plugins that the models need.
+    A mapping gives each checkpoint's weight in the average. A sequence gives equal weights. With `last`,
+    `checkpoints` must name one run; the function averages the run's newest `last` checkpoints with equal weights.
+    `plugins` names the plugins that the models need.
 
-    Sums are in float64 and the averages are in fp32. The function averages one tile at a time.
+    Sums are in float64 and the averages are in fp32.
 
-    Returns `output`, `parameters` (the number of averaged elements), and `weights` by path. Raises `UserError` for
-    fewer than two checkpoints, different models or tokenizers, weights without a positive finite sum, and an existing
-    `output`.
+    Returns `output`, `parameters` (the number of averaged elements), and `weights` by path, with the sum 1. Raises
+    `UserError` for fewer than two checkpoints, a checkpoint named twice, different models or tokenizers, weights
+    without a positive finite sum, averages that are not finite in fp32, and an existing `output`.
 
     Example:
         optimus.merge({"runs/web": 0.3, "runs/math": 0.7}, "merged")
@@ -56,9 +52,12 @@ def merge(
         raise UserError(f"{output} exists already: choose another `output` or remove it")
     given = [*checkpoints.items()] if isinstance(checkpoints, Mapping) else [(path, 1.0) for path in checkpoints]
     weights = _last_of([path for path, _ in given], last) if last is not None else _found(given)
-    total = math.fsum(weights.values())
+    try:
+        total = math.fsum(weights.values())
+    except (OverflowError, ValueError):  # the sum overflows, or adds both infinities
+        total = math.nan
     if len(weights) < 2 or not math.isfinite(total) or total <= 0:
-        raise UserError(f"give at least two checkpoints, with weights whose sum is above 0: {_said(weights)}")
+        raise UserError(f"give at least two checkpoints, with finite weights whose sum is above 0: {_said(weights)}")
     readers = [Reader.open(path) for path in weights]
     first = readers[0].description
     for reader in readers[1:]:
@@ -88,7 +87,7 @@ def merge(
 
 
 def _found(weighted: Sequence[tuple[str | Path, float]]) -> dict[Path, float]:
-    """Returns the weights of the average by checkpoint. Raises `UserError` if two names refer to the same checkpoint."""
+    """Returns each checkpoint's weight in the average. Raises `UserError` if two names stand for one checkpoint."""
     weights, names = dict[Path, float](), dict[Path, str | Path]()
     for name, weight in weighted:
         path = local_checkpoint(name)
@@ -101,7 +100,7 @@ def _found(weighted: Sequence[tuple[str | Path, float]]) -> dict[Path, float]:
 
 def _last_of(runs: Sequence[str | Path], last: int) -> dict[Path, float]:
     """Returns the newest `last` checkpoints of the only run in `runs`, one per step, with equal weights. Raises
-    `UserError` if the run has fewer checkpoints."""
+    `UserError` for a number of runs other than 1, for `last` below 2, and for a run with fewer checkpoints."""
     if len(runs) != 1 or last < 2:
         raise UserError(
             f"`last` is {last} for {len(runs)} runs: it averages the last checkpoints of one run, at least 2"
@@ -130,7 +129,14 @@ def _averaged(
                 tile = torch.empty(sizes, dtype=torch.float32)
                 reader.fill([TensorSlice(key, shape, offsets, tile)])
                 total.add_(tile, alpha=weight)
-            yield TensorSlice(key, shape, offsets, total.float())
+            average = total.float()
+            if not bool(average.isfinite().all()):
+                paths = ", ".join(str(reader.path) for reader in readers)
+                raise UserError(
+                    f"the average of {key.removeprefix(_PREFIX)} over {paths} is not finite in fp32: "
+                    "name checkpoints of finite numbers, with weights in the average near 1"
+                )
+            yield TensorSlice(key, shape, offsets, average)
     yield from full_slices(masks.items(), prefix="")
 
 

@@ -1,4 +1,4 @@
-"""Reads checkpoints, and checks the checksums of the slices and the completeness of the tensors."""
+"""Reads checkpoints, and checks checksums and completeness."""
 
 import math
 import zlib
@@ -34,7 +34,7 @@ class WeightSource(Protocol):
 
     @property
     def unpruned(self) -> float:
-        """The unpruned fraction of the source's pruned parameters."""
+        """The unpruned fraction of the source's pruned parameters, or 1 without pruning."""
 
     def fill(self, slices: Iterable[TensorSlice]) -> None:
         """Fills the tensors of `slices` in place. Raises `UserError` if the source cannot fill a slice."""
@@ -52,8 +52,8 @@ class Reader:
     def open(cls, path: Path) -> "Reader":
         """Reads everything but the tensors.
 
-        Raises `DamagedError` if a file without tensors has changed, if a file is missing or has another size, or if a
-        tensor is incomplete. Raises `UserError` if this code does not know the checkpoint's version or model.
+        Raises `DamagedError` if a file is missing or has another size, if a file without tensors has changed, or if a
+        tensor is incomplete. Raises `UserError` for an unknown version or model.
         """
         description, stored = _read_all_but_tensors(path)
         if (beside := frozen_beside(path, description)) is not None:
@@ -69,11 +69,11 @@ class Reader:
 
     @property
     def unpruned(self) -> float:
-        """The unpruned fraction of the checkpoint's pruned parameters."""
+        """The unpruned fraction of the checkpoint's pruned parameters, or 1 without pruning."""
         return self.description.unpruned
 
     def check_size(self) -> None:
-        """Raises `DamagedError` if the files are too small for the described model; see `too_large`."""
+        """Raises `DamagedError` if the described model has many times the parameters that the files have."""
         weights = [slices[0].shape for key, slices in self.stored.items() if key.startswith("model.")]
         if too_large(self.description.model, len(weights), sum(map(math.prod, weights))):
             raise damaged(
@@ -83,9 +83,9 @@ class Reader:
     def fill(self, slices: Iterable[TensorSlice], *, apart: bool = False) -> None:
         """Fills the tensors of `slices` in place, in any dtype and on any device.
 
-        Unless `apart`, adds the product of a weight's low-rank factors to the weight. Raises `UserError` if the
-        checkpoint lacks a slice's tensor or has the tensor in another shape, and `DamagedError` if a slice has changed
-        since the write.
+        Unless `apart`, adds the product of a weight's low-rank factors to the weight's non-zero elements.
+        Raises `UserError` if the checkpoint lacks a slice's tensor or has the tensor in another shape, and
+        `DamagedError` if stored bytes cannot be read or have changed.
         """
         wanted = by_key(slices)
         for key, targets in wanted.items():
@@ -104,7 +104,7 @@ class Reader:
                     self._add_factors(target)
 
     def _add_factors(self, target: TensorSlice) -> None:
-        """Adds the matching rows and columns of B A, the product of a weight's factors, to the slice `target`."""
+        """Adds the matching elements of B A, the product of the factors, to the non-zero elements of `target`."""
         b_key, a_key = factors_of(target.key)
         (*outer, _), (*rows, columns) = target.offsets, target.tensor.shape
         b_shape, a_shape = (self.stored[key][0].shape for key in (b_key, a_key))
@@ -148,7 +148,7 @@ class Reader:
 
 
 def verify(path: Path) -> list[str]:
-    """Reads the checkpoint at `path` with all tensors, and returns the problems; empty if the checkpoint is intact."""
+    """Reads the checkpoint at `path` with all tensors, and returns the problems. An intact checkpoint has none."""
     try:
         reader = Reader.open(path)
     except UserError as error:
@@ -164,7 +164,7 @@ def verify(path: Path) -> list[str]:
 
 
 def _read_all_but_tensors(path: Path) -> tuple[Description, dict[str, list[StoredSlice]]]:
-    """Returns the description of a folder, and the slices in the folder's files by key. Raises like `Reader.open`."""
+    """Returns (description of a folder, slices in the folder's files by key)."""
     description, files = read_checked_description(path)
     for name, file in files.items():
         if "crc" in file and name != METADATA:

@@ -1,14 +1,10 @@
 """Writes the state of a run, synchronously or in the background of the training.
 
-Saving has three phases. All ranks end each phase together, so that all ranks report a failure of one rank:
+Saving has three phases, which all ranks end together.
 
 1. Rank 0 creates the partial folders.
-2. Each rank writes the slices of its chunks (`writers.py`) into one file per checkpoint, and sends the positions
-   of the slices to rank 0.
+2. Each rank writes its slices, if any, into one file per checkpoint.
 3. Rank 0 adds the other files, and renames each folder to its final name.
-
-The third phase runs in a thread. In background saving, the second phase also runs in a thread, and writes copies of the
-device buffers of trained chunks (`staging.py`). `poll` checks whether the threads of all ranks are done.
 """
 
 import shutil
@@ -27,7 +23,7 @@ from optimus.checkpoint.format import StoredSlice, file_of, pack_metadata, write
 from optimus.checkpoint.manifest import write_manifest
 from optimus.checkpoint.masks import DRAWN, PREFIX, mask_slices
 from optimus.checkpoint.slices import TensorSlice, full_slices, part_slices
-from optimus.checkpoint.slots import clear_leftovers, remove, retire, retire_frozen, retire_weights
+from optimus.checkpoint.slots import clear_leftovers, hide, retire, retire_frozen, retire_weights
 from optimus.checkpoint.staging import Staging
 from optimus.checkpoint.writers import chunks_to_write
 from optimus.comm import CollectiveError, Handle
@@ -37,23 +33,22 @@ from optimus.state.chunk import Chunk
 from optimus.state.model_state import ModelState
 
 _CURE = "The newest earlier checkpoint is untouched: make room or mend the path, then run again with `resume=True`"
-_SWITCH = 0.0005  # Python's thread switch interval in seconds; see _short_turns
+_SWITCH = 0.0005  # Python's thread switch interval in seconds
 
 
 Write = Callable[[BinaryIO, str, Iterable[TensorSlice]], list[StoredSlice]]
 
 
 class Target(NamedTuple):
-    """A checkpoint to write: the whole state if `description.full`, otherwise only weights, masks and module buffers.
+    """A checkpoint to write: weights, and the update rule's state if `description.full`.
 
-    With `frozen`, the checkpoint has only the frozen weights. Weights-only checkpoints are in the compute dtype, unless
-    the update rule averages weights.
+    With `frozen`, the checkpoint has only the frozen weights.
     """
 
     folder: Path
     description: Description
-    keep: int | None = None  # number of full checkpoints that the run retains; see `retire`
-    every: int | None = None  # interval of the older weights that the run retains; see `retire_weights`
+    keep: int | None = None  # number of full checkpoints that the run retains; None: all
+    every: int | None = None  # steps between the older weights-only checkpoints that the run retains; None: all
     frozen: bool = False
 
     @property
@@ -79,15 +74,15 @@ class Target(NamedTuple):
         return states[prefix] if self.description.full else chunk.weights(states)
 
     def copied(self, chunk: Chunk, prefix: str) -> bool:
-        """Returns True for a device buffer of a trained chunk, which background saving copies."""
+        """Returns True if background saving copies the buffer: a device buffer of a trained chunk."""
         return chunk.plan.rule.trains and chunk.residency(prefix, weights=not self.description.full) == "device"
 
 
 class Saver:
-    """Writes checkpoints of `state`. All ranks create a saver together, and call its methods except `abandon` together.
+    """Writes checkpoints of `state`. All public methods except `abandon` are collective.
 
-    `scattered` distributes the writing over the ranks of replica groups (`writers.py`). With `beside`, saving runs in
-    the background of the training.
+    `scattered` distributes the writing over the ranks of replica groups. With `beside`, saving runs in the background
+    of the training.
     """
 
     def __init__(self, state: ModelState, *, scattered: bool = True, beside: bool = False) -> None:
@@ -100,15 +95,15 @@ class Saver:
         self._state = state
         self._drawn: Mapping[str, Tensor] = {}  # candidate masks at the time of `save`
         self._staging = Staging()
-        self._updates: dict[Chunk, Handle] = {}  # handles of the updates that `save` found
-        self._written: dict[Chunk, threading.Event] = {}  # set after the writing of a chunk's uncopied buffers
-        self._targets: Sequence[Target] = ()  # checkpoints in progress
+        self._updates: dict[Chunk, Handle] = {}  # `Chunk.updated` of each chunk when `save` began
+        self._written: dict[Chunk, threading.Event] = {}  # events, set when a chunk's uncopied buffers are written
+        self._targets: Sequence[Target] = ()
         self._stored: list[list[StoredSlice]] = []  # for each target: the slices that this rank has written
-        self._committing = False  # True if the third phase has begun
+        self._committing = False  # True during the third phase
         self._thread: threading.Thread | None = None
         self._failure: UserError | None = None
         self._abandoned = threading.Event()
-        self.seconds = 0.0  # total seconds that the training thread or the update thread has waited
+        self.seconds = 0.0  # total seconds that the training thread and the update thread have waited
         self._counting = threading.Lock()  # guards `seconds`
         self.write: Write = lambda *file: write_slices(*file)  # fault injection replaces `write`
 
@@ -155,10 +150,9 @@ class Saver:
         return done
 
     def complete(self) -> str:
-        """Completes checkpoints in progress, for a run that ends with an error while all ranks are alive.
+        """Completes checkpoints in progress. Returns "; " and the failure of writing, or an empty text.
 
-        Returns the failure of writing, to add to the error's message, or an empty text. Raises `CollectiveError` if a
-        collective fails.
+        Raises `CollectiveError` if a collective fails.
         """
         try:
             self.finish()
@@ -169,11 +163,7 @@ class Saver:
         return ""
 
     def abandon(self) -> None:
-        """Stops this rank's second phase before the next slice; the third phase continues. The method is not
-        collective.
-
-        In a run of one process, waits for the thread.
-        """
+        """Stops this rank's second phase before the next slice. In a run of one process, waits for the thread."""
         self._abandoned.set()
         if self._thread is None or self._world.size > 1:
             return  # if there are other ranks, this process must end and report its failure without waiting
@@ -183,7 +173,11 @@ class Saver:
     # ---- Phases ----
 
     def _next(self) -> list[Path]:
-        """Starts the next phase after all ranks have ended the current phase; returns completed checkpoints."""
+        """Waits until all ranks have ended the current phase.
+
+        After the second phase, starts the third phase and returns an empty list. After the third phase, returns the
+        completed checkpoints.
+        """
         self._thread = None
         self._agree()
         if self._committing:
@@ -198,9 +192,14 @@ class Saver:
         return []
 
     def _agree(self) -> None:
-        """Raises the `UserError` of a failed rank on all ranks, after abandoning the checkpoints in progress."""
+        """Raises the `UserError` of a failed rank on all ranks, after abandoning the checkpoints in progress.
+
+        Raises `CollectiveError`, and leaves the partial folders, if the collective fails.
+        """
         try:
             self._world.agree(self._failure)
+        except CollectiveError:  # the other ranks may still be writing
+            raise
         except UserError:
             self._abandon_write(remove=self._world.rank == 0)  # partial folders may fill the disk
             raise
@@ -220,8 +219,10 @@ class Saver:
                 target.partial.mkdir(parents=True)
 
     def _write(self, held: Callable[[Tensor], Tensor]) -> None:
-        """Writes this rank's slices of every target. `held` maps a buffer to the tensor to write: the buffer or its
-        copy."""
+        """Writes this rank's slices of every target. If a target has `keep`, rank 0 first calls `retire`.
+
+        `held` maps a device buffer of a trained chunk to the tensor to write.
+        """
         self._stored = []
         for target in self._targets:
             with naming_disk_errors(target.folder, _CURE):
@@ -259,7 +260,6 @@ class Saver:
             return self.write(file, path.name, found())
 
     def _last_target(self, chunk: Chunk) -> Target:
-        """Returns the last target that stores a buffer of a chunk."""
         return next(target for target in reversed(self._targets) if target.prefixes(chunk))
 
     def _commit(self, stored: Sequence[Sequence[StoredSlice]]) -> None:
@@ -273,16 +273,13 @@ class Saver:
                 if target.description.full:
                     retire_frozen(target.run, target.description.frozen)
 
-    # ---- In the background of the training ----
+    # ---- Background saving, failures and waiting time ----
 
     def _stage(self) -> None:
-        """Plans the copies of this rank's device buffers of trained chunks.
-
-        The update of a chunk waits until the thread has written the chunk's other buffers.
-        """
+        """Plans the copies of this rank's device buffers of trained chunks."""
         buffers, self._written = dict[Chunk, list[Tensor]](), {}
         for chunk in self._chunks:
-            if not chunk.plan.rule.trains:  # frozen chunks do not change, so no update must wait
+            if not chunk.plan.rule.trains:  # a frozen chunk has no updates that could change its buffers
                 continue
             taken = [(target, prefix) for target in self._targets for prefix in target.prefixes(chunk)]
             if not all(target.copied(chunk, prefix) for target, prefix in taken):
@@ -334,8 +331,8 @@ class Saver:
 def complete(partial: Path, folder: Path, stored: Sequence[StoredSlice], description: Description) -> None:
     """Turns the folder `partial` with the files of tensors into the checkpoint `folder`.
 
-    Adds tokenizer, description, metadata and manifest, syncs the files, and then renames the folder. Replaces an
-    existing `folder`.
+    Adds the tokenizer, if any, the description, the metadata and the manifest, syncs the files, and renames the folder.
+    Replaces an existing `folder`.
     """
     (partial / METADATA).write_bytes(pack_metadata(stored))
     if description.tokenizer is not None:
@@ -345,10 +342,12 @@ def complete(partial: Path, folder: Path, stored: Sequence[StoredSlice], descrip
     for file in partial.iterdir():
         sync(file)
     sync(partial)
-    if folder.exists():  # a checkpoint of the same step, for example from before a rollback
-        remove(folder)
+    # A checkpoint of the same step may exist, for example from before a rollback.
+    old = hide(folder) if folder.exists() else None
     partial.rename(folder)
     sync(folder.parent)
+    if old is not None:
+        shutil.rmtree(old)
 
 
 def write_alone(folder: Path, slices: Iterable[TensorSlice], description: Description, cure: str) -> list[StoredSlice]:
@@ -358,7 +357,7 @@ def write_alone(folder: Path, slices: Iterable[TensorSlice], description: Descri
     """
     partial, name = folder.with_name(f".{folder.name}.partial"), file_of(0)
     with naming_disk_errors(folder, cure):
-        shutil.rmtree(partial, ignore_errors=True)  # of a killed call
+        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         with (partial / name).open("wb") as file:
             stored = write_slices(file, name, slices)
@@ -370,8 +369,7 @@ def write_alone(folder: Path, slices: Iterable[TensorSlice], description: Descri
 def _short_turns() -> Iterator[None]:
     """Makes Python's threads switch more often inside the context.
 
-    During a training that is bound by Python, writing 300 MB in slices of 1 MB took 27 s with the default switch
-    interval of 5 ms. With `_SWITCH`, the writing took 2.5 s.
+    In one measurement, writing 300 MB during training took 2.5 s instead of 27 s.
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, _SWITCH))

@@ -1,8 +1,4 @@
-"""Shards of flat buffers as slices of global tensors.
-
-A contiguous range of a row-major block of d >= 1 dims consists of at most 2d - 1 contiguous slices, for any borders of
-the range.
-"""
+"""Divides shards of flat buffers, and unsharded tensors, into slices of global tensors."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,16 +9,15 @@ from torch import Tensor
 from optimus.state.chunk import Chunk
 from optimus.state.plan import ChunkPlan
 
-# Default maximum number of elements of a slice. A reader of any region of a slice must read the whole slice.
+# Default maximum number of elements of a slice.
 LONGEST = 1 << 23
 
 
 class TensorSlice(NamedTuple):
-    """A region of the global tensor `key`, which has the shape `shape`. The region starts at `offsets`, and has the
-    shape of `tensor`."""
+    """A region of the global tensor `key`. The region starts at `offsets`, and has the shape of `tensor`."""
 
     key: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the global tensor
     offsets: tuple[int, ...]
     tensor: Tensor  # for a shard, a view of a flat buffer
 
@@ -50,7 +45,7 @@ def slices(
 
 
 def full_slices(tensors: Iterable[tuple[str, Tensor]], prefix: str = "model.") -> Iterator[TensorSlice]:
-    """Yields each tensor as one slice, whose key is `prefix` and the tensor's name."""
+    """Yields each tensor as one slice with the key `prefix` + name."""
     for name, tensor in tensors:
         yield TensorSlice(prefix + name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
@@ -61,17 +56,14 @@ def tiles(shape: Sequence[int], longest: int = LONGEST) -> Iterator[tuple[tuple[
 
 
 def range_slices(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yields (offsets, sizes) of slices that cover elements `start` to `end - 1` of a row-major block, in order.
-
-    Yields nothing for an empty range.
-    """
+    """Yields (offsets, sizes) of slices that cover elements `start` to `end - 1` of a row-major block, in order."""
     if start >= end:
         return
     if len(shape) <= 1:
         yield ((start,), (end - start,)) if shape else ((), ())
         return
     row = math.prod(shape[1:])
-    first, last = -(-start // row), end // row  # complete rows
+    first, last = -(-start // row), end // row  # rows `first` to `last - 1` are complete
     if first > last:  # the range begins and ends inside one row
         yield from _in_row(shape, last, start, end)
         return
@@ -90,11 +82,8 @@ def _in_row(shape: Sequence[int], row: int, start: int, end: int) -> Iterator[tu
 def _capped(
     shape: Sequence[int], start: int, end: int, longest: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yields (offsets, sizes) of slices that cover a range, with at most `longest` elements each.
-
-    All cuts of the range lie between the largest blocks of trailing dims that have at most `longest` elements.
-    """
-    if start >= end:  # for example, a tensor without elements
+    """Yields (offsets, sizes) of slices that cover a range, with at most `longest` elements each."""
+    if start >= end:
         return
     row = next(size for size in (math.prod(shape[dim:]) for dim in range(len(shape) + 1)) if size <= longest)
     step = longest // row * row

@@ -1,4 +1,4 @@
-"""Copies of state in host memory. A thread makes the copies in the background, before the optimizer changes the state.
+"""Copies of state in host memory, for background saving.
 
 The update of a chunk waits for the chunk's copies (DataStates-LLM: lazy asynchronous checkpoints).
 """
@@ -15,7 +15,7 @@ from optimus.state.chunk import Chunk
 
 
 class Staging:
-    """Host memory for copies of buffers, which later checkpoints may reuse."""
+    """Copies buffers to host memory, and reuses the memory for the copies of later checkpoints."""
 
     def __init__(self) -> None:
         self._copies: dict[int, Tensor] = {}  # copies by the `id` of the copied buffer
@@ -29,11 +29,11 @@ class Staging:
         weights: bool,
         waiting: Callable[[Callable[[], object]], None],
     ) -> None:
-        """Schedules copies of `buffers` after the running updates, and blocks the next update of each chunk in
-        `buffers` until the chunk's copies exist.
+        """Schedules copies of `buffers` after the running updates; the next update of a chunk waits for the copies.
 
-        The update of a chunk with an event in `written` also waits for the event. The update passes each blocking
-        function to `waiting`. `weights` is True if a checkpoint may read compute weights.
+        The update of a chunk with an event in `written` also waits for the event. `waiting` receives a
+        function that waits for an event, and must call the function. `weights` is True if a checkpoint may read compute
+        weights.
         """
         self._plan = []
         for chunk, those in buffers.items():
@@ -47,9 +47,9 @@ class Staging:
 
             self._plan.append((chunk.updated, list(those), copied))
             chunk.block_update_until(Handle(until), weights)
-        there = {id(buffer): buffer.shape for those in buffers.values() for buffer in those}
+        there = {id(buffer): (buffer.shape, buffer.dtype) for those in buffers.values() for buffer in those}
         # A new buffer may have the `id` of a freed buffer.
-        self._copies = {key: copy for key, copy in self._copies.items() if there.get(key) == copy.shape}
+        self._copies = {key: copy for key, copy in self._copies.items() if there.get(key) == (copy.shape, copy.dtype)}
         first = next(iter(buffers), None)
         on_device = first is not None and first.parameter.device.type != "cpu"
         self._ready = torch.accelerator.current_stream().record_event() if on_device else None

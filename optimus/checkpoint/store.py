@@ -1,4 +1,4 @@
-"""Loads checkpoints into a state or a model, and saves models."""
+"""Loads checkpoints into a state or a model, saves models, and compares checkpoints with models and runs."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -38,9 +38,9 @@ def save_model(
     published: dict[str, Any] | None = None,
     plugins: Sequence[Plugin] = (),
 ) -> None:
-    """Writes a weights-only checkpoint of `model`, with `masks` by key. See `Description` for the other arguments.
+    """Writes a weights-only checkpoint of `model` and `masks` (keys: `mask.NAME`).
 
-    Raises `UserError` if `folder` exists or cannot be written.
+    Raises `UserError` if `folder` exists.
     """
     precision = str(next(model.parameters()).dtype).removeprefix("torch.")
     shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
@@ -63,8 +63,10 @@ def save_model(
 def write_model(
     model: CausalModel, folder: Path, description: Description, masks: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Writes the parameters and buffers of `model` unchanged, with a description and `masks`. Raises like
-    `save_model`."""
+    """Writes a checkpoint of `model`'s parameters and persistent buffers, and of `masks` (keys: `mask.NAME`).
+
+    Raises `UserError` if `folder` exists.
+    """
     if folder.exists():
         raise UserError(f"{folder} exists already: choose another output folder or remove it")
     slices = [*full_slices(named_tensors(model)), *full_slices((masks or {}).items(), prefix="")]
@@ -83,15 +85,14 @@ def load_state(
     reader_type: type[Reader] = Reader,
 ) -> tuple[Description, int]:
     """Fills `state` from checkpoint `path`; returns the description and the number of ranks that read chunks.
+    Collective.
 
-    Collective. Rank 0 opens the checkpoint for all ranks.
+    `model` is the architecture of `state`. `run` is the fingerprint of a resumed run; the checkpoint must match the
+    fingerprint. Without `run`, adds the product of each weight's low-rank factors in the checkpoint to the weight's
+    non-zero elements, and sets the state's factors to zero. Without `full`, initializes the state of the update rules.
+    With `masks`, prunes the same elements of `state` as the checkpoint.
 
-    `model` is the architecture of `state`. `run` is the fingerprint of a resumed run, with which the checkpoint must
-    agree. Without `run`, adds the product of the checkpoint's low-rank factors to their weight, and sets the state's
-    factors to zero. Without `full`, initializes the state of the update rules. Prunes the same elements of `state` as
-    the checkpoint; without `masks`, leaves the state's masks unchanged.
-
-    Raises `UserError` on all ranks if the checkpoint does not fit, and `DamagedError` if the checkpoint is damaged.
+    Raises `UserError` on all ranks if the checkpoint does not fit.
     """
 
     def open_it() -> Reader:
@@ -127,8 +128,8 @@ def load_model(
 ) -> CausalModel:
     """Loads the model of a checkpoint, or of a run's newest checkpoint, in evaluation mode and without gradients.
 
-    The model maps `tokens_BS` to `logits_BSV`. `plugins` names the plugins that the model needs. Raises `UserError` if
-    there is no checkpoint, or if the checkpoint cannot be read.
+    The model maps `tokens_BS` (B batch, S sequence) to `logits_BSV` (V vocabulary). `plugins` names the plugins that
+    the model needs.
 
     Example:
         model = optimus.load_model("runs/first")
@@ -143,7 +144,7 @@ def load_model(
 
 
 def _check_factors(reader: Reader, names: Iterable[str]) -> None:
-    """Raises `UserError` unless the low-rank factors of the checkpoint are the factors among the parameter `names`."""
+    """Raises `UserError` unless the checkpoint and the parameter `names` have the same names of low-rank factors."""
     there = {key.removeprefix("model.") for key in reader.stored if key.startswith("model.") and is_factor(key)}
     if there != (here := {name for name in names if is_factor(name)}):
         raise UserError(
@@ -169,16 +170,40 @@ def _check_update_state(reader: Reader, rules: Mapping[str, Rule]) -> None:
 
 
 def check_same_model(saved: Architecture, current: Architecture, path: Path) -> None:
-    """Raises `UserError`, which names the differences, if the architectures `saved`, of the checkpoint `path`, and
-    `current` differ. Ignores `init_std` and fields that the architectures derive from other fields."""
+    """Raises `UserError` if `model_differences` finds a difference. `path` is the source of `saved`."""
+    if changed := model_differences(saved, current):
+        raise UserError(f"{path} is of another model: {changed}")
+
+
+def model_differences(saved: Architecture, current: Architecture) -> str:
+    """Returns the differences between two architectures.
+
+    For built-in models, ignores `init_std`, an unused `intermediate`, and values that follow from compared fields.
+    """
     unasked = {"init_std", *(saved.derived & current.derived)}
     if not (saved.has_dense_layers or current.has_dense_layers):
         unasked = unasked - {"expert_intermediate"} | {"intermediate"}
-    if changed := differences(saved.compared(unasked), current.compared(unasked)):
-        raise UserError(f"{path} is of another model: {changed}")
+    return differences(saved.compared(unasked), current.compared(unasked))
 
 
 def check_same_run(description: Description, run: dict[str, Any], path: Path) -> None:
     """Raises `UserError` if a run with the fingerprint `run` cannot continue the checkpoint `path`."""
-    if changed := differences(description.run, run):
-        raise UserError(f"{path} belongs to another run: {changed}. Use those values or another train.output")
+    if said := run_differences(description, run):
+        raise UserError(f"{path} belongs to another run: {said}. Use those values or another train.output")
+
+
+def run_differences(description: Description, run: dict[str, Any]) -> str:
+    """Returns the differences between the fingerprint in a description and the fingerprint `run`."""
+    saved = description.run
+    changed = [differences(saved, {key: value for key, value in run.items() if key != "data"})]
+    if saved.get("data") != run.get("data"):  # hashes
+        changed.append(f"data is {_sources(description.config)} there, with other contents, shares or order than here")
+    return ", ".join(filter(None, changed))
+
+
+def _sources(config: Mapping[str, Any]) -> str:
+    """Returns the paths and dataset names of the training data in a stored configuration, or "unknown"."""
+    sections = [config.get("data"), *(phase.get("data") for phase in config.get("phases") or ())]
+    sources = [each for data in sections if data for each in (data, *(data.get("sources") or ()))]
+    names = [each.get("path") or each.get("dataset") for each in sources]
+    return ", ".join(dict.fromkeys(name for name in names if name)) or "unknown"

@@ -1,4 +1,4 @@
-"""Assigns the writing of a state to ranks. All ranks of a stage compute the same assignment from the chunks' plans."""
+"""Assigns each shard of a checkpoint to the rank that writes the shard."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -12,16 +12,16 @@ from optimus.state.plan import ChunkPlan, shard_partitions, sharding_of
 
 
 def chunks_to_write(state: ModelState, *, scattered: bool) -> list[Chunk]:
-    """Returns the chunks whose shard this rank writes; see `writers`."""
+    """Returns the chunks whose shard this rank writes."""
     plans, groups = [chunk.plan for chunk in state.chunks], state.groups
     found = writers(plans, groups.mesh, groups.rank, state.options, scattered=scattered)
     return [chunk for chunk, writer in zip(state.chunks, found) if writer == groups.rank]
 
 
 def holders(mesh: Mesh, layout: Layout, options: StateConfig) -> list[list[int]]:
-    """Returns all ranks, in groups of ranks that hold the same shard of a chunk whose parameters have `layout`.
+    """Returns the groups of ranks with the same shard, for a chunk whose parameters have `layout`.
 
-    Each group is in rank order. Ranks of pipeline stages without the parameters form groups too.
+    The ranks of a group are in ascending order. Ranks of pipeline stages without the parameters form groups too.
     """
     *_, copies = shard_partitions(mesh, layout.partial_axes, options)
     together = list(copies)
@@ -34,11 +34,10 @@ def holders(mesh: Mesh, layout: Layout, options: StateConfig) -> list[list[int]]
 
 
 def writers(plans: Sequence[ChunkPlan], mesh: Mesh, rank: int, options: StateConfig, *, scattered: bool) -> list[int]:
-    """Returns the writer of each chunk of `rank`: one of the ranks that hold the same shard of the chunk.
+    """Returns, for each chunk, the rank that writes the shard that `rank` holds.
 
-    If `scattered`, the writer is on the holders' node with the fewest bytes to write so far. A fixed rule assigns tied
-    embeddings. In the Optimus paper (section 4, DP-scattered), data-parallel rank m % DP writes model-parallel shard m
-    instead. Without `scattered`, the first holder writes.
+    If `scattered`, spreads the bytes over nodes and ranks. In the Optimus paper (section 4, DP-scattered),
+    data-parallel rank m % DP writes model-parallel shard m instead.
     """
     found, _ = _shared_writing(plans, mesh, rank, options, scattered)
     return found
@@ -47,9 +46,9 @@ def writers(plans: Sequence[ChunkPlan], mesh: Mesh, rank: int, options: StateCon
 def bytes_copied(
     plans: Sequence[ChunkPlan], mesh: Mesh, rank: int, options: StateConfig, *, scattered: bool
 ) -> Counter[int]:
-    """Returns the bytes that each rank of a stage copies for a full checkpoint in the background.
+    """Returns the bytes that each rank on the stage of `rank` copies for a full asynchronous checkpoint.
 
-    `plans` are the chunks of the stage of `rank`. Counts only the device buffers of trained chunks.
+    Counts only the device buffers of trained chunks.
     """
     stage = mesh.coordinate(rank, "pp")
     _, of_rank = _shared_writing(plans, mesh, rank, options, scattered)
@@ -57,11 +56,7 @@ def bytes_copied(
 
 
 def saved_bytes(plan: ChunkPlan) -> int:
-    """Returns the bytes of the fp32 weights and the update rule's state in a chunk's mean shard, without pruned
-    elements.
-
-    Frozen chunks have only weights, in the compute dtype.
-    """
+    """Returns the bytes of the weights and the update rule's state in a shard of `plan.length` elements."""
     return plan.length * sum(size for size, _ in _saved(plan))
 
 
@@ -74,7 +69,10 @@ def _saved(plan: ChunkPlan) -> Iterator[tuple[int, Residency]]:
 def _shared_writing(
     plans: Sequence[ChunkPlan], mesh: Mesh, rank: int, options: StateConfig, scattered: bool
 ) -> tuple[list[int], Counter[int]]:
-    """Returns (the writer of each chunk of `rank`, the bytes of trained chunks that each writer copies)."""
+    """Returns (the writer of the shard of `rank` for each chunk, the bytes that each writer copies).
+
+    The copied bytes count only the device buffers of trained chunks.
+    """
     stage, found = mesh.coordinate(rank, "pp"), [0] * len(plans)
     known: dict[tuple[tuple[str, ...], tuple[str, ...], bool], list[list[int]]] = {}
     # Bytes to write by node and by rank, and bytes to copy before the write, by rank.

@@ -1,4 +1,4 @@
-"""The commands, one file per group. `program.py` collects the commands."""
+"""The commands, one file per group."""
 
 from optimus.cli.program import app, main
 

@@ -1,4 +1,4 @@
-"""The commands `optimus bench ...`: the command that measures the machine, and the benchmarks of a source checkout."""
+"""The commands `optimus bench ...`."""
 
 import inspect
 import json
@@ -49,8 +49,7 @@ class _Later(TyperCommand):
 
 
 class _Bench(CommandGroup):
-    """The group of benchmark commands, including those of a source checkout. Without a checkout, an unknown command
-    raises a `UserError` that says how to get a checkout."""
+    """The group of benchmark commands, including those of a source checkout."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -79,7 +78,7 @@ Report = dict[str, Any] | None  # None on all ranks except the first
 
 
 def _in_a_folder(path: Path | None) -> Path | None:
-    """Returns the path of the report. Raises `UserError` if the path's folder is missing."""
+    """Expands the path of a report, if given. Raises `UserError` if the path's folder does not exist."""
     path = None if path is None else user_path(path)
     if path is not None and not path.absolute().parent.is_dir():
         raise UserError(f"--output {path}: the folder {path.absolute().parent} does not exist: create it first")
@@ -91,8 +90,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON, an
 
 
 def bench(name: str) -> Callable[[Callable[..., Report]], None]:
-    """Returns a decorator that registers a function as the command `optimus bench NAME`. The function prints tables and
-    returns a report."""
+    """Returns a decorator that registers a function as the command `optimus bench NAME`."""
 
     def add(function: Callable[..., Report]) -> None:
         bench_app.command(name=name)(_command(function))
@@ -101,7 +99,6 @@ def bench(name: str) -> Callable[[Callable[..., Report]], None]:
 
 
 def _commands() -> ModuleType | None:
-    """Imports the benchmarks of the checkout by their path; returns None without a checkout."""
     if not _FILE.is_file():
         return None
     if str(_CHECKOUT) not in sys.path:
@@ -110,7 +107,7 @@ def _commands() -> ModuleType | None:
 
 
 def _command(function: Callable[..., Report]) -> Callable[..., None]:
-    """Wraps a function as a command with `--json`, and with `--output` if the function has no such parameter."""
+    """Wraps a function as a command with `--json` and `--output`."""
     signature = inspect.signature(function)
     added: dict[str, tuple[Any, Any]] = {"as_json": (Json, False)}
     if "output" not in signature.parameters:
@@ -154,4 +151,4 @@ def bench_machine(
 
 
 app.add_typer(bench_app, name="bench")
-_commands()  # registers the checkout's commands
+_commands()  # imports the checkout's commands that use `bench`

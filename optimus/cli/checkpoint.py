@@ -8,6 +8,7 @@ import typer
 from typer import Argument, Option
 
 from optimus.cli.common import CommandGroup, Json, Plugins, app, show
+from optimus.copies import url_text
 from optimus.errors import UserError
 
 checkpoint_app = typer.Typer(
@@ -159,7 +160,7 @@ def export(
         show(
             export_adapter(checkpoint, output, base, plugins=plugins or ()),
             as_json,
-            f"{output}: load it with peft.PeftModel.from_pretrained(model, {str(output)!r})",
+            f"{url_text(output)}: load it with peft.PeftModel.from_pretrained(model, {url_text(output)!r})",
         )
         return
     from optimus.api import export as run
@@ -167,7 +168,7 @@ def export(
     show(
         run(checkpoint, output, dtype=dtype, plugins=plugins or ()),
         as_json,
-        f"{output}: load it with AutoModelForCausalLM",
+        f"{url_text(output)}: load it with AutoModelForCausalLM",
     )
 
 

@@ -1,4 +1,4 @@
-"""Options and helpers that the commands share. Heavy imports wait until a command runs."""
+"""Options and helpers of the commands."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from optimus.version import __version__
 
 
 class CommandGroup(TyperGroup):
-    """A group whose help shows the first sentence of each command in full, where typer would cut the sentence."""
+    """A command group that lists the first sentence of each command's help in full."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
@@ -53,7 +53,11 @@ ParseSpecial = Annotated[
 
 Plugins = Annotated[
     list[str] | None,
-    Option("--plugin", metavar="NAME", help="Load this plugin, a module or an entry point; repeated."),
+    Option(
+        "--plugin",
+        metavar="NAME",
+        help="Load this plugin: a module, an entry point, or a folder with a model's code; repeated.",
+    ),
 ]
 
 
@@ -71,7 +75,7 @@ def _options(
 
 
 def show_ready(config: Path, ready: dict[str, Any], as_json: bool, *, verbose: bool) -> None:
-    """Shows the result of `--check` for a run that is ready to start."""
+    """Shows the result of `--check` for a run that has passed the checks."""
     where = f"\n{ready['placement']}" if ready["ranks"] > 1 and verbose else ""
     nodes = f" of {ready['nodes']} node(s), with {ready['spares']} spare(s)" if "nodes" in ready else ""
     text = f"{config} is ready to run: {ready['steps']} steps on {ready['ranks']} rank(s){nodes}"
@@ -81,7 +85,7 @@ def show_ready(config: Path, ready: dict[str, Any], as_json: bool, *, verbose: b
 
 
 def but(arguments: dict[str, Any], *names: str) -> dict[str, Any]:
-    """Returns the arguments of a command except `names`, for a function with the same parameter names."""
+    """Returns the arguments of a command except `names`."""
     return {name: value for name, value in arguments.items() if name not in names}
 
 
@@ -92,10 +96,7 @@ def show(result: Any, as_json: bool, text: str) -> None:
 
 
 def folded(line: str, indent: int) -> str:
-    """Wraps an output line between words if stdout is a terminal; otherwise returns the line unchanged.
-
-    Continuation lines are indented by `indent` columns, or by half the width of the terminal if that is less.
-    """
+    """Wraps an output line between words if stdout is a terminal."""
     if not sys.stdout.isatty():
         return line
     columns = shutil.get_terminal_size().columns
@@ -104,8 +105,7 @@ def folded(line: str, indent: int) -> str:
 
 
 def with_options(message: str) -> str:
-    """Replaces arguments of functions in a message, such as `resume=True` or `workers` in backticks, by the options of
-    commands."""
+    """Replaces function arguments in backticks, such as `resume=True` or `workers`, by command-line options."""
     group = typer.main.get_command(app)
     commands = [each for each in group.commands.values() if not hasattr(each, "commands")]  # type: ignore[attr-defined]
     options = {param.name: param.opts[0] for command in commands for param in command.params}

@@ -1,4 +1,4 @@
-"""The commands for configurations."""
+"""The commands for configurations and presets."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,11 +37,12 @@ def configshow(
     if not resolved:
         show(tree.model_dump(), as_json, dump_config(tree).rstrip())
         return
+    from optimus.resolve.ranks import least_ranks
     from optimus.training.resolving import resolve_before_launch
 
     if ranks is not None and ranks < 1:
         raise UserError(f"--ranks {ranks}: give a number of at least 1")
-    run = resolve_before_launch(tree, tree.parallel.least_ranks if ranks is None else ranks)
+    run = resolve_before_launch(tree, least_ranks(tree) if ranks is None else ranks)
     lines = [f"# {decision}" for decision in run.decisions]
     told = {"config": run.config.model_dump(), "decisions": [decision.written for decision in run.decisions]}
     show(told, as_json, "\n".join([*lines, dump_config(run.config).rstrip()]))
@@ -86,7 +87,7 @@ def config_migrate(
             told += [{"file": str(path), "line": key.line, "old": key.old, "new": key.new} for key in found]
             lines += [f"{path} line {key.line}: {key.old} is now {key.new}" for key in found]
             lines += [] if found else [f"{path}: all keys have their current names"]
-    finally:  # the command has already rewritten the files before one that fails
+    finally:  # if a file fails, the command has already rewritten the files before
         show(told, as_json, "\n".join(lines))
 
 

@@ -1,4 +1,4 @@
-"""The commands for data."""
+"""The commands `sample-text` and `prepare`."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -6,6 +6,9 @@ from typing import Annotated, Any, Literal
 from typer import Argument, Option
 
 from optimus.cli.common import Json, ParseSpecial, Plugins, app, but, show, with_options
+
+_OPEN, _CLOSE = "\N{LEFT DOUBLE ANGLE BRACKET}", "\N{RIGHT DOUBLE ANGLE BRACKET}"  # around what the model predicts
+_SHOWN = 1600  # characters of a document that `--preview` prints
 
 
 @app.command(name="sample-text")
@@ -36,7 +39,7 @@ def prepare(
         str,
         Option(
             help="Field or column that contains the text: text, meta.body, a template such as '{question} {answer}', or "
-            "chat:messages for conversations, of which only the answers are predicted."
+            "chat:messages or chat:prompt+completion for conversations, of which only the answers are predicted."
         ),
     ] = "text",
     parse_special: ParseSpecial = False,
@@ -54,14 +57,24 @@ def prepare(
         Option(help="Keep only the first of equal (exact) or nearly equal (minhash) documents."),
     ] = "none",
     encoding: Annotated[str, Option(help="Encoding of files that are not UTF-8, such as cp1252 or utf-16.")] = "utf-8",
+    split: Annotated[
+        str | None, Option(metavar="NAME", help="Split of a folder that DatasetDict.save_to_disk wrote, such as train.")
+    ] = None,
     skip_bad: Annotated[bool, Option("--skip-bad", help="Skip files that cannot be read, and list them.")] = False,
     plugins: Plugins = None,
+    preview: Annotated[
+        bool, Option("--preview", help="Print three documents as the model reads them, and write nothing.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Tokenise, shuffle and shard text into training data."""
-    given = but(locals(), "shard_size", "as_json")
+    given = but(locals(), "shard_size", "as_json", "preview")
+    if preview:
+        _preview(given, as_json)
+        return
     from optimus.api import prepare as run
     from optimus.config.sizes import counted, parse_size
+    from optimus.copies import url_text
     from optimus.observe.progress import ProgressBar
     from optimus.observe.signals import ended_by_signals
 
@@ -76,14 +89,39 @@ def prepare(
     show(
         index,
         as_json,
-        f"{output}: {index['tokens']:,} tokens of {counted(index['documents'], 'document')} in "
+        f"{url_text(output)}: {index['tokens']:,} tokens of {counted(index['documents'], 'document')} in "
         f"{counted(index['instances'], 'sequence')} of {context}, {counted(len(index['shards']), 'shard')}; "
         f"{rest}{_template(index)}{_omissions(index)}",
     )
 
 
+def _preview(arguments: dict[str, Any], as_json: bool) -> None:
+    from optimus.api import preview as run
+
+    names = ("inputs", "tokenizer", "text_field", "parse_special", "encoding", "split", "plugins")
+    found = run(**{name: arguments[name] for name in names if arguments[name] is not None})
+    show(found, as_json, "\n\n".join(_shown(each) for each in found))
+
+
+def _shown(example: dict[str, Any]) -> str:
+    """Returns an example of `preview` as text, with the predicted spans in brackets unless all of it is predicted."""
+    from optimus.disk import printable
+
+    text, spans = example["text"], example["predicted"]
+    size = f"{len(text):,} characters" if example["tokens"] is None else f"{example['tokens']:,} tokens"
+    share = sum(end - start for start, end in spans) / max(1, len(text))
+    is_all = spans == [[0, len(text)]]
+    said = "all predicted" if is_all else f"predicted: {100 * share:.0f} %, in {_OPEN} {_CLOSE}"
+    for start, end in [] if is_all else reversed(spans):
+        text = f"{text[:start]}{_OPEN}{text[start:end]}{_CLOSE}{text[end:]}"
+    if len(text) > _SHOWN:
+        text = f"{text[: _SHOWN // 2]}\n... {len(text) - _SHOWN:,} characters ...\n{text[-_SHOWN // 2 :]}"
+    lines = "\n".join(f"  {printable(line, keep=chr(9))}" for line in text.splitlines())
+    return f"{printable(example['source'])}: {size}, {said}\n{lines}"
+
+
 def _template(index: dict[str, Any]) -> str:
-    """Returns a line about the chat template of the prepared conversations, if there are any."""
+    """Returns a line about the chat template of the prepared conversations, or an empty string."""
     from optimus.data.chat import OURS
 
     if "chat" not in index:
@@ -93,7 +131,7 @@ def _template(index: dict[str, Any]) -> str:
 
 
 def _omissions(index: dict[str, Any]) -> str:
-    """Returns lines about omitted documents and about skipped files, which are unreadable or have other endings."""
+    """Returns lines about omitted documents and skipped files."""
     from optimus.config.sizes import counted
     from optimus.disk import printable
 

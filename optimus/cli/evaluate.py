@@ -126,7 +126,7 @@ def generate(
     if not asked:
         raise UserError("nothing to continue: give --prompt TEXT, or --prompts FILE")
     if len(asked) == 1 and not as_json:  # shows the text during generation
-        before = [] if chat else [asked[0]]  # printed only with the first piece, so not before an error
+        before = [] if chat else [asked[0]]  # the prompt waits for the first piece, so an early error comes alone
 
         def show_piece(_: int, piece: str) -> None:
             print(*before, piece, sep="", end="", flush=True)

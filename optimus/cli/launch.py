@@ -27,7 +27,7 @@ def launch(
     wait: Annotated[float, Option(help="Seconds to wait until enough nodes have joined.")] = 600.0,
     rejoin_wait: Annotated[
         float | None,
-        Option(help="Seconds to wait for nodes after a failure. Default: as --wait; 35 in a batch script."),
+        Option(help="Seconds to wait for nodes after a failure. Default: as --wait; with --scheduler 35."),
     ] = None,
     max_restarts: Annotated[int, Option(help="Maximum number of restarts in a row without a new checkpoint.")] = 5,
     inject: Annotated[Path | None, Option(help="YAML file with a list of faults to inject.")] = None,
@@ -52,13 +52,12 @@ def launch(
     check_alone("optimus launch")
     overrides = [*(overrides or []), *(settings or []), *(["observe.verbose=true"] if verbose else [])]
 
-    read_run(config, overrides)  # before importing torch, so that the command reports mistakes at once
+    read_run(config, overrides)  # before the slow import of torch
     from optimus.launch import nodes as launcher
 
     other = ("node", "name", "rendezvous") if scheduler is not None else ("output", "time", "directive")
-    sources = {name: context.get_parameter_source(name) for name in (*other, "time")}
-    if given := [name for name in other if (source := sources[name]) is not None and source.name != "DEFAULT"]:
-        why = "leave it out with --scheduler: the batch script chooses it" if scheduler else "it needs --scheduler"
+    if given := _explicit(context, *other):
+        why = "leave it out with --scheduler: the written file chooses it" if scheduler else "it needs --scheduler"
         raise UserError(f"--{given[0]}: {why}")
     alive = launcher.parse_keep_alive(keep_alive)
     job = launcher.NodeJob(config, overrides, nodes, spares, ranks_per_node, alive, wait, max_restarts, rejoin_wait)
@@ -74,14 +73,20 @@ def launch(
         return
     if scheduler is not None:
         if output is None:
-            raise UserError("--scheduler needs --output PATH for the batch script")
+            raise UserError("--scheduler needs --output PATH for the file to write")
         if scheduler == "slurm" or scheduler == "pbs":
             submit = launcher.write_batch_script(
                 job, scheduler=scheduler, path=output, time=time, directives=directive or [], inject=inject
             )
         else:
-            if sources["time"] is not None and sources["time"].name != "DEFAULT":
+            if _explicit(context, "time"):
                 raise UserError(f"--time: a manifest for {scheduler} has no time limit: leave it out")
+            unused = _explicit(context, "keep_alive", "wait", "rejoin_wait", "max_restarts", "inject")
+            if unused and not launcher.runs_launch(scheduler):
+                raise UserError(
+                    f"--{unused[0].replace('_', '-')}: --scheduler {scheduler} starts the ranks without `optimus launch`, "
+                    "which this option is for: leave it out"
+                )
             submit = launcher.write_manifest(
                 job, platform=scheduler, path=output, directives=directive or [], inject=inject
             )
@@ -92,6 +97,12 @@ def launch(
     show({"outcome": "finished" if outcome is None else outcome.value}, as_json, "")
     if outcome is not None:
         raise typer.Exit(launcher.exit_code(outcome))
+
+
+def _explicit(context: typer.Context, *names: str) -> list[str]:
+    """Returns those of the parameters `names` that the user has given."""
+    sources = {name: context.get_parameter_source(name) for name in names}
+    return [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""The commands for predictions: a plan, and a pipeline's schedule."""
+"""The commands `optimus plan` and `optimus schedule`."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ from optimus.config.completion import complete_preset
 from optimus.disk import check_plot
 from optimus.errors import UserError
 
-_WIDTH = 100  # width of the table in characters
+_WIDTH = 100  # characters
 
 
 def _print_template(asked: bool) -> None:
@@ -104,7 +104,7 @@ def plan(
             raise UserError(f"--dry-run counts the bytes of one rank only: leave out {' and '.join(given)}")
     from optimus import api
 
-    if Path(model).suffix in (".yaml", ".yml"):  # before importing torch, so that the command reports mistakes at once
+    if Path(model).suffix in (".yaml", ".yml"):  # reports errors before the slow import of torch
         api.config(model, overrides)
     if plot is not None:
         if not numbers:
@@ -112,7 +112,7 @@ def plan(
         plot = check_plot(plot)
     import torch
 
-    torch.set_num_threads(1)  # the planner computes only shapes, for which one thread is fastest
+    torch.set_num_threads(1)  # the planner computes only shapes
     question: dict[str, Any] = {
         "machine": machine,
         "ranks": ranks,
@@ -144,8 +144,6 @@ def plan(
 
 
 def _print(found: Any, page: Path | None, explain: int | None, *, wide: bool) -> None:
-    """Prints a result of the planner as a table with notes, and the explanation of the plan in row `explain`, if
-    given."""
     from optimus.observe.table import print_table
 
     print_table(found.rows(wide=wide), found.title(), None if wide else _WIDTH)
@@ -163,7 +161,7 @@ def _numbers(text: str) -> list[int]:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
         numbers = []
-    if not numbers or min(numbers) < 1:
+    if not numbers:
         raise UserError(f"--scale {text}: give numbers of ranks separated by commas, such as 384,768,1536")
     return numbers
 

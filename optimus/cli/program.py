@@ -1,4 +1,4 @@
-"""The program `optimus`: all commands, in the order in which the help lists the commands."""
+"""The program `optimus`."""
 
 import io
 import sys
@@ -24,8 +24,8 @@ _GROUPS = (
 
 
 def main() -> None:
-    """Runs the program. Prints a `UserError` without a traceback, and exits with the error's code (2 by default)."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # folder names may not be Unicode; stderr escapes them by default
+    """Runs the program, and prints a `UserError` without a traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # the name of a folder can be invalid Unicode
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app()

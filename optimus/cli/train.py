@@ -53,6 +53,7 @@ def train(
     """Train a model."""
     from optimus.api import train as run
     from optimus.config.sizes import seconds_text
+    from optimus.launch.launchers import first_rank_speaks
 
     overrides, automatic = [*(overrides or []), *(settings or [])], resume and "auto" in (overrides or [])
     overrides = [text for text in overrides if text != "auto"] if automatic else overrides
@@ -63,12 +64,13 @@ def train(
         "fresh_optimizer": fresh_optimizer,
         "check": check,
     }
-    if auto_plan is not None:
-        from optimus.plan.job_builder import best_layout
+    with first_rank_speaks():
+        if auto_plan is not None:
+            from optimus.plan.job_builder import best_layout
 
-        summary = run(best_layout(config, [*overrides, *asked], auto_plan, ranks), **how)
-    else:
-        summary = run(config, [*overrides, *asked], **how)
+            summary = run(best_layout(config, [*overrides, *asked], auto_plan, ranks), **how)
+        else:
+            summary = run(config, [*overrides, *asked], **how)
     signalled = None if check else summary["stopped_by"]
     ended = typer.Exit(0 if signalled is None else 128 + signal.Signals[signalled])
     if os.environ.get("RANK", "0") != "0":
@@ -83,7 +85,9 @@ def train(
     text += f"; report: {summary['report']}" if summary["report"] else ""
     if summary["step"] < summary["steps"]:
         again = [text for text in overrides if not text.startswith("train.stop_at=")]
-        words = shlex.join(["optimus", "train", str(config), *again, *(["--ranks", str(ranks)] if ranks else [])])
+        launch = {"--ranks": ranks, "--auto-plan": auto_plan}
+        options = [word for name, value in launch.items() if value for word in (name, str(value))]
+        words = shlex.join(["optimus", "train", str(config), *again, *options])
         why = "" if signalled is None else f" by {signalled}"
         text += f"\nstopped{why} before step {summary['steps']}; continue with: {words} --resume"
     show(summary, as_json, text)

@@ -1,8 +1,4 @@
-"""Collectives between ranks: groups, their algorithms, and handles of asynchronous collectives.
-
-Read `group.py` first. Then read `strategies.py` (execution of collectives), `algorithms.py` (choice of the algorithm),
-`schedules.py` (rounds of each algorithm) and `exchange.py` (execution of rounds).
-"""
+"""Collectives between ranks. Begin with `group.py`."""
 
 from optimus.comm.group import Group
 from optimus.comm.groups import Groups, PlannedGroups

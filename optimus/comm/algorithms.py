@@ -1,8 +1,7 @@
-"""Choice of the algorithm of a collective: the known schedules, their measured times, and rules for unmeasured sizes.
+"""Algorithms of collectives, and the choice among them.
 
-The choice depends only on values that all ranks of the group know: the backend, the kind of collective, the group's
-shape, the measurements, and the tensor's type and bytes. A size is the bytes of the whole tensor, which a rank has
-after an all-gather, before a reduce-scatter or an all-to-all, and before and after an all-reduce.
+The choice must depend only on values that are equal on all ranks of the group. A size is the bytes of a rank's output
+for an all-gather, and of a rank's input for any other collective.
 """
 
 import math
@@ -43,13 +42,13 @@ OWN = "own"
 """Name of the backend's built-in collective."""
 
 EVERYONE = "everyone"
-"""Name of an all-reduce between two ranks: each rank sends its whole tensor to its peer, and adds the two tensors."""
+"""Name of an all-reduce between two ranks: each rank sends its tensor to its peer, and adds the two tensors."""
 
 MEGABYTE = 1 << 20
-LONG_SUM = 4 * MEGABYTE  # minimum bytes of an all-reduce that uses direct rounds on one node by default
-FEW_NODES = 16  # maximum number of nodes for which `default` sends small blocks directly across nodes
+LONG_SUM = 4 * MEGABYTE  # bytes from which `default` chooses direct rounds for an all-reduce on one node
+FEW_NODES = 16  # maximum number of nodes for direct messages of small blocks, with several ranks per node
 PIECES = 4  # maximum number of pieces of a tensor
-PIECE = 1 << 16  # minimum bytes of a block in a piece, if there are several pieces
+PIECE = 1 << 16  # minimum bytes of a block in each of several pieces
 
 
 def _on_one_level(schedule: RoundSchedule) -> Rounds:
@@ -61,11 +60,10 @@ _LEVELS: Mapping[str, RoundSchedule] = {"direct": direct, "ring": ring, "doublin
 
 @dataclass(frozen=True)
 class AllGatherRow:
-    """An algorithm of all-gathers. A reduce-scatter is an all-gather backwards, and an all-reduce is that reduce-scatter
-    followed by the all-gather.
+    """An all-gather algorithm. The reduce-scatter runs the rounds of the all-gather backwards; an all-reduce is a
+    reduce-scatter, then an all-gather.
 
-    The name of an algorithm on two levels joins the algorithm across nodes and the algorithm within a node by `+`.
-    Algorithms on two levels are for groups with several nodes and several ranks on each node.
+    A `+` in the name marks an algorithm on two levels: the algorithm across nodes, then the algorithm within a node.
     """
 
     name: str
@@ -74,7 +72,7 @@ class AllGatherRow:
 
 @dataclass(frozen=True)
 class AllToAllRow:
-    """An algorithm of all-to-alls. See `AllGatherRow` for names."""
+    """An all-to-all algorithm. A `+` in the name marks an algorithm on two levels."""
 
     name: str
     rounds: Rounds
@@ -92,8 +90,7 @@ _TRIED = [Shape(nodes, per) for nodes, per in ((1, 2), (1, 3), (1, 8), (3, 1), (
 
 
 def _check_gather(row: AllGatherRow) -> None:
-    """Raises `ValueError` if the rounds of an algorithm are wrong for one of a few shapes of groups, or if the
-    algorithm's name is reserved."""
+    """Raises `ValueError` if the name is reserved, or the rounds are wrong for a shape of `_TRIED`."""
     for shape, ranks in _tried(row):
         with _naming(row.name, shape):
             check_gather(ranks)
@@ -132,32 +129,28 @@ EXCHANGES = Table(
 
 
 def on_two_levels(algorithm: str) -> bool:
-    """Returns whether `algorithm` sends across nodes and within a node in separate rounds."""
+    """Returns True for a name with `+`: the algorithm sends across nodes and within a node in separate rounds."""
     return "+" in algorithm
 
 
 def names(kind: CollectiveKind, shape: Shape) -> list[str]:
-    """Returns `OWN` and the names of the algorithms with rounds for a kind of collective in a group of this shape.
+    """Returns `OWN` and the names of the algorithms for `kind`.
 
-    Algorithms on two levels need several nodes with several ranks each.
+    Algorithms on two levels are included only for several nodes with several ranks each.
     """
     table: Iterable[str] = EXCHANGES if kind == "all_to_all" else ALGORITHMS
     return [OWN, *(name for name in table if min(shape) > 1 or not on_two_levels(name))]
 
 
 def alike_on_nodes(algorithm: str, kind: CollectiveKind) -> bool:
-    """Returns False for a plugin's algorithm; the rounds of all other algorithms are the same on every node."""
+    """Returns False for a plugin's algorithm, whose rounds may differ between nodes."""
     rows = _OWN_EXCHANGES if kind == "all_to_all" else _OWN_GATHERS
     return algorithm in (OWN, EVERYONE, *(row.name for row in rows))
 
 
 @lru_cache(maxsize=256)
 def rounds(algorithm: str, kind: CollectiveKind, rank: int, shape: Shape) -> tuple[Round, ...]:
-    """Returns the rounds of one rank.
-
-    An all-reduce has the rounds of the reduce-scatter, then equally many rounds of the all-gather. Raises `KeyError`
-    for an algorithm that does not exist for the kind, for `OWN` and for `EVERYONE`.
-    """
+    """Returns the rounds of one rank. An all-reduce has the rounds of the reduce-scatter, then of the all-gather."""
     if kind == "all_to_all":
         return tuple(EXCHANGES[algorithm].rounds(rank, shape))
     gathering = tuple(ALGORITHMS[algorithm].rounds(rank, shape))
@@ -168,11 +161,7 @@ def rounds(algorithm: str, kind: CollectiveKind, rank: int, shape: Shape) -> tup
 
 
 def pieces(algorithm: str, shape: Shape, size: float) -> int:
-    """Returns the number of pieces in which to send a tensor; 1 for an algorithm on one level.
-
-    On two levels, one piece can cross nodes while another piece moves within a node. Tensors of small blocks get fewer
-    pieces.
-    """
+    """Returns the number of pieces in which to send a tensor; 1 for an algorithm on one level."""
     return max(1, min(PIECES, int(size / shape.ranks / PIECE))) if on_two_levels(algorithm) else 1
 
 
@@ -180,7 +169,7 @@ def pieces(algorithm: str, shape: Shape, size: float) -> int:
 
 
 def default(kind: CollectiveKind, shape: Shape, size: float, links: Links | None = None) -> str:
-    """Returns the algorithm for a size without measurements; without `links`, the default `Links()` apply."""
+    """Returns the algorithm for a group without measurements."""
     links = links or Links()
     if shape.ranks == 1:
         return OWN
@@ -195,16 +184,13 @@ def default(kind: CollectiveKind, shape: Shape, size: float, links: Links | None
 
 
 def _direct_is_faster(ranks: int, links: Links) -> bool:
-    """Returns whether one round of many messages is faster than a few rounds of one message.
-
-    The comparison assumes a small tensor and equal links between all ranks.
-    """
+    """Returns whether one round of many small messages is faster than a few rounds of one small message."""
     o, a = links.overhead, links.between.latency
     return (ranks - 1) * o + max(a + o, (ranks - 1) * o) < math.ceil(math.log2(ranks)) * (2 * o + a)
 
 
 def _fewer_messages_pay(shape: Shape, size: float, links: Links) -> bool:
-    """Returns whether an all-to-all on two levels saves more overhead than its additional round within the node takes."""
+    """Returns whether an all-to-all on two levels saves more overhead than its round within the node takes."""
     nodes, per = shape
     saved = 2 * links.overhead * (shape.ranks - nodes - per + 1)
     return saved > links.inside.latency + nodes * (per - 1) * size / shape.ranks / links.inside.bandwidth
@@ -228,9 +214,9 @@ class Curve(Section):
         return self
 
     def at(self, size: float) -> float:
-        """Returns the seconds for `size`, interpolated or extrapolated by a power law through two neighbouring sizes.
+        """Returns the seconds for `size`, by a power law through the sizes just below and above `size`.
 
-        A curve with a single size returns its seconds for every size.
+        Extrapolates from the first two or the last two sizes. One size gives a constant.
         """
         if len(self.sizes) == 1:
             return self.seconds[0]
@@ -246,7 +232,7 @@ Curves = dict[str, dict[str, Curve]]
 
 
 class Measured(Section):
-    """Measured seconds of each kind of collective by group shape and algorithm, from which `choose` picks the algorithm."""
+    """Measured seconds of each kind of collective, by group shape and algorithm, for `choose`."""
 
     all_gather: Curves = Field({})
     reduce_scatter: Curves = Field({})
@@ -254,7 +240,7 @@ class Measured(Section):
     all_to_all: Curves = Field({})
 
     def curves(self, kind: CollectiveKind, shape: Shape) -> Mapping[str, Curve]:
-        """Returns the curves by algorithm, or an empty mapping without measurements of the kind in groups of that shape."""
+        """Returns the measured curves for `kind` and `shape`, by algorithm; empty without measurements."""
         return self._curves_by_shape(kind).get(str(shape), {})
 
     def _curves_by_shape(self, kind: CollectiveKind) -> Curves:
@@ -282,11 +268,9 @@ def _shape(text: str) -> Shape:
 def choose(
     kind: CollectiveKind, shape: Shape, size: float, measured: Measured | None = None, links: Links | None = None
 ) -> str:
-    """Returns the fastest measured algorithm or the algorithm that `default` returns.
+    """Returns the fastest measured algorithm, or the algorithm of `default`.
 
-    The fastest measured algorithm must take less than `GAIN` times the default algorithm's measured time. If `measured`
-    has curves for the kind and the shape, but no curve for the default algorithm, the function returns the fastest
-    measured algorithm.
+    If the default algorithm is measured, the fastest algorithm must take less than `GAIN` times the default's seconds.
     """
     curves = measured.curves(kind, shape) if measured else {}
     usual = default(kind, shape, size, links)
@@ -305,12 +289,10 @@ def used(
     by_messages: bool,
     narrow: bool = False,
 ) -> str:
-    """Returns the algorithm that a group uses.
+    """Returns the algorithm that a group uses if all ranks' slices of the tensor have equal length.
 
-    `by_messages` is true for Gloo, over which a group can send the messages of the library's schedules. Other backends
-    use their built-in collectives, except where measurements exist and `choose` returns an algorithm on two levels.
-    `narrow` is true for floats of fewer than 32 bits: Gloo's built-in all-reduce would add narrow floats in their type,
-    so a group over Gloo adds narrow floats by rounds.
+    `by_messages` is true for Gloo. `narrow` is true for floats of fewer than 32 bits: Gloo's built-in all-reduce would
+    not add narrow floats in fp32.
     """
     name = choose(kind, shape, size, measured)
     if not by_messages:

@@ -1,8 +1,6 @@
-"""Time of collectives by discrete-event simulation of their messages.
+"""Time of collectives, by discrete-event simulation of messages, and bytes between nodes.
 
-Each message keeps its sender busy for `overhead` seconds, and likewise its receiver. Messages pass the sender's adapter
-one after the other and, a latency later, the receiver's adapter. Within a node, every rank has a separate link. The
-simulation covers the ranks of one node, or all ranks for a plugin's algorithm.
+Messages pass the sender's link one after the other and, a latency later, the receiver's link.
 """
 
 from collections import defaultdict
@@ -18,12 +16,12 @@ from optimus.comm.schedules import Message, Round, Shape, everyone
 
 
 class Step(NamedTuple):
-    """A step of a rank's program: the rank begins to send all of `sends`, then waits for all of `receives`."""
+    """A step of a rank's program: the rank begins to send `sends`, then waits for `receives`."""
 
     sends: tuple[tuple[int, float], ...]
     """(receiver, bytes) of each message."""
     receives: tuple[int, ...]
-    """Ranks of the senders. Messages between two ranks arrive in the order in which the sender sends them."""
+    """Ranks of the senders."""
 
 
 @lru_cache(maxsize=4096)
@@ -32,9 +30,7 @@ def seconds(
 ) -> float:
     """Returns the seconds of a collective of `size` bytes in a group that shares its links with no other group.
 
-    `algorithms.py` defines the size for each kind of collective. The ranks send the tensor in `pieces` equal pieces.
-    Each rank begins the first round of all pieces, and then continues the pieces in turn. For `OWN` the simulation uses
-    the schedules of Gloo.
+    The ranks send the tensor in `pieces` equal pieces.
     """
     block = size / shape.ranks / pieces
     ranks = shape.per if alike_on_nodes(algorithm, kind) else shape.ranks
@@ -43,11 +39,7 @@ def seconds(
 
 
 def expected(kind: CollectiveKind, shape: Shape, size: float, measured: Measured | None = None) -> float:
-    """Returns the seconds of the algorithm that a group over Gloo uses.
-
-    The seconds come from `measured` if it has a curve for the algorithm, and otherwise from a simulation with the
-    default `Links`.
-    """
+    """Returns the seconds of the algorithm that a group over Gloo uses, from `measured` or else from a simulation."""
     if shape.ranks == 1:
         return 0.0
     name = used(kind, shape, size, measured, by_messages=True)
@@ -58,7 +50,7 @@ def expected(kind: CollectiveKind, shape: Shape, size: float, measured: Measured
 
 
 def internode_bytes(algorithm: str, kind: CollectiveKind, shape: Shape, size: float) -> float:
-    """Returns the bytes that all ranks of the first node together send to other nodes."""
+    """Returns the bytes that the ranks of the first node together send to other nodes."""
     block = size / shape.ranks
     return sum(
         len(message.blocks) * block
@@ -70,11 +62,8 @@ def internode_bytes(algorithm: str, kind: CollectiveKind, shape: Shape, size: fl
 
 
 def _rounds(algorithm: str, kind: CollectiveKind, rank: int, shape: Shape) -> tuple[Round, ...]:
-    """Returns a rank's rounds; for `OWN`, the rounds of Gloo's built-in collective.
-
-    For `EVERYONE`, a message has the blocks of all ranks. Gloo's all-to-all is one round of direct messages. Gloo's
-    all-gather and all-reduce are rings, and Gloo's reduce-scatter is a whole all-reduce.
-    """
+    """Returns a rank's rounds. For `OWN`, returns the rounds of Gloo's collective; Gloo reduce-scatters by an
+    all-reduce."""
     if algorithm == EVERYONE:
         blocks = tuple(range(shape.ranks))
         peers = [tuple(Message(peer, blocks) for peer, _ in each.sends) for each in everyone(rank, shape.ranks)]
@@ -87,7 +76,8 @@ def _rounds(algorithm: str, kind: CollectiveKind, rank: int, shape: Shape) -> tu
 
 
 def program(schedule: Sequence[Round], block: float, pieces: int = 1) -> list[Step]:
-    """Returns the steps of a rank's schedule, with blocks of `block` bytes in each of the `pieces`."""
+    """Returns the steps of a rank with the rounds `schedule`. Each of the tensor's `pieces` has blocks of `block`
+    bytes."""
     if not schedule:
         return []
     sends = [tuple((peer, len(blocks) * block) for peer, blocks in each.sends) for each in schedule]
@@ -103,10 +93,8 @@ def program(schedule: Sequence[Round], block: float, pieces: int = 1) -> list[St
 def simulate(programs: Sequence[Sequence[Step]], shape: Shape, links: Links) -> list[float]:
     """Returns the seconds after which each rank has finished its program.
 
-    `programs` contains the programs of all ranks of the group, or only the programs of the first node's ranks if all
-    nodes have the same programs. An adapter, or a rank's link within its node, serves simultaneous messages in
-    ascending order of (receiver - sender) mod ranks. Raises `ValueError` when a rank waits for a message that no rank
-    sends.
+    `programs` contains the programs of all ranks of the group, or the programs of the first node's ranks if all nodes
+    have the same programs. Raises `ValueError` when a rank waits for a message that no rank sends.
     """
     return _Simulation(programs, shape, links).run()
 
@@ -119,11 +107,10 @@ class _Rank:
         self.now = 0.0
         self.awaited: list[tuple[int, int]] = []  # (sender, number of the sender's message to this rank)
         self.missing: set[tuple[int, int]] = set()
-        self.number: defaultdict[int, int] = defaultdict(int)  # number of the next awaited message, by sender
+        self.number: defaultdict[int, int] = defaultdict(int)  # number of the next message to await, by sender
         self.come: defaultdict[int, list[float]] = defaultdict(list)  # arrival times, by sender
 
     def send(self, overhead: float) -> float:
-        """Advances the rank's time by `overhead`, and returns the time at which the message may leave."""
         self.now += overhead
         return self.now
 
@@ -136,7 +123,7 @@ class _Rank:
         self.missing = {(sender, number) for sender, number in self.awaited if number >= len(self.come[sender])}
 
     def receive(self, overhead: float) -> None:
-        """Receives the awaited messages, all of which have arrived."""
+        """Receives the awaited messages, which must have arrived."""
         for moment in sorted(self.come[sender][number] for sender, number in self.awaited):
             self.now = max(self.now, moment) + overhead
 
@@ -144,7 +131,7 @@ class _Rank:
 class _Simulation:
     """Simulates all ranks, or the ranks of one node.
 
-    In a simulation of one node, a message to another node also represents the message that arrives from another node.
+    In a simulation of one node, a message to another node stands for a message from another node, too.
     """
 
     def __init__(self, programs: Sequence[Sequence[Step]], shape: Shape, links: Links) -> None:
@@ -167,7 +154,7 @@ class _Simulation:
         return [rank.now for rank in self._ranks]
 
     def _go_on(self, number: int) -> None:
-        """Advances a rank's program until the program ends or the rank waits for a message that has not arrived."""
+        """Advances a rank's program until the program ends or the rank waits for a message."""
         rank = self._ranks[number]
         for sends, receives in rank.steps:
             for target, size in sends:
@@ -178,8 +165,7 @@ class _Simulation:
             rank.receive(self._links.overhead)
 
     def _push_event(self, moment: float, arrives: bool, sender: int, target: int, size: float) -> None:
-        """Pushes an event onto the heap, which orders simultaneous events by (target - sender) mod ranks, then by the
-        target's local rank."""
+        """Orders simultaneous events by (target - sender) mod ranks, then by the target's local rank."""
         nodes, per = self._shape
         event = (
             moment,
@@ -213,10 +199,8 @@ class _Simulation:
                 self._go_on(number)
 
     def _way(self, sender: int, target: int, end: int) -> tuple[Link, int]:
-        """Returns the link, and the number of the queue at the rank `end`.
-
-        Adapters have queue numbers from 0; the links within a node have negative queue numbers.
-        """
+        """Returns (link, number of the link's queue at the rank `end`). The number is negative for a link within a
+        node."""
         node, local_rank = divmod(end, self._shape.per)
         if sender // self._shape.per == target // self._shape.per:
             return self._links.inside, -1 - end

@@ -1,8 +1,7 @@
-"""Waits of a device for collectives.
+"""Measures how long a device waits for collectives, and reports a wait that is too long.
 
-`Work.wait` of NCCL, RCCL or oneCCL enqueues the wait on the device's stream, and the host continues. This module
-therefore records an event before and after each wait. The events show how long the device has waited, and in which
-collective the device waits now.
+`Work.wait` of NCCL, RCCL or oneCCL enqueues the wait on the device's stream, and the host continues. Events before and
+after each wait show how long the device has waited.
 """
 
 import threading
@@ -13,18 +12,19 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 CollectiveCall = tuple[str, str, int]
-"""A collective: the name under which ranks count it (see `Observer.begin`), the collective's name, and its number."""
-GRACE = 60.0  # seconds by which the timeout of the backend's watchdog exceeds the timeout of `Deadline`
+"""The name under which the recorder counts a collective (see `Observer.begin`), the collective's name, and the
+collective's number in this count."""
+GRACE = 60.0  # seconds added to the timeout of process groups, except Gloo's, so that `Deadline` acts first
 
 
 class StreamPoint(Protocol):
-    """A recorded event; `torch.Event` implements this protocol."""
+    """A recorded event of a stream."""
 
     def query(self) -> bool:
         """Returns whether the stream has reached this event."""
 
     def elapsed_time(self, end: Any) -> float:
-        """Returns the milliseconds from this event to `end`; the stream must have reached both events."""
+        """Returns the milliseconds from this event to `end`."""
 
 
 class _Wait(NamedTuple):
@@ -40,10 +40,8 @@ def _mark() -> torch.Event:
 
 
 class DeviceWaits:
-    """The waits that this rank has enqueued on its streams and that `passed` has not returned yet, in order.
-
-    `mark` records an event on the current stream.
-    """
+    """The waits that `passed` has not returned yet. `mark` records an event on the current stream, and returns the
+    event."""
 
     def __init__(self, mark: Callable[[], StreamPoint] = _mark) -> None:
         self._mark = mark
@@ -59,7 +57,7 @@ class DeviceWaits:
             self._waits.append(_Wait(collective, before, self._mark()))
 
     def passed(self) -> list[tuple[CollectiveCall, float]]:
-        """Returns the waits that have ended since the last call, each with the seconds that the device has waited."""
+        """Returns (collective, seconds) of each wait that has ended since the last call."""
         over: list[_Wait] = []
         under_way: list[_Wait] = []
         with self._lock:
@@ -69,7 +67,7 @@ class DeviceWaits:
         return [(wait.collective, wait.before.elapsed_time(wait.after) / 1000) for wait in over]
 
     def waiting(self) -> CollectiveCall | None:
-        """Returns the first collective that a stream of the device waits for now; None if no stream waits."""
+        """Returns the first collective that a stream of the device waits for now, or None."""
         with self._lock:
             return next(
                 (wait.collective for wait in self._waits if wait.before.query() and not wait.after.query()),
@@ -78,8 +76,7 @@ class DeviceWaits:
 
 
 def flight_record() -> bytes:
-    """Returns the record of this rank's last collectives in torch's flight recorder, as JSON; `{}` if this torch has no
-    recorder."""
+    """Returns torch's flight record of this rank's last collectives as JSON, or `{}` if this torch has no recorder."""
     known = vars(torch._C._distributed_c10d)
     dump = known.get("_dump_nccl_trace_json") or known.get("_dump_fr_trace_json") or (lambda *_: b"{}")
     found: bytes = dump(True, False)
@@ -87,8 +84,7 @@ def flight_record() -> bytes:
 
 
 class Deadline:
-    """A thread that calls `ended`, at most once, when the device has waited in one collective for more than
-    `seconds`."""
+    """A thread that calls `ended` once when the device has waited for one collective for more than `seconds`."""
 
     def __init__(self, waits: DeviceWaits, seconds: float, ended: Callable[[CollectiveCall], None]) -> None:
         self._waits, self._seconds, self._ended = waits, seconds, ended
@@ -96,7 +92,7 @@ class Deadline:
         threading.Thread(target=self._watch, name="deadline", daemon=True).start()
 
     def stop(self) -> None:
-        """Makes the thread end soon, but does not wait for the thread, which may still call `ended`."""
+        """Makes the thread end soon. The thread may still call `ended`."""
         self._stopped.set()
 
     def _watch(self) -> None:

@@ -10,14 +10,11 @@ from optimus.comm import CollectiveError
 from optimus.comm.observer import cause_of
 from optimus.errors import UserError
 
-_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")  # namespaces of torch's operators
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")  # namespaces of torch's collective operators
 
 
 class RefuseCollectives(TorchDispatchMode):
-    """Refuses collectives of `torch.distributed` and of Optimus that this thread begins inside the context.
-
-    Raises a `UserError` whose message ends with `why`.
-    """
+    """Raises a `UserError` for a collective that this thread begins inside the context. The message ends with `why`."""
 
     def __init__(self, why: str) -> None:
         super().__init__()
@@ -32,7 +29,7 @@ class RefuseCollectives(TorchDispatchMode):
 class RollCall:
     """A barrier of all ranks through the store.
 
-    The barrier is not a collective, because a backend could match the collectives of ranks that are out of step.
+    No backend takes part, because a backend could pair the barrier with another collective of a rank out of step.
     """
 
     def __init__(self, name: str, ranks: int, seconds: float) -> None:
@@ -40,14 +37,14 @@ class RollCall:
         self._calls = 0
 
     def __call__(self, share: float = 1.0) -> None:
-        """Waits until all ranks have made this call. Raises `CollectiveError` after `share` times `seconds`, and if the
-        store fails."""
+        """Waits until all ranks have called. Raises `CollectiveError` after `share` times `seconds`, and if the store
+        fails."""
         if self._ranks == 1:
             return
         try:
             self._meet(timedelta(seconds=share * self._seconds))
         except RuntimeError as error:
-            if "timeout" not in str(error).lower():  # not every store has its own type of error for this
+            if "timeout" not in str(error).lower():  # not every store has a type of error for timeouts
                 raise CollectiveError(f"roll call {self._name}: the store failed: {cause_of(error)}") from error
             raise CollectiveError(f"not all ranks have returned within {share * self._seconds:g} s") from error
 
@@ -55,7 +52,7 @@ class RollCall:
         store, self._calls = dist.distributed_c10d._get_default_store(), self._calls + 1
         here, before = (f"roll call {self._name} {number}" for number in (self._calls, self._calls - 1))
         if store.add(here, 1) == self._ranks:
-            for key in (before, f"{before} done"):  # no rank waits for the previous call any more
+            for key in (before, f"{before} done"):  # no rank waits for the previous call
                 store.delete_key(key)
             store.set(f"{here} done", "")
             return

@@ -1,14 +1,6 @@
-"""Execution of the schedules of collectives as messages between ranks over Gloo, one round at a time.
+"""Execution of collective schedules by messages between ranks over Gloo.
 
-A round begins its receives before its sends. A rank sends a message without a copy if the blocks of the message are
-adjacent in memory and need no conversion. `gather` also receives adjacent blocks without a copy. Scratch buffers hold
-all other messages.
-
-In each round, a rank adds in rank order. The rank adds floats in fp32, or in the type of the addends if that type is
-wider, and integers in their type. Sums are therefore bitwise reproducible, and equal on all ranks that receive them.
-
-An exchange is a generator that begins a round, yields, and then waits for the round. The exchanges of the pieces of a
-large tensor advance in turn, so that one piece can cross nodes while another piece moves within a node.
+An exchange is a generator. For each round, the generator begins the messages, yields, and waits for the messages.
 """
 
 import threading
@@ -32,10 +24,7 @@ _END = object()
 
 
 class Channel:
-    """Messages of one collective between the `ranks` of a group; `tag` separates the messages of different collectives.
-
-    When torch raises a `RuntimeError` for a message, each method raises a `RuntimeError` that names the peer.
-    """
+    """Messages of one collective between the `ranks` of a group."""
 
     def __init__(self, ranks: Sequence[int], handle: Any, tag: int, scratch: Scratch) -> None:
         self.ranks, self.scratch = ranks, scratch
@@ -66,13 +55,10 @@ class Channel:
 
 
 class Codec:
-    """Converts the partial sums that nodes send each other. This base class sends the sums unchanged.
-
-    `read` must return the same numbers on every rank that reads a message.
-    """
+    """Converts the partial sums that nodes send each other. This base class does not change the sums."""
 
     def form(self, elements: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
-        """Returns the number and the type of the elements of a message that encodes `elements` elements of `dtype`."""
+        """Returns (number of elements, dtype) of a message that encodes `elements` values of `dtype`."""
         return elements, dtype
 
     def write(self, numbers: Sequence[Tensor], out: Tensor) -> None:
@@ -81,13 +67,12 @@ class Codec:
             target.copy_(each)
 
     def read(self, sent: Tensor) -> Tensor:
-        """Returns the numbers of a received message, in any type that `add_up` can add to the type of the partial
-        sums."""
+        """Returns the numbers of a received message, the same on every rank that reads the message."""
         return sent
 
 
 class Rounded(Codec):
-    """Sends fp32 partial sums as numbers of a narrower type."""
+    """Converts fp32 partial sums to `dtype`."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -99,14 +84,14 @@ class Rounded(Codec):
 AS_THEY_ARE = Codec()
 
 
-@torch.no_grad()  # grad mode is a property of each thread, so a progress thread does not inherit the caller's mode
+@torch.no_grad()
 def begin(exchanges: Sequence[Exchange]) -> None:
     """Begins the first round of every exchange."""
     for each in exchanges:
         next(each, None)
 
 
-@torch.no_grad()
+@torch.no_grad()  # a progress thread does not inherit the caller's grad mode
 def carry_out(exchanges: Sequence[Exchange]) -> None:
     """Completes all exchanges, one round of each in turn."""
     while exchanges:
@@ -114,17 +99,14 @@ def carry_out(exchanges: Sequence[Exchange]) -> None:
 
 
 class ProgressThread:
-    """Runs exchanges in a background thread, in the order in which the caller begins them.
-
-    Each group has a separate progress thread, so the ranks may begin the collectives of two groups in different orders.
-    """
+    """Runs exchanges in a background thread, in the order of the calls of `begin`."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[Sequence[Exchange], Future[None]]] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def begin(self, exchanges: Sequence[Exchange]) -> Future[None]:
-        """Enqueues `exchanges`, and returns a future whose `result` waits for them."""
+        """Enqueues `exchanges`, and returns their future."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True, name="collectives")
             self._thread.start()
@@ -137,7 +119,7 @@ class ProgressThread:
             exchanges, future = self._queue.get()
             try:
                 carry_out(exchanges)
-            except Exception as error:  # `Future.result` raises the error again in the waiting thread
+            except Exception as error:  # raised again in the waiting thread
                 future.set_exception(error)
             else:
                 future.set_result(None)
@@ -145,11 +127,14 @@ class ProgressThread:
 
 
 Blocks = Sequence[Tensor] | Mapping[int, Tensor]
-"""Blocks by number in a schedule."""
+"""The blocks of a schedule, by block number."""
 
 
 def gather(rounds: Sequence[Round], blocks: Blocks, link: Channel) -> Exchange:
-    """Receives the other ranks' blocks into `blocks`, which must already contain this rank's own blocks."""
+    """Sends and receives `blocks` in the rounds of a schedule.
+
+    The blocks that this rank sends must already be filled, or be received in an earlier round.
+    """
     for each in rounds:
         works, landings, lent = [], [], []
         for message in _filled(each.receives, blocks):
@@ -184,14 +169,13 @@ def reduce(
     per: int | None = None,
     between: Codec = AS_THEY_ARE,
 ) -> Exchange:
-    """Fills `out` with the sum of this rank's block over the ranks. `out` may be that block; other blocks do not change.
+    """Fills `out` with the sum of this rank's block over the ranks. `out` may be this rank's block.
 
-    The first round sends addends in their type. Later rounds send partial sums in fp32, or in the type of the addends
-    if that type is wider or an integer type. `per` is the number of ranks on a node; the codec `between` encodes
-    partial sums that leave the node.
+    There must be at least two ranks. `per` is the number of ranks on a node, or None for one node. After the first
+    round, the codec `between` encodes messages to other nodes.
     """
     wide, sums = _wide(out.dtype), dict[int, Tensor]()
-    partial_sums: list[Tensor] = []  # buffers of partial sums that later rounds send
+    partial_sums: list[Tensor] = []  # buffers that later rounds send
 
     def crosses_nodes(message: Message) -> bool:
         return per is not None and message.peer // per != rank // per
@@ -240,8 +224,7 @@ def reduce(
 def exchange(
     rounds: Sequence[Round], outgoing: Sequence[Tensor], incoming: Sequence[Tensor], rank: int, link: Channel
 ) -> Exchange:
-    """Runs an all-to-all of equal blocks: sends `outgoing[i]` to rank i, and fills `incoming[i]` with the block from
-    rank i."""
+    """Sends `outgoing[i]` to rank i, and fills `incoming[i]` from rank i. All blocks must have equal length."""
     ranks = len(outgoing)
     incoming[rank].copy_(outgoing[rank])
     blocks: dict[int, Tensor] = {rank * ranks + peer: block for peer, block in enumerate(outgoing)}
@@ -256,23 +239,23 @@ def exchange(
 
 
 def in_pieces(blocks: Sequence[Tensor], pieces: int) -> list[Sequence[Tensor]]:
-    """Splits every block into `pieces` parts, and returns the blocks of each piece."""
+    """Splits every block into `pieces` parts. Entry i of the result is the i-th part of every block."""
     if pieces == 1:
         return [blocks]
     return list(zip(*(block.tensor_split(pieces) for block in blocks)))
 
 
 def shift(tensor: Tensor, out: Tensor, ranks: Sequence[int], rank: int, handle: Any) -> list[Any]:
-    """Begins to send `tensor` to the next rank of a group and to fill `out` from the previous rank, on any backend."""
+    """Begins to send `tensor` to the next rank of a group, and to fill `out` from the previous rank."""
     following, previous = ranks[(rank + 1) % len(ranks)], ranks[rank - 1]
     receive = dist.P2POp(dist.irecv, out, previous, handle)
     return dist.batch_isend_irecv([receive, dist.P2POp(dist.isend, tensor, following, handle)])
 
 
 def add_up(rows: Sequence[Tensor], out: Tensor) -> None:
-    """Fills `out` with the sum of at least two `rows`, added in their order. `out` may be one of the rows.
+    """Fills `out` with the sum of `rows`, added in order. `out` may be one of the rows.
 
-    The function adds floats in fp32, or in the type of `out` if that type is wider, and integers in their type.
+    There must be at least two rows. Adds floats in at least fp32.
     """
     wide = _wide(out.dtype)
     for start in range(0, len(out), TILE):
@@ -289,12 +272,12 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _filled(messages: Sequence[Message], blocks: Blocks) -> list[Message]:
-    """Returns the messages with at least one element; blocks may be empty."""
+    """Returns the messages with at least one element."""
     return [message for message in messages if any(len(blocks[block]) for block in message.blocks)]
 
 
 def _lend(link: Channel, like: Sequence[Tensor]) -> Tensor:
-    """Lends a scratch buffer as long as the tensors `like` together, with their type and device."""
+    """Lends a scratch buffer as long as all tensors of `like` together, with the first tensor's type and device."""
     return link.scratch.lend(sum(map(len, like)), like[0].dtype, like[0].device)
 
 

@@ -1,13 +1,7 @@
-"""Differentiable collectives. The backward pass of each differentiable function is the transposed operation.
+"""Collectives on tensors, with and without gradients. Rows are the slices of dim 0.
 
-Rows are the slices of dim 0. No differentiable function changes its input in place. In a group of one rank,
-differentiable functions return their input. All ranks of the group must call the functions in the same order.
-
-A tensor is *shared* if all ranks have equal copies and compute the same from the copies; its gradient is then the same
-on all ranks. Gradients are correct only if all tensors that the docstrings below call shared are shared.
-
-The collective cache (`step_context.CollectiveCache`) can store the results of the first forward pass's collectives;
-activation recomputation then issues no collectives.
+All ranks of the group must call the functions in the same order. A tensor is *shared* if all ranks have equal copies
+and compute the same from the copies; its gradient is then the same on all ranks.
 
 Legend: N ranks of the group, T rows and C columns of this rank.
 """
@@ -27,54 +21,42 @@ T = TypeVar("T")
 
 
 def all_gather_rows(x: Tensor, group: Group) -> Tensor:
-    """All-gathers rows in rank order: [T, ...] to [N * T, ...]; T must be the same on every rank.
-
-    The gradient of a row is the sum of the row's gradients over the ranks (a reduce-scatter in the backward pass).
-    """
+    """All-gathers rows: [T, ...] to [N * T, ...]. The backward pass reduce-scatters."""
     return _applied(x, group, all_gather, reduce_scatter)
 
 
 def reduce_scatter_rows(x: Tensor, group: Group) -> Tensor:
-    """Reduce-scatters rows: [N * T, ...] to this rank's T rows of the sum over the ranks, [T, ...].
-
-    The backward pass is an all-gather.
-    """
+    """Reduce-scatters rows: [N * T, ...] to [T, ...]. The backward pass all-gathers."""
     return _applied(x, group, reduce_scatter, all_gather)
 
 
 def split_rows(x: Tensor, group: Group) -> Tensor:
-    """Returns this rank's rows of a shared `x`: [N * T, ...] to [T, ...]. Only the backward pass issues an all-gather."""
+    """Returns this rank's rows of a shared `x`: [N * T, ...] to [T, ...]. The backward pass all-gathers."""
     return _applied(x, group, local_rows, all_gather)
 
 
 def join_rows(x: Tensor, group: Group) -> Tensor:
-    """All-gathers rows into a shared tensor: [T, ...] to [N * T, ...]. Only the forward pass issues an all-gather."""
+    """All-gathers rows into a shared tensor: [T, ...] to [N * T, ...]. The backward pass issues no collective."""
     return _applied(x, group, all_gather, local_rows)
 
 
 def all_reduce_autograd(x: Tensor, group: Group) -> Tensor:
-    """All-reduces `x` in both passes; the ranks may then use the sum in different ways."""
+    """All-reduces `x`. The backward pass all-reduces, too."""
     return _applied(x, group, all_reduce, all_reduce)
 
 
 def reduce_from_group(x: Tensor, group: Group) -> Tensor:
-    """All-reduces `x` into a shared tensor. Only the forward pass issues an all-reduce (Megatron-LM's g)."""
+    """All-reduces `x` into a shared tensor (Megatron-LM's g). The backward pass issues no collective."""
     return _applied(x, group, all_reduce, _identity)
 
 
 def copy_to_group(x: Tensor, group: Group) -> Tensor:
-    """Returns the shared `x` as a tensor that is not shared, from which each rank may compute something different.
-
-    Only the backward pass issues an all-reduce (Megatron-LM's f).
-    """
+    """Returns the shared `x` as a tensor that is not shared (Megatron-LM's f). The backward pass all-reduces."""
     return _applied(x, group, _identity, all_reduce)
 
 
 def columns_to_rows(x: Tensor, group: Group) -> Tensor:
-    """Turns a split by columns into a split by rows, by all-to-all: [N * T, C] to [T, N * C].
-
-    The input is this rank's columns of all rows, and the output is all columns of this rank's rows.
-    """
+    """Turns a split by columns into a split by rows, by all-to-all: [N * T, C] to [T, N * C]."""
     return _applied(x, group, _to_rows, _to_columns)
 
 
@@ -84,21 +66,12 @@ def rows_to_columns(x: Tensor, group: Group) -> Tensor:
 
 
 def all_to_all_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
-    """Sends `send[i]` rows to rank i and receives `receive[i]` rows from rank i, in rank order.
-
-    The input has the shape [sum(send), ...], and the output [sum(receive), ...]. The backward pass sends the gradients back
-    by an all-to-all.
-    """
+    """Sends `send[i]` rows to rank i and receives `receive[i]` rows from rank i, in rank order."""
     return all_to_all_rows_async(x, send, receive, group).wait()
 
 
 def all_to_all_rows_async(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Result[Tensor]:
-    """Begins `all_to_all_rows`; `Result.wait` returns the rows.
-
-    Computation between this call and `Result.wait` can overlap with the all-to-all. In the backward pass, the backward
-    function of `wait` begins the all-to-all of the gradients, and the backward function of this call waits for the
-    gradients.
-    """
+    """Begins `all_to_all_rows`; `Result.wait` returns the rows."""
     if group.size == 1:
         return Result(lambda: x)
     under_way = _UnderWay(send, receive, group)
@@ -107,12 +80,12 @@ def all_to_all_rows_async(x: Tensor, send: Sequence[int], receive: Sequence[int]
 
 
 def all_gather_uneven_rows(x: Tensor, rows: Sequence[int], group: Group) -> Tensor:
-    """All-gathers rows, like `all_gather_rows`, where rank i has `rows[i]` rows."""
+    """All-gathers rows. Rank i has `rows[i]` rows."""
     return _applied(x, group, partial(_gathered_uneven, rows), partial(_summed_uneven, rows))
 
 
 def reduce_scatter_uneven_rows(x: Tensor, rows: Sequence[int], group: Group) -> Tensor:
-    """Reduce-scatters rows, like `reduce_scatter_rows`, where rank i gets `rows[i]` rows."""
+    """Reduce-scatters rows. Rank i gets `rows[i]` rows."""
     return _applied(x, group, partial(_summed_uneven, rows), partial(_gathered_uneven, rows))
 
 
@@ -140,7 +113,7 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
 
 
 def reduce_scatter_async(x: Tensor, group: Group) -> Result[Tensor]:
-    """Begins a reduce-scatter of rows; `x` must not change until `Result.wait` returns this rank's rows."""
+    """Begins a reduce-scatter of rows. `x` must not change until `Result.wait` returns this rank's rows."""
     if group.size == 1:
         return Result(lambda: x)
     out = x.new_empty(len(x) // group.size, *x.shape[1:])
@@ -158,12 +131,15 @@ def all_reduce(x: Tensor, group: Group) -> Tensor:
 
 
 def all_reduce_async(x: Tensor, group: Group) -> Result[Tensor]:
-    """Begins an all-reduce of contiguous `x`, in place; `Result.wait` returns `x`."""
+    """Begins an all-reduce of `x` in place; `Result.wait` returns `x`. `x` must be contiguous."""
     return _giving(x, group.all_reduce_async(x))
 
 
 def shift_async(x: Tensor, group: Group) -> Result[Tensor]:
-    """Begins to send `x` to the next rank of the ring; `Result.wait` returns the tensor of the previous rank."""
+    """Begins to send `x` to the next rank of the ring; `Result.wait` returns the tensor of the previous rank.
+
+    `x` must be contiguous, with the same shape and dtype on all ranks.
+    """
     came = torch.empty_like(x)
     return _giving(came, group.shift_async(x, came))
 
@@ -199,6 +175,9 @@ def _summed_uneven(rows: Sequence[int], x: Tensor, group: Group) -> Tensor:
     return group.all_to_all(x, rows, [local] * group.size).unflatten(0, (group.size, local)).sum(0)
 
 
+# ---- Autograd functions ----
+
+
 def _applied(x: Tensor, group: Group, there: Collective, back: Collective) -> Tensor:
     return x if group.size == 1 else _Linear.apply(x, group, there, back)
 
@@ -207,7 +186,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, there: Collective, back: Collective) -> Tensor:
         ctx.group, ctx.back = group, back
-        # `local_rows` and `_identity` issue no collective, and a cached view would keep all of `x` alive.
+        # A cached view would keep `x` alive.
         issues_none = there in (local_rows, _identity)
         return there(x, group) if issues_none else cached(lambda: there(x, group), group)
 
@@ -222,7 +201,7 @@ class _UnderWay:
 
     def __init__(self, send: Sequence[int], receive: Sequence[int], group: Group) -> None:
         self.send, self.receive, self.group = send, receive, group
-        # `finish` drops the handle, since a handle keeps the sent tensor alive.
+        # The handle keeps the sent tensor alive until `finish` drops the handle.
         self._begun: list[tuple[Tensor, Handle]] = []
 
     def begin(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
@@ -236,7 +215,7 @@ class _UnderWay:
 
     @property
     def begun(self) -> bool:
-        """True while an all-to-all is under way; False after a forward pass with a result of the collective cache."""
+        """True while an all-to-all is under way."""
         return bool(self._begun)
 
 
@@ -265,10 +244,10 @@ class _Finished(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         under_way: _UnderWay = ctx.under_way
         under_way.begin(grads[0], under_way.receive, under_way.send)
-        return grads[0], None  # a placeholder of the right shape; `_Begun.backward` returns the received gradients
+        return grads[0], None  # a placeholder; `_Begun.backward` returns the received gradients
 
 
 def cached(make: Callable[[], T], group: Group) -> T:
-    """Returns the result of `make`, which issues collectives of `group`, or the result cached by the first forward pass."""
+    """Returns the result of `make`; during recomputation, the cached result if there is a collective cache."""
     cache = group.step.collectives
     return make() if cache is None else cache.take(make)

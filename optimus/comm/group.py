@@ -1,9 +1,4 @@
-"""A group of ranks and its collectives. A group of one rank needs no process group.
-
-When the backend reports a failure, the collective raises a `CollectiveError` that names the collective, the bytes of
-its tensor and the ranks of its group. Methods named `*_async` begin a collective and return a handle. `strategies.py`
-carries the collectives out, and `observer.py` records them.
-"""
+"""A group of ranks, with its collectives and messages."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -39,7 +34,7 @@ class Shared:
     step: StepContext = field(default_factory=StepContext)
     scratch: Scratch = field(default_factory=Scratch)
     measured: Measured | None = None  # measured times of this machine's collectives
-    partial_sums: Codec = AS_THEY_ARE  # encodes the partial sums that nodes send each other
+    partial_sums: Codec = AS_THEY_ARE  # encodes the partial sums that nodes send each other over Gloo
 
     def choose_by(self, measured: Measured | None) -> None:
         """Makes groups choose their algorithms by `measured`."""
@@ -48,10 +43,10 @@ class Shared:
 
 @dataclass(frozen=True)
 class Transport:
-    """The torch process group over which a group communicates, and the `tag` of the group's messages in that process group.
+    """The torch process group over which a group communicates, and the `tag` of the group's messages.
 
     `shape` is the number of nodes and of ranks on each node, by default all ranks on one node. `levels` are the groups
-    across nodes and within nodes for collectives on two levels, or None.
+    across nodes and within nodes for collectives on two levels.
     """
 
     process_group: Any = None
@@ -60,15 +55,13 @@ class Transport:
     levels: "tuple[Group, Group] | None" = None
     driver: ProgressThread = field(
         default_factory=ProgressThread
-    )  # the thread that continues exchanges while the rank computes
+    )  # the thread that continues collectives over Gloo while the rank computes
 
 
 class Group:
     """The group of `ranks` of the job, in order; `rank` is this process's rank in the group.
 
-    Over Gloo the group chooses an algorithm of `comm/algorithms.py` by `shared.measured`. Over other backends the group
-    uses the backend's built-in collectives, or collectives on two levels where `used` chooses two levels by
-    `shared.measured`. A group with `watched` False does not record whether its tensors are finite.
+    A group with `watched` False does not record whether its tensors are finite.
     """
 
     def __init__(
@@ -96,30 +89,32 @@ class Group:
 
     @property
     def unwatched(self) -> "Group":
-        """The same group, which does not record whether its tensors are finite."""
+        """The same group with `watched` False."""
         return type(self)(self.ranks, self.rank, self.transport, self.shared, watched=False)
 
     def tagged(self, tag: int) -> "Group":
-        """Returns the same group for messages with the tag `tag`, which do not mix with the messages of other tags."""
+        """Returns a group of the same ranks for messages with the tag `tag`, without `transport.levels`."""
         own = replace(self.transport, tag=tag, levels=None, driver=ProgressThread())
         return type(self)(self.ranks, self.rank, own, self.shared, self._watched)
 
     def algorithm(self, kind: CollectiveKind, tensor: Tensor) -> str:
-        """Returns the name of the algorithm for a collective of the whole tensor `tensor` (`comm/algorithms.py`)."""
+        """Returns the name of the algorithm for a collective of `tensor` in parts of equal length."""
         narrow = tensor.is_floating_point() and tensor.element_size() < 4
         measured = self.shared.measured
         return used(kind, self.shape, tensor.nbytes, measured, by_messages=self._gloo, narrow=narrow)
 
     def _strategy(self, kind: CollectiveKind, tensor: Tensor, even: bool = True) -> Strategy:
-        """Returns the strategy that carries out the chosen algorithm; two levels need parts of equal length (`even`)."""
+        """Returns the strategy for a collective. `even` is True for parts of equal length, which two levels need."""
         algorithm, levels = self.algorithm(kind, tensor), self.transport.levels
+        if tensor.device.type == "cpu" and torch.accelerator.is_available():
+            levels = None  # the groups of the levels move no host tensors
         if algorithm == OWN or not (self._gloo or (levels is not None and even)):
             return self._backend
         if levels is not None and even:
             return TwoLevels(*levels)
         return Rounds(algorithm, self._messages)
 
-    # ---- Collectives of whole tensors ----
+    # ---- Collectives without a root rank ----
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replaces `tensor` on every rank by its sum over the ranks, in place."""
@@ -128,9 +123,8 @@ class Group:
     def all_reduce_async(self, tensor: Tensor, beside: bool = True) -> Handle:
         """Begins to replace `tensor` on every rank by its sum over the ranks.
 
-        With `beside` the collective can make progress while this rank computes. Without `beside`, or with
-        `transport.levels`, the collective may make progress only in `Handle.wait`, so all ranks must wait for the
-        handles in the same order.
+        The collective may make progress only in `Handle.wait` if `beside` is False or if the group has
+        `transport.levels`. All ranks must then wait for their handles in the same order.
         """
         if self.size == 1:
             return DONE
@@ -147,9 +141,9 @@ class Group:
     ) -> Handle:
         """Begins to fill `out` with this rank's part of the sum of `tensor` over the ranks.
 
-        The parts are slices of dim 0 of `tensor` in rank order, of the given `lengths` or of equal length. `out` may be this
-        rank's slice of `tensor`; the other slices of `tensor` are then undefined after the collective. `tensor` must not
-        change until `Handle.wait` returns. For `beside` see `all_reduce_async`.
+        The parts are slices of dim 0 of `tensor` in rank order, of the given `lengths` or of equal length. `out` may be
+        this rank's slice of `tensor`; the other slices are then undefined afterwards. `tensor` must not change until
+        `Handle.wait` returns. For `beside` see `all_reduce_async`.
         """
         if self.size == 1:
             return _copy(tensor, out)
@@ -186,10 +180,11 @@ class Group:
     ) -> tuple[Tensor, Handle]:
         """Begins an all-to-all: sends `send[i]` rows of dim 0 to rank i, and receives `receive[i]` rows from rank i.
 
-        The returned tensor contains the received rows once `Handle.wait` returns. Sent and received rows are in rank
-        order. Rank i must send rank j as many rows as rank j expects from rank i. Without `send` and `receive`, every
-        rank sends equal parts to all ranks. Only equal parts can use two levels.
+        Returns the received rows in rank order, and the handle; a group of one rank returns `rows` itself. Unless both
+        `send` and `receive` are given, every rank sends equal parts to all ranks. The collective makes progress like
+        `all_reduce_async` without `beside`.
         """
+        assert (send is None) == (receive is None), "all_to_all: give both `send` and `receive`, or neither"
         if self.size == 1:
             return rows, DONE
         rows = rows.contiguous()
@@ -213,7 +208,7 @@ class Group:
         return self._backend.begin("broadcast", tensor, call, sent, receives=self.rank != first)
 
     def reduce(self, tensor: Tensor, target: int) -> None:
-        """Replaces `tensor` on the group's rank `target` by the sum over the ranks; elsewhere `tensor` becomes undefined."""
+        """Sums `tensor` over the ranks into the group's rank `target`; elsewhere `tensor` becomes undefined."""
         self.reduce_async(tensor, target).wait()
 
     def reduce_async(self, tensor: Tensor, target: int) -> Handle:
@@ -224,32 +219,32 @@ class Group:
     # ---- Messages ----
 
     def send(self, tensor: Tensor, to: int, what: str = "send") -> None:
-        """Sends contiguous `tensor` to rank `to` of the group, and returns when `tensor` may change."""
+        """Sends `tensor` to rank `to` of the group, and returns when `tensor` may change; see `send_async`."""
         self.send_async(tensor, to, what).wait()
 
     def send_async(self, tensor: Tensor, to: int, what: str = "send") -> Handle:
-        """Begins to send contiguous `tensor` to rank `to` of the group.
+        """Begins to send `tensor` to rank `to` of the group.
 
-        `tensor` must not change until `Handle.wait` returns. Messages between two ranks arrive in the order of sending.
+        `tensor` must be contiguous, and must not change until `Handle.wait` returns.
         """
         call = partial(dist.isend, tensor, self.ranks[to], self.transport.process_group, self.transport.tag)
         at = self.observer.between(self.rank, to)
         return self.observer.begin(what, tensor, lambda _: call(), tensor, receives=False, at=at)
 
     def recv(self, tensor: Tensor, source: int, what: str = "receive") -> None:
-        """Fills contiguous `tensor` with the next message from rank `source` of the group."""
+        """Fills `tensor`, which must be contiguous, with the next message from rank `source` of the group."""
         self.recv_async(tensor, source, what).wait()
 
     def recv_async(self, tensor: Tensor, source: int, what: str = "receive") -> Handle:
-        """Begins to fill contiguous `tensor` with the next message from rank `source` of the group."""
+        """Begins to fill `tensor` with the next message from rank `source` of the group; see `recv`."""
         call = partial(dist.irecv, tensor, self.ranks[source], self.transport.process_group, self.transport.tag)
         return self.observer.begin(what, tensor, lambda _: call(), at=self.observer.between(source, self.rank))
 
     def shift_async(self, tensor: Tensor, out: Tensor) -> Handle:
-        """Begins to send `tensor` to the next rank of the ring of ranks, and to fill `out` from the previous rank.
+        """Begins to send `tensor` to the next rank in the ring, and to fill `out` from the previous rank.
 
-        `tensor` and `out` are contiguous and have one shape and type on all ranks. All ranks must begin their shifts in
-        the same order.
+        `tensor` and `out` must be contiguous, with one shape and type on all ranks. All ranks must begin their shifts
+        in the same order.
         """
         if self.size == 1:
             return _copy(tensor, out)
@@ -259,8 +254,7 @@ class Group:
     def connect(self, pairs: Sequence[tuple[int, int]], device: torch.device) -> None:
         """Sends a message from the first to the second rank of each pair of `pairs`, one pair after the other.
 
-        NCCL, RCCL and oneCCL create a communicator at the first message between two ranks, and the two ranks wait for
-        each other. Ranks that send first messages in different orders, or from several threads, can deadlock.
+        Ranks that send first messages in different orders can deadlock over NCCL, RCCL and oneCCL.
         """
         for source, target in pairs:
             if self.rank == source:
@@ -269,17 +263,16 @@ class Group:
                 self.recv(torch.zeros(1, device=device), source, "connection")
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Records that this rank waits, inside the context, for other ranks of the group, but not in a collective."""
+        """Records that this rank waits inside the context for other ranks of the group."""
         name, recorder = self.observer.name, self.observer.recorder
         return recorder.waits(name, what, recorder.begun[name])
 
     # ---- Collectives of flags and Python objects ----
 
     def any(self, flag: bool) -> bool:
-        """Returns whether `flag` is set on any rank, so that all ranks take the same branch.
+        """Returns whether `flag` is set on any rank. All ranks must call this method.
 
-        All ranks must call this method. The flag is a host tensor, so that no rank waits for its device; the group's backend
-        must support host tensors.
+        The group's backend must support host tensors.
         """
         if self.size == 1:
             return flag
@@ -288,7 +281,7 @@ class Group:
         return bool(one.item())
 
     def all_gather_object(self, value: T) -> list[T]:
-        """Returns the `value` of every rank, in rank order. Suits small Python objects and rare calls."""
+        """Returns the `value` of every rank, in rank order."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -297,7 +290,7 @@ class Group:
         return values
 
     def gather_object(self, value: T) -> list[T] | None:
-        """Returns the `value` of every rank on the group's first rank, in rank order, and None on the other ranks."""
+        """Returns the values of all ranks in rank order on the group's first rank, and None on the other ranks."""
         if self.size == 1:
             return [value]
         values: list[Any] | None = [None] * self.size if self.rank == 0 else None
@@ -306,7 +299,7 @@ class Group:
         return values
 
     def broadcast_object(self, value: T | None) -> T:
-        """Returns the `value` of the group's first rank on all ranks. Suits Python objects and rare calls."""
+        """Returns the `value` of the group's first rank on all ranks."""
         values: list[Any] = [value]
         if self.size > 1:
             with self.observer.talking("broadcast of an object"):
@@ -316,9 +309,8 @@ class Group:
     def on_first(self, call: Callable[[], T]) -> T:
         """Runs `call` on the group's first rank, and returns its result on all ranks.
 
-        Raises `UserError` on all ranks when `call` raises one. When `call` raises another exception, also
-        `SystemExit` or `KeyboardInterrupt`, the first rank raises that exception, and the other ranks raise a `UserError`
-        that names the exception.
+        Raises `UserError` on all ranks when `call` raises `UserError`. When `call` raises another exception, the first
+        rank raises that exception, and the other ranks raise a `UserError`.
         """
         outcome: tuple[T | None, UserError | None] = (None, None)
         if self.rank == 0:
@@ -337,15 +329,16 @@ class Group:
         return value  # type: ignore[return-value]
 
     def agree(self, failure: UserError | None) -> None:
-        """Raises, on all ranks, the `failure` of the first rank that has one. All ranks must call this method."""
+        """Raises the `failure` of the first rank that has one, on all ranks. All ranks must call this method."""
         if self.any(failure is not None):
             raise next(found for found in self.all_gather_object(failure) if found is not None)
 
 
 def _slices(tensor: Tensor, lengths: Sequence[int] | int) -> tuple[Sequence[Tensor], bool]:
-    """Splits `tensor` into slices of the given lengths, or into the given number of equal slices.
+    """Cuts dim 0 of `tensor` into slices. Returns (slices, True if the slices have equal length).
 
-    Also returns whether all slices have equal length. Raises `ValueError` when equal slices are impossible.
+    `lengths` contains the length of each slice, or is a number of equal slices. Raises `ValueError` when equal slices
+    are impossible.
     """
     if isinstance(lengths, int):
         if len(tensor) % lengths:
@@ -357,7 +350,7 @@ def _slices(tensor: Tensor, lengths: Sequence[int] | int) -> tuple[Sequence[Tens
 
 
 def _copy(source: Tensor, target: Tensor) -> Handle:
-    """Copies `source` to `target`, which completes a collective in a group of one rank."""
+    """Copies `source` to `target` in a group of one rank."""
     if target.data_ptr() != source.data_ptr():
         target.copy_(source)
     return DONE

@@ -1,4 +1,4 @@
-"""The groups of a run. All ranks create the groups in the same order, from the same partitions of the ranks."""
+"""The groups of a run. All ranks must create the groups in the same order."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -19,12 +19,15 @@ from optimus.comm.watch import Watch
 from optimus.mesh import Mesh, RankPartition
 from optimus.mesh.mesh import DENSE, EXPERT
 
+_EVERYONE = "pp", "dp", "cp", "tp"  # the axes of the group of all ranks
+
 
 class PlannedGroups(NamedTuple):
     """The groups of one partition of the ranks.
 
-    `apart` is the number of unshared groups that each rank gets; 0 means one group that all users share. `messages` is
-    true for groups that carry only messages between two of their ranks.
+    `apart` is the number of unshared groups that each rank gets; `Groups.apart` returns each unshared group once. With
+    `apart` 0, each rank gets one group that all callers share. `messages` is True for groups that carry only
+    point-to-point messages.
     """
 
     what: str
@@ -34,10 +37,10 @@ class PlannedGroups(NamedTuple):
 
 
 def groups_of_mesh(mesh: Mesh) -> Iterator[PlannedGroups]:
-    """Yields, without duplicates, the groups along every set of axes of the dense view or of the expert view, each axis
-    of a size above 1.
+    """Yields the groups along each set of axes in `DENSE` or in `EXPERT`, the embedding groups, and the
+    `level_groups` along `ep`.
 
-    Also yields the embedding groups, and the groups of expert parallelism across nodes and within nodes.
+    Skips axes of size 1, and yields each partition once.
     """
     found: dict[RankPartition, PlannedGroups] = {}
     for view in (DENSE, EXPERT):
@@ -52,7 +55,7 @@ def groups_of_mesh(mesh: Mesh) -> Iterator[PlannedGroups]:
 
 
 def shape_of(ranks: Sequence[int], mesh: Mesh) -> Shape | None:
-    """Returns the number of nodes of a group of `ranks`, and the number of its ranks on each node.
+    """Returns the `Shape` (nodes, ranks per node) of the group `ranks`.
 
     Returns None if nodes have different numbers of these ranks, or the ranks are not in the order of their nodes.
     """
@@ -63,11 +66,11 @@ def shape_of(ranks: Sequence[int], mesh: Mesh) -> Shape | None:
 
 
 def levels_of(partition: RankPartition, mesh: Mesh) -> tuple[RankPartition, RankPartition] | None:
-    """Divides every group of `partition` into groups across nodes (one rank of each node) and groups within a node.
+    """Divides the groups of `partition`. Returns (groups across nodes with one rank per node, groups within a node).
 
     Returns None unless all groups have the same shape, with several nodes and several ranks on each node.
 
-    Legend: G groups, N nodes of a group, P ranks on each.
+    Legend: G groups, N nodes of a group, P ranks of a group per node.
     """
     table, *others = partition.tables
     shape = shape_of(table[0].tolist(), mesh)
@@ -82,7 +85,7 @@ def levels_of(partition: RankPartition, mesh: Mesh) -> tuple[RankPartition, Rank
 
 
 def level_groups(mesh: Mesh, *axes: str) -> list[PlannedGroups]:
-    """Returns the groups that `Groups.levels` needs along `axes`."""
+    """Returns the groups across nodes and within nodes along `axes`; an empty list if `levels_of` returns None."""
     levels, what = levels_of(mesh.groups(axes), mesh), " x ".join(axes)
     return (
         []
@@ -94,12 +97,8 @@ def level_groups(mesh: Mesh, *axes: str) -> list[PlannedGroups]:
 class Groups:
     """The groups of this rank: one shared group for each partition of the ranks, and unshared groups (`apart`).
 
-    The constructor creates the groups of `planned`, by default `groups_of_mesh(mesh)`. A rank creates only the groups
-    that it belongs to. Code that creates other process groups must create equally many on every rank; see `_handle`.
-
-    `timeout` is the timeout in seconds of new process groups, by default torch's timeout. On backends other than Gloo,
-    the constructor adds `GRACE`. Groups choose the algorithms of collectives by `measured`. `partial_sums` encodes the
-    partial sums that nodes send each other.
+    The constructor creates the groups of `planned`, by default `groups_of_mesh(mesh)`. Code that creates other process
+    groups must create equally many on every rank; see `_handle`. `timeout` is in seconds, by default torch's timeout.
     """
 
     def __init__(
@@ -116,7 +115,7 @@ class Groups:
         self.watch, self.recorder = Watch(), Recorder()
         self._shared = Shared(self.recorder, self.watch, measured=measured, partial_sums=partial_sums)
         self.step = self._shared.step
-        self._uneven: list[Sequence[int]] = []  # ranks of the groups for which `shape_of` returns None
+        self._uneven: list[Sequence[int]] = []  # groups for which `shape_of` returns None
         grace = 0.0 if self.tags else GRACE
         self._timeout = None if timeout is None else timedelta(seconds=timeout + grace)
         self._made: dict[RankPartition, Group] = {}
@@ -126,8 +125,10 @@ class Groups:
         self.make(groups_of_mesh(mesh) if planned is None else planned)
 
     def make(self, planned: Iterable[PlannedGroups]) -> None:
-        """Creates the shared groups of `planned` that do not exist yet, and all unshared groups; all ranks pass the
-        same groups in the same order."""
+        """Creates the shared groups of `planned` that do not exist yet, and all unshared groups.
+
+        All ranks must pass the same groups in the same order.
+        """
         for _, partition, apart, _ in planned:
             if apart:
                 alone = [next(self._numbers) for _ in range(apart)]
@@ -137,7 +138,7 @@ class Groups:
 
     @property
     def notes(self) -> list[str]:
-        """The warnings for users about the collectives of this rank's groups."""
+        """Messages for users about the collectives of this rank's groups."""
         notes = []
         if self._uneven:
             ranks = ", ".join(map(str, self._uneven[0]))
@@ -154,31 +155,37 @@ class Groups:
 
     @property
     def measured(self) -> Measured | None:
-        """The measurements by which groups choose algorithms."""
+        """The measurements by which groups choose algorithms, or None for the default algorithms."""
         return self._shared.measured
 
     def choose_by(self, measured: Measured | None) -> None:
-        """Makes groups choose the algorithms of collectives by `measured`.
+        """Makes groups choose the algorithms of collectives by `measured`. All ranks must call this method.
 
-        Over backends other than Gloo, a group can use two levels only if the measurements at its creation had
-        algorithms on two levels.
+        Creates the group of all ranks again if it exists. Other existing groups keep their `Transport.levels`.
         """
         self._shared.choose_by(measured)
+        # Runs use the group of all ranks before the measurements are known.
+        if (everyone := self.mesh.groups(_EVERYONE)) in self._made:
+            del self._made[everyone]
+            self._along.clear()
+            self._shared_group(everyone)
 
     @property
     def tags(self) -> bool:
-        """True if the backend distinguishes messages in a process group by tags; otherwise streams need separate groups."""
+        """True for Gloo, which distinguishes messages in a process group by tags, and without torch.distributed."""
         return not dist.is_initialized() or dist.get_backend() == "gloo"
 
     @property
     def world(self) -> Group:
         """The group of all ranks."""
-        return self.along("pp", "dp", "cp", "tp")
+        return self.along(*_EVERYONE)
 
     def origin(self) -> str | None:
-        """Returns the name of the collective in which this rank first sent NaN or Inf in this step; see `Watch.origin`.
+        """Returns the operation in which this rank first sent NaN or Inf.
 
-        Returns None if this rank is no origin of NaN or Inf. All ranks must call this method.
+        Returns None if this rank sent neither, or received NaN or Inf from another rank before.
+
+        All ranks must call this method.
         """
         spread = self.world.all_gather_object(self.watch.spread())
         return self.watch.origin(
@@ -186,28 +193,21 @@ class Groups:
         )
 
     def along(self, *axes: str) -> Group:
-        """Returns the group of the ranks that differ from this rank on `axes` only."""
+        """Returns this rank's group along `axes` (see `Mesh.groups`)."""
         key = frozenset(axes)
         if key not in self._along:
             self._along[key] = self.group_of(self.mesh.groups(axes))
         return self._along[key]
 
     def streams(self, number: int, *axes: str) -> list[Group]:
-        """Returns `number` groups along `axes`, so that messages of one group wait for no message of another group.
-
-        The groups share a process group and differ by tags, or are separate process groups on backends without tags.
-        """
+        """Returns `number` groups along `axes`. Messages of one group do not wait for messages of another group."""
         group = self.along(*axes)
         if group.size > 1 and self.tags:
             return [group.tagged(tag) for tag in range(1, number + 1)]
         return self.apart(number, *axes)
 
     def apart(self, number: int, *axes: str) -> list[Group]:
-        """Returns `number` groups along `axes` that no other code uses.
-
-        Two ranks may call the collectives of two unshared groups in different orders. Raises `RuntimeError` if the run
-        has not created enough unshared groups.
-        """
+        """Returns `number` unshared groups along `axes`. Raises `RuntimeError` if too few unshared groups are left."""
         partition = self.mesh.groups(axes)
         made = self._apart.get(partition, [])
         if partition.largest == 1:
@@ -217,15 +217,17 @@ class Groups:
         return [made.pop(0) for _ in range(number)]
 
     def group_of(self, partition: RankPartition) -> Group:
-        """Returns this rank's group of `partition`; raises `RuntimeError` if the group needs a process group that does
-        not exist."""
+        """Returns this rank's shared group of `partition`.
+
+        Raises `RuntimeError` if the group needs a process group that does not exist.
+        """
         if partition not in self._made and len(partition) > 1 and partition.largest > 1:
             raise _not_made(f"the groups {partition.group(self.rank)} ...")
-        # torch has created the group of all ranks, and a group of one rank needs no process group.
+        # The group of all ranks and a partition into single ranks need no new process group.
         return self._shared_group(partition)
 
     def _make(self, partition: RankPartition, alone: int = 0) -> Group:
-        """Creates this rank's group of `partition`; `alone` is the number of an unshared group, or 0 for a shared group."""
+        """Creates this rank's group of `partition`; `alone` is an unshared group's number, or 0."""
         own = partition.group(self.rank)
         shape, levels = shape_of(own, self.mesh), None if alone else self._levels(partition)
         if shape is None:
@@ -236,12 +238,15 @@ class Groups:
         return kind(own, own.index(self.rank), Transport(handle, alone, shape, levels), self._shared)
 
     def levels(self, *axes: str) -> tuple[Group, Group] | None:
-        """Returns the groups across and within nodes for the group along `axes`, or None if that group has no two levels."""
+        """Returns this rank's groups across and within nodes along `axes`, or None; see `levels_of`."""
         levels = levels_of(self.mesh.groups(axes), self.mesh)
         return None if levels is None else (self.group_of(levels[0]), self.group_of(levels[1]))
 
     def _levels(self, partition: RankPartition) -> tuple[Group, Group] | None:
-        """Returns the groups across and within nodes if `measured` has collectives on two levels; always None over Gloo."""
+        """Returns this rank's groups across and within nodes, for two-level algorithms.
+
+        Returns None over Gloo, and if `measured` has no two-level algorithm for `partition`.
+        """
         measured = self._shared.measured
         if self.tags or measured is None:
             return None
@@ -260,16 +265,16 @@ class Groups:
         return self._made[partition]
 
     def _handle(self, partition: RankPartition, ranks: Sequence[int], alone: int) -> "dist.ProcessGroup | None":
-        """Creates a process group of `ranks`, or returns None.
+        """Creates a process group of `ranks`.
 
-        Unless `alone`, the group of all ranks is torch's default group (None). Only the members of a group create the group.
-        torch names a group by its ranks and the number of groups that the process has created before. All members must agree
-        on the name, so every rank creates one group for each partition, even if the rank is the only member. A partition
-        into single ranks needs no process groups (None).
+        Returns None for the shared group of all ranks (torch's default group), and for a `partition` into single ranks.
+
+        torch names a group by its ranks and the number of groups that the process has created before. All members must
+        agree on the name, so a rank creates its group of a partition even if the rank is the only member.
         """
         if partition.largest == 1 or not (alone or len(ranks) < self.mesh.size):
             return None
-        # The last backend is the device's: only the group of all ranks moves host tensors.
+        # Takes `nccl` of `cpu:gloo,cuda:nccl`, as only the group of all ranks moves host tensors then.
         backend = dist.get_backend().split(":")[-1]
         group: dist.ProcessGroup = dist.new_group(
             list(ranks), timeout=self._timeout, backend=backend, use_local_synchronization=True

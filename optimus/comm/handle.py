@@ -1,4 +1,4 @@
-"""Handles of asynchronous operations: collectives, copies and updates."""
+"""Handles of asynchronous operations."""
 
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -16,8 +16,10 @@ class Handle:
         self._wait = wait
 
     def wait(self) -> None:
-        """Waits for the operation, and raises the operation's exception. On a device, may only make the current stream
-        wait, like `Work.wait` of torch."""
+        """Waits for the operation, and raises the operation's exception.
+
+        On a device, the call may only make the current stream wait, like `Work.wait` of torch.
+        """
         self._wait()
 
 

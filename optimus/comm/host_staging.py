@@ -1,7 +1,7 @@
-"""Collectives of device tensors over Gloo, staged through host memory.
+"""Collectives and messages of device tensors over Gloo, staged through host memory.
 
-Host staging lets several ranks share a device. A call that sends a device tensor first waits for the operations
-enqueued on the current stream. `Handle.wait` copies the result back on the caller's stream.
+A call that sends a device tensor waits for the current stream. `Handle.wait` enqueues the copy of the result to the
+device on the current stream.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from optimus.comm.handle import Handle
 
 
 class HostStagedGroup(Group):
-    """A group over Gloo that accepts device tensors, and uses host tensors without a copy."""
+    """A group over Gloo that accepts device tensors."""
 
     def all_reduce_async(self, tensor: Tensor, beside: bool = True) -> Handle:
         if self._stays(tensor):
@@ -79,7 +79,7 @@ class HostStagedGroup(Group):
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """Copies `tensor` to the host."""
+    """Copies `tensor` to pinned host memory."""
     return _pinned_like(tensor).copy_(tensor.detach())
 
 

@@ -11,7 +11,7 @@ class Link(NamedTuple):
 
 
 class Links(NamedTuple):
-    """The links of a group's ranks. Defaults describe a cluster whose nodes communicate over TCP from Python."""
+    """The links of a group's ranks, by default of nodes that communicate over TCP from Python."""
 
     overhead: float = 20e-6
     """Seconds that a message keeps its sender busy, and likewise its receiver."""
@@ -20,8 +20,7 @@ class Links(NamedTuple):
     inside: Link = Link(15e-6, 3e9)
     """The link of a rank to the other ranks of its node."""
     adapters: int = 1
-    """Number of network adapters of a node. Consecutive ranks of the node share an adapter, and all adapters serve
-    about equally many ranks."""
+    """Number of network adapters of a node. Consecutive ranks of the node share an adapter."""
 
     def adapter(self, local_rank: int, per: int) -> int:
         """Returns the index of the adapter that `local_rank` uses, on a node with `per` ranks."""

@@ -1,4 +1,4 @@
-"""Observation of a group's collectives: numbers of begun collectives, waits, sent and received tensors, and failures."""
+"""Observation of a group's collectives and messages."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -16,17 +16,18 @@ from optimus.errors import UserError
 from optimus.step_context import region
 
 Begin = Callable[[int], Any]
-"""Begins the collective with the given number in its group; returns a torch `Work`, a handle, or a list of either."""
+"""Begins the collective with this number; returns an object with `wait`, or a list of such objects."""
 
 
 class CollectiveError(UserError):
-    """Raised when a collective fails. The ranks may be out of step afterwards, and must begin no further collective."""
+    """Raised when the ranks fail to communicate. The ranks may be out of step, and must begin no further collective."""
 
 
 class Observer:
-    """Observes the group of `ranks`, of which this process is `ranks[rank]`; `tag` distinguishes groups of the same ranks.
+    """Observes the group of `ranks`, of which this process is `ranks[rank]`.
 
-    `gloo` is true if the backend is Gloo, which raises a plain `RuntimeError` when a peer is lost or late.
+    `tag` distinguishes groups of the same ranks. `gloo` is true if the backend is Gloo, whose failures are plain
+    `RuntimeError`s.
     """
 
     def __init__(
@@ -48,13 +49,12 @@ class Observer:
         receives: bool = True,
         at: str | None = None,
     ) -> Handle:
-        """Begins a collective of `tensor` by `call` and returns its handle; in a group of one rank, calls nothing.
+        """Begins a collective or a message of `tensor` by `call`, and returns the handle.
+
+        In a group of one rank, calls nothing.
 
         `sent` is the tensor that this rank sends, and `receives` is true if the rank receives data. `at` is the name
-        under which the recorder counts the collective, by default the group's name.
-
-        This method, or the handle, raises a `CollectiveError` that names the collective when the backend reports a
-        failure.
+        under which the recorder counts the operation, by default the group's name.
         """
         if len(self._ranks) == 1:
             return DONE
@@ -62,7 +62,7 @@ class Observer:
         number = self.recorder.begins(name)
         if self.watch is not None and sent is not None:
             self.watch.record_sent(sent, what, (name, number))
-        # `call` itself may wait, since it needs a lock that Gloo's threads hold while they send and receive.
+        # `call` may wait for a lock that Gloo's threads hold.
         with self._waits(name, what, number, tensor):
             started = call(number)
         works = started if isinstance(started, list) else [started]
@@ -82,7 +82,7 @@ class Observer:
             yield
 
     def between(self, source: int, target: int) -> str:
-        """Returns the name under which the two ranks count the messages from `source` to `target`."""
+        """Returns the name (`at` of `begin`) for messages from rank `source` to rank `target` of the group."""
         return f"{self._ranks[source]} to {self._ranks[target]}{self._tag}"
 
     @contextmanager
@@ -104,14 +104,16 @@ class Observer:
 
 
 def cause_of(error: RuntimeError) -> str:
-    """Returns the first line of torch's message without source location and advice, or the error's type if nothing
-    remains."""
+    """Returns the first line of torch's message, without source location and advice.
+
+    Returns the name of the error's type if the line is empty.
+    """
     line = str(error).strip().partition("\n")[0]
     return re.sub(r"^\[[^]]*\] ?|\. This is typically.*$", "", line) or type(error).__name__
 
 
 def _few(ranks: Sequence[int]) -> str:
-    """Returns ranks as text: all if at most 8, otherwise the first two, the last and their number."""
+    """Returns ranks as text, abbreviated if there are more than 8."""
     if len(ranks) <= 8:
         return ", ".join(map(str, ranks))
     return f"{ranks[0]}, {ranks[1]} ... {ranks[-1]} ({len(ranks)} of them)"

@@ -1,8 +1,4 @@
-"""Record of a rank's collectives: the number begun in each group, the current wait, and the time waited.
-
-When the ranks hang, the last collective of each rank shows which ranks the other ranks wait for. When one rank is slow,
-the other ranks wait longer than the slow rank.
-"""
+"""Record of a rank's collectives: the number begun in each group, the current wait, and the time waited."""
 
 import threading
 import time
@@ -15,8 +11,7 @@ from optimus.comm.device_waits import CollectiveCall, DeviceWaits
 
 
 class Recorder:
-    """Records this rank's collectives. A group's name lists its ranks, abbreviated if there are many, and its tag if
-    the tag is not 0."""
+    """Counts this rank's collectives by group, and messages by pair of ranks. Sums the seconds of waiting by kind."""
 
     def __init__(self) -> None:
         self.begun: Counter[str] = Counter()
@@ -27,7 +22,7 @@ class Recorder:
 
     @property
     def seconds(self) -> float:
-        """Seconds that this rank has waited in all collectives that are known to have ended."""
+        """Seconds of all recorded waits that have ended."""
         self._take_in()
         return self._seconds
 
@@ -44,10 +39,7 @@ class Recorder:
 
     @contextmanager
     def waits(self, group: str, what: str, number: int) -> Iterator[None]:
-        """Records that this rank waits for a collective inside the context.
-
-        The recorder ignores waits of the library's background threads.
-        """
+        """Records that this rank waits for a collective inside the context. Ignores waits of background threads."""
         if _beside():
             yield
             return
@@ -59,9 +51,9 @@ class Recorder:
             self.waiting = None
 
     def wait(self, collective: CollectiveCall, works: Sequence[Any]) -> None:
-        """Makes the host, or the device's stream if `device` is set, wait for each torch `Work` of a collective.
+        """Calls `wait` of each torch `Work` of a collective. Call this method inside `waits`.
 
-        The caller must be inside `waits`.
+        Records the wait in `device`, if set, except in background threads.
         """
         if self.device is not None and not _beside():
             self.device.wait(collective, works)
@@ -86,6 +78,6 @@ class Recorder:
 def _beside() -> bool:
     """Returns whether this thread is a plain `threading.Thread`, as the library's background threads are.
 
-    The main thread and autograd's threads, which Python has not created, have other types.
+    The main thread and autograd's threads have other types.
     """
     return type(threading.current_thread()) is threading.Thread

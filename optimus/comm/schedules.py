@@ -1,13 +1,10 @@
-"""Schedules of collectives as data: a list of rounds for each rank; each round lists the messages sent and received.
+"""Schedules of collectives as data: a list of rounds for each rank.
 
-The ranks of a group lie on `nodes` nodes with `per` ranks on each, node by node: rank r is on node r // per. Block b of
-an all-gather is the part of rank b. A reduce-scatter is an all-gather backwards: a rank sends partial sums of the
-blocks that the all-gather receives, and adds the partial sums of the blocks that the all-gather sends. An all-reduce is
-a reduce-scatter followed by an all-gather, or the single round of `everyone`. Block a * ranks + b of an all-to-all is
-the block from rank a to rank b.
+Rank r of a group is on node r // per. Block b of an all-gather is the shard of rank b. Block a * ranks + b of an
+all-to-all is the block from rank a to rank b.
 
 Schedules on two levels follow PCCL (dissertation on AxoNN, chapter 6; arXiv 2504.18658). Doubling follows Bruck et al.
-(1997) and works for any number of ranks.
+(1997).
 """
 
 from collections.abc import Callable, Sequence
@@ -22,10 +19,9 @@ class Message(NamedTuple):
 
 
 class Round(NamedTuple):
-    """The messages that a rank sends and receives at once; all messages must arrive before the rank begins its next
-    round.
+    """The messages that a rank sends and receives at the same time.
 
-    All messages that a rank receives in a round of a reduce-scatter (an all-gather backwards) contain the same blocks.
+    In a reduce-scatter, all messages that a rank receives in one round must contain the same blocks.
     """
 
     sends: tuple[Message, ...]
@@ -33,7 +29,7 @@ class Round(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """The number of nodes of a group and of its ranks on each node."""
+    """The number of nodes of a group, and the number of its ranks on each node."""
 
     nodes: int
     per: int
@@ -51,17 +47,14 @@ RoundSchedule = Callable[[int, int], list[Round]]
 
 
 def direct(rank: int, ranks: int) -> list[Round]:
-    """Sends this rank's block to all other ranks in one round.
-
-    Each rank begins with the next rank, so that not all ranks send to the same receiver first.
-    """
+    """Sends this rank's block to all other ranks in one round, beginning with the next rank."""
     others = [(rank + i) % ranks for i in range(1, ranks)]
     sends = tuple(Message(other, (rank,)) for other in others)
     return [Round(sends, tuple(Message(other, (other,)) for other in reversed(others)))] if others else []
 
 
 def ring(rank: int, ranks: int) -> list[Round]:
-    """Sends to the next rank this rank's block, then in every round the block received in the previous round."""
+    """Sends to the next rank: first this rank's block, then the block received in the previous round."""
     following, previous = (rank + 1) % ranks, (rank - 1) % ranks
     return [
         Round(
@@ -73,10 +66,7 @@ def ring(rank: int, ranks: int) -> list[Round]:
 
 
 def doubling(rank: int, ranks: int) -> list[Round]:
-    """Doubles the distance and, except perhaps in the last round, the number of blocks: ceil(log2 ranks) rounds.
-
-    Backwards, recursive doubling is recursive halving.
-    """
+    """Sends to the rank at distance 1, 2, 4, ... in ceil(log2 ranks) rounds, for any number of ranks."""
     rounds, distance = [], 1
     while distance < ranks:
         count = min(distance, ranks - distance)
@@ -88,20 +78,13 @@ def doubling(rank: int, ranks: int) -> list[Round]:
 
 
 def everyone(rank: int, ranks: int) -> list[Round]:
-    """Sends the whole tensor, as one block, to all other ranks in one round, for an all-reduce.
-
-    Each rank adds up the blocks of all ranks itself.
-    """
+    """Sends the whole tensor, as one block, to all other ranks in one round, for an all-reduce."""
     peers = tuple(Message(peer, (0,)) for peer in range(ranks) if peer != rank)
     return [Round(peers, peers)]
 
 
 def two_levels(across: RoundSchedule, within: RoundSchedule) -> Callable[[int, Shape], list[Round]]:
-    """Combines an all-gather across nodes, among ranks with equal local ranks, with an all-gather within each node.
-
-    The second all-gather distributes the blocks that each rank has after the first all-gather. To other nodes, each
-    rank sends nodes - 1 blocks.
-    """
+    """Combines an all-gather across nodes, among ranks with equal local ranks, with an all-gather within each node."""
 
     def schedule(rank: int, shape: Shape) -> list[Round]:
         nodes, per = shape
@@ -123,13 +106,12 @@ def two_levels(across: RoundSchedule, within: RoundSchedule) -> Callable[[int, S
 
 
 def backwards(rounds: Sequence[Round]) -> list[Round]:
-    """Returns the rounds of a reduce-scatter: the all-gather of `rounds`, backwards."""
+    """Returns the rounds of a reduce-scatter from the rounds of an all-gather."""
     return [Round(each.receives, each.sends) for each in reversed(rounds)]
 
 
 def exchange(rank: int, ranks: int) -> list[Round]:
-    """Returns the only round of an all-to-all in which each rank sends directly to every other rank; no round for one
-    rank."""
+    """Returns one round for an all-to-all: each rank sends directly to all others. Returns none for one rank."""
     return [
         Round(
             tuple(Message(peer, (rank * ranks + peer,)) for peer, _ in sends),
@@ -140,16 +122,12 @@ def exchange(rank: int, ranks: int) -> list[Round]:
 
 
 def exchange_on_two_levels(rank: int, shape: Shape) -> list[Round]:
-    """Returns the rounds of an all-to-all on two levels.
-
-    A rank first sends blocks within its node, to the rank that has the receiver's local rank, and then across nodes. Each
-    rank sends nodes - 1 messages across nodes instead of (nodes - 1) * per; each message is `per` times as large.
-    """
+    """Returns the rounds of an all-to-all within each node, then across nodes."""
     nodes, per = shape
     node, local_rank = divmod(rank, per)
 
     def inside(source: int, target: int) -> tuple[int, ...]:
-        """Returns the blocks from rank `source` of the node to all ranks of local rank `target`."""
+        """Returns the blocks from local rank `source` of this node to all ranks with local rank `target`."""
         return tuple((node * per + source) * shape.ranks + other * per + target for other in range(nodes))
 
     def between(source: int, target: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Scratch buffers of collectives, which a pool reuses."""
+"""A pool of scratch buffers."""
 
 import threading
 
@@ -26,7 +26,7 @@ class Scratch:
         return torch.empty(elements, dtype=dtype, device=device)
 
     def give_back(self, buffer: Tensor) -> None:
-        """Returns a lent buffer to the pool, and frees the least recently used buffers beyond `MAX_FREE_BYTES`."""
+        """Returns a buffer to the pool, and frees the least recently used buffers beyond `MAX_FREE_BYTES`."""
         with self._lock:
             self._free.append(buffer)
             self._bytes += buffer.nbytes

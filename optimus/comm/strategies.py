@@ -1,11 +1,4 @@
-"""Strategies by which a group carries out its collectives; `algorithms.used` chooses the algorithm for each tensor.
-
-`Backend` calls the backend's built-in collectives. `Rounds` sends rounds of messages over Gloo. `TwoLevels` calls
-collectives of a group across nodes and of a group within the node. Every method of a `Strategy` begins a collective of
-a group with several ranks, and returns its handle. `parts` are the slices of dim 0 of the whole tensor; `even` is true
-if all parts have one length. With `beside`, a thread completes the rounds of `Rounds` while the rank computes;
-otherwise `Handle.wait` completes the rounds.
-"""
+"""Strategies by which a group of several ranks carries out its collectives."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -36,7 +29,11 @@ TAGS = 1 << 16  # number of message tags of a group; collectives that run at the
 
 
 class Strategy(Protocol):
-    """Carries out collectives of whole tensors."""
+    """Begins collectives without a root rank. The returned handle completes the collective.
+
+    `parts` are the slices of `tensor` along dim 0, by rank; `even` is true if the parts have equal length. With
+    `beside`, a background thread continues a collective of `Rounds`; the other strategies ignore `beside`.
+    """
 
     def all_reduce(self, tensor: Tensor, beside: bool) -> Handle:
         """Replaces `tensor` by its sum over the ranks."""
@@ -48,7 +45,7 @@ class Strategy(Protocol):
         """Fills `tensor` with the `part` of every rank."""
 
     def all_to_all(self, rows: Tensor, out: Tensor, beside: bool) -> Handle:
-        """Sends an equal part of `rows` to every rank, and fills `out` with the parts from all ranks."""
+        """Sends an equal part of `rows` to each rank, and fills `out` with the parts from all ranks."""
 
 
 class Backend(NamedTuple):
@@ -117,12 +114,12 @@ class Level(Protocol):
 
 
 class TwoLevels(NamedTuple):
-    """Hierarchical collectives in two groups: `across` nodes, of ranks with equal local ranks, and `within` this node.
+    """Hierarchical collectives in two groups: `within` has this node's ranks, `across` has one rank of each node.
 
-    Groups across nodes have one rank on each node, as NCCL's PAT algorithm requires (PCCL, arXiv 2504.18658). All ranks
-    must begin the collectives of both groups in the same order.
+    The ranks of `across` have equal local ranks. NCCL's PAT algorithm needs groups with one rank per node (PCCL, arXiv
+    2504.18658).
 
-    Legend: N nodes, M ranks on each, S elements of a part.
+    Legend: N nodes, M ranks per node, S elements of a part.
     """
 
     across: Level
@@ -154,7 +151,7 @@ class TwoLevels(NamedTuple):
         return Handle(wait)
 
     def all_gather(self, tensor: Tensor, parts: Sequence[Tensor], part: Tensor, even: bool, beside: bool) -> Handle:
-        """All-gathers across nodes, then within the node, and puts the parts into rank order."""
+        """All-gathers across nodes, then within the node."""
         part_S = part.reshape(-1)
         of_local_rank_NS = part_S.new_empty(self.across.size, len(part_S))
         between = self.across.all_gather_async(of_local_rank_NS.view(-1), part_S)
@@ -168,9 +165,9 @@ class TwoLevels(NamedTuple):
         return Handle(wait)
 
     def all_to_all(self, rows: Tensor, out: Tensor, beside: bool) -> Handle:
-        """Sends rows to the rank of this node that has the receiver's local rank, then across nodes."""
+        """Sends rows within the node, to the rank with the receiver's local rank, then across nodes."""
         to_NMS = rows.view(self.across.size, self.within.size, -1)
-        here_MNS, inside = self.within.all_to_all_async(to_NMS.transpose(0, 1))  # this node's rows for this local rank
+        here_MNS, inside = self.within.all_to_all_async(to_NMS.transpose(0, 1))  # this node's rows for `across`
 
         def wait() -> None:
             inside.wait()
@@ -180,7 +177,7 @@ class TwoLevels(NamedTuple):
 
 
 class Messages(NamedTuple):
-    """The attributes of a group over Gloo that `Rounds` uses."""
+    """The attributes of a group that `Rounds` uses."""
 
     ranks: Sequence[int]
     rank: int
@@ -194,7 +191,7 @@ class Messages(NamedTuple):
 
 
 class Rounds(NamedTuple):
-    """Collectives as rounds of messages, by an algorithm of `comm/algorithms.py`."""
+    """Collectives over Gloo as rounds of messages, by an algorithm of `comm/algorithms.py`."""
 
     algorithm: str
     over: Messages
@@ -255,7 +252,7 @@ class Rounds(NamedTuple):
         self, what: str, tensor: Tensor, blocks: Sequence[Tensor],
         go: Callable[[Sequence[Tensor], Channel], Exchange], sent: Tensor, beside: bool,
     ) -> Handle:  # fmt: skip
-        """Begins to exchange the blocks of `tensor`; `go` returns the exchange of one piece of all blocks."""
+        """Begins a collective on `blocks` in pieces. `go` returns the `Exchange` of one piece."""
         over = self.over
 
         def call(number: int) -> Handle:

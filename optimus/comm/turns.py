@@ -1,4 +1,4 @@
-"""A queue of asynchronous operations, such as collectives and copies, that run one after the other."""
+"""A queue of asynchronous operations."""
 
 from collections import deque
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from optimus.comm.handle import Handle
 
 
 class InTurn(Handle):
-    """A queue of asynchronous operations. An operation begins after the wait for the previous operation."""
+    """A queue of asynchronous operations, which run one after the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -18,7 +18,7 @@ class InTurn(Handle):
         return self._under_way is not None
 
     def add(self, start: Callable[[], Handle]) -> None:
-        """Begins an operation at once if no other operation is under way, and otherwise enqueues the operation."""
+        """Begins an operation if no other operation is under way, and otherwise enqueues the operation."""
         if self:
             self._starts.append(start)
         else:

@@ -1,7 +1,4 @@
-"""The configuration of a run, a typed tree in which unknown keys are errors.
-
-The package imports the tree on first use.
-"""
+"""The configuration of a run, a typed tree in which unknown keys are errors."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,6 @@
-"""Checks sections against each other. An impossible combination raises a `ValueError` that names the fields."""
+"""Checks values of the configuration against each other."""
+
+import math
 
 from optimus.config.phases import phases_of
 from optimus.config.tree import RunConfig
@@ -6,15 +8,14 @@ from optimus.optim.losses import CROSS_ENTROPY
 
 
 def check_combinations(config: RunConfig) -> None:
-    """Raises `ValueError` for sections that contradict each other in the run or in a phase. The message of an error in
-    a phase gives the phase's number."""
+    """Raises `ValueError` for values that contradict each other in the run or in a phase."""
     _check_sections(config)
     if config.phases:
         check_phases(config)
 
 
 def check_phases(config: RunConfig) -> None:
-    """Raises `ValueError` for sections that contradict each other in any phase, or in the run if it has no phases."""
+    """Raises `ValueError` for values that contradict each other in a phase, or in a run without phases."""
     for phase in phases_of(config):
         try:
             _check_sections(phase.config)
@@ -55,7 +56,6 @@ def _check_multiple(name: str, size: int, axis: str, parts: int, cure: str | Non
 
 
 def _check_limits(config: RunConfig) -> None:
-    """Raises `ValueError` for an option that the model does not support."""
     limits = config.model.limits
     parallel, documents = config.parallel, config.data.documents
     outputs, inputs = parallel.grid
@@ -79,7 +79,6 @@ def _check_limits(config: RunConfig) -> None:
 
 
 def _check_teacher(config: RunConfig) -> None:
-    """Raises `ValueError` when a teacher is configured but no rank has whole logits to compare."""
     outputs, inputs = config.parallel.grid
     key = "tensor" if outputs * inputs > 1 else "vocabulary" if config.parallel.vocabulary else None
     if config.train.teacher is not None and key is not None:
@@ -89,7 +88,6 @@ def _check_teacher(config: RunConfig) -> None:
 
 
 def _check_loss(config: RunConfig) -> None:
-    """Raises `ValueError` when a loss needs whole logits but the pipeline ranks shard the vocabulary."""
     if config.train.loss.name != CROSS_ENTROPY and config.parallel.vocabulary:
         raise ValueError(
             f"train.loss {config.train.loss.name} needs whole logits on the last stage, but parallel.vocabulary shards the "
@@ -98,10 +96,8 @@ def _check_loss(config: RunConfig) -> None:
 
 
 def _check_schedule(config: RunConfig) -> None:
-    """Raises `ValueError` when a cooldown begins before the end of the warm-up, or when a run has two starting points
-    (branch_from and load_path)."""
     lr_schedule, train = config.lr_schedule, config.train
-    known = train.epochs is None  # True if the number of steps is known
+    known = train.epochs is None
     if lr_schedule.cooldown_steps and known and lr_schedule.cooldown_steps + config.warmup_steps > train.total_steps:
         raise ValueError(
             f"lr_schedule.cooldown_steps {lr_schedule.cooldown_steps} and the {config.warmup_steps} steps of the warm-up "
@@ -112,8 +108,6 @@ def _check_schedule(config: RunConfig) -> None:
 
 
 def _check_pruning(config: RunConfig) -> None:
-    """Raises `ValueError` when a pruning step is not before the run's last step, or when the run does not save the
-    weights to rewind to. Raises `ValueError` when the run also trains low-rank factors."""
     pruning = config.pruning
     if pruning is None:
         return
@@ -123,7 +117,7 @@ def _check_pruning(config: RunConfig) -> None:
             "train the factors in a new run from the pruned checkpoint (checkpoint.load_path)"
         )
     if config.train.epochs is None:
-        # The steps of the whole run: `total_steps` of a phase with a separate schedule counts only the steps of the phase.
+        # In a phase with its own `lr_schedule`, `total_steps` is the length of the phase.
         steps = sum(phase.steps or 0 for phase in config.phases) or config.train.total_steps
         if pruning.at[-1] >= steps:
             raise ValueError(f"pruning.at {pruning.at[-1]} is not before the end of the run, step {steps}: lower it")
@@ -136,8 +130,6 @@ def _check_pruning(config: RunConfig) -> None:
 
 
 def _check_recomputation(config: RunConfig) -> None:
-    """Raises `ValueError` when `recompute` names a module that the model lacks or combines `block` or `auto` with
-    another value, or when `recompute_every` or `recompute_budget` does not apply."""
     sparse = config.model.sparse_layers()
     absent = {"moe": not sparse, "mlp": not config.model.has_dense_layers}
     for kind in config.recompute:
@@ -159,16 +151,13 @@ def _check_recomputation(config: RunConfig) -> None:
 
 
 def _check_experts(config: RunConfig) -> None:
-    """Raises `ValueError` when the experts cannot be divided as configured, or when the layout excludes
-    `moe.drop_duplicates: false`."""
     model, parallel = config.model, config.parallel
     if model.experts is None:
-        for name in ("expert", "expert_tensor"):
-            if getattr(parallel, name) > 1:
-                why = "the model is dense: remove it"
-                if model.has_own_experts:
-                    why = "parallel.tensor divides the author's experts: set parallel.tensor instead"
-                raise ValueError(f"parallel.{name} {getattr(parallel, name)}: {why}")
+        if parallel.expert > 1 and (why := model.refuse_expert_ranks(parallel.expert)) is not None:
+            raise ValueError(f"parallel.expert {parallel.expert}: {why}")
+        if parallel.expert_tensor not in (1, model.expert_tensor(1, math.prod(parallel.grid))):
+            why = "parallel.tensor divides each expert" if model.has_own_experts else "the model is dense"
+            raise ValueError(f"parallel.expert_tensor {parallel.expert_tensor}: {why}: remove it")
         return
     for experts in model.expert_counts:
         _check_multiple("model.experts", experts, "parallel.expert", parallel.expert, cure="")
@@ -197,8 +186,6 @@ _ABOUT_PIPELINES = (
 
 
 def _check_pipeline(config: RunConfig) -> None:
-    """Raises `ValueError` when the blocks cannot be divided into stages as configured, or when an option does not apply
-    to the pipeline or to its executor."""
     parallel, layers = config.parallel, config.model.layers
     if parallel.pipeline == 1:
         for name in parallel.non_default(*_ABOUT_PIPELINES):
@@ -241,8 +228,6 @@ def _check_pipeline(config: RunConfig) -> None:
 
 
 def _check_shapes(config: RunConfig) -> None:
-    """Raises `ValueError` when heads, widths, vocabulary, sequences or microbatches cannot be divided as configured, or
-    when sequences are longer than the learned positions."""
     model, parallel = config.model, config.parallel
     outputs, inputs = parallel.grid
     for name, size, side in model.sharded_sizes():

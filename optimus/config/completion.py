@@ -1,12 +1,10 @@
-"""Shell completion of configuration keys and presets. The functions import the configuration tree only when the user presses
-Tab."""
+"""Shell completion of configuration keys and presets."""
 
 from contextlib import suppress
 
 
 def complete_key(incomplete: str) -> list[str]:
-    """Returns the configuration keys that begin with `incomplete`, each with an equals sign or, for a section, a
-    dot."""
+    """Returns the configuration keys that begin with `incomplete`, each with an equals sign, or a dot for a section."""
     from optimus.config import RunConfig
     from optimus.config.load import keys_of_section
 

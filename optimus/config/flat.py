@@ -15,8 +15,7 @@ def flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def differing(trees: Sequence[Mapping[str, Any]], missing: Any = "-") -> dict[str, list[Any]]:
-    """Returns the keys whose values differ between the trees, each with its value in every tree (`missing` if a tree
-    lacks the key). True differs from 1."""
+    """Returns, for each key whose values differ, the values by tree. A tree without the key has the value `missing`."""
     flattened = [dict(flat(tree)) for tree in trees]
     keys = dict.fromkeys(key for each in flattened for key in each)
     rows = {key: [each.get(key, missing) for each in flattened] for key in keys}
@@ -26,7 +25,7 @@ def differing(trees: Sequence[Mapping[str, Any]], missing: Any = "-") -> dict[st
 
 
 def _typed(value: Any) -> Any:
-    """Marks the booleans in a value, because Python's True equals 1."""
+    """Marks the booleans in a value: Python's True equals 1."""
     if isinstance(value, Mapping):
         return {key: _typed(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -35,5 +34,5 @@ def _typed(value: Any) -> Any:
 
 
 def value_text(value: Any) -> str:
-    """Formats a value as in a configuration: null, true, [1, 2]; text without quotes."""
+    """Returns text unchanged, and any other value as JSON."""
     return value if isinstance(value, str) else json.dumps(value, default=str)

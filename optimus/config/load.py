@@ -1,8 +1,6 @@
 """Converts YAML, a preset and `key.path=value` overrides to a `RunConfig`, and a `RunConfig` back to YAML.
 
-The order of precedence, lowest first: the tree's defaults, the preset's recipe, the file, the overrides. A single
-`UserError` reports all wrong keys by their paths, and suggests a valid key for each unknown key. A separate `UserError`
-reports the first contradiction between sections.
+The order of precedence, lowest first: the tree's defaults, the preset's recipe, the file, the overrides.
 """
 
 import re
@@ -24,14 +22,14 @@ from optimus.config.yaml_text import Dumper, Loader, parse_yaml
 from optimus.disk import user_path
 from optimus.errors import UserError, nearest
 from optimus.model.architecture import Architecture, ModelConfig
+from optimus.model.foreign.architecture import code_folder
 from optimus.plugins import load_plugins, naming_missing_plugins
 
 
 class ModelFolderReader(typing.Protocol):
     """Reads the configuration sections for a model folder of `transformers`.
 
-    With `own_modules`, the run uses the modules of `transformers` for the model, and `path` may also be a config.json
-    or the name of a preset.
+    With `own_modules`, the run uses the modules of `transformers`.
     """
 
     def __call__(self, path: Path, *, own_modules: bool = False) -> dict[str, Any]: ...
@@ -49,10 +47,9 @@ def load_config(
 ) -> RunConfig:
     """Reads and validates a run's configuration.
 
-    `source` is a YAML file, a mapping, or a tree. `overrides` are strings `key.path=value` with YAML values. If `model`
-    names a Hugging Face folder, `read_model_folder` (of `optimus.hub`) converts the folder to sections of the tree.
-
-    Loads the plugins that the configuration names. With `of_run`, for the file of a run, loads no plugins.
+    `source` is a YAML file, a mapping, or a `RunConfig`. `overrides` are strings `key.path=value` with YAML
+    values. `read_model_folder` converts a Hugging Face folder to sections. Loads the plugins that the configuration
+    names. With `of_run`, loads none: the file is the saved configuration of a run.
 
     Raises `UserError` for a file that cannot be read, and for an invalid configuration.
     """
@@ -69,11 +66,15 @@ def load_config(
     for text in filter(_names_plugins, changes):
         raw = _override(raw, text, read_model_folder)
     if not of_run:
-        load_plugins(raw.get("plugins") or [], f"{where}: plugins")  # before anything that may use rows of plugins
+        load_plugins(raw.get("plugins") or [], f"{where}: plugins")  # the next lines may use what the plugins register
     for text in changes:
         raw = raw if _names_plugins(text) else _override(raw, text, read_model_folder)
+    opened = _opened(raw, read_model_folder)
+    if not of_run and (folder := code_folder(opened.get("model"))):
+        opened["plugins"] = [*dict.fromkeys([*(opened.get("plugins") or []), folder])]
+        load_plugins([folder], f"{where}: model.transformers._name_or_path")
     try:
-        config = validated(RunConfig, _opened(raw, read_model_folder), where)
+        config = validated(RunConfig, opened, where)
     except UserError as error:
         raise naming_missing_plugins(error, raw.get("plugins") or ()) from None
     try:
@@ -92,8 +93,8 @@ def validated(
 ) -> SomeSection:
     """Validates a section that was read at `where`.
 
-    Raises `UserError`, which names each wrong key by its path or, if `names` has the path, by its name in `names`. The
-    error suggests keys of `root` for unknown keys.
+    Raises `UserError` for an invalid section; the message names the path of each wrong key. `names` maps paths to
+    other names for the message. Suggestions for unknown keys come from `root`.
     """
     try:
         return kind.model_validate(dict(raw))
@@ -102,8 +103,7 @@ def validated(
 
 
 def check_value(key: str, value: Any, where: str) -> None:
-    """Raises `UserError` if `value`, which was read at `where`, is invalid for `key`. The key is a `section.field` of
-    the tree or of a phase."""
+    """Raises `UserError` if `value`, which was read at `where`, is invalid for `key`, a `section.field` of the tree."""
     section, name = key.split(".")[-2:]
     kind: Any = RunConfig.model_fields[section].annotation
     field = kind.model_fields[name]
@@ -115,8 +115,8 @@ def check_value(key: str, value: Any, where: str) -> None:
 
 
 def resolve_model(name: str, read_model_folder: ModelFolderReader | None = None) -> dict[str, Any]:
-    """Returns the sections of the tree, including `model`, for the name of a preset or for a Hugging Face folder.
-    Raises `UserError` for any other name."""
+    """Returns the sections for the name of a preset or, with `read_model_folder`, for a Hugging Face folder. Raises
+    `UserError` for another name."""
     if name in _table("presets"):
         return {key: value for key, value in _copy(_table("presets")[name]).items() if key != "parameters"}
     path = user_path(name)
@@ -129,7 +129,7 @@ def resolve_model(name: str, read_model_folder: ModelFolderReader | None = None)
 
 
 def preset_names() -> list[str]:
-    """Names of the presets: the paper's models by size, then other models."""
+    """Names of the presets."""
     return list(_table("presets"))
 
 
@@ -139,15 +139,14 @@ def preset_parameters(name: str) -> dict[str, int]:
 
 
 def dump_config(config: RunConfig) -> str:
-    """Returns the tree as YAML that `load_config` reads back to an equal tree."""
+    """Returns `config` as YAML that `load_config` reads back to an equal `RunConfig`."""
     tree = config.model_dump(exclude={"moe"} if config.model.experts is None else None)
     return yaml.dump(tree, Dumper=Dumper, sort_keys=False, width=120)
 
 
 @cache
 def other_names() -> dict[str, str]:
-    """Returns the names that other trainers use for configuration keys, in lower case and without punctuation, each with
-    this library's key."""
+    """Returns this library's keys by the names that other trainers use, in lower case and without punctuation."""
     return {name: ours for ours, names in _table("other_names").items() for name in names}
 
 
@@ -157,7 +156,7 @@ def _table(name: str) -> dict[str, Any]:
 
 
 def read_section(path: Path, kind: type[SomeSection]) -> SomeSection:
-    """Reads a YAML file that contains a single section. Raises `UserError`, which names the file and each wrong key."""
+    """Reads a YAML file that contains a single section. Raises `UserError` for invalid files."""
     return validated(kind, _read_yaml(path, kind), str(path), kind)
 
 
@@ -168,15 +167,14 @@ def _names_plugins(override: str) -> bool:
 def _read_including(
     path: Path, read_model_folder: ModelFolderReader | None, of_run: bool, outer: Sequence[Path] = ()
 ) -> dict[str, Any]:
-    """Reads a run's file on top of the files that its key `include` names.
+    """Reads a configuration file on top of the files that its key `include` names.
 
-    `include` is a name or a list of names, relative to this file; later files take precedence. If this file has keys of
-    the model, the function expands a preset that an included file names. The result has the plugins of all files.
+    The names are relative to the file's folder; later files take precedence. The result has the plugins of all files.
     """
     raw = _read_yaml(path, RunConfig)
     written = path.resolve()
-    if written.name.startswith("config.") and (written.parent / "environment.jsonl").exists():  # a run's file
-        raw = with_new_names(raw)
+    if written.name.startswith("config.") and (written.parent / "environment.jsonl").exists():  # written by a run
+        raw = with_new_names(raw, str(path))
     named = raw.pop("include", None) or []
     files = [*outer, path.resolve()]
     below: dict[str, Any] = {}
@@ -224,7 +222,7 @@ def _read_yaml(path: Path, kind: type[BaseModel]) -> dict[str, Any]:
 
 
 def _override(raw: dict[str, Any], text: str, read_model_folder: ModelFolderReader | None) -> dict[str, Any]:
-    """Returns `raw` with one `key.path=value` set; expands the name of a preset if the key is inside the model."""
+    """Returns `raw` with one `key.path=value` set; expands a preset or folder first if the key is inside the model."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise UserError(f"override '{text}' is not of the form key.path=value")
@@ -242,8 +240,11 @@ def _override(raw: dict[str, Any], text: str, read_model_folder: ModelFolderRead
 
 
 def _opened(raw: dict[str, Any], read_model_folder: ModelFolderReader | None) -> dict[str, Any]:
-    """Returns `raw` merged with the sections of the preset or folder that its `model` names; the sections of `raw` take
-    precedence."""
+    """Returns the sections of the preset or folder that `model` names, overridden by the other keys of `raw`.
+
+    Returns `raw` itself without such a name, and for `model.transformers` without `read_model_folder`. Raises
+    `UserError` for an unknown name.
+    """
     model = raw.get("model")
     rest = {key: value for key, value in raw.items() if key != "model"}
     if isinstance(model, str):
@@ -267,7 +268,6 @@ def _copy(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _explain(error: ValidationError, root: type[BaseModel], names: Mapping[str, str]) -> list[str]:
-    """Returns a clause for each wrong key, with its path, the problem, and a valid key in place of an unknown key."""
     clauses: dict[str, str] = {}  # by key: pydantic reports a problem for each possible type of a key
     for problem in error.errors():
         where = [str(part) for part in problem["loc"] if not _TYPE.search(str(part))]
@@ -287,7 +287,7 @@ def _explain(error: ValidationError, root: type[BaseModel], names: Mapping[str, 
     return list(clauses.values())
 
 
-# Parts that pydantic adds to the path of a key of several possible types.
+# Parts that pydantic adds to a key's path if the key has several possible types.
 _TYPE = re.compile(r"^([A-Z]\w*|constrained-\w+|int|float|str|bool|list\[.*|literal\[.*|function-\w+.*|nullable.*)$")
 _MUST_BE = {
     "int_type": "a whole number",
@@ -302,16 +302,15 @@ _MUST_BE = {
 
 
 def _must_be(problem: Any) -> str:
-    """Describes the valid values in terms of YAML; pydantic's messages use terms of Python."""
     said: str = problem["msg"]
     words = said.removeprefix("Input should be ").replace("List should have", "a list of")
     return _MUST_BE.get(problem["type"], re.sub(" after validation, not .*", "", words))
 
 
 def _suggest(section: list[str], key: str, root: type[BaseModel]) -> str:
-    """Suggests the key's new name, the same key in another section, the key that another trainer's name stands for, or
-    the nearest key of this section."""
-    path = ".".join([*(section[2:] if section[:1] == ["phases"] else section), key])  # phases contain sections
+    """Suggests, in this order, a new name, the same key in another section, the key for another trainer's name, or the
+    nearest key of the section."""
+    path = ".".join([*(section[2:] if section[:1] == ["phases"] else section), key])
     if (now := MOVED.get(path, new_name(path))) != path:
         return f"use {now}"
     elsewhere = [f"{name}.{key}" for name, field in root.model_fields.items() if key in _fields_of(field.annotation)]
@@ -326,9 +325,9 @@ def _suggest(section: list[str], key: str, root: type[BaseModel]) -> str:
 
 
 def keys_of_section(path: Sequence[str], root: type[BaseModel]) -> Iterable[str]:
-    """Returns the keys of the section at `path`. Numbers in a list and free keys of a mapping also lead to sections.
+    """Returns the keys of the section at `path`, which may contain numbers in a list and keys of a mapping.
 
-    Raises KeyError for a path that leads through no section, such as one below a plain key.
+    May raise KeyError for a path that leads to no section.
     """
     node: typing.Any = root
     for name in path:
@@ -341,7 +340,6 @@ def keys_of_section(path: Sequence[str], root: type[BaseModel]) -> Iterable[str]
 
 
 def _fields_of(annotation: Any) -> Iterable[str]:
-    """Returns the fields of a section, or of all sections among the possible types of a key."""
     return [name for section in _sections_of(annotation) for name in section.model_fields]
 
 
@@ -357,7 +355,7 @@ def _sections_of(annotation: Any) -> list[type[BaseModel]]:
 
 
 def architecture_from(mapping: Mapping[str, Any], where: str) -> Architecture:
-    """Validates the section `model` of a configuration, read at `where`. Raises `UserError` for wrong keys."""
+    """Validates the section `model` of a configuration, read at `where`. Raises `UserError` for an invalid section."""
     try:
         return _ARCHITECTURES.validate_python(dict(mapping))
     except ValidationError as error:
@@ -368,8 +366,5 @@ _ARCHITECTURES: TypeAdapter[Architecture] = TypeAdapter(Architecture)
 
 
 def model_config_from(mapping: Mapping[str, Any], where: str, names: Mapping[str, str] = {}) -> ModelConfig:
-    """Validates a `ModelConfig` from a mapping that was read at `where`. `names` maps fields to their names at `where`.
-
-    Raises `UserError` for wrong keys, like `validated`.
-    """
+    """Validates a `ModelConfig` from a mapping that was read at `where`; see `validated`."""
     return validated(ModelConfig, mapping, where, names=names)

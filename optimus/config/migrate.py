@@ -13,8 +13,8 @@ from optimus.errors import UserError, naming_disk_errors
 
 
 class RenamedKey(NamedTuple):
-    """A renaming in a file: the line, the old and the new name, and the range of characters that the new name
-    replaces."""
+    """A renamed key or value in a file. The new name, without its section, replaces the characters `start` to
+    `end - 1`. A byte order mark does not count as a character."""
 
     line: int
     old: str
@@ -26,11 +26,10 @@ class RenamedKey(NamedTuple):
 def migrate(config: str | Path) -> list[RenamedKey]:
     """Renames keys and values of earlier versions to the current names, in place in a configuration's YAML file.
 
-    Returns the renamed keys and values in the order of the file. Comments, order and layout stay. Migrate included
-    files separately.
+    Returns the renamed keys and values in the order of the file. Migrate included files separately.
 
-    Raises `UserError`, without changing the file, for a file that cannot be read or written, for invalid YAML, and for
-    a key that the function cannot rename.
+    Raises `UserError`, without changing the file, for a file that cannot be read or written, for text that is no YAML
+    mapping, and for a key that the function cannot rename.
 
     Example:
         api.migrate("first.yaml")
@@ -53,7 +52,7 @@ def migrate(config: str | Path) -> list[RenamedKey]:
     made = text
     for key in reversed(found):
         quoted = text[key.start] in "\"'" and key.new not in ("true", "false")
-        quote = text[key.start] if quoted else ""  # a key in a compact mapping needs its quotes
+        quote = text[key.start] if quoted else ""  # a key in a flow mapping, as in {"a":1}, needs its quotes
         made = made[: key.start] + quote + key.new.rpartition(".")[2] + quote + made[key.end :]
     _check(path, before, made)
     if found:
@@ -63,8 +62,6 @@ def migrate(config: str | Path) -> list[RenamedKey]:
 
 
 def _check(path: Path, before: dict[str, Any], made: str) -> None:
-    """Raises `UserError` unless the new text `made` has the values of `before` under the new names. A renaming may fail
-    because anchors, aliases, merge keys and block scalars can tie a key to other text."""
     try:
         same = repr(parse_yaml(made, str(path))) == repr(with_new_names(before))
     except UserError:

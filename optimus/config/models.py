@@ -7,7 +7,7 @@ from optimus.model.families import families
 
 
 def models() -> list[dict[str, Any]]:
-    """Returns the presets: name, total and active parameters, architecture.
+    """Returns the presets: name, total and active parameters, fields of the architecture.
 
     Example:
         [row["name"] for row in optimus.models()]

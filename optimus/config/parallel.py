@@ -1,6 +1,5 @@
-"""The section `parallel`: the division of model and data among the ranks."""
+"""The section `parallel`."""
 
-import math
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -24,29 +23,28 @@ class ParallelConfig(Section):
     """Data-parallel ranks, each with a share of every global batch; auto: all ranks that the other axes leave."""
     tensor: Annotated[int, Field(gt=0)] | list[int] = 1
     """Tensor-parallel ranks: a number (Megatron-LM), or a grid [outputs, inputs] that shards weight matrices in both
-    dims (AxoNN's G_x and G_y; G_z is state.shard_ranks with state.shard: parameters)."""
+    dims (AxoNN's G_x and G_y)."""
     sequence: bool | None = None
-    """With tensor parallelism: sequence parallelism for norms and residual stream. Default: true, unless the model does
-    not support sequence parallelism."""
+    """With tensor parallelism: sequence parallelism for norms and residual stream. Default: true if the model supports
+    sequence parallelism."""
     overlap: bool = True
     """With tensor parallelism: overlap the communication of input gradients with the weight gradients (AxoNN's OAR)."""
     context: int = Field(1, gt=0, description="Context-parallel ranks, each with its part of every sequence.")
     context_method: Literal["ring", "ulysses"] = "ring"
-    """ring: keys and values travel from rank to rank (ring attention); ulysses: all-to-all, so that every rank has some
+    """ring: keys and values travel from rank to rank (ring attention); ulysses: all-to-all, which gives each rank some
     heads of whole sequences."""
     expert: int = Field(1, gt=0)
-    """Expert-parallel ranks, each with some of every layer's experts. Expert parallelism is folded over the data-, context-
-    and tensor-parallel ranks."""
+    """Expert-parallel ranks, folded over the data-, context- and tensor-parallel ranks."""
     expert_tensor: int = Field(
         1, gt=0, description="Expert-tensor-parallel ranks, which shard each expert; a divisor of tensor."
     )
     pipeline: int = Field(1, gt=0, description="Pipeline-parallel ranks, each with some of the blocks.")
     schedule: ScheduleName = DEFAULT
-    """With pipeline: the pipeline schedule (`optimus schedule` draws it)."""
+    """With pipeline: the pipeline schedule; `optimus schedule` draws a schedule."""
     stages_per_rank: int = Field(1, gt=0, description=f"With pipeline: stages on each rank: {_STAGES}, else 1.")
     microbatches: Annotated[int, Field(gt=0)] | Literal["auto"] | None = None
-    """With pipeline: microbatches of a step on each data-parallel rank, none larger than train.micro_batch. auto: the
-    fewest with a simulated bubble of at most 10 %, if possible. Default: train.micro_batch decides."""
+    """With pipeline: microbatches of a step on each data-parallel rank. auto: the fewest with a simulated bubble of at
+    most 10 %, if possible. Default: train.micro_batch decides."""
     executor: Literal["scheduled", "message-driven"] = "scheduled"
     """With pipeline. scheduled: follow the schedule; message-driven: compute as inputs arrive (AxoNN)."""
     max_in_flight: Annotated[int, Field(gt=0)] | list[int] | None = None
@@ -60,28 +58,19 @@ class ParallelConfig(Section):
     layers_per_stage: list[int] | None = None
     """With pipeline: stage partition, blocks per stage. Default: balanced."""
     pipeline_stride: Annotated[int, Field(gt=0)] | None = None
-    """With pipeline: distance in ranks from one stage to the next. Default: all ranks of a stage, which keeps replicas
-    close to each other. A smaller value, a multiple of `context` x `tensor` and of `expert` x `expert_tensor`, puts
-    stages close to each other."""
+    """With pipeline: distance in ranks from one stage to the next, a multiple of `context` x `tensor` and of `expert` x
+    `expert_tensor`. Default: the number of ranks of a stage."""
     vocabulary: bool = False
-    """With pipeline: vocabulary parallelism over all stages. Balances memory and computation over the stages, with two more
-    microbatches in flight."""
+    """With pipeline: vocabulary parallelism over all stages, which balances memory and computation over the stages."""
 
     @property
     def grid(self) -> tuple[int, int]:
-        """The numbers of tensor-parallel ranks that shard the outputs, and the inputs, of weights."""
+        """The numbers of tensor-parallel ranks that shard weights: (over outputs, over inputs)."""
         return (self.tensor, 1) if isinstance(self.tensor, int) else (self.tensor[0], self.tensor[1])
 
     @property
-    def least_ranks(self) -> int:
-        """The number of ranks that this section requires; with `data: auto`, the minimum."""
-        others = self.context * self.grid[0] * self.grid[1]
-        experts = self.expert * self.expert_tensor
-        return self.pipeline * others * (experts // math.gcd(experts, others) if self.data == "auto" else self.data)
-
-    @property
     def splits_sequence(self) -> bool:
-        """True if the residual stream is split over tokens (sequence parallelism)."""
+        """True with sequence parallelism. With `sequence` None, True with tensor parallelism, for any model."""
         return self.grid != (1, 1) if self.sequence is None else self.sequence
 
     @property

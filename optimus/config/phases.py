@@ -1,4 +1,4 @@
-"""The phases of a run: stretches of steps, each with its data, sequence length, batch and learning rates."""
+"""The phases of a run: stretches of steps that may differ in data, sequence length, batch and learning rates."""
 
 from typing import Any, NamedTuple
 
@@ -6,15 +6,14 @@ from optimus.config.tree import RunConfig
 
 
 class Phase(NamedTuple):
-    """A phase of a run; a run without phases counts as a single phase."""
+    """A phase of a run, or a whole run without phases."""
 
     number: int
     name: str
     first: int  # number of steps of the run before the phase
     steps: int
     config: RunConfig
-    """The configuration of the run with the phase's changes. If the phase has a separate learning-rate schedule, the length
-    in this configuration is that of the phase."""
+    """The configuration of the phase. If the phase has an `lr_schedule`, `train.steps` is the length of the phase."""
 
     @property
     def last(self) -> int:
@@ -38,7 +37,7 @@ class Phase(NamedTuple):
 
 
 def phases_of(config: RunConfig) -> list[Phase]:
-    """Returns the phases of a configuration whose length is known in steps."""
+    """Returns the phases of a run. Raises `ValueError` for a length in epochs."""
     if not config.phases:
         return [Phase(0, "", 0, config.train.total_steps, config)]
     found, first = list[Phase](), 0
@@ -55,14 +54,13 @@ def phases_of(config: RunConfig) -> list[Phase]:
 
 
 def as_of_run(config: RunConfig, run: RunConfig) -> RunConfig:
-    """Returns `config`, the configuration of a phase of `run`, with all values that phases can change set back to the values
-    of `run`."""
+    """Returns `config`, the configuration of a phase, with the values of `run` for the keys that phases can change."""
     train = {name: getattr(run.train, name) for name in ("sequence_length", "global_batch", "steps", "stop_at")}
     return config.changed(train=train).model_copy(update={"data": run.data, "lr_schedule": run.lr_schedule})
 
 
 def phase_at(phases: list[Phase], step: int) -> Phase:
-    """Returns the phase of `step`, which counts from 1; steps beyond the end belong to the last phase."""
+    """Returns the phase of `step`, counted from 1; the last phase for steps beyond the end."""
     return next((phase for phase in phases if step <= phase.last), phases[-1])
 
 
@@ -77,5 +75,5 @@ def sequences_after(phases: list[Phase], steps: int) -> int:
 
 
 def longest(phases: list[Phase]) -> RunConfig:
-    """Returns the configuration of the phase with the longest sequences, whose microbatches have the most tokens."""
+    """Returns the configuration of the phase with the longest sequences."""
     return max(phases, key=lambda phase: phase.config.train.sequence_length).config

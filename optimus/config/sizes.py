@@ -1,4 +1,4 @@
-"""Parses and formats numbers of bytes, tokens and seconds."""
+"""Parses numbers with units, and formats numbers."""
 
 import math
 import re
@@ -8,7 +8,7 @@ from optimus.errors import UserError
 
 
 def parse_size(text: str) -> int:
-    """Parses a number of bytes such as "512MB", "1.5 GB", "64MiB" or "4096". Raises `UserError` for any other text."""
+    """Parses a number of bytes such as "1.5 GB", "64MiB" or "4096". Raises `UserError` for other text."""
     units = {"": 1, "B": 1}
     for power, letter in enumerate("KMGT", start=1):
         units |= {letter: 1000**power, f"{letter}B": 1000**power, f"{letter}IB": 1024**power}
@@ -16,7 +16,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_count(text: str) -> int:
-    """Parses a whole number such as "300B", "1.5 M" or "4096". Raises `UserError` for any other text."""
+    """Parses a whole number such as "300B", "1.5 M" or "4096". Raises `UserError` for other text."""
     units = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
     cure = "Write a number, or one with a unit, such as 2e9, 2B or 1.5T."
     number = _parsed(text, units, "a number", cure)
@@ -30,12 +30,12 @@ def _parsed(text: str, units: dict[str, int], what: str, cure: str) -> Decimal:
     if not match or match[2] not in units or float(match[1]) * units[match[2]] == math.inf:
         raise UserError(f"not {what}: {text!r}. {cure}")
     with localcontext() as context:
-        context.prec = 400  # a float holds no more digits before the point
+        context.prec = 400  # more than the 309 digits of the largest float
         return Decimal(match[1]) * units[match[2]]
 
 
 def size_text(size: float, digits: int = 3) -> str:
-    """Formats a number of bytes with at most `digits` significant digits and a unit, such as "1.5 GB" or "10 B"."""
+    """Formats a number of bytes, rounded to `digits` significant digits, such as "1.5 GB"."""
     rounded = float(f"{size:.{digits}g}")  # rounding may reach the next unit
     unit = max((power for power in range(7) if rounded >= 1000**power), default=0)
     return f"{size / 1000**unit:.{digits}g} {['B', 'kB', 'MB', 'GB', 'TB', 'PB', 'EB'][unit]}"
@@ -47,14 +47,13 @@ def counted(number: int, noun: str) -> str:
 
 
 def rounded(number: float) -> str:
-    """Formats a number with at most three significant digits, such as "48,000" or "0.125"."""
+    """Formats a number, rounded to three significant digits, such as "48,000" or "0.125"."""
     short = float(f"{number:.3g}")  # rounding may reach 1,000
     return f"{short:,.0f}" if short >= 1000 else f"{short:.3g}"
 
 
 def count_text(number: float) -> str:
-    """Formats a number with at most three significant digits and a unit, such as "1.5 B"; a number that rounds to less
-    than 1,000 stays as it is."""
+    """Formats a number, such as "1.5 B"; rounds numbers above 999 to three significant digits."""
     rounded = float(f"{number:.3g}")  # rounding may reach the next unit
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if rounded >= size:

@@ -1,8 +1,5 @@
-"""The typed configuration tree of a run. The defaults of training follow the recipe of the Optimus paper (section 2.1).
-
-Each option has a description in its `Field` or, if the description is longer, below the field; `docs/generate.py`
-writes the descriptions to `docs/config.md`. Validators refuse combinations that cannot work and name the fields.
-"""
+"""The typed configuration tree of a run. The defaults of training follow the recipe of the Optimus paper (section
+2.1)."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -32,7 +29,7 @@ class ShardRanks(Section):
     model_config = ConfigDict(frozen=True)
 
     parameters: int | None = Field(None, gt=0)
-    """Ranks over which parameters are sharded, such as the ranks of a card or a node."""
+    """Ranks over which parameters are sharded."""
     gradients: int | None = Field(None, gt=0)
     """Ranks over which gradients are sharded: a multiple of `parameters`."""
     optimizer: int | None = Field(None, gt=0)
@@ -46,53 +43,48 @@ class StateConfig(Section):
     """The sharding, storage and communication of the model state."""
 
     shard: Literal["none", "optimizer", "gradients", "parameters"] = "none"
-    """State sharded over the ranks. none: nothing (DDP); optimizer: master weights and moments (ZeRO-1); gradients:
-    gradients as well (ZeRO-2); parameters: parameters as well (ZeRO-3, FSDP)."""
+    """Sharded state. none: nothing (DDP); optimizer: master weights and moments (ZeRO-1); gradients: gradients as well
+    (ZeRO-2); parameters: parameters as well (ZeRO-3, FSDP)."""
     shard_over: Literal["replicas", "data"] = "replicas"
-    """Ranks over which state is sharded. replicas: all ranks with the same parameters (EPSO). data: only the ranks
-    along the data axis of the experts, so that expert-parallel ranks replicate non-expert state."""
+    """Ranks over which state is sharded. replicas: all ranks with the same parameters (EPSO). data: the replicas
+    with the same experts."""
     shard_ranks: Annotated[int, Field(gt=0)] | ShardRanks | None = None
-    """Shard within groups of this many neighbouring ranks, and replicate between the groups (HSDP). If fewer ranks have
-    a parameter, as with experts, all of these ranks shard the parameter. A number for each of `parameters`, `gradients`
-    and `optimizer` nests the groups, for example over a card, a node and all ranks. Default: all."""
+    """Shard within groups of this many neighbouring ranks, and replicate between the groups (HSDP). Numbers for
+    `parameters`, `gradients` and `optimizer` nest the groups. Default: all ranks."""
     reshard_after_forward: bool = True
-    """With `shard: parameters`. true: free gathered parameters after the forward pass, and gather the parameters again
-    for the backward pass; false: keep gathered parameters until the optimizer step."""
+    """With `shard: parameters`. true: free gathered parameters after the forward pass; false: keep gathered parameters
+    until the optimizer step."""
     prefetch: int = Field(1, ge=0)
-    """With `shard: parameters`. Number of chunks that are all-gathered ahead of their use, in the order of the first
-    step."""
+    """With `shard: parameters`, `offload: all` or `offload: disk`. Number of chunks that are all-gathered or fetched
+    ahead of their use."""
     chunk: int | None = Field(None, gt=0)
-    """Largest size of a chunk (bucket) of several parameters, in elements. Default: the size that leaves the fewest
-    elements empty (Elixir's search)."""
+    """Largest size of a chunk (bucket) of several parameters, in elements. A larger parameter has its own chunk.
+    Default: the size that leaves the fewest elements empty (Elixir's search)."""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of gradient accumulation over microbatches and of gradient reduction over ranks."""
     tile: int = Field(1 << 20, gt=0)
-    """Elements that the optimizer updates at a time, with temporary fp32 copies. On accelerators, a chunk whose state
-    is on the device is updated at once, so that the copies have the size of a chunk."""
+    """Elements that the optimizer updates at a time. On accelerators, a chunk with state on the device is updated at
+    once."""
     overlap: bool = True
-    """Overlap gradient reduction with the backward pass (AxoNN's ORS). `prefetch` overlaps the all-gathers (OAG)."""
+    """Overlap gradient reduction with the backward pass (AxoNN's ORS)."""
     all_reduce_tiles: int | None = Field(None, gt=0)
-    """Number of tiles in each all-reduce of a chunk's gradients; several all-reduces are in flight at once (AxoNN).
-    Default: all tiles of the chunk."""
+    """Number of tiles in each all-reduce of a chunk's gradients (AxoNN). Default: all tiles of the chunk."""
     offload: Literal["none", "optimizer", "all", "disk"] = "none"
     """Storage of the state. optimizer: master weights and moments on the host (ZeRO-Offload); all: parameters and
     gradients too, with parameters fetched on use (Elixir); disk: master weights and moments on a disk, parameters and
     gradients on the host (ZeRO-Infinity). none: everything on the device."""
     cache: Annotated[int, Field(gt=0)] | Literal["auto"] | None = None
     """Number of unsharded chunks of parameters on the device at a time, for parameters that are gathered or fetched on
-    use. The order of uses in the previous step determines which chunk is dropped (Belady). auto: as many as fit on the
-    device. Default: auto with `offload: all` or `offload: disk`, otherwise no cache."""
+    use (Belady's rule). auto: by the free device memory. Default: auto with `offload: all` or `offload: disk`,
+    otherwise no cache."""
     resident_fraction: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = 0.0
-    """With `offload`: fraction of the chunks, counted from the first, whose state stays on the device. auto: as many as
-    fit."""
+    """With `offload`: fraction of the elements whose state stays on the device. auto: by the free device memory."""
     update_on: Literal["auto", "device", "host"] = "auto"
-    """Location of the update of offloaded state. device: tile by tile through the device (AxoNN); host: on the CPU; auto:
-    the faster one in a short measurement, which is cached (tuning.cache)."""
+    """Location of the update of offloaded state. device: tile by tile through the device (AxoNN); host: on the CPU;
+    auto: the faster one in a short measurement, which is cached (tuning.cache)."""
     accumulate_on: Literal["auto", "device", "host"] = "auto"
-    """With `offload: all` or `offload: disk`: location of gradient accumulation over several microbatches. device:
-    gradients stay on the device during the step; host: each microbatch reduces its gradients and sends the gradients to
-    the host; auto: device, if the gradients fit. With several ranks, the results of `device` and `host` differ by
-    rounding."""
+    """With `offload: all` or `offload: disk`: location of gradient accumulation over microbatches. host: each
+    microbatch reduces its gradients and sends the gradients to the host; auto: device, if the gradients fit."""
     disk: PathText | None = None
     """With `offload: disk`: folder for the file of the state. Default: train.output."""
 
@@ -121,7 +113,7 @@ class StateConfig(Section):
             raise ValueError(
                 "reshard_after_forward: false excludes a cache of parameters (cache, or offload: all or disk): remove it"
             )
-        # Resolved runs have the value "device" for options of state that is on the device anyway.
+        # Resolved runs have the value "device" for state that is on the device.
         wrong = self.non_default("resident_fraction", "update_on") if self.offload == "none" else []
         wrong += self.non_default("accumulate_on") if self.offload in ("none", "optimizer") else []
         wrong = [key for key in wrong if getattr(self, key) != "device"]
@@ -133,7 +125,7 @@ class StateConfig(Section):
 
 
 def shard_widths(shard: str, ranks: int | ShardRanks | None) -> tuple[int | None, ...]:
-    """Returns the numbers of ranks over which parameters, gradients and optimizer state are sharded; None: all replicas."""
+    """Returns the numbers of ranks that shard parameters, gradients and optimizer state; 1: unsharded; None: all."""
     widths = [width for _, width in ranks] if isinstance(ranks, ShardRanks) else [ranks] * 3
     unsharded = {"none": 3, "optimizer": 2, "gradients": 1, "parameters": 0}[shard]
     return *[1] * unsharded, *widths[unsharded:]
@@ -154,8 +146,8 @@ class OptimizerGroup(Section):
     """Parameters with separate update settings."""
 
     match: str | list[str]
-    """Parameters of the group: a role (matrix, vector, embedding, head, router, expert or factor), a shell pattern of names
-    in checkpoints (blocks.0.*), or a list of roles and patterns."""
+    """Parameters of the group: a role (matrix, vector, embedding, head, router, expert or factor), a shell pattern of
+    names in checkpoints (blocks.0.*), or a list of roles and patterns."""
     name: RuleName | None = Field(None, description="Update rule of the group.")
     lr_scale: float | None = Field(None, gt=0, description="Factor of the learning rate. Default: 1.")
     weight_decay: float | None = Field(None, ge=0, description="Weight decay of the group.")
@@ -181,26 +173,26 @@ class OptimizerConfig(Section):
     """adamw; lion; schedule-free (AdamW with averaged weights, for a constant learning rate); muon for matrices and
     experts, adamw for all other parameters."""
     betas: list[float] = Field([0.9, 0.99], min_length=2, max_length=2)
-    """Decay of the two moments. lion: of the update and of the momentum. schedule-free: weight of the average in the
-    training weights, and decay of the second moment."""
+    """Decay of the two moments. lion: weight of the momentum in the update, and decay of the momentum. schedule-free:
+    weight of the average in the training weights, and decay of the second moment."""
     eps: float = Field(1e-8, gt=0, description="Term added to the square root of the second moment.")
     momentum: float = Field(0.95, ge=0, lt=1, description="Decay of muon's momentum.")
     options: dict[str, float] = Field({}, description="Hyperparameters of an update rule from a plugin, by name.")
     weight_decay: float = Field(0.1, ge=0, description="Decoupled weight decay, multiplied by the learning rate.")
     groups: list[OptimizerGroup] = Field([])
-    """Other settings for some parameters. If several groups match a parameter, the last one that sets a key wins."""
+    """Other settings for some parameters. Later groups take precedence."""
     clip_norm: float | None = Field(1.0, gt=0)
     """Maximum global gradient norm, enforced after the warm-up; null disables clipping."""
     clip_during_warmup: bool = Field(False, description="Clip in the warm-up as well (the paper clips only after it).")
 
     reptile_every: int | None = Field(None, gt=0)
-    """Steps between the outer updates of Reptile, which keep only the fraction reptile_step of the parameters' change
-    since the previous outer update. Costs 4 bytes per parameter. Default: never."""
+    """Steps between the outer updates of Reptile, which keep the fraction reptile_step of the parameters' change since
+    the previous outer update. Default: never."""
     reptile_step: float = Field(0.1, gt=0, le=1, description="With reptile_every: fraction of the change that is kept.")
 
     @property
     def rules(self) -> list[str]:
-        """The names of the update rules in use."""
+        """The configured update rules, without repetitions: `name` first, then the rules of the groups."""
         return [*dict.fromkeys([self.name, *(group.name for group in self.groups if group.name is not None)])]
 
     @model_validator(mode="after")
@@ -218,7 +210,6 @@ class OptimizerConfig(Section):
 
 
 def _check_options(options: Mapping[str, float], known: Mapping[str, float], row: str) -> None:
-    """Raises `ValueError` for an option that is not one of the `known` parameters of `row`."""
     if unknown := [name for name in options if name not in known]:
         cure = nearest(unknown[0], known) if known else "remove it"
         raise ValueError(f"options.{unknown[0]}: {row} has no such parameter: {cure}")
@@ -228,8 +219,8 @@ class LrScheduleConfig(Section):
     """The learning rate over the steps."""
 
     name: Annotated[str, NameIn(SCHEDULES)] = "cosine"
-    """Decay after a linear warm-up: cosine or linear to the minimum at the last step; constant; inverse-sqrt of the step;
-    wsd (warm-up, stable, decay): constant, then a cooldown to the minimum."""
+    """Decay after a linear warm-up: cosine or linear to the minimum at the last step; constant; inverse-sqrt of the
+    step; wsd (warm-up, stable, decay): constant, then a cooldown to the minimum."""
     lr: float = Field(4e-4, gt=0, description="Learning rate at the end of the warm-up.")
     min_lr: float = Field(4e-5, ge=0, description="Learning rate at the last step; the lower bound of inverse-sqrt.")
     cooldown: Literal["linear", "sqrt", "cosine"] = "sqrt"
@@ -237,8 +228,7 @@ class LrScheduleConfig(Section):
     cooldown_steps: int | None = Field(None, gt=0)
     """Steps of the wsd cooldown. Default: a fifth of the run."""
     branch_from: PathText | None = None
-    """Continue from this full checkpoint of another run with the same data, batch and seed, as a separate run: one trunk,
-    several cooldowns."""
+    """Continue from this full checkpoint of another run with the same data, batch and seed, as a separate run."""
     options: dict[str, float] = Field({}, description="Parameters of a schedule from a plugin, by name.")
     warmup_steps: int | None = Field(None, ge=0)
     """Steps of the linear warm-up from zero. Default: a twentieth of the run, at most 2,500 as in the paper."""
@@ -254,35 +244,34 @@ class LrScheduleConfig(Section):
 
 
 class MoeConfig(Section):
-    """Losses and routing of the experts, for models with experts."""
+    """Losses and routing of experts."""
 
     balance_coefficient: float = Field(0.01, ge=0, description="Weight of the load-balancing loss.")
     z_coefficient: float = Field(0.001, ge=0, description="Weight of the router z-loss.")
     bias_rate: float = Field(1e-3, ge=0)
-    """For models with router_bias: amount by which the bias of an underloaded expert rises, and the bias of an
-    overloaded expert falls, after each step."""
+    """For models with router_bias: change of an expert's bias after each step, up if underloaded, down if
+    overloaded."""
     force_balanced: bool = False
-    """Forced uniform routing by position in the sequence: every expert gets the same number of tokens of each sequence, or
-    one more if the tokens do not divide evenly."""
+    """Forced uniform routing by position in the sequence; with data.documents: mask, by position in the document."""
     dispatch: Literal["auto", "alltoall", "allgather"] = "alltoall"
-    """Token dispatcher. alltoall: each token is sent once to every rank that holds one of its experts. allgather: all tokens
-    are sent to all ranks (as in the paper). auto: allgather if its collectives take less time by prediction or, with
-    collectives.machine, clearly less by measurement; otherwise alltoall."""
+    """Token dispatcher. alltoall: each token is sent to the ranks that hold its experts. allgather: all tokens are sent
+    to all ranks of the expert-parallel group (as in the paper). auto: the faster dispatcher by prediction or, with
+    collectives.machine, by measurement."""
     drop_duplicates: bool = True
-    """With tensor parallelism: only one of the ranks that hold a token sends the token to its experts (TED). false, the
-    baseline, sends all duplicates, and needs alltoall, parallel.expert_tensor equal to parallel.tensor and no sequence
+    """With tensor parallelism: only one of the ranks that hold a token sends the token to its experts (TED). false: all
+    ranks send the token; needs alltoall, parallel.expert_tensor equal to parallel.tensor and no sequence
     parallelism."""
     balance_scope: Literal["microbatch", "global"] = "microbatch"
-    """Tokens over which the balance loss counts the load of each expert: a microbatch on one rank, or the global batch.
-    With several microbatches, `global` costs one more forward pass of each microbatch."""
+    """Tokens over which the balance loss counts the load of each expert: a microbatch of one data-parallel rank, or the
+    global batch. With several microbatches, `global` costs one more forward pass of each microbatch."""
 
 
 class TeacherConfig(Section):
-    """Frozen teacher models for distillation. A checkpoint, or a list of checkpoints, may replace the section."""
+    """Frozen teacher models for distillation. A checkpoint or a list of checkpoints may replace the section."""
 
     checkpoints: list[PathText] = Field(min_length=1)
-    """Checkpoints or runs with the tokenizer and vocabulary of this run. The logits of several teachers, an ensemble, are
-    averaged."""
+    """Checkpoints or runs with the tokenizer and vocabulary of this run. Several teachers form an ensemble, with
+    averaged logits."""
     weight: float = Field(1.0, gt=0)
     """Weight of the distillation loss: the divergence KL(teacher || model) per predicted token, times the squared
     temperature, is added to the loss."""
@@ -296,11 +285,11 @@ class TeacherConfig(Section):
 
 
 class LossConfig(Section):
-    """The loss of predicted tokens. A name may replace the section. Validation measures the cross-entropy in any case."""
+    """The loss of predicted tokens. A name may replace the section. Validation measures the cross-entropy."""
 
     name: Annotated[str, NameIn(LOSSES)] = "cross-entropy"
-    """cross-entropy; label-smoothing: against a mix of the token and the uniform distribution; z-loss: cross-entropy
-    plus coefficient times the squared logarithm of the softmax's normaliser; or a loss of a plugin."""
+    """cross-entropy; label-smoothing: cross-entropy against a mix of the token and the uniform distribution; z-loss:
+    cross-entropy plus coefficient times the squared logarithm of the softmax's normaliser; or a loss of a plugin."""
     options: dict[str, float] = Field({}, description="Parameters: smoothing (0.1), coefficient (1e-4), or a plugin's.")
 
     @model_validator(mode="before")
@@ -328,28 +317,25 @@ class TrainConfig(Section):
     micro_batch: int = Field(gt=0, description="Sequences per forward pass on one rank.")
     sequence_length: int = Field(gt=1, description="Tokens per sequence: those of the prepared data, or a divisor.")
     seed: int = Field(0, ge=0)
-    """Seed of the initial weights, of the data order after the first pass, of the order of a map-style dataset, and of
-    random pruning."""
+    """Seed of the initial weights, of random pruning, and of the data order after the first pass. Also the seed of the
+    order of token files, map-style datasets and replayed data."""
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Type of the computation; master weights and moments are always fp32. auto: bfloat16 on devices that compute in
-    bfloat16, including CPUs with AVX512-BF16, AMX-BF16 or SVE BF16. A resumed run keeps its precision."""
+    """Type of the computation. auto: bfloat16 on devices that compute in bfloat16, including CPUs with AVX512-BF16,
+    AMX-BF16 or SVE BF16; a resumed run keeps its precision."""
     freeze: list[str] = Field([])
-    """Parameters that are not trained: roles (embedding) or shell patterns of names (blocks.0.*), as in optimizer.groups.
-    Frozen parameters have no gradients and no optimizer state, are written once per run, and keep their initial values,
-    rounded to the type of the computation."""
+    """Parameters that are not trained: roles (embedding) or shell patterns of names (blocks.0.*), as in
+    optimizer.groups. Frozen parameters keep their initial values, rounded to the type of the computation."""
     lora_rank: int | None = Field(None, gt=0)
     """Rank of low-rank factors (LoRA) for the projections that train.freeze matches. The run trains the factors in
-    place of the projections. The model computes with W + B A where W is not zero, so that pruned weights stay pruned.
-    Programs that load a checkpoint get the sum; a run that resumes gets the factors."""
+    place of the projections. Pruned weights stay pruned."""
     loss: LossConfig = Field(default_factory=LossConfig, description="Loss of predicted tokens, or its name.")
     teacher: TeacherConfig | None = None
-    """Teacher checkpoint, or several as an ensemble, whose probabilities the model also learns (distillation). Ranks with
-    the last stage hold the whole teacher, in the type of the computation."""
+    """Teacher models, whose probabilities the model also learns (distillation). Ranks with the last stage hold the
+    whole teachers."""
     hooks: list[str] = Field([])
-    """Your own hooks, which the run calls around its steps: each as package.module.Class, or by the name of a plugin's
-    row. The module of a hook is imported from the current folder, PYTHONPATH or installed packages."""
+    """Hooks that the run calls around its steps: each as package.module.Class, or by the name of a plugin's hook."""
     data_cache: PathText = Field("~/.cache/optimus/data", validate_default=True)
-    """Folder for local copies of prepared data at URLs; a file is copied when it is first used."""
+    """Folder for local copies of data at URLs, and for decompressed MDS shards."""
     stop_at: Count | None = Field(
         None, description="Stop after this step; the learning-rate schedule still spans the whole run."
     )
@@ -372,8 +358,7 @@ class TrainConfig(Section):
 
     @property
     def total_steps(self) -> int:
-        """The number of steps of the whole run. Raises `ValueError` for a length in epochs, which depends on the
-        data."""
+        """The number of steps of the whole run. Raises `ValueError` without `steps` and `tokens`."""
         if self.steps is not None:
             return self.steps
         if self.tokens is None:
@@ -390,7 +375,7 @@ def _length(found: str) -> str:
 
 
 class PhaseConfig(Section):
-    """A stretch of steps of a run. A phase takes data, sequence length, batch and schedule from the run by default."""
+    """A stretch of steps of a run. Default of data, sequence length, batch and schedule: the value of the run."""
 
     name: str | None = Field(None, description="Name in messages and checkpoints. Default: phase-N.")
     steps: Count | None = Field(None, description="Length of the phase in steps; or give tokens.")
@@ -399,8 +384,7 @@ class PhaseConfig(Section):
     )
     data: DataConfig | None = Field(None, description="Data of the phase, in the form of `data`.")
     replay: float | None = Field(None, gt=0, lt=1)
-    """Share of the phase that repeats data of the earlier phases, from each source in proportion to the data read from
-    it."""
+    """Share of the phase that repeats data of the earlier phases."""
     sequence_length: int | None = Field(None, gt=1, description="Tokens per sequence.")
     global_batch: int | None = Field(None, gt=0, description="Sequences per step.")
     lr_schedule: LrScheduleConfig | None = None
@@ -409,8 +393,6 @@ class PhaseConfig(Section):
 
 
 def _resolved(phase: PhaseConfig, number: int, run: "RunConfig") -> PhaseConfig:
-    """Returns `phase` with its length in steps, and with the run's sequence length, batch and data where `phase` has
-    none. Raises `ValueError` for values that exclude each other or contradict the run."""
     where, train = f"phases.{number}", run.train
     if (phase.steps is None) == (phase.tokens is None):
         raise ValueError(f"{where}: give the length of the phase as either steps or tokens")
@@ -437,8 +419,7 @@ def _resolved(phase: PhaseConfig, number: int, run: "RunConfig") -> PhaseConfig:
 
 
 def _completed(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Completes the raw configuration: schedules of phases inherit from the run's schedule, and a run without data
-    takes the data of its first phase."""
+    """Completes schedules of phases from the run's schedule, and missing data of the run from the first phase."""
     phases = raw.get("phases")
     if not isinstance(phases, list) or not all(isinstance(phase, dict) for phase in phases):
         return raw
@@ -458,33 +439,37 @@ class CheckpointConfig(Section):
 
     every: int = Field(1000, gt=0, description="Steps between full checkpoints; one more is written at the end.")
     keep: int | None = Field(2, gt=0)
-    """Number of full checkpoints to keep, including the one being written (2: dual); null keeps all."""
+    """Number of full checkpoints to keep, including the one being written; null keeps all."""
     weights_every: int | None = Field(None, gt=0)
-    """Steps between checkpoints of the weights alone; weights_keep decides which of these checkpoints stay."""
+    """Steps between checkpoints of the weights alone."""
     weights_keep: int = Field(1, gt=0)
-    """Keep every k-th weights checkpoint for ever, and any other weights checkpoint until the next is written."""
+    """Keep every k-th weights checkpoint for ever, and the latest one."""
     asynchronous: bool = False
-    """Write in the background, from copies in host memory. The copies take 4 bytes per parameter that the rank writes, and 4
-    more for each buffer of the parameter's update rule (12 in all with adamw)."""
+    """Write in the background, from copies in host memory (with adamw, 12 bytes per parameter that the rank writes)."""
     scattered: bool = True
-    """Spread writing over the replicas of a shard, so that nodes write similar amounts (DP-scattered). false: the first
-    rank of each replica group writes."""
+    """Spread writing over the replicas of a shard (DP-scattered). false: the first rank of each replica group
+    writes."""
     load_path: PathText | None = None
     """Start from the weights of this checkpoint or Hugging Face folder, with a fresh optimizer."""
     copy_to: PathOrUrl | None = None
-    """URL, such as s3://bucket/run, or folder to which the first rank copies complete checkpoints in the background. A
-    run whose folder is empty or lost resumes from the copies with --resume."""
+    """URL, such as s3://bucket/run, or folder for copies of complete checkpoints. A run whose folder is empty or lost
+    resumes from the copies with --resume."""
     broadcast: Literal["broadcast", "allreduce", "none"] = "broadcast"
-    """Collective that sends a parameter from the rank that reads it to its replicas. none: every rank reads for itself."""
+    """Collective that sends a parameter from the rank that reads it to its replicas. none: every rank reads for
+    itself."""
+
+    @property
+    def weights_interval(self) -> int:
+        """The number of steps between the weights checkpoints that stay for ever, if `weights_every` is set."""
+        return (self.weights_every or 1) * self.weights_keep
 
 
 class EvaluateConfig(Section):
     """Prompts and tasks during training."""
 
     prompts: list[str] = Field([])
-    """Prompts that the model continues when a `validation` set is measured, and after the last step. A continuation has at
-    most 64 tokens, each the most probable one. samples.jsonl in the run folder and the report show the continuations. An
-    empty prompt begins a document."""
+    """Prompts that the model continues by at most 64 tokens, when a `validation` set is measured and after the last
+    step. samples.jsonl in the run folder and the report show the continuations. An empty prompt begins a document."""
     tasks: list[str] = Field([], description="Tasks to evaluate during training, as with `optimus evaluate --tasks`.")
     task_data: PathText | None = Field(None, description="Folder of the tasks' data.")
     tasks_every: int | None = Field(
@@ -500,17 +485,16 @@ class EvaluateConfig(Section):
 
 
 class ValidationConfig(Section):
-    """A set of validation text; its bits per byte and loss are metrics."""
+    """A set of validation text. The metrics of a set are its bits per byte and, if the set has a name, its loss."""
 
     name: str | None = None
-    """Name in the metrics bits_per_byte/NAME and loss/NAME. One set may have no name; the metric of this set is
-    bits_per_byte."""
-    path: PathOrUrl | None = Field(None, description="Folder written by `optimus prepare`; or give text.")
+    """Name in the metrics bits_per_byte/NAME and loss/NAME. One set may have no name."""
+    path: PathOrUrl | None = None
+    """Folder written by `optimus prepare`, read with the `data.documents` of the training; or give text."""
     text: PathOrUrl | None = Field(None, description="File, folder or glob of text.")
     every: int | None = Field(None, gt=0, description="Steps between validations. Default: after the last step only.")
     tokens: Count = Field(1 << 17)
-    """Number of tokens to use, also as 2e6 or 1M. With `max_bytes` and without `tokens`: as many tokens as these bytes
-    have."""
+    """Number of tokens to use, also as 2e6 or 1M. Default with `max_bytes`: the tokens of these bytes."""
     max_bytes: int | None = Field(None, gt=0, description="With text: maximum number of bytes to use.")
 
     @model_validator(mode="after")
@@ -522,7 +506,7 @@ class ValidationConfig(Section):
                 raise ValueError(
                     f"{self.name or 'a set'}: max_bytes applies to text only: give tokens for prepared data"
                 )
-            if not self.non_default("tokens"):  # at most a token per byte, and one for the end of each document
+            if "tokens" not in self.model_fields_set:  # at most a token per byte, and one for the end of each document
                 self.tokens = 2 * self.max_bytes
         return self
 
@@ -531,25 +515,25 @@ class ResilienceConfig(Section):
     """Handling of non-finite numbers, loss spikes, and hanging or slow ranks."""
 
     max_skipped: int = Field(3, ge=0)
-    """Maximum number of consecutive steps whose update the run skips because the loss or the gradient norm is not
-    finite, or the square of the norm overflows fp32. One more such step ends the run."""
+    """Maximum number of consecutive steps whose loss, or squared gradient norm after clipping, is not finite in fp32.
+    One more ends the run. Also the maximum number of consecutive spikes; after one more, the run accepts any loss until
+    it has 16 new ones."""
     on_spike: Literal["nothing", "skip", "rollback"] = "nothing"
     """Action on a loss above the spike threshold: nothing, skip the step's update, or roll back to saved weights
     (checkpoint.weights_every)."""
     spike: float = Field(8.0, gt=0)
-    """Spike threshold, in standard deviations of the last 64 losses without a spike, above the mean of these losses."""
+    """Spike threshold, in standard deviations above the mean of at most 64 previous losses without a spike."""
     max_rollbacks: int = Field(2, ge=0)
-    """Maximum number of rollbacks to saved weights after loss spikes or, under `optimus launch`, after non-finite
-    gradients. One more rollback ends the run."""
+    """Maximum number of rollbacks to saved weights after loss spikes or, under `optimus launch`, non-finite
+    gradients."""
     hang: float = Field(300.0, gt=0)
-    """Under `optimus launch`: seconds without a completed step (including a synchronous checkpoint) after which the culprit
-    rank is identified and its node replaced."""
+    """Under `optimus launch`: seconds without a completed step after which the run restarts, if possible with a spare
+    in place of the culprit rank's node."""
     slow: float = Field(50.0, gt=0)
-    """Report a rank whose step time, without waiting, persistently exceeds that of its peers by more than this many per
-    cent."""
+    """Report a rank whose step time, without waiting, stays longer than normal by more than this percentage."""
     exclude_slow: bool = Field(False, description="Under `optimus launch`: replace the node of a slow rank.")
     timeout: float = Field(600.0, gt=0)
-    """Seconds after which a rank that waits in a collective gives up, also while another rank writes a checkpoint."""
+    """Seconds after which a rank that waits in a collective gives up."""
 
 
 class CollectivesConfig(Section):
@@ -557,9 +541,9 @@ class CollectivesConfig(Section):
 
     machine: PathText | None = None
     """Machine file with measured collectives (`optimus bench collectives --write`), which determine the algorithms.
-    Default: rules by size and placement on nodes."""
+    Default: fixed rules."""
     partial_sums: Literal["float32", "bfloat16"] = "float32"
-    """Type of a node's partial sums when sent to other nodes. bfloat16 halves the traffic and adds one rounding."""
+    """Type of a node's partial sums when sent to other nodes."""
 
 
 class ObserveConfig(Section):
@@ -577,8 +561,8 @@ class ObserveConfig(Section):
     sinks: list[str] = Field([], description="Metric sinks of plugins, by name.")
     report: bool = Field(True, description="Write report.html, as `optimus report` does, when the run ends.")
     notify: str | None = None
-    """Receiver of messages about the run's end or failure, and under `optimus launch` its restarts: a webhook or a command.
-    A webhook (an http or https URL) gets JSON; a command gets the same JSON on its standard input."""
+    """Receiver of messages about the run's end, failure and restarts: a webhook (an http or https URL) gets JSON; a
+    command gets the same JSON on its standard input."""
     mlflow: str | None = Field(None, description="MLflow experiment, on the server in MLFLOW_TRACKING_URI; null: off.")
     wandb: str | None = Field(None, description="Weights & Biases project; null: off.")
     wandb_entity: str | None = Field(None, description="Weights & Biases user or team. Default: that of the API key.")
@@ -589,28 +573,26 @@ class ObserveConfig(Section):
     wandb_tags: list[str] = Field([], description="Tags of the run in Weights & Biases.")
     profile_step: int | None = Field(None, gt=0)
     """Profile this step: trace.json.gz contains the operations of the ranks, for Perfetto, and trace-rank-N.json the
-    operations of rank N. Pipeline actions and collectives have names."""
+    operations of rank N."""
     timeline: int | None = Field(None, gt=0)
     """Write the pipeline's timeline of this step to timeline.json, for `optimus schedule --measured`."""
 
 
 class TuningConfig(Section):
-    """Choice of implementations by measurements on this machine: an alternative replaces the default if it is clearly
-    faster."""
+    """Choice of implementations by measurements on this machine."""
 
     matmul: bool = True
-    """Time every large matmul of the first step in the forms NN, NT and TN, and use another form than the default if
-    the other form is clearly faster (AxoNN)."""
+    """Time large matmuls of the first step in the forms NN, NT and TN, and use a clearly faster form than the default
+    (AxoNN)."""
     cache: PathText | None = Field("~/.cache/optimus", validate_default=True)
-    """Folder for the measurements of each chip, so that later runs make the same choices; null: measure in every run.
-    Delete a chip's file to repeat its measurements."""
+    """Folder for the measurements of each chip; null: measure in every run. Delete a chip's file to repeat its
+    measurements."""
 
 
 Recomputable = Literal["norm", "attention", "mlp", "moe", "block", "auto"]
 
 
 def _placed(node: Any, path: Sequence[str], value: Any) -> Any:
-    """Returns a copy of `node`, a section or a list, with `value` at `path`."""
     if not path:
         return value
     if isinstance(node, list):
@@ -620,21 +602,21 @@ def _placed(node: Any, path: Sequence[str], value: Any) -> Any:
 
 
 class RunConfig(Section):
-    """The whole configuration of a run. `load_config` checks the sections against each other."""
+    """The configuration of a run."""
 
     model: Architecture = Field(description="A preset, a Hugging Face folder, or the mapping below.")
     data: DataConfig = Field(description="Default: the data of the first phase.")
     train: TrainConfig
     phases: list[PhaseConfig] = Field([])
-    """Stretches of the run with other data, lengths, batches or learning rates, one after the other. The length of the run
-    is the sum of the phases' lengths."""
+    """Stretches of the run with other data, sequence lengths, batches or learning rates. The length of the run is the
+    sum of the phases' lengths."""
     optimizer: OptimizerConfig = OptimizerConfig()
     lr_schedule: LrScheduleConfig = LrScheduleConfig()
     moe: MoeConfig = MoeConfig()
     parallel: ParallelConfig = ParallelConfig()
     state: StateConfig = StateConfig()
     pruning: PruningConfig | None = None
-    """Prune parameters during the run; null: none. See the guide on pruning."""
+    """Prune parameters during the run; null: none."""
     recompute: Annotated[list[Recomputable], BeforeValidator(lambda x: [x] if isinstance(x, str) else x)] = Field([])
     """Activation recomputation (checkpointing) in the backward pass: any of `norm`, `attention`, `mlp` and `moe`; or
     `block`, whole blocks; or `auto`, the least that fits `recompute_budget`."""
@@ -642,12 +624,10 @@ class RunConfig(Section):
     """Recompute the modules of every n-th block only; with `recompute: block`, save the input of every n-th block only
     (AxoNN's ac)."""
     recompute_collectives: Literal["keep", "repeat"] = "keep"
-    """Collectives in recomputation. keep: cache the results of the collectives (CAC); repeat: run the collectives
-    again, which takes less memory."""
+    """Collectives in recomputation. keep: cache the results (CAC); repeat: run the collectives again."""
     recompute_budget: Annotated[int, Field(gt=0), BeforeValidator(partial(reported_as_value, parse_size))] | None = None
-    """With `recompute: auto`. Maximum bytes of saved activations of one microbatch on one rank, also as 512MB or 40GiB.
-    Default: the activations of all live microbatches fit into nine tenths of the device memory that state and buffers
-    leave free. Free memory counts in coarse steps, rounded down."""
+    """With `recompute: auto`. Maximum peak bytes of the activations of one microbatch on one rank, also as 512MB or
+    40GiB. Default: by the free device memory."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     validation: list[ValidationConfig] = Field([], description="Validation sets, which are measured during training.")
@@ -656,25 +636,22 @@ class RunConfig(Section):
     observe: ObserveConfig = ObserveConfig()
     tuning: TuningConfig = Field(default_factory=TuningConfig)  # the default needs the user's home folder
     plugins: list[str] = Field([])
-    """Modules or entry points (group optimus.plugins) that add update rules, schedules, model families and so on. Every
-    process of the run imports the plugins."""
+    """Modules or entry points (group optimus.plugins) that add update rules, schedules, model families and so on."""
 
     def changed(self, **sections: Mapping[str, Any]) -> "RunConfig":
-        """Returns a copy with other values in sections: `config.changed(train={"steps": 5})`. Does not check the
-        values."""
+        """Returns a copy with other values in sections, unchecked: `config.changed(train={"steps": 5})`."""
         update = {name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
         return self.model_copy(update=update)
 
     def decided(self, values: Mapping[str, Any]) -> "RunConfig":
-        """Returns a copy with values by the paths of their keys: `config.decided({"train.steps": 5})`. Does not check
-        the values."""
+        """Returns a copy with new values, by dotted keys, unchecked: `config.decided({"train.steps": 5})`."""
         config = self
         for key, value in values.items():
             config = _placed(config, key.split("."), value)
         return config
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> "RunConfig":
-        """Copies the configuration like `Section.model_copy`. Raises `RuntimeError` when the configuration is locked."""
+        """Copies the configuration. Raises `RuntimeError` when the configuration is locked."""
         if self.locked:
             raise RuntimeError(
                 f"the configuration of a resolved run is locked: cannot change {', '.join(update or ())}"
@@ -683,13 +660,13 @@ class RunConfig(Section):
 
     @property
     def warmup_steps(self) -> int:
-        """Steps of the warm-up; by default a twentieth of the run, but at most 2,500."""
+        """Steps of the warm-up; see `LrScheduleConfig.warmup_steps`."""
         given = self.lr_schedule.warmup_steps
         return min(_LONGEST_WARMUP, self.train.total_steps // _WARMUP_SHARE) if given is None else given
 
     @property
     def cooldown_steps(self) -> int:
-        """Steps of the cooldown; by default a fifth of the run, but at least 1; 0 unless the schedule is wsd."""
+        """Steps of the cooldown; 0 unless the schedule is wsd."""
         if self.lr_schedule.name != "wsd":
             return 0
         return self.lr_schedule.cooldown_steps or max(1, self.train.total_steps // _COOLDOWN_SHARE)

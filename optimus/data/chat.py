@@ -1,11 +1,7 @@
-"""Renders conversations as text, with the tokenizer's chat template or the default template. Finds the spans of the
-assistant's text, which the model predicts.
+"""Renders conversations as text, and finds the spans that the model predicts.
 
-The default template is from Tülu (Wang et al. 2023, "How Far Can Camels Go?", section 4.1): `<|user|>`, a line break,
-the message, a line break. With this template, the predicted spans are the assistant's messages with their endings. An
-ending is the heading of the next message, or the end of text.
-
-A template is code from a third party, and runs in Jinja's sandbox.
+The default template is from Tülu (Wang et al. 2023, "How Far Can Camels Go?", section 4.1). Templates run in Jinja's
+sandbox.
 """
 
 import hashlib
@@ -23,7 +19,7 @@ from optimus.disk import parse_json
 from optimus.errors import UserError
 
 Spans = tuple[tuple[int, int], ...]
-"""Spans of a text: for each span, the indices of its first character and of the character after the span."""
+"""Half-open ranges of the characters of a text."""
 
 FILE = "chat_template.jinja"
 OURS = (
@@ -38,24 +34,22 @@ OURS = (
 )
 _FILES = ("special_tokens_map.json", "tokenizer_config.json", FILE)  # files of a tokenizer; later files take precedence
 _ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-_THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names of the assistant's reasoning; the first found counts
-_MARKS = "".join(map(chr, range(0xFDD0, 0xFDF0)))  # noncharacters, which Unicode reserves for programs
-_DAY = datetime(2024, 7, 26)  # the date that templates get unless `render` has another `day`
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of the assistant's reasoning; the first found wins
+_MARKS = "".join(map(chr, range(0xFDD0, 0xFDF0)))  # noncharacters, which Unicode reserves for internal use
+_DAY = datetime(2024, 7, 26)  # a fixed date, so that renderings are reproducible
 
 
 class ChatTemplate(NamedTuple):
-    """A template, and the special tokens that the template may name: `bos_token`, `eos_token` and so on."""
+    """A template, and the special tokens that the template may name."""
 
     source: str = OURS
     tokens: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def beside(cls, tokenizer: Path, eos_token: str) -> "ChatTemplate":
-        """Finds the template of a tokenizer.json: in the index of prepared data, or in files of the standard names in the
-        same folder. Returns the default template if the folder has no template, or if `tokenizer` has another name.
-
-        Raises `UserError` if a file of a standard name cannot be read, or has an invalid template.
-        """
+        """Finds the chat template in the folder of a tokenizer.json, or returns the default template. The index of
+        prepared data takes precedence over the tokenizer's own files. Raises `UserError` if one of the
+        tokenizer's files is unreadable or has an invalid template."""
         folder, files = tokenizer.parent, dict[str, Any]()
         if tokenizer.name == "tokenizer.json":
             if (prepared := _prepared(folder / "index.json")) is not None:
@@ -73,15 +67,15 @@ class ChatTemplate(NamedTuple):
 
     @classmethod
     def from_files(cls, files: Mapping[str, Any], eos_token: str, where: str) -> "ChatTemplate | None":
-        """Finds the template in `files`, a mapping from names to contents of a published tokenizer's files. Returns
-        None if the files have no template. Raises `UserError` for an invalid template, and for named templates of which
-        none has the name default."""
+        """Finds the template in the `files` of a published tokenizer: parsed JSON or, for `FILE`, text, by file name.
+        Returns None if the files have no template. Raises `UserError` for an invalid template, and for a list of
+        templates without one named default."""
         said = {name: value for file in _FILES[:2] for name, value in files.get(file, {}).items()}
         named = {f"{role}_token": said.get(f"{role}_token") for role in _ROLES}
         texts = {role: each.get("content") if isinstance(each, dict) else each for role, each in named.items()}
         tokens = {"eos_token": eos_token} | {role: each for role, each in texts.items() if isinstance(each, str)}
         source = files.get(FILE, said.get("chat_template"))
-        if isinstance(source, list):  # a list of named templates
+        if isinstance(source, list):
             by_name = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
             if "default" not in by_name:
                 names = ", ".join(map(str, by_name))
@@ -99,10 +93,12 @@ class ChatTemplate(NamedTuple):
 
     @classmethod
     def read(cls, said: Mapping[str, Any]) -> "ChatTemplate":
-        """Reads a template that `written` returned."""
-        return cls(
-            str(said["template"]), tuple(sorted((str(role), str(text)) for role, text in said["tokens"].items()))
-        )
+        """Reads a template that `written` returned. Raises `KeyError` for a missing entry, and `TypeError` unless the
+        tokens are an object."""
+        tokens = said["tokens"]
+        if not isinstance(tokens, Mapping):
+            raise TypeError("the tokens of chat must be an object")
+        return cls(str(said["template"]), tuple(sorted((str(role), str(text)) for role, text in tokens.items())))
 
     def written(self) -> dict[str, Any]:
         """Returns the template and its tokens as a dict for JSON."""
@@ -132,12 +128,10 @@ class ChatTemplate(NamedTuple):
         marks: tuple[str, str] = ("", ""),
         day: datetime = _DAY,
     ) -> str:
-        """Renders a conversation as text, and adds the heading of the next answer if `answer` is True. Puts `marks`
-        around the text between the template's tags `generation` and `endgeneration`. Raises `UserError` for a
-        conversation that the template cannot render."""
-        template = _compiled(self.source)
+        """Renders a conversation as text, with the heading of the next answer if `answer` is True. Puts `marks` around
+        the text in `{% generation %}` tags. Raises `UserError` for a conversation that the template cannot render."""
         try:
-            text: str = template.render(
+            text: str = _compiled(self.source).render(
                 **dict(self.tokens),
                 messages=[_plain(message) for message in messages],
                 tools=tools,
@@ -160,12 +154,10 @@ class ChatTemplate(NamedTuple):
         *,
         parse_special: bool = False,
     ) -> "Conversation":
-        """Renders a conversation and finds the predicted spans. The spelling of one of the tokenizer's `special` tokens
-        in a message stays ordinary text, unless `parse_special` is True.
-
-        Raises `UserError` like `render`, and if the predicted spans are empty or unknown. Without `parse_special`, also
-        raises `UserError` for a role that contains a special token.
-        """
+        """Renders a conversation and finds the predicted spans. Without `parse_special`, the spelling of a `special`
+        token in a message stays ordinary text, and a role must not contain a special token. Raises `UserError` for an
+        invalid role, and if the template cannot render the conversation or drops the text of the messages. Also raises
+        `UserError` if the spans are unknown, or if a template with `{% generation %}` tags gives no span."""
         begin, end, quote = marks = _unused(json.dumps([messages, tools], ensure_ascii=False, default=str), where)
         for number, message in enumerate(messages, 1):
             if not parse_special and any(token in message["role"] for token in special):
@@ -189,7 +181,11 @@ class ChatTemplate(NamedTuple):
                 raise UserError(
                     f"{where}: the chat template drops the text of the messages: it may need `content` as a list of parts"
                 )
-            return Conversation(rendered, predicted, stays)
+            last = len(rendered.rstrip())
+            ends_in_token = any(rendered.endswith(token, 0, last) for token in special) and all(
+                stop != last for _, stop in stays
+            )
+            return Conversation(rendered, predicted, stays, predicted[-1][1] >= last and not ends_in_token)
         found, spans, is_open = self.render(given, where, tools=tools), list[tuple[int, int]](), False
         rendered, _, stays = _unmarked(found, marks, special, where)
         for number, message in enumerate(messages):
@@ -209,12 +205,8 @@ class ChatTemplate(NamedTuple):
         mark: str,
     ) -> tuple[int, int, bool]:
         """Finds the span of the assistant's message `messages[number]` in the rendered conversation `rendered`. Returns
-        (start, end, True if the message has text and only white space follows the message).
-
-        The span begins after the prompt for the answer, and includes a special token that follows the message. Raises
-        `UserError` unless the template renders the conversations that stop before and after the message as prefixes of
-        `rendered`, except for special tokens and white space at the end.
-        """
+        (start, end, True if the message has text and only white space follows the message). Raises `UserError` if the
+        span is unknown."""
         asked, message = messages[:number], messages[number]
         answered = self.render(messages[: number + 1], where, tools=tools)
         last, same = _reaches(rendered, answered, special)
@@ -285,13 +277,11 @@ class Conversation(NamedTuple):
     predicted: Spans | None = None
     quoted: Spans = ()
     is_open: bool = False
-    """True if the text ends with an answer without a special token at its end. The model then also predicts the end of
-    text."""
+    """True if the text ends with an answer, and the answer does not end with a special token."""
 
     def encoded(self, as_tokens: Any, as_text: Any) -> tuple[list[int], list[bool]]:
-        """Returns the token ids, and for each token True if the model predicts any character of the token. `as_tokens`
-        is the tokenizer that parses special tokens. `as_text` is the tokenizer that encodes the spelling of special
-        tokens as ordinary text."""
+        """Returns the token ids, and for each token True if the model predicts any character of the token. The
+        tokenizer `as_tokens` must parse special tokens, and `as_text` must not."""
         ids, offsets = list[int](), list[tuple[int, int]]()
         borders = [0, *(border for span in self.quoted for border in span), len(self.text)]
         for number, (start, stop) in enumerate(pairwise(borders)):
@@ -306,7 +296,7 @@ class Conversation(NamedTuple):
 
 
 def _prepared(index: Path) -> ChatTemplate | None:
-    """Reads the template of prepared data from its index. Returns None if the index has no readable template."""
+    """Reads the template from the index of prepared data, or returns None."""
     try:
         return ChatTemplate.read(parse_json(index.read_bytes())["chat"])
     except (OSError, ValueError, LookupError, TypeError):
@@ -318,7 +308,6 @@ _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 @lru_cache(maxsize=16)
 def _compiled(source: str) -> Any:
-    """Compiles a template in a sandbox, with the extensions and functions that templates of published tokenizers use."""
     import jinja2
     import jinja2.ext
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -354,8 +343,8 @@ def _compiled(source: str) -> Any:
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Removes nulls from a message, and gives the assistant's reasoning the names `thinking` and
-    `reasoning_content`."""
+    """Removes the null fields of a message, and adds the assistant's reasoning as `reasoning_content` and, if absent,
+    as `thinking`."""
     given = {name: value for name, value in message.items() if value is not None}
     thought = next((given[name] for name in _THOUGHTS if name in given), None)
     return given if thought is None else {"thinking": thought, **given, "reasoning_content": thought}
@@ -372,10 +361,9 @@ def _unused(text: str, where: str) -> tuple[str, str, str]:
 def _quoted(value: Any, special: Sequence[str], quote: str) -> Any:
     """Replaces each spelling of a special token, also in nested values, by the token's number between two `quote`
     characters."""
-    if isinstance(value, str):
-        for number, token in enumerate(special):
-            value = value.replace(token, f"{quote}{number}{quote}")
-        return value
+    if isinstance(value, str):  # in one pass, because a special token may be a digit
+        tokens = "|".join(map(re.escape, filter(None, special)))
+        return re.sub(tokens, lambda found: f"{quote}{special.index(found[0])}{quote}", value) if tokens else value
     if isinstance(value, Mapping):
         return {_quoted(name, special, quote): _quoted(each, special, quote) for name, each in value.items()}
     return [_quoted(each, special, quote) for each in value] if isinstance(value, list) else value
@@ -416,13 +404,13 @@ class Answering(NamedTuple):
     """The prompt for an answer, and the tokens and the text that end the answer."""
 
     prompt: Conversation
-    stops: tuple[int, ...]  # ids of tokens that end the answer
-    end_text: str  # text that begins the next message and so ends the answer; may be empty
+    stops: tuple[int, ...]
+    end_text: str  # text that ends the answer; may be empty
 
     @classmethod
     def to(cls, template: ChatTemplate, said: str, tokenizer: Any) -> "Answering":
-        """Builds the prompt for an answer to the user's message `said`, with today's date. Raises `UserError` if the
-        template cannot render the message. `tokenizer` parses special tokens."""
+        """Builds the prompt for an answer to the user's message `said`, with today's date. `tokenizer` must parse
+        special tokens."""
         where, special, today = "the prompt", special_texts(tokenizer), datetime.now()
         begin, end, quote = _unused(said, where)
         asked = {"role": "user", "content": said}

@@ -1,12 +1,7 @@
-"""Reads a dataset that the user gives as a Python object or names in the configuration, in place of a prepared folder.
+"""Turns the items of a Python dataset into rows of tokens.
 
-An item is a mapping with one-dimensional `input_ids`. Optional keys are `labels`, `document_ids` (tokens of one
-document have the same id) and `attention_mask` (0 for padding at the end). Labels are the tokens themselves, or -100
-for tokens that the model does not predict. Each item becomes a row. The row of an item that is shorter than the context
-ends in padding, which the model does not predict.
-
-`DatasetRows` reads a map-style dataset in the order of a permutation. `StreamRows` reads a resumable iterator in the
-order of the iterator, and skips rows before the requested rows.
+An item is a mapping with one-dimensional `input_ids`, and optionally `labels`, `document_ids` and `attention_mask`.
+Labels are the tokens themselves, or -100. Each item becomes a row, with padding at the end.
 
 Legend: N tokens of an item, S tokens of a row.
 """
@@ -17,7 +12,6 @@ import json
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,9 +19,10 @@ from numpy.typing import NDArray
 
 from optimus.data import tokenizer as tokenizers
 from optimus.data.permutation import Permutation
+from optimus.data.rows import UnshardedRows
 from optimus.data.shards import BEGINS, ENDLESS, INSIDE, NOT_PREDICTED
 from optimus.disk import user_path
-from optimus.errors import UserError, nearest
+from optimus.errors import UserError, nearest, said
 from optimus.plugins import imported
 
 ARGUMENT = "argument"
@@ -35,7 +30,7 @@ ARGUMENT = "argument"
 
 _NOT_PREDICTED = -100  # the label of a token that the model does not predict, as in `transformers`
 _FINGERPRINTED = 8  # number of first items that the fingerprint of a dataset hashes
-# Number of recent states of a stream to keep. The number exceeds the batches that a loader reads ahead.
+# Maximum number of recent states that a stream keeps; it must exceed `AHEAD` in `loader.py`.
 _STATES = 64
 _INSTEAD = {"position_ids": "document_ids", "cu_seqlens": "document_ids", "seq_idx": "document_ids"}
 
@@ -43,10 +38,10 @@ _INSTEAD = {"position_ids": "document_ids", "cu_seqlens": "document_ids", "seq_i
 def rows_of(
     dataset: str, argument: Any, *, tokenizer: str | None, context: int, seed: int
 ) -> "DatasetRows | StreamRows":
-    """Opens the dataset of the section `data`: the object `argument`, or the object that `dataset` names.
+    """Returns the rows of `argument` if `dataset` is `ARGUMENT`, otherwise of the object that `dataset` names.
 
-    `tokenizer` is the value of `data.tokenizer`. Raises `UserError` for a missing tokenizer, and for an object that is
-    neither a map-style dataset nor a resumable iterator.
+    Raises `UserError` for a missing dataset or tokenizer, and for an object that is neither a map-style dataset nor a
+    resumable iterator.
     """
     if dataset == ARGUMENT and argument is None:
         raise UserError(
@@ -74,8 +69,7 @@ def rows_of(
 
 
 def _named(name: str, where: str) -> Any:
-    """Returns the object with the name package.module.name. If the object is callable and no dataset, returns the
-    result of a call."""
+    """Returns the dataset `name` (package.module.name), or the result of the function or class `name`."""
     module, _, attribute = name.rpartition(".")
     if not module:
         raise UserError(f"{where} names no module: give package.module.name")
@@ -88,51 +82,20 @@ def _named(name: str, where: str) -> Any:
 
 
 def _asked(function: Callable[..., Any], where: str, *arguments: Any) -> Any:
-    """Calls a function of the user. Turns `SystemExit`, and each `Exception` except `StopIteration`, into a `UserError`
-    that begins with `where`."""
+    """Calls a user's function. Turns `SystemExit`, and any `Exception` but `StopIteration`, into a `UserError`."""
     try:
         return function(*arguments)
     except StopIteration:
         raise
     except (Exception, SystemExit) as error:
-        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        raise UserError(f"{where} failed ({said}): correct its code") from error
+        raise UserError(f"{where} failed ({said(error)}): correct its code") from error
 
 
-class _ItemRows:
-    """Turns the items of a dataset into rows. Has the attributes of `Rows` except `stored_rows`."""
-
-    padded = False  # padding has the flag `NOT_PREDICTED`
-    masked = True
-    parse_special = False
-
-    def __init__(self, where: str, info: tokenizers.TokenizerInfo, context: int, instances: int) -> None:
-        self.folder = Path("dataset")
-        self.where, self.context, self.instances = where, context, instances
-        self.vocab_size, self.eos_id, self.tokenizer_path = info.vocab_size, info.eos_id, info.path
-        self.index: dict[str, Any] = {
-            "tokenizer": {"sha256": info.sha256, "vocab_size": info.vocab_size, "eos_id": info.eos_id},
-            "instances": instances,
-            "context": context,
-        }
-
-    def check_model(self, context: int, vocab_size: int) -> None:
-        """Raises `UserError` unless a model can train on the rows; see `Shards.check_model`."""
-        if self.context % context:
-            raise UserError(
-                f"{self.where}: rows of {self.context} tokens cannot be divided into sequences of {context}"
-            )
-        if self.vocab_size > vocab_size:
-            raise UserError(
-                f"data.tokenizer: {self.tokenizer_path} has {self.vocab_size} tokens, but the model's vocabulary only "
-                f"{vocab_size}. Enlarge the model's vocabulary"
-            )
-
-    def verify(self) -> None:
-        """Does nothing, because a dataset has no checksums."""
+class _ItemRows(UnshardedRows):
+    """Rows of items. Padding has the flag `NOT_PREDICTED`."""
 
     def row(self, item: Any, number: int) -> NDArray[np.uint32]:
-        """Returns the row [context] of item `number`, with the flags of `shards`. Raises `UserError` for an invalid
+        """Returns the row [context] of item `number`, with the flags of `shards.py`. Raises `UserError` for an invalid
         item."""
         where = f"{self.where}: item {number}"
         if not isinstance(item, Mapping) or "input_ids" not in item:
@@ -181,8 +144,7 @@ class _ItemRows:
         return np.where(ignored_N, np.uint32(NOT_PREDICTED), np.uint32(0))
 
     def _flags_of_documents(self, document_N: NDArray[np.int64], ids_N: NDArray[np.int64]) -> NDArray[np.uint32]:
-        """Returns flags [N]. `BEGINS` marks the first token of a document that follows another document without an
-        end-of-text token. `INSIDE` marks end-of-text tokens within a document."""
+        """Returns the flags `BEGINS` and `INSIDE` [N]."""
         flags_N = np.zeros(len(ids_N), dtype=np.uint32)
         begins_N, ends_N = document_N[1:] != document_N[:-1], ids_N[:-1] == self.eos_id
         flags_N[1:][begins_N & ~ends_N] |= BEGINS
@@ -191,8 +153,7 @@ class _ItemRows:
 
 
 class DatasetRows(_ItemRows):
-    """Rows of a map-style dataset. A permutation, which `seed` determines, maps the number of a row to the index of an
-    item."""
+    """Rows of a map-style dataset, in an order that `seed` determines."""
 
     def __init__(self, dataset: Any, where: str, info: tokenizers.TokenizerInfo, context: int, seed: int) -> None:
         size = _asked(len, f"{where}: its length", dataset)
@@ -218,31 +179,31 @@ class DatasetRows(_ItemRows):
 
 
 class StreamRows(_ItemRows):
-    """Rows of a resumable iterator, in the order of the iterator. Iterates again after the end of the stream.
-
-    Keeps recent states of the iterator, for checkpoints.
-    """
+    """Rows of a resumable iterator. After the stream ends, a new pass begins in the stream's state before the run."""
 
     def __init__(self, stream: Any, where: str, info: tokenizers.TokenizerInfo, context: int) -> None:
         super().__init__(where, info, context, ENDLESS)
         self._stream, self._where = stream, where
         self._items: Iterator[Any] | None = None
         self._last_row: NDArray[np.uint32] | None = None  # the row before the row `_next`
-        self._beginning: Any = None  # the stream's state before `load_state`; None without `load_state`
+        self._first: Any = None  # the stream's state before the run, in which every later pass begins
+        self._loaded = False  # True after `load_state`
         self._next = 0  # number of the row that the iterator yields next
         self._states: deque[tuple[int, Any]] = deque(maxlen=_STATES)  # (row, the stream's state before this row)
         self._lock = threading.Lock()
 
     def stored_rows(self, start: int, stop: int) -> NDArray[np.uint32]:
         """Returns rows `start` to `stop - 1` [stop - start, context] with their flags, and skips the rows before
-        `start`."""
+        `start`. Only the last row can be read again; raises `UserError` for an earlier `start`."""
         if start == self._next - 1 and self._last_row is not None:  # an earlier step has read a part of this row
             rest = [self.stored_rows(start + 1, stop)] if stop > start + 1 else []
             return np.concatenate([self._last_row[None], *rest])
         if start < self._next:
             raise UserError(f"{self._where}: row {start} is past: a stream cannot be read again")
-        state = copy.deepcopy(_asked(self._stream.state_dict, f"{self._where}: its state_dict"))
+        state = self._state()
         _check_json(state, f"{self._where}: its state_dict")
+        if self._first is None:
+            self._first = state
         with self._lock:
             self._states.append((self._next, state))
         while self._next < start:
@@ -252,17 +213,24 @@ class StreamRows(_ItemRows):
         return rows
 
     def state_before(self, row: int) -> dict[str, Any]:
-        """Returns the newest stored state from which the stream can reach `row`, for `load_state`. Returns an empty
-        dict if there is no such state."""
+        """Returns the newest stored state at or before `row`, or an empty dict."""
         with self._lock:
             return next(({"row": at, "state": state} for at, state in reversed(self._states) if at <= row), {})
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Loads a state that `state_before` returned. Callers load the state before the first call of `stored_rows`."""
-        self._beginning = copy.deepcopy(_asked(self._stream.state_dict, f"{self._where}: its state_dict"))
+        """Loads a state that `state_before` returned. Callers must do so before the first call of `stored_rows`."""
+        self._first, self._loaded = self._state(), True
         self._set(state["state"])
         self._next = state["row"]
         self._states.append((self._next, state["state"]))
+
+    def restore(self) -> None:
+        """Restores the state that the stream had before this run, for another pass or another run in this process."""
+        if self._first is not None:
+            self._set(copy.deepcopy(self._first))
+
+    def _state(self) -> Any:
+        return copy.deepcopy(_asked(self._stream.state_dict, f"{self._where}: its state_dict"))
 
     def _set(self, state: Any) -> None:
         _asked(self._stream.load_state_dict, f"{self._where}: its load_state_dict", state)
@@ -271,8 +239,8 @@ class StreamRows(_ItemRows):
         """Returns the next item, of a new pass if the stream has ended."""
         for items in (self._items, None):
             if items is None:
-                if self._items is not None and self._beginning is not None:
-                    self._set(self._beginning)  # some streams begin each pass at the last loaded state
+                if self._items is not None and (self._loaded or self._state() != self._first):
+                    self.restore()  # some streams begin each pass at the last loaded state, and others at their beginning
                 items = self._items = _asked(iter, f"{self._where}: its iterator", self._stream)
             try:
                 item = _asked(next, f"{self._where}: item {self._next}", items)
@@ -284,7 +252,7 @@ class StreamRows(_ItemRows):
 
 
 def _check_json(state: Any, where: str) -> None:
-    """Raises `UserError` for a state that a checkpoint cannot hold."""
+    """Raises `UserError` unless `state` is a dict that JSON preserves."""
     cure = "return a mapping of texts to numbers, texts, lists and mappings"
     try:
         same = json.loads(json.dumps(state)) == state
@@ -300,7 +268,8 @@ def _integers(values: Any, where: str) -> NDArray[np.int64]:
         found = np.asarray(values)
     except Exception as error:
         raise UserError(f"{where} is no array ({error}): give a list, an array or a tensor of integers") from error
-    if found.ndim != 1 or not (np.issubdtype(found.dtype, np.integer) or found.dtype == bool):
+    integers = np.issubdtype(found.dtype, np.integer) or found.dtype == bool
+    if found.ndim != 1 or not (integers or not found.size):  # NumPy takes an empty list for numbers with a fraction
         cure = "yield items one by one, without batches" if found.ndim == 2 else "give a list of integers"
         raise UserError(f"{where} has the shape {[*found.shape]} and the type {found.dtype}: {cure}")
     return found.astype(np.int64)

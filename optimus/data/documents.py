@@ -1,12 +1,12 @@
 """Reads input files in order, in batches of text.
 
-Helper processes tokenise the batches. The helpers receive JSON lines as raw blocks of whole lines, and parse the lines.
-All other text and very long JSON lines arrive as strings. Long documents arrive in pieces (see `cutting`). Reading can
-resume at a position: the border between two documents, or a checked cut in a text file.
+Long documents come in pieces; see `cutting.py`.
 """
 
 import codecs
 import itertools
+import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,28 +17,31 @@ from optimus.data import files
 from optimus.data.chat import Conversation
 from optimus.data.cutting import LIMIT as PIECE_LIMIT
 from optimus.data.cutting import PIECE, UncuttableError, pieces
-from optimus.data.fields import TextField, field_of, kind_of
-from optimus.data.files import BadFileError, Source, Sources, open_bytes
+from optimus.data.fields import ChatField, TextField, field_of, kind_of
+from optimus.data.files import BadFileError, Source, Sources, open_as_stored, open_bytes
 from optimus.data.markup import page_text
 from optimus.data.readers import READERS, ReaderRow
 from optimus.data.tables import records
 from optimus.disk import parse_json
-from optimus.errors import UserError
+from optimus.errors import UserError, said
 
 BLOCK = 1 << 20  # approximate bytes of a batch of JSON lines
-# Maximum bytes of a JSON line, which a line may exceed by up to `BLOCK`. The parser needs several times the size of the
-# line in memory.
+# Approximate maximum bytes of a JSON line.
 LONGEST_LINE = 64 << 20
+_PARSE = json.JSONDecoder().raw_decode
+_NO_SPACE = re.compile(r"[^ \t\r\n]")
 PARQUET_ROWS = 64
 
 Encode = Callable[[str], list[int]]
 
 
 class Position(NamedTuple):
-    """A position before byte `offset` of the decompressed UTF-8 text of file number `file`. For Parquet, Arrow, CSV,
-    TSV and the files of `record_reader`, `offset` counts the rows before the position.
+    """A position in file number `file`.
 
-    `line` counts the lines before the position, in JSON lines.
+    For plain text and JSON lines, `offset` counts the bytes of decompressed UTF-8 text before the position. For JSON
+    arrays, tables and the files of `record_reader`, `offset` counts the elements, rows or records before the position.
+
+    For JSON lines, `line` counts the lines before the position.
     """
 
     file: int
@@ -53,11 +56,12 @@ class Position(NamedTuple):
 
 @dataclass
 class DocumentBatch:
-    """A batch of `lines` (whole JSON lines of the file `path`, from line `first_line` on) or of `texts`, or an empty
-    batch.
+    """A batch of raw JSON `lines` or of `texts`, or an empty batch.
 
-    `ends_document[i]` is True if `texts[i]` ends its document. `after` is the position after the batch, or None where
-    reading cannot resume. `read` estimates the bytes of the input files read so far, for progress.
+    The lines are lines of the file `path`, or its rows or elements as JSON lines. `first_line` is the number of the
+    first line, row or element in the file. `ends_document[i]` is True if `texts[i]` ends its document. `after` is the
+    position after the batch, or None where reading cannot resume. `read` estimates the bytes of the input files read so
+    far.
     """
 
     input: int
@@ -71,8 +75,6 @@ class DocumentBatch:
 
 
 class _Piece(NamedTuple):
-    """A document or a part of a document, which becomes an entry of a batch."""
-
     text: str
     ends_document: bool
     after: Position | None
@@ -82,10 +84,10 @@ class _Piece(NamedTuple):
 def read_batches(
     sources: Sources, start: Position, text_field: str | TextField, encode: Encode
 ) -> Iterator[DocumentBatch]:
-    """Yields all batches from `start` on.
+    """Yields all batches from `start` on. Raises `BadFileError` for a bad file, and another `UserError` if a disk or a
+    server fails.
 
-    `encode` returns the tokens of a text, for the check of cuts. Raises `BadFileError` for a file that cannot be read,
-    and another `UserError` if a disk or a server fails.
+    `encode` returns the tokens of a text.
     """
     read_before = sum(source.size for source in sources.files[: start.file])
     pending = DocumentBatch(0)
@@ -123,7 +125,6 @@ def read_batches(
 def _parts(
     source: Source, start: Position, text_field: str | TextField, encode: Encode
 ) -> "Iterator[DocumentBatch | _Piece]":
-    """Yields the batches and pieces of one file, from the reader for the ending of the file's name."""
     read = next((row.read for row in READERS.values() if files.ends_in(source.path, row.suffixes)), None)
     with naming_bad_file(str(source.path)):
         if read is None:
@@ -133,7 +134,11 @@ def _parts(
 
 @contextmanager
 def naming_bad_file(path: str) -> Iterator[None]:
-    """Turns a `UserError` whose message begins with `path` into a `BadFileError`, unless a disk or a server failed."""
+    """Turns a `UserError` whose message begins with `path` into a `BadFileError`.
+
+    A `UserError` caused by an `OSError` with an `errno`, for example of a failed disk or server, passes unchanged. The
+    exception to this rule is a `PermissionError`.
+    """
     try:
         yield
     except BadFileError:
@@ -149,10 +154,8 @@ def naming_bad_file(path: str) -> Iterator[None]:
 def read_texts(
     sources: Sources, text_field: str | TextField, encode: Encode = lambda text: []
 ) -> Iterator[tuple[str, bool]]:
-    """Yields the text of all documents as (text, True if the text ends its document). Long documents come in pieces.
-
-    The default `encode` accepts every cut, for callers that do not need the tokens of a whole document.
-    """
+    """Yields the text of all documents as (text, True if the text ends its document). The default `encode` accepts
+    every cut."""
     for batch in read_batches(sources, Position(0), text_field, encode):
         yield from zip(batch.texts, batch.ends_document)
         if batch.lines:
@@ -177,18 +180,21 @@ def _read_page(source: Source, start: Position, text_field: str | TextField, enc
             yield _Piece(piece, last, Position(start.file + 1) if last else None, raw.tell())
 
 
-def _read_table(source: Source, start: Position, text_field: str | TextField, encode: Encode) -> Iterator[_Piece]:
+def _read_table(
+    source: Source, start: Position, text_field: str | TextField, encode: Encode
+) -> Iterator[DocumentBatch | _Piece]:
     delimiter = "\t" if files.ends_in(source.path, files.TSV_SUFFIXES) else ","
     with open_bytes(source) as (stream, raw):
         field = field_of(text_field)
+        if isinstance(field, ChatField):
+            raise UserError(f"{source.path}: a cell has a text, no conversation. Give JSON, JSON lines or Parquet.")
         rows = enumerate(records(stream, str(source.path), field, delimiter), start=1)
         behind = ((row, record) for row, record in rows if row > start.offset)
         yield from _row_pieces(source, behind, start, field, raw, encode)
 
 
 def decode(source: Source, stream: BinaryIO, offset: int) -> Iterator[str]:
-    """Decodes the rest of a stream that is at byte `offset`, in chunks of at most `PIECE` characters. Raises
-    `UserError` for bytes that are not UTF-8."""
+    """Decodes the rest of a UTF-8 stream that is at byte `offset`, in chunks. Raises `UserError` for invalid bytes."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     while True:
         data = stream.read(PIECE)
@@ -208,8 +214,8 @@ def decode(source: Source, stream: BinaryIO, offset: int) -> Iterator[str]:
 
 
 def _checked_pieces(where: str, chunks: Iterator[str], encode: Encode) -> Iterator[tuple[str, bool]]:
-    """Yields the pieces of one document. An empty document is one empty piece. Raises `UserError` if `pieces` finds no
-    cut."""
+    """Yields the pieces of one document. An empty document is one empty piece. Raises `UserError` if a piece
+    without an acceptable cut is too long."""
     piece = None
     try:
         for piece in pieces(chunks, encode):
@@ -237,24 +243,137 @@ def _read_lines(
         for block in _line_blocks(path, stream, line):
             first_line, offset, line = line + 1, offset + len(block), line + block.count(b"\n")
             after = Position(start.file, offset, line)
-            if len(block) <= 2 * BLOCK:
-                yield DocumentBatch(source.input, block, path, first_line, after=after, read=raw.tell())
-                continue
-            document = parse_line(block, path, first_line, text_field) or Conversation("")
-            if document.predicted is not None:
-                raise UserError(f"{path}:{first_line}: a conversation of more than {2 * BLOCK >> 20} MB. Split it.")
-            for piece, last in _checked_pieces(f"{path}:{first_line}", _slices(document.text), encode):
-                yield _Piece(piece, last, after if last else None, raw.tell())
+            batch = DocumentBatch(source.input, block, path, first_line, after=after, read=raw.tell())
+            yield from _line_parts(batch, text_field, encode)
+
+
+def _line_parts(batch: DocumentBatch, text_field: str | TextField, encode: Encode) -> Iterator[DocumentBatch | _Piece]:
+    """Yields a batch of lines, or the pieces of the only line of a batch with more than twice `BLOCK` bytes."""
+    if len(batch.lines) <= 2 * BLOCK:
+        yield batch
+        return
+    where = f"{batch.path}:{batch.first_line}"
+    document = parse_line(batch.lines, batch.path, batch.first_line, text_field) or Conversation("")
+    if document.predicted is not None:
+        raise UserError(f"{where}: a conversation of more than {2 * BLOCK >> 20} MB. Split it.")
+    for piece, last in _checked_pieces(where, _slices(document.text), encode):
+        yield _Piece(piece, last, batch.after if last else None, batch.read)
+
+
+def _read_json(
+    source: Source, start: Position, text_field: str | TextField, encode: Encode
+) -> Iterator[DocumentBatch | _Piece]:
+    """Yields the elements of a JSON array as JSON lines."""
+    with open_bytes(source) as (stream, raw):
+        elements = itertools.islice(_elements(str(source.path), decode(source, stream, 0)), start.offset, None)
+        yield from _row_lines(source, elements, start, text_field, raw, encode)
+
+
+def _row_lines(
+    source: Source,
+    rows: Iterable[Any],
+    start: Position,
+    text_field: str | TextField,
+    raw: BinaryIO,
+    encode: Encode,
+) -> Iterator[DocumentBatch | _Piece]:
+    """Yields `rows`, which begin at the position `start`, as JSON lines. Positions count rows."""
+    path, lines, size, first = str(source.path), list[bytes](), 0, start.offset
+
+    def batch() -> DocumentBatch:
+        after = Position(start.file, first + len(lines))
+        return DocumentBatch(source.input, b"".join(lines), path, first + 1, after=after, read=raw.tell())
+
+    for row in rows:
+        line = json.dumps(row, default=str).encode() + b"\n"
+        if lines and size + len(line) > BLOCK:
+            yield from _line_parts(batch(), text_field, encode)
+            first, lines, size = first + len(lines), [], 0
+        lines.append(line)
+        size += len(line)
+    if lines:
+        yield from _line_parts(batch(), text_field, encode)
+
+
+def _elements(path: str, texts: Iterator[str]) -> Iterator[Any]:
+    """Yields the elements of a JSON array, or all JSON values of another text."""
+    text, number = _JsonText(texts), 0
+    is_array = text.peek() == "["
+    if is_array:
+        text.skip()
+    while (found := text.peek()) and not (is_array and found == "]"):
+        if is_array and number:
+            if found != ",":
+                raise UserError(f"{path}:{number}: no comma follows this element of the array. Correct it.")
+            text.skip()
+        number += 1
+        yield text.value(f"{path}:{number}")
+    if is_array and not found:
+        raise UserError(f"{path}: the JSON array does not end. Get a whole copy.")
+    text.skip()
+    if is_array and text.peek():
+        raise UserError(f"{path}: there is text after the JSON array. Leave it out.")
+
+
+class _JsonText:
+    """A text in chunks, from which JSON values are parsed one by one."""
+
+    def __init__(self, texts: Iterator[str]) -> None:
+        self._texts, self._text, self._at = texts, next(texts, "").removeprefix("\ufeff"), 0
+
+    def peek(self) -> str:
+        """Returns the next character that is no white space; "" at the end."""
+        while True:
+            rest = _NO_SPACE.search(self._text, self._at)
+            if rest is not None:
+                self._at = rest.start()
+                return self._text[self._at]
+            self._at = len(self._text)
+            if not self._more():
+                return ""
+
+    def skip(self) -> None:
+        self._at += 1
+
+    def value(self, where: str) -> Any:
+        """Parses the next value. Raises `UserError` for invalid JSON and for too long a value.
+
+        Messages begin with `where`.
+        """
+        self.peek()
+        while True:
+            try:
+                found, self._at = _PARSE(self._text, self._at)
+                return found
+            except ValueError as error:
+                if len(self._text) - self._at > LONGEST_LINE:
+                    raise UserError(f"{where}: an element of more than {LONGEST_LINE >> 20} MB. Split it.") from None
+                if not self._more():
+                    raise UserError(f"{where}: not valid JSON. Correct it, or get a whole copy.") from error
+
+    def _more(self) -> bool:
+        """Reads more new characters than are still unparsed, so that a long value takes few attempts.
+
+        Returns False at the end of the text.
+        """
+        parts, wanted = [self._text[self._at :]], len(self._text) - self._at
+        for each in self._texts:
+            parts.append(each)
+            wanted -= len(each)
+            if wanted < 0:
+                break
+        self._text, self._at = "".join(parts), 0
+        return len(parts) > 1
 
 
 def _line_blocks(path: str, stream: BinaryIO, line: int) -> Iterator[bytes]:
-    """Yields blocks of whole lines. A block has at most twice `BLOCK` bytes, unless the block is one longer line."""
+    """Yields blocks of whole lines. A block of more than twice `BLOCK` bytes is one line."""
     carried: list[bytes] = []  # the beginning of a line whose end is in a later chunk
     size = 0
     while chunk := stream.read(BLOCK):
         newline = chunk.rfind(b"\n") + 1
         if newline:
-            # A long carried line is a separate block. A short carried line shares a block with later lines.
+            # A long carried line is a separate block.
             first = chunk.find(b"\n") + 1 if size > BLOCK else newline
             yield from filter(None, (b"".join([*carried, chunk[:first]]), chunk[first:newline]))
             line += chunk.count(b"\n")
@@ -271,8 +390,7 @@ def _line_blocks(path: str, stream: BinaryIO, line: int) -> Iterator[bytes]:
 
 
 def parse_lines(batch: DocumentBatch, text_field: str | TextField) -> Iterator[Conversation]:
-    """Yields the documents in the JSON lines of a batch. Raises `BadFileError`, which names the line, for an invalid
-    line."""
+    """Yields the documents in the JSON lines of a batch. Raises `BadFileError` for an invalid line."""
     # Only b"\n" ends a line: str.splitlines would also split at characters that a JSON text may contain.
     lines = enumerate(batch.lines.removesuffix(b"\n").split(b"\n"), start=batch.first_line)
     with naming_bad_file(batch.path):
@@ -283,8 +401,7 @@ def parse_lines(batch: DocumentBatch, text_field: str | TextField) -> Iterator[C
 
 
 def parse_line(line: bytes, path: str, number: int, text_field: str | TextField) -> Conversation | None:
-    """Returns the document in one JSON line, or None for a blank line. Raises `UserError`, which names the file and the
-    line, for an invalid line."""
+    """Returns the document in one JSON line, or None for a blank line. Raises `UserError` for an invalid line."""
     try:
         decoded = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).decode()
     except UnicodeDecodeError as error:
@@ -302,7 +419,9 @@ def parse_line(line: bytes, path: str, number: int, text_field: str | TextField)
     return field_of(text_field).conversation(record, f"{path}:{number}")
 
 
-def _read_parquet(source: Source, start: Position, text_field: str | TextField, encode: Encode) -> Iterator[_Piece]:
+def _read_parquet(
+    source: Source, start: Position, text_field: str | TextField, encode: Encode
+) -> Iterator[DocumentBatch | _Piece]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -325,8 +444,9 @@ def _read_parquet(source: Source, start: Position, text_field: str | TextField, 
         raise UserError(f"{source.path}: not a readable parquet file ({error}). Download or write it again.") from error
 
 
-def _read_arrow(source: Source, start: Position, text_field: str | TextField, encode: Encode) -> Iterator[_Piece]:
-    """Reads a file in the Arrow stream format, which `datasets` writes, or in the Arrow file format."""
+def _read_arrow(
+    source: Source, start: Position, text_field: str | TextField, encode: Encode
+) -> Iterator[DocumentBatch | _Piece]:
     import pyarrow as pa
 
     try:
@@ -346,7 +466,6 @@ def _read_arrow(source: Source, start: Position, text_field: str | TextField, en
 
 
 def _first_record(source: Source, batches: Iterable[Any]) -> dict[str, Any]:
-    """Returns all cells of the first row, or an empty record if there is no row."""
     return next((record for _, record in _records(source, batches, 0, Position(0))), {})
 
 
@@ -370,28 +489,44 @@ def _row_pieces(
     field: TextField,
     raw: BinaryIO,
     encode: Encode,
-) -> Iterator[_Piece]:
-    """Yields the texts of `rows`: pairs of a row's number, from 1, and the row's record."""
+) -> Iterator[DocumentBatch | _Piece]:
+    """Yields the texts or conversations of `rows`, pairs of a row's number (from 1) and the row's record."""
+    if isinstance(field, ChatField):
+        yield from _row_lines(source, (_present(row) for _, row in rows), start, field, raw, encode)
+        return
     for number, record in rows:
         where, after = f"{source.path}: row {number}", Position(start.file, number)
         for piece, last in _checked_pieces(where, _slices(field.text(record, where)), encode):
             yield _Piece(piece, last, after if last else None, raw.tell())
 
 
+def _present(value: Any) -> Any:
+    """Leaves out the nulls that a table has for absent keys. Keeps a null `content`, as of a message with calls."""
+    if isinstance(value, Mapping):
+        return {key: _present(each) for key, each in value.items() if each is not None or key == "content"}
+    return [*map(_present, value)] if isinstance(value, list) else value
+
+
 def record_reader(
-    name: str, suffixes: tuple[str, ...], records: Callable[[BinaryIO], Iterable[str | Mapping[str, Any]]]
+    name: str,
+    suffixes: tuple[str, ...],
+    records: Callable[[BinaryIO], Iterable[str | Mapping[str, Any]]],
+    *,
+    binary: bool = False,
 ) -> ReaderRow:
     """Returns a reader of files of records.
 
     `records` takes a stream of the file's bytes, decompressed if the file's name ends in .gz or .zst, and yields the
-    records in order. A record is a mapping with the field that `text_field` names, or a text, which counts as the field
-    `text`. If a preparation resumes within a file, `records` runs again from the beginning of the file, and the reader
-    skips the records before the position.
+    records in order. If `prepare` names an `encoding`, the stream converts files that are not UTF-8 to UTF-8, unless
+    `binary`. A record is a mapping or a text. A text counts as a mapping with the one field `text`. A resumed
+    preparation calls `records` from the beginning of the file.
     """
 
-    def read(source: Source, start: Position, text_field: str | TextField, encode: Encode) -> Iterator[_Piece]:
+    def read(
+        source: Source, start: Position, text_field: str | TextField, encode: Encode
+    ) -> Iterator[DocumentBatch | _Piece]:
         field = field_of(text_field)
-        with open_bytes(source) as (stream, raw):
+        with (open_as_stored if binary else open_bytes)(source) as (stream, raw):
             rows = enumerate(_named_failures(partial(records, stream), name, source), start=1)
             later = (
                 (row, {"text": each} if isinstance(each, str) else each) for row, each in rows if row > start.offset
@@ -402,8 +537,8 @@ def record_reader(
 
 
 def _named_failures(records: Callable[[], Iterable[Any]], reader: str, source: Source) -> Iterator[Any]:
-    """Yields the records that `records` returns. Raises `UserError`, which names the reader and the file, for an
-    exception in the reader's code and for a record that is no text or mapping."""
+    """Yields the records that `records` returns. Raises `UserError` for an exception in `records`, and for a record
+    that is no text or mapping."""
     rows: Iterator[Any] | None = None
     for number in itertools.count(1):
         try:
@@ -413,7 +548,7 @@ def _named_failures(records: Callable[[], Iterable[Any]], reader: str, source: S
             return
         except Exception as error:
             raise UserError(
-                f"{source.path}: the reader {reader} failed after {number - 1} records ({type(error).__name__}: {error})"
+                f"{source.path}: the reader {reader} failed after {number - 1} records ({said(error)})"
             ) from error
         if not isinstance(record, str | Mapping):
             raise UserError(
@@ -425,6 +560,7 @@ def _named_failures(records: Callable[[], Iterable[Any]], reader: str, source: S
 TEXT = ReaderRow("text", files.TEXT_SUFFIXES, _read_text)
 HTML = ReaderRow("html", files.HTML_SUFFIXES, _read_page)
 JSON_LINES = ReaderRow("json-lines", files.LINES_SUFFIXES, _read_lines)
+JSON = ReaderRow("json", files.ARRAY_SUFFIXES, _read_json)
 TABLE = ReaderRow("table", files.TABLE_SUFFIXES, _read_table)
 PARQUET = ReaderRow("parquet", (".parquet",), _read_parquet)
 ARROW = ReaderRow("arrow", (".arrow",), _read_arrow)

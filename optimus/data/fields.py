@@ -1,17 +1,19 @@
-"""Reads the text of a record: a field, a nested field (`meta.body`), several fields in a template, or a conversation.
-
-In a conversation (`chat:messages`) the model predicts only the assistant's text (`chat.py`).
-"""
+"""Reads the text of a record from a field, a nested field (`meta.body`), a template of fields, or a conversation."""
 
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from optimus.data.chat import ChatTemplate, Conversation
+from optimus.data import tokenizer as tokenizers
+from optimus.data.chat import ChatTemplate, Conversation, special_texts
 from optimus.errors import UserError, nearest
 
 CHAT = "chat:"
+
+# Roles of the messages of ShareGPT, by the names that its data sets use.
+_SHARE_GPT = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
+_SHARE_GPT |= {"model": "assistant", "function_call": "assistant", "observation": "tool", "function_response": "tool"}
 
 
 class TextField:
@@ -37,9 +39,8 @@ class TextField:
         self._is_template = bool(names)
 
     def columns(self, known: Sequence[str], where: str, first: Callable[[], Mapping[str, Any]]) -> list[str]:
-        """Returns the names in `known` of the columns that this field needs. Raises `UserError` for a missing column.
-        The message may suggest a nested field of the missing name, or the column with the longest text in the row that
-        `first` returns."""
+        """Returns the columns in `known` that this field needs. Raises `UserError` for a missing column. `first`
+        returns a row, for the error's message."""
         found = dict.fromkeys(name if name in known else name.split(".")[0] for name in self.names)
         for name in found:
             if name not in known:
@@ -48,8 +49,7 @@ class TextField:
         return list(found)
 
     def text(self, record: Mapping[str, Any], where: str) -> str:
-        """Returns the text of a record. Raises a `UserError` that begins with `where` for a field that is missing or is
-        not valid text."""
+        """Returns the text of a record. Raises `UserError` for a field that is missing or is not valid text."""
         if not self._is_template:
             return _value(record, self.said, where)
         return "".join(before + ("" if name is None else _value(record, name, where)) for before, name in self._parts)
@@ -60,23 +60,25 @@ class TextField:
 
 
 class ChatField(TextField):
-    """A field with a list of messages, each with a role, and with content or tool calls. The record may have `tools`.
+    """A field with a list of messages, or two fields with a prompt and a completion. The record may have `tools`.
 
-    `template` renders the messages. The spelling of one of the tokenizer's `special` tokens in a message stays ordinary
-    text, unless `parse_special` is True.
+    A message is an object with `role` and `content`, or with `from` and `value` as in ShareGPT. A prompt or completion
+    is a text or a list of messages. Without `parse_special`, the spelling of a `special` token in a message stays
+    ordinary text.
     """
 
     def __init__(
         self, said: str, template: ChatTemplate, special: Sequence[str] = (), *, parse_special: bool = False
     ) -> None:
         super().__init__(said.removeprefix(CHAT))
+        self.names = self.said.split("+")
+        if len(self.names) > 2 or not all(self.names):
+            raise UserError(f"`text_field` {said}: give one field of messages, or two, as in chat:prompt+completion")
         self.template, self._special, self._parse_special = template, special, parse_special
 
     def columns(self, known: Sequence[str], where: str, first: Callable[[], Mapping[str, Any]]) -> list[str]:
-        """Raises `UserError`, because `prepare` reads no conversations from tables."""
-        raise UserError(
-            f"{where}: conversations (`text_field` {CHAT}...) are read from JSON lines only: convert the file"
-        )
+        """Returns the columns in `known` with the conversation and its tools. Raises `UserError` for a missing column."""
+        return [*super().columns(known, where, first), *(["tools"] if "tools" in known else [])]
 
     def text(self, record: Mapping[str, Any], where: str) -> str:
         """Returns the whole conversation as text."""
@@ -84,12 +86,8 @@ class ChatField(TextField):
 
     def conversation(self, record: Mapping[str, Any], where: str) -> Conversation:
         """Returns the rendered conversation with its predicted spans. Raises `UserError` for a field that is no
-        conversation, for a conversation without an answer, and for a conversation that the template cannot render."""
-        messages = _found(record, self.said, where)
-        if not isinstance(messages, list):
-            raise UserError(
-                f"{where}: field '{self.said}' is not a conversation: give a list of objects with `role` and `content`"
-            )
+        conversation, and for a conversation without a message of the assistant."""
+        messages = self._messages(record, where)
         for number, message in enumerate(messages, 1):
             if problem := _problem(message):
                 raise UserError(
@@ -109,13 +107,40 @@ class ChatField(TextField):
         _checked(found.text, self.said, where)
         return found
 
+    def _messages(self, record: Mapping[str, Any], where: str) -> list[Any]:
+        """Returns the messages of a record, unchecked, with the keys and roles of ShareGPT renamed."""
+        if len(self.names) == 2:
+            texts = zip(("user", "assistant"), self.names)
+            parts = [(role, _found(record, name, where)) for role, name in texts]
+            found = [part if isinstance(part, list) else [{"role": role, "content": part}] for role, part in parts]
+            return [_renamed(message) for part in found for message in part]
+        messages = _found(record, self.said, where)
+        if not isinstance(messages, list):
+            raise UserError(
+                f"{where}: field '{self.said}' is not a conversation: give a list of objects with `role` and `content`"
+            )
+        return [_renamed(message) for message in messages]
+
+
+def _renamed(message: Any) -> Any:
+    """Renames the keys and roles of a message of ShareGPT."""
+    if not isinstance(message, Mapping) or "role" in message or not {"from", "value"} <= {*message}:
+        return message
+    further = {name: value for name, value in message.items() if name not in ("from", "value")}
+    role = message["from"]
+    return {
+        "role": _SHARE_GPT.get(role, role) if isinstance(role, str) else role,
+        "content": message["value"],
+        **further,
+    }
+
 
 def _problem(message: Any) -> str:
-    """Describes why a value is no message. Returns "" for a message with a role, and with content or tool calls."""
+    """Describes why a value is no message, or returns "" for a message."""
     if not isinstance(message, Mapping):
         return f"is {kind_of(message)}"
     if not isinstance(message.get("role"), str):
-        return "has `from` in place of `role`" if "from" in message else "has no `role`"
+        return "has `from` without `value`" if "from" in message else "has no `role`"
     content = message.get("content")
     if isinstance(content, list):
         parts = all(isinstance(each, Mapping) and isinstance(each.get("type"), str) for each in content)
@@ -126,7 +151,7 @@ def _problem(message: Any) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """Describes the type of a value for a message, for example "a list" or "null"."""
+    """Describes the type of a value, for example "a list" or "null"."""
     kinds = {bool: "a boolean", int: "a number", float: "a number", str: "a text", list: "a list", bytes: "binary data"}
     if value is None:
         return "null"
@@ -152,15 +177,16 @@ def _found(record: Mapping[str, Any], name: str, where: str) -> Any:
 
 
 def _there(found: Any, part: str) -> str:
-    """Explains why the field `part` is missing, or suggests fields that exist."""
     if not isinstance(found, Mapping):
         return f"the parent of '{part}' is {kind_of(found)}"
     return nearest(part, found) if found else "the object is empty"
 
 
 def _texts(record: Mapping[str, Any], above: str = "", deep: int = 4) -> Iterator[tuple[str, str]]:
-    """Yields (`text_field`, text) for the texts of a record and of the objects in it, nested up to `deep` times. Leaves
-    out blank texts."""
+    """Yields (`text_field`, text) for the texts of a record and of objects at most `deep` levels below the record.
+
+    Leaves out blank texts, and nested texts that no `text_field` can name.
+    """
     for name, value in record.items():
         if above and "." in name:
             continue  # no `text_field` can name this field
@@ -171,8 +197,6 @@ def _texts(record: Mapping[str, Any], above: str = "", deep: int = 4) -> Iterato
 
 
 def _how_to_name(record: Mapping[str, Any], missing: str) -> str:
-    """Suggests a `text_field` for a record without the field `missing`: a nested field of this name, or the field with
-    the longest text."""
     texts = dict(_texts(record))
     within = next((name for name in texts if name.endswith(f".{missing}")), None)
     if within and not {"{", "}"} & set(within) and not within.startswith(CHAT):
@@ -202,3 +226,13 @@ def field_of(said: str | TextField) -> TextField:
 @cache
 def _named(said: str) -> TextField:
     return ChatField(said, ChatTemplate()) if said.startswith(CHAT) else TextField(said)
+
+
+def chat_field(text_field: str, info: tokenizers.TokenizerInfo | None, parse_special: bool) -> ChatField:
+    """Returns the field of conversations, with the tokenizer's chat template or the default template."""
+    if info is None:
+        eos = tokenizers.TRAINED_EOS
+        template, special = ChatTemplate(tokens=(("eos_token", eos),)), [eos]
+    else:
+        template, special = ChatTemplate.beside(info.path, info.eos_token), special_texts(tokenizers.load(info.path))
+    return ChatField(text_field, template, special, parse_special=parse_special)

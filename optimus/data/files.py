@@ -1,4 +1,4 @@
-"""Finds the input files of `prepare`, and opens a file as a stream of bytes."""
+"""Finds input files, and opens a file as a stream of bytes."""
 
 import codecs
 import glob
@@ -19,9 +19,10 @@ from typing import Any, BinaryIO
 from optimus.data import remote
 from optimus.data.readers import suffixes
 from optimus.data.remote import RemoteFile
-from optimus.disk import printable, user_path
+from optimus.disk import parse_json, plain_name, printable, user_path
 from optimus.errors import UserError, naming_read_errors
 
+_SPLITS = "dataset_dict.json"  # names the splits in a folder that `DatasetDict.save_to_disk` wrote
 CODE_SUFFIXES = (
     ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".cxx", ".hh", ".hpp", ".hxx", ".cu", ".cuh", ".cs", ".java", ".kt",
     ".kts", ".scala", ".groovy", ".js", ".mjs", ".jsx", ".ts", ".tsx", ".go", ".rs", ".rb", ".php", ".swift", ".m",
@@ -32,19 +33,22 @@ CODE_SUFFIXES = (
 TEXT_SUFFIXES = (".txt", ".md", *CODE_SUFFIXES)  # one document per file
 HTML_SUFFIXES = (".html", ".htm", ".xhtml")  # one document per file: the visible text of the page
 LINES_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz")  # one document per line
+ARRAY_SUFFIXES = (".json",)  # an array, one document per element
 TSV_SUFFIXES = (".tsv", ".tsv.gz", ".tsv.zst")
 TABLE_SUFFIXES = (".csv", ".csv.gz", ".csv.zst", *TSV_SUFFIXES)  # one document per row
-SUFFIXES = (*TEXT_SUFFIXES, *HTML_SUFFIXES, *LINES_SUFFIXES, *TABLE_SUFFIXES, ".parquet", ".arrow")
-# Assumed ratio of the size of the text to the size of the file.
+SUFFIXES = (*TEXT_SUFFIXES, *HTML_SUFFIXES, *LINES_SUFFIXES, *ARRAY_SUFFIXES, *TABLE_SUFFIXES, ".parquet", ".arrow")
+# Assumed ratio of text size to file size.
 EXPANSION = {".gz": 4.0, ".zst": 4.0, ".parquet": 3.0, ".html": 0.5, ".htm": 0.5, ".xhtml": 0.5}
+_HEAD = 4096  # number of first bytes in which a JSON array must begin
 READ = 1 << 20
 
 
 @dataclass(frozen=True)
 class Source:
-    """One input file. `name` is the path of the file relative to its input, which has the index `input`.
+    """One input file. `input` is the index of the file's input.
 
-    `encoding` is the encoding of the file's text if the text is not UTF-8.
+    `name` is the path of the file relative to the input folder, to the folder before a glob's first wildcard, or to the
+    file's own folder if the input is the file. `encoding` is the encoding of the file's text if the text is not UTF-8.
     """
 
     path: Path | RemoteFile
@@ -60,8 +64,7 @@ class Source:
 
 
 class BadFileError(UserError):
-    """Raised for one bad input file. The message is `path`, followed by `what`, which describes the fault and the
-    cure."""
+    """Raised for a bad input file. The message is `path` and `what`."""
 
     def __init__(self, path: str, what: str) -> None:
         super().__init__(f"{path}{what}")
@@ -73,7 +76,7 @@ class BadFileError(UserError):
 
 @dataclass(frozen=True)
 class BadFile:
-    """An unreadable file, which `prepare` excludes. `what` describes the fault."""
+    """A file that `prepare` cannot use. `what` describes the fault."""
 
     input: int
     name: str  # in printable characters, as in the index
@@ -93,7 +96,7 @@ class BadFile:
 
 @dataclass(frozen=True)
 class Sources:
-    """All input files in reading order. `skipped` counts the files of other types in folders and globs, by ending."""
+    """All input files in reading order. `skipped` counts the files that are not inputs, by ending."""
 
     inputs: tuple[str, ...]
     files: tuple[Source, ...]
@@ -107,13 +110,12 @@ class Sources:
         return Sources(self.inputs, remaining, self.skipped)
 
     def content_digest(self) -> str:
-        """Digests the names and sizes of all files, but not the folders and the times of modification."""
+        """Digests the names and sizes of all files."""
         return _digest((source.input, source.name, source.size) for source in self.files)
 
     @cached_property
     def identity_digests(self) -> list[str]:
-        """Digests of files. Entry k covers the paths on this machine, the sizes and the times of modification of the
-        first k files."""
+        """For each k from 0, a digest of the first k files: paths, sizes and modification times (remote: versions)."""
         digests = [""]
         for source in self.files:
             digests.append(_digest([(digests[-1], str(_real(source.path)), source.size, source.modified_ns)]))
@@ -127,14 +129,16 @@ def _digest(rows: Iterable[tuple[object, ...]]) -> str:
     return digest.hexdigest()
 
 
-def resolve(inputs: Sequence[str | Path], leave_out: Sequence[Path] = (), encoding: str = "utf-8") -> Sources:
-    """Finds the files of all inputs, each file once. An input is a file, a folder or a glob, or a URL that fsspec
-    reads. A folder gives all files below the folder, sorted and without hidden names.
+def resolve(
+    inputs: Sequence[str | Path],
+    leave_out: Sequence[Path] = (),
+    encoding: str = "utf-8",
+    split: str | None = None,
+) -> Sources:
+    """Finds the files of all inputs, each file once. An input is a file, a folder, a glob, or a URL that fsspec reads.
 
-    Lists a local file with any ending if the file itself is an input. Also lists a path that is no file, such as a
-    broken link. Raises `UserError` if an input has no files, or `inputs` is empty.
-
-    Ignores the contents of the folders `leave_out`.
+    Takes the dataset `split` of a folder that `DatasetDict.save_to_disk` wrote. Ignores the contents of the folders
+    `leave_out`. Raises `UserError` if a folder, glob or URL has no supported files, or if `inputs` is empty.
     """
     hidden = [folder.resolve() for folder in leave_out]
     found: dict[Path | RemoteFile, Source] = {}
@@ -143,11 +147,11 @@ def resolve(inputs: Sequence[str | Path], leave_out: Sequence[Path] = (), encodi
         matches = 0
         named = None if remote.is_remote(given) else user_path(given)
         with naming_read_errors(Path(given)):
-            for path, name in _expand(given):
+            for path, name in _expand(given, split):
                 real = _real(path)
                 if any(real.is_relative_to(folder) for folder in hidden):
                     continue
-                if path != named and not ends_in(path, suffixes()):
+                if path != named and not (ends_in(path, suffixes()) and _is_input(path, given)):
                     skipped.add(real)
                     continue
                 matches += 1
@@ -162,18 +166,31 @@ def resolve(inputs: Sequence[str | Path], leave_out: Sequence[Path] = (), encodi
             raise UserError(f"no input files in {given}: no file there ends in {_supported()}")
     if not found:
         raise UserError("no input given: name files, folders or globs")
+    folders = {path.parent.parent for path in found if isinstance(path, Path)}
+    if split is not None and not any((folder / _SPLITS).is_file() for folder in folders):
+        raise UserError(f"`split` is {split}, but no input has splits (a DatasetDict with {_SPLITS}): remove it")
     by_ending = Counter(map(_ending, skipped))
     return Sources(
         tuple(printable(Path(given).name) for given in inputs), tuple(found.values()), dict(sorted(by_ending.items()))
     )
 
 
+def _is_input(path: Path | RemoteFile, named: str | Path) -> bool:
+    """Returns False for a .json file of the folder or glob `named` if it is remote or does not begin with an array."""
+    if not ends_in(path, ARRAY_SUFFIXES):
+        return True
+    if isinstance(path, RemoteFile):
+        return str(named).lower().endswith(ARRAY_SUFFIXES) and not glob.has_magic(str(named))
+    with path.open("rb") as file:
+        return file.read(_HEAD).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+
+
 def check_encoding(encoding: str) -> str:
-    """Returns the canonical name of an encoding. Raises `UserError` for an unknown encoding, and for an encoding whose
-    text can be mistaken for UTF-8."""
+    """Returns the canonical name of an encoding. Raises `UserError` for an unknown text encoding, and for an encoding
+    whose text can be mistaken for UTF-8."""
     try:
         name = codecs.lookup(encoding).name
-        b" ".decode(name, "ignore")  # fails for codecs of bytes to bytes and of text to text
+        b" ".decode(name, "ignore")  # fails for codecs that do not convert bytes to text
         codecs.getincrementaldecoder(name)
     except (LookupError, ValueError) as error:
         raise UserError(
@@ -186,20 +203,16 @@ def check_encoding(encoding: str) -> str:
 
 def unsupported(path: Path | RemoteFile) -> str:
     """Returns the message for a file whose ending is not supported, with the cure."""
-    cures = {
-        ".pdf": "extract its text into a .txt file",
-        ".json": "rename it to .jsonl if each line is an object, or split an array into lines with `jq -c '.[]'`",
-    }
+    cures = {".pdf": "extract its text into a .txt file"}
     cure = cures.get(_ending(path), f"supported types are {_supported()}")
     return f"{path}: unsupported file type: {cure}"
 
 
 def _supported() -> str:
-    """Lists the endings of files that some reader reads."""
     added = "".join(f"{suffix} " for suffix in suffixes() if suffix not in SUFFIXES)
     return (
-        f"{added}.txt .md .html .jsonl .jsonl.gz .jsonl.zst .json.gz .csv .tsv (and .gz, .zst of both) .parquet .arrow, "
-        f"and source code ({' '.join(CODE_SUFFIXES)})"
+        f"{added}.txt .md .html .jsonl .jsonl.gz .jsonl.zst .json .json.gz .csv .tsv (and .gz, .zst of both) .parquet "
+        f".arrow, and source code ({' '.join(CODE_SUFFIXES)})"
     )
 
 
@@ -208,20 +221,20 @@ def ends_in(path: Path | RemoteFile, suffixes: tuple[str, ...]) -> bool:
 
 
 def _ending(path: Path | RemoteFile) -> str:
-    """Returns the ending of a file's name, which for a compressed file includes the ending of the decompressed file."""
+    """Returns the ending of a file's name, with the inner ending of a compressed file."""
     last = path.suffix.lower()
     within = Path(path.stem).suffix.lower() if last in (".gz", ".zst", ".bz2", ".xz") else ""
     return f"{within}{last}" or "no ending"
 
 
-def _expand(path_or_url: str | Path) -> Iterator[tuple[Path | RemoteFile, str]]:
-    """Yields the files of one input, each with its name relative to the input."""
+def _expand(path_or_url: str | Path, split: str | None) -> Iterator[tuple[Path | RemoteFile, str]]:
+    """Yields the files of one input, each with the file's `Source.name`."""
     if remote.is_remote(path_or_url):
         yield from remote.expand(str(path_or_url), suffixes())
         return
     path = user_path(path_or_url)
     if path.is_dir():
-        for file in _walk(path):
+        for file in _walk(path, split):
             yield file, file.relative_to(path).as_posix()
     elif os.path.lexists(path):
         yield path, path.name
@@ -233,7 +246,7 @@ def _expand(path_or_url: str | Path) -> Iterator[tuple[Path | RemoteFile, str]]:
             )
         root = _fixed_part(path)
         for match in matches:
-            for file in _walk(match) if match.is_dir() else [match]:
+            for file in _walk(match, split) if match.is_dir() else [match]:
                 yield file, file.relative_to(root).as_posix()
 
 
@@ -252,24 +265,48 @@ def _fixed_part(pattern: Path) -> Path:
     return fixed
 
 
-def _walk(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
+def _walk(folder: Path, split: str | None, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
+    """Yields the files of a folder; of a saved `DatasetDict` those of `split`, of a saved `Dataset` the data files."""
     above |= {folder.resolve()}
+    if (saved := _saved(folder, _SPLITS)) is not None:
+        splits = [str(each) for each in saved.get("splits") or ()]
+        if split not in splits:
+            given = "" if split is None else f", but not {split}"
+            raise UserError(f"{folder} has the splits {', '.join(splits)}{given}: choose one with `split` (--split)")
+        yield from _walk(folder / str(split), split, above)
+        return
+    if (saved := _saved(folder, "state.json")) is not None and "_data_files" in saved:
+        yield from (
+            folder / plain_name(each["filename"]) for each in saved["_data_files"]
+        )  # the other files belong to the cache of `datasets`
+        return
     for path in sorted(folder.iterdir()):
         if path.name.startswith("."):
             continue
         if path.is_dir():
             if path.resolve() not in above:  # following a link to a parent folder would never end
-                yield from _walk(path, above)
+                yield from _walk(path, split, above)
         else:
             yield path
 
 
+def _saved(folder: Path, name: str) -> dict[str, Any] | None:
+    """Reads the description of a dataset that `datasets` has saved in a folder; returns None without the file `name`."""
+    file = folder / name
+    if not file.is_file():
+        return None
+    try:
+        found = parse_json(file.read_bytes())
+        return found if isinstance(found, dict) else None
+    except ValueError as error:
+        raise UserError(f"{file} is damaged ({error}): save the dataset again") from error
+
+
 @contextmanager
 def open_bytes(source: Source) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Opens a file. Yields the decompressed stream in UTF-8, and the file itself, whose position shows the progress.
+    """Opens a file. Yields (decompressed stream in UTF-8, opened file); the file's position shows the progress.
 
-    Raises `UserError`, which names the file, for a file that is unreadable or damaged, and for bytes that are invalid
-    in an `encoding` other than UTF-8. The reader of the stream must detect bytes that are not UTF-8.
+    The caller must detect bytes of the stream that are not UTF-8.
     """
     recode = source.encoding != "utf-8" and not _is_utf8(source)
     with open_as_stored(source) as (stream, raw):
@@ -278,7 +315,8 @@ def open_bytes(source: Source) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 @contextmanager
 def open_as_stored(source: Source) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Opens a file like `open_bytes`, but leaves the text in the encoding of the file."""
+    """Opens a file like `open_bytes`, but leaves the text in the encoding of the file. Raises `UserError` for an
+    unreadable file and for a damaged compressed file."""
     try:
         with source.path.open("rb") as raw:
             if not source.size and ends_in(source.path, (".gz", ".zst")):
@@ -286,7 +324,7 @@ def open_as_stored(source: Source) -> Iterator[tuple[BinaryIO, BinaryIO]]:
             if ends_in(source.path, (".gz",)):
                 yield gzip.GzipFile(fileobj=raw), raw  # type: ignore[misc]
             elif ends_in(source.path, (".zst",)):
-                yield io.BufferedReader(_ZstdStream(raw), READ), raw
+                yield io.BufferedReader(ZstdStream(raw), READ), raw
             else:
                 yield raw, raw
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
@@ -300,8 +338,8 @@ def open_as_stored(source: Source) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 
 def unmarked(head: bytes) -> str | None:
-    """Detects UTF-16 or UTF-32 without a byte order mark by the first bytes of a text. Returns the encoding, or None.
-    In these encodings, at least every other byte of ASCII text is null."""
+    """Detects UTF-16 or UTF-32 without a byte order mark by the first bytes of a text. Returns the encoding, or
+    None."""
     for name, nulls, others in (
         ("utf-16-le", (head[1::2],), head[::2]),
         ("utf-16-be", (head[::2],), head[1::2]),
@@ -331,8 +369,8 @@ def _is_utf8(source: Source) -> bool:
 
 
 def skip(stream: BinaryIO, offset: int) -> None:
-    """Skips to byte `offset` of a stream that is at its beginning, by reading if the stream cannot seek. Reading raises
-    `EOFError` beyond the end of the stream."""
+    """Skips to byte `offset` of a stream that is at its beginning. Raises `EOFError` if a stream that cannot seek
+    has fewer than `offset` bytes."""
     if stream.seekable():
         stream.seek(offset)
         return
@@ -350,7 +388,7 @@ class _Recoded(io.RawIOBase):
         self._stream = stream
         self._source = source
         self._decoder = codecs.getincrementaldecoder(source.encoding)()
-        self._read = 0  # bytes read so far
+        self._read = 0
         self._begun = False
         self._ended = False
         self._ready = b""
@@ -379,8 +417,8 @@ class _Recoded(io.RawIOBase):
         return taken
 
 
-class _ZstdStream(io.RawIOBase):
-    """Reads zstd frames. Raises EOFError for a truncated file, which zstandard's reader accepts as a complete file."""
+class ZstdStream(io.RawIOBase):
+    """Reads zstd frames. Raises EOFError for a damaged or truncated file; zstandard's reader accepts truncation."""
 
     def __init__(self, raw: BinaryIO) -> None:
         import zstandard
@@ -390,7 +428,7 @@ class _ZstdStream(io.RawIOBase):
         self._new_frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
         self._frame: Any = None  # the incomplete frame
         self._rest = b""  # compressed bytes after the last complete frame
-        self._ready = b""  # decompressed bytes that the next read returns
+        self._ready = b""  # decompressed bytes that no read has returned yet
 
     def readable(self) -> bool:
         return True

@@ -1,8 +1,6 @@
 """Helper processes that run functions for this process.
 
-A helper is a fresh interpreter, which receives calls and returns answers through two pipes. Unlike a spawned child of
-multiprocessing, a helper does not import the caller's main module again. A helper ends when the pipe of calls closes or
-the parent ends.
+A helper is a fresh interpreter, which does not import the caller's main module again.
 """
 
 import os
@@ -21,12 +19,9 @@ from optimus.parent import end_after
 
 
 class Helpers:
-    """A pool of at most `count` processes, which the first calls start. In each process, `make` returns the function
-    that serves the calls.
+    """A pool of at most `count` helper processes. In each process, `make` returns the function that serves the calls.
 
-    The pool pickles `make` and its arguments, so `make` must be importable by name. The end of the `with` block ends
-    all processes. An exception that leaves the block kills the processes at once. The libraries of a helper use
-    `threads` threads.
+    `make` must be importable by name. An exception that leaves the `with` block kills the processes.
     """
 
     def __init__(self, count: int, make: Callable[..., Callable[..., Any]], *args: Any, threads: int = 1) -> None:
@@ -44,7 +39,7 @@ class Helpers:
 
     def submit(self, *args: Any) -> "Future[Any]":
         """Calls the served function in a helper, and returns a future of the result. The future raises the function's
-        `UserError` or `OSError`, a `RuntimeError` for other exceptions, and a `UserError` if the helper has died."""
+        `UserError` or `OSError`, a `UserError` if the helper ends, and a `RuntimeError` for other exceptions."""
         return self._threads.submit(self._ask, args)
 
     def __enter__(self) -> "Helpers":
@@ -57,7 +52,7 @@ class Helpers:
                 process.kill()
         self._threads.shutdown(wait=True, cancel_futures=True)
         for process in self._processes:
-            process.communicate()  # closes the pipes of the process, which then ends
+            process.communicate()  # ends the process, because its input closes
 
     def _start(self) -> None:
         """Starts the helper of the current thread."""
@@ -94,8 +89,7 @@ class Helpers:
 
 
 def serve(parent: int) -> None:
-    """Serves calls in a helper: reads from standard input and answers on standard output. Returns when the input ends,
-    and dies with the process `parent`, even in the middle of a call."""
+    """Serves calls from standard input on standard output, until the input or the process `parent` ends."""
     end_after(parent)
     calls = os.fdopen(os.dup(0), "rb")
     answers = os.fdopen(os.dup(1), "wb")

@@ -1,7 +1,6 @@
-"""Checks each input file before `prepare` tokenises, so that one message lists the unreadable files together.
+"""Checks input files before tokenisation.
 
-The check reads a file as `prepare` will, but does not tokenise. A check that is not full stops at about `LIMIT` bytes,
-or at about `REMOTE_LIMIT` bytes in a remote file. Tokenising finds the faults beyond the limit.
+Unless `full`, `look` stops after about `LIMIT` bytes of text from a local file, or `REMOTE_LIMIT` from a remote file.
 """
 
 import codecs
@@ -20,10 +19,9 @@ from optimus.data.remote import RemoteFile
 from optimus.disk import printable
 from optimus.errors import UserError
 
-LIMIT = 64 << 20  # approximate bytes of text that the check reads from a file
-REMOTE_LIMIT = 1 << 20  # bytes of text of a remote file, which the check must download
-# Without `skip_bad`, if a file is bad and the partly checked files have at most this number of bytes together,
-# `prepare` checks these files completely.
+LIMIT = 64 << 20  # approximate bytes of text that a check reads from a local file, unless `full`
+REMOTE_LIMIT = 1 << 20  # the same for a remote file
+# Maximum total bytes of the files that `prepare` checks again completely.
 FULL_CHECK_BYTES = 4 << 30
 LISTED = 1000  # maximum number of files that a message lists
 _HEAD = 4096  # number of first bytes that identify the type of a file
@@ -59,16 +57,14 @@ def looked_at(source: Source, full: bool) -> int:
 
 
 class Look(NamedTuple):
-    """The result of a check. `wrong` describes the fault, without the path at its beginning, or is None without a
-    fault."""
+    """The result of a check. `wrong` describes the fault, or is None."""
 
     wrong: str | None
     complete: bool  # True if the file is bad, or the check has read the whole file
 
 
 def look(text_field: TextField, full: bool, source: Source) -> Look:
-    """Checks a file. Unless `full`, reads only the beginning of a large file. Raises `UserError` if a disk or a server
-    fails."""
+    """Checks a file. Unless `full`, reads only the beginning of a large file."""
     try:
         with naming_bad_file(str(source.path)):
             wrong = _no_file(source) or _kind(source)
@@ -78,12 +74,8 @@ def look(text_field: TextField, full: bool, source: Source) -> Look:
 
 
 def check_beginning(sources: Sources, most: float) -> int:
-    """Reads the text of the files in order until the text has more than `most` bytes. Returns the number of bytes read,
-    which exceeds `most` unless the files end before.
-
-    Raises `UserError`, which lists the bad files that the check has found. The message suggests no `encoding` or
-    `text_field`.
-    """
+    """Reads the text of the files in order until the text has more than `most` bytes. Returns the number
+    of bytes of this text. Raises `UserError` if the check finds bad files."""
     bad, text_bytes = list[tuple[Source, str]](), 0
     for source in sources.files:
         try:
@@ -105,7 +97,7 @@ def check_beginning(sources: Sources, most: float) -> int:
 
 
 def _without_arguments(what: str) -> str:
-    """Rewrites the fault of a file with cures for callers that can set neither `encoding` nor `text_field`."""
+    """Rewrites the description of a fault for callers that have no arguments `encoding` and `text_field`."""
     what = _NEEDED.sub("Convert it to UTF-8", what).replace(", or name another field with `text_field`.", ".")
     what = what.replace("that contains the text with `text_field`.", "that contains the text 'text'.")
     return re.sub(r"use `text_field=[^`]*`", "rename it to 'text'", what)
@@ -194,8 +186,7 @@ def _lines_kind(head: bytes) -> str | None:
 
 
 def with_encoding(source: Source, what: str) -> str:
-    """Adds the cure to the fault of a text file that is not UTF-8, such as an encoding that reads the file. Returns
-    other faults unchanged."""
+    """Adds a cure to the fault of a text file that is not UTF-8. Returns other faults unchanged."""
     if ": not UTF-8" not in what or files.ends_in(source.path, (".parquet", ".arrow")):
         return what
     what = what.removesuffix(". Convert it to UTF-8.")
@@ -241,8 +232,7 @@ def listing(bad: Sequence[tuple[Source, str]], total: int, partly: bool = False,
 
 
 def _apart(bad: Sequence[tuple[Source, str]], total: int) -> str:
-    """Returns the advice to prepare some files separately, if the bad files need several encodings or another encoding
-    than the given one. Otherwise returns ""."""
+    """Returns the advice to prepare files of different encodings separately, or "" if one encoding suffices."""
     needed = {cure for _, what in bad for cure in _NEEDED.findall(what)}
     named = {source.encoding for source, what in bad if _NEEDED.search(what)} - {"utf-8"}
     if not (len(needed) > 1 or (named and total > 1)):

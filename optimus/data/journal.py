@@ -1,8 +1,6 @@
-"""Records the progress of an unfinished `prepare` in a file in the folder `<output>.partial`. Each update replaces the
-file atomically.
+"""Records the progress of an unfinished `prepare` in the folder `<output>.partial`.
 
-`prepare` syncs the token stream to disk before the journal counts the stream's tokens. A resumed run continues the
-stream after the journal's number of tokens, and the inputs at the journal's position.
+`prepare` must sync the token stream to disk before the journal counts the stream's tokens.
 """
 
 import errno
@@ -25,7 +23,7 @@ from optimus.errors import UserError
 
 FILE = "journal.json"
 LOCK = ".lock"
-EXCLUSIONS = ("too_short", "too_long", "duplicates")  # reasons to exclude a document, which are fields of `Counts`
+EXCLUSIONS = ("too_short", "too_long", "duplicates")  # fields of `Counts`: reasons to exclude a document
 
 
 @dataclass
@@ -44,7 +42,7 @@ class Counts:
 
 @dataclass
 class Mark:
-    """A position that reading can resume from. The text before `position` gave the first `tokens` tokens of the stream.
+    """A position that reading can resume from.
 
     `files` identifies the files read, wholly or partly, up to the position. `document` describes a document that
     continues at the position.
@@ -72,20 +70,17 @@ class Mark:
 
 @dataclass
 class Journal:
-    """The state of an unfinished run. `mark` is the last position, and `file_mark` is the last position between two
-    files.
-
-    If the file in which a run stopped has changed, the next run may resume from `file_mark`.
-    """
+    """The state of an unfinished `prepare`. `mark` is the last position that reading can resume from, and `file_mark`
+    is the last such position at the beginning or end of a file."""
 
     settings: dict[str, Any]
     mark: Mark
     file_mark: Mark
-    instances: int | None = None  # known after tokenisation
+    instances: int | None = None
     shards: dict[str, str] = field(default_factory=dict)  # checksums of the finished shards, by name
     packed: dict[str, int] = field(default_factory=dict)  # numbers of padding tokens and cut documents
     looked_at: str = ""  # identity digest of the files that passed the check
-    bad: list[BadFile] = field(default_factory=list)  # unreadable files, which `prepare` excludes
+    bad: list[BadFile] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
@@ -98,8 +93,7 @@ class Journal:
 
 
 def read(folder: Path) -> Journal | None:
-    """Reads the journal in `folder`. Returns None if the folder has no journal. Raises `UserError` for a damaged
-    journal."""
+    """Reads the journal in `folder`, or returns None if there is none. Raises `UserError` for a damaged journal."""
     path = folder / FILE
     if not path.exists():
         return None
@@ -119,12 +113,11 @@ def read(folder: Path) -> Journal | None:
 
 
 def _sum(content: dict[str, Any]) -> int:
-    """Computes the CRC-32 of a journal's content."""
     return zlib.crc32(json.dumps(content).encode())
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Describes the settings in `now` that differ from `before`. Returns "" if all agree."""
+    """Describes the settings in `now` that differ from `before`."""
     before = {**EARLIER, **before}
     return ", ".join(
         "other input files" if name == "inputs" else f"{name} {before.get(name)} there and {now[name]} here"
@@ -135,15 +128,15 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Creates `folder` if it is absent, and holds the lock of `folder` for this process alone. Raises `UserError` if
-    another process holds the lock."""
+    """Creates `folder` if it is absent, and holds its lock. Raises `UserError` if another run holds the lock or
+    has just finished."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The run that held the lock may have finished and deleted the lock file since this process opened it.
-            if not path.exists() or os.fstat(file.fileno()).st_ino != path.stat().st_ino:
+            if not os.fstat(file.fileno()).st_nlink:
                 raise BlockingIOError(errno.EWOULDBLOCK, "finished meanwhile")
         except BlockingIOError as error:
             raise UserError(f"another run uses {folder}. Wait for its end, or choose another `output`.") from error

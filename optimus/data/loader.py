@@ -1,9 +1,5 @@
 """Loads batches of training sequences on a thread, ahead of their use.
 
-The global batch of a step depends only on the configuration, the data and the step. A step uses the next `global_batch`
-positions of its phase. A batch may span the end of a pass over a source. Within a pass over a source, no sequence
-repeats.
-
 Legend: B sequences of this rank, S tokens of a sequence, N positions, K sources of a phase, R distinct rows, C tokens
 of a row.
 """
@@ -26,12 +22,12 @@ AHEAD = 4  # batches that the thread reads ahead
 
 
 class TokenBatch(NamedTuple):
-    """Sequences of tokens, with the optional arrays of `model.batch.Batch`."""
+    """Sequences of tokens, with optional target masks, document numbers and source numbers."""
 
     tokens_BS: NDArray[np.int64]
-    target_mask_BS: NDArray[np.bool_] | None = None
-    document_BS: NDArray[np.int32] | None = None
-    source_B: NDArray[np.int64] | None = None  # indices into the phase's source names, if the phase has several names
+    target_mask_BS: NDArray[np.bool_] | None = None  # True for tokens to predict; None: all tokens
+    document_BS: NDArray[np.int32] | None = None  # number of each token's document in the sequence
+    source_B: NDArray[np.int64] | None = None  # indices into `DataPhase.names`; None for one name
 
 
 def _as_it_is(batch: TokenBatch) -> Any:
@@ -39,14 +35,14 @@ def _as_it_is(batch: TokenBatch) -> Any:
 
 
 class TokenLoader(Iterator[T], Generic[T]):
-    """Iterates over the part of `rank` in each global batch from `start_step` on. The last phase has no end.
+    """Iterates over this rank's contiguous share of each global batch, from step `start_step` (counted from 0) on.
 
-    Rank r of `ranks` gets the r-th contiguous part of each global batch, whose size must be a multiple of `ranks`.
-    `next` raises the exceptions of the reading thread, for example for a corrupted shard. Use the loader as a context
-    manager, or call `close`.
+    Raises `UserError` unless every phase's `global_batch` is a positive multiple of `ranks`.
+
+    `next` raises the exceptions of the reading thread. Use the loader as a context manager, or call `close`.
 
     `prepare` runs on the thread and converts a batch to the object that `next` returns. The loader keeps a reference to
-    the object until the following call of `next`.
+    the object until `next` returns the following object.
     """
 
     def __init__(
@@ -87,7 +83,7 @@ class TokenLoader(Iterator[T], Generic[T]):
         return batch
 
     def positions(self, step: int) -> tuple[DataPhase, NDArray[np.int64]]:
-        """Returns the phase of a step, and this rank's positions [B] in the phase."""
+        """Returns (phase of `step`, this rank's positions [B] in the phase)."""
         phase = next(phase for phase in reversed(self._phases) if phase.first <= step)
         size = phase.global_batch // self._ranks
         first = (step - phase.first) * phase.global_batch + self._rank * size
@@ -118,7 +114,7 @@ class TokenLoader(Iterator[T], Generic[T]):
         return TokenBatch(tokens_BS, mask_BS, document_BS, name_K[source_B] if len(names) > 1 else None)
 
     def close(self) -> None:
-        """Ends the reading thread. The iterator is exhausted afterwards."""
+        """Ends the reading thread and the iteration."""
         self._ready.clear()
         self._thread.shutdown(cancel_futures=True)
 
@@ -130,8 +126,7 @@ class TokenLoader(Iterator[T], Generic[T]):
 
 
 def _parts(shards: Rows, row_N: NDArray[np.int64], part_N: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-    """Returns part `part_N` of each row `row_N` as tokens [N, length]. Reads each row once, and consecutive rows
-    together."""
+    """Returns part `part_N` of each row `row_N` as tokens [N, length]."""
     unique_R, inverse_N = np.unique(row_N, return_inverse=True)
     tokens_RC = np.empty((len(unique_R), shards.context), dtype=np.int64)
     starts = np.flatnonzero(np.diff(unique_R, prepend=-2) != 1).tolist()

@@ -1,4 +1,7 @@
-"""Extracts the visible text of an HTML page, without scripts and styles, with line breaks between blocks."""
+"""Extracts the text of an HTML page, with line breaks between blocks and tabs between table cells.
+
+Drops scripts, styles and templates.
+"""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -26,9 +29,6 @@ def page_text(chunks: Iterable[str]) -> Iterator[str]:
 
 
 class _Parser(HTMLParser):
-    """Collects the visible text. Outside `pre`, white space becomes one space, or the break between two blocks or
-    cells."""
-
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
         self._out: list[str] = []
@@ -55,7 +55,7 @@ class _Parser(HTMLParser):
         self._break(tag)
 
     def handle_data(self, data: str) -> None:
-        if self._hidden:
+        if self._hidden or not data:  # character references such as `&#1;` have no text
             return
         if self._preformatted:
             self._write(data)
@@ -69,7 +69,7 @@ class _Parser(HTMLParser):
                 self._widen(" ")
 
     def parse_marked_section(self, i: int, report: bool = True) -> int:
-        """Parses `<![...`, and treats the proprietary sections of some HTML writers as comments."""
+        """Parses `<![...`, and treats unknown sections as comments."""
         try:
             return super().parse_marked_section(i, report)
         except AssertionError:

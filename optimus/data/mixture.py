@@ -1,9 +1,7 @@
 """Assigns each position of a mixture to a source, as a pure function of the position.
 
-A position is the index of a sequence in its phase. The sources form one group or two, and each group assigns its
-positions block by block. The counts at the border of a block are a function of the border alone. Within a block, the
-earliest deadline decides the next source (Pfair scheduling on one processor, Baruah et al. 1996). At every position,
-the count of each source differs from its share by less than one; `_Group` has the proof.
+A position is the index of a sequence in its phase. Among the first n positions, the count of a source with the share r
+differs from n r by less than one, for every n (Pfair scheduling on one processor, Baruah et al. 1996).
 
 Legend: N positions.
 """
@@ -18,18 +16,17 @@ from math import gcd, lcm
 import numpy as np
 from numpy.typing import NDArray
 
-_TOTAL = 1 << 30  # the sum of the reduced weights is less
+_TOTAL = 1 << 30  # the sum of the reduced weights is less than this number
 _LEAST = 128  # approximate minimum number of positions of a group in a block
-_BLOCKS = 4  # cached blocks of a group
+_BLOCKS = 4  # maximum number of cached blocks of a group
 
 IndexArray = NDArray[np.int64]
 
 
 class Mixture:
-    """A mixture of sources in proportion to integer `weights`, of which at least one is above 0.
+    """A mixture of sources in proportion to integer `weights`.
 
-    Rounds weights whose sum, in lowest terms, is 2^30 or more. With the rounded weights, source i has `n * weights[i] /
-    sum(weights)` of the first n positions for every n, up to an error of less than one.
+    Reduces the weights to lowest terms. If the sum is then 2^30 or more, rounds the weights.
     """
 
     def __init__(self, weights: Sequence[int]) -> None:
@@ -39,8 +36,10 @@ class Mixture:
         sums = list(accumulate(self.weights[source] for source in order))
 
         def longest(heavy: int) -> float:
-            """Estimates the number of positions of a group in a block, and returns the maximum over the groups. The
-            first `heavy` sources form the first group."""
+            """Estimates the positions of each group in a block, and returns the greater number.
+
+            The first group has the `heavy` heaviest sources.
+            """
             ends = sums[heavy - 1] / self.weights[order[heavy - 1]], (total - sums[heavy - 1]) / self.weights[order[-1]]
             return max(ends)
 
@@ -74,31 +73,30 @@ class _Group:
     """A group of `sources`. Each source has floor(n r) or ceil(n r) of the first n positions, where r is its share.
 
     The group, with the share R, has h(n) = floor(n R + phase / 2W) of the first n positions, where W is the sum of all
-    weights. The group therefore has floor(m R) or ceil(m R) of any m positions. The other positions form a second group
-    with the same property. The k-th sequence of a source (from 0) is due between positions floor(k / r) and ceil((k +
-    1) / r). Each block is so long that every source is due in the block. By Hall's theorem, the sequences of a block
-    fit if one condition holds for all positions s and t of the block. From s to t, the group must have at least as many
-    positions as sequences that are due. The rule "earliest deadline first" then finds the schedule (one machine, jobs
-    of unit length).
+    weights. The group therefore has floor(m R) or ceil(m R) of any m consecutive positions. The other positions form a
+    second group with the same property. The k-th sequence of a source (from 0) gets a position that is at least
+    floor(k / r) and below the deadline ceil((k + 1) / r). Sequences that must lie between s and t are due there. By
+    Hall's theorem, the sequences of a block fit if, between any s and t, the group has at least as many positions as
+    due sequences. The rule "earliest deadline first" then finds a schedule (one machine, jobs of unit length).
 
-    Between s and t within the block, sources with the share Q <= R have sum(floor(t r) - ceil(s r)) <= floor((t - s) Q)
-    sequences due. The group has enough positions for these sequences. Let `A` be the sources that have floor(n r) + 1
-    positions before a border n. Let f = n r mod 1 and p = 1 - phase / 2W. Let U be the sources whose next deadline is
-    after t. The sequences due from n to t fit if |A in U| <= h(t) - sum(floor(t r)), for which |A in U| <= ceil(f(U) -
-    p) is enough. The sequences due from s to n fit if the sources V whose current sequence was not yet due at s have |A
-    in V| >= ceil(f(V) - p). The sets U are nested, and so are the sets V. A set A with both bounds exists by the
-    matroid intersection theorem, since ceil(f(V) - p) <= ceil(f(U) - p) + |V without U|.
+    Within the block, the sources with sequences due between s and t have a total share Q <= R. The number of these
+    sequences is sum(floor(t r) - ceil(s r)) <= floor((t - s) Q), and the group has enough positions for the sequences.
+    Let A be the sources that have floor(n r) + 1 positions before a border n, and U the sources whose next deadline is
+    after t. Let f(X) be the sum of n r mod 1 over the sources X, and p = 1 - phase / 2W. The sequences due from n to t
+    fit if |A in U| <= h(t) - sum(floor(t r)). The bound |A in U| <= ceil(f(U) - p) is enough. Let V be the sources
+    whose current sequence may lie before s. The sequences due from s to n fit if |A in V| >= ceil(f(V) - p). The sets U
+    are nested, and so are the sets V. A set A with both bounds exists by the matroid intersection theorem, since
+    ceil(f(V) - p) <= ceil(f(U) - p) + |V without U|.
 
-    For each element that A must have, `_border` chooses the source with the nearest deadline among the sources that
-    have waited longest. This choice puts the fewest elements into every U. The counts therefore differ from n r by less
-    than one.
+    `_border` goes through the sources, the longest wait first. For each element that A must have, `_border` takes the
+    source with the nearest deadline among the sources so far. This choice puts the fewest elements into every U.
     """
 
     def __init__(self, weights: Sequence[int], sources: Sequence[int], phase: int) -> None:
         self.sources, self._total, self._phase = sources, sum(weights), phase
         self._weights = [weights[source] for source in sources]
         self._weight = sum(self._weights)
-        # Length of a block in positions, with which every source is due in every block.
+        # Length of a block in positions. Every source has a deadline in every block.
         self._length = max(-(-self._total // min(self._weights)), _LEAST * self._total // self._weight)
         self._block = lru_cache(_BLOCKS)(self._found)
 
@@ -107,8 +105,10 @@ class _Group:
         return (2 * number * self._weight + self._phase) // (2 * self._total)
 
     def at(self, position: int, step: int) -> tuple[int, int]:
-        """Returns the source of position `position` of the group, and the number of earlier positions of this source.
-        `step` is the number of earlier positions of the group."""
+        """Returns (source at `position`, number of earlier positions of this source).
+
+        The group must have `position`. `step` is the number of earlier positions of the group.
+        """
         before, found = self._block(position // self._length)
         return found[step - before]
 
@@ -135,8 +135,10 @@ class _Group:
         return counts
 
     def _found(self, number: int) -> tuple[int, list[tuple[int, int]]]:
-        """Schedules a block. Returns the number of the group's positions before the block, and the (source, index) of
-        each position of the group in the block."""
+        """Schedules block `number`. Returns (number of the group's positions before the block, schedule).
+
+        The schedule has (source, number of earlier positions of this source) for each of the group's positions.
+        """
         start, total = number * self._length, self._total
         end, jobs = start + self._length, list[tuple[int, int, int, int]]()
         for source, weight, first, last in zip(self.sources, self._weights, self._border(start), self._border(end)):
@@ -158,14 +160,14 @@ class _Group:
 
 
 def integer_weights(weights: Sequence[float | Fraction]) -> list[int]:
-    """Scales `weights` to whole numbers of the same ratio. A float counts as its decimal notation."""
+    """Scales `weights` to whole numbers in the same ratios. A float counts as its decimal notation."""
     exact = [Fraction(str(weight)) if isinstance(weight, float) else Fraction(weight) for weight in weights]
     common = lcm(*(weight.denominator for weight in exact))
     return [int(weight * common) for weight in exact]
 
 
 def _reduced(weights: Sequence[int]) -> list[int]:
-    """Reduces weights to lowest terms, and rounds weights whose sum is at least `_TOTAL`."""
+    """Reduces weights to lowest terms, and rounds weights with a sum of at least `_TOTAL`."""
     if min(weights) < 0 or not sum(weights):
         raise ValueError(f"weights must not be negative, and one must be above 0: {list(weights)}")
     divisor = gcd(*weights)

@@ -1,9 +1,6 @@
-"""Best-fit packing puts whole documents into rows, instead of cutting the stream every `context` tokens.
+"""Best-fit packing of documents into rows (Ding et al. 2024, "Fewer Truncations Improve Language Modeling", section 2).
 
-The algorithm is from Ding et al. 2024, "Fewer Truncations Improve Language Modeling", section 2. The algorithm cuts a
-document longer than the context into pieces of the context's length, of which only the last piece may be shorter. Then
-the algorithm adds the pieces and the shorter documents, the longest first, to the fullest row with enough room.
-End-of-text tokens pad a row, and `padding_BS` marks the padding, which the loss ignores.
+End-of-text tokens pad a row.
 
 Legend: N documents, D pieces of documents, B rows, S tokens of a row.
 """
@@ -17,12 +14,12 @@ from numpy.typing import NDArray
 
 from optimus.data.shards import BEGINS, NOT_PREDICTED
 
-_READ = 16 << 20  # tokens of a read
+_READ = 16 << 20  # tokens per read
 _SMALLEST = 1 << 20  # bytes of the write buffer
 
 
 class Packed(NamedTuple):
-    """The result of packing. `cut_documents` counts the documents longer than a row."""
+    """The numbers of rows, of padding tokens, and of documents longer than a row."""
 
     instances: int
     padding_tokens: int
@@ -30,12 +27,7 @@ class Packed(NamedTuple):
 
 
 def pack(stream: Path, target: Path, *, context: int, eos_id: int, dtype: str, tokens: int) -> Packed:
-    """Packs the first `tokens` tokens of `stream`, in which `eos_id` ends each document, into rows of `context` tokens
-    in `target`.
-
-    `target` appears complete or not at all. The same arguments always give the same rows. Packing needs about 100 bytes
-    of memory per document, and more if many documents are longer than a row.
-    """
+    """Packs the first `tokens` of `stream` into rows of `context` tokens in `target`. `eos_id` ends a document."""
     start_D, length_D, cut = _pieces(_document_ends(stream, eos_id, dtype, tokens), context)
     rows = best_fit(length_D, context)
     item, temporary = np.dtype(dtype).itemsize, target.with_name(f"{target.name}.tmp")
@@ -53,7 +45,13 @@ def pack(stream: Path, target: Path, *, context: int, eos_id: int, dtype: str, t
 
 def best_fit(length_D: NDArray[np.int64], capacity: int) -> list[list[int]]:
     """Packs pieces by best-fit decreasing, and returns the indices of the pieces in each row of `capacity` tokens.
-    Packs pieces of equal length in the order of `length_D`."""
+
+    Raises `ValueError` for a piece longer than `capacity`.
+    """
+    if (length_D > capacity).any():
+        raise ValueError(
+            f"a piece of {length_D.max()} tokens is longer than a row of {capacity}: cut it before packing"
+        )
     order = np.argsort(-length_D, kind="stable")
     rows: list[list[int]] = []
     rows_by_free: list[list[int]] = [[] for _ in range(capacity + 1)]  # rows by the number of free tokens
@@ -73,8 +71,6 @@ def best_fit(length_D: NDArray[np.int64], capacity: int) -> list[list[int]]:
 def _fill(
     rows: list[list[int]], rows_by_free: list[list[int]], row: int, free: int, length: int, pending: list[int]
 ) -> None:
-    """Fills a row with `pending` pieces of `length` while a piece fits. The row stays the best fit for the next
-    piece."""
     while pending and free >= length:
         rows[row].append(pending.pop())
         free -= length
@@ -106,8 +102,7 @@ def _pieces(end_N: NDArray[np.int64], context: int) -> tuple[NDArray[np.int64], 
 
 
 def padding_BS(tokens_BS: NDArray[np.int64], eos_id: int) -> NDArray[np.bool_]:
-    """Marks padding tokens [B, S]: end-of-text tokens after an end-of-text token. If the last piece of a cut document
-    is only an end-of-text token, the token may count as padding."""
+    """Marks end-of-text tokens after an end-of-text token as padding [B, S]."""
     padding = tokens_BS == eos_id
     padding[:, 1:] &= padding[:, :-1].copy()
     padding[:, 0] = False
@@ -115,8 +110,7 @@ def padding_BS(tokens_BS: NDArray[np.int64], eos_id: int) -> NDArray[np.bool_]:
 
 
 def documents_BS(tokens_BS: NDArray[np.int64], eos_id: int) -> NDArray[np.int32]:
-    """Returns for each token the number of its document within the row. End-of-text tokens and the flag `BEGINS` separate
-    the documents. Padding counts as a separate document."""
+    """Returns the number of each token's document within the row [B, S]. Padding counts as a separate document."""
     marked = (tokens_BS & BEGINS) != 0
     tokens_BS = tokens_BS & ~BEGINS
     padding = padding_BS(tokens_BS, eos_id)

@@ -1,9 +1,7 @@
 """Computes a seeded permutation of [0, n) without a table.
 
-A Feistel network is a bijection of b-bit numbers for any round function. 2^b is the smallest power of two that is at
-least n and at least 64. The permutation maps an image outside [0, n) again until the image is inside (cycle walking;
-Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). For n above 32, 2^b is less than 2n, and fewer than
-two passes suffice on average.
+A Feistel network permutes numbers of b bits. The permutation maps an image outside [0, n) again until the image is
+inside (cycle walking; Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
 """
 
 import hashlib
@@ -12,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 ROUNDS = 12
-# A block of this many indices should stay in the second-level cache through all rounds.
+# Number of indices of a block, chosen for the second-level cache.
 BLOCK = 1 << 15
 # Multipliers of the splitmix64 finaliser (Steele, Lea, Flood 2014).
 MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -20,10 +18,10 @@ MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 class Permutation:
-    """A bijection of [0, size), chosen by `key` (for example a purpose, a seed and an epoch). Needs O(1) memory.
+    """A permutation of [0, size) that `size` and `key` determine.
 
-    A call maps an int64 array of indices, of any shape, to an int64 array of the same shape. Raises `IndexError` for
-    indices outside [0, size).
+    A call maps an int64 array of indices to an int64 array of the same shape. Raises `IndexError` for indices outside
+    [0, size).
     """
 
     def __init__(self, size: int, *key: int | str) -> None:
@@ -58,7 +56,6 @@ class Permutation:
     def _encrypt(self, x: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """Runs one pass of the network over numbers of `_high_bits + _low_bits` bits.
 
-        Each round combines the high bits by XOR with a keyed hash of the low bits, and then swaps high and low bits.
         After an even number of rounds, the high and the low bits have their original widths.
         """
         one = np.uint64(1)

@@ -1,15 +1,12 @@
 """`prepare` turns raw text into a folder of shuffled token shards.
 
-1. Tokenise: helper processes turn batches of text into tokens. The main process writes the tokens in order into
-   one stream, `<output>.partial/tokens.bin`, with an end-of-text token after each document.
-   With `pack` "best-fit", `prepare` then packs the documents into the instances of `packed.bin`.
+1. Tokenise: write the documents as one stream of tokens, `<output>.partial/tokens.bin`.
+   With `pack` "best-fit", also pack the documents into the instances of `packed.bin`.
 2. Shuffle: instance j of the output is instance `permutation(j)` of the stream, or with "best-fit" of `packed.bin`.
-3. Shard: helper processes write the instances in this order into shard files.
+3. Shard: write the instances in this order into shard files.
 
 The Optimus paper (section 4) cuts instances from the tokens of each file separately, and drops the tail of each file.
-Here one stream runs through all files, and `prepare` drops only the last tail. The output depends only on the inputs
-and settings, not on the number of workers or on interruptions. A local output folder appears complete or not at all, by
-a rename at the end.
+Here one stream runs through all files.
 """
 
 import errno
@@ -33,9 +30,8 @@ from optimus.copies import copied, is_url
 from optimus.cores import usable_cores
 from optimus.data import files, journal, shards
 from optimus.data import tokenizer as tokenizers
-from optimus.data.chat import ChatTemplate, special_texts
 from optimus.data.documents import DocumentBatch, Encode, Position, read_batches, read_texts
-from optimus.data.fields import CHAT, ChatField, TextField, field_of
+from optimus.data.fields import CHAT, ChatField, TextField, chat_field, field_of
 from optimus.data.files import BadFile, BadFileError
 from optimus.data.helpers import Helpers
 from optimus.data.inspection import FULL_CHECK_BYTES, listing, look, looked_at, with_encoding
@@ -57,8 +53,7 @@ PACKED = "packed.bin"
 Pack = Literal["concatenate", "best-fit"]
 SHARD_SIZE = 512 * 10**6
 COMMIT_SECONDS = 5.0
-# Approximate bytes of text to train a tokenizer on, about the same share of every file.
-TRAINING_SAMPLE = 64 << 20
+TRAINING_SAMPLE = 64 << 20  # approximate bytes of text to train a tokenizer on
 TEXTS_AT_ONCE = 64  # maximum number of texts in a message to the process that trains a tokenizer
 LOOKED_AT_HERE = 16 << 20  # if the check reads at most this many bytes, the main process checks without helpers
 SIZE_SAMPLE = 1 << 17  # characters of text from which `_estimate` extrapolates
@@ -71,7 +66,7 @@ class _Run:
 
     sources: files.Sources
     output: Path
-    partial: Path  # the unfinished folder, which `prepare` renames to `output`
+    partial: Path  # the unfinished folder
     workers: int
     train_tokenizer: int | None
     progress: Progress
@@ -85,11 +80,11 @@ class _Run:
     selection: Selection
     skip_bad: bool
     fields: TextField  # the parsed `text_field`
-    bad: list[BadFile] = field(default_factory=list)  # bad files, which `sources` excludes
+    bad: list[BadFile] = field(default_factory=list)
 
     @property
     def masked(self) -> bool:
-        """True if `text_field` names conversations, in which the model predicts only some tokens."""
+        """True if `text_field` names conversations."""
         return self.text_field.startswith(CHAT)
 
     @property
@@ -98,8 +93,8 @@ class _Run:
         return self.partial / (STREAM if self.pack == "concatenate" else PACKED)
 
     def leave_out(self, bad: Sequence[tuple[files.Source, str]], partly: bool = False) -> None:
-        """Removes the `bad` files from the sources. Raises `UserError`, which lists the files, if `skip_bad` is not set
-        or no other file remains. `partly` is True if the check has read some files only in part."""
+        """Removes the `bad` files from the sources. Raises `UserError` for bad files without `skip_bad`, or if no other
+        file remains. `partly` is True if the check has read some files only in part."""
         total = len(self.sources.files) + len(self.bad)
         if bad and (not self.skip_bad or len(bad) == len(self.sources.files)):
             raise UserError(listing(bad, total, partly))
@@ -127,6 +122,7 @@ def prepare(
     max_tokens: int | None = None,
     dedup: Dedup = "none",
     encoding: str = "utf-8",
+    split: str | None = None,
     skip_bad: bool = False,
     plugins: Sequence[str] = (),
     progress: Progress | None = None,
@@ -134,28 +130,27 @@ def prepare(
     """Tokenises, shuffles and shards `inputs` into the folder `output`, and returns the content of the folder's
     `index.json`.
 
-    `inputs` are files, folders and globs, also as URLs that fsspec reads. `output` may be a URL that fsspec writes. The
-    caller sets either `tokenizer` (a tokenizer.json, or a folder that contains one) or `train_tokenizer` (the
-    vocabulary size of a new tokenizer, which `prepare` trains on the inputs). `context` is the length of a training
-    instance in tokens. `shard_size` is in bytes. `workers` defaults to the number of cores of this process. The
-    spelling of a special token stays ordinary text, unless `parse_special` is True.
+    `inputs` are files, folders, globs and URLs that fsspec reads. `output` may be a URL that fsspec writes. The caller
+    sets either `tokenizer` (a tokenizer.json, or a folder that contains one) or `train_tokenizer` (the vocabulary size
+    of a new tokenizer). `context` is the length of a training instance in tokens. `shard_size` is in bytes. `workers`
+    defaults to the number of cores of this process. Without `parse_special`, the spelling of a special token stays
+    ordinary text.
 
     `text_field` is a field of JSON lines or a column of tables, a nested field `meta.body`, or a template of several
-    fields, `{question}\\n{answer}`. `chat:messages` names a field of JSON lines with conversations, in which the model
-    predicts only the answers. With `pack` "concatenate", `prepare` joins all documents and cuts the result every
-    `context` tokens. With "best-fit", `prepare` packs whole documents, and cuts only documents that are longer than the
-    context. Padding, which the loss ignores, fills the rest of an instance.
+    fields, `{question}\\n{answer}`. `chat:messages` names a field with conversations. The model predicts
+    only the assistant's answers. With `pack` "concatenate", `prepare` joins all documents and cuts the result every
+    `context` tokens. With "best-fit", `prepare` cuts only documents that are longer than the context, and pads
+    instances.
 
-    `prepare` excludes and counts documents with fewer than `min_characters` or `min_tokens`, or more than
-    `max_characters` or `max_tokens`. The number of tokens includes the end-of-text token. With `dedup` "exact",
-    `prepare` includes only the first of several documents with the same text, regardless of case, the amount of white
-    space and Unicode normalisation. With "minhash", `prepare` also excludes near-duplicates.
+    `prepare` excludes documents with fewer than `min_characters` or `min_tokens`, or more than `max_characters` or
+    `max_tokens`. The number of tokens includes the end-of-text token. With `dedup` "exact", `prepare` includes only the
+    first of several documents with the same text, regardless of case, the amount of white space and Unicode
+    normalisation. With "minhash", `prepare` also excludes near-duplicates.
 
-    Text is UTF-8 by default. `prepare` decodes files that are not valid UTF-8 with `encoding`. Before tokenising,
-    `prepare` checks all files, but often only the beginning of a large file. One error lists the unreadable files. With
-    `skip_bad`, `prepare` excludes the unreadable files, and the index lists them as `bad_files`. `plugins` names
-    plugins with readers for other types of files. `prepare` calls `progress(stage, done, total)` now and then; `total`
-    may be None.
+    `encoding` applies to files that are not valid UTF-8. `split` chooses a dataset of a folder that
+    `DatasetDict.save_to_disk` wrote. With `skip_bad`, `prepare` excludes unreadable files, and the
+    index lists these files as `bad_files`. `plugins` names plugins with readers for other types of files. `prepare`
+    calls `progress(stage, done, total)` now and then; `total` may be None.
 
     A new call resumes an interrupted call. If `output` is already complete with the same settings, the call returns the
     existing index. Raises `UserError` for bad input, too little disk space, or an `output` with other content.
@@ -173,14 +168,14 @@ def prepare(
     _check(tokenizer, train_tokenizer, pack, context=context, workers=workers, shard_size=shard_size)
     selection = Selection(min_characters, max_characters, min_tokens, max_tokens, dedup)
     selection.check()
-    field = field_of(text_field)  # checks the syntax
+    field = field_of(text_field)
     info = tokenizers.inspect(user_path(tokenizer)) if tokenizer is not None else None
     if info is not None and not parse_special:
         tokenizers.check_text_stays_text(info)
     partial = output.with_name(f"{output.name}.partial")
     encoding = files.check_encoding(encoding)
     inputs = [inputs] if isinstance(inputs, str | Path) else inputs
-    sources = files.resolve(inputs, leave_out=(output, partial), encoding=encoding)
+    sources = files.resolve(inputs, leave_out=(output, partial), encoding=encoding, split=split)
     progress = progress or (lambda stage, done, total: None)
     given: dict[str, Any] = {
         "context": context,
@@ -195,7 +190,7 @@ def prepare(
     read_with = {"plugins": {plugin.name: plugin.sha256 for plugin in loaded}}
     settings = {"inputs": "", "tokenizer": trained_or_given, **given, **read_with, **asdict(selection)}
     if isinstance(field, ChatField):
-        field = _chat_field(text_field, info, parse_special)
+        field = chat_field(text_field, info, parse_special)
         settings["chat_template"] = field.template.digest
     run = _Run(
         sources,
@@ -216,18 +211,7 @@ def prepare(
             return _prepare(run, settings, info)
 
 
-def _chat_field(text_field: str, info: TokenizerInfo | None, parse_special: bool) -> ChatField:
-    """Returns the field of conversations, with the tokenizer's chat template or the default template."""
-    if info is None:
-        eos = tokenizers.TRAINED_EOS
-        template, special = ChatTemplate(tokens=(("eos_token", eos),)), [eos]
-    else:
-        template, special = ChatTemplate.beside(info.path, info.eos_token), special_texts(tokenizers.load(info.path))
-    return ChatField(text_field, template, special, parse_special=parse_special)
-
-
 def _check(tokenizer: str | Path | None, train_tokenizer: int | None, pack: str, **sizes: int) -> None:
-    """Raises `UserError` for arguments that are invalid for any inputs."""
     if (tokenizer is None) == (train_tokenizer is None):
         raise UserError(
             "give either a tokenizer or the vocabulary size of one to train (`tokenizer`, `train_tokenizer`)"
@@ -306,8 +290,8 @@ def _prepare(run: _Run, settings: dict[str, Any], info: TokenizerInfo | None) ->
 
 
 def _without_bad_file(run: _Run, state: Journal, error: BadFileError) -> Journal:
-    """Excludes the bad file that `error` names from the sources, and returns the journal to resume from. Raises
-    `UserError`, which lists the bad files, unless `skip_bad` is set and good files remain."""
+    """Excludes the bad file of `error` from the sources, and returns the journal to resume from. Raises `UserError`
+    without `skip_bad`."""
     number = next(k for k, source in enumerate(run.sources.files) if str(source.path) == error.path)
     bad = [(run.sources.files[number], with_encoding(run.sources.files[number], error.what))]
     if not run.skip_bad:
@@ -323,9 +307,8 @@ def _without_bad_file(run: _Run, state: Journal, error: BadFileError) -> Journal
 
 
 def _look_at_all(run: _Run) -> None:
-    """Checks all files and leaves out the bad files. Raises `UserError`, which lists the bad files, unless `skip_bad`
-    is set and good files remain."""
-    # A new tokenizer must depend on good files alone, so this check must find all bad files before the training.
+    """Checks all files and excludes the bad files; see `_Run.leave_out`."""
+    # A new tokenizer must depend on good files alone.
     bad, partly = _look(run, run.sources.files, full=run.train_tokenizer is not None)
     if bad and not run.skip_bad and sum(source.size for source in partly) <= FULL_CHECK_BYTES:
         bad += _look(run, partly, full=True)[0]
@@ -356,7 +339,6 @@ def _look(
 
 
 def _refuse(run: _Run, different: str) -> None:
-    """Raises `UserError` unless `different`, the differences from the unfinished run in the folder, is empty."""
     if different:
         raise UserError(
             f"{run.partial} holds an unfinished run with other settings ({different}). "
@@ -365,10 +347,8 @@ def _refuse(run: _Run, different: str) -> None:
 
 
 def _open_journal(run: _Run, settings: dict[str, Any]) -> Journal:
-    """Opens the journal of an interrupted run, at the last mark that is still valid, or starts a new journal.
-
-    Excludes the unchanged bad files that the journal lists, and the bad files that a check finds.
-    """
+    """Opens the journal of an interrupted run, at the last mark that is still valid, or starts a new journal. Excludes
+    bad files from the sources."""
     state = journal.read(run.partial)
     if state is None:
         others = [path.name for path in run.partial.iterdir() if path.name != journal.LOCK]
@@ -400,7 +380,7 @@ def _open_journal(run: _Run, settings: dict[str, Any]) -> Journal:
 
 
 def _new_journal(run: _Run, settings: dict[str, Any]) -> Journal:
-    """Empties the folder and writes the journal of a new run."""
+    """Deletes the files of an earlier run, and writes a new journal."""
     for path in run.partial.iterdir():
         if path.name != journal.LOCK:
             path.unlink()
@@ -411,8 +391,8 @@ def _new_journal(run: _Run, settings: dict[str, Any]) -> Journal:
 
 
 def _install_tokenizer(run: _Run, info: TokenizerInfo | None) -> TokenizerInfo:
-    """Puts the tokenizer, copied or trained, into the folder unless the folder has one. Returns the description of the
-    tokenizer in the folder."""
+    """Copies or trains the tokenizer unless the folder has one. Returns the description of the tokenizer in the
+    folder."""
     path = run.partial / tokenizers.FILE
     if not path.exists():
         if info:
@@ -427,8 +407,7 @@ def _install_tokenizer(run: _Run, info: TokenizerInfo | None) -> TokenizerInfo:
 
 
 def _train_tokenizer(run: _Run, path: Path) -> None:
-    """Trains a tokenizer in a helper process, because an exception in this process cannot interrupt the library's
-    training."""
+    """Trains a tokenizer in a helper process, so that an exception can end the training."""
     with Helpers(1, tokenizer_trainer, run.train_tokenizer, path, threads=run.workers) as helpers:
         sample = filter(None, _training_sample(run))
         while texts := list(islice(sample, TEXTS_AT_ONCE)):
@@ -437,7 +416,7 @@ def _train_tokenizer(run: _Run, path: Path) -> None:
 
 
 def _training_sample(run: _Run) -> Iterator[str]:
-    """Yields texts to train a tokenizer on: about the same share of every file, from the beginning of the file."""
+    """Yields texts to train a tokenizer on, from the beginning of each file."""
     total_bytes = sum(source.text_bytes_estimate for source in run.sources.files)
     share = min(1.0, TRAINING_SAMPLE / max(1.0, total_bytes))
     total, done = int(total_bytes * share), 0
@@ -482,10 +461,8 @@ def _tokenise(run: _Run, state: Journal, info: TokenizerInfo) -> None:
 
 
 def _in_order(helpers: Helpers, batches: Iterator[Item]) -> Iterator[tuple[Item, Any]]:
-    """Yields each item with its result, in order. At most `2 * helpers.count + 1` items are in flight at a time.
-
-    If reading raises `UserError`, yields all earlier items before raising the error.
-    """
+    """Yields each item with its result, in order. If `batches` raises `UserError`, yields all earlier items before
+    raising the error."""
     waiting: deque[tuple[Item, Future[Any]]] = deque()
     failure: UserError | None = None
     while True:
@@ -539,10 +516,9 @@ class _StreamWriter:
             self.commit()
 
     def _end_document(self, counts: Counts) -> None:
-        """Counts the current document as included, empty or excluded. The next document overwrites an excluded
-        document.
+        """Counts the current document as included, empty or excluded.
 
-        The method does not truncate the stream, because the last journal may count tokens of an excluded document.
+        Does not truncate the stream, because the last journal may count tokens of an excluded document.
         """
         document, self._document = self._document, Document()
         if not document.text_bytes:
@@ -575,7 +551,7 @@ def _pack(run: _Run, state: Journal, info: TokenizerInfo) -> int:
     one instance, deletes the folder and raises `UserError`."""
     tokens = state.mark.tokens
     if tokens < run.context:
-        for path in run.partial.iterdir():  # a later run cannot use these files
+        for path in run.partial.iterdir():
             path.unlink()
         run.partial.rmdir()
         what = f"only {tokens} tokens, too few for one instance of {run.context}" if tokens else "no text"
@@ -596,7 +572,7 @@ def _pack(run: _Run, state: Journal, info: TokenizerInfo) -> int:
 
 
 def _estimate(run: _Run, encode: Encode, item: int) -> float:
-    """Estimates the bytes of the token stream and the shards together, from the tokens of the first documents."""
+    """Estimates the bytes of the token stream and the shards together."""
     sample = ""
     for text, _ in read_texts(run.sources, run.fields):
         sample += text[: SIZE_SAMPLE - len(sample)]
@@ -619,7 +595,7 @@ def _check_disk(run: _Run, needed: float) -> None:
 
 
 def _shard(run: _Run, state: Journal, instances: int, info: TokenizerInfo) -> None:
-    """Runs steps 2 and 3: writes the shards that are missing in the journal or in the folder."""
+    """Writes the shards that are missing from the journal or the folder."""
     plan = _shard_plan(run, instances, info)
     missing = [
         (name, start, stop)
@@ -668,8 +644,6 @@ def _shard_plan(run: _Run, instances: int, info: TokenizerInfo) -> list[tuple[st
 
 
 def _index(run: _Run, state: Journal, instances: int, info: TokenizerInfo) -> dict[str, Any]:
-    """Returns the content of `index.json`. The index depends on the names of inputs and files, but not on the folders
-    above them or the time of the run."""
     counts = state.mark.counts
     used = instances * run.context
     return {
@@ -712,16 +686,15 @@ def _index(run: _Run, state: Journal, instances: int, info: TokenizerInfo) -> di
 
 
 def _finish(run: _Run, index: dict[str, Any]) -> dict[str, Any]:
-    """Deletes the files that only an unfinished run needs, and renames the folder to `output`.
-
-    After a kill, the next run repeats this function.
-    """
+    """Deletes the files that only an unfinished run needs, and renames the folder to `output`."""
     keep = {shards.INDEX, shards.SUMS, tokenizers.FILE, *(shard["file"] for shard in index["shards"])}
     for path in run.partial.iterdir():
         if path.name not in keep and path.name != journal.LOCK:
             path.unlink()
-    (run.partial / journal.LOCK).unlink()
     sync(run.partial)
     run.partial.rename(run.output)
+    # The lock stays until after the rename, because another run could otherwise write into the folder.
+    (run.output / journal.LOCK).unlink()
+    sync(run.output)
     sync(run.output.parent)
     return index

@@ -1,4 +1,4 @@
-"""The table of readers of input files. The ending of a file's name selects the reader of the file."""
+"""The table of readers of input files."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ from optimus.plugins import Imported, Table
 
 @dataclass(frozen=True)
 class ReaderRow:
-    """A reader of the files whose names end in one of `suffixes`, in upper or lower case. `suffixes` are in lower case.
+    """A reader of the files whose names end in one of `suffixes`. The suffixes must be in lower case.
 
-    `read(source, start, text_field, encode)` yields the batches and pieces of a file from a position on; see
-    `data.documents`. `documents.record_reader` makes a row from a function that yields records.
+    `read(source, start, text_field, encode)` yields batches or pieces of the file `source` from position `start` on.
+    `documents.record_reader` makes a row from a function that yields records.
     """
 
     name: str
@@ -28,6 +28,7 @@ READERS: Table[ReaderRow] = Table(
             "text": "optimus.data.documents:TEXT",
             "html": "optimus.data.documents:HTML",
             "json-lines": "optimus.data.documents:JSON_LINES",
+            "json": "optimus.data.documents:JSON",
             "table": "optimus.data.documents:TABLE",
             "parquet": "optimus.data.documents:PARQUET",
             "arrow": "optimus.data.documents:ARROW",
@@ -37,5 +38,5 @@ READERS: Table[ReaderRow] = Table(
 
 
 def suffixes() -> tuple[str, ...]:
-    """Returns the endings of all files that some reader reads."""
+    """Returns the file name endings of all readers."""
     return tuple(suffix for row in READERS.values() for suffix in row.suffixes)

@@ -1,4 +1,4 @@
-"""Reads inputs of `prepare`, and prepared data, at URLs that fsspec reads, such as s3://, gs://, hf:// and https://."""
+"""Reads inputs of `prepare`, and prepared data, at URLs that fsspec reads."""
 
 import fcntl
 import hashlib
@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 from optimus.copies import extra_of
-from optimus.disk import plain_name, user_path
+from optimus.disk import plain_path, user_path
 from optimus.errors import UserError, how_to_install, naming_disk_errors
 
 _READ = 8 << 20  # bytes of a request
@@ -19,14 +19,13 @@ _READ = 8 << 20  # bytes of a request
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file of an fsspec file system, with the methods of `Path` that `prepare` needs. Two files are equal if their
-    `url` is equal."""
+    """A file of an fsspec file system, with some methods of `Path`. Files with the same `url` are equal."""
 
     url: str
     system: Any = field(compare=False, repr=False)
     size: int = field(compare=False)
     version: int = field(compare=False)
-    """Hash of the file system's facts about the file."""
+    """Hash of the file's `info` in fsspec, which may include its size and modification time."""
 
     def __str__(self) -> str:
         return self.url
@@ -47,13 +46,12 @@ class RemoteFile:
         return self
 
     def is_relative_to(self, folder: Path) -> bool:
-        """Returns False: no remote file is in a folder of this machine."""
+        """Returns False, because no remote file is in a local folder."""
         return False
 
     @contextmanager
     def open(self, mode: str) -> Iterator[BinaryIO]:
-        """Opens the file as a stream that requests large blocks from the server. Raises `UserError` if the server does
-        not support range requests."""
+        """Opens the file as a stream. Raises `UserError` if the server does not support range requests."""
         try:
             with self.system.open(self.url, mode, block_size=_READ) as stream:
                 yield stream
@@ -70,18 +68,18 @@ def is_remote(path_or_url: str | Path) -> bool:
 
 
 def expand(url: str, suffixes: tuple[str, ...]) -> Iterator[tuple[RemoteFile, str]]:
-    """Yields the files of a URL (a file, a folder, or a glob), each with its name relative to the URL.
+    """Yields the files at the URL of a file, folder or glob, each with its path relative to a folder.
 
-    Leaves out hidden files. Raises `UserError` for a URL that is unreachable or has no other files, and for a protocol
-    whose package is not installed.
+    This folder is the file's parent, the folder at the URL, or the last folder before the glob's first wildcard. The
+    URL of a file must end in one of `suffixes`. Leaves out hidden files and folders. Raises `UserError` if the URL
+    cannot be read, or if no file remains.
     """
     with _reading(url):
         import fsspec
 
         system, path = fsspec.core.url_to_fs(url)
-        fixed = re.split(r"[*[]", path)[0]  # "?" is no wildcard here, because "?" can begin the query of a URL
-        if fixed != path:
-            found, root = sorted(system.glob(path)), fixed.rpartition("/")[0]
+        if re.search(r"[*[]", path):  # "?" alone makes no glob, because "?" can begin the query of a URL
+            found, root = sorted(system.glob(path)), re.split(r"[*?[]", path)[0].rpartition("/")[0]
         elif path.lower().endswith(suffixes) and system.isfile(path):
             found, root = [path], path.rpartition("/")[0]
         else:
@@ -98,12 +96,8 @@ def expand(url: str, suffixes: tuple[str, ...]) -> Iterator[tuple[RemoteFile, st
 
 
 class RemoteFolder:
-    """A folder of prepared data at a URL. `fetch` copies files on demand into the subfolder `local` of `cache`.
-    Processes with the same `cache` share the copies. Data with another index gets another subfolder.
-
-    Raises `UserError` for an unreachable URL, a URL without prepared data, and a protocol whose package is not
-    installed.
-    """
+    """A folder of prepared data at a URL. `fetch` copies files on demand into the subfolder `local` of `cache`. Raises
+    `UserError` if the file `first` cannot be read."""
 
     def __init__(self, url: str, cache: str | Path, first: str) -> None:
         self.url = url.rstrip("/")
@@ -114,34 +108,39 @@ class RemoteFolder:
             content = self._system.cat_file(f"{self._path}/{first}")
         digest = hashlib.sha256(self.url.encode() + content).hexdigest()[:16]
         self.local = user_path(cache) / f"{PurePosixPath(self.url).name}-{digest}"
-        self._put(self.local / first, lambda path: path.write_bytes(content))
+        put(self.local / first, lambda path: path.write_bytes(content))
 
     def fetch(self, name: str) -> Path:
-        """Returns the path of the local copy of a file. Downloads the file first if there is no copy."""
+        """Returns the path of a file's local copy, and downloads the file if the copy is missing. Raises `UserError` if
+        the download fails."""
 
         def get(path: Path) -> None:
             with _reading(f"{self.url}/{name}"):
                 self._system.get_file(f"{self._path}/{name}", str(path))
 
-        return self._put(self.local / plain_name(name), get)
+        return put(self.local / plain_path(name), get)
 
     def forget(self, name: str) -> None:
         """Deletes the local copy of a file."""
-        (self.local / plain_name(name)).unlink(missing_ok=True)
+        (self.local / plain_path(name)).unlink(missing_ok=True)
 
-    def _put(self, path: Path, write: Callable[[Path], object]) -> Path:
-        """Writes `path`, which appears complete or not at all. One process writes while other processes wait."""
-        if path.exists():
-            return path
-        with naming_disk_errors(path, "Free some space, or set train.data_cache to another folder"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.with_name(f".{path.name}.lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                if not path.exists():
-                    partial = path.with_name(f".{path.name}.partial")
+
+def put(path: Path, write: Callable[[Path], object]) -> Path:
+    """Writes a file of the cache atomically, unless it exists; `write` gets a temporary path. Returns `path`."""
+    if path.exists():
+        return path
+    with naming_disk_errors(path, "Free some space, or set train.data_cache to another folder"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.with_name(f".{path.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                partial = path.with_name(f".{path.name}.partial")
+                try:
                     write(partial)
                     os.replace(partial, path)
-        return path
+                finally:
+                    partial.unlink(missing_ok=True)
+    return path
 
 
 @contextmanager

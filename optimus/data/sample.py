@@ -13,11 +13,11 @@ _HELD_OUT = 20  # one of this many files is for validation
 
 
 def sample_text(output: str | Path) -> dict[str, Any]:
-    """Copies the sources of Python's standard library, without tests and IDLE, into `output`. Every twentieth file goes
-    into the subfolder `held-out`, for validation, and the other files go into `train`.
+    """Copies sources of Python's standard library, without tests and IDLE, into `output`. Every twentieth file goes
+    into `held-out`, the others into `train`. Raises `UserError` if `output` exists and is not an empty folder, or if a
+    file cannot be written.
 
-    Returns `output`, `files` (number of training files), `held_out` (number of validation files), and `bytes` (of all
-    files). Raises `UserError` if `output` exists and is not an empty folder, or cannot be written.
+    Returns `output`, `files` and `held_out` (numbers of training and validation files), and `bytes` (of all files).
 
     Example:
         optimus.sample_text("hello/text")["files"]

@@ -1,13 +1,9 @@
-"""Selects documents for `prepare`: documents within the limits of length, without duplicates or near-duplicates of
-earlier documents.
+"""Selects documents for `prepare` by length, and excludes duplicates and near-duplicates of earlier documents.
 
-Exact duplicates are equal in normalised text (Unicode NFKC, case folded, any white space as one space). Near-duplicates
-have sets of five-word shingles with an estimated Jaccard similarity of at least 0.8. The estimate comes from 128
-MinHashes (Broder 1997; Lee et al. 2022, "Deduplicating Training Data Makes Language Models Better", section 4).
-
-Helper processes compute the signature of every piece of a document, and the writer of the stream joins the signatures
-of a document. An exact signature covers the whole normalised text. A cut changes the signature only if the cut
-separates characters that normalisation combines. A MinHash signature misses the shingles that span a cut.
+Exact duplicates are equal in normalised text: Unicode NFKC, case folded, each run of white space as one space, no white
+space at the ends. Near-duplicates have an estimated Jaccard similarity of at least 0.8. The estimate comes from 128
+MinHashes of five-word shingles (Broder 1997; Lee et al. 2022, "Deduplicating Training Data Makes Language Models
+Better", section 4). The LSH index may miss some near-duplicates.
 """
 
 import hashlib
@@ -36,7 +32,7 @@ _BYTES = {"none": 0, "exact": 16, "minhash": 4 * _HASHES}  # bytes of a signatur
 
 @dataclass(frozen=True)
 class Selection:
-    """The limits of length and the deduplication by which `prepare` selects documents."""
+    """The limits of length and the deduplication."""
 
     min_characters: int = 0
     max_characters: int | None = None
@@ -45,8 +41,7 @@ class Selection:
     dedup: Dedup = "none"
 
     def check(self) -> None:
-        """Raises `UserError` for an invalid setting, for a minimum above the maximum, and if deduplication needs a
-        package that is not installed."""
+        """Raises `UserError` for an invalid setting, or if deduplication needs a missing package."""
         for unit in ("characters", "tokens"):
             least, most = getattr(self, f"min_{unit}"), getattr(self, f"max_{unit}")
             for name, value, fewest in ((f"min_{unit}", least, 0), (f"max_{unit}", most, 1)):
@@ -72,11 +67,10 @@ class Selection:
 
 
 class DocumentPiece(NamedTuple):
-    """The facts about a piece of a document that the selection needs. `tokens` includes the end-of-text token of the
-    last piece.
+    """The facts about a piece of a document. `tokens` includes the end-of-text token of a last piece.
 
-    For exact deduplication, `signature` is the document's signature if the piece is `alone`, otherwise the normalised
-    text. `alone` is True if the piece is certainly a whole document.
+    `alone` is True if the piece is certainly a whole document. For exact deduplication of other pieces, `signature` is
+    the piece's normalised text, with a space for white space at an end.
     """
 
     tokens: int
@@ -89,7 +83,7 @@ class DocumentPiece(NamedTuple):
 
 @dataclass
 class Document:
-    """The facts about a document whose pieces arrive one after the other. `signature` is in hexadecimal."""
+    """The totals and the joint signature of a document's pieces so far. `signature` is in hexadecimal."""
 
     tokens: int = 0
     characters: int = 0
@@ -102,8 +96,7 @@ class Document:
         signature, before = piece.signature, bytes.fromhex(self.signature)
         if dedup == "exact" and not piece.alone:
             text = piece.signature.decode()
-            # A run of white space becomes one space, even where two pieces meet. White space at the beginning and the
-            # end of a document vanishes.
+            # A run of white space becomes one space, even where two pieces meet.
             text = self.unsigned + (text.lstrip() if self.unsigned[-1:] in ("", " ") else text)
             signature, self.unsigned = _fold(before, text)
             if piece.ends_document:
@@ -117,8 +110,7 @@ class Document:
 
 
 def signer(dedup: Dedup) -> Callable[[str, bool], bytes]:
-    """Returns a function that signs a piece of a document, given the text and `alone` of the piece. The signature is
-    empty for `dedup` "none", the signature of `DocumentPiece` for "exact", and MinHashes as uint32 for "minhash"."""
+    """Returns a function that computes `DocumentPiece.signature` from the piece's text and `alone`."""
     if dedup == "none":
         return lambda text, alone: b""
     if dedup == "exact":
@@ -144,8 +136,7 @@ def _exact(text: str, alone: bool) -> bytes:
 
 
 def _fold(digest: bytes, text: str) -> tuple[bytes, str]:
-    """Hashes the blocks of a text into a digest. Returns the digest and the rest of the text, at most a block and white
-    space."""
+    """Hashes the blocks of a text into a digest. Returns the digest and the rest of the text."""
     start, stop = 0, len(text.rstrip())
     while stop - start > _BLOCK:
         digest = _digest(digest + text[start : start + _BLOCK].encode())
@@ -164,8 +155,7 @@ def _digest(data: bytes) -> bytes:
 class Signatures:
     """The signatures of the selected documents, in memory and in the file `FILE` of `folder`.
 
-    A resumed run continues with the first `saved` signatures. An exact signature takes about 110 bytes of memory, and a
-    MinHash signature takes about 4 KB.
+    A resumed run continues with the first `saved` signatures.
     """
 
     def __init__(self, folder: Path, dedup: Dedup, saved: int) -> None:
@@ -181,8 +171,8 @@ class Signatures:
         self._file.truncate()
 
     def is_new(self, signature: bytes) -> bool:
-        """Stores a signature that matches no earlier signature, and returns True. Otherwise returns False. Always
-        returns True without deduplication."""
+        """Stores a signature and returns True if no earlier signature matches. Always returns True without
+        deduplication."""
         new = not self._size or self._find.is_new(signature)
         if new:
             self._file.write(signature)
@@ -208,8 +198,6 @@ class _Same:
 
 
 class _Near:
-    """Finds candidates by locality-sensitive hashing, and compares their MinHashes."""
-
     def __init__(self) -> None:
         from datasketch import MinHashLSH
 

@@ -1,8 +1,7 @@
-"""Reads a prepared folder: `index.json`, `tokenizer.json` and the shards, each an array [instances, context] of token
-ids.
+"""Reads a folder of prepared data: `index.json`, `tokenizer.json`, `sums.npy` and the shards.
 
-The shards are ordinary `.npy` files, mapped into memory. `index.json` lists the shards in order with their checksums,
-and records the settings of the preparation. `prepare` writes the index last, so a folder with an index is complete.
+A shard is a `.npy` file with an array [instances, context] of token ids; with `masked` in the index, the ids may have
+flags.
 """
 
 import threading
@@ -28,26 +27,26 @@ INDEX = "index.json"
 SUMS = "sums.npy"  # CRC-32 of the bytes of each instance, an array [instances]
 NOT_PREDICTED = 1 << 31  # a bit of a stored token that the model does not predict
 INSIDE = 1 << 30  # a bit of a stored end-of-text token that does not end its document
-BEGINS = 1 << 29  # a bit of the first token of a document that no end-of-text token precedes, in items of a dataset
-ENDLESS = 1 << 62  # the number of rows of a stream
+BEGINS = 1 << 29  # a bit of a document's first token after a token other than end-of-text; only in rows of a dataset
+ENDLESS = 1 << 62  # `Rows.instances` of a stream, whose length is unknown
 CACHE = "~/.cache/optimus/data"  # default folder for copies of files at URLs
 FORMAT = "optimus-tokens"
 VERSION = 1
-# Settings of earlier data, whose index lacks these options.
+# Values of the settings that an index from an earlier version lacks.
 EARLIER = {"parse_special": True, "pack": "concatenate", "encoding": "utf-8", "plugins": {}, **asdict(Selection())}
 
 
 class Rows(Protocol):
-    """Rows of token ids that a run trains on, from a prepared folder (`Shards`) or a user's dataset."""
+    """Rows of token ids that a run trains on."""
 
     folder: Path  # names the rows in messages
-    index: dict[str, Any]  # describes the rows, for the fingerprint of the data
-    instances: int  # number of rows
+    index: dict[str, Any]
+    instances: int
     context: int  # tokens of a row
     vocab_size: int
     eos_id: int
     parse_special: bool
-    padded: bool  # True if end-of-text tokens without flags pad rows
+    padded: bool  # True if end-of-text tokens without flags may pad rows
     masked: bool  # True if tokens may have the flags above
 
     @property
@@ -61,8 +60,7 @@ class Rows(Protocol):
         """Raises `UserError` unless a model of `vocab_size` tokens can train on sequences of `context` tokens."""
 
     def verify(self) -> None:
-        """Compares the rows with their checksums, if the source has checksums. Raises `UserError` for rows that
-        differ."""
+        """Raises `UserError` for rows that differ from their checksums."""
 
 
 def read_index(folder: Path) -> dict[str, Any]:
@@ -90,7 +88,7 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def _check_index(index: dict[str, Any]) -> None:
-    """Raises KeyError, TypeError or ValueError if an entry that reading depends on is missing or wrong."""
+    """Raises `KeyError`, `TypeError` or `ValueError` for a missing or wrong entry."""
     if index["dtype"] not in ("<u2", "<u4"):
         raise ValueError(f"unknown dtype {index['dtype']!r}")
     if index.get("sums", SUMS) != SUMS:
@@ -118,15 +116,12 @@ def _check_index(index: dict[str, Any]) -> None:
 
 
 class Shards:
-    """An opened folder of prepared data. Row i is training instance i in the shuffled order.
+    """An opened folder of prepared data. Threads may share one object.
 
-    Opening checks the index, the tokenizer and, in a local folder, the presence, shape and dtype of every shard. Each
-    read of an instance checks the checksum of the instance. Older data has no checksums of instances, so the first read
-    from a shard checks the checksum of the whole shard. Each failed check raises `UserError`. Threads may share one
-    object.
+    Opening checks the index and the tokenizer, and reading checks the checksums. The constructor and the reads raise
+    `UserError` for damaged data.
 
-    For a folder at a URL, this class copies files into `cache`: a shard at the first read from the shard, and then the
-    next shard in the background.
+    For a folder at a URL, the constructor and the reads copy files into `cache`.
     """
 
     def __init__(self, folder: str | Path, cache: str | Path = CACHE) -> None:
@@ -139,7 +134,7 @@ class Shards:
         self.eos_id: int = self.index["tokenizer"]["eos_id"]
         self.parse_special: bool = {**EARLIER, **self.index.get("settings", {})}["parse_special"]
         self.padded: bool = {**EARLIER, **self.index.get("settings", {})}["pack"] == "best-fit"
-        self.masked: bool = self.index.get("masked", False)  # True if the model does not predict some tokens
+        self.masked: bool = self.index.get("masked", False)
         self._lock = threading.Lock()
         self._check_tokenizer()
         entries = self.index["shards"]
@@ -156,7 +151,7 @@ class Shards:
 
     @property
     def stream_tokens(self) -> int:
-        """Number of tokens of all documents with their end-of-text tokens. Dropped tokens count, but padding does not."""
+        """Number of tokens of all documents with their end-of-text tokens, without padding."""
         index = self.index
         return int(index["tokens"] + index["dropped_tokens"] - index.get("padding_tokens", 0))
 
@@ -165,14 +160,12 @@ class Shards:
         return self.rows(i, i + 1)[0]
 
     def rows(self, start: int, stop: int) -> NDArray[np.unsignedinteger[Any]]:
-        """Returns instances `start` to `stop - 1` as an array [stop - start, context]. The array is a view if the data
-        is not `masked` and one shard has all instances."""
+        """Returns instances `start` to `stop - 1` as an array [stop - start, context]."""
         stored = self.stored_rows(start, stop)
         return np.bitwise_and(stored, INSIDE - 1, dtype=stored.dtype) if self.masked else stored
 
     def stored_rows(self, start: int, stop: int) -> NDArray[np.unsignedinteger[Any]]:
-        """Reads instances like `rows`, with their flags: the bit `NOT_PREDICTED` of tokens that are not predicted, and
-        the bit `INSIDE`."""
+        """Reads instances like `rows`, with the flags `NOT_PREDICTED` and `INSIDE`."""
         if not 0 <= start < stop <= self.instances:
             raise IndexError(f"rows {start} to {stop} of {self.instances}")
         parts = []
@@ -187,8 +180,8 @@ class Shards:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def check_model(self, context: int, vocab_size: int) -> None:
-        """Raises `UserError` unless a model can train on the data. The model's sequence length `context` in tokens must
-        divide the length of a row, and `vocab_size` must be at least the tokenizer's number of tokens."""
+        """Raises `UserError` unless `context` divides the length of a row and `vocab_size` is at least the
+        tokenizer's."""
         if self.context % context:
             raise UserError(
                 f"{self.folder} was prepared with context {self.context}, but the run needs {context}. "
@@ -201,16 +194,15 @@ class Shards:
             )
 
     def verify(self) -> None:
-        """Reads every shard and compares the shard's checksum with the index. Raises `UserError` at the first shard
-        that differs."""
+        """Reads every shard. Raises `UserError` at the first shard that differs from its checksum."""
         for shard in range(len(self.index["shards"])):
             array = self._array(shard)
             self._verify(shard)
             self._check(shard, array, self._starts[shard])
 
     def _check(self, shard: int, rows: NDArray[np.unsignedinteger[Any]], start: int) -> None:
-        """Raises `UserError` unless `rows` of a shard, instances `start` and following, match their checksums and are
-        within the vocabulary."""
+        """Raises `UserError` if `rows`, which begin at instance `start`, differ from their checksums or contain a
+        token outside the vocabulary. Without checksums of instances, verifies the whole shard once."""
         if self._sums is None:
             with self._lock:
                 if shard not in self._verified:
@@ -232,6 +224,7 @@ class Shards:
         if found != entry["sha256"]:
             if self._remote is not None:
                 self._remote.forget(entry["file"])
+                self._fetched.pop(shard, None)  # the next read fetches the shard again
                 raise UserError(f"{self._remote.url}/{entry['file']} is corrupted: its checksum differs from {INDEX}")
             raise _damaged(path, f"is corrupted: its checksum differs from {INDEX}")
 
@@ -253,9 +246,10 @@ class Shards:
             return self._arrays[shard]
         with self._lock:
             for each in (shard, (shard + 1) % len(self.index["shards"])):
-                if each not in self._fetched:
+                if each not in self._fetched or _failed(self._fetched[each]):
                     self._fetched[each] = self._fetcher.submit(self._open, each)
-        return self._fetched[shard].result()
+            fetched = self._fetched[shard]
+        return fetched.result()
 
     def _open(self, shard: int) -> NDArray[np.unsignedinteger[Any]]:
         entry = self.index["shards"][shard]
@@ -277,7 +271,7 @@ class Shards:
             array = np.load(path, mmap_mode="r")
             if not isinstance(array, np.ndarray) or not array.flags.c_contiguous:
                 raise ValueError("not a C-contiguous array")
-        except Exception as error:  # NumPy parses the header as Python, which can raise other errors
+        except Exception as error:  # NumPy parses the header as Python: errors of any type are possible
             raise _damaged(path, f"is truncated or damaged ({error})") from error
         if array.shape != shape or array.dtype != np.dtype(dtype):
             wanted = f"{INDEX} says {np.dtype(dtype)} of shape {shape}"
@@ -287,3 +281,7 @@ class Shards:
 
 def _damaged(path: Path, what: str) -> UserError:
     return UserError(f"{path} {what}. Restore it or prepare the data again.")
+
+
+def _failed(fetched: Future[Any]) -> bool:
+    return fetched.done() and fetched.exception() is not None

@@ -1,7 +1,6 @@
-"""Reads the documents of a CSV or TSV file, whose first row names the columns.
+"""Reads the records of a CSV or TSV file. The first row that is not empty names the columns.
 
-Cells in quotes may contain delimiters and line breaks (RFC 4180). A row with another number of cells than the first row
-is an error, and so is an unclosed quote. Empty lines are ignored.
+Cells in quotes may contain delimiters and line breaks (RFC 4180).
 """
 
 import csv
@@ -18,8 +17,10 @@ _DELIMITERS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
 
 
 def records(stream: BinaryIO, where: str, field: TextField, delimiter: str) -> Iterator[dict[str, str]]:
-    """Yields the cells of the columns that `field` needs, by name, row by row. Raises `UserError`, which names the
-    file, for a missing column and for a bad row."""
+    """Yields, for each row, the cells of the columns that `field` needs, by name.
+
+    Raises `UserError` for a missing column, a bad row, or text that is not UTF-8.
+    """
     csv.field_size_limit(max(csv.field_size_limit(), LONGEST_CELL))  # a global limit of the module `csv`
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     rows = csv.reader(_lines(text), delimiter=delimiter, strict=True)
@@ -39,7 +40,7 @@ def records(stream: BinaryIO, where: str, field: TextField, delimiter: str) -> I
             )
         columns = field.columns(header, where, lambda: dict(zip(header, first))) if header else []
         for row in chain([first], rows):
-            if not row:  # an empty line
+            if not row:
                 continue
             if len(row) != len(header):
                 raise UserError(

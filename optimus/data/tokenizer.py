@@ -1,4 +1,4 @@
-"""Loads tokenizers, finds their end-of-text tokens, and trains new tokenizers."""
+"""Loads, checks and trains tokenizers, and finds the end-of-text token of a tokenizer."""
 
 import hashlib
 from collections.abc import Iterable
@@ -12,14 +12,13 @@ from optimus.errors import UserError
 FILE = "tokenizer.json"
 _LARGEST = (1 << 29) - 1  # three of the 32 bits are flags: `NOT_PREDICTED`, `INSIDE` and `BEGINS` (`shards.py`)
 TRAINED_EOS = "<|endoftext|>"
-# `_eos_token` tries these tokens in order if no configuration in the tokenizer's folder names the end-of-text token.
+# End-of-text tokens to look for, in order.
 KNOWN_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|end▁of▁sentence|>", "[EOS]")
 
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """The facts about a tokenizer that tokenisation and training need. `vocab_size` is the largest token id plus
-    one."""
+    """The facts about a tokenizer. `vocab_size` is the largest token id plus one."""
 
     path: Path
     sha256: str
@@ -27,20 +26,19 @@ class TokenizerInfo:
     eos_id: int
     eos_token: str
     masked: bool = False
-    """True if stored tokens may have the bit `NOT_PREDICTED` (`shards.py`)."""
+    """True if stored tokens may have the bits `NOT_PREDICTED` and `INSIDE` (`shards.py`)."""
 
     @property
     def dtype(self) -> str:
-        """The NumPy type of stored tokens: little-endian uint16 if every token and its flags fit, otherwise uint32."""
+        """The NumPy type of stored tokens, little-endian uint16 or uint32."""
         return "<u2" if self.vocab_size <= 1 << 16 and not self.masked else "<u4"
 
 
 def load(path: Path, *, parse_special: bool = False) -> Any:
-    """Loads the `tokenizers.Tokenizer` in a file, without truncation and padding. Raises `UserError` if the file has no
-    such tokenizer.
+    """Loads a `tokenizers.Tokenizer` from a file, without truncation and padding. Raises `UserError` for a file without
+    a tokenizer.
 
-    With `parse_special`, the tokenizer encodes the spelling of a special token, such as `<|endoftext|>`, as the token.
-    Otherwise the spelling stays ordinary text, except for the tokenizers that `check_text_stays_text` refuses.
+    With `parse_special`, the tokenizer encodes the spelling of a special token as the token.
     """
     from tokenizers import Tokenizer
 
@@ -56,14 +54,16 @@ def load(path: Path, *, parse_special: bool = False) -> Any:
 
 
 def encoder(tokenizer: Any) -> Any:
-    """Returns a function from a text to its token ids. The ids exclude the special tokens that some tokenizers add
-    around a text."""
+    """Returns a function from a text to its token ids, without added special tokens."""
     return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def inspect(file_or_folder: Path) -> TokenizerInfo:
-    """Describes the tokenizer in a file, or in a folder that contains `tokenizer.json`. Raises `UserError` for an
-    invalid tokenizer, and for a tokenizer without an end-of-text token."""
+    """Describes the tokenizer in a file, or in a folder that contains `tokenizer.json`.
+
+    Raises `UserError` if the file is missing or invalid, if there is no end-of-text token, or if a token id is too
+    large.
+    """
     path = file_or_folder / FILE if file_or_folder.is_dir() else file_or_folder
     if not path.is_file():
         raise UserError(f"tokenizer not found: {path}. Give a tokenizer.json, or a folder that contains one.")
@@ -75,10 +75,9 @@ def inspect(file_or_folder: Path) -> TokenizerInfo:
 
 
 def check_text_stays_text(info: TokenizerInfo) -> None:
-    """Raises `UserError` if the spelling of a special token becomes the token even without `parse_special` of `load`.
-    Ignores the token for unknown text.
+    """Raises `UserError` if the spelling of a special token or of the end-of-text token encodes to that token.
 
-    The library finds an added token in text unless the file marks the token as special.
+    The tokenizer comes from `load` without `parse_special`. Ignores the token for unknown text.
     """
     tokenizer = load(info.path)
     special = {token.content: id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
@@ -94,7 +93,7 @@ def check_text_stays_text(info: TokenizerInfo) -> None:
 
 
 def _unknown_token(path: Path) -> int | None:
-    """Returns the id of the token that replaces text outside the vocabulary, or None if there is no such token."""
+    """Returns the id of the token for text outside the vocabulary, or None."""
     model = parse_json(path.read_bytes())["model"]
     if model.get("unk_id") is not None:
         return int(model["unk_id"])
@@ -127,8 +126,7 @@ def _eos_token(path: Path, vocabulary: dict[str, int]) -> str:
 
 
 def train(texts: Iterable[str], vocab_size: int, path: Path) -> None:
-    """Trains a byte-level BPE tokenizer of at most `vocab_size` tokens, including `<|endoftext|>`, and writes the
-    tokenizer to `path`."""
+    """Trains a byte-level BPE tokenizer with the special token `<|endoftext|>`, and writes the tokenizer to `path`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

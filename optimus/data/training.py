@@ -1,11 +1,12 @@
-"""Describes the training data of a run: the opened sources, and for each phase the share of each source.
+"""Describes the training data of a run.
 
-A position is the index of a sequence in its phase. The mixture maps a position to a source, and to the number of
-earlier positions of the source. Except in replay, a source continues after the tokens that earlier phases have read.
+A position is the index of a sequence in its phase. Except in replay, a source continues after the tokens that earlier
+phases have read.
 """
 
 import hashlib
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -20,9 +21,10 @@ from optimus.data.dataset import StreamRows, rows_of
 from optimus.data.mixture import Mixture, integer_weights
 from optimus.data.permutation import Permutation
 from optimus.data.shards import ENDLESS, Rows, Shards
+from optimus.data.token_files import check_tokenizer, open_token_files
 from optimus.errors import UserError
 
-_DESCRIBED = 4096  # number of first positions of a phase whose sources the fingerprint hashes
+_DESCRIBED = 4096  # the fingerprint hashes the sources of this many positions at the start of a phase
 
 
 class MixedSource(NamedTuple):
@@ -45,11 +47,11 @@ class MixedSource(NamedTuple):
         return self.seen or self.shards.instances
 
     def rows(self, index_N: NDArray[np.int64], seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Locates the source's sequences `index_N` of the phase. Returns the row [N] of each sequence, and the part [N]
-        of the row.
+        """Locates N sequences of this source. `index_N` numbers the source's sequences in the phase, from 0.
 
-        Pass 0 reads the rows in the stored order. Each later pass permutes the rows with the key (seed, pass). A
-        replay permutes the rows of every pass, with the key (seed, phase, pass).
+        Returns the row [N] of each sequence, and the part [N] of the row.
+
+        Pass 0 reads the rows in the stored order. Later passes, and every pass of a replay, permute the rows.
         """
         passed_N, part_N = np.divmod(self.first + index_N, self.parts)
         pass_N, row_N = np.divmod(passed_N, self.instances)
@@ -62,7 +64,7 @@ class MixedSource(NamedTuple):
 
 
 class DataPhase(NamedTuple):
-    """The data that a phase reads from step `first` (from 0) on."""
+    """The data of a phase that begins at step `first`, counted from 0."""
 
     first: int
     global_batch: int  # sequences of a step
@@ -82,7 +84,7 @@ class DataPhase(NamedTuple):
 
     @property
     def masked(self) -> bool:
-        """True if tokens may have the flags of `shards.py`, such as `NOT_PREDICTED`."""
+        """True if tokens may have the flags of `shards.py`."""
         return any(source.shards.masked for source in self.sources)
 
     @classmethod
@@ -92,7 +94,7 @@ class DataPhase(NamedTuple):
 
     @property
     def sequence_length(self) -> int:
-        """The number of tokens of a sequence."""
+        """The number of tokens in each sequence of the phase."""
         return self.sources[0].shards.context // self.sources[0].parts
 
     def counts(self, step: int) -> list[int]:
@@ -101,24 +103,27 @@ class DataPhase(NamedTuple):
 
 
 def open_sources(config: RunConfig, dataset: Any = None) -> dict[str, Rows]:
-    """Opens the prepared folders and the datasets of all phases, by `SourceConfig.folder`. `dataset` is the argument
-    `data` of `optimus.train`.
+    """Opens the prepared folders, token files and datasets of all phases, by `SourceConfig.folder`.
 
-    Raises `UserError` for sources with different tokenizers or chat templates, and for an invalid dataset.
+    `dataset` is the argument `data` of `optimus.train`. Raises `UserError` for sources with different tokenizers or
+    chat templates.
     """
     folders: dict[str, Rows] = {}
     for data in _sections(config):
         for source in data.mixed:
             if source.folder in folders:
+                if source.format is not None and data.tokenizer is not None:
+                    check_tokenizer(folders[source.folder], data.tokenizer)
                 continue
-            if data.dataset is None:
-                folders[source.folder] = Shards(source.path, config.train.data_cache)
+            lengths = [phase.sequence_length or config.train.sequence_length for phase in config.phases]
+            made: dict[str, Any] = {"tokenizer": data.tokenizer, "seed": config.train.seed}
+            made["context"] = max(lengths or [config.train.sequence_length])
+            if data.dataset is not None:
+                folders[source.folder] = rows_of(data.dataset, dataset, **made)
+            elif source.format is not None:
+                folders[source.folder] = open_token_files(source.path, **made, cache=config.train.data_cache)
             else:
-                lengths = [phase.sequence_length or config.train.sequence_length for phase in config.phases]
-                context, seed = max(lengths or [config.train.sequence_length]), config.train.seed
-                folders[source.folder] = rows_of(
-                    data.dataset, dataset, tokenizer=data.tokenizer, context=context, seed=seed
-                )
+                folders[source.folder] = Shards(source.path, config.train.data_cache)
     one, *others = folders.values()
     for other in others:
         check_same_tokenizer(one, other)
@@ -132,10 +137,12 @@ def open_sources(config: RunConfig, dataset: Any = None) -> dict[str, Rows]:
     return folders
 
 
-def rows_in(sources: Mapping[str, Rows]) -> int | None:
-    """Returns the number of rows of all sources together; None if a source is a stream."""
-    instances = [rows.instances for rows in sources.values()]
-    return None if ENDLESS in instances else sum(instances)
+def sequences_in(sources: Mapping[str, Rows], length: int) -> int | None:
+    """Returns the number of sequences of `length` tokens in all sources together; None if a source is a stream."""
+    if any(rows.instances == ENDLESS for rows in sources.values()):
+        return None
+    # A row that is too short is refused later, by `Rows.check_model`.
+    return sum(rows.instances * max(1, rows.context // length) for rows in sources.values())
 
 
 def check_same_tokenizer(one: Rows, other: Rows) -> None:
@@ -152,21 +159,23 @@ def _sections(config: RunConfig) -> list[DataConfig]:
 
 
 class TrainingData:
-    """The data of a run whose length in steps is known.
+    """The training data of a run.
 
-    `folders` are the opened sources, and `phases` are the phases of the configuration. Raises `UserError` for sources that
-    do not fit the model or are too short for their shares.
+    `folders` are the opened sources; None opens the sources of `config`. `sequences` is the number of sequences of
+    `train.sequence_length` tokens in the sources; None if a source is a stream. Raises `UserError` for a source that is
+    too short for its share.
     """
 
     def __init__(
         self, config: RunConfig, folders: Mapping[str, Rows] | None = None, phases: Sequence[Phase] | None = None
     ) -> None:
         self.folders = open_sources(config) if folders is None else folders
+        self.sequences = sequences_in(self.folders, config.train.sequence_length)
         self.first_folder = next(iter(self.folders.values()))
         self.phases: list[DataPhase] = []
         self._described = [*(phases or phases_of(config))]
         self._passed: list[dict[str, int]] = [{}]  # for each phase: the tokens that earlier phases read, by source
-        read: dict[str, int] = {}  # tokens read so far, by folder
+        read: dict[str, int] = {}
         for phase in self._described:
             phase_data = self._phase(phase, read)
             self.phases.append(phase_data)
@@ -207,8 +216,7 @@ class TrainingData:
         return MixedSource(name, shards, parts, seen=seen, replay=phase.number)
 
     def _check_passes(self, phase: Phase, source: SourceConfig, mixed: MixedSource, number: int) -> None:
-        """Raises `UserError` if the run would read a weighted source of `data.sources` more than once. `tokens` and
-        `epochs` allow repetition."""
+        """Raises `UserError` if the run would read a weighted source of `data.sources` more than once."""
         available = mixed.shards.instances * mixed.parts
         if phase.config.data.sources and source.share is not None and mixed.first + number > available:
             length = phase.step_tokens // phase.config.train.global_batch
@@ -218,14 +226,8 @@ class TrainingData:
                 f"replace the weight by `epochs` (here {number / available:.3g})"
             )
 
-    @property
-    def instances(self) -> int | None:
-        """The number of rows of all sources together; None if a source is a stream."""
-        return rows_in(self.folders)
-
     def stream_states(self, steps: int) -> dict[str, Any]:
-        """Returns states from which the streams can continue after `steps` steps, by source. A state may be from an
-        earlier step; the stream then skips rows."""
+        """Returns states by source name. The streams of the phase can continue from the states after `steps` steps."""
         last = max(0, steps - 1)
         phase, found = self.phases[phase_at(self._described, last).number], {}
         for source, number in zip(phase.sources, phase.counts(last)):
@@ -234,15 +236,24 @@ class TrainingData:
         return {name: state for name, state in found.items() if state}
 
     def load_streams(self, states: Mapping[str, Any]) -> None:
-        """Makes the streams continue from the states that `stream_states` has returned."""
+        """Loads the states that `stream_states` has returned."""
         streams = {source.name: source.shards for phase in self.phases for source in phase.sources}
         for name, rows in streams.items():
             if isinstance(rows, StreamRows) and name in states:
                 rows.load_state(states[name])
 
+    def restore_streams(self) -> None:
+        """Restores the states that the streams had before the run, so that another run in this process has the same
+        rows. Prints errors of the streams."""
+        for rows in self.folders.values():
+            if isinstance(rows, StreamRows):
+                try:
+                    rows.restore()
+                except UserError as error:
+                    print(f"{error}; another run with this object would begin at a later item", file=sys.stderr)
+
     def verify(self) -> None:
-        """Reads all prepared shards and compares their checksums. Raises `UserError` at the first shard that
-        differs."""
+        """Raises `UserError` at the first prepared shard that differs from its checksum."""
         for shards in self.folders.values():
             shards.verify()
 
@@ -260,8 +271,7 @@ class TrainingData:
         return next((dict(shards.index["chat"]) for shards in self.folders.values() if "chat" in shards.index), {})
 
     def fingerprint(self, steps: int, seed: int) -> dict[str, Any]:
-        """Fingerprints the data of the first `steps` steps: the indices, weights and batch shapes of the phases up to
-        the phase of step `steps`, and `seed`."""
+        """Fingerprints the data of the phases up to the phase of step `steps`."""
         number = phase_at(self._described, steps).number
         begun = [self._digests(phase) for phase in self.phases[: number + 1]]
         one = len(begun) == 1 and len(begun[0]["sources"]) == 1
@@ -291,16 +301,15 @@ def _where(phase: Phase) -> str:
 
 
 def _with_replay(weights: Sequence[int], share: Fraction, read: Sequence[int]) -> list[int]:
-    """Scales `weights` to the share 1 - `share`. The replayed sources get `share`, in proportion to the tokens `read` from
-    each."""
+    """Scales `weights` to the share 1 - `share`, and appends weights of the replayed sources in proportion to the
+    tokens `read`."""
     own = [weight * (1 - share) / sum(weights) for weight in weights]
     return integer_weights([*own, *(share * tokens / sum(read) for tokens in read)])
 
 
 def _weights(phase: Phase, sources: Sequence[SourceConfig], shards: Sequence[Rows]) -> list[int]:
-    """Returns integer weights: in the ratio of the sources' weights if all sources have one, otherwise in the ratio of
-    the sources' positions in the phase. Raises `UserError` if the `tokens` and `epochs` of the sources do not fit the
-    phase's length."""
+    """Returns the integer weights of the sources. Raises `UserError` if the `tokens` and `epochs` of the sources do not
+    fit the phase's length."""
     shares = [source.share for source in sources]
     if all(share is not None for share in shares):
         return integer_weights([share or 0.0 for share in shares])

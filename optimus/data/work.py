@@ -1,5 +1,4 @@
-"""The functions of the helper processes, which tokenise text, train tokenizers and write shards of shuffled
-instances."""
+"""The functions of the helper processes of `prepare`."""
 
 import hashlib
 import os
@@ -26,7 +25,7 @@ SUMS = ".crc32"
 
 @dataclass(frozen=True)
 class Encoded:
-    """A tokenised batch: the bytes of its tokens, and the pieces of documents that the tokens belong to."""
+    """A tokenised batch, with its tokens as bytes."""
 
     tokens: bytes
     pieces: list[DocumentPiece]
@@ -35,7 +34,7 @@ class Encoded:
 def encoder(
     info: TokenizerInfo, text_field: TextField, parse_special: bool, dedup: Dedup
 ) -> Callable[[DocumentBatch], Encoded]:
-    """Returns a function that tokenises batches, and ends each document that is not empty with the end-of-text token."""
+    """Returns a function that tokenises batches, and ends each nonempty document with the end-of-text token."""
     tokenizer, sign = tokenizers.load(info.path, parse_special=parse_special), signer(dedup)
     tokens_of = _conversation_encoder(info) if isinstance(text_field, ChatField) else _text_encoder(info, tokenizer)
 
@@ -49,7 +48,7 @@ def encoder(
         begins_document = [
             bool(batch.lines),
             *ends_document,
-        ]  # True if the batch shows that a document ends before the piece
+        ]  # True if the batch shows that the piece begins a document
         for (text, *_), ids, begins, end in zip(
             pieces, tokens_of(pieces, ends_document), begins_document, ends_document
         ):
@@ -74,8 +73,10 @@ def _text_encoder(info: TokenizerInfo, tokenizer: Any) -> _TokensOf:
 
 
 def _conversation_encoder(info: TokenizerInfo) -> _TokensOf:
-    """Returns a function that encodes conversations. The function appends an end-of-text token to a conversation that
-    ends in another token. The model predicts the appended token only if `Conversation.is_open`."""
+    """Returns a function that encodes conversations, with the flags `NOT_PREDICTED` and `INSIDE` in the token ids.
+
+    The model predicts an appended end-of-text token only if `Conversation.is_open`.
+    """
     as_tokens, as_text = (tokenizers.load(info.path, parse_special=special) for special in (True, False))
 
     def tokens_of(pieces: Sequence[Conversation], ends_document: Sequence[bool]) -> Iterator[list[int]]:
@@ -105,14 +106,12 @@ def tokenizer_trainer(vocab_size: int, path: Path) -> Callable[..., None]:
 def write_shard(
     stream: Path, folder: Path, instances: int, context: int, dtype: str, seed: int, name: str, start: int, stop: int
 ) -> str:
-    """Writes output rows `start` to `stop - 1` as the array file `name` in `folder`, which appears complete or not at
-    all.
+    """Writes output rows `start` to `stop - 1` as the NumPy file `name` in `folder`. Returns the SHA-256 of the file.
 
-    Output row j is row `permutation(j)` of the file `stream`, which has `instances` rows of `context` tokens of the
-    type `dtype`. Returns the SHA-256 of the file. Before this file, writes the CRC-32 of each row to the file `name` +
-    `SUMS`.
+    Output row j is row p(j) of the file `stream`; `seed` determines the permutation p of all `instances` rows. Writes
+    the CRC-32 of each row to the file `name` + `SUMS`.
     """
-    temporary = folder / f"{name}.{os.getpid()}.tmp"  # a helper of a killed run may still write here
+    temporary = folder / f"{name}.{os.getpid()}.tmp"  # a helper of a killed run may still write this shard
     row_bytes = context * np.dtype(dtype).itemsize
     permutation = Permutation(instances, "shuffle", seed)
     digest = hashlib.sha256()

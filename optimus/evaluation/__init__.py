@@ -1,8 +1,4 @@
-"""Evaluates models on tasks of lm-eval and by bits per byte of text, and generates text.
-
-`evaluate` and `generate_text` read checkpoints. `bits_per_byte` and `generate` take a model in memory. The functions
-load on first use, so importing the package is cheap.
-"""
+"""Evaluates models on tasks of lm-eval and by bits per byte of text, and generates text."""
 
 from typing import TYPE_CHECKING
 

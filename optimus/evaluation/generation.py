@@ -1,5 +1,4 @@
-"""Generates text. `Generation` decodes many prompts of different lengths together with a KV cache, greedily or by
-sampling. `continuations` decodes greedily, also with a model that is partitioned over ranks.
+"""Generates text.
 
 Legend: B rows, S positions, H hidden, V vocabulary.
 """
@@ -19,20 +18,20 @@ from optimus.errors import UserError
 from optimus.evaluation.score import Scored, evaluating
 from optimus.model import CausalModel, KVCache, Transformer
 
-ROWS = 64  # sequences that `Generation` decodes together by default
-_CACHE_BYTES = 4 << 30  # maximum bytes of the keys and values of all layers, unless one sequence needs more
+ROWS = 64  # default of the maximum number of sequences that `Generation` decodes together
+_CACHE_BYTES = 4 << 30  # maximum bytes of `Generation._cache`, unless one sequence needs more
 _PREFILL_TOKENS = 8192  # maximum tokens of a forward pass over several prompts, padding included
 _PADDED = 1.15  # maximum ratio of the tokens of a forward pass, padding included, to the tokens of the prompts
-_MOST_HELD = 64  # maximum number of tokens for which `TextStream` waits until a character is complete
+_MOST_HELD = 64  # number of tokens after which `TextStream` no longer waits for a complete character
 
 
 class Request(NamedTuple):
-    """A prompt of at least one token, and the options of its continuation.
+    """A prompt and the options of its continuation. `Generation` needs at least one token in `prompt`.
 
-    The continuation ends after `max_tokens` tokens, or before the first token of `stops`. Temperature 0 takes the most
-    probable token. Other temperatures draw a token from the softmax of logits / temperature. The draw is among the
-    fewest tokens whose total probability is at least `top_p` (nucleus sampling, Holtzman et al. 2020, section 3.1).
-    Equal seeds draw equal tokens from equal probabilities.
+    The continuation ends after `max_tokens` tokens, or before a token that is in `stops`. Temperature 0 takes the most
+    probable token. Other temperatures draw from the softmax of logits / temperature. The draw is among the most
+    probable tokens, as few as have a total probability of at least `top_p` (nucleus sampling, Holtzman et al. 2020,
+    section 3.1).
     """
 
     prompt: Sequence[int]
@@ -43,11 +42,9 @@ class Request(NamedTuple):
     stops: Collection[int] = ()
 
     def fitted(self, context: int | None) -> "Request":
-        """Returns the request with a prompt that fits into `context` together with `max_tokens` new tokens. A longer
-        prompt loses its beginning.
-
-        Raises `UserError` for options out of range.
-        """
+        """Returns the request without the first tokens of the prompt, as far as the prompt and `max_tokens` new tokens
+        exceed `context` (None: no limit). Raises `UserError` for an invalid option, and if `max_tokens` alone fills
+        the context."""
         if type(self.max_tokens) is not int or type(self.seed) is not int or not 0 <= self.seed < 2**63:
             raise UserError(
                 f"`max_tokens` is {self.max_tokens!r} and `seed` {self.seed!r}: give whole numbers, the seed from 0 to "
@@ -68,9 +65,7 @@ class Request(NamedTuple):
 
 @dataclass
 class _Row:
-    """A sequence that is being decoded."""
-
-    number: int  # number of the request
+    number: int  # index of the request in the argument `requests` of `Generation`
     request: Request
     random: torch.Generator
     left: int  # tokens that the sequence may still get
@@ -78,12 +73,9 @@ class _Row:
 
 
 class Generation:
-    """Decodes the continuations of requests, at most `rows` at a time, and fewer if the keys and values in the cache
-    would take more than 4 GiB. Iterating yields (number of the request, token).
+    """Decodes the continuations of requests, at most `rows` at a time.
 
-    The other requests affect a request's continuation only by rounding. Waiting requests start whenever at least a
-    quarter of the rows is free. If `context` is set, a prompt loses its first tokens until prompt and continuation fit
-    into `context` tokens. Raises `UserError` for options out of range.
+    Iterating yields (index of the request in `requests`, token), without tokens of `Request.stops`.
     """
 
     def __init__(
@@ -92,7 +84,7 @@ class Generation:
         self._model: Any = model
         self._device = model.embedding.weight.device
         requests = [request.fitted(context) for request in requests]
-        # `_waiting` ends with the longest prompt, which starts first. Neighbours of similar length need little padding.
+        # `_waiting` ends with the longest prompt, which starts first.
         order = sorted(range(len(requests)), key=lambda number: len(requests[number].prompt))
         self._waiting = [
             _Row(number, request, torch.Generator().manual_seed(request.seed), request.max_tokens)
@@ -103,14 +95,14 @@ class Generation:
         self._slots = self._make_cache(requests, min(rows, len(requests)))
 
     def _make_cache(self, requests: Sequence[Request], rows: int) -> int:
-        """Makes the cache; returns the number of rows that can be decoded at once, at most `rows`."""
+        """Makes the cache, and returns the number of rows that can be decoded at once."""
         capacity = max((len(request.prompt) + request.max_tokens for request in requests), default=1)
         slots = max(1, min(rows, _CACHE_BYTES // (capacity * _cache_bytes(self._model))))
         self._cache = KVCache(self._model.config.layers, rows=slots, capacity=capacity)
         return slots
 
     def stop(self, number: int) -> None:
-        """Ends the continuation of request `number`."""
+        """Ends the continuation of the request with the index `number`."""
         self._stopped.add(number)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
@@ -140,7 +132,6 @@ class Generation:
         self._cache.remove(at)
 
     def _can_start(self) -> bool:
-        """Returns True if requests wait and at least a quarter of the rows are free."""
         return bool(self._waiting) and 4 * (self._slots - len(self._rows)) >= self._slots
 
     def _start(self) -> list[_Row]:
@@ -151,7 +142,7 @@ class Generation:
         return self._rows[started:]
 
     def _next_group(self) -> list[_Row]:
-        """Returns waiting requests with prompts of similar lengths, which share a forward pass."""
+        """Removes rows with prompts of similar lengths from `_waiting`, and returns these rows."""
         group: list[_Row] = []
         longest, tokens = len(self._waiting[-1].request.prompt), 0
         while self._waiting and len(self._rows) + len(group) < self._slots:
@@ -194,7 +185,7 @@ class Generation:
 
 
 class GenerationByRow(Generation):
-    """A `Generation` for models that make their own caches, with one forward pass for each sequence."""
+    """A `Generation` for models that make their own caches."""
 
     def _make_cache(self, requests: Sequence[Request], rows: int) -> int:
         self._caches: list[Any] = []
@@ -225,7 +216,7 @@ class GenerationByRow(Generation):
 
 
 def generation(model: CausalModel, requests: Sequence[Request], *, context: int | None = None) -> Generation:
-    """Returns a `Generation` of the requests, or a `GenerationByRow` if the model makes its own caches."""
+    """Returns a `Generation`, or a `GenerationByRow` if the model makes its own caches."""
     return (Generation if model.shares_cache else GenerationByRow)(model, requests, context=context)
 
 
@@ -238,7 +229,7 @@ def _cache_bytes(model: Transformer) -> int:
 
 
 def sampled(logits_BV: Tensor, requests: Sequence[Request], randoms: Sequence[torch.Generator]) -> list[int]:
-    """Draws a token for each row of logits as the row's request asks, with one random number per row."""
+    """Chooses a token for each row of logits by the options of the row's request."""
     greedy_B = torch.tensor([request.temperature == 0 for request in requests])
     temperature_B = torch.tensor([request.temperature or 1.0 for request in requests], dtype=torch.float64)
     top_p_B = torch.tensor([request.top_p for request in requests], dtype=torch.float64)
@@ -246,7 +237,7 @@ def sampled(logits_BV: Tensor, requests: Sequence[Request], randoms: Sequence[to
     logits_BV = logits_BV.float().cpu()
     below_BV = logits_BV.double() - logits_BV.amax(-1, keepdim=True)  # at most 0, so that no quotient is plus infinity
     p_BV, order_BV = torch.softmax(below_BV / temperature_B[:, None], -1).sort(descending=True, stable=True)
-    before_BV = p_BV.cumsum(-1) - p_BV  # for each token, the total probability of the preceding tokens
+    before_BV = p_BV.cumsum(-1) - p_BV  # for each token, the total probability of the tokens before it in `order_BV`
     p_BV[before_BV >= top_p_B[:, None]] = 0
     upto_BV = p_BV.cumsum(-1)
     at_B1 = torch.searchsorted(upto_BV, (drawn_B * upto_BV[:, -1])[:, None], right=True)
@@ -264,23 +255,25 @@ def generate(
     on_text: Callable[[int, str], None] | None = None,
     **options: Any,
 ) -> list[str]:
-    """Generates the texts that continue `prompts`, without the prompts. A text ends before an end-of-text token.
+    """Generates the texts that continue `prompts`.
 
-    `tokenizer` is a `tokenizers.Tokenizer`. An empty prompt starts a new document after end-of-text. `options` are
-    fields of `Request`, the same for all prompts. The function calls `on_text`, if given, with (number of the prompt,
-    new piece of its text) as soon as the piece is known. Raises `UserError` for options out of range and for invalid
-    prompts.
+    `options` are fields of `Request` other than `prompt` and `stops`, the same for all prompts.
     """
     check_prompts(prompts)
     encode = encoder(tokenizer)
     start = [] if eos_id is None else [eos_id]
-    prompt_ids = [encode(prompt) or start for prompt in prompts]
-    for number, ids in enumerate(prompt_ids):
-        if not ids:
-            which = "the prompt" if len(prompts) == 1 else f"prompt {number}"
-            raise UserError(f"{which} is empty and no end-of-text token is known to start from: give a prompt")
+    prompt_ids = _begun([encode(prompt) for prompt in prompts], start)
     requests = [Request(ids, stops=start, **options) for ids in prompt_ids]
     return texts(generation(model, requests, context=context), tokenizer, requests, on_text=on_text)
+
+
+def _begun(prompt_ids: Sequence[Sequence[int]], start: Sequence[int]) -> list[Sequence[int]]:
+    """Replaces each empty prompt by `start`. Raises `UserError` if a prompt and `start` are both empty."""
+    for number, ids in enumerate(prompt_ids):
+        if not (ids or start):
+            which = "the prompt" if len(prompt_ids) == 1 else f"prompt {number}"
+            raise UserError(f"{which} is empty and no end-of-text token is known to start from: give a prompt")
+    return [ids or start for ids in prompt_ids]
 
 
 def check_prompts(prompts: Sequence[Any]) -> None:
@@ -304,19 +297,17 @@ def answer(
     on_text: Callable[[int, str], None] | None = None,
     **options: Any,
 ) -> list[str]:
-    """Generates the assistant's answers to users' `messages`, in the format of `template`. An answer ends where the
-    template ends the assistant's message, at end-of-text, or after `max_tokens` tokens.
+    """Generates the assistant's answers to users' `messages`, in the format of `template`. Each message is a separate
+    conversation.
 
-    `as_tokens` and `as_text` are `tokenizers.Tokenizer` objects: `as_tokens` encodes the template's text and parses
-    special tokens, and `as_text` encodes the messages. Further arguments are those of `generate`. Raises `UserError`
-    like `generate`, and if the template cannot render a message.
+    `as_tokens` and `as_text` are `tokenizers.Tokenizer` objects: `as_tokens` parses special tokens, and `as_text` does
+    not. `options` are fields of `Request` other than `prompt` and `stops`.
     """
     check_prompts(messages)
     asked = [Answering.to(template, message, as_tokens) for message in messages]
     ends = () if eos_id is None else (eos_id,)
-    requests = [
-        Request(each.prompt.encoded(as_tokens, as_text)[0], stops=(*each.stops, *ends), **options) for each in asked
-    ]
+    prompt_ids = _begun([each.prompt.encoded(as_tokens, as_text)[0] for each in asked], ends)
+    requests = [Request(ids, stops=(*each.stops, *ends), **options) for ids, each in zip(prompt_ids, asked)]
     until = [[each.end_text] if each.end_text else [] for each in asked]
     return texts(generation(model, requests, context=context), as_tokens, requests, until, on_text)
 
@@ -328,8 +319,11 @@ def texts(
     until: Sequence[Sequence[str]] | None = None,
     on_text: Callable[[int, str], None] | None = None,
 ) -> list[str]:
-    """Decodes the text of each request, up to a string of the request's `until`. Calls `on_text` like `generate`, but
-    holds back text that may begin a string of `until`."""
+    """Decodes the continuation of each request. The text ends before the first occurrence of a string of `until[i]`,
+    where i is the index of the request.
+
+    Calls `on_text` with this index and each new piece of text.
+    """
     streams = [
         TextStream(tokenizer, request.prompt, () if until is None else until[number])
         for number, request in enumerate(requests)
@@ -347,16 +341,12 @@ def texts(
 
 
 class TextStream:
-    """The text of a sequence, decoded token by token. `text` has the pieces returned so far.
-
-    Decodes the newest tokens together with the tokens of the previous piece, because some decoders drop the space
-    before the first word of a text.
-    """
+    """The text that follows a prompt, decoded token by token, up to the first occurrence of a string of `until`."""
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], until: Sequence[str] = ()) -> None:
         self._tokenizer, self._until = tokenizer, tuple(until)
         self._before, self._new = list(prompt_ids[-1:]), list[int]()
-        self._held = ""  # decoded text that `add` holds back, because the text may begin a string of `until`
+        self._held = ""  # text that may begin a string of `until`
         self.text, self.ended = "", False
 
     def add(self, token: int) -> str:
@@ -369,7 +359,7 @@ class TextStream:
         return self._released(text)
 
     def finish(self) -> str:
-        """Returns the held text. Call the method once the sequence has no more tokens."""
+        """Ends the text, and returns the text that `add` has held back."""
         if self.ended:
             return ""
         piece = self._released(_decode_after(self._tokenizer, self._before, self._new)) if self._new else ""
@@ -378,8 +368,7 @@ class TextStream:
         return piece + held
 
     def _released(self, text: str) -> str:
-        """Returns the held and the new text up to a string of `until`. Holds back the end of the text that may begin a
-        string of `until`."""
+        """Returns the new text up to a string of `until`; holds back an end that may begin such a string."""
         text = self._held + text
         ends = [text.index(end) for end in self._until if end in text]
         if ends:
@@ -396,12 +385,9 @@ class TextStream:
 def continuations(
     model: Scored, prompts: Sequence[Sequence[int]], *, max_tokens: int, eos_id: int, group: Group | None = None
 ) -> list[list[int]]:
-    """Generates the most probable tokens after each prompt (of at least one token), up to the first end-of-text token
-    and at most `max_tokens`. The result does not include the end-of-text token.
+    """Generates at most `max_tokens` tokens after each prompt by greedy decoding; ends before end-of-text.
 
-    If the model is partitioned over ranks, all ranks of `group` must call this function together. All ranks continue
-    with the tokens that the group's first rank finds. The function uses no KV cache, so every forward pass computes the
-    whole rows. The function pads all rows to the longest possible length.
+    All ranks of `group` must call this function together.
     """
     device = next(model.parameters()).device
     rows, new = [list(prompt) for prompt in prompts], [list[int]() for _ in prompts]
@@ -421,7 +407,7 @@ def continuations(
             at = [row * tokens_BS.shape[1] + len(tokens) - 1 for row, tokens in enumerate(rows)]
             found_B2 = model.at_tokens(tokens_BS.to(device), torch.tensor(at, device=device), most_probable)
             found: list[int] = found_B2[:, 0].long().tolist()
-            # Ranks may round differently, and so choose different tokens if two tokens are almost equally probable.
+            # Ranks may round differently, and so choose different tokens.
             if group is not None:
                 found = group.broadcast_object(found)
             for row, token in enumerate(found):
@@ -436,11 +422,7 @@ def continuations(
 
 
 def decode(tokenizer: Any, prompt_ids: Sequence[int], new_ids: Sequence[int]) -> str:
-    """Decodes the text that `new_ids` add after the prompt.
-
-    Decodes the new ids together with the last prompt token, because some decoders drop the space before the first word
-    of a text.
-    """
+    """Decodes the text that `new_ids` add after the prompt."""
     return _decode_after(tokenizer, [*prompt_ids[-1:]], list(new_ids))
 
 

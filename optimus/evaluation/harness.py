@@ -1,9 +1,4 @@
-"""The model interface of lm-eval.
-
-`HarnessModel` encodes contexts and continuations by lm-eval's `TemplateLM._encode_pair`, which moves trailing spaces of
-the context to the continuation. The encoding adds no special tokens. Scores come from `optimus.evaluation.score`,
-generated text from `optimus.evaluation.generation`.
-"""
+"""Adapts models to lm-eval."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -22,16 +17,21 @@ from optimus.evaluation.score import score as score_windows
 from optimus.model import CausalModel
 from optimus.model.ensemble import Ensemble
 
-# Requests between two reports of progress.
+# Maximum number of requests between two reports of progress.
 _SCORED_AT_ONCE = 512
 _GENERATED_AT_ONCE = 256
+
+_OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "seed"}  # options that `generate_until` obeys
+# Values of other options that change nothing, and those options that change draws only.
+_MOOT: dict[str, float] = {"num_beams": 1, "repetition_penalty": 1, "top_k": 0, "min_p": 0, "typical_p": 1}
+_OF_DRAWS = {"top_k", "min_p", "typical_p"}
 
 
 class HarnessModel(TemplateLM):
     """A `model` with its `tokenizer` (a `tokenizers.Tokenizer`), for inputs of at most `context` tokens.
 
-    `HarnessModel` calls `progress`, if given, with (requests done, total requests). `score(windows, tokens_per_batch)`,
-    if given, replaces `optimus.evaluation.score.score`.
+    `progress` takes (requests done, total requests). `score` takes (windows, tokens per batch), and replaces
+    `optimus.evaluation.score.score`.
     """
 
     def __init__(
@@ -61,13 +61,12 @@ class HarnessModel(TemplateLM):
         return list(self._encode(string))
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Returns (log-likelihood, True if greedy decoding gives the continuation) of each (context, continuation)."""
+        """Returns (log-likelihood, True if greedy decoding gives the continuation) for each request."""
         scores: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
         return scores
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Returns the log-likelihood of each whole text after an end-of-text token, computed in lm-eval's rolling
-        windows."""
+        """Returns the log-likelihood of each whole text, computed in lm-eval's rolling windows."""
         windows = []
         for request in requests:
             (text,) = request.args
@@ -76,29 +75,38 @@ class HarnessModel(TemplateLM):
         return [log_likelihood for log_likelihood, _ in self._score(windows)]
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Generates text up to the first stop string, end-of-text or `max_gen_toks`; greedily unless the request
-        samples. Raises `UserError` for an ensemble."""
+        """Generates text up to the first stop string, the end-of-text token or `max_gen_toks` tokens.
+
+        Raises `UserError` for an ensemble, and for an option that generation cannot obey.
+        """
         if isinstance(self.model, Ensemble):
             raise UserError("tasks that generate text cannot be run with an ensemble: evaluate its members one by one")
         model = cast(CausalModel, self.model)
         found: list[str] = []
         for start in range(0, len(requests), _GENERATED_AT_ONCE):
-            part = [
-                (prompt, normalize_gen_kwargs(given))
-                for prompt, given in (each.args for each in requests[start:][:_GENERATED_AT_ONCE])
-            ]
-            asked = [self._request(prompt, options) for prompt, options in part]
-            ends = [[end for end in handle_stop_sequences(options["until"], eos=None) if end] for _, options in part]
+            part = requests[start : start + _GENERATED_AT_ONCE]
+            options = [normalize_gen_kwargs(each.args[1]) for each in part]
+            asked = [self._request(each.args[0], given, each.task_name) for each, given in zip(part, options)]
+            ends = [[end for end in handle_stop_sequences(given["until"], eos=None) if end] for given in options]
             found += texts(generation(model, asked, context=self._context), self.tokenizer, asked, ends)
             self._report(len(found), len(requests))
         return found
 
-    def _request(self, prompt: str, options: Any) -> Request:
+    def _request(self, prompt: str, options: Any, task: str | None) -> Request:
+        temperature = options.get("temperature", 0.0) if options["do_sample"] else 0.0
+        moot = _OPTIONS if temperature else _OPTIONS | _OF_DRAWS
+        wrong = [f"{name}: {value}" for name, value in options.items() if name not in moot and value != _MOOT.get(name)]
+        if wrong:
+            raise UserError(
+                f"task {task}: generation_kwargs has {', '.join(wrong)}: remove them, because generation has the options "
+                f"{', '.join(sorted(_OPTIONS))} only"
+            )
         return Request(
             self.tok_encode(prompt) or [self._eos],
             max_tokens=options["max_gen_toks"],
-            temperature=options.get("temperature", 0.0) if options["do_sample"] else 0.0,
+            temperature=temperature,
             top_p=options.get("top_p", 1.0),
+            seed=options.get("seed", 0),
             stops=(self._eos,),
         )
 
@@ -112,13 +120,13 @@ class HarnessModel(TemplateLM):
                     f"{continuation!r} has no tokens of its own after {context[-40:]!r}: the tokenizer merges the two, so "
                     "this task cannot be run with this tokenizer"
                 )
-            # `_encode_pair` moves a context of white space alone to the continuation, so `context_ids` can be empty.
+            # `_encode_pair` moves a context of white space to the continuation, so `context_ids` can be empty.
             windows.append(split_long(context_ids or [self.prefix_token_id], continuation_ids, self._context))
         return self._score(windows)
 
     def _score(self, windows_per_request: list[list[Window]]) -> list[tuple[float, bool]]:
-        """Returns for each request (sum of the windows' log-likelihoods, True if greedy decoding gives all windows)."""
-        # The longest requests come first, so that requests that are scored together need little padding.
+        """Returns (log-likelihood, True if greedy decoding gives all continuations) over each request's windows."""
+        # The longest requests come first. Requests of similar length share a batch, so batches need little padding.
         order = sorted(range(len(windows_per_request)), key=lambda i: -_inputs(windows_per_request[i]))
         results: dict[int, tuple[float, bool]] = {}
         for start in range(0, len(order), _SCORED_AT_ONCE):

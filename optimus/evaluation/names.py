@@ -9,10 +9,9 @@ from optimus.plugins import Table
 class TaskRow:
     """A task of lm-eval that runs on local documents.
 
-    `definition` is the folder with the task's YAML file: relative to lm-eval's folder `tasks`, or an absolute path.
-    `splits` are splits of the data, in order of preference; a run uses the first available split. For a task that
-    lm-eval divides by subjects, `subjects` is the pattern of the subjects' names in lm-eval. `data` is the name of the
-    data files, by default `name`.
+    `definition` is the folder with the task's YAML files, absolute or relative to lm-eval's folder `tasks`. A run uses
+    the first available split of `splits`. `subjects` is the pattern of the subjects' names in lm-eval. `data` is the
+    name of the data set; None stands for `name`.
     """
 
     name: str

@@ -50,20 +50,16 @@ def evaluate(
 ) -> dict[str, Any]:
     """Scores a checkpoint (or the newest of a run) on `tasks`, whose data is in the folder `task_data`, and on `text`.
 
-    Returns `{"tasks": {name: {"acc", "acc_norm", "bits_per_byte", "margin", "n"}}, "bits_per_byte": float or None}`,
-    extended by facts such as settings, splits, checkpoint, model and versions. If `output` is given, writes the same
-    mapping to this JSON file, completely or not at all. With `hub`, `tasks` names tasks, groups or tags of lm-eval. The
-    metrics and data sets are then those of lm-eval's definitions. The library `datasets` downloads the data sets or has
-    the data sets in its cache.
+    Returns `{"tasks": {name: {"acc", "acc_norm", "bits_per_byte", "margin", "n"}}, "bits_per_byte": float or None}`
+    with facts such as settings and versions, and writes the result to the JSON file `output` if given. With `hub`,
+    `tasks` names tasks, groups or tags of lm-eval, with lm-eval's metrics and data sets.
 
-    For a task on local data, `bits_per_byte` is the bits per byte of the right answer. `margin` is the bits per byte of
-    the best wrong answer minus those of the right answer. Several checkpoints with the same tokenizer form an ensemble,
-    whose logits are the mean of the members' logits. `limit` is the maximum number of documents per task (per subject
-    for tasks with subjects). `fewshot` is the number of examples in each prompt (by default 0, or with `hub` the number
-    of the task's definition). `max_bytes` is the maximum number of bytes of text. The tokenizer encodes the spelling of
-    a special token as ordinary text, or with `parse_special` as the special token. The computation is in fp32.
-    `plugins` names the plugins that the checkpoint's model or the tasks need. Raises `UserError` for invalid arguments
-    or data.
+    For a task on local data, `bits_per_byte` is the mean bits per byte of the right answers. `margin` is the mean of
+    the best wrong answer's bits per byte minus the right answer's. Several checkpoints form an ensemble, whose logits
+    are the mean of the members' logits. `limit` is the maximum number of documents per task or subject. `fewshot` is
+    the number of examples in each prompt. `max_bytes` is the maximum number of bytes of text. With `parse_special`, the
+    tokenizer encodes the spelling of a special token as the special token. `plugins` names the plugins that the
+    checkpoint's model or the tasks need.
 
     Example:
         optimus.evaluate("runs/first", text="held-out/")["bits_per_byte"]
@@ -145,16 +141,14 @@ def generate_text(
     on_text: Callable[[int, str], None] | None = None,
     plugins: Sequence[str] = (),
 ) -> str | list[str]:
-    """Generates text after `prompt` with a checkpoint (or the newest of a run); greedily unless `temperature` is above 0.
+    """Generates text after `prompt` with a checkpoint (or the newest of a run), greedily with `temperature` 0.
 
-    For several prompts, decodes up to 64 at a time, and returns a list of texts. The function calls `on_text`, if
-    given, with (number of the prompt, new piece of its text) as soon as a piece is known. With `chat`, the checkpoint's
-    chat template formats each prompt as a user's message, and the text is the assistant's answer.
+    For a sequence of prompts, returns a list of texts. The function calls `on_text`, if given, with (index of the
+    prompt, new piece of generated text). With `chat`, the checkpoint's chat template formats each prompt as a user's
+    message.
 
-    A prompt that does not fit into the model's context together with `max_tokens` loses its beginning. The tokenizer
-    encodes the spelling of a special token as ordinary text, or with `parse_special` as the special token. `plugins`
-    names the plugins that the checkpoint's model needs. Raises `UserError` for options out of range, for invalid
-    prompts, and for a checkpoint that cannot generate text.
+    With `parse_special`, the tokenizer encodes the spelling of a special token as the special token. `plugins` names
+    the plugins that the checkpoint's model needs.
 
     Example:
         optimus.generate("runs/first", "Once upon a time", max_tokens=40, temperature=0.8, seed=1)
@@ -179,8 +173,7 @@ def generate_text(
 
 
 def _chat_template(path: Path, loaded: _Loaded) -> ChatTemplate:
-    """Returns the chat template of the training data; by default, the template of the published model from which the
-    training started."""
+    """Returns the chat template of the checkpoint, or of the published model that its training started from."""
     if loaded.description.chat:
         return ChatTemplate.read(loaded.description.chat)
     eos = loaded.tokenizer.id_to_token(loaded.eos_id) or ""
@@ -202,8 +195,7 @@ def check_request(
     fewshot: int | None = None,
     max_bytes: int | None = None,
 ) -> None:
-    """Raises `UserError` for arguments of `evaluate` that are invalid for all checkpoints, and for tasks if lm-eval is
-    missing."""
+    """Raises `UserError` for arguments of `evaluate` that are invalid for all checkpoints."""
     if not tasks and text is None:
         raise UserError(
             f"nothing to evaluate: name `tasks` ({', '.join(TASKS)}) and the folder of their data, `task_data`, or "
@@ -225,7 +217,8 @@ def check_request(
 
 
 def _check_output(output: str | Path | None) -> Path | None:
-    """Returns the path `output` after creating the file's folder. Raises `UserError` if the file cannot be written."""
+    """Returns the path of the file `output` after creating its folder; None without `output`. Raises `UserError` if the
+    file cannot be written."""
     if output is None:
         return None
     path = user_path(output)
@@ -241,8 +234,7 @@ def _check_output(output: str | Path | None) -> Path | None:
 
 
 def _load_together(paths: Sequence[Path], device: str, parse_special: bool) -> _Loaded:
-    """Loads a checkpoint, or an ensemble of several checkpoints. Raises `UserError` if the checkpoints have different
-    tokenizers or vocabularies."""
+    """Loads a checkpoint, or several as an ensemble."""
     first, *others = [_load(path, device, parse_special) for path in paths]
     for path, other in zip(paths[1:], others):
         same = first.tokenizer.to_str() == other.tokenizer.to_str()

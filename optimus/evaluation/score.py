@@ -1,7 +1,4 @@
-"""Computes log-likelihoods of token sequences, in batches of similar lengths, for tasks and for bits per byte.
-
-A `Window` has the tokens to score and the preceding tokens. Windows with the same input (the choices A, B, C, D after
-one question) share one row of a batch. Only the predicted positions go through the output layer.
+"""Computes log-likelihoods of token sequences, in batches of similar lengths.
 
 Legend: B rows, S positions, H hidden, N predicted tokens of a batch, V vocabulary.
 """
@@ -17,11 +14,11 @@ from torch import Tensor, nn
 from optimus.config import Architecture
 
 TOKENS_PER_BATCH = 8192
-_LOGITS_AT_ONCE = 1 << 24  # elements: 64 MB in fp32, while all logits of a batch can need gigabytes
+_LOGITS_AT_ONCE = 1 << 24  # elements: 64 MiB in fp32
 
 
 class Scored(Protocol):
-    """A model that `score` accepts, such as a `Transformer`, an `Ensemble`, or the `PipelineStages` of a rank."""
+    """A model that `score` accepts."""
 
     training: bool
 
@@ -41,15 +38,14 @@ class Scored(Protocol):
 
 
 class Window(NamedTuple):
-    """The tokens to score, `continuation`, and the tokens before the continuation, `context` (at least one token)."""
+    """The tokens to score, and at least one token of context."""
 
     context: Sequence[int]
     continuation: Sequence[int]
 
 
 class Score(NamedTuple):
-    """The score of a window. `log_likelihood` is in nats. `greedy` is True if every scored token was the most probable
-    token."""
+    """A window's score. `log_likelihood` is in nats. `greedy` is True if greedy decoding gives the continuation."""
 
     log_likelihood: float
     greedy: bool
@@ -57,7 +53,7 @@ class Score(NamedTuple):
 
 @contextmanager
 def evaluating(model: Scored) -> Iterator[None]:
-    """Disables gradients and sets evaluation mode inside the `with` block, and then restores the mode."""
+    """Disables gradients and sets evaluation mode inside the `with` block."""
     training = model.training
     model.eval()
     try:
@@ -68,11 +64,10 @@ def evaluating(model: Scored) -> Iterator[None]:
 
 
 def split_long(context: Sequence[int], continuation: Sequence[int], limit: int) -> list[Window]:
-    """Splits a request into windows of at most `limit` inputs. The windows together predict every token of
-    `continuation` once.
+    """Splits a request into windows of at most `limit` input tokens.
 
-    A long context loses its beginning, as in lm-eval. If `continuation` is longer than `limit`, each later window has a
-    single token of context: the last token of the previous window.
+    A long context loses its beginning, as in lm-eval. Each later window has the last token of the previous window as
+    context.
     """
     windows = []
     for start in range(0, len(continuation), limit):
@@ -83,12 +78,11 @@ def split_long(context: Sequence[int], continuation: Sequence[int], limit: int) 
 
 
 def score(model: Scored, windows: Sequence[Window], tokens_per_batch: int = TOKENS_PER_BATCH) -> list[Score]:
-    """Returns the score of each window, in order. A batch has at most `tokens_per_batch` inputs, but at least one row.
+    """Returns the score of each window, in order.
 
-    Computes log-probabilities in fp32 from logits of the model's dtype, and sums the log-probabilities in fp64. Raises
-    `ValueError` for a window without context.
+    Computes log-probabilities in fp32, and sums them in fp64. Raises `ValueError` for a window without context.
     """
-    rows: dict[tuple[int, ...], list[int]] = {}  # the indices of the windows with the same input, by this input
+    rows: dict[tuple[int, ...], list[int]] = {}  # the indices of the windows with the same input
     for index, (context, continuation) in enumerate(windows):
         if not context:
             raise ValueError(f"window {index} has no context, so nothing predicts its first token")
@@ -109,8 +103,10 @@ def score(model: Scored, windows: Sequence[Window], tokens_per_batch: int = TOKE
 
 
 def _score_batch(model: Scored, inputs: list[tuple[int, ...]], asked: list[tuple[int, Window]]) -> Iterator[Score]:
-    """Yields the score of each window of `asked`, which pairs a window with the index of the window's row in
-    `inputs`."""
+    """Yields the score of each window of `asked`, a list of (index in `inputs`, window).
+
+    The first of `inputs` must be the longest.
+    """
     device = next(model.parameters()).device
     # Padding is at the end of a row, so a causal model's predictions for the tokens do not depend on the padding.
     tokens_BS = torch.zeros(len(inputs), len(inputs[0]), dtype=torch.long)

@@ -1,8 +1,6 @@
-"""Measures how early and how reliably tasks distinguish runs, from metrics of the tasks during training.
+"""Measures how early and how reliably tasks distinguish runs.
 
-The measures per task and metric follow FineWeb2 (Penedo et al. 2025) and "Signal and Noise" (Heineman et al. 2025). Two
-measures are the improvement with the step (Spearman's rank correlation) and the scatter from one measurement to the
-next. The third measure is the agreement between early and final rankings of the runs (Kendall's tau-b).
+The measures follow FineWeb2 (Penedo et al. 2025) and "Signal and Noise" (Heineman et al. 2025).
 
 Legend: N measurements of a run, R runs, U distinct values.
 """
@@ -20,7 +18,7 @@ from optimus.errors import UserError, naming_disk_errors
 from optimus.observe.metrics import read_metrics
 
 _LOWER_IS_BETTER = ("bits_per_byte",)
-_LEAST = 3  # minimum number of measurements of a run
+_LEAST = 3  # each run needs a metric with at least this many measurements
 
 
 class TaskCurve(NamedTuple):
@@ -34,9 +32,7 @@ TaskCurves = dict[tuple[str, str], list[TaskCurve]]  # one curve per run, by tas
 
 
 def read_curves(runs: Sequence[str | Path]) -> TaskCurves:
-    """Reads the tasks' metrics that all `runs` have. Raises `UserError` for a folder that is not a run folder, and for
-    a run with too few measurements. Raises `UserError` if there are no runs, or if the runs have no task and metric in
-    common."""
+    """Reads the tasks' metrics that all `runs` have."""
     found: list[dict[tuple[str, str], TaskCurve]] = []
     for given in runs:
         folder = user_path(given)
@@ -46,7 +42,7 @@ def read_curves(runs: Sequence[str | Path]) -> TaskCurves:
         for record in read_metrics(folder):
             for key, value in record.items():
                 kind, *names = key.split("/")
-                if kind == "tasks" and len(names) == 2:
+                if kind == "tasks" and len(names) == 2 and value is not None:  # None: not finite
                     points.setdefault((names[0], names[1]), []).append((record["step"], value))
         if max(map(len, points.values()), default=0) < _LEAST:
             raise UserError(
@@ -65,17 +61,20 @@ def read_curves(runs: Sequence[str | Path]) -> TaskCurves:
 def signals(curves: TaskCurves) -> list[dict[str, Any]]:
     """Returns a row per task and metric.
 
-    `spearman` is the rank correlation of the metric with the step, 1 if each measurement is better than the previous
-    measurement. `noise` estimates the standard deviation of a measurement, in units of the metric. `spearman` and
-    `noise` are means over the runs. `kendall` is the tau-b between the ranking of the runs at a step and the final
-    ranking, as a mean over all common steps before the last. For a single run or fewer than two common steps, `kendall`
-    is None.
+    `spearman` is the rank correlation of the metric (bits per byte negated) with the step, averaged over the runs.
+
+    `noise` estimates the standard deviation of a measurement, averaged over the runs with at least three measurements.
+    `noise` is None without such a run.
+
+    `kendall` is the tau-b between the runs' rankings at an earlier common step and at the last common step, averaged
+    over the earlier steps. `kendall` is None for fewer than two runs or fewer than two common steps.
     """
     rows = []
     for (task, metric), each in curves.items():
         sign = -1.0 if metric in _LOWER_IS_BETTER else 1.0
         monotone = fmean(spearman(curve.step_N, sign * curve.value_N) for curve in each)
-        scatter = fmean(map(noise, each))
+        deviations = [found for found in map(noise, each) if found is not None]
+        scatter = fmean(deviations) if deviations else None
         rows.append(
             {"task": task, "metric": metric, "spearman": monotone, "noise": scatter, "kendall": _agreement(each)}
         )
@@ -83,38 +82,38 @@ def signals(curves: TaskCurves) -> list[dict[str, Any]]:
 
 
 def spearman(x_N: NDArray[Any], y_N: NDArray[Any]) -> float:
-    """Returns the correlation of the ranks, where equal values share the mean of their ranks. Returns 0 if all values
-    of `x_N`, or all values of `y_N`, are equal."""
+    """Returns the correlation of the ranks, or 0 if all values in `x_N` or in `y_N` are equal.
+
+    Equal values share the mean of their ranks.
+    """
     ranks = [_ranks(values) - (len(values) - 1) / 2 for values in (x_N, y_N)]
     size = float(np.sqrt((ranks[0] ** 2).sum() * (ranks[1] ** 2).sum()))
     return float((ranks[0] * ranks[1]).sum()) / size if size else 0.0
 
 
 def kendall(x_R: NDArray[Any], y_R: NDArray[Any]) -> float:
-    """Returns tau-b: pairs in the same order minus pairs in opposite order, relative to the geometric mean of the pairs
-    without ties in `x_R` and in `y_R`. Returns 0 if all pairs in `x_R`, or all pairs in `y_R`, are ties."""
+    """Returns tau-b, or 0 if all pairs in `x_R` or all pairs in `y_R` are ties."""
     first, second = np.triu_indices(len(x_R), 1)
     x_sign, y_sign = np.sign(x_R[first] - x_R[second]), np.sign(y_R[first] - y_R[second])
     size = float(np.sqrt((x_sign != 0).sum() * (y_sign != 0).sum()))
     return float((x_sign * y_sign).sum()) / size if size else 0.0
 
 
-def noise(curve: TaskCurve) -> float:
-    """Estimates the standard deviation of a measurement from the measurement's distance to the line between the
-    neighbouring measurements.
+def noise(curve: TaskCurve) -> float | None:
+    """Estimates the standard deviation of a measurement from its distance to the line through its two neighbours.
 
-    At equally spaced steps, independent errors of standard deviation s give distances of standard deviation s * sqrt(3 /
-    2). A linear trend gives distances of 0.
+    At equally spaced steps, independent errors of standard deviation s give distances of standard deviation
+    s * sqrt(3 / 2). Returns None for fewer than three measurements.
     """
     before, at, after = curve.step_N[:-2], curve.step_N[1:-1], curve.step_N[2:]
     part = (at - before) / (after - before)
     value = curve.value_N
     distance = value[1:-1] - (value[:-2] * (1 - part) + value[2:] * part)
-    return float(np.sqrt(np.mean(distance**2 / (1 + part**2 + (1 - part) ** 2)))) if len(distance) else 0.0
+    return float(np.sqrt(np.mean(distance**2 / (1 + part**2 + (1 - part) ** 2)))) if len(distance) else None
 
 
 def draw(curves: TaskCurves, runs: Sequence[str | Path], path: Path) -> None:
-    """Draws a PNG: a row per task, a column per metric, a line per run. Raises `UserError` if the file cannot be written."""
+    """Draws the curves to `path`, a PNG: a row per task, a column per metric, a line per run."""
     from matplotlib.figure import Figure
 
     tasks = list(dict.fromkeys(task for task, _ in curves))

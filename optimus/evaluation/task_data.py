@@ -1,10 +1,10 @@
-"""Reads task documents from a local folder, with the fields that lm-eval's task definitions expect.
+"""Reads task documents from a local folder, with the fields that lm-eval's task definitions expect. Also reads prompts.
 
-    datasets/TASK.SPLIT.jsonl[.gz]               raw examples with the fields of the published data set
-    requests/hellaswag/VARIANT/requests.jsonl.gz   ready-made requests, for HellaSwag if its data set is missing
+    datasets/TASK.SPLIT.jsonl[.gz]                 raw examples with the fields of the published data set
+    requests/hellaswag/VARIANT/requests.jsonl[.gz] ready-made requests, for HellaSwag if its data set is missing
 
-Most documents stay unchanged. BoolQ's field `answer` becomes the `label` of lm-eval's SuperGLUE task. HellaSwag's
-requests become documents with the `query` and `choices` that lm-eval builds from a raw example.
+BoolQ's field `answer` becomes the `label` of lm-eval's SuperGLUE task. HellaSwag's requests become documents with the
+`query` and `choices` that lm-eval builds from a raw example.
 """
 
 import gzip
@@ -22,13 +22,13 @@ _HELLASWAG_VARIANTS = ("rc_0shot", "rc_5shot")  # rc scores the text of the answ
 
 
 def find_dataset(folder: Path, task: str, split: str) -> Path | None:
-    """Finds the file of a task's split; returns None if there is no file."""
+    """Finds the file of a task's split, or returns None."""
     candidates = (folder / "datasets" / f"{task}.{split}{suffix}" for suffix in _SUFFIXES)
     return next((path for path in candidates if path.is_file()), None)
 
 
 def find_hellaswag_requests(folder: Path) -> Path | None:
-    """Finds the file of HellaSwag's ready-made requests; returns None if there is no file."""
+    """Finds the file of HellaSwag's ready-made requests, or returns None."""
     names = (folder / "requests" / "hellaswag" / v / f"requests{s}" for v in _HELLASWAG_VARIANTS for s in _SUFFIXES)
     return next((path for path in names if path.is_file()), None)
 
@@ -42,16 +42,15 @@ def missing(folder: Path, task: str, splits: tuple[str, ...]) -> UserError:
 
 
 def read_dataset(path: Path, task: str) -> list[Document]:
-    """Reads the documents of a dataset file. Raises `UserError` for an invalid document, with the line number, and for
-    an unreadable or empty file."""
+    """Reads the documents of a dataset file, with the fields that lm-eval's definition of `task` expects."""
     change: Callable[[Document], Document] = _boolq if task == "boolq" else lambda document: document
     return _read(path, _with_subject if TASKS[task].subjects else change)
 
 
 def read_hellaswag_requests(path: Path) -> list[Document]:
-    """Reads documents of `query`, `choices`, `label` from a request file, which has a line for every choice.
+    """Reads documents with `query`, `choices` and `label` from a request file, which has a line for every choice.
 
-    Skips unconditional requests, whose `doc_id` is 1,000,000 or more. Such requests repeat documents.
+    Skips unconditional requests, whose `doc_id` is 1,000,000 or more.
     """
     documents: dict[int, Document] = {}
     for request in _read(path, lambda request: {"id": request["doc_id"], **request["doc"]}):
@@ -65,8 +64,7 @@ def read_hellaswag_requests(path: Path) -> list[Document]:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Reads the text `prompt` of each line of a JSON Lines file. Raises `UserError` for an invalid line, with the line
-    number, and for an unreadable or empty file."""
+    """Reads the text `prompt` of each line of a JSON Lines file."""
     return [document["prompt"] for document in _read(path, _prompt, 'a prompt, like {"prompt": "Once upon a time"}')]
 
 

@@ -1,18 +1,7 @@
-"""Runs the paper's tasks (Optimus, table 2) with lm-eval on local data, or any tasks of lm-eval on lm-eval's data sets.
+"""Runs the tasks of `TASKS` with lm-eval on local data, or any tasks of lm-eval on lm-eval's data sets.
 
-On local data, prompts and choices are those of lm-eval's task definitions. A task runs on the first of the task's
-splits in `names.py` that the folder has. Tasks report `acc`, and `acc_norm`, the accuracy by log-likelihood per
-character of the choice.
-
-Tasks on local data also report two numbers that usually improve from the first steps on. `bits_per_byte` is the bits
-per byte of the right answer, given the question. `margin` is the bits per byte of the best wrong answer minus those of
-the right answer. `bits_per_byte` and `margin` are means over the documents.
-
-mmlu_continuation is mmlu with the text of the answers instead of letters.
-
-Few-shot examples come from the training split if the folder has a training split. Otherwise, and for HellaSwag's
-ready-made requests, the examples come from the evaluated split, without the document in question. Examples for mmlu and
-mmlu_continuation must come from the split `dev`.
+`TASKS` has the tasks of the Optimus paper (table 2) and mmlu_continuation: mmlu with the text of the answers instead of
+letters.
 """
 
 import contextlib
@@ -35,8 +24,7 @@ _FEWSHOT_SEED = 1234  # lm-eval's default
 
 
 class LocalTask(NamedTuple):
-    """A task and its documents. `shots` are the few-shot examples of a separate split; None if the examples, if any,
-    come from `documents`."""
+    """A task and its documents. `shots` are the few-shot examples of a separate split, or None."""
 
     name: str
     split: str
@@ -46,15 +34,15 @@ class LocalTask(NamedTuple):
 
 
 def check_lm_eval() -> None:
-    """Raises `UserError` if lm-eval is not installed."""
+    """Raises `UserError` if lm-eval or `datasets` is not installed."""
     if any(importlib.util.find_spec(module) is None for module in ("lm_eval", "datasets")):
         raise UserError(f"evaluation on tasks needs lm-eval, which is not installed: {how_to_install('evaluate')}")
 
 
 def load_tasks(names: Sequence[str], folder: Path, fewshot: int = 0) -> list[LocalTask]:
-    """Loads the tasks with their documents.
+    """Loads each named task once, with documents from `folder`.
 
-    Raises `UserError` for an unknown name, for data that is missing or damaged, and for too few examples for `fewshot`.
+    Raises `UserError` for an unknown name, and for missing data or examples.
     """
     for name in names:
         TASKS.named(name)
@@ -69,19 +57,20 @@ def load_tasks(names: Sequence[str], folder: Path, fewshot: int = 0) -> list[Loc
 def run_tasks(
     tasks: Sequence[LocalTask], model: Any, *, fewshot: int = 0, limit: int | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Runs the tasks and returns `{name: {"acc", "acc_norm", "bits_per_byte", "margin", "n"}}`; `n` is the number of
-    documents.
+    """Runs the tasks and returns `{name: {"acc", "acc_norm", "bits_per_byte", "margin", "n"}}`.
 
-    The results of mmlu and mmlu_continuation are means over all subjects, weighted by numbers of documents.
+    `n` is the number of documents. `limit` is the maximum number of documents of each task or subject.
 
-    `model` is an `lm_eval` model. `limit` is the maximum number of documents of each task, or of each subject of a task
-    with subjects.
+    `model` is an `lm_eval` model. Raises `UserError` for a document without a wrong answer, and for a task or subject
+    that lm-eval does not have.
     """
     from lm_eval.evaluator import evaluate
 
     with _quiet_harness():
         built = {task.name: _build(task, fewshot) for task in tasks}
         every = {name: part for parts in built.values() for name, part in parts.items()}
+        for name, part in every.items():
+            _check_choices(name, part)
         found: Any = evaluate(model, {"tasks": every}, limit=limit, bootstrap_iters=0, log_samples=True)
     results = {}
     for name, parts in built.items():
@@ -97,13 +86,11 @@ def run_tasks(
 def run_hub_tasks(
     names: Sequence[str], model: Any, *, fewshot: int | None = None, limit: int | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Runs tasks, groups or tags of lm-eval by lm-eval's definitions and data sets. The library `datasets` downloads
-    the data sets or has the data sets in its cache. Returns `{name: {metric: number, "n": documents}}`, with the
-    metrics of the definitions.
+    """Runs tasks, groups or tags of lm-eval with lm-eval's definitions and data sets.
 
-    For a tag, and for a group without group metrics, the result has an entry for each task. The definition's number of
-    few-shot examples applies if `fewshot` is None, or if the definition's number is 0. Raises `UserError` for an
-    unknown name, and for data that the library can neither find in its cache nor download.
+    Returns `{name: {metric: number, "n": documents}}`, with the metrics of the definitions. The result has the members
+    of a tag, and the tasks of a group without metrics, under their own names. Raises `UserError` for an unknown name
+    and for unavailable data.
     """
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.tasks import TaskManager
@@ -120,7 +107,7 @@ def run_hub_tasks(
         def load_or_say(tasks: list[str]) -> Any:
             try:
                 return load(tasks)
-            except (OSError, ValueError) as error:  # errors of `datasets` for unavailable data
+            except (OSError, ValueError) as error:  # `datasets` raises these errors for unavailable data
                 said = str(error).partition("\n")[0] or type(error).__name__
                 raise UserError(
                     f"the data of {', '.join(names)} cannot be had ({said}): `--hub` downloads them, or reads the cache "
@@ -156,16 +143,26 @@ def _numbers(scores: dict[str, Any]) -> dict[str, float]:
 
 
 def _leaves(name: str, members: dict[str, list[str]]) -> list[str]:
-    """Returns the tasks of a group and of the group's subgroups; for a task, the task itself. `members` has the names
-    in each group."""
+    """Returns the tasks of a group and of its subgroups, or the task itself."""
     if name not in members:
         return [name]
     return list(dict.fromkeys(leaf for member in members[name] for leaf in _leaves(member, members)))
 
 
+def _check_choices(name: str, task: Any) -> None:
+    """Raises `UserError` if a document has no wrong answer."""
+    for number, document in enumerate(task.eval_docs, 1):
+        if len(task.doc_to_choice(document)) < 2:
+            raise UserError(
+                f"task {name}: document {number} of its data has no wrong answer: add one, or remove the document"
+            )
+
+
 def _answer(task: Any, sample: dict[str, Any]) -> tuple[float, float]:
-    """Returns the bits per byte of the right answer to a document, and the margin to the best wrong answer."""
-    # lm-eval finds the right answer in the same way.
+    """Returns (bits, margin), both in bits per byte.
+
+    `bits` is for the right answer to a document. `margin` is the best wrong answer's value minus `bits`.
+    """
     right = (task.doc_to_text if task.multiple_input else task.doc_to_target)(sample["doc"])
     right = task.doc_to_choice(sample["doc"]).index(right) if isinstance(right, str) else right
     bits = [
@@ -207,8 +204,7 @@ def _check_shots(task: LocalTask, fewshot: int, folder: Path) -> None:
 
 
 def _parts(task: LocalTask) -> Iterator[tuple[str, list[Document], list[Document] | None]]:
-    """Yields (lm-eval's name, documents, shots) of each task of lm-eval; a task with subjects is one task per
-    subject."""
+    """Yields (lm-eval's name, documents, shots) for the task, or for each subject."""
     pattern = TASKS[task.name].subjects
     if pattern is None:
         yield task.name, task.documents, task.shots
@@ -223,7 +219,7 @@ def _parts(task: LocalTask) -> Iterator[tuple[str, list[Document], list[Document
 
 
 def _build(task: LocalTask, fewshot: int) -> dict[str, Any]:
-    """Builds lm-eval's task objects from local documents. The result maps names to tasks."""
+    """Builds lm-eval's task objects from local documents, by name."""
     import lm_eval.tasks
 
     # Indexing all folders of lm-eval would take seconds.
@@ -247,7 +243,6 @@ def _build(task: LocalTask, fewshot: int) -> dict[str, Any]:
                 "metric_list": [{"metric": m, "aggregation": "mean", "higher_is_better": True} for m in _METRICS],
             }
         )
-    # A custom group loads lm-eval's definitions with some fields replaced.
     built: dict[str, Any] = manager.load({"group": f"local_{task.name}", "task": members})["tasks"]
     for part in built.values():
         part.set_fewshot_seed(_FEWSHOT_SEED)
@@ -255,7 +250,7 @@ def _build(task: LocalTask, fewshot: int) -> dict[str, Any]:
 
 
 def _source(documents: list[Document], shots: list[Document] | None) -> Callable[..., dict[str, Any]]:
-    """Returns the function that lm-eval calls instead of downloading. The function ignores its arguments."""
+    """Returns the function that lm-eval calls instead of downloading."""
 
     def load(**_: Any) -> dict[str, Any]:
         from datasets import Dataset
@@ -268,7 +263,7 @@ def _source(documents: list[Document], shots: list[Document] | None) -> Callable
 
 @contextlib.contextmanager
 def _quiet_harness() -> Iterator[None]:
-    """Silences lm-eval's log messages below errors, and its progress bars for building prompts."""
+    """Silences lm-eval's log messages below errors, and the progress bars of lm-eval's prompts and of `datasets`."""
     import datasets
     from lm_eval.api import task as task_module
 
@@ -277,7 +272,7 @@ def _quiet_harness() -> Iterator[None]:
     logger.setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     try:
-        # lm-eval has no option to disable this bar, which mmlu alone shows 57 times.
+        # lm-eval has no option to disable the progress bar of prompts.
         with mock.patch.object(task_module, "tqdm", lambda rows, **_: rows, create=True):
             yield
     finally:

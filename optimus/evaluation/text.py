@@ -1,9 +1,8 @@
-"""Measures bits per byte of text, which is comparable across tokenizers.
+"""Measures the bits per byte of text, a loss that is comparable across tokenizers.
 
-In text files, a document is never the context of another document. The model predicts the first token of a document
-from an end-of-text token. A document longer than the context becomes several disjoint windows. The model predicts the
-first token of a later window from the last token of the previous window. The bytes are those of the UTF-8 text. For
-prepared data, the number of bytes is an estimate.
+For prepared data, the number of bytes is an estimate.
+
+Legend: B rows, S positions, D document starts in a row, N predicted spans of a row.
 """
 
 import math
@@ -17,17 +16,20 @@ from optimus.comm import Group
 from optimus.data.documents import read_texts
 from optimus.data.files import resolve
 from optimus.data.inspection import check_beginning
-from optimus.data.packing import padding_BS
+from optimus.data.packing import documents_BS, padding_BS
 from optimus.data.shards import INSIDE, NOT_PREDICTED, Shards
 from optimus.data.tokenizer import encoder
 from optimus.errors import UserError
 from optimus.evaluation.score import TOKENS_PER_BATCH, Scored, Window, score
 
-_TOKENS_AT_ONCE = 1 << 16  # tokens of the windows that are in memory and sorted by length together
+_TOKENS_AT_ONCE = 1 << 16  # approximate number of tokens of a `Part`
 
 
 class Part(NamedTuple):
-    """Some windows of a text, and the bytes and tokens of the text read so far."""
+    """Some windows of a text. `bytes` and `tokens` count the text read so far.
+
+    For prepared data, `tokens` counts only the predicted tokens, and `bytes` is an estimate for these tokens.
+    """
 
     windows: list[Window]
     bytes: int
@@ -48,10 +50,8 @@ def bits_per_byte(
 ) -> dict[str, Any]:
     """Returns `{"loss": float, "bits_per_byte": float, "bytes": int, "tokens": int}` of a file, folder or glob of text.
 
-    `loss` is in nats per token. `tokenizer` is a `tokenizers.Tokenizer`. `context` is the longest input in tokens.
-    `max_bytes` limits the text to its first bytes in reading order. The function restores the model's mode, and leaves
-    gradients unchanged. The function calls `progress`, if given, with the number of bytes measured so far. Raises
-    `UserError` for unreadable files, and if there is no text.
+    `loss` is in nats per token. `context` is the longest input in tokens. `max_bytes` limits the text to its first
+    bytes in reading order.
     """
     parts = read_parts(tokenizer, text_path, eos_id=eos_id, context=context, max_bytes=max_bytes, text_field=text_field)
     return measure(model, parts, tokens_per_batch=tokens_per_batch, progress=progress)
@@ -67,9 +67,7 @@ def measure(
 ) -> dict[str, Any]:
     """Measures the text of `parts`; see `bits_per_byte`.
 
-    If the model is partitioned over the ranks of `group`, all ranks of `group` must call this function together. Only
-    the first rank reads the text, and broadcasts each part to the other ranks. If reading fails, all ranks raise an
-    error. Raises `UserError` if no token is predicted.
+    All ranks of `group` must call this function together.
     """
     nats, part = 0.0, Part([], 0, 0)
     reader = parts if group is None else iter(lambda: group.on_first(lambda: next(parts, None)), None)
@@ -77,14 +75,14 @@ def measure(
         nats -= sum(found.log_likelihood for found in score(model, part.windows, tokens_per_batch))
         if progress is not None:
             progress(part.bytes)
-    if not part.tokens:
+    if not (part.tokens and part.bytes):
         raise UserError("the measured text has no predicted tokens: measure more of it")
     found = {"loss": nats / part.tokens, "bits_per_byte": nats / math.log(2) / part.bytes}
     return found | {"bytes": part.bytes, "tokens": part.tokens}
 
 
 def check_text(text_path: str | Path, max_bytes: int | None = None) -> None:
-    """Raises `UserError` if a text, up to `max_bytes`, has files that `prepare` would refuse, or is empty."""
+    """Raises `UserError` if a text, up to `max_bytes`, is invalid or empty."""
     if not check_beginning(resolve([text_path]), math.inf if max_bytes is None else max_bytes):
         raise UserError(_no_text(text_path))
 
@@ -103,37 +101,45 @@ def read_parts(
     max_tokens: int | None = None,
     text_field: str = "text",
 ) -> Iterator[Part]:
-    """Yields the windows of a text in parts that need little memory; see `bits_per_byte`. `max_tokens` limits the
-    tokens of the text, and may cut the last document."""
+    """Yields the windows of a text. `max_tokens` limits the tokens of the text, and may cut the last document."""
     encode = encoder(tokenizer)
     cutter = _Cutter(eos_id, context)
-    seen_bytes, tokens, given = 0, 0, 0
+    seen_bytes, tokens, given, cut = 0, 0, 0, False
     held: list[Window] = []
     for text, ends_document in _first_bytes(read_texts(resolve([text_path]), text_field, encode), max_bytes):
         piece = encode(text)
         if max_tokens is not None and tokens + len(piece) > max_tokens:
-            piece = piece[: max_tokens - tokens]
-            text = tokenizer.decode(piece, skip_special_tokens=False)
+            cut, piece = True, piece[: max_tokens - tokens]
+            text, piece = _whole_characters(tokenizer, text, piece)
         seen_bytes += len(text.encode())
         tokens += len(piece)
         held += cutter.cut(piece, ends_document)
-        if tokens == max_tokens:
+        if cut or tokens == max_tokens:
             break
         if tokens - given >= _TOKENS_AT_ONCE:
             yield Part(held, seen_bytes, tokens)
             held, given = [], tokens
     held += cutter.cut([], True)  # the rest of a document that `max_tokens` has cut
-    if not tokens:
+    if not (tokens or cut):
         raise UserError(_no_text(text_path))
     yield Part(held, seen_bytes, tokens)
 
 
-def read_rows(shards: Shards, max_tokens: int) -> Iterator[Part]:
-    """Yields the first rows of prepared data, up to `max_tokens` but at least one row, with a window per predicted
-    span. A window's context is the whole row before the span.
+def _whole_characters(tokenizer: Any, text: str, piece: list[int]) -> tuple[str, list[int]]:
+    """Returns (text, tokens) of `piece` without the tokens of an incomplete last character. `piece` begins `text`."""
+    found = tokenizer.decode(piece, skip_special_tokens=False)
+    for _ in range(3):  # a character has at most four bytes, and the decoder writes U+FFFD for a part of them
+        if found.endswith("\ufffd") and not text.startswith(found):
+            piece = piece[:-1]
+            found = tokenizer.decode(piece, skip_special_tokens=False)
+    return found, piece
 
-    As in training, the model predicts all tokens except the first token of a row, padding and the prompts of
-    conversations. The number of bytes is an estimate from the data's mean bytes per token.
+
+def read_rows(shards: Shards, max_tokens: int, *, documents: bool = False) -> Iterator[Part]:
+    """Yields the first rows of prepared data, up to `max_tokens` but at least one row.
+
+    A window's context is all tokens of the row before the predicted tokens. With `documents`, the context begins with
+    the document of the predicted tokens, and the first token of a document is not predicted.
     """
     bytes_per_token = shards.index["text_bytes"] / shards.stream_tokens
     rows, predicted = min(shards.instances, max(1, max_tokens // shards.context)), 0
@@ -144,19 +150,26 @@ def read_rows(shards: Shards, max_tokens: int) -> Iterator[Part]:
         predicted_BS = stored_BS < NOT_PREDICTED
         if shards.padded:
             predicted_BS &= ~padding_BS(tokens_BS, shards.eos_id)
+        begins_BS = np.zeros_like(predicted_BS)
+        begins_BS[:, 0] = True
+        if documents:
+            begins_BS[:, 1:] = np.diff(documents_BS(tokens_BS, shards.eos_id)) != 0
         if shards.masked:
             tokens_BS &= INSIDE - 1
-        predicted_BS[:, 0] = False
+        predicted_BS &= ~begins_BS
         windows = []
-        for row, chosen_S in zip(tokens_BS.tolist(), predicted_BS):
+        for row, chosen_S, begins_S in zip(tokens_BS.tolist(), predicted_BS, begins_BS):
             borders = np.flatnonzero(np.diff(chosen_S, append=False)) + 1  # start and end of each predicted span
-            windows += [Window(row[:first], row[first:end]) for first, end in borders.reshape(-1, 2).tolist()]
+            start_D = np.flatnonzero(begins_S)
+            start_N = start_D[np.searchsorted(start_D, borders[::2]) - 1].tolist()
+            spans = zip(start_N, borders.reshape(-1, 2).tolist())
+            windows += [Window(row[start:first], row[first:end]) for start, (first, end) in spans]
         predicted += sum(len(window.continuation) for window in windows)
         yield Part(windows, round(predicted * bytes_per_token), predicted)
 
 
 class _Cutter:
-    """Cuts the tokens of documents, which may come in pieces, into windows of at most `context` inputs."""
+    """Cuts documents, complete or in pieces, into windows of at most `context` input tokens."""
 
     def __init__(self, eos_id: int, context: int) -> None:
         self._eos, self._context = eos_id, context
@@ -176,7 +189,7 @@ class _Cutter:
 
 
 def _first_bytes(pieces: Iterator[tuple[str, bool]], limit: int | None) -> Iterator[tuple[str, bool]]:
-    """Yields the pieces up to `limit` bytes of UTF-8. Cuts the last piece between two characters."""
+    """Yields the pieces up to `limit` bytes of UTF-8."""
     remaining = math.inf if limit is None else limit
     for text, ends_document in pieces:
         data = text.encode()

@@ -19,20 +19,19 @@ from optimus.observe.evaluations import NewScores, scores_path
 from optimus.observe.metrics import Sinks
 from optimus.report.folder import read_folder
 
-_EVERY = 5.0  # seconds between two listings of the run's checkpoints
+_EVERY = 5.0  # seconds to wait if no checkpoint needs a score
 
 
 def watch(
     run: str | Path, *, name: str = "watch", every: float = _EVERY, **options: Any
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Scores the checkpoints of `run`, the newest first, and yields (step, result of `evaluate`). Ends when the
-    training has finished and no checkpoint waits for a score.
+    """Scores the checkpoints of `run` that have no score yet, the newest first, and yields (step, result of
+    `evaluate`). Prints a line for a checkpoint that `evaluate` cannot score. Ends when the training has finished and no
+    checkpoint waits for a score. Prints a line when the training has stopped or failed before its end, and waits until
+    the run is resumed.
 
-    Writes the result of step N to `evaluations/NAME-N.json` in the run folder (N has at least eight digits). Does not
-    score a checkpoint that already has a result. `options` are those of `evaluate`. A running training passes the
-    scores to the run's metric sinks; after the training, this function passes the scores. If a checkpoint cannot be
-    scored, for example because the model has diverged, prints a message to stderr and continues. Raises `UserError` if
-    `run` is not a run folder, and for arguments with which no checkpoint can be scored.
+    Writes the result of step N to `evaluations/NAME-N.json` in the run folder (N has at least eight digits). `options`
+    are those of `evaluate`, except `output`. `every` is the number of seconds to wait if no checkpoint needs a score.
 
     Example:
         for step, scores in api.watch("runs/first", text="held-out/"):
@@ -42,10 +41,10 @@ def watch(
         raise UserError(f"`name` is {name!r}: give the beginning of a file name: letters, digits, `_`, `-` and `.`")
     about = "tasks", "task_data", "hub", "text", "limit", "fewshot", "max_bytes"
     check_request(**{key: value for key, value in options.items() if key in about})
-    folder, passed_over = user_path(run), set[str]()
+    folder, passed_over, said = user_path(run), set[str](), ""
     read_folder(folder)  # raises `UserError` if the folder is not a run folder
     while True:
-        trains = living_holder(folder) is not None  # asked before the loop lists the checkpoints
+        trains = living_holder(folder) is not None  # read first: the run may save a checkpoint and end
         waiting = [
             path
             for path in {step_of(path): path for path in list_checkpoints(folder, "step", "weights")}.values()
@@ -61,11 +60,16 @@ def watch(
                 passed_over.add(path.name)
                 why = error if path.exists() else f"{path} was removed before it was scored (checkpoint.keep)"
                 print(f"step {step_of(path)} has no score: {why}", file=sys.stderr)
-        elif not trains and read_folder(folder).state[0] == "finished":
+            continue
+        state, detail = ("running", "") if trains else read_folder(folder).state
+        if state == "finished":
             _deliver(folder)
             return
-        else:
-            time.sleep(every)
+        if state not in ("running", said):
+            reason = f" ({detail})" if detail else ""
+            print(f"{folder} has {state}{reason}: waiting until it is resumed and finishes", file=sys.stderr)
+        said = state
+        time.sleep(every)
 
 
 def _scores(folder: Path, name: str, checkpoint: Path) -> Path:
@@ -73,8 +77,7 @@ def _scores(folder: Path, name: str, checkpoint: Path) -> Path:
 
 
 def _is_scored(checkpoint: Path, scores: Path) -> bool:
-    """Returns True if the file `scores` has the scores of this checkpoint, not of an earlier checkpoint of the same
-    step."""
+    """Returns True if the file `scores` has the scores of this checkpoint."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         found = parse_json(scores.read_bytes())
         return bool(found["checkpoint"]["sha256"] == file_sha256(checkpoint / DESCRIPTION))
@@ -82,10 +85,11 @@ def _is_scored(checkpoint: Path, scores: Path) -> bool:
 
 
 def _deliver(folder: Path) -> None:
-    """Writes scores that came after the end of the training to the run's metric sinks."""
-    records = NewScores(folder).read()
-    if records:
+    """Writes the scores that the run's metric sinks do not have yet to these sinks."""
+    scores = NewScores(folder)
+    if records := scores.read():
         sinks = Sinks(folder, load_config(folder / "config.yaml"), read_folder(folder).step)
         for record in records:
             sinks.write(record)
         sinks.close()
+    scores.note()

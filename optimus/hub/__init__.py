@@ -1,9 +1,4 @@
-"""Import and export of Hugging Face folders: weights, config.json and tokenizer.
-
-`keys.py` applies the key table of a family; `config_json.py` translates the architecture; `tensors.py` reads and writes
-safetensors files; `published.py` reads and adapts further metadata; `adapters.py` writes low-rank factors for PEFT;
-`gguf.py` runs the converter of llama.cpp. `drop_in.py` makes models of `transformers` use the expert kernels.
-"""
+"""Import and export of Hugging Face folders, export of adapters, conversion to GGUF, kernels for `transformers`."""
 
 from typing import TYPE_CHECKING
 

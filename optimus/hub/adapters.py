@@ -1,8 +1,5 @@
 """Exports the low-rank factors of a run (`train.lora_rank`) as an adapter in the format of PEFT.
 
-A matrix of the library may hold several published matrices, such as q, k and v. Each published matrix gets its rows of
-the library's factor B, and the whole factor A.
-
 Legend: R rank, L inputs.
 """
 
@@ -36,18 +33,17 @@ _OURS, _THEIRS = "model.", "base_model.model."
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
+_WITHOUT = ": leave `adapter` out to export the whole model, with the factors added"
+
+
 def export_adapter(
     checkpoint: str | Path, output: str | Path, base: str | None = None, *, plugins: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Writes the low-rank factors of a full checkpoint, and all further trained parameters, as an adapter for PEFT.
+    """Writes the low-rank factors of a full checkpoint, and its other trained parameters, as an adapter for PEFT.
 
-    `base` is the folder or the Hugging Face repo id of the published model that training started from; by default, the
-    folder `checkpoint.load_path` of the run. Returns `output`, `rank`, `modules` (number of adapted matrices),
-    `tensors` (number), `saved` (names of the trained modules that have no factors), `base` and `bytes`.
-
-    Raises `UserError` for a checkpoint without factors or without a known base, and for a model that PEFT or
-    `transformers` would compute otherwise, for example a pruned model. Also raises `UserError` if `output` exists
-    and is no empty folder.
+    `base` is the folder or the Hugging Face repo id of the published model that training started from. Returns
+    `output`, `rank`, `modules` (number of adapted matrices), `tensors` (number), `saved` (names of the trained modules
+    that have no factors), `base` and `bytes`.
     """
     load_plugins([*plugins])
     if is_url(output):
@@ -57,7 +53,7 @@ def export_adapter(
     check_free(output)
     about, reader = read_description(path), Reader.open(path)
     note_changed_plugins(about.plugins, path)
-    if (why := no_export(own_model(about.model, "export --adapter"))) is not None:
+    if (why := no_export(own_model(about.model, "export --adapter", _WITHOUT))) is not None:
         raise UserError(why)
     weights = [
         key for key in reader.stored if factors_of(key) and all(each in reader.stored for each in factors_of(key))
@@ -111,7 +107,7 @@ def export_adapter(
 
 
 def _no_adapter(reader: Reader, weights: Sequence[str], trained: Iterable[str]) -> str | None:
-    """Returns the reason why no PEFT adapter can hold these factors and the `trained` parameters; otherwise None."""
+    """Returns the reason why no PEFT adapter can hold the factors and the `trained` parameters, or None."""
     model = reader.description.model
     if not weights:
         return "has no low-rank factors: an adapter needs a full checkpoint of a run with train.lora_rank"
@@ -146,8 +142,8 @@ def _factors(reader: Reader, weights: Iterable[str]) -> tuple[list[str], dict[st
 def _others(
     reader: Reader, keys: Iterable[str], frozen: Container[str], adapted: Container[str]
 ) -> tuple[set[str], bool, dict[str, Tensor]]:
-    """Returns (modules that PEFT saves whole, True if biases of `adapted` matrices were trained, the tensors of these
-    modules and biases)."""
+    """Returns (modules for PEFT's `modules_to_save`, True if biases of `adapted` matrices were trained, the tensors of
+    these modules and biases)."""
     family, tensors, biases = reader.description.model.family, dict[str, Tensor](), False
     modules = {key: _modules(family, key, reader) for key in sorted(keys)}
     trained = {module for key, named in modules.items() if key not in frozen for module in named}
@@ -170,7 +166,7 @@ def _key(family: str, key: str) -> Key:
 
 
 def _modules(family: str, key: str, reader: Reader) -> list[str]:
-    """Returns the published modules that have the tensors of the library's parameter `key`."""
+    """Returns the published modules of the library's parameter `key`."""
     shapes = torch.empty(reader.shapes[key], device="meta")
     return [each.name.rpartition(".")[0] for each in published(family, key.removeprefix(_OURS), shapes)]
 

@@ -1,7 +1,4 @@
-"""Translates the architecture between `config.json` and `ModelConfig`, by the fields that the family declares.
-
-The translation refuses fields that `ModelConfig` cannot express. This module does not import `transformers`.
-"""
+"""Translates the architecture between `config.json` and `ModelConfig`."""
 
 import json
 import sys
@@ -17,15 +14,13 @@ from optimus.model.architecture import Architecture, ModelConfig
 from optimus.model.families import Choice, Family, Field, Multiple, Same, families
 
 FILE = "config.json"
-PLUGIN, ARGUMENTS = "plugin", "arguments"  # fields of the config.json of a plugin's model
+PLUGIN, ARGUMENTS = "plugin", "arguments"  # fields in the config.json of a plugin's model
 
 
 def read_architecture(path: Path) -> dict[str, Any]:
-    """Returns the configuration sections for a Hugging Face folder: `model`, and `checkpoint` if the folder has
-    weights.
+    """Returns the section `model` of a configuration for a Hugging Face folder and, with weights, `checkpoint`.
 
-    Raises `UserError` for a folder with pickled weights only, for a config.json that is missing or damaged, and for
-    fields that are missing or that `ModelConfig` cannot express.
+    Raises `UserError` for pickled weights only, and for a config.json that is missing, damaged or not supported.
     """
     sections: dict[str, Any] = {"model": read_plugin_model(path)}
     if sections["model"] is None:
@@ -39,8 +34,7 @@ def read_architecture(path: Path) -> dict[str, Any]:
 
 
 def read_plugin_model(path: Path) -> dict[str, Any] | None:
-    """Returns the section `model` for the folder of a plugin's model; None for another folder. Raises `UserError` for a
-    config.json that is missing or damaged."""
+    """Returns the section `model` for the folder of a plugin's model; None for another folder."""
     raw = read_config(path)
     if PLUGIN not in raw:
         return None
@@ -63,7 +57,7 @@ def has_weights(path: Path) -> bool:
 
 
 def read_model(path: Path) -> ModelConfig:
-    """Reads the architecture of the folder `path`. Raises `UserError` like `read_architecture`."""
+    """Reads the architecture of the folder `path`."""
     file, raw = path / FILE, read_config(path)
     family = _family(raw, file)
     raw = {family.aliases.get(name, name): value for name, value in raw.items()}
@@ -98,7 +92,10 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def integer_field(raw: dict[str, Any], field: str, file: Path) -> int:
-    """Returns `raw[field]`. Raises `UserError` unless the field is a whole number from 0 to 2**31 - 1."""
+    """Returns `raw[field]`, a whole number from 0 to 2**31 - 1.
+
+    Raises `UserError` for any other value.
+    """
     value = raw.get(field)
     if type(value) is not int:
         raise UserError(f"{file}: {field} is {'missing' if value is None else repr(value)}: it must be a whole number")
@@ -110,13 +107,12 @@ def integer_field(raw: dict[str, Any], field: str, file: Path) -> int:
 def context_of(path: Path, *, own_modules: bool = False) -> int:
     """Returns the maximum sequence length, in tokens, that the config.json of `path` states.
 
-    With `own_modules` or for a plugin's model, returns 1 without a stated length. Otherwise raises `UserError` like
-    `read_model`, and without a stated length.
+    For a plugin's model, and with `own_modules`, returns 1 if the config.json states none.
     """
     raw, file = read_config(path), path / FILE
     if own_modules or PLUGIN in raw:
-        name = next((name for name in _CONTEXTS if name in raw), None)
-        return 1 if name is None else integer_field(raw, name, file)  # without a length, the training's length counts
+        name = next((name for name in _CONTEXTS if raw.get(name) is not None), None)
+        return 1 if name is None else integer_field(raw, name, file)  # checkpoints store at least the training's length
     return read_model(path).learned_positions or integer_field(raw, "max_position_embeddings", file)
 
 
@@ -124,11 +120,9 @@ _CONTEXTS = "max_position_embeddings", "n_positions", "model_max_length", "max_s
 
 
 def further_layers(path: Path) -> tuple[str, range]:
-    """Returns (prefix of tensor names, with {i} for the layer; range of layers) of the extra multi-token prediction
-    layers.
+    """Returns (prefix of tensor names, range of layers) of the multi-token prediction layers.
 
-    The library's model of the folder `path` omits these layers. The range may be empty. Raises `UserError` like
-    `read_model`.
+    The library's model omits the layers.
     """
     raw, model = read_config(path), read_model(path)
     family = families()[model.family]
@@ -137,7 +131,7 @@ def further_layers(path: Path) -> tuple[str, range]:
 
 
 def further_fields(raw: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of config.json that do not affect the computation and are also valid for derived models."""
+    """Selects the fields of `raw`, a config.json, that do not affect the computation and that exports repeat."""
     family = families().get(raw.get("model_type", ""))
     if family is None:  # a model that runs as a `ForeignModel`
         return {}
@@ -146,10 +140,7 @@ def further_fields(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def no_export(model: Architecture) -> str | None:
-    """Returns the reason why `model` cannot be exported; None if `model` can be exported.
-
-    A `ModelConfig` needs a class of `transformers` that computes the same function.
-    """
+    """Returns the reason why `model` cannot be exported, or None."""
     if not isinstance(model, ModelConfig):
         return None
     family = families()[model.family]
@@ -169,22 +160,20 @@ def no_export(model: Architecture) -> str | None:
 def write_config(
     model: ModelConfig, folder: Path, *, context: int, dtype: str, further: Mapping[str, Any] = {}
 ) -> None:
-    """Writes config.json with the `further` fields, for `transformers` 4 and 5.
-
-    The file has `rope_parameters` only for families whose layers with a window have their own rotary parameters
-    (`_rope_parameters`). The `model` must be exportable (`no_export`).
-    """
+    """Writes the config.json of `model` to `folder`. See `published_config` for the other arguments."""
     write_json(folder / FILE, published_config(model, context=context, dtype=dtype, further=further))
 
 
 def published_config(
     model: ModelConfig, *, context: int = 2048, dtype: str = "float32", further: Mapping[str, Any] = {}
 ) -> dict[str, Any]:
-    """Returns the content of config.json; see `write_config`."""
+    """Returns the content of the config.json of `model`, with those `further` fields that `model` does not determine.
+
+    `context` becomes max_position_embeddings, unless the model has learned positions.
+    """
     family = families()[model.family]
     raw: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
-    # No padding token unless `further` has one: `transformers` gives the embedding's row of the padding token no
-    # gradient.
+    # `transformers` gives the embedding's row of a padding token no gradient.
     raw |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **further}
     raw |= dict.fromkeys(family.dropout, 0.0) | _constants(family, dict(model))
     raw |= {family.further.field: 0} if family.further else {}
@@ -207,7 +196,7 @@ def _family(raw: dict[str, Any], file: Path) -> Family:
 
 
 def _constants(family: Family, model: dict[str, Any]) -> dict[str, Any]:
-    """Returns the values that fields of config.json must have, if present, for this model."""
+    """Returns the values that fields of config.json must have if they are present."""
     return {name: model[value.ours] if isinstance(value, Same) else value for name, value in family.constants.items()}
 
 
@@ -247,7 +236,7 @@ def _refuse_unknown(family: Family, raw: dict[str, Any], file: Path) -> None:
 
 
 def _known(family: Family) -> set[str]:
-    """Returns the fields of config.json that an import reads, that must have a certain value, or that set dropout."""
+    """Returns the fields of config.json that an import handles."""
     known = {"head_dim", "layer_types", *_ONLY, *family.constants, *family.dropout, *family.aliases}
     known |= {family.further.field} if family.further else set()
     for ours, theirs in {**family.fields, **family.optional}.items():
@@ -260,8 +249,10 @@ def _name(theirs: Field) -> str:
 
 
 def _value(ours: str, raw: dict[str, Any], theirs: Field, file: Path, *, optional: bool = False) -> Any:
-    """Returns the value in config.json of the `ModelConfig` field `ours`, converted to the field's type; None if
-    `optional` and absent."""
+    """Reads the `ModelConfig` field `ours` from config.json.
+
+    With `optional`, an absent field may give None instead of an error.
+    """
     if ours in _SPECIAL:
         return _SPECIAL[ours].read(raw, file)
     name = _name(theirs)
@@ -273,20 +264,23 @@ def _value(ours: str, raw: dict[str, Any], theirs: Field, file: Path, *, optiona
     if optional and (unsaid or _is_null(ours, raw, theirs)):
         return None
     if isinstance(theirs, Choice):
-        if value not in [*theirs.values]:  # a list, because a value may be unhashable
+        if value not in [*theirs.values]:  # a value may be unhashable
             known = " and ".join(map(repr, theirs.values))
             raise UserError(f"{file}: {name} is {value!r}: only {known} are supported here")
         return theirs.values[value]
     if bool in types:
-        if value not in (True, False, None):
+        if type(value) not in (bool, NoneType):
             raise UserError(f"{file}: {name} is {value!r}: it must be true or false")
         return bool(value)
     return _number(raw, name, file) if float in types else integer_field(raw, name, file)
 
 
 def _is_null(ours: str, raw: dict[str, Any], theirs: Field) -> bool:
-    """Returns True if config.json states the `ModelConfig` field `ours`, whose value was read as None."""
-    if ours == "rope_scaling":  # rotary parameters without scaling; null leaves the field to the family's default
+    """Returns True if config.json itself, not the lack of a field, makes the `ModelConfig` field `ours` None.
+
+    For rope_scaling, assumes that the caller has read None.
+    """
+    if ours == "rope_scaling":  # null leaves the field to the family's default
         return bool(raw.get("rope_parameters") or raw.get("rope_scaling"))
     name = _name(theirs)
     types = get_args(ModelConfig.model_fields[ours].annotation)
@@ -308,7 +302,6 @@ def _layer_types(name: str, model: ModelConfig) -> dict[str, Any]:
 
 
 def _rope_parameters(name: str, model: ModelConfig) -> dict[str, Any]:
-    """Returns the rotary parameters of layers with and without a window, for `transformers` 5."""
     full = {"rope_theta": model.rope_theta, **(_published_scaling(model) or {"rope_type": "default"})}
     windows = {"rope_type": "default", "rope_theta": model.window_rope_theta}
     own = {} if name == "rope_theta" else {name: model.window_rope_theta}
@@ -330,10 +323,9 @@ _RULES = {"linear": ("factor",), "llama3": ("factor", *_LLAMA3), "yarn": ("facto
 
 
 def _rope(raw: dict[str, Any], file: Path, layers: str = "full_attention", base: str = "rope_theta") -> dict[str, Any]:
-    """Reads the rotary parameters of one kind of `layers`: `rope_theta`, if stated, and the fields of the scaling.
+    """Reads the rotary parameters of the layers of type `layers`: full_attention or sliding_attention.
 
-    `base` is the name of `rope_theta` in `transformers` 4, whose scaling does not apply to layers with a window.
-    Version 5 stores the parameters in rope_parameters, either once or for each kind of layers.
+    Version 5 of `transformers` stores the parameters in `rope_parameters`, either once or for each layer type.
     """
     parameters, scaling = (_object(raw, name, file) for name in ("rope_parameters", "rope_scaling"))
     of = _object(parameters, layers, file) if layers in parameters else parameters
@@ -350,7 +342,7 @@ def _rope(raw: dict[str, Any], file: Path, layers: str = "full_attention", base:
 
 
 def _object(raw: dict[str, Any], field: str, file: Path) -> dict[str, Any]:
-    """Returns `raw[field]`, or an empty dict if the field is null or absent. Raises `UserError` for any other type."""
+    """Returns the object `raw[field]`, empty if the field is null or absent."""
     value = raw.get(field)
     if value is not None and not isinstance(value, dict):
         raise UserError(f"{file}: {field} is {value!r}: it must be an object")
@@ -376,7 +368,8 @@ def _rope_scaling(raw: dict[str, Any], file: Path) -> dict[str, Any] | None:
         )
     values = {name: value if name == "truncate" else _number(rope, name, file) for name, value in rope.items()}
     if _ORIGINAL in values:
-        values["original_context"] = int(values.pop(_ORIGINAL))
+        length = values.pop(_ORIGINAL)
+        values["original_context"] = int(length) if length.is_integer() else length  # a fraction is refused later
     return {"kind": kind} | values
 
 
@@ -413,8 +406,9 @@ def _full_attention_every(raw: dict[str, Any], file: Path) -> int | None:
 
 
 def _dense_layers(raw: dict[str, Any], file: Path) -> int:
-    if "first_k_dense_replace" in raw:
-        return integer_field(raw, "first_k_dense_replace", file)
+    first = "first_k_dense_replace"
+    if first in raw or families()[raw["model_type"]].fields.get("dense_layers") == first:
+        return integer_field(raw, first, file)
     layers = raw.get("mlp_only_layers") or []
     if not isinstance(layers, list) or layers != list(range(len(layers))):
         raise UserError(f"{file}: mlp_only_layers is {layers}: only the first layers may be dense here")
@@ -434,8 +428,7 @@ _LATENT = {"queries": "q_lora_rank", "keys": "kv_lora_rank", "rotary": "qk_rope_
 
 
 class _Special(NamedTuple):
-    """Conversion of a `ModelConfig` field: `read` from the fields `names` of config.json, and `write` under a given
-    name."""
+    """A conversion of a `ModelConfig` field from the fields `names` of config.json and back."""
 
     read: Callable[[dict[str, Any], Path], Any]
     write: Callable[[str, ModelConfig], dict[str, Any]]
@@ -455,8 +448,8 @@ _SPECIAL: dict[str, _Special] = {
     "dense_layers": _Special(_dense_layers, _which_are_dense, {"first_k_dense_replace", "mlp_only_layers"}),
 }
 
-# For all models: _ONLY are fields with a required value or null, _OF_THE_FILE are known fields that exports do not
-# repeat, and _OF_ANY are fields of the base class of `transformers` without effect on the library's models.
+# _ONLY are fields with a required value or null, _OF_THE_FILE are fields that exports do not repeat, and _OF_ANY are
+# fields of `PretrainedConfig` in `transformers` that do not affect the library's models.
 _ONLY: dict[str, Any] = {"is_encoder_decoder": False, "add_cross_attention": False, "pruned_heads": {}}
 _OF_THE_FILE = {
     *("architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "auto_map"),
@@ -494,5 +487,5 @@ def _number(raw: dict[str, Any], field: str, file: Path) -> float:
 
 
 def write_json(file: Path, raw: Mapping[str, Any]) -> None:
-    """Writes a JSON object with the indentation of the files in Hugging Face folders."""
+    """Writes a JSON object, indented."""
     file.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")

@@ -1,7 +1,4 @@
-"""The expert kernels inside models of `transformers`: as an experts implementation, and as a replacement of OLMoE's
-block.
-
-An import of this module does not import `transformers`.
+"""The expert kernels inside models of `transformers`.
 
 Legend: B batch, S sequence, T tokens, K experts per token, E experts, H hidden, I intermediate, J = 2 I.
 """
@@ -16,6 +13,7 @@ from torch import Tensor, nn
 from optimus.errors import UserError
 from optimus.kernels.expert_mlp import expert_mlp
 from optimus.model.foreign.experts import differences
+from optimus.model.foreign.needed import release_of
 
 NAME = "optimus"
 _NEEDED = (5, 17)  # the oldest supported version of transformers
@@ -24,9 +22,7 @@ _NEEDED = (5, 17)  # the oldest supported version of transformers
 def register_experts() -> None:
     """Registers `experts_implementation="optimus"` with `transformers`, for models loaded afterwards.
 
-    The implementation supports models whose experts are two bias-free projections with SwiGLU in between, for example
-    OLMoE, Qwen3-MoE and Mixtral. Other experts raise `UserError` in their first forward pass. Raises
-    `UserError` without `transformers` 5.17 or newer.
+    The forward pass raises `UserError` for experts other than two bias-free projections with SwiGLU in between.
 
     Example:
         optimus.register_experts()
@@ -44,13 +40,8 @@ def register_experts() -> None:
 def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Computes the forward pass of an experts module of `transformers`.
 
-    The result is [T, H] in the dtype of `hidden_states`. `experts` is a module decorated with
-    `use_experts_implementation`; `hidden_states` is [T, H]; `top_k_index` and `top_k_weights` are [T, K]. In
-    `transformers`' expert parallelism, an index of E or more is a choice of another rank's expert, which adds nothing.
-    Matmuls are in the dtype of the weights or, under autocast, in autocast's dtype. The function also rounds routing
-    weights to this dtype.
-
-    Raises `UserError` for experts that the kernels cannot compute.
+    The result is [T, H] in the dtype of `hidden_states`. `hidden_states` is [T, H]; `top_k_index` and `top_k_weights`
+    are [T, K]. An index of E or more adds nothing. Matmuls are in the dtype of the weights or of autocast.
     """
     _check(experts)
     gate_up, down = experts.gate_up_proj, experts.down_proj
@@ -62,12 +53,9 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
 
 
 class FastSparseMoEBlock(nn.Module):
-    """Replaces `OlmoeSparseMoeBlock` of `transformers`, and computes with the library's kernels, for any experts
-    implementation of the model.
+    """Replaces `OlmoeSparseMoeBlock` of `transformers`, with the kernels of Optimus (Optimus paper, section 3.1).
 
-    The state dict and the arguments are the same as in the original block. The result is the same up to rounding. The
-    name comes from the Optimus paper, section 3.1. Raises `UserError` if the config's activation is not SiLU, and
-    without `transformers` 5.17 or newer.
+    The state dict and the arguments are those of the original block.
 
     Example:
         block = optimus.FastSparseMoEBlock(model.config)
@@ -75,7 +63,6 @@ class FastSparseMoEBlock(nn.Module):
     """
 
     def __init__(self, config: Any) -> None:
-        """Builds the block for `config`, an `OlmoeConfig`."""
         super().__init__()
         register_experts()
         from transformers.models.olmoe.modeling_olmoe import OlmoeExperts, OlmoeTopKRouter
@@ -96,7 +83,7 @@ class FastSparseMoEBlock(nn.Module):
 def _check_version() -> None:
     try:
         found = version("transformers")
-        new_enough = tuple(map(int, found.split(".")[:2])) >= _NEEDED
+        new_enough = release_of(found) >= _NEEDED
     except PackageNotFoundError:
         found, new_enough = "none", False
     if not new_enough:
@@ -108,7 +95,7 @@ def _check_version() -> None:
 
 
 def _check(experts: Any) -> None:
-    """Raises `UserError` if the kernels would compute something else than the forward pass of `experts`."""
+    """Raises `UserError` if the kernels cannot compute the forward pass of `experts`."""
     found = differences(experts)
     if found:
         raise UserError(

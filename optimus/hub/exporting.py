@@ -1,8 +1,7 @@
-"""Exports a model or a checkpoint to a folder in Hugging Face format.
+"""Exports a model or a checkpoint to a folder in Hugging Face format."""
 
-The export writes the folder `.NAME.partial` next to the final folder NAME, and renames the complete folder.
-"""
-
+import fcntl
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from optimus.copies import copied, is_url, url_text
 from optimus.data.chat import FILE as CHAT_TEMPLATE
 from optimus.data.chat import ChatTemplate
 from optimus.disk import user_path
-from optimus.errors import UserError, nearest
+from optimus.errors import UserError, naming_read_errors, nearest
 from optimus.hub.config_json import FILE, no_export, write_config, write_json
 from optimus.hub.foreign import write_folder, write_plugin_folder
 from optimus.hub.keys import published
@@ -35,7 +34,7 @@ from optimus.model.foreign.plugin import PluginModel
 from optimus.model.parameters import named_tensors
 from optimus.plugins import load_plugins, note_changed_plugins
 
-_MAX_FILE = 5_000_000_000  # maximum number of bytes of the tensors in a file of several tensors
+_MAX_FILE = 5_000_000_000  # maximum bytes of tensors in a file; a larger tensor gets a separate file
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _PADDING = ("<|padding|>", "<|pad|>", "<pad>", "[PAD]")
 
@@ -45,9 +44,7 @@ def export_checkpoint(
 ) -> dict[str, Any]:
     """Writes a checkpoint (or the newest of a run) in Hugging Face format; returns the result of `export_model`.
 
-    `dtype` is float32 or bfloat16. `output` may be a URL that fsspec writes. `plugins` names the plugins that
-    the checkpoint's model needs. Raises `UserError` like `export_model`, for another `dtype`, and for a checkpoint that
-    is missing or damaged.
+    `dtype` is float32 or bfloat16. `plugins` names the plugins that the checkpoint's model needs.
 
     Example:
         optimus.export("runs/first", "huggingface")
@@ -92,15 +89,12 @@ def export_model(
 ) -> dict[str, Any]:
     """Writes `model` as a Hugging Face folder: config, tokenizer (a tokenizer.json, if given) and safetensors.
 
-    `context` becomes max_position_embeddings; models with learned positions and models of `transformers` keep their own
-    length. With `dtype` None, the dtype of the weights does not change. `masks` of pruned parameters go into a separate
-    file, which `optimus import` reads. `said` is the metadata of the folder that training started from
-    (`Description.published`), and `chat` is the chat template of the training data (`Description.chat`).
+    `context` becomes max_position_embeddings, unless the model has learned positions or comes from `transformers`.
+    `masks` of pruned parameters go into a separate file. `said` has the metadata of the folder that training started
+    from, and `chat` the chat template of the training data.
 
-    Returns `output`, `files` (sizes in bytes by name), `bytes` (their sum), `tensors` and `parameters` (numbers) and
-    `dtype`. Raises `UserError` if `output` is neither a new path nor an empty folder, or if the disk is too small or
-    fails. Raises `UserError` for an unreadable tokenizer, and for an architecture without an equivalent in
-    `transformers`.
+    Returns `output`, `files` (sizes in bytes by name), `bytes` (the sum of the sizes), `tensors` (the number of
+    tensors), `parameters` (the number of elements of all parameters) and `dtype`.
     """
     output = output.absolute()
     check_free(output)
@@ -110,6 +104,10 @@ def export_model(
     size = sum(map(stored_bytes, named))
     special = _special_tokens(tokenizer, eos_id)
     stored_as = str(dtype or model.embedding.weight.dtype).removeprefix("torch.")
+    files: dict[str, Any] = {}
+    if tokenizer is not None:
+        with naming_read_errors(tokenizer):
+            files["tokenizer.json"] = tokenizer.read_bytes()
     with new_folder(output) as partial:
         if size > (free := shutil.disk_usage(partial).free):
             raise UserError(
@@ -134,9 +132,9 @@ def export_model(
         else:
             tensors = {each.name: each.tensor for each in named}
             write_folder(model.config, tensors, partial, getattr(torch, stored_as), max_file_bytes)
-        files: dict[str, Any] = {} if isinstance(model.config, PluginModel) else {GENERATION: again.generation}
+        if not isinstance(model.config, PluginModel):
+            files[GENERATION] = again.generation
         if tokenizer is not None:
-            shutil.copyfile(tokenizer, partial / "tokenizer.json")
             files |= {TOKENIZER: _tokenizer_config(special, context)} | again.files
             if chat:
                 template = ChatTemplate.read(chat)
@@ -153,7 +151,8 @@ def export_model(
                 write_json(partial / name, content)
         if masks:
             save_file(dict(masks), partial / MASKS)
-    sizes = {file.name: file.stat().st_size for file in sorted(output.iterdir())}
+    files_written = sorted(file for file in output.rglob("*") if file.is_file())
+    sizes = {file.relative_to(output).as_posix(): file.stat().st_size for file in files_written}
     return {
         "output": str(output),
         "files": sizes,
@@ -165,7 +164,7 @@ def export_model(
 
 
 class SpecialTokens(NamedTuple):
-    """A tokenizer's special tokens for generation. Without a padding token, the end-of-text token serves as padding."""
+    """The end-of-text and padding tokens, and the id of the padding token; None if unknown."""
 
     eos: str | None
     pad: str | None
@@ -173,10 +172,7 @@ class SpecialTokens(NamedTuple):
 
 
 def _tensors(model: CausalModel, dtype: torch.dtype | None) -> list[OutputTensor]:
-    """Returns the tensors to write. `dtype`, if given, is the dtype of parameters in the file.
-
-    With `Family.head_copy`, a tied output layer has a separate tensor.
-    """
+    """Returns the tensors to write. `dtype`, if given, is the dtype of parameters in the file."""
     buffers = dict(model.named_buffers())
     if not isinstance(model.config, ModelConfig):
         return [
@@ -196,22 +192,43 @@ def _tensors(model: CausalModel, dtype: torch.dtype | None) -> list[OutputTensor
 
 @contextmanager
 def new_folder(output: Path) -> Iterator[Path]:
-    """Yields an empty folder beside `output`, and renames this folder to `output` at the end of the block.
+    """Yields an empty folder, and renames the folder to `output` at the end of the block.
 
-    After an error, removes the folder. Raises `UserError` for an `OSError` in the block.
+    After an error in the block, removes the folder. Raises `UserError` for an `OSError`, and if another call writes to
+    the folder.
     """
     partial = output.with_name(f".{output.name}.partial")
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        yield partial
-        partial.rename(output)
+        with _locked(partial):
+            try:
+                for stale in partial.iterdir():
+                    shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
+                yield partial
+                partial.rename(output)
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
     except OSError as error:
         raise UserError(
             f"cannot write {output}: {error.strerror or error}; make room or choose another output folder"
         ) from error
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Creates `folder` if it is absent, and locks it. Raises `UserError` if another call has the lock."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"another process writes to {folder}: wait for its end or choose another output folder"
+            ) from error
+        yield
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        os.close(descriptor)
 
 
 def check_free(output: Path) -> None:
@@ -227,7 +244,7 @@ def _special_tokens(tokenizer: Path | None, eos_id: int | None) -> SpecialTokens
 
     try:
         loaded = Tokenizer.from_file(str(tokenizer))
-    except Exception as error:  # the library raises no more specific exception
+    except Exception as error:  # `tokenizers` raises no more specific exception
         raise UserError(f"tokenizer {tokenizer} cannot be read: {error}") from error
     eos = None if eos_id is None else loaded.id_to_token(eos_id)
     if eos_id is not None and eos is None:

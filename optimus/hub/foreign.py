@@ -1,9 +1,4 @@
-"""Reads and writes folders of models that run with the modules of `transformers` or of a plugin.
-
-The author's names are the names of the tensors in these modules. `transformers` itself reads and writes the weights of
-its models. A folder of a plugin's model has safetensors by the author's names, and a config.json with the plugin's
-model and the model's arguments.
-"""
+"""Reads and writes folders of models that run with the modules of `transformers` or of a plugin."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -25,10 +20,9 @@ from optimus.plugins import loaded_plugins
 
 
 def read_weights(path: Path, config: TransformersModel | PluginModel) -> dict[str, Tensor]:
-    """Returns the tensors of a folder by the author's names.
+    """Returns the tensors of a folder by their names in the module of `transformers` or of the plugin.
 
-    Raises `UserError` for missing tensors, for tensors of other shapes than the model's, and for weights that
-    `transformers` cannot load. For a plugin's model, also raises for tensors that the model does not have.
+    Raises `UserError` if the folder's tensors do not fit the model.
     """
     return _read_plugin(path, config) if isinstance(config, PluginModel) else _read_transformers(path, config)
 
@@ -60,8 +54,8 @@ def write_plugin_folder(
     dtype: str,
     further: Mapping[str, Any],
 ) -> None:
-    """Writes a folder that `checkpoint.load_path` reads: the weights (`write_tensors` with `size`), and config.json
-    with the model, the model's arguments and the `further` fields."""
+    """Writes a plugin's model: the weights, and config.json with the model's name and arguments, the loaded plugins,
+    `context`, `dtype` and the `further` fields."""
     raw: dict[str, Any] = {
         PLUGIN: config.plugin,
         ARGUMENTS: config.arguments,
@@ -75,14 +69,17 @@ def write_plugin_folder(
 def _read_transformers(path: Path, config: TransformersModel) -> dict[str, Tensor]:
     from transformers import AutoModelForCausalLM
 
+    from optimus.model.foreign.code import model_class
     from optimus.model.foreign.configuration import hf_config
     from optimus.model.foreign.twin import with_embedding_first
 
+    described = hf_config(config.text)
+    loader = model_class(described) or AutoModelForCausalLM
     dtype = torch.bfloat16 if {*FolderTensors(path).floats().values()} == {torch.bfloat16} else torch.float32
     try:
         with silent_transformers():
-            model, found = AutoModelForCausalLM.from_pretrained(
-                path, config=hf_config(config.text), dtype=dtype, output_loading_info=True, use_safetensors=True
+            model, found = loader.from_pretrained(
+                path, config=described, dtype=dtype, output_loading_info=True, use_safetensors=True
             )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise UserError(f"{path}: `transformers` cannot load the weights: {error}") from None
@@ -96,8 +93,11 @@ def _read_transformers(path: Path, config: TransformersModel) -> dict[str, Tenso
 def write_folder(
     config: TransformersModel, tensors: dict[str, Tensor], folder: Path, dtype: torch.dtype, size: int
 ) -> None:
-    """Writes a folder that `from_pretrained` loads, from tensors by the author's names. `size` is the `max_shard_size`
-    of `save_pretrained`."""
+    """Writes a folder that `from_pretrained` loads. `tensors` has the names of the `transformers` module.
+
+    Converts parameters, but no buffers, to `dtype`.
+    """
+    from optimus.model.foreign.code import copy_code
     from optimus.model.foreign.configuration import hf_config
     from optimus.model.foreign.initial import initial_values
     from optimus.model.foreign.twin import build
@@ -111,3 +111,4 @@ def write_folder(
     model.config.dtype = dtype
     with silent_transformers():
         model.save_pretrained(folder, max_shard_size=size)
+    copy_code(config.transformers, folder)

@@ -1,11 +1,8 @@
-"""Converts Hugging Face folders to GGUF files with the converter of an unmodified llama.cpp checkout.
-
-The converter recognises the tokenizers on a list, by a hash of the token ids of a text. `pre_tokenizer` compares the
-settings of a tokenizer instead.
-"""
+"""Converts Hugging Face folders to GGUF files with the converter of an unmodified llama.cpp checkout."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -22,7 +19,7 @@ CONVERTER = "convert_hf_to_gguf.py"
 TYPES = ("auto", "f32", "f16", "bf16", "q8_0")
 _RUN = Path(__file__).with_name("gguf_converter.py")
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
-_SPLITS = ("add_prefix_space", "use_regex")  # the options of ByteLevel that change the split of a text
+_SPLITS = ("add_prefix_space", "use_regex")  # options of ByteLevel that change the split of a text
 _PLAIN = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges")
 
 
@@ -32,10 +29,8 @@ def convert_to_gguf(
     """Converts an exported folder to a GGUF file with the converter of llama.cpp; returns `output`, `bytes` and `pre`.
 
     `converter` is a llama.cpp checkout. `outtype` is the type of the tensors in the file: f32, f16, bf16, q8_0, or auto
-    for 16 bits. `python` is an interpreter with the converter's packages (torch, transformers); by default the running
-    interpreter. `pre` is the name of the pre-tokenizer, which the converter uses for an unknown tokenizer; None if
-    Optimus knows no name. Raises `UserError` if `output` or its partial file exists, if the conversion fails, and for a
-    model that llama.cpp computes otherwise.
+    for 16 bits. `python` is an interpreter with the converter's packages, by default the interpreter of this
+    process. `pre` is the name that the file gets for a pre-tokenizer that the converter does not recognise.
 
     Example:
         api.gguf("huggingface", "llama.cpp", "model.gguf")
@@ -59,7 +54,8 @@ def convert_to_gguf(
         raise UserError(f"{folder / CONFIG}: {why}")
     pre = pre_tokenizer(tokenizer)
     partial = output.with_name(f".{output.name}.partial")
-    words = [python or sys.executable, str(_RUN), str(converter), pre or ""]
+    interpreter = _interpreter(python)
+    words = [interpreter, str(_RUN), str(converter), pre or ""]
     words += [str(folder), "--outfile", str(partial), "--outtype", outtype]
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -79,18 +75,23 @@ def convert_to_gguf(
             )
         partial.rename(output)
     except OSError as error:
-        what = f"the interpreter {words[0]}" if python and not Path(words[0]).exists() else f"{folder} to {output}"
-        raise UserError(f"cannot run or convert {what}: {error.strerror or error}") from error
+        raise UserError(f"cannot convert {folder} to {output}: {error.strerror or error}") from error
     finally:
         partial.unlink(missing_ok=True)
     return {"output": str(output), "bytes": output.stat().st_size, "pre": pre}
 
 
-def pre_tokenizer(raw: dict[str, Any]) -> str | None:
-    """Returns llama.cpp's name of the pre-tokenizer of a tokenizer.json; None for settings other than GPT-2's.
+def _interpreter(python: str | None) -> str:
+    """Returns the path of the interpreter `python`, a path or a name on PATH. Default: this process's interpreter."""
+    if python is None:
+        return sys.executable
+    if (found := shutil.which(str(user_path(python)))) is None:
+        raise UserError(f"`python` is {python}, but there is no such interpreter: give its path, or a name on PATH")
+    return found
 
-    GPT-2's settings are byte-level BPE without a normalizer, and a split by GPT-2's pattern.
-    """
+
+def pre_tokenizer(raw: dict[str, Any]) -> str | None:
+    """Returns "gpt-2", a name of llama.cpp, for byte-level BPE with the splits of GPT-2, and None otherwise."""
     model, split = raw.get("model"), raw.get("pre_tokenizer")
     if not isinstance(model, dict) or not isinstance(split, dict):
         return None
@@ -100,10 +101,9 @@ def pre_tokenizer(raw: dict[str, Any]) -> str | None:
 
 
 def other_result(raw: Mapping[str, Any], tokens: int) -> str | None:
-    """Returns the reason why llama.cpp does not compute the model of this config.json; None without a known reason.
+    """Returns a known reason why llama.cpp would compute other results for the model of this config.json, or None.
 
-    `tokens` is the number of tokens of the model's tokenizer. The converter ignores the fields in `Family.gguf`, so the
-    fields must have certain values.
+    `tokens` is the number of tokens of the tokenizer.
     """
     family = families().get(str(raw.get("model_type")))
     for field, only in (family.gguf if family else {}).items():
@@ -115,8 +115,7 @@ def other_result(raw: Mapping[str, Any], tokens: int) -> str | None:
 
 
 def _tokens(raw: dict[str, Any]) -> int:
-    """Returns the number of tokens of a tokenizer.json, including added tokens. Raises `UserError` without a
-    vocabulary."""
+    """Returns the number of tokens of a tokenizer.json, including added tokens."""
     try:
         vocabulary: Any = raw.get("model", {}).get("vocab", {})
         names = set(vocabulary) if isinstance(vocabulary, dict) else {piece for piece, _ in vocabulary}
@@ -126,7 +125,7 @@ def _tokens(raw: dict[str, Any]) -> int:
 
 
 def _environment() -> dict[str, str]:
-    """Returns the environment of the converter, which must not ask a hub for missing files."""
+    """Returns this process's environment with settings against downloads from the hub and against bytecode files."""
     return {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
 

@@ -1,8 +1,9 @@
-"""Runs the converter of llama.cpp with a name for a pre-tokenizer that the converter does not recognise.
-
-This program imports nothing of Optimus, because the converter may need another interpreter.
+"""Runs the converter of llama.cpp, in an interpreter that may lack Optimus.
 
     python gguf_converter.py CHECKOUT PRE [arguments of convert_hf_to_gguf.py]
+
+PRE, if not empty, is the name for a pre-tokenizer that the converter does not recognise. With PRE, the first argument
+after PRE must be the folder of the model.
 """
 
 import importlib
@@ -15,7 +16,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Runs `convert_hf_to_gguf.py` of a checkout with the arguments after CHECKOUT and PRE."""
+    """Runs `convert_hf_to_gguf.py` with the arguments after CHECKOUT and PRE."""
     _, folder, pre, *arguments = sys.argv
     sys.path[0] = folder  # instead of this program's folder, which has another gguf.py
     converter = importlib.import_module("convert_hf_to_gguf")
@@ -27,7 +28,7 @@ def main() -> None:
 
 
 def _text_model(converter: Any) -> Any:
-    """Returns the class that recognises pre-tokenizers. Older checkouts have all classes in the script."""
+    """Returns the class that recognises pre-tokenizers."""
     try:
         return importlib.import_module("conversion.base").TextModel
     except ModuleNotFoundError:
@@ -35,11 +36,7 @@ def _text_model(converter: Any) -> Any:
 
 
 def _forgo_sentencepiece(model: Path) -> None:
-    """Puts a stand-in for sentencepiece, with the name `SentencePieceProcessor` only, into `sys.modules`.
-
-    Does nothing if sentencepiece is installed, or if the folder `model` has a tokenizer.model. For some families, the
-    converter imports sentencepiece before the search for this file.
-    """
+    """Replaces a missing sentencepiece by a stand-in in `sys.modules`, unless the converter needs sentencepiece."""
     if find_spec("sentencepiece") is None and not (model / "tokenizer.model").exists():
         stand_in = ModuleType("sentencepiece")
         stand_in.SentencePieceProcessor = None  # type: ignore[attr-defined]
@@ -51,7 +48,7 @@ def _name_unknown(model: Any, pre: str) -> None:
     recognise = model.get_vocab_base_pre
 
     def named(self: Any, tokenizer: Any) -> str:
-        logging.disable(logging.WARNING)  # the converter warns at length before it gives up
+        logging.disable(logging.WARNING)  # the converter warns at length
         try:
             return str(recognise(self, tokenizer))
         except NotImplementedError:

@@ -35,13 +35,11 @@ from optimus.plugins import Plugin, load_plugins
 
 
 def import_folder(hf_dir: str | Path, output: str | Path, *, plugins: Sequence[str] = ()) -> dict[str, Any]:
-    """Converts a Hugging Face folder into a checkpoint of weights, in bfloat16 if all weights of the folder are in
-    bfloat16, else in float32.
+    """Converts a Hugging Face folder into a checkpoint of weights, in bfloat16 if all weights are, else in float32.
 
     Returns `checkpoint`, `family`, `parameters`, `context`, `dtype`, `eos_id`, `tokenizer` (True if the folder has a
-    tokenizer) and `left_out` (a description of omitted layers, or None). `plugins` names the plugins that the
-    folder's model needs. Raises `UserError` if `output` exists, and for an invalid field,
-    tensor or file, which the message names.
+    tokenizer) and `left_out` (a description of omitted layers, or None). `plugins` names the plugins that the folder's
+    model needs.
 
     Example:
         optimus.import_folder("huggingface", "imported")
@@ -68,14 +66,7 @@ def import_folder(hf_dir: str | Path, output: str | Path, *, plugins: Sequence[s
     context = context_of(path)
     eos_id = _eos_id(raw, model_config.vocab)
     tokenizer = file if (file := path / "tokenizer.json").is_file() else None
-    masks = read_masks(path, _shapes(model))
-    for key, mask in masks.items():
-        weights = model.get_parameter(key.removeprefix(PREFIX))
-        if bool(weights[~booleans(mask, tuple(weights.shape))].any()):
-            raise UserError(
-                f"{path / MASKS}: {key} prunes weights that are not zero: it belongs to another model. Remove the file, or "
-                "get the folder again"
-            )
+    masks = _checked_masks(path, model)
     said = read_published(path)
     save_model(
         model, output, context=context, tokenizer=tokenizer, eos_id=eos_id, masks=masks, published=said, plugins=loaded
@@ -100,7 +91,6 @@ def _imported(
 
 
 def _import_plugin_folder(path: Path, config: Architecture, output: Path, loaded: list[Plugin]) -> dict[str, Any]:
-    """Converts the folder of a plugin's model, as `import_folder` does."""
     assert isinstance(config, PluginModel)
     model, tensors = causal_model(config), FolderTensors(path)
     dtypes = {tensors.dtype(name) for name in config.shapes if name in tensors.where}
@@ -109,16 +99,16 @@ def _import_plugin_folder(path: Path, config: Architecture, output: Path, loaded
     load_weights(model, path)
     eos_id = _eos_id(read_config(path), config.vocab)
     tokenizer = file if (file := path / "tokenizer.json").is_file() else None
-    masks = read_masks(path, _shapes(model))
+    masks = _checked_masks(path, model)
     context = context_of(path)
     save_model(model, output, context=context, tokenizer=tokenizer, eos_id=eos_id, masks=masks, plugins=loaded)
     return _imported(model, output, context, eos_id, tokenizer)
 
 
 class FolderReader:
-    """Fills slices with the weights of a Hugging Face folder, and with the masks in the folder.
+    """Fills slices with the weights and masks of a Hugging Face folder.
 
-    The first call of `fill` reads all weights. Raises `UserError` for masks that do not fit `model`.
+    The first call of `fill` reads all weights.
     """
 
     def __init__(self, path: Path, model: Architecture) -> None:
@@ -133,7 +123,7 @@ class FolderReader:
         self._tensors: dict[str, Tensor] = {}
 
     def fill(self, slices: Iterable[TensorSlice]) -> None:
-        """Fills the tensors of `slices` in place. Raises `UserError` like `load_weights`."""
+        """Fills the tensors of `slices` in place."""
         if not self._tensors:
             model = causal_model(self._model)
             load_weights(model, self.path)
@@ -145,10 +135,9 @@ class FolderReader:
 
 
 def read_masks(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Reads the masks in a Hugging Face folder, by key; empty without a file of masks.
+    """Reads the masks in a Hugging Face folder, by key.
 
-    `shapes` are the shapes of the model's parameters. Raises `UserError` for a damaged file, for tensors that are no
-    masks of `optimus export`, and for masks that do not fit the parameters.
+    Raises `UserError` if a mask is damaged or does not fit the `shapes` of the parameters.
     """
     file = path / MASKS
     if not file.is_file():
@@ -167,16 +156,29 @@ def read_masks(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, T
     return masks
 
 
+def _checked_masks(path: Path, model: CausalModel) -> dict[str, Tensor]:
+    """Reads masks like `read_masks`. Raises `UserError` if a mask prunes weights of `model` that are not zero."""
+    masks = read_masks(path, _shapes(model))
+    for key, mask in masks.items():
+        weights = model.get_parameter(key.removeprefix(PREFIX))
+        if bool(weights[~booleans(mask, tuple(weights.shape))].any()):
+            raise UserError(
+                f"{path / MASKS}: {key} prunes weights that are not zero: it belongs to another model. Remove the file, or "
+                "get the folder again"
+            )
+    return masks
+
+
 def _shapes(model: CausalModel) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def load_weights(model: CausalModel, path: Path) -> None:
-    """Fills the parameters of `model` from the safetensors of a Hugging Face folder.
+    """Fills the parameters and persistent buffers of `model` from the safetensors of a Hugging Face folder.
 
-    Raises `UserError` for missing or mis-shaped tensors, and for a dtype that `model` would round. For a `ModelConfig`,
-    the function checks all tensors first, and also raises `UserError` for another architecture and for unexpected
-    tensors.
+    Raises `UserError` for missing or mis-shaped tensors, and for a dtype that `model` would round; unless `model`
+    comes from `transformers`, also for unexpected tensors. Does not check the architecture of an `AdaptedModel`: call
+    `check_same_folder` before.
     """
     if isinstance(model.config, AdaptedModel):
         _check_dtypes(model, FolderTensors(path))
@@ -187,7 +189,7 @@ def load_weights(model: CausalModel, path: Path) -> None:
 
 
 def _check_dtypes(model: CausalModel, tensors: FolderTensors) -> None:
-    """Raises `UserError` for a tensor of a folder that the parameters of an adapted model would round."""
+    """Raises `UserError` if the parameters of an adapted model would round a tensor of the folder."""
     ours, buffers = next(model.parameters()).dtype, dict(model.named_buffers())
     for name, dtype in tensors.floats().items():
         if name not in buffers:
@@ -200,10 +202,10 @@ def _check_exact(file: Path, name: str, dtype: torch.dtype, ours: torch.dtype) -
 
 
 def check_same_folder(path: Path, model: Architecture) -> None:
-    """Raises `UserError`, which names the differences, if the model folder `path` is of another architecture than
-    `model`."""
+    """Raises `UserError` if the folder `path` has another architecture than `model`."""
     if isinstance(model, TransformersModel):
-        check_same_model(TransformersModel(transformers=read_config(path)), model, path / FILE)
+        trust = bool(model.trust_remote_code)
+        check_same_model(TransformersModel(transformers=read_config(path), trust_remote_code=trust), model, path / FILE)
         return
     described = read_plugin_model(path)
     found = read_model(path) if described is None else architecture_from(described, str(path / FILE))
@@ -211,7 +213,7 @@ def check_same_folder(path: Path, model: Architecture) -> None:
 
 
 def omitted_layers(path: Path, model: Architecture) -> str | None:
-    """Describes the multi-token prediction layers of the folder `path`, which `model` omits; None without such layers."""
+    """Describes the multi-token prediction layers that `model` omits, or returns None."""
     if not isinstance(model, ModelConfig):
         return None
     tensors = _further_tensors(path, FolderTensors(path))
@@ -247,7 +249,7 @@ def _fill(model: CausalModel, tensors: FolderTensors, path: Path) -> None:
 
 
 def _targets(model: CausalModel, tensors: FolderTensors) -> dict[str, Published]:
-    """Maps the names of the folder's tensors to the views of the model's tensors that they fill."""
+    """Maps the names of the folder's tensors to views of the model's tensors."""
     family = model.config.family
     targets: dict[str, Published] = {}
     for name, tensor in named_tensors(model):
@@ -258,13 +260,12 @@ def _targets(model: CausalModel, tensors: FolderTensors) -> dict[str, Published]
 
 
 def _stored(name: str, family: str, tensors: FolderTensors) -> str:
-    """Returns the name in this folder of the published tensor `name`. The folder may omit the family's prefix."""
+    """Returns the name in this folder of the published tensor `name`, with or without the family's prefix."""
     return name if name in tensors.where else name.removeprefix(families()[family].prefix)
 
 
 def _is_no_parameter(name: str, model: CausalModel, tensors: FolderTensors) -> bool:
-    """Returns True for a tensor that is no parameter: a buffer (for example a causal mask), or a copy of a tied
-    embedding."""
+    """Returns True for a buffer, and for a copy of a tied embedding."""
     if any(re.fullmatch(pattern, name) for pattern in families()[model.config.family].no_parameters):
         return True
     ((embedding, *_),) = published(model.config.family, "embedding.weight", model.embedding.weight)
@@ -281,7 +282,7 @@ def _check_fits(name: str, target: Published, tensors: FolderTensors) -> None:
 
 
 def _eos_id(raw: dict[str, Any], vocab: int) -> int | None:
-    """Returns the end-of-text token, or the first of several; None if the token is absent or not in the vocabulary."""
+    """Returns the first end-of-text token; None without such a token, or if the vocabulary does not have the token."""
     given = raw.get("eos_token_id")
     first = given[0] if isinstance(given, list) and given else given
     return first if type(first) is int and 0 <= first < vocab else None

@@ -1,7 +1,4 @@
-"""Maps the library's parameters to the tensors of a Hugging Face folder, by the key table of the family.
-
-Every tensor in the table is a view of one of the library's parameters or buffers (`model/families/family.py`). The
-export writes these views, and the import copies into these views.
+"""Maps the library's tensors to the tensors of a Hugging Face folder.
 
 Legend: E experts, I intermediate, H hidden.
 """
@@ -16,8 +13,10 @@ from optimus.model.families import Key, families
 
 
 class Published(NamedTuple):
-    """A published tensor, and a view of the library's parameter with the same elements in the same order. `shape` may
-    differ from the shape of `view`."""
+    """The name and shape of a published tensor, and a view of the library's tensor.
+
+    `view.reshape(shape)` has the layout of the published tensor.
+    """
 
     name: str
     view: Tensor
@@ -25,7 +24,7 @@ class Published(NamedTuple):
 
 
 def published(family: str, name: str, parameter: Tensor) -> Iterator[Published]:
-    """Yields every published tensor of the library's parameter `name`."""
+    """Yields the published tensors of the library's tensor `name`."""
     key, layer = _find(family, name)
     per_expert = "{e}" in key.names[0]
     for e, expert in enumerate(parameter) if per_expert else [(0, parameter)]:
@@ -40,8 +39,7 @@ def published(family: str, name: str, parameter: Tensor) -> Iterator[Published]:
 
 
 def fused(family: str, name: str, parameter: Tensor) -> Published | None:
-    """Returns the fused form of experts ([E, 2 I, H] or [E, H, I]) or of a router ([E, H]); None for parameters without
-    a fused form."""
+    """Returns the fused form of experts ([E, 2 I, H] or [E, H, I]) or of a router ([E, H]); None if there is none."""
     key, layer = _find(family, name)
     if key.fused is None:
         return None

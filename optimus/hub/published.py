@@ -1,8 +1,4 @@
-"""Metadata of a Hugging Face folder, besides architecture and weights, for programs that serve the model.
-
-The metadata are special tokens, the tokenizer's configuration and generation settings. Checkpoints store the metadata
-as `Description.published`. An export writes the metadata that still apply to the checkpoint.
-"""
+"""Metadata of a Hugging Face folder: special tokens, the tokenizer's configuration and generation settings."""
 
 import base64
 import hashlib
@@ -20,17 +16,16 @@ _OF_TOKENS = (TOKENIZER, "special_tokens_map.json", "chat_template.jinja")
 # Other files of the tokenizer, which some programs read instead of tokenizer.json.
 _FORMS = ("added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
 _TOKEN, _LISTS = "_token_id", ("bad_words_ids", "suppress_tokens")  # suffix and names of fields about tokens
-_VERSIONS = "transformers_version", "_from_model_config"  # fields about the program that wrote the folder
-# Fields that describe only their own folder.
-_OF_A_FOLDER = (*_VERSIONS, "auto_map")
+_VERSIONS = "transformers_version", "_from_model_config"  # fields about the origin of a metadata file
+_OF_A_FOLDER = (*_VERSIONS, "auto_map")  # fields that describe only their own folder
 
 
 def read_published(path: Path) -> dict[str, Any]:
     """Reads the metadata of the folder `path`.
 
-    The result maps the names of metadata files to their content, and config.json to its `further_fields`. `sha256` is
-    the hash of tokenizer.json or None. `bytes` has the bytes of the metadata files and of other tokenizer files, in
-    base64. Raises `UserError`, which names the file, for a file that is damaged or unreadable.
+    The result maps names of metadata files to their content; for config.json, to `further_fields`. `bytes` maps the
+    names of these files except config.json, and of tokenizer files, to the files' bytes in base64. `sha256` is the hash
+    of tokenizer.json, or None. Raises `UserError` for a file that cannot be read.
     """
     tokenizer = path / "tokenizer.json"
     found: dict[str, Any] = {FILE: further_fields(read_config(path))}
@@ -43,7 +38,7 @@ def read_published(path: Path) -> dict[str, Any]:
 
 
 class Remarks(NamedTuple):
-    """The metadata in an export of a model; see `published_again`."""
+    """The metadata in an export of a model."""
 
     config: dict[str, Any]  # fields of config.json
     generation: dict[str, Any]  # fields of generation_config.json
@@ -51,8 +46,10 @@ class Remarks(NamedTuple):
     files: dict[str, Any]  # other files, by name: a JSON object, a text or bytes
 
     def bytes_of(self, name: str, content: Any) -> bytes | None:
-        """Returns the published bytes of the file `name` if their content equals `content`, apart from fields about the
-        program that wrote the file; otherwise None."""
+        """Returns the published bytes of the file `name` if their content equals `content`, otherwise None.
+
+        The comparison ignores the fields `_VERSIONS` of the published file.
+        """
         if (content_bytes := self.file_bytes.get(name)) is None:
             return None
         text = content_bytes.decode("utf-8", "replace").replace("\r\n", "\n")
@@ -65,14 +62,13 @@ class Remarks(NamedTuple):
 def published_again(
     said: Mapping[str, Any], *, vocab: int, tokenizer: Path | None, eos_id: int | None, pad_id: int | None, context: int
 ) -> Remarks:
-    """Returns the metadata `said` of the model that training started from, adapted to a checkpoint.
+    """Returns the metadata `said` of a published model, adapted to a checkpoint.
 
-    `vocab`, `tokenizer`, `eos_id`, `pad_id` and `context` describe the checkpoint. `eos_id` ends documents in training.
-    The result has `eos_id` before the published stop tokens, unless these tokens include `eos_id`.
+    `vocab`, `tokenizer`, `eos_id`, `pad_id` and `context` describe the checkpoint.
     """
     sha256 = said.get("sha256")
     same = tokenizer is not None and sha256 is not None and _sha256(tokenizer) == sha256
-    unknown = tokenizer is None or sha256 is None  # if either tokenizer is missing, the fields about tokens stay
+    unknown = tokenizer is None or sha256 is None  # if either tokenizer is unknown, the fields about tokens stay
     config, generation = (
         {
             field: _in_vocabulary(value, vocab) if field.endswith(_TOKEN) else value
@@ -120,14 +116,14 @@ def _sha256(file: Path) -> str:
 
 
 def _in_vocabulary(value: Any, vocab: int) -> Any:
-    """Returns the token or tokens in `value` that belong to the vocabulary; None if there are none."""
+    """Returns the token or tokens in `value` that belong to the vocabulary, or None."""
     if isinstance(value, list):
         return [token for token in value if _in_vocabulary(token, vocab) is not None] or None
     return value if type(value) is int and 0 <= value < vocab else None
 
 
 def _with(eos_id: int | None, stops: Any) -> Any:
-    """Returns the stop tokens `stops` (one, several or none) with `eos_id`, if given, in front unless present."""
+    """Adds `eos_id`, if any, in front of the stop tokens `stops`, unless present."""
     known = stops if isinstance(stops, list) else [] if stops is None else [stops]
     if eos_id is None or eos_id in known:
         return stops

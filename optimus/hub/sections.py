@@ -1,4 +1,4 @@
-"""Reads the sections of a configuration from a Hugging Face folder. This module does not import torch."""
+"""Reads configuration sections from a Hugging Face folder, a config.json or a preset. Does not import torch."""
 
 from pathlib import Path
 from typing import Any
@@ -11,19 +11,15 @@ from optimus.model.architecture import ModelConfig
 
 
 def read_model_folder(path: Path, *, own_modules: bool = False) -> dict[str, Any]:
-    """Returns the configuration sections for a folder: for the library's modules or, with `own_modules`, for those of
-    `transformers`.
-
-    Raises `UserError` like `read_architecture` and `read_foreign`.
-    """
+    """Returns the configuration sections for a folder. With `own_modules`, the model has modules of `transformers`."""
     return read_foreign(str(path)) if own_modules else read_architecture(path)
 
 
 def read_foreign(source: str) -> dict[str, Any]:
-    """Returns the configuration sections for `model.transformers`: a folder, a config.json or the name of a preset.
+    """Returns the configuration sections for a model with the modules of `transformers`.
 
-    The section `checkpoint` names the folder if it has weights. Raises `UserError` for a source that does not exist, for a
-    damaged config.json and for pickled weights.
+    `source` is the name of a preset, a folder or a config.json. Raises `UserError` for a source that does not exist or
+    cannot be read, for a config.json without `model_type`, and for a folder with pickled weights only.
     """
     if source in preset_names():
         model = ModelConfig.model_validate(resolve_model(source)["model"])
@@ -35,7 +31,10 @@ def read_foreign(source: str) -> dict[str, Any]:
             f"model.transformers: '{source}' is neither a folder with a {FILE}, nor such a file, nor a preset; "
             f"{nearest(source, preset_names())}"
         )
-    sections: dict[str, Any] = {"model": {"transformers": _read_json(file)}}
+    raw = _read_json(file)
+    if raw.get("auto_map"):
+        raw["_name_or_path"] = str(file.parent.resolve())  # the folder with the code; the file may be a link
+    sections: dict[str, Any] = {"model": {"transformers": raw}}
     if path.is_dir() and has_weights(path):
         sections["checkpoint"] = {"load_path": str(path)}
     return sections

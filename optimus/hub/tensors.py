@@ -1,7 +1,4 @@
-"""Safetensors files: this module reads the files of a folder, and writes files tensor by tensor.
-
-Writing converts one tensor after the other, and so needs memory for only a few tensors in addition to the model.
-"""
+"""Safetensors files: reads the files of a folder, and writes files tensor by tensor."""
 
 import json
 import math
@@ -16,7 +13,7 @@ from optimus.disk import parse_json, plain_name
 from optimus.errors import UserError
 from optimus.hub.config_json import has_weights
 
-MASKS = "masks.safetensors"  # the file of masks of pruned parameters, in the folder of the weights
+MASKS = "masks.safetensors"  # the file with the pruned parameters' masks, beside the weights
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
@@ -24,9 +21,9 @@ _CODES = {dtype: code for code, dtype in (_DTYPES | _INTEGERS | {"BOOL": torch.b
 
 
 class FolderTensors:
-    """The tensors of a Hugging Face folder, in one file or several; `read` reads one tensor at a time.
+    """The tensors of a Hugging Face folder, in one file or several.
 
-    Raises `UserError` if files are missing or damaged. `where` maps a tensor's name to its file.
+    `where` maps a tensor's name to its file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,7 +55,7 @@ class FolderTensors:
         return _DTYPES[code]
 
     def floats(self) -> dict[str, torch.dtype]:
-        """Returns the dtypes of the tensors in fp64, fp32, fp16 and bf16, by name."""
+        """Returns the dtypes of the fp64, fp32, fp16 and bf16 tensors by name; leaves out other tensors."""
         codes = {name: self._open[file].get_slice(name).get_dtype() for name, file in self.where.items()}
         return {name: _DTYPES[code] for name, code in codes.items() if code in _DTYPES}
 
@@ -72,7 +69,7 @@ def _weight_files(path: Path) -> list[Path]:
         return [path / SINGLE]
     index = path / INDEX
     if not index.is_file():
-        has_weights(path)  # reports pickled weights
+        has_weights(path)  # raises `UserError` for a folder with pickled weights only
         raise UserError(f"{path} holds no weights: neither {SINGLE} nor {INDEX} exists")
     try:
         named = parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()
@@ -91,10 +88,7 @@ class OutputTensor(NamedTuple):
 
 
 def write_tensors(tensors: Iterable[OutputTensor], folder: Path, max_bytes: int) -> None:
-    """Writes `tensors` into files with at most `max_bytes` of tensors each. A larger tensor gets a separate file.
-
-    A single file is `model.safetensors`; several files have an index.
-    """
+    """Writes `tensors` into files with at most `max_bytes` of tensors each. A larger tensor gets a separate file."""
     shards = list(_shards(tensors, max_bytes))
     count = len(shards)
     names = [SINGLE] if count == 1 else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
@@ -126,7 +120,7 @@ def _shards(tensors: Iterable[OutputTensor], max_bytes: int) -> Iterator[list[Ou
 
 
 def _write_file(file: Path, tensors: list[OutputTensor]) -> None:
-    """Writes a safetensors file: length of the header (8 bytes), the header in JSON, then the tensors' bytes."""
+    """Writes a safetensors file: length of the header (8 bytes), header in JSON, tensors."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for each in tensors:
@@ -134,7 +128,7 @@ def _write_file(file: Path, tensors: list[OutputTensor]) -> None:
         header[each.name] = {"dtype": _CODES[each.dtype], "shape": each.shape, "data_offsets": [offset, end]}
         offset = end
     encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded = encoded.ljust(8 * math.ceil(len(encoded) / 8))  # the tensors begin on a multiple of 8 bytes
+    encoded = encoded.ljust(8 * math.ceil(len(encoded) / 8))  # the first tensor begins at a multiple of 8 bytes
     with file.open("wb") as out:
         out.write(len(encoded).to_bytes(8, "little"))
         out.write(encoded)

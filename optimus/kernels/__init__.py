@@ -1,1 +1,1 @@
-"""Kernels: optimized implementations of operations, most of them with a reference implementation for tests."""
+"""Kernels: optimized implementations of operations, most of them with a reference implementation."""

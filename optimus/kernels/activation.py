@@ -1,8 +1,6 @@
 """The activation of a feed-forward layer, optionally as a gate that multiplies a second projection (Shazeer 2020).
 
-For a gated activation, autograd saves only the input z; the backward pass recomputes the activation.
-
-Legend: T rows, I intermediate.
+Legend: T rows, I intermediate size.
 """
 
 from collections.abc import Callable
@@ -23,7 +21,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_silu"]
 class _Kind(NamedTuple):
     forward: Callable[[Tensor], Tensor]
     backward: Callable[..., Tensor]  # arguments (gradient of the result, input, grad_input=output tensor)
-    limit: float | None = None  # clamps the gate to at most `limit` and `up` to [-limit, limit], then adds one to `up`
+    limit: float | None = None  # maximum of the gate and of |up|; with a limit, up + 1 replaces up
 
 
 _aten = torch.ops.aten
@@ -45,10 +43,8 @@ _KINDS: dict[Activation, _Kind] = {
 def activation(z: Tensor, kind: Activation, gated: bool) -> Tensor:
     """Maps `z` [..., I] to [..., I]; if `gated`, maps `z` [..., 2 I] to the activated gate times up, [..., I].
 
-    If `gated`, the first half of the last dim of `z` is the gate, and the second half is up.
-
-    `clamped_silu` must be gated: it clamps the gate to at most 7 and `up` to [-7, 7], applies x * sigmoid(1.702 x) to
-    the gate, and adds one to `up`.
+    If `gated`, the first half of the last dim of `z` is the gate, and the second half is up. `clamped_silu` must be
+    gated; it also clamps both halves, then adds 1 to up.
     """
     if not gated:
         return _KINDS[kind].forward(z)
@@ -56,7 +52,7 @@ def activation(z: Tensor, kind: Activation, gated: bool) -> Tensor:
 
 
 def activation_reference(z: Tensor, kind: Activation, gated: bool) -> Tensor:
-    """Reference implementation for tests."""
+    """Reference implementation of `activation` for tests."""
     gate, *up = z.chunk(2, -1) if gated else (z,)
     if kind == "clamped_silu":
         gate, up = gate.clamp(max=LIMIT), [up[0].clamp(-LIMIT, LIMIT) + 1]
@@ -109,7 +105,6 @@ class _Gated(torch.autograd.Function):
 
 
 def _kernels(z_T2I: Tensor, kind: Activation) -> Any:
-    """Returns the module with Triton kernels for `kind` on the device of `z_T2I`, or None without such kernels."""
     if kind != "silu" or not backend.use_triton(z_T2I):
         return None
     from optimus.kernels.triton import swiglu

@@ -1,7 +1,6 @@
-"""AdamW on the host in one pass over memory: `torch.compile` fuses all operations into one loop.
+"""AdamW on the host in one pass over memory, compiled by `torch.compile`.
 
-With gradients and a separate compute copy in bf16, an update moves 28 bytes per element. If compilation fails, for
-example without a C++ compiler, the module warns once and runs the same operations uncompiled.
+If a first compilation on small tensors fails, the module warns and runs the same operations uncompiled.
 """
 
 import math
@@ -15,7 +14,7 @@ from torch import Tensor
 
 
 class AdamWFactors(NamedTuple):
-    """The factors of one step as fp32 scalar tensors, so that new values cause no recompilation."""
+    """The factors of one step, as fp32 scalar tensors so that new values cause no recompilation."""
 
     gradient_scale: Tensor
     decay: Tensor  # factor of the weights: 1 - learning rate * weight decay
@@ -45,9 +44,11 @@ class AdamWFactors(NamedTuple):
 def adamw_in_one_pass(
     weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, copy: Tensor | None, factors: AdamWFactors
 ) -> None:
-    """Updates flat fp32 `weight`, `m` and `v` on the CPU in place, and fills `copy`, if given; `copy` may alias the
-    gradient."""
-    # If `copy` aliases the gradient, `_update` writes to a new tensor, because an in-place loop is slower.
+    """Updates `weight`, `m` and `v` in place, and writes the new weights to `copy`, if given.
+
+    `weight`, `m` and `v` must be flat fp32 tensors on the CPU. `copy` may alias `gradient`.
+    """
+    # If `copy` aliases the gradient, `_update` writes to a new tensor: an in-place loop is slower.
     same = copy is not None and copy.data_ptr() == gradient.data_ptr()
     made = torch.empty_like(gradient) if same else copy
     (_compiled() or _update)(weight, gradient, m, v, made, *factors)
@@ -82,7 +83,6 @@ def _update(
 
 @cache
 def _compiled() -> Callable[..., Any] | None:
-    """Returns `_update` compiled to one loop, or None if compilation fails."""
     made: Callable[..., Any] = torch.compile(_update, dynamic=True)
     try:
         few = [torch.zeros(64) for _ in range(4)]

@@ -1,12 +1,8 @@
-"""Softmax attention over blocks of keys. The results of several blocks combine to attention over all keys.
+"""Softmax attention over blocks of keys. The results of several blocks combine into attention over all keys (Rabe
+and Staats 2021; ring attention, Liu et al. 2023).
 
-The softmax over two sets of keys follows from the softmax and the log-sum-exp over each set (Rabe and Staats 2021; ring
-attention, Liu et al. 2023). The gradients are sums over the blocks; a block's gradients need the attention and the
-log-sum-exp over all keys. Without a cap, scores are q . k / sqrt(D). Log-sum-exps use the natural logarithm and are in
-fp32 (float64 for float64).
-
-A sink is an additional key that every query of a head attends to, with a learned score and value 0 (gpt-oss; Xiao et
-al. 2023). The sink changes only the normaliser.
+Log-sum-exps use the natural logarithm and are in fp32 (float64 for float64). A sink is an additional key of a head with
+a learned score and value 0 (gpt-oss; Xiao et al. 2023).
 
 Legend: B batch, S queries, P keys, N heads, M heads of keys and values (N / M heads share one), D head size, X any
 further dims.
@@ -27,25 +23,24 @@ from optimus.kernels.backend import compute_dtype
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
-_BLOCK_ELEMENTS = 1 << 22  # maximum number of scores in one of the `_query_blocks`, unless one query has more
+_BLOCK_ELEMENTS = 1 << 22  # maximum number of scores of a block of query rows; a block of one row may have more
 
 
 class Scoring(NamedTuple):
     """Options of the attention scores: window, cap and sinks."""
 
-    window: int | None = None  # maximum number of positions to attend to, including the query's own; None: no limit
+    window: int | None = None  # number of positions to attend to, including the query's own; None: no limit
     cap: float | None = None  # scores s become cap * tanh(s / cap) (Gemma 2, section 2)
-    sink_N: Tensor | None = None  # the scores of the sinks
+    sink_N: Tensor | None = None
 
 
 PLAIN = Scoring()
 
 
 def causal_attention(q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-    """Computes attention of each of the last S of P positions over the positions up to itself, [B, S, N, D].
+    """Computes causal attention of the last S of P positions, [B, S, N, D].
 
-    A window in `scoring` limits the attention to the last `window` positions. N is a multiple of M: consecutive heads
-    share keys and values.
+    Consecutive heads share keys and values.
     """
     window, cap, sink_N = scoring
     new = q_BSND.shape[1]
@@ -55,7 +50,7 @@ def causal_attention(q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, scoring: Sc
     blocks = cap is not None or sink_N is not None or 1 < new < seen or (window or seen) < seen
     q, k, v = _heads_first(q_BSND, k_BPMD, v_BPMD)
     grouped = q.shape[1] != k.shape[1]
-    if grouped and not blocks and flash_fits(q, k, v, new > 1):  # torch chooses a fused kernel
+    if grouped and not blocks and flash_fits(q, k, v, new > 1):
         return F.scaled_dot_product_attention(q, k, v, is_causal=new > 1, enable_gqa=True).transpose(1, 2)
     if blocks or (grouped and new > 1):
         return attend_blocks(q_BSND, k_BPMD, v_BPMD, capped(blocks_of(new, seen, window), cap), sink_N)
@@ -68,16 +63,17 @@ def causal_attention(q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, scoring: Sc
 def attend_last(q_BND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, last_B: Tensor, scoring: Scoring = PLAIN) -> Tensor:
     """Computes attention of each row's query, at position `last_B`, over the row's keys up to this position: [B, N, D].
 
-    `last_B` may differ between rows. Keys and values after `last_B` get weight 0, but must be finite.
+    Masked keys and values must be finite.
     """
     window, cap, sink_N = scoring
+    # Heads that share keys become the queries of one head.
     q, k, v = q_BND.unflatten(1, (k_BPMD.shape[2], -1)), k_BPMD.transpose(1, 2), v_BPMD.transpose(1, 2)
     position_P, last_B1 = torch.arange(k.shape[2], device=k.device), last_B[:, None]
     seen_BP = position_P <= last_B1
     if window is not None:
         seen_BP &= position_P > last_B1 - window
     seen = seen_BP[:, None, None]
-    if cap is None and sink_N is None:  # the heads that share keys are the queries of one head
+    if cap is None and sink_N is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=seen).flatten(1, 2)
     wide = compute_dtype(q.dtype)
     scores = (q.to(wide) @ k.to(wide).mT).div_(math.sqrt(q.shape[-1]))
@@ -96,8 +92,8 @@ def attend_blocks(
 ) -> Tensor:
     """Computes attention of all queries over the keys of their blocks, [B, S, N, D].
 
-    Autograd saves keys and values once, even if several blocks share the keys and values. Every query must be in
-    exactly one causal block, which must precede the query's other blocks.
+    Every query must be in exactly one causal block, which must precede the query's other blocks. A single block must
+    have all queries and all keys.
     """
     return _Blocks.apply(q_BSND, k_BPMD, v_BPMD, sink_N, blocks)
 
@@ -105,9 +101,9 @@ def attend_blocks(
 def attention_block(
     q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, causal: bool, cap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns (attention of all queries over all keys [B, S, N, D], log-sum-exp of the scores [B, N, S]), without autograd.
+    """Returns (attention of all queries over all keys [B, S, N, D], log-sum-exp of the scores [B, N, S]).
 
-    If `causal`, S must be P, and query i attends only to keys up to i. With a `cap`, scores s become cap * tanh(s / cap).
+    If `causal`, S must be P, and query i attends to keys up to i.
     """
     q, k, v = _heads_first(q_BSND, k_BPMD, v_BPMD)
     k, v = _for_each_head(q, k, v)
@@ -127,7 +123,7 @@ def attention_block_backward(
 ) -> Gradients:
     """Returns a block's contributions to the gradients of its queries, keys and values.
 
-    Each gradient has the dtype of its tensor. `out_BSND` and `lse_BNS` must be over all keys of the queries.
+    `out_BSND` and `lse_BNS` must be over all keys of the queries, not only over the block's keys.
     """
     q, k, v, out, out_grad = _heads_first(q_BSND, k_BPMD, v_BPMD, out_BSND, out_grad_BSND)
     shared = k.shape[1]
@@ -146,7 +142,7 @@ def merge_block(out_BSND: Tensor, lse_BNS: Tensor, block_BSND: Tensor, block_lse
 
 
 def add_attention_sink(out_BSND: Tensor, lse_BNS: Tensor, sink_N: Tensor | None) -> None:
-    """Merges a key of score `sink_N` and value 0 into `out_BSND` and `lse_BNS`, in place, unless `sink_N` is None."""
+    """Merges the sinks, if given, into `out_BSND` and `lse_BNS`, in place."""
     if sink_N is not None:
         sink_N1 = sink_N[:, None].to(lse_BNS.dtype)
         out_BSND.mul_(torch.sigmoid(lse_BNS - sink_N1).transpose(1, 2)[..., None])
@@ -232,16 +228,14 @@ class _Blocks(torch.autograd.Function):
 
 
 def _merged(blocks: "Sequence[AttentionBlock]") -> bool:
-    """Returns True if `AttentionBlock.attend` merges the result of any block into earlier results."""
     return any(block.mask != "causal" for block in blocks)
 
 
 class AttentionBlock(NamedTuple):
     """A slice of queries, and a slice of keys that the queries attend to according to `mask`.
 
-    With mask `none`, every query attends to all keys. The masks `causal` and `window` need as many keys as queries:
-    with `causal`, query i attends to keys up to i; with `window`, to keys from i on. A window block with reversed
-    queries and keys is a causal block, so the kernels need no window mask.
+    With `causal`, query i attends to keys up to i; with `window`, to keys from i on. A `causal` or `window` block has
+    as many keys as queries. A window block with reversed queries and keys is a causal block.
     """
 
     queries: slice
@@ -255,10 +249,9 @@ class AttentionBlock(NamedTuple):
         return self._replace(queries=rows, keys=slice(seen.start + keys, seen.stop + keys))
 
     def attend(self, out_BSND: Tensor, lse_BNS: Tensor, q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor) -> None:
-        """Merges the attention over this block's keys into `out_BSND` and `lse_BNS`, which `no_attention` allocates.
+        """Merges the attention over this block's keys into `out_BSND` and `lse_BNS`.
 
-        A causal block must be the first block of its queries, because the causal block overwrites the results of its
-        queries.
+        A causal block overwrites the results of its queries, and must be the first block of its queries.
         """
         q, k, v = self._rows(self.queries, q_BSND), self._rows(self.keys, k_BPMD), self._rows(self.keys, v_BPMD)
         out, lse = attention_block(q, k, v, self.mask != "none", self.cap)
@@ -272,10 +265,7 @@ class AttentionBlock(NamedTuple):
     def backward(
         self, out_grad_BSND: Tensor, q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, out_BSND: Tensor, lse_BNS: Tensor
     ) -> Gradients:
-        """Returns the block's contributions to the gradients of its queries, keys and values.
-
-        `out_BSND` and `lse_BNS` must be over all keys of the queries.
-        """
+        """Returns the block's contributions to the gradients; see `attention_block_backward`."""
         out_grad, q, out = (self._rows(self.queries, t) for t in (out_grad_BSND, q_BSND, out_BSND))
         k, v = self._rows(self.keys, k_BPMD), self._rows(self.keys, v_BPMD)
         lse = self._rows(self.queries, lse_BNS.mT).mT
@@ -285,19 +275,18 @@ class AttentionBlock(NamedTuple):
         return q_grad, k_grad, v_grad
 
     def _rows(self, rows: slice, t_BSX: Tensor) -> Tensor:
-        """Selects `rows`, in reverse order for a window block."""
         return t_BSX[:, rows].flip(1) if self.mask == "window" else t_BSX[:, rows]
 
 
 def capped(blocks: "Iterable[AttentionBlock]", cap: float | None) -> "list[AttentionBlock]":
-    """Returns a list of `blocks`, each with the given `cap` unless `cap` is None."""
+    """Returns a list of `blocks`, with `cap` if given."""
     return list(blocks) if cap is None else [block._replace(cap=cap) for block in blocks]
 
 
 def no_attention(q_BSND: Tensor, merged: bool = True) -> tuple[Tensor, Tensor]:
-    """Allocates uninitialised (attention, log-sum-exp [B, N, S]) in fp32 (float64 for float64), to merge blocks into.
+    """Allocates (attention, log-sum-exp [B, N, S]), uninitialised, in fp32 (float64 for float64).
 
-    If not `merged`, every query has one block, and the attention has the dtype of q.
+    If not `merged`, the attention has the dtype of q.
     """
     wide = compute_dtype(q_BSND.dtype)
     out_BSND = torch.empty_like(q_BSND, dtype=wide if merged else None, memory_format=torch.contiguous_format)
@@ -305,10 +294,9 @@ def no_attention(q_BSND: Tensor, merged: bool = True) -> tuple[Tensor, Tensor]:
 
 
 def blocks_of(new: int, seen: int, window: int | None) -> Iterator[AttentionBlock]:
-    """Yields the blocks for the last `new` of `seen` positions.
+    """Yields the blocks of causal attention for the last `new` of `seen` positions.
 
-    A position attends to the last `window` positions up to itself, or to all positions up to itself if `window` is
-    None. With a window, each group of at most `window` queries has its own blocks; the causal block comes first.
+    The causal block of a query comes before the query's other blocks.
     """
     before = seen - new
     if window is None or window >= seen:
@@ -329,7 +317,7 @@ def blocks_of(new: int, seen: int, window: int | None) -> Iterator[AttentionBloc
 
 
 def _for_each_head(q: Tensor, *shared: Tensor) -> list[Tensor]:
-    """Repeats keys and values [B, M, P, D] for every head of q: [B, N, P, D]."""
+    """Repeats tensors [B, M, P, D] for the heads of q: [B, N, P, D]."""
     times = q.shape[1] // shared[0].shape[1]
     return [t if times == 1 else t.repeat_interleave(times, 1) for t in shared]
 
@@ -347,7 +335,7 @@ def blocks_before(new: int, seen: int, distance: int, window: int | None) -> Ite
     reach = new if window is None else min(window - distance, new)  # query i attends to key j if i - j < reach
     if reach > 0:
         yield AttentionBlock(slice(0, reach), slice(0, seen), "none")
-    first, last = max(reach, 0), min(new, seen + reach - 1)  # queries that attend to some, not all, of the keys
+    first, last = max(reach, 0), min(new, seen + reach - 1)  # queries that attend to some, not all keys
     if first < last:
         triangle = slice(first - reach + 1, last - reach + 1)
         yield AttentionBlock(slice(first, last), triangle, "window")
@@ -355,7 +343,7 @@ def blocks_before(new: int, seen: int, distance: int, window: int | None) -> Ite
             yield AttentionBlock(slice(first, last), slice(triangle.stop, seen), "none")
 
 
-# ---- The paths. In the functions below, heads come first: q [B, N, S, D], k and v [B, N or M, P, D] ----
+# ---- In the functions below, heads come first: q [B, N, S, D], k and v [B, N or M, P, D] ----
 
 
 class _Path(NamedTuple):
@@ -399,7 +387,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tenso
 def _flash_backward(
     out_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse_BNS: Tensor, causal: bool
 ) -> Gradients:
-    no_seed = q.new_empty(2, dtype=torch.uint64 if torch.version.hip is None else torch.int64)  # no dropout
+    no_seed = q.new_empty(2, dtype=torch.uint64 if torch.version.hip is None else torch.int64)
     lengths = q.shape[2], k.shape[2]
     backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
     lse_BNS = lse_BNS.contiguous()
@@ -449,7 +437,6 @@ def _plain_backward(
 
 
 def _query_blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
-    """Yields (queries of one block of scores, keys that at least one of the queries attends to)."""
     (batch, heads, new, _), seen = q.shape, k.shape[2]
     rows = max(1, _BLOCK_ELEMENTS // max(1, batch * heads * seen))
     for start in range(0, new, rows):

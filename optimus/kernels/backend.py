@@ -1,4 +1,4 @@
-"""Selects the path of an operation, Triton or PyTorch, and the dtypes of its computation."""
+"""Selects Triton or PyTorch for an operation, and the dtype of its computation."""
 
 from functools import cache
 
@@ -10,8 +10,7 @@ from torch.utils._triton import has_triton_package
 def use_triton(x: Tensor) -> bool:
     """Returns True if operations may use Triton kernels for `x`.
 
-    Returns False on the CPU and the meta device, for float64, without the package triton, and on devices whose torch
-    module sets `runs_triton` to False.
+    A device's torch module disables Triton kernels by the attribute `runs_triton = False`.
     """
     return x.device.type not in ("cpu", "meta") and x.dtype != torch.float64 and _has_kernels(x.device.type)
 
@@ -31,8 +30,6 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def scaled(x: Tensor, scale: Tensor) -> Tensor:
-    """Returns `x` times the scalar tensor `scale` in the dtype of x, rounded once. `scale` may have a wider dtype.
-
-    On an accelerator, `x * scale` would first round `scale` to the dtype of x.
-    """
+    """Returns `x` times the scalar tensor `scale` in the dtype of x, rounded once."""
+    # On an accelerator, `x * scale` would first round `scale` to the dtype of x.
     return torch.mul(x, scale.view((1,) * x.dim()), out=torch.empty_like(x))

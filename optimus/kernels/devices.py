@@ -1,4 +1,4 @@
-"""Properties of accelerators, for kernels and tests. Importing this module does not need Triton.
+"""Properties of accelerators.
 
 Sources: CUDA C++ programming guide, "Technical specifications per compute capability"; AMD CDNA 2 and 3 instruction set
 references; Intel Data Center GPU Max architecture overview; data sheets for memory.
@@ -12,13 +12,13 @@ import torch
 
 class Chip(NamedTuple):
     architecture: str  # the compiler's name of the architecture
-    product: str  # a product of this architecture
+    product: str
     processors: int  # number of multiprocessors, compute units or Xe cores
     shared_memory: int  # bytes that one program may use (shared memory, LDS, SLM)
-    warp: int  # number of threads that execute in lockstep
+    warp: int
     registers: int  # number of 32-bit registers that one thread may use
-    tma: bool  # True if a unit copies tiles by descriptors (NVIDIA's tensor memory accelerator)
-    adds: bool  # True if the memory can add fp32 numbers (atomics)
+    tma: bool  # True if the chip has a tensor memory accelerator (NVIDIA), which copies tiles
+    adds: bool  # True if kernels may add fp32 numbers to device memory atomically
     memory: int  # bytes of device memory
 
 
@@ -35,12 +35,11 @@ CHIPS = {
         Chip("pvc", "Data Center GPU Max 1550, one of two tiles", 64, 128 * _KIB, 16, 256, False, False, 64 * _GIB),
     )
 }
-# Conservative values for an unknown chip.
 UNKNOWN = Chip("unknown", "", 64, 48 * _KIB, 32, 255, False, False, 16 * _GIB)
 
 
 def chip_of(device: torch.device) -> Chip:
-    """Returns the properties of a device (see `chip_from`); `UNKNOWN` for the CPU and the meta device."""
+    """Returns the properties of a device; `UNKNOWN` for the CPU and the meta device."""
     if device.type in ("cpu", "meta"):
         return UNKNOWN
     return _chip(
@@ -56,7 +55,7 @@ def _chip(device: torch.device) -> Chip:
 def chip_from(properties: Any) -> Chip:
     """Returns the chip that torch's device `properties` describe.
 
-    Fields that `properties` lack come from the row of the architecture in `CHIPS`, or from `UNKNOWN`.
+    Missing properties come from the architecture's row in `CHIPS`, or from `UNKNOWN`.
     """
     chip = CHIPS.get(_architecture(properties), UNKNOWN._replace(architecture=_architecture(properties)))
     said: dict[str, Any] = {

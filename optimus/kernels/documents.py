@@ -1,8 +1,4 @@
-"""Causal attention within concatenated documents, without computing scores between two documents.
-
-Documents of equal length form a batch. For documents of different lengths, one call of flash attention
-(`torch.nn.attention.varlen`) suffices if `flash_fits` is True and the scores have no cap and no sink. Otherwise, each
-document becomes attention blocks.
+"""Causal attention within concatenated documents.
 
 Legend: T tokens of all documents, N heads, M heads of keys and values, D head size.
 """
@@ -28,10 +24,9 @@ from optimus.kernels.attention import (
 
 
 class Documents:
-    """The boundaries of documents in the concatenated sequences of a batch. Every sequence begins a new document.
+    """The documents of a batch's concatenated sequences. Every sequence begins a new document.
 
-    `lengths` are the lengths of all documents in tokens. `sequences` is the number of sequences, which have equal
-    lengths.
+    `lengths` are the documents' lengths in tokens, in order; `sequences` is the number of sequences.
     """
 
     def __init__(self, lengths: Sequence[int], sequences: int) -> None:
@@ -64,10 +59,9 @@ class Documents:
 def document_attention(
     q_1TND: Tensor, k_1TMD: Tensor, v_1TMD: Tensor, documents: Documents, scoring: Scoring = PLAIN
 ) -> Tensor:
-    """Computes attention of every token over the tokens of its document up to itself; [1, T, N, D].
+    """Computes causal attention of every token within its document; [1, T, N, D].
 
-    A window in `scoring` limits the attention to the last `window` tokens. N is a multiple of M: consecutive heads
-    share keys and values.
+    N / M consecutive heads share keys and values.
     """
     window, cap, sink_N = scoring
     if documents.longest * len(documents.lengths) == q_1TND.shape[1]:
@@ -85,11 +79,10 @@ def _blocks(documents: Documents, window: int | None) -> Iterator[AttentionBlock
 
 
 def _varlen(q_TND: Tensor, k_TMD: Tensor, v_TMD: Tensor, documents: Documents, window: int | None) -> Tensor:
-    """Computes attention within documents of any lengths by flash attention; [T, N, D]."""
-    from torch.nn.attention.varlen import varlen_attn  # imported here, because the import takes seconds
+    from torch.nn.attention.varlen import varlen_attn  # the import takes seconds
 
     offsets, longest = documents.offsets(q_TND.device), documents.longest
-    before = -1 if window is None else window - 1  # maximum number of earlier keys that a query attends to; -1: all
+    before = -1 if window is None else window - 1  # number of earlier keys in the window; -1: no limit
     given = q_TND, k_TMD, v_TMD, offsets, offsets, longest, longest
     out_TND = varlen_attn(*given, window_size=(before, 0), enable_gqa=q_TND.shape[1] != k_TMD.shape[1])
     return cast(Tensor, out_TND)

@@ -1,7 +1,5 @@
 """Embedding look-up that accumulates the gradient of a 16-bit table in fp32.
 
-In bf16, a sum of equal gradients would stall after 256 gradients, because rounding would drop the next gradient.
-
 Legend: T rows (tokens), V rows of the table, H hidden.
 """
 
@@ -16,14 +14,14 @@ from optimus.kernels.backend import compute_dtype
 
 
 def embedding(row_T: Tensor, w_VH: Tensor) -> Tensor:
-    """Returns the rows `row_T` (int64, of any shape) of the table, [..., H]."""
+    """Returns the rows [..., H] of the table at the indices `row_T` [...]."""
     if w_VH.dtype == compute_dtype(w_VH.dtype):
         return embedding_reference(row_T, w_VH)
     return _Embedding.apply(row_T, w_VH)
 
 
 def embedding_reference(row_T: Tensor, w_VH: Tensor) -> Tensor:
-    """Reference implementation, for tests and for tables in fp32 or float64."""
+    """Reference implementation, which `embedding` uses for tables in fp32 or float64."""
     return F.embedding(row_T, w_VH)
 
 

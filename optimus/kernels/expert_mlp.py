@@ -1,22 +1,15 @@
 """The experts' feed-forward layers in one autograd function: gather, two matmuls per expert, weighted sum.
 
-The method is Algorithm 1 of the Optimus paper (FastSparseMoE). The dispatcher implements stage 1, token communication
-(lines 5-13). With Triton, `kernels/triton` implements stages 2 to 5 for silu and `clamped_silu`. Otherwise, this module
-implements stages 2 to 5:
+The method is Algorithm 1 of the Optimus paper (FastSparseMoE), stages 2 to 5:
 
 - 2, token counting (lines 15-43), and 3, index generation (lines 45-72): `make_routes`
 - 4, expert computation (lines 75-79): the loop over experts
 - 5, output reduction (lines 81-96): `_sum_of_rows`
 
-Rows are sorted by expert, so each expert's rows are one contiguous slice. Padding makes the length of each slice a
-multiple of 16, or of 2 in inference mode with few rows, because CPU libraries may compile a kernel for each shape.
-Padding rows repeat a row of the same expert with weight zero.
+The gradient of a routing weight is <h, down^T g>, for the activation h and the output's gradient g.
 
-The forward pass saves x, the weights, the pre-activation z and the indices. The gradient of a routing weight is <h,
-down^T g>, for the activation h and the output's gradient g, so autograd does not save the experts' outputs. The input's
-gradient is a sum of rows in the order of the choices.
-
-Legend: T tokens, K experts per token, P padded routed rows, E experts, H hidden, I intermediate, J = 2 I.
+Legend: T tokens, K experts per token, P routed rows with padding and any spare row, E experts, H hidden, I
+intermediate, J = 2 I.
 """
 
 from typing import Any, NamedTuple
@@ -32,7 +25,9 @@ from optimus.kernels.gradient_buffer import GradientBuffer, WeightGradient
 from optimus.kernels.matmul import matmul
 from optimus.step_context import Forms
 
-PADDING = 16  # padding rounds the number of an expert's rows up to a multiple of this number
+# Padding rounds the number of an expert's rows up to a multiple of this number: CPU libraries may compile a kernel for
+# each shape.
+PADDING = 16
 _FEW_PADDING = 2  # replaces `PADDING` in inference mode if experts have few rows
 
 
@@ -43,22 +38,19 @@ class Routes(NamedTuple):
     """
 
     choice_P: Tensor  # t * K + k of every row; padding rows repeat a choice of the same expert, the spare row has 0
-    real_P: Tensor  # 1 for the row of a choice, 0 for padding and the spare row; in the dtype of the routing weights
+    real_P: Tensor  # 1 for the row of a choice, 0 for padding and the spare row
     position_TK: Tensor  # the row of every choice; the spare row for a choice of -1
     skipped_TK: Tensor | None  # True where the choice is -1; None if no choice is -1
-    slices: list[tuple[int, slice]]  # (expert, rows of the expert), without experts that have no rows
+    slices: list[tuple[int, slice]]  # (expert, rows of the expert), without idle experts
 
     @property
     def most(self) -> int:
-        """Number of rows of the expert with the most rows."""
+        """The maximum number of rows of an expert."""
         return max((rows.stop - rows.start for _, rows in self.slices), default=0)
 
     @property
     def fullest(self) -> list[tuple[int, slice]]:
-        """Some of `slices`, at most four, for measurements of peak memory.
-
-        The result includes the longest slice and the longest pair of consecutive slices.
-        """
+        """The longest slice and the longest pair of consecutive slices, filled up to four slices (all if fewer)."""
         sizes = [rows.stop - rows.start for _, rows in self.slices]
         pairs = [sum(sizes[max(0, i - 1) : i + 1]) for i in range(len(sizes))]
         ends = [values.index(max(values)) for values in (sizes, pairs) if values]
@@ -67,10 +59,9 @@ class Routes(NamedTuple):
 
 
 def make_routes(indices_TK: Tensor, experts: int, dtype: torch.dtype, local_choices: int | None = None) -> Routes:
-    """Sorts the choices by expert, stably, and pads each expert's rows to a multiple of `PADDING`.
+    """Sorts the choices by expert, stably, and pads each expert's rows.
 
-    In inference mode, pads the rows to a multiple of 2 if the experts have fewer than `PADDING` rows on average.
-    `local_choices` is the number of choices that are not -1, if the caller knows it.
+    `local_choices` is the number of choices that are not -1, if known.
     """
     choices = indices_TK.flatten()
     skipped = int((choices < 0).sum()) if local_choices is None else len(choices) - local_choices
@@ -112,12 +103,9 @@ def expert_mlp(
 ) -> Tensor:
     """Returns the sum over k of weights[t, k] * down_e(h) with e = indices[t, k]; [T, H].
 
-    h is the gated `activation` of kind `kind` of gate_e(x_t) and up_e(x_t). A choice with e = -1 adds nothing to the
-    output or to a gradient. `gate_up_EJH` holds gate, then up. Gradients flow to x, the weights and the parameters.
-    `buffers` are the gradient buffers of `gate_up_EJH` and `down_EHI`. If a parameter has a buffer, the backward pass
-    adds the gradient to the buffer and returns None to autograd. `forms` chooses the operand forms of matmuls on the
-    PyTorch path. `bias_EJ` is the bias of gate and up. `choices` is the number of choices that are not -1, if the
-    caller knows it.
+    h is the gated activation `kind` of gate_e(x_t) and up_e(x_t). A choice with e = -1 adds nothing. `gate_up_EJH` has
+    gate, then up. `buffers` are the gradient buffers of `gate_up_EJH` and `down_EHI`. `bias_EJ` is the bias of gate and
+    up. `choices` is the number of choices other than -1, if known.
     """
     if backend.use_triton(x_TH) and kind in ("silu", "clamped_silu"):
         from optimus.kernels.triton import expert_mlp as kernels
@@ -164,7 +152,7 @@ class _ExpertMLP(torch.autograd.Function):
         y_PH = x_TH.new_empty(len(token_P), x_TH.shape[1])
         x_scratch = x_TH.new_empty(routes.most, x_TH.shape[1])
         h_scratch = x_TH.new_empty(routes.most, down_EHI.shape[2])
-        for e, rows in routes.fullest if x_TH.is_meta else routes.slices:  # a few slices suffice to measure memory
+        for e, rows in routes.fullest if x_TH.is_meta else routes.slices:  # a few slices suffice to measure peak memory
             x, h = (scratch[: rows.stop - rows.start] for scratch in (x_scratch, h_scratch))
             torch.index_select(x_TH, 0, token_P[rows], out=x)
             matmul(x, gate_up_EJH[e].T, out=z_PJ[rows], rows_vary=True, forms=forms)
@@ -172,7 +160,7 @@ class _ExpertMLP(torch.autograd.Function):
                 z_PJ[rows] += bias_EJ[e]
             gated_activation(z_PJ[rows], kind, out=h)
             matmul(h, down_EHI[e].T, out=y_PH[rows], rows_vary=True, forms=forms)
-        # Saves the tensors of `routes` too, so that activation recomputation frees the tensors.
+        # Saves the tensors of `routes` too: activation recomputation frees only saved tensors.
         ctx.save_for_backward(x_TH, weights_TK, gate_up_EJH, down_EHI, z_PJ, *routes[:-1])
         ctx.slices, ctx.buffers, ctx.forms = routes.slices, buffers, forms
         ctx.kind = kind
@@ -195,7 +183,6 @@ class _ExpertMLP(torch.autograd.Function):
         busy = [e for e, _ in slices]
         gate_up = WeightGradient(gate_up_EJH, ctx.buffers[0], busy, ctx.needs_input_grad[2], forms)
         down = WeightGradient(down_EHI, ctx.buffers[1], busy, ctx.needs_input_grad[3], forms)
-        # Allocates deferred operands for the rows outside `slices`.
         for weight in (gate_up, down) if len(slices) < len(routes.slices) else ():
             weight.add_shapes(sum(rows.stop - rows.start for e, rows in routes.slices if e not in busy))
         bias_grad_EJ = z_PJ.new_zeros(gate_up_EJH.shape[:2]) if ctx.needs_input_grad[4] else None
@@ -222,7 +209,7 @@ class _ExpertMLP(torch.autograd.Function):
 
 
 def _sum_of_rows(rows_PH: Tensor, position_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
-    """Returns for each token the sum of its rows in the order of its choices, weighted if there are weights; [T, H]."""
+    """Returns for each token the sum of its rows in the order of its choices, weighted by `weights_TK` if given."""
     if not len(rows_PH):
         return rows_PH.new_zeros(len(position_TK), rows_PH.shape[1])
     return F.embedding_bag(position_TK, rows_PH, mode="sum", per_sample_weights=weights_TK)

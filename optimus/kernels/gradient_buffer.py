@@ -1,9 +1,8 @@
 """Gradient buffers, in which kernels accumulate weight gradients instead of returning new tensors to autograd.
 
-A step can defer the weight gradients (Zero Bubble Pipeline Parallelism). The backward pass then computes only the input
-gradients.
+A step can defer the weight gradients (Zero Bubble Pipeline Parallelism).
 
-Legend: E experts, A rows and B columns of an expert's weight, P rows of an expert.
+Legend: E experts, A rows and B columns of an expert's weight, P tokens of an expert.
 """
 
 from abc import ABC, abstractmethod
@@ -17,38 +16,32 @@ from optimus.step_context import Forms, StepContext
 
 
 class GradientBuffer(ABC):
-    """Accumulates the gradient of one parameter (Megatron-Core's main_grad).
-
-    While `step` defers weight gradients, `add` defers the additions.
-    """
+    """Accumulates the gradient of one parameter (Megatron-Core's main_grad)."""
 
     def __init__(self, step: StepContext | None = None) -> None:
         self._step = step or StepContext()
 
     @property
     def deferred(self) -> bool:
-        """True if `add` currently defers additions."""
+        """True if `add` defers additions."""
         return self._step.deferred is not None
 
     @abstractmethod
     def open(self) -> Tensor:
-        """Returns the tensor to add a gradient to, in the parameter's shape and the dtype of the gradients."""
+        """Returns the tensor to add a gradient to."""
 
     @abstractmethod
     def close(self) -> None:
-        """Signals, once per backward pass, that the tensor of `open` contains the gradient."""
+        """Signals that the tensor of `open` contains the gradient."""
 
     @abstractmethod
     def found(self) -> None:
-        """Signals, once per backward pass, that the backward pass no longer needs the parameter.
-
-        The addition of the gradient may follow later.
-        """
+        """Signals that the backward pass no longer needs the parameter."""
 
     def add(self, write: Callable[[Tensor], object]) -> None:
-        """Calls `write` with the tensor to add the gradient to: now, or later if `deferred`.
+        """Calls `write` with the tensor to add the gradient to, later if `deferred`.
 
-        From this call on, the owner of the parameter may free the parameter's memory.
+        `write` must not read the parameter: the parameter's memory may already be free.
         """
 
         @torch.no_grad()
@@ -69,7 +62,7 @@ class TensorBuffer(GradientBuffer):
     def __init__(self, grad: Tensor, step: StepContext | None = None) -> None:
         super().__init__(step)
         self.grad = grad
-        self.added = 0  # number of additions
+        self.added = 0
 
     def open(self) -> Tensor:
         return self.grad
@@ -83,8 +76,7 @@ class TensorBuffer(GradientBuffer):
 class WeightGradient:
     """The gradient of `weight_EAB`, one matrix per expert, in a gradient buffer or in a new tensor.
 
-    `busy` are the experts whose gradients get exactly one addition each. If the gradient is not `wanted`, all methods do
-    nothing.
+    The caller must call `add` exactly once for each expert in `busy`, and for no other expert.
     """
 
     def __init__(
@@ -110,8 +102,10 @@ class WeightGradient:
             self._grad_EAB = buffer.open().view(weight_EAB.shape)
 
     def add(self, expert: int, left_AP: Tensor, right_PB: Tensor) -> None:
-        """Adds `left_AP @ right_PB` to an expert's gradient in the buffer, or writes the product to the new tensor. The
-        caller may overwrite the operands afterwards."""
+        """Adds `left_AP @ right_PB` to an expert's gradient in the buffer, or writes the product to the new tensor.
+
+        The caller may overwrite the operands afterwards.
+        """
         if not self._wanted:
             return
         if self._deferred is not None:
@@ -128,13 +122,16 @@ class WeightGradient:
             matmul(left_AP, right_PB, out=grad_AB, add=True, rows_vary=True, forms=forms)
 
     def add_shapes(self, rows: int) -> None:
-        """Allocates deferred operands with P = `rows`, for matmuls that a run on the meta device skips."""
+        """Allocates deferred operands with P = `rows` if the buffer defers additions.
+
+        The weight must be on the meta device, because the operands have no values.
+        """
         if self._deferred is not None:
             _, a, b = self._weight_EAB.shape
             self._deferred.append((0, self._weight_EAB.new_empty(a, rows), self._weight_EAB.new_empty(rows, b)))
 
     def close(self) -> Tensor | None:
-        """Returns the gradient for autograd, or None if the gradient goes to a buffer or is not wanted."""
+        """Ends the additions. Returns the gradient for autograd; None with a buffer, or if no gradient is wanted."""
         if not self._wanted:
             return None
         if self._buffer is None:

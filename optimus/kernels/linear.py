@@ -1,4 +1,4 @@
-"""A matmul with a weight matrix, whose gradient can accumulate in a gradient buffer.
+"""A matmul with a weight matrix. The weight gradient can accumulate in a gradient buffer.
 
 Legend: L inputs, N outputs, T rows (tokens).
 """
@@ -16,12 +16,7 @@ from optimus.step_context import StepContext
 
 
 class MatrixProduct:
-    """The three matmuls of a projection with this rank's weight: forward, input gradient and weight gradient.
-
-    Autograd (`linear`) and communication (`parallel.tensor`) wrap these matmuls. Subclasses implement other matmuls,
-    for example with low-rank factors. All matrices must be contiguous. `step.forms`, if set, chooses the operand forms
-    of the matmuls (see `kernels.matmul`).
-    """
+    """The matmuls of a projection: forward, input gradient and weight gradient. All matrices must be contiguous."""
 
     def __init__(self, step: StepContext | None = None) -> None:
         self._step = step or StepContext()
@@ -37,11 +32,7 @@ class MatrixProduct:
     def weight_gradient(
         self, y_grad_TN: Tensor, x_TL: Tensor, w_NL: Tensor, buffer: GradientBuffer | None
     ) -> Tensor | None:
-        """Returns the gradient of w [N, L], or adds it to `buffer` and returns None.
-
-        If the device cannot add a matmul to an fp32 buffer without rounding, rounds the gradient to the operands' dtype
-        first.
-        """
+        """Returns the gradient of w [N, L], or adds the gradient to `buffer` and returns None."""
         forms = self._step.forms
         if buffer is None:
             return wide_matmul(y_grad_TN.T, x_TL, forms)
@@ -50,7 +41,7 @@ class MatrixProduct:
 
 
 class TransposedMatrixProduct(MatrixProduct):
-    """A `MatrixProduct` with a weight that is stored as [L, N]."""
+    """A `MatrixProduct` with a weight of shape [L, N]."""
 
     def forward(self, x_TL: Tensor, w_LN: Tensor) -> Tensor:
         return matmul(x_TL, w_LN, forms=self._step.forms)
@@ -70,9 +61,9 @@ _PLAIN = MatrixProduct()
 def linear(
     x: Tensor, w_NL: Tensor, buffer: GradientBuffer | None = None, product: MatrixProduct | None = None
 ) -> Tensor:
-    """Computes x @ w.T: [..., L] to [..., N].
+    """Computes x @ w.T, or `product.forward(x, w)`: [..., L] to [..., N].
 
-    With a `buffer`, the backward pass adds the gradient of `w_NL` to the buffer and returns None to autograd.
+    With a `buffer`, the gradient of `w_NL` accumulates in the buffer, and autograd gets None.
     """
     return _Linear.apply(x, w_NL, buffer, product or _PLAIN)
 
@@ -88,7 +79,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, w_NL)
         ctx.buffer, ctx.product = buffer, product
         y_TN = product.forward(_rows(x), w_NL)
-        # For a matrix x, returns no view: autograd could forbid in-place operations on a view.
+        # A matrix x needs no view: autograd could forbid in-place operations on a view.
         return y_TN if x.ndim == 2 else y_TN.view(*x.shape[:-1], y_TN.shape[-1])
 
     @staticmethod

@@ -1,10 +1,6 @@
 """Output layer and cross-entropy in one operation, a block of rows at a time.
 
-Only the logits of one block exist at a time. If autograd needs gradients, the forward pass computes the gradient of
-each block together with the loss. The backward pass only scales the saved gradients.
-
-If the vocabulary is sharded, each device has some of the weight's rows, and the devices combine the normalisers of the
-softmax.
+With gradients enabled, the forward pass also computes the gradients.
 
 Legend: T rows (tokens), H hidden, V rows of the weight on this device.
 """
@@ -25,13 +21,12 @@ from optimus.step_context import Forms
 
 Gradients = tuple[Tensor | None, Tensor | None]  # gradients of x and w; None for a gradient that autograd does not need
 
-_BLOCK_ELEMENTS = 1 << 21  # fp32 logits of one block (8 MB, for a CPU's cache), unless `_LEAST_ROWS` rows have more
-# Minimum number of rows of a block, except the last block: each block reads the whole weight and its gradient.
-_LEAST_ROWS = 512
+_BLOCK_ELEMENTS = 1 << 21  # maximum number of logits in one block, unless `_LEAST_ROWS` rows have more; 8 MiB in fp32
+_LEAST_ROWS = 512  # minimum number of rows of a block, except the last block
 
 
 class VocabularyPart(Protocol):
-    """A shard of the vocabulary: this device's rows of the weight, and the communication with the other shards."""
+    """This device's shard of the vocabulary, and the communication with the other shards."""
 
     first: int  # vocabulary entry of this shard's first row
     largest: int  # number of rows of the largest shard
@@ -40,7 +35,7 @@ class VocabularyPart(Protocol):
         """All-reduces the logits in place over the devices that have the same rows of the weight, but other columns."""
 
     def gather(self, logits_TV: Tensor) -> Tensor:
-        """Returns the logits of the whole vocabulary; `logits_TV` are the logits of this shard."""
+        """All-gathers the logits of all shards of the vocabulary."""
 
     def combine(self, lse_T: Tensor, chosen_T: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (log-sum-exp of `lse_T`, sum of `chosen_T`) over all shards of the vocabulary."""
@@ -58,11 +53,10 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Returns the summed cross-entropy of `x_TH @ w_VH.T` against `target_T`, divided by `count`, as a scalar.
 
-    By default `count` is T. The function ignores rows with a negative target. Softmax and loss are in fp32 (float64 for
-    float64). Gradients flow to `x_TH` and `w_VH`. With a `part`, the loss is over the whole vocabulary, and the
-    gradient of x is this shard's contribution. `forms` chooses the operand forms of matmuls on the PyTorch path. With a
-    `cap`, the logits are `soft_capped`. The function fills `rows_T` (fp32), if given, with the cross-entropy of each
-    row, 0 for ignored rows.
+    By default `count` is T. The function ignores rows with a negative target. The loss is in fp32 (float64 for
+    float64). With a `part`, the loss is over the whole vocabulary, and the gradient of x is this shard's contribution.
+    With a `cap`, the logits are `soft_capped`. `rows_T`, if given, receives the cross-entropy of each row, 0 for
+    ignored rows.
     """
     count = float(len(x_TH)) if count is None else count
     find = partial(_in_blocks, target_T=target_T, count=count, part=part, forms=forms, cap=cap, rows_T=rows_T)
@@ -74,7 +68,8 @@ def linear_cross_entropy(
 
 
 def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
-    """Returns cap * tanh(logits / cap) in the logits' dtype (Gemma 2, section 2), or the logits if there is no `cap`."""
+    """Returns cap * tanh(logits / cap) in the logits' dtype (Gemma 2, section 2), or the logits if there is no
+    `cap`."""
     if cap is None:
         return logits
     return (logits.to(compute_dtype(logits.dtype)) / cap).tanh().mul(cap).to(logits.dtype)
@@ -90,15 +85,15 @@ def linear_cross_entropy_reference(
 
 
 def block_rows(vocab: int) -> int:
-    """Returns the number of rows (tokens) of a block, for a weight of `vocab` rows."""
+    """Returns the number of tokens of a block, for a weight of `vocab` rows."""
     return max(_LEAST_ROWS, _BLOCK_ELEMENTS // vocab)
 
 
 class LinearLoss(torch.autograd.Function):
-    """Differentiable loss of x and w. `find` computes the loss and fills the gradients of x and w that are not None.
+    """Differentiable loss of x and w, which `find(x, w, gradients)` returns.
 
-    The gradient of w stays in fp32 (float64 for float64). Autograd rounds the gradient if w has another gradient dtype
-    (`Tensor.grad_dtype`).
+    Unless `gradients` is None, `find` also writes the gradient of x to `gradients[0]`, and adds the gradient of w to
+    `gradients[1]`, which is zeros in fp32 (float64 if x is float64). `find` skips a gradient that is None.
     """
 
     @staticmethod
@@ -127,10 +122,10 @@ def _in_blocks(
     part: VocabularyPart | None, forms: Forms | None, cap: float | None, rows_T: Tensor | None,
 ) -> Tensor:  # fmt: skip
     wide = compute_dtype(x_TH.dtype)
-    # Shards communicate in every block, so all shards need the same blocks.
+    # Shards communicate in every block: all shards need the same blocks.
     block = block_rows(len(w_VH) if part is None else part.largest)
     total = torch.zeros((), dtype=wide, device=x_TH.device)
-    # All blocks reuse this memory, since new memory could cause page faults.
+    # All blocks reuse this memory: new memory could cause page faults.
     logits_scratch = x_TH.new_empty(min(block, len(x_TH)), len(w_VH))
     p_scratch = torch.empty_like(logits_scratch, dtype=wide)
     for start in range(0, len(x_TH), block):
@@ -156,7 +151,7 @@ def _in_blocks(
 def _softmax_gradient(
     logits_TV: Tensor, target_T: Tensor, out_TV: Tensor, part: VocabularyPart | None, cap: float | None
 ) -> Tensor:
-    """Returns the losses [T], and writes the gradient of their sum with respect to the logits to `out_TV`."""
+    """Returns the losses [T], and writes the gradient of the losses' sum with respect to the logits to `out_TV`."""
     if part is not None:
         part.complete(logits_TV)
     if cap is not None:
@@ -172,7 +167,7 @@ def _softmax_gradient(
 
 
 class PartialSoftmax(NamedTuple):
-    """Softmax over a shard of the vocabulary, with the values that the loss and `complete_softmax` also need."""
+    """Softmax over a shard of the vocabulary."""
 
     p_TV: Tensor
     lse_T: Tensor
@@ -182,16 +177,13 @@ class PartialSoftmax(NamedTuple):
 
 
 def partial_softmax(logits_TV: Tensor, target_T: Tensor, first: int, out_TV: Tensor) -> PartialSoftmax:
-    """Writes the softmax over a shard of the vocabulary to `out_TV`, in the dtype of `out_TV`.
-
-    `first` is the vocabulary entry of the shard's first row. The log-sum-exp follows from the largest probability,
-    because the target's probability may underflow in fp32.
-    """
+    """Writes the softmax over a shard of the vocabulary to `out_TV`. `first` is the shard's first vocabulary entry."""
     row_T = target_T - first
     here_T = (row_T >= 0) & (row_T < logits_TV.shape[1])
     row_T1 = row_T.clamp(0, logits_TV.shape[1] - 1)[:, None]
     wide = out_TV.dtype
     p_TV = torch.softmax(logits_TV if logits_TV.dtype == wide else out_TV.copy_(logits_TV), -1, out=out_TV)
+    # The largest probability cannot underflow; the target's probability can.
     lse_T = logits_TV.amax(-1).to(wide) - p_TV.amax(-1).log()  # both maxima are of the same column
     chosen_T = logits_TV.gather(1, row_T1)[:, 0].to(wide).masked_fill(~here_T, 0)
     return PartialSoftmax(p_TV, lse_T, chosen_T, target_T, first)
@@ -200,8 +192,7 @@ def partial_softmax(logits_TV: Tensor, target_T: Tensor, first: int, out_TV: Ten
 def complete_softmax(part: PartialSoftmax, lse_T: Tensor) -> Tensor:
     """Replaces `p_TV` by the gradient [T, V] of the losses' sum with respect to the logits.
 
-    `lse_T` is the log-sum-exp over the whole vocabulary. The gradient is the probabilities minus 1 at the target, and 0
-    in ignored rows.
+    `lse_T` is the log-sum-exp over the whole vocabulary. The gradient is 0 in rows with a negative target.
     """
     p_TV, own_T, _, target_T, first = part
     if lse_T is not own_T:

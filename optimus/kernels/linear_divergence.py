@@ -20,7 +20,7 @@ class SoftTargets(NamedTuple):
     """A teacher's soft targets for the rows (tokens) of a student."""
 
     logits: Callable[[slice], Tensor]  # maps a slice of rows to the teacher's logits [rows, V]
-    temperature: float  # divisor of the teacher's and the student's logits
+    temperature: float  # divides both models' logits (Hinton et al. 2015, section 2)
 
 
 def linear_divergence(
@@ -28,9 +28,8 @@ def linear_divergence(
 ) -> Tensor:
     """Returns the sum over rows of KL(teacher || student), times the temperature squared, divided by `count`.
 
-    `soft.temperature` divides both models' logits (Hinton et al. 2015, section 2). The result is a scalar in fp32
-    (float64 for float64). The student's logits are `x_TH @ w_VH.T`, `soft_capped` if there is a `cap`. The function
-    ignores rows with a negative target.
+    The result is a scalar in fp32 (float64 for float64). With a `cap`, the student's logits are `soft_capped`. The
+    function ignores rows with a negative target.
     """
     find = partial(_in_blocks, soft=soft, target_T=target_T, count=count, cap=cap)
     return LinearLoss.apply(x_TH, w_VH, find, torch.is_grad_enabled())
@@ -39,7 +38,7 @@ def linear_divergence(
 def linear_divergence_reference(
     x_TH: Tensor, w_VH: Tensor, teacher_TV: Tensor, temperature: float, target_T: Tensor, cap: float | None = None
 ) -> Tensor:
-    """Reference implementation for tests: the sum over the rows, not divided by a count."""
+    """Reference implementation for tests, not divided by a count."""
     student_TV = soft_capped(F.linear(x_TH, w_VH).to(compute_dtype(x_TH.dtype)), cap) / temperature
     q_TV = torch.softmax(teacher_TV / temperature, -1)
     kl_T = (q_TV * (q_TV.log() - torch.log_softmax(student_TV, -1))).sum(-1)

@@ -1,9 +1,6 @@
-"""Output layer and any loss of tokens in one operation, a block of rows at a time; see `linear_cross_entropy`.
+"""Output layer and any per-token loss in one operation, a block of rows at a time; see `linear_cross_entropy`.
 
-Autograd computes a block's gradient with respect to the logits. If the vocabulary is sharded, every device all-gathers the
-logits of a block and uses its columns of the gradient.
-
-Legend: T rows (tokens), H hidden, V rows of the weight on this device, or the whole vocabulary.
+Legend: T rows (tokens), H hidden, V rows of the weight on this device (the whole vocabulary for the input of a loss).
 """
 
 from collections.abc import Callable
@@ -12,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from optimus.errors import UserError
+from optimus.errors import UserError, said
 from optimus.kernels.backend import compute_dtype
 from optimus.kernels.linear_cross_entropy import Gradients, LinearLoss, VocabularyPart, block_rows, soft_capped
 from optimus.kernels.matmul import matmul
@@ -26,11 +23,12 @@ def linear_token_loss(
     part: VocabularyPart | None = None, forms: Forms | None = None, cap: float | None = None,
     rows_T: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Returns the sum of `loss` over rows, divided by `count`, as a scalar; see `linear_cross_entropy` for the arguments.
+    """Returns the sum of `loss` over rows, divided by `count`, as a scalar; see `linear_cross_entropy` for the
+    arguments.
 
-    The logits are in fp32 (float64 for float64). `loss` sees target 0 in ignored rows. Raises `UserError` if `loss`
-    raises an exception or does not return one floating-point number for each row. With gradients, also raises
-    `UserError` if the losses do not depend on the logits.
+    `loss` receives the logits in fp32 (float64 if `x_TH` is float64), converted from the dtype of `x_TH`. `loss` sees
+    target 0 in ignored rows. Raises `UserError` if `loss` raises an exception or does not return one floating-point
+    number for each row. With gradients enabled, also raises `UserError` if the losses do not depend on the logits.
     """
     find = partial(
         _in_blocks, target_T=target_T, count=count, loss=loss, part=part, forms=forms, cap=cap, rows_T=rows_T
@@ -72,15 +70,16 @@ def _in_blocks(
 def _losses(
     logits_TV: Tensor, target_T: Tensor, loss: TokenLossFunction, with_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the loss of each row [T], 0 for ignored rows, and the gradient [T, V] of their sum."""
+    """Returns (losses [T], gradient [T, V] of the summed losses). Both are 0 in ignored rows.
+
+    Without `with_gradient`, the gradient is None.
+    """
     with torch.set_grad_enabled(with_gradient):
         logits_TV = logits_TV.detach().requires_grad_(with_gradient)
         try:
             losses_T = loss(logits_TV, target_T.clamp(min=0))
-        except Exception as error:
-            raise UserError(
-                f"train.loss: its function failed ({type(error).__name__}: {error}): correct its code"
-            ) from error
+        except (Exception, SystemExit) as error:
+            raise UserError(f"train.loss: its function failed ({said(error)}): correct its code") from error
         if not isinstance(losses_T, Tensor) or losses_T.shape != target_T.shape or not losses_T.is_floating_point():
             found = f"the shape {[*losses_T.shape]}" if isinstance(losses_T, Tensor) else f"a {type(losses_T).__name__}"
             raise UserError(
@@ -96,6 +95,7 @@ def _losses(
         gradient = None
         if with_gradient:
             (gradient,) = torch.autograd.grad(losses_T.sum(), logits_TV)
-            # In ignored rows, autograd multiplies the derivative by 0, which gives NaN if the derivative is not finite.
+            # In ignored rows, autograd multiplies the derivative by 0. If the derivative is not finite, the product is
+            # NaN.
             gradient = torch.where(counted_T[:, None], gradient, gradient.new_zeros(()))
     return losses_T.detach(), gradient

@@ -1,11 +1,7 @@
-"""Computes matmuls in the operand forms that measurements on the chip choose.
+"""Computes matmuls in the operand forms that measurements on the chip choose (AxoNN, section 5.1.3).
 
-The form of a matmul (NN, NT or TN) gives the layouts of its two operands: N is row-major, T is column-major. A matmul
-can be much slower in one form than in another form (AxoNN, section 5.1.3). While a `MatmulForms` measures, it times the
-first large matmul of each `MatmulShape` in all three forms. After `choose`, matmuls of a `MatmulShape` use a clearly
-faster form, if there is one. Otherwise, matmuls use their operands as given.
-
-Results of different forms may differ in their last bits, so all ranks must choose the same forms.
+The form of a matmul (NN, NT or TN) gives the layouts of its two operands: N is row-major, T is column-major. Results of
+different forms may differ in their last bits.
 
 Legend: A [M, L] @ B [L, N] -> [M, N].
 """
@@ -27,8 +23,10 @@ _LEAST_WORK = 1 << 26  # minimum number of floating-point operations of a matmul
 
 
 class MatmulShape(NamedTuple):
-    """The properties of a matmul by which `MatmulForms` chooses a form. `form` is the form of the given operands, and
-    `type` is the name of their torch dtype."""
+    """The properties of a matmul by which `MatmulForms` chooses a form.
+
+    `form` is the form of the given operands. `type` is the name of the operands' torch dtype.
+    """
 
     form: Form
     m: int
@@ -41,10 +39,7 @@ FormTimings = dict[Form, Timing]
 
 
 class MatmulForms:
-    """Chooses the operand forms of matmuls. `timings` are the measurements so far, by matmul and form.
-
-    Measurements change no form before the call of `choose`.
-    """
+    """Chooses the operand forms of matmuls. `timings` are the measurements, by matmul and form."""
 
     def __init__(self) -> None:
         self.timings: dict[MatmulShape, FormTimings] = {}
@@ -53,13 +48,15 @@ class MatmulForms:
         self._chosen: dict[MatmulShape, Form] = {}
 
     def choose(self, timings: dict[MatmulShape, FormTimings]) -> None:
-        """Chooses forms by `timings`, which replace this rank's timings of the same matmuls and must be equal on all
-        ranks."""
+        """Chooses forms by `timings`, which must be equal on all ranks."""
         self.timings.update(timings)
         self._chosen |= {product: clear_choice(product.form, each) for product, each in timings.items()}
 
     def form(self, shape: MatmulShape, a_ML: Tensor, b_LN: Tensor) -> Form:
-        """Returns the form for a matmul. While measuring, first times a large matmul that has no timings yet."""
+        """Returns the form chosen by `choose`, or else the operands' form.
+
+        While `measuring` is True, also times a large matmul that has no timings yet.
+        """
         if self.measuring and 2 * shape.m * shape.l * shape.n >= _LEAST_WORK:
             self.made.add(shape)
             if shape not in self.timings:
@@ -77,12 +74,10 @@ def matmul(
     rows_vary: bool = False,
     forms: Forms | None = None,
 ) -> Tensor:
-    """Computes A @ B, [M, N], of two matrices of one dtype, each contiguous or the transpose of a contiguous matrix.
+    """Computes A @ B, [M, N]. Both matrices must have the same dtype.
 
     With `out`, writes the result to `out`. With `out` and `add`, adds the result to `out`, which may have another
-    dtype. `rows_vary` is true if the number of tokens (M, or L if A is transposed) differs between batches. Then
-    `forms` chooses one form for all numbers with the same next power of two. Without `forms`, the operands stay as
-    given.
+    dtype. With `rows_vary`, the choice of a form rounds the number of rows (M, or L in form TN) up to a power of two.
     """
     if forms is not None:
         form = form_of(a_ML, b_LN)
@@ -101,7 +96,7 @@ def matmul(
 
 
 def wide_matmul(a_ML: Tensor, b_LN: Tensor, forms: Forms | None = None) -> Tensor:
-    """Computes A @ B in the operands' dtype, or in fp32 for 16-bit operands on a device that `_adds_wide`."""
+    """Computes A @ B in the operands' dtype, or in fp32 for 16-bit operands if the device supports an fp32 result."""
     if a_ML.dtype.itemsize > 2 or not _adds_wide(a_ML.device.type):
         return matmul(a_ML, b_LN, forms=forms)
     out_MN = a_ML.new_zeros(len(a_ML), b_LN.shape[1], dtype=torch.float32)
@@ -110,21 +105,20 @@ def wide_matmul(a_ML: Tensor, b_LN: Tensor, forms: Forms | None = None) -> Tenso
 
 @cache
 def _adds_wide(device: str) -> bool:
-    """Returns True if a device can add a matmul of 16-bit operands to an fp32 matrix without rounding the matmul
-    first."""
+    """Returns True if a device can add a matmul of 16-bit operands to an fp32 matrix without rounding the product."""
     key = torch._C._dispatch_key_for_device(device)
     return torch._C._dispatch_has_kernel_for_dispatch_key("aten::addmm.dtype_out", key)
 
 
 def form_of(a_ML: Tensor, b_LN: Tensor) -> Form:
-    """Returns the form of two given operands."""
+    """Returns the form of two operands; TN for any A that is not contiguous."""
     if not a_ML.is_contiguous():
         return "TN"
     return "NN" if b_LN.is_contiguous() else "NT"
 
 
 def in_form(form: Form, a_ML: Tensor, b_LN: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the operands in `form`. Copies an operand only if `form` needs another layout."""
+    """Returns both operands, and copies an operand whose memory layout differs from `form`."""
     a_ML = a_ML.T.contiguous().T if form == "TN" else a_ML.contiguous()
     b_LN = b_LN.T.contiguous().T if form == "NT" else b_LN.contiguous()
     return a_ML, b_LN
@@ -140,10 +134,6 @@ def _shape(form: Form, a_ML: Tensor, b_LN: Tensor, rows_vary: bool) -> MatmulSha
 
 
 def _seconds(form: Form, a_ML: Tensor, b_LN: Tensor, out_MN: Tensor) -> float:
-    """Returns the seconds of one matmul in this form, including the transposition of operands.
-
-    The time includes the wait for all operations that an accelerator has not finished yet.
-    """
     began = time.perf_counter()
     torch.mm(*in_form(form, a_ML, b_LN), out=out_MN)
     if out_MN.device.type != "cpu":

@@ -1,7 +1,5 @@
 """RMSNorm: y = w * x / sqrt(mean(x^2) + eps), where the mean and the quotient are in fp32 (float64 for float64).
 
-Autograd saves only x, w and one number per row.
-
 Legend: T rows, H columns.
 """
 
@@ -16,8 +14,7 @@ from optimus.kernels.backend import compute_dtype
 
 
 def rms_norm(x_TH: Tensor, w_H: Tensor | None, eps: float) -> Tensor:
-    """Normalises the last dim of `x_TH` (any leading dims), scales by `w_H` if given, and returns the result in
-    x's dtype."""
+    """Normalises the last dim of `x_TH` (any leading dims) and scales by `w_H`, if given. Keeps x's dtype."""
     return _RmsNorm.apply(x_TH, x_TH.new_ones(x_TH.shape[-1]) if w_H is None else w_H, eps)
 
 
@@ -38,7 +35,7 @@ class _RmsNorm(torch.autograd.Function):
             x = x_TH.to(compute_dtype(x_TH.dtype))
             r = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
             y_TH = (x * r).to(x_TH.dtype).mul_(w_H)
-        # Saves x itself, not a contiguous copy: q and k may be views that share memory.
+        # Saves x itself: a contiguous copy of a view would take more memory.
         ctx.save_for_backward(x_TH, w_H, r)
         return y_TH
 

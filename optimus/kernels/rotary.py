@@ -1,7 +1,4 @@
-"""Rotary position embedding (RoFormer, eq. 34), in the half-split form of GPT-NeoX and OLMo.
-
-The forward pass rotates the pair (x[i], x[i + D/2]) by the angle position * frequency, where the frequency is
-theta^(-2i/D) by default. The backward pass rotates by the opposite angle, so autograd saves only the table.
+"""Rotary position embedding (RoFormer, eq. 34) of the pairs (x[i], x[i + D/2]), as in GPT-NeoX and OLMo.
 
 Legend: B batch, S sequence, N heads, D head size.
 """
@@ -22,17 +19,18 @@ def rotary_table(
     theta: float,
     scaled: Callable[[Tensor], Tensor] = lambda frequencies_D: frequencies_D,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (cos, sin), each fp32 [S, D/2], of the angles at integer `positions_S`.
-
-    `scaled` maps the frequencies theta^(-2i/D) [D/2], in radians per position, to scaled frequencies.
-    """
+    """Returns (cos, sin), each fp32 [S, D/2], of the angles at integer `positions_S`. `scaled` maps the frequencies
+    theta^(-2i/D) [D/2], in radians per position, to scaled frequencies."""
     exponent = torch.arange(0, head_size, 2, dtype=torch.float32, device=positions_S.device) / head_size
     angle_SD = positions_S.float()[:, None] * scaled(1.0 / theta**exponent)
     return angle_SD.cos(), angle_SD.sin()
 
 
 def rotary(x_BSND: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotates every head of `x_BSND` by the angles of the token's position. The result has the dtype of x."""
+    """Rotates every head of `x_BSND` by the angles of `table`, the result of `rotary_table`.
+
+    Computes in at least fp32. The result has the dtype of x.
+    """
     return _Rotary.apply(x_BSND, *table)
 
 

@@ -1,32 +1,34 @@
-"""The sum of squares of gradients, accumulated in float64 if the device has float64.
-
-A float64 sum hardly depends on the order of the gradients.
-"""
+"""The sum of squares, accumulated in float64 if the device has float64."""
 
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from optimus.kernels.backend import use_triton
+from optimus.kernels import backend
+
+BLOCK = 1 << 17  # elements; their float64 copy stays in a processor's cache
 
 
 def square_sum(x: Tensor) -> Tensor:
-    """Returns the sum of the squares of all elements, a scalar of `square_dtype`."""
-    if use_triton(x):
+    """Returns the sum of all squared elements, a scalar of dtype `square_dtype(x.device)`."""
+    if backend.use_triton(x):
         from optimus.kernels.triton.square_sum import square_sum
 
         return square_sum(x, square_dtype(x.device))
-    return square_sum_reference(x)
+    if x.device.type != "cpu" or not x.numel():
+        return square_sum_reference(x)
+    blocks = (block.double() for block in x.flatten().split(BLOCK))
+    return torch.stack([block.dot(block) for block in blocks]).sum()
 
 
 def square_sum_reference(x: Tensor) -> Tensor:
-    """Reference implementation, for tests and for computation without Triton."""
+    """Reference implementation, also for accelerators without Triton."""
     return torch.linalg.vector_norm(x, dtype=square_dtype(x.device)).square()
 
 
 @cache
 def square_dtype(device: torch.device) -> torch.dtype:
-    """Returns the dtype for accumulating squares: float64, or fp32 on accelerators without float64."""
+    """Returns the dtype for sums of squares: float64, or fp32 on accelerators without float64."""
     known = None if device.type == "cpu" else getattr(torch.get_device_module(device), "get_device_properties", None)
     return torch.float64 if known is None or getattr(known(device), "has_fp64", True) else torch.float32

@@ -1,4 +1,4 @@
-"""Runs a configuration on this machine: checks the run, then trains in this process or starts several rank processes."""
+"""Runs a configuration on this machine: checks the run, then trains in this process or starts rank processes."""
 
 import os
 import time
@@ -15,13 +15,13 @@ from optimus.checkpoint.rollback import resume_points, rollback
 from optimus.config import RunConfig, dump_config
 from optimus.data.training import TrainingData
 from optimus.errors import UserError
-from optimus.launch.launchers import meet
+from optimus.launch.launchers import TRAINED, meet
 from optimus.launch.local import start_ranks
 from optimus.launch.rank import run_rank
 from optimus.mesh import Mesh
 from optimus.mesh.placement import describe
 from optimus.observe.machine import find_device, use_device
-from optimus.resolve.ranks import mesh_of, ranks_per_node
+from optimus.resolve.ranks import least_ranks, mesh_of, ranks_per_node
 from optimus.resolve.run import ResolvedRun
 from optimus.training import checks
 from optimus.training.finalize import conclude, summary_of
@@ -30,8 +30,6 @@ from optimus.training.objects import NO_OBJECTS, UserObjects
 from optimus.training.resolving import resolve_run
 from optimus.training.summary import summarise, summary_lines
 from optimus.training.teacher import check_teacher
-
-_TRAINED = "OPTIMUS_TRAINED"  # environment variable with the id of the process that has trained as a rank
 
 
 def train_or_check(
@@ -44,17 +42,13 @@ def train_or_check(
     check: bool,
     objects: UserObjects = NO_OBJECTS,
 ) -> dict[str, Any]:
-    """Returns the summary of the trained run or, with `check`, the report of `verify_data`.
-
-    The caller has validated the configuration `tree` and the `data`. Raises `UserError` for a run that cannot start or
-    continue.
-    """
-    users_hooks(tree.train.hooks, objects.hooks)  # reports invalid hooks early; each rank makes its own hooks
+    """Returns the summary of the trained run or, with `check`, the report of `verify_data`."""
+    users_hooks(tree.train.hooks, objects.hooks)  # raises for invalid hooks; each rank makes its own hooks
     launched = "WORLD_SIZE" in os.environ
     ranks = _number_of_ranks(tree, ranks)
     if launched and ranks > 1:
         meet(tree.train.output)
-        if os.environ.get(_TRAINED) == str(os.getpid()) and not check:
+        if os.environ.get(TRAINED) == str(os.getpid()) and not check:
             raise UserError(
                 "this process has trained under its launcher already, and its ranks would meet the ranks of that run: start "
                 "each training as a job of its own"
@@ -64,7 +58,7 @@ def train_or_check(
     if resume and writes and not check:
         lease.wait()
     if writes and not check:
-        checks.fetch_lost_run(tree, resume)
+        checks.fetch_lost_run(tree, data, resume)
     resolved = check_run(tree, data, mesh_of(tree, ranks, ranks_per_node(ranks)), resume)
     if check:
         return verify_data(resolved, data)
@@ -74,7 +68,7 @@ def train_or_check(
             if fresh_optimizer and writes:
                 _begin_optimizer(Path(tree.train.output))
             if ranks == 1 or launched:
-                os.environ[_TRAINED] = str(os.getpid())
+                os.environ[TRAINED] = str(os.getpid())
                 stopped_by = run_rank(dump_config(tree), resume, holder=lease.token, users=objects)
             else:
                 stopped_by = start_ranks(dump_config(tree), resume, ranks, lease.token, objects.dumps())
@@ -93,7 +87,7 @@ def _number_of_ranks(tree: RunConfig, ranks: int | Literal["auto"] | None) -> in
     """Returns the launcher's number of ranks if there is a launcher, otherwise `ranks`.
 
     "auto" stands for one rank for each accelerator. None, and "auto" on a CPU, stand for the fewest ranks that the
-    configuration needs. Raises `UserError` if `ranks` is another number than the launcher's.
+    configuration needs.
     """
     if "WORLD_SIZE" in os.environ:
         launched = int(os.environ["WORLD_SIZE"])
@@ -104,26 +98,22 @@ def _number_of_ranks(tree: RunConfig, ranks: int | Literal["auto"] | None) -> in
             )
         return launched
     if ranks != "auto":
-        return ranks or tree.parallel.least_ranks
+        return ranks or least_ranks(tree)
     device = find_device(tree.train.device, "train.device")
-    return tree.parallel.least_ranks if device.type == "cpu" else torch.accelerator.device_count()
+    return least_ranks(tree) if device.type == "cpu" else torch.accelerator.device_count()
 
 
 def _begin_optimizer(run: Path) -> None:
-    """Makes `run` resume from the weights of its newest checkpoint, if any, with a fresh optimizer.
-
-    Raises `UserError` like `rollback`.
-    """
+    """Makes `run` resume from the weights of its newest checkpoint, if any, with a fresh optimizer."""
     if points := resume_points(run):
         rollback(run, step_of(points[0].path), held=True)
 
 
 def verify_data(run: ResolvedRun, data: TrainingData) -> dict[str, Any]:
-    """Verifies the checksums of the data as the last check of `--check`, and returns the report of a run that is
-    ready."""
+    """Verifies the checksums of the data, and returns the report of `--check`."""
     data.verify()
     folder = Path(run.config.train.output)
-    holder, about = living_holder(folder), summarise(run, data.instances)
+    holder, about = living_holder(folder), summarise(run, data.sequences)
     return {
         "ok": True,
         "output": run.config.train.output,
@@ -137,15 +127,12 @@ def verify_data(run: ResolvedRun, data: TrainingData) -> dict[str, Any]:
 
 
 def check_run(config: RunConfig, data: TrainingData, mesh: Mesh, resume: bool) -> ResolvedRun:
-    """Checks a run before its training starts, and returns the resolved run.
-
-    Raises `UserError` for problems that this process finds and that would keep the ranks of `mesh` from running.
-    """
-    # Only a rank may use device memory: another process would take the memory from the ranks.
+    """Checks a run before its training starts, and returns the resolved run."""
+    # Only a rank may use device memory.
     rank_here = mesh.size == 1 or "WORLD_SIZE" in os.environ
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = (use_device if rank_here else find_device)(config.train.device, "train.device", local_rank)
-    run = resolve_run(config, device, mesh, sequences=data.instances, resume=resume, touches=rank_here)
+    run = resolve_run(config, device, mesh, sequences=data.sequences, resume=resume, touches=rank_here)
     checks.check_references(run.config, resume)
     if int(os.environ.get("RANK", "0")) == 0:
         checks.check_validation(run.config, data)

@@ -1,27 +1,29 @@
-"""Finds the rank of this process under another launcher: torchrun, Slurm's `srun`, or `mpiexec` of several MPI
-libraries.
+"""Finds the rank of this process under torchrun, Slurm's `srun`, or `mpiexec` of several MPI libraries.
 
-Launchers describe a task by different environment variables. This module sets the variables of torchrun, which other
-modules read: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+Sets the variables of torchrun: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 """
 
 import os
 import re
+import signal
 import socket
+import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from optimus.errors import UserError
 
-LOOPBACK = "127.0.0.1"  # only this machine reaches this address
+LOOPBACK = "127.0.0.1"
+TRAINED = "OPTIMUS_TRAINED"  # environment variable with the id of the process that has begun to train
+_FIRST = 5.0  # seconds by which other ranks delay a `UserError`, so that the first rank prints a common error
 _PORTS = range(20_000, 32_000)  # below the ports that Linux by default gives to outgoing connections
 
 
 class _Launcher(NamedTuple):
-    """A launcher, and the names of its variables for a task: the rank and the number of ranks, in the run and on the
-    task's node."""
+    """A launcher, and its variables for the rank and the number of ranks, in the run and on the node."""
 
     name: str
     rank: str
@@ -30,7 +32,7 @@ class _Launcher(NamedTuple):
     local_ranks: str
 
 
-# MPI libraries come before Slurm: inside a Slurm job, `mpiexec` may start its own helpers with `srun`.
+# MPI libraries come before Slurm, since `mpiexec` may start tasks with `srun`.
 _LAUNCHERS = (
     _Launcher(
         "Open MPI",
@@ -53,10 +55,9 @@ _LAUNCHERS = (
 
 
 def join() -> None:
-    """Adds the variables of `rank_variables` to the environment. Raises `UserError` like `rank_variables`.
+    """Sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE if a launcher has started several tasks.
 
-    If WORLD_SIZE is still missing, removes RANK, LOCAL_RANK and LOCAL_WORLD_SIZE, which an earlier program may have
-    left.
+    Removes RANK, LOCAL_RANK and LOCAL_WORLD_SIZE if WORLD_SIZE is still missing.
     """
     os.environ.update(rank_variables(os.environ))
     if "WORLD_SIZE" not in os.environ:
@@ -65,15 +66,32 @@ def join() -> None:
 
 
 def meet(run: str | Path) -> None:
-    """Adds the variables of `master_of` to the environment. Raises `UserError` like `master_of`."""
+    """Sets MASTER_ADDR and MASTER_PORT unless they are set; see `master_of`."""
     os.environ.update(master_of(os.environ, run))
 
 
-def rank_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Returns RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE of a launcher's task with the environment `env`. The
-    result is empty without a launcher, for a single task, and if WORLD_SIZE is set already.
+@contextmanager
+def first_rank_speaks() -> Iterator[None]:
+    """Lets the first rank print an error that several ranks have before they join one another.
 
-    Raises `UserError` if the variables do not say which rank this process is, or contradict one another.
+    Delays a `UserError` of another rank that has not begun to train. SIGTERM then ends that rank without a message.
+    """
+    try:
+        yield
+    except UserError as error:
+        code = error.code
+        if os.environ.get("RANK", "0") != "0" and os.environ.get(TRAINED) != str(os.getpid()):
+            signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
+            time.sleep(_FIRST)
+        raise
+
+
+def rank_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """Returns RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE of the task that has the environment `env`.
+
+    The result is empty for a single task, and if `env` sets WORLD_SIZE.
+
+    Raises `UserError` for missing, invalid or contradictory variables.
     """
     if "WORLD_SIZE" in env:
         _check_complete(env)
@@ -100,11 +118,9 @@ def rank_variables(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def master_of(env: Mapping[str, str], run: str | Path) -> dict[str, str]:
-    """Returns the variables MASTER_ADDR and MASTER_PORT that `env` lacks: the address and port at which the ranks of
-    the run folder `run` meet.
+    """Returns the variables MASTER_ADDR and MASTER_PORT that `env` lacks, for the run folder `run`.
 
-    The port depends only on the path of the folder. Raises `UserError` if the ranks are on several nodes, `env` has no
-    MASTER_ADDR, and Slurm names no first node that this machine knows.
+    The port follows from the path of the folder. Raises `UserError` if the first rank's node is not known.
     """
     found = {}
     if "MASTER_ADDR" not in env:
@@ -126,9 +142,10 @@ def master_of(env: Mapping[str, str], run: str | Path) -> dict[str, str]:
 
 
 def check_alone(command: str) -> None:
-    """Raises `UserError` if a launcher has started several tasks of `command` on this node, and like
-    `rank_variables`."""
-    if int({**os.environ, **rank_variables(os.environ)}.get("LOCAL_WORLD_SIZE", "1")) > 1:
+    """Raises `UserError` if a launcher has started several tasks of `command` on this node."""
+    found = rank_variables(os.environ)
+    env = os.environ if "WORLD_SIZE" in os.environ else {}  # without it, the other variables are of an earlier program
+    if int({**env, **found}.get("LOCAL_WORLD_SIZE", "1")) > 1:
         raise UserError(
             f"a launcher has started several tasks of `{command}` on this node: start one per node, which starts the ranks "
             "of its node by itself (srun --ntasks-per-node=1, mpiexec -ppn 1 or --map-by ppr:1:node)"
@@ -136,7 +153,7 @@ def check_alone(command: str) -> None:
 
 
 def first_node(nodes: str) -> str:
-    """Returns the first name of a Slurm node list, such as "a[03-05,9]c[0-1],b1" ("a03c0")."""
+    """Returns the first name of a Slurm node list, such as "a03c0" of "a[03-05,9]c[0-1],b1"."""
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodes).split(",")[0]
 
 
@@ -149,12 +166,15 @@ def _is_known(name: str) -> bool:
 
 
 def _check_complete(env: Mapping[str, str]) -> None:
-    """Raises `UserError` if a variable of torchrun that the ranks need is missing, or if a variable is invalid."""
-    needed = ("RANK", "MASTER_ADDR", "MASTER_PORT") if env["WORLD_SIZE"] != "1" else ()
+    """Raises `UserError` if a required variable of torchrun is missing, or a number is out of range."""
+    needed = (
+        ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if env["WORLD_SIZE"] != "1" else ()
+    )
     if missing := [name for name in needed if not env.get(name)]:
         raise UserError(
             f"WORLD_SIZE is {env['WORLD_SIZE']}, but {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not "
-            "set, so the ranks cannot find one another: set them for every rank, or unset WORLD_SIZE for a run of its own"
+            "set, so the ranks cannot find one another or their devices: set them for every rank, or unset WORLD_SIZE for a "
+            "run of its own"
         )
     ranks = _above(env, "WORLD_SIZE", 1, None)
     local = _above(env, "LOCAL_WORLD_SIZE", 1, ranks + 1) if "LOCAL_WORLD_SIZE" in env else ranks
@@ -177,8 +197,7 @@ def _above(env: Mapping[str, str], name: str, least: int, end: int | None) -> in
 
 
 def _number(launcher: _Launcher, name: str, text: str) -> int:
-    """Parses a variable of `launcher`, such as "2" or Slurm's "2(x3)". Raises `UserError` for any other text, such as
-    "2,1" for nodes with different numbers of tasks."""
+    """Parses the value of a variable of `launcher`, such as "2" or Slurm's "2(x3)"."""
     match = re.fullmatch(r"(\d+)(?:\(x\d+\))?", text)
     if match is not None:
         return int(match[1])

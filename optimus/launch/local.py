@@ -1,4 +1,4 @@
-"""Launch of ranks on one machine under TorchElastic, with a store in this process that only this machine can reach."""
+"""Launch of ranks on one machine under TorchElastic."""
 
 import logging
 import os
@@ -21,13 +21,14 @@ from optimus.launch.store import LOOPBACK, serve
 from optimus.observe.terminal import let_go_if_gone
 from optimus.resilience.exits import SAVING, STOPPED, told_torch_elastic
 
-RANK = "optimus.launch.rank"  # the module that runs a rank
+RANK = "optimus.launch.rank"
 BACKEND = "optimus-local"  # name of the rendezvous backend in TorchElastic
 
 
 class LocalRendezvous(StaticTCPRendezvous):
-    """The rendezvous of a single node, with a store that listens on the loopback interface only. The store of the base
-    class listens on all interfaces."""
+    """The rendezvous of a single node. The store listens on the loopback interface; the store of the base class
+    listens on all interfaces.
+    """
 
     def __init__(self, params: rendezvous.RendezvousParameters) -> None:
         self._served = serve(0)
@@ -47,10 +48,7 @@ def register() -> str:
 
 
 def name_interface(address: str) -> None:
-    """Makes Gloo use the network interface that has `address`, unless the environment already names an interface.
-
-    By default Gloo uses the address of the machine's name, which may belong to another network.
-    """
+    """Makes Gloo use the network interface that has `address`, unless the environment names an interface."""
     for device, found in psutil.net_if_addrs().items():
         if any(each.address == address for each in found):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", device)
@@ -70,7 +68,7 @@ def start_ranks(config: str, resume: bool, ranks: int, holder: str, objects: byt
         if objects is not None:
             words += ["--objects", str(Path(folder) / "objects")]
             Path(words[-1]).write_bytes(objects)
-        launch = LaunchConfig(  # without an endpoint, since the store chooses a free port
+        launch = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=ranks,
@@ -80,7 +78,7 @@ def start_ranks(config: str, resume: bool, ranks: int, holder: str, objects: byt
             local_addr=LOOPBACK,
             max_restarts=0,
         )
-        # Set as attributes, since older versions of torch do not accept these arguments.
+        # Older versions of torch do not accept these values as arguments.
         launch.signals_to_handle = told_torch_elastic()
         launch.shutdown_timeout = SAVING
         try:
@@ -90,14 +88,11 @@ def start_ranks(config: str, resume: bool, ranks: int, holder: str, objects: byt
             return error.sigval  # the ranks have received the signal too
         except ChildFailedError as error:
             if stopped := {failure.exitcode for failure in error.failures.values()} & set(STOPPED):
-                return max(stopped) - 128  # a rank has received a signal, and the ranks have agreed to stop
+                return max(stopped) - 128  # a rank has received a signal
             raise UserError(explain(error.failures)) from error
     return 0
 
 
 def rank_options(holder: str | None = None) -> list[str]:
-    """Returns the options of every rank that this process starts: this process's id and, if given, the lease's token.
-
-    A rank ends when the process that has started the rank ends.
-    """
+    """Returns a rank's options: the id of this process and, if given, the token of the lease."""
     return ["--parent", str(os.getpid()), *([] if holder is None else ["--holder", holder])]

@@ -10,16 +10,15 @@ from optimus.resilience.exits import error_in, how_ended
 
 
 def explain(failures: Mapping[int, ProcessFailure]) -> str:
-    """Returns one message about the failed ranks.
+    """Returns a message that names the most likely culprit rank, if any, and the cause.
 
-    The message states the cause. If a rank or the connection was lost, the message also describes a failed collective,
-    if a rank has reported one.
+    `failures` must not be empty.
     """
     said = {rank: text for rank, failure in failures.items() if (text := error_in(failure.message)) is not None}
     stopped = {rank: text for rank, text in said.items() if text.startswith("CollectiveError: ")}
-    first = min(failure.timestamp for failure in failures.values())  # TorchElastic counts whole seconds
+    first = min(failure.timestamp for failure in failures.values())
     silent = [rank for rank in failures if rank not in said]
-    # The launcher ends the other ranks with SIGTERM, and later uses SIGKILL for ranks that still run.
+    # The launcher ends the remaining ranks with SIGTERM or, later, SIGKILL. Timestamps are in whole seconds.
     lost = [r for r in silent if failures[r].exitcode != -signal.SIGTERM and failures[r].timestamp <= first + 1]
     causes = sorted(said.keys() - stopped.keys(), key=lambda rank: (failures[rank].timestamp, rank))
     if lost or not said:

@@ -20,7 +20,7 @@ from torch.distributed.elastic.rendezvous import api
 from optimus.checkpoint.folder import list_checkpoints, step_of
 from optimus.checkpoint.lease import Lease
 from optimus.disk import file_system_time
-from optimus.errors import UserError, naming_disk_errors
+from optimus.errors import UserError, first_line, naming_disk_errors
 from optimus.launch.store import connect, own_address
 from optimus.launch.torch_elastic import Agent, ProcessFailure, Rendezvous
 from optimus.launch.waiting import Waiting
@@ -33,8 +33,8 @@ from optimus.resilience.policy import Do, decide
 
 @dataclass(frozen=True)
 class NodeJob:
-    """The settings that all nodes of a launch share. Raises `UserError` for fewer than 1 node, 1 rank per node or 0
-    spares."""
+    """The settings that all nodes of a launch share. Raises `UserError` without nodes or without ranks per
+    node, and for a number of spares or a waiting time that is negative or not finite."""
 
     config: str | Path
     overrides: Sequence[str] = ()
@@ -53,6 +53,9 @@ class NodeJob:
                 f"--nodes {self.nodes} --spares {self.spares} --ranks-per-node {self.ranks_per_node}: give at least 1 node, "
                 "1 rank per node and 0 spares"
             )
+        for option, seconds in (("--wait", self.wait), ("--rejoin-wait", self.rejoin_wait)):
+            if seconds is not None and not 0 <= seconds < math.inf:
+                raise UserError(f"{option} {seconds:g}: give a finite number of seconds, at least 0")
 
     @property
     def ranks(self) -> int:
@@ -68,7 +71,7 @@ class Launch(NodeJob):
     node: str
     endpoint: str
     name: str = "optimus"  # distinguishes launches in one store
-    aborts: bool = False  # True if the backend sends SIGABRT to ranks that have lost another rank
+    aborts: bool = False  # True if the backend aborts ranks that have lost another rank
 
 
 def run_node(
@@ -76,17 +79,11 @@ def run_node(
 ) -> Do | Exit | None:
     """Runs this node's ranks, each as `command`, until the run ends on this node.
 
-    Returns None when the job is done or no longer needs this node, and an `Exit` when a signal has ended the run.
-    Returns `Do.LEAVE` when this node has left, and `Do.STOP` when a failure has stopped all nodes.
+    Returns None (the job is done or no longer needs this node), an `Exit` (a signal has ended the run), `Do.LEAVE`
+    (this node has left) or `Do.STOP` (a failure has stopped all nodes).
 
-    `run_node` appends `--holder` to `command`, with the token under which all nodes of the launch hold the lease of the
-    run folder. When the run restarts or fails for good, one of the nodes calls `announce(event, detail)` with the event
-    `restarted` or `failed`.
-
-    Raises `LeaseError` when another run holds the lease of the folder. Raises `UserError` when the node is excluded,
-    the rendezvous does not answer or stops answering, or another program writes to the store. Raises `UserError` when
-    the clocks of nodes differ too much, or too few nodes join. Raises `UserError` when the run restarts too often
-    without progress, or the launch has ended before the run has finished.
+    Appends `--holder` and the lease's token to `command`. For each event `restarted` or `failed`, one node calls
+    `announce(event, detail)`.
     """
     check_not_excluded(launch.run, launch.node)
 
@@ -103,7 +100,7 @@ def run_node(
     except (api.RendezvousConnectionError, DistError) as error:
         raise UserError(
             f"node {launch.node} has lost the rendezvous {launch.endpoint}: its network link is broken, or the rendezvous "
-            f"has ended ({str(error).splitlines()[0]})"
+            f"has ended ({first_line(error)})"
         ) from error
     except api.RendezvousStateError as error:
         raise UserError(
@@ -121,7 +118,7 @@ def check_not_excluded(run: Path, node: str) -> None:
 
 
 class _Member:
-    """Runs this node's ranks until the run ends, and answers failures of ranks and of other nodes of the launch."""
+    """Runs this node's ranks until the run ends on this node."""
 
     def __init__(
         self,
@@ -162,7 +159,7 @@ class _Member:
                 ).until_the_end()
         except api.RendezvousTimeoutError as error:
             why = f"fewer than {self._launch.nodes} nodes have joined within {self._rendezvous.wait:g} s"
-            # Without a world no node has rank 0, so the node that increments the counter first reports the failure.
+            # Without a world no node has rank 0, so the first node to increment the counter reports the failure.
             if self._store.add(self._key("few"), 1) == 1:
                 self._note_silent(self._told("world") or [])
                 self._events.write("failure", node=self._launch.node, detail=why)
@@ -177,7 +174,7 @@ class _Member:
     def _come_too_late(self) -> None:
         """Prints that the launch has ended because the run has finished.
 
-        Raises `UserError` if the run has not finished, since only a new launch can then continue the run.
+        Raises `UserError` if the run has not finished.
         """
         why = f"the launch {self._launch.name} at {self._launch.endpoint} has ended already"
         cure = "to train again, give another --name or restart `optimus rendezvous`"
@@ -186,7 +183,7 @@ class _Member:
         self._say(f"{why}, because the run has finished; {cure}")
 
     def _joined(self, number: int, node_rank: int, nodes: int, store: Store) -> None:
-        """Reports this node's ranks in a new world; the first node also logs dead nodes and a restart."""
+        """Reports this node's ranks in a new world. Node 0 also records the world and any restart."""
         self._waiting.over()
         if self._launch.rejoin_wait is not None:
             self._rendezvous.wait = self._launch.rejoin_wait
@@ -203,7 +200,7 @@ class _Member:
         self._tell("world", here)
         if before is not None:
             self._note_silent(before)
-        for _, member in here:  # other nodes may have reported a slow node dead
+        for _, member in here:  # other nodes may have reported a slow node as dead
             self._store.delete_key(self._key(f"died/{member}"))
         if before is None:
             return
@@ -229,7 +226,8 @@ class _Member:
         decision = decide(codes, crashes, self._rendezvous.spares(), self._launch.aborts)
         if decision.do is Do.LEAVE and not self._claim_spare():
             decision = decide(codes, crashes, 0, self._launch.aborts)
-        said = [text for failure in failures.values() if (text := error_in(failure.message))]
+        of_cause = [failures[decision.rank]] if decision.rank is not None else failures.values()
+        said = [text for failure in of_cause if (text := error_in(failure.message))]
         detail = f"{decision.detail}: {said[0]}" if said else decision.detail
         if decision.culprit:
             self._store.add(self._key(f"crashes/{self._launch.node}"), 1)
@@ -247,14 +245,14 @@ class _Member:
     def _claim_spare(self) -> bool:
         """Claims a spare to replace this node. Returns False if no unclaimed spare is left.
 
-        This node's list of present nodes may be seconds old, and may include nodes that have left. The nodes therefore
-        record all claims in the store.
+        The store records all claims, because a node's list of present nodes may be seconds old.
         """
         claims = f"leaving/{self._round}"
         number = self._store.add(self._key(claims), 1)
         self._tell(f"{claims}/{number}", self._rendezvous.member)
         here = self._rendezvous.present()
-        # An earlier claim counts if its node is present or not yet known. The name of a failed claim is empty.
+        # An earlier claim counts if its node is present, or if the claim does not name its node yet. A failed claim
+        # has an empty name, and does not count.
         told = [self._told(f"{claims}/{earlier}") for earlier in range(1, number)]
         claimed = sum(member is None or member in here for member in told)
         if self._rendezvous.spares() > claimed:
@@ -304,7 +302,7 @@ _DOING: dict[Do | Exit, str] = {
 
 
 _Named = tuple[str, str]  # the name of a node, and the node's name in the rendezvous
-_SAID: dict[str, TypeAdapter[Any]] = {  # types of values in the store, by the first part of their keys
+_SAID: dict[str, TypeAdapter[Any]] = {  # types of values in the store, by kind of key
     "member": TypeAdapter(_Named),
     "world": TypeAdapter(list[_Named]),
     "died": TypeAdapter(float),
@@ -316,10 +314,7 @@ _SAID: dict[str, TypeAdapter[Any]] = {  # types of values in the store, by the f
 
 
 def _said(value: bytes, what: str) -> Any:
-    """Parses a value that a node has put into the store.
-
-    Raises `RendezvousStateError` for a value of the wrong type, since other programs may write to the store too.
-    """
+    """Parses a value from the store. Raises `RendezvousStateError` for an invalid value."""
     try:
         return _SAID[what].validate_json(value)
     except ValidationError as error:
@@ -331,10 +326,8 @@ def _said(value: bytes, what: str) -> Any:
 
 @contextmanager
 def _holding(launch: Launch, store: Store) -> Iterator[str]:
-    """Holds the lease of the run folder together with the other nodes of the launch, and yields the token of the lease.
-
-    The last node to leave releases the lease. A node that has lost the store leaves the lease in place.
-    """
+    """Holds the lease of the run folder together with the other nodes of the launch, and yields the token of the
+    lease."""
     token = store.compare_set(f"{launch.name}/holder", "", uuid.uuid4().hex).decode("utf-8", "replace")
     if re.fullmatch("[0-9a-f]{32}", token) is None:
         raise api.RendezvousStateError(
@@ -352,12 +345,7 @@ def _holding(launch: Launch, store: Store) -> Iterator[str]:
 
 
 def _check_clocks(launch: Launch, store: Store) -> None:
-    """Raises `UserError` when this node's clock differs too much from the clock of the node that called this function
-    first.
-
-    Heartbeats carry the time of day, so clocks must agree. Each node compares its clock with the common clock of the
-    run folder's file system.
-    """
+    """Raises `UserError` when the clocks of this node and the first node differ too much."""
     with naming_disk_errors(launch.run, "Name a folder that all nodes share"):
         launch.run.mkdir(parents=True, exist_ok=True)
         ahead = time.time() - file_system_time(launch.run)

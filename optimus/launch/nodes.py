@@ -1,4 +1,4 @@
-"""Launch of a run on several nodes with spares: `optimus launch` on each node."""
+"""Launch of a run on several nodes with spares: directly on each node, by a batch script, or by a manifest."""
 
 import platform as machine
 import re
@@ -21,7 +21,7 @@ from optimus.launch.store import own_address
 from optimus.observe.machine import find_device
 from optimus.observe.signals import ended_by_signals
 from optimus.resilience.exits import Exit
-from optimus.resilience.manifests import Manifest, Platform, manifest, parse_directives
+from optimus.resilience.manifests import PLATFORMS, Manifest, Platform, manifest, parse_directives
 from optimus.resilience.policy import Do
 from optimus.resilience.scheduler import BatchJob, Scheduler, write_new, write_script
 from optimus.resolve.microbatches import check_batches, micro_batch
@@ -32,8 +32,7 @@ from optimus.training.finalize import announce
 from optimus.training.hooks.users import users_hooks
 from optimus.training.reading import read_run
 
-# Seconds that nodes have to join again in a batch job, which starts no node again within a launch.
-_REJOIN = 35.0
+_REJOIN = 35.0  # seconds: the default of `rejoin_wait` in batch scripts and manifests
 
 
 def launch(
@@ -41,27 +40,22 @@ def launch(
 ) -> Do | Exit | None:
     """Runs `job` on this node, from the newest checkpoint if there is one.
 
-    All `nodes` + `spares` nodes must call this function with the same arguments except `node`. The nodes share the file
-    system of `train.output`. `rendezvous` is the HOST:PORT of a store that all nodes reach. `node` is this node's name,
-    by default the machine's name. `name` distinguishes launches that use one store. `program` is the module that runs a
-    rank, by default `optimus.launch.rank`, followed by the first arguments of the module.
+    All `job.nodes` + `job.spares` nodes must call this function with the same arguments except `node`. `rendezvous` is
+    the HOST:PORT of a store that all nodes reach. `node` is this node's name, by default the machine's name. `name`
+    distinguishes launches that use one store. `program` is the module that runs a rank, by default
+    `optimus.launch.rank`, followed by the first arguments of the module.
 
-    Returns None when the job is done or no longer needs this node, and an `Exit` when a signal has ended the run.
-    Returns `Do.LEAVE` when this node has been excluded, and `Do.STOP` when a failure has ended the run for good.
-
-    Raises `UserError` like `run_node`, and for an invalid configuration, unusable data or a machine that does not fit
-    the job.
+    Returns the result of `run_node`.
     """
     node = node or machine.node()
-    fetch_lost_run(load_config(job.config, job.overrides, read_model_folder), resume=True)
-    tree, _, _ = _check(job, node)
+    tree, _, _ = _check(job, node, fetch=True)
     name_interface(own_address(rendezvous))
     aborts = backend_of(find_device(tree.train.device, "train.device"), tree.train.device, job.ranks_per_node) != "gloo"
     launch = Launch(**vars(job), run=Path(tree.train.output), node=node, endpoint=rendezvous, name=name, aborts=aborts)
     with (
         ended_by_signals("leaving"),
         tempfile.TemporaryDirectory(prefix="optimus-launch-") as folder,
-        ThreadPoolExecutor(1) as beside,  # so that no restart waits for a webhook
+        ThreadPoolExecutor(1) as beside,  # a webhook must not delay a restart
     ):
         file = Path(folder) / "config.yaml"
         file.write_text(dump_config(tree), encoding="utf-8")
@@ -80,8 +74,7 @@ def exit_code(outcome: Do | Exit | None) -> int:
 def check_launch(job: NodeJob, rendezvous: str, node: str | None = None) -> dict[str, Any]:
     """Validates a launch on this node without contacting other nodes, and verifies the checksums of the data.
 
-    Returns the report of `train` with `check`, extended by `nodes` and `spares`. Raises `UserError` for problems that
-    this node finds.
+    Returns the report of `optimus launch --check`.
     """
     _, resolved, data = _check(job, node or machine.node())
     own_address(rendezvous)
@@ -89,13 +82,13 @@ def check_launch(job: NodeJob, rendezvous: str, node: str | None = None) -> dict
     return ready | {"nodes": job.nodes, "spares": job.spares}
 
 
-def _check(job: NodeJob, node: str) -> tuple[RunConfig, ResolvedRun, TrainingData]:
-    """Checks a launch on this node, and returns the configuration, the resolved run and the data.
-
-    Raises `UserError` for problems that would keep this node from the run.
-    """
+def _check(job: NodeJob, node: str, *, fetch: bool = False) -> tuple[RunConfig, ResolvedRun, TrainingData]:
+    """Checks a launch on this node, and returns the configuration, the resolved run and the data. With `fetch`, fills a
+    lost run folder from its copies."""
     tree, data = read_run(job.config, job.overrides)
     users_hooks(tree.train.hooks)
+    if fetch:
+        fetch_lost_run(tree, data, resume=True)
     resolved = check_run(tree, data, mesh_of(tree, job.ranks, job.ranks_per_node), resume=True)
     check_not_excluded(Path(tree.train.output), node)
     return tree, resolved, data
@@ -110,15 +103,10 @@ def write_batch_script(
     directives: Sequence[str] = (),
     inject: str | Path | None = None,
 ) -> str:
-    """Writes a batch script that runs `optimus launch` on the nodes of a job until the run has finished, in at most ten
-    launches.
+    """Writes a batch script that runs `optimus launch` on the nodes of a job.
 
     `time` is the job's time limit as HOURS:MINUTES:SECONDS. `directives` are further lines for the batch system.
-    `inject` is the path of a YAML file with a list of faults to inject. The job resolves relative paths from the folder
-    in which this function runs. Returns the command that submits the script.
-
-    Raises `UserError` when the configured mesh or batch does not fit the ranks, and like `write_script`. The function
-    does not check the hardware of the job's nodes.
+    `inject` is the path of a YAML file with a list of faults to inject. Returns the command that submits the script.
     """
     tree = _fitting(job)
     command = [
@@ -146,9 +134,7 @@ def write_manifest(
     """Writes a manifest (or, for Ray, a script) that runs a job on a platform. Returns the command that submits the
     file.
 
-    `directives` are NAME=VALUE, with the names of `manifests.PLATFORMS`. Paths in the configuration are paths on the
-    job's nodes. Raises `UserError` when the configured mesh or batch does not fit the ranks, and like
-    `parse_directives`, `manifest` and `write_new`.
+    `directives` are NAME=VALUE; `manifests.PLATFORMS` contains the names of each platform.
     """
     tree = _fitting(job)
     name = re.sub(r"[^a-z0-9]+", "-", Path(tree.train.output).name.lower()).strip("-") or "run"
@@ -166,9 +152,13 @@ def write_manifest(
     return submit
 
 
+def runs_launch(platform: Platform) -> bool:
+    """Returns True if the manifest of a platform runs `optimus launch`, and False if the platform starts the ranks."""
+    return PLATFORMS[platform].launches
+
+
 def _fitting(job: NodeJob) -> RunConfig:
-    """Returns the configuration of a job. Raises `UserError` when the configuration is invalid, or when its mesh or
-    batch does not fit the ranks."""
+    """Loads the configuration of a job and checks its batch sizes."""
     tree = load_config(job.config, job.overrides, read_model_folder)
     mesh = mesh_of(tree, job.ranks, job.ranks_per_node)
     check_batches(tree.decided(micro_batch(tree, mesh, {}).values), mesh)
@@ -176,14 +166,17 @@ def _fitting(job: NodeJob) -> RunConfig:
 
 
 def _options(job: NodeJob, inject: str | Path | None) -> list[str]:
-    """Returns the options of `optimus launch` that are the same for all attempts and nodes, except the numbers of
-    nodes, spares and ranks."""
+    """Returns the options of `optimus launch` for heartbeats, waiting times, restarts and injected faults."""
     return [
-        *("--keep-alive", "{}x{}".format(*job.keep_alive), "--wait", f"{job.wait:g}"),
-        *("--rejoin-wait", f"{_REJOIN if job.rejoin_wait is None else job.rejoin_wait:g}"),
+        *("--keep-alive", "{}x{}".format(*job.keep_alive), "--wait", _exact(job.wait)),
+        *("--rejoin-wait", _exact(_REJOIN if job.rejoin_wait is None else job.rejoin_wait)),
         *("--max-restarts", str(job.max_restarts)),
         *([] if inject is None else ["--inject", str(inject)]),
     ]
+
+
+def _exact(number: float) -> str:
+    return repr(float(number)).removesuffix(".0")
 
 
 def parse_keep_alive(text: str) -> tuple[int, int]:

@@ -1,11 +1,4 @@
-"""A rank of a run, in a separate process or in the caller's process.
-
-As a program, this module takes the arguments `words` of `run_as_rank`.
-
-When a rank is lost, a collective fails on the other ranks, or their devices wait until `_deadline` ends the ranks.
-`_last_words` lets a rank report the step of the failure, and `_ranks_together` keeps an ending rank from waiting for
-lost ranks.
-"""
+"""A rank of a run, in a separate process or in the caller's process."""
 
 import atexit
 import os
@@ -27,11 +20,13 @@ from optimus.comm.device_waits import GRACE, CollectiveCall, Deadline, DeviceWai
 from optimus.config import load_config
 from optimus.config.yaml_text import parse_yaml
 from optimus.cores import usable_cores
-from optimus.errors import UserError
+from optimus.errors import UserError, first_line
 from optimus.launch.local import name_interface
 from optimus.launch.store import LOOPBACK
 from optimus.observe.machine import use_device
 from optimus.observe.signals import restore_handlers
+from optimus.optim.rule import RuleError
+from optimus.optim.schedule import RateError
 from optimus.parent import end_with
 from optimus.resilience.events import EventLog
 from optimus.resilience.exits import EndedError, Exit
@@ -53,13 +48,13 @@ def run_rank(
     more: Sequence[Hook] = (),
     users: UserObjects = NO_OBJECTS,
 ) -> int:
-    """Runs one rank from start to end, in the launcher's environment if there is a launcher.
+    """Runs one rank from start to end. A launcher sets the environment variables of torch.distributed, such as `RANK`.
 
     Returns the signal that has ended the run early, or 0.
 
-    `node` is the name of the node under `optimus launch`, and otherwise None. `holder` is the token of the lease on the run
-    folder. `more` are hooks in addition to the hooks of the configuration and of `users`. `users` are the objects that
-    `optimus.train` takes beside the configuration.
+    `node` is the name of the node under `optimus launch`, and otherwise None. `holder` is the token of the lease on the
+    run folder, if any. `more` are hooks in addition to the hooks of the configuration and of `users`. `users` are the
+    objects that `optimus.train` takes beside the configuration.
     """
     users.register()
     began, config = time.time(), load_config(parse_yaml(config_text, "the configuration"))
@@ -90,7 +85,7 @@ def run_rank(
         with _last_words() if ranks > 1 else nullcontext():
             with (
                 _deadline(trainer) if backend != "gloo" and ranks > 1 else nullcontext(),
-                _naming_lack_of_memory(trainer),
+                _naming_failures(trainer),
             ):
                 ending = trainer.fit()
                 trainer.state.finish()
@@ -106,9 +101,7 @@ def run_rank(
 def backend_of(device: torch.device, named: str, per_node: int) -> str:
     """Returns the backend that moves a rank's tensors: the backend of the device, or Gloo.
 
-    Gloo moves the tensors through the host (`comm/host_staging.py`). Devices for which torch has no default backend use
-    Gloo. `named` is the value of `train.device`. If `named` has an index, such as `xpu:0`, and a node has more than one
-    rank (`per_node`), the ranks share the device and use Gloo.
+    `named` is the value of `train.device`. Ranks that share one device, such as `xpu:0`, use Gloo.
     """
     shared = named == str(device) and per_node > 1
     return "gloo" if shared else dist.Backend.default_device_backend_map.get(device.type, "gloo")
@@ -118,9 +111,8 @@ def backend_of(device: torch.device, named: str, per_node: int) -> str:
 def _ranks_together(backend: str, timeout: timedelta) -> Iterator[None]:
     """Creates the process group of all ranks for the duration of the context.
 
-    Destroying a process group waits for all collectives under way. After a failure of this rank alone, or of another
-    rank, the wait would last until the timeout, also at the exit of Python. After such a failure, the process therefore
-    exits without destroying the group.
+    Destroying a process group waits for all collectives under way. After an error that may leave collectives under way,
+    the process therefore exits without destroying the group.
     """
     if os.environ.get("MASTER_ADDR") == LOOPBACK:  # all ranks are on this machine
         name_interface(LOOPBACK)
@@ -145,20 +137,13 @@ def _ranks_together(backend: str, timeout: timedelta) -> Iterator[None]:
 
 
 def backends_of(backend: str, device: str) -> str:
-    """Returns the backends of the group of all ranks: `backend` for device tensors, and Gloo for host tensors.
-
-    With Gloo, collectives of host tensors do not wait for devices.
-    """
+    """Returns the backends of the group of all ranks: `backend` for device tensors, and Gloo for host tensors."""
     return backend if backend == "gloo" or device == "cpu" else f"cpu:gloo,{device}:{backend}"
 
 
 @contextmanager
 def _deadline(trainer: Trainer) -> Iterator[None]:
-    """Ends this rank with `Exit.LOST` if, inside the context, its device waits in one collective for more than
-    `resilience.timeout` seconds.
-
-    The backend would abort this rank later, as if this rank had crashed.
-    """
+    """Ends this rank with `Exit.LOST` if its device waits for one collective for over `resilience.timeout` seconds."""
     waits, seconds = trainer.groups.recorder.device or DeviceWaits(), trainer.config.resilience.timeout
     trainer.groups.recorder.device = waits
 
@@ -180,19 +165,20 @@ def _deadline(trainer: Trainer) -> Iterator[None]:
 
 
 @contextmanager
-def _naming_lack_of_memory(trainer: Trainer) -> Iterator[None]:
-    """Turns an out-of-memory error of the device into an `EndedError` that tells the user what to change.
-
-    The exit code is `Exit.USER`, since neither another rank nor the node is at fault.
-    """
+def _naming_failures(trainer: Trainer) -> Iterator[None]:
+    """Turns an out-of-memory error of the device, and a failure of a user's update rule or schedule, into an
+    `EndedError` that tells the user what to change."""
+    rank = trainer.groups.rank
     try:
         yield
+    except (RuleError, RateError) as error:
+        raise EndedError(Exit.USER, f"step {trainer.progress.step + 1}: rank {rank}: {error}") from error
     except torch.OutOfMemoryError as error:
-        what = str(error).partition(". ")[0].splitlines()[0]
+        what = first_line(error).partition(". ")[0]
         cure = "choose a smaller train.micro_batch, recompute more activations, or shard or offload more of the state"
         raise EndedError(
             Exit.USER,
-            f"step {trainer.progress.step + 1}: rank {trainer.groups.rank} has no memory left on {trainer.run.device} "
+            f"step {trainer.progress.step + 1}: rank {rank} has no memory left on {trainer.run.device} "
             f"({what}): {cure}",
         ) from error
 
@@ -212,10 +198,12 @@ def code_of(error: UserError) -> Exit:
 
 @contextmanager
 def _last_words() -> Iterator[None]:
-    """Ignores SIGTERM inside the context unless a hook handles the signal, and for good after a failure of the run.
+    """Ignores SIGTERM inside the context unless a hook handles the signal.
 
-    A failure of the run is a `CollectiveError` or an `EndedError`. The launcher sends SIGTERM to this rank once another
-    rank has failed. The signal could otherwise end this rank before this rank has written an error message.
+    After a `CollectiveError` or an `EndedError`, the process ignores SIGTERM until the process exits.
+
+    The launcher sends SIGTERM to this rank once another rank has failed. This rank can still report an error after
+    the signal.
     """
     previous = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     speaking = False
@@ -230,24 +218,24 @@ def _last_words() -> Iterator[None]:
 
 
 def run_as_rank(words: Sequence[str], more: Sequence[Hook] = ()) -> None:
-    """Runs a rank that a launcher has started, with `more` hooks, and exits.
+    """Runs a rank that a launcher has started, with the additional hooks `more`, and exits the process.
 
-    `words` are CONFIG [--resume] [--node NAME] [--parent PID] [--holder TOKEN] [--objects FILE]. The launcher reports
-    errors.
+    `words` are the command-line arguments, where CONFIG is the path of a YAML file:
+    CONFIG [--resume] [--node NAME] [--parent PID] [--holder TOKEN] [--objects FILE].
     """
     config, *options = words
     names = ("--node", "--parent", "--holder", "--objects")
     node, parent, holder, objects = (options[options.index(name) + 1] if name in options else None for name in names)
     if parent is not None:
         end_with(int(parent))
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until a hook handles SIGINT; the launcher reports the interrupt
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until a hook handles SIGINT
     text = Path(config).read_text(encoding="utf-8")
     try:
         users = UserObjects.loads(None if objects is None else Path(objects).read_bytes())
         stopped_by = record(run_rank)(text, "--resume" in options, node, holder, more, users)
     except UserError as error:
         sys.exit(code_of(error))
-    # All files are written. An ordinary exit could abort, since torch's threads may outlive the objects that stop them.
+    # An ordinary exit could abort, since torch's threads may outlive the objects that stop them.
     _leave(Exit(128 + stopped_by) if stopped_by else Exit.DONE)
 
 

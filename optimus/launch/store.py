@@ -1,7 +1,6 @@
-"""Stores for rendezvous. Nodes meet in the store of a separate server, so that no node is a single point of failure.
+"""Serves TCP stores, and connects to the store of a rendezvous.
 
-Anyone who reaches a store's port can read and change the contents (docs/security.md), so each store listens on one
-address only.
+Anyone who reaches a store can change the contents (docs/security.md), so each store listens on one address.
 """
 
 import errno
@@ -14,14 +13,14 @@ from collections.abc import Callable
 from datetime import timedelta
 from ipaddress import ip_address
 
-from torch.distributed import TCPStore
+from torch.distributed import DistError, TCPStore
 
-from optimus.errors import UserError
+from optimus.errors import UserError, first_line
 from optimus.launch.launchers import LOOPBACK
 
 
 def parse(endpoint: str) -> tuple[str, int]:
-    """Parses HOST:PORT into host and port. Raises `UserError` for other text."""
+    """Parses HOST:PORT into host and port. Raises `UserError` for other text, and for port 0 or a port above 65535."""
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise UserError(f"--rendezvous {endpoint}: give the HOST:PORT at which `optimus rendezvous --port PORT` runs")
@@ -31,8 +30,8 @@ def parse(endpoint: str) -> tuple[str, int]:
 def serve(port: int, address: str = LOOPBACK) -> TCPStore:
     """Starts a store on `port` of this machine's `address`; with `port` 0, on any free port.
 
-    The store serves as long as the returned object lives. Raises `UserError` when the store cannot listen, for example
-    because the port is taken or `address` does not belong to this machine.
+    The store serves as long as the returned object lives. Raises `UserError` when the store cannot listen, or when
+    `address` is a name (except localhost) that stands for a loopback address.
     """
     if not 0 <= port < 65536:
         raise UserError(f"--port {port}: give a number from 1 to 65535")
@@ -50,15 +49,12 @@ def serve(port: int, address: str = LOOPBACK) -> TCPStore:
             f"--address {address}: this machine has no such address ({error}); `hostname -I` lists its addresses"
         ) from error
     port = listening.getsockname()[1]
-    # TCPStore would listen on all interfaces.
+    # Without `master_listen_fd`, TCPStore listens on all interfaces.
     return TCPStore(number, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
 def serve_until_ended(port: int, address: str = LOOPBACK, as_json: bool = False) -> None:
-    """Prints the address of a store as text or JSON, and serves the store until SIGINT or SIGTERM.
-
-    Raises `UserError` like `serve`.
-    """
+    """Prints the address of a store as text or JSON, and serves the store until SIGINT or SIGTERM."""
     store = serve(port, address)
     alone = (
         " of this machine only (for other machines give --address)"
@@ -71,12 +67,13 @@ def serve_until_ended(port: int, address: str = LOOPBACK, as_json: bool = False)
 
 
 def connect(endpoint: str, wait: float, waiting: Callable[[str], None] = lambda _: None) -> TCPStore:
-    """Connects to the store at HOST:PORT, and calls `waiting` with a description of the wait before each further
-    attempt.
+    """Connects to the store at HOST:PORT, and calls `waiting` with a message before each further attempt.
 
-    Raises `UserError` when no store answers within `wait` seconds, and like `parse`.
+    Raises `UserError` when `endpoint` is not HOST:PORT, accepts no connection within `wait` seconds, or belongs to a
+    server that is not a store.
     """
     host, port = parse(endpoint)
+    cure = f"start `optimus rendezvous --port {port} --address {host}` on {host}"
     deadline = time.monotonic() + wait
     while True:
         try:  # TCPStore itself would retry for minutes, and its error message would fill a page
@@ -84,19 +81,19 @@ def connect(endpoint: str, wait: float, waiting: Callable[[str], None] = lambda 
             break
         except OSError as error:
             if time.monotonic() > deadline:
-                raise UserError(
-                    f"no rendezvous answers at {endpoint} ({error}): start `optimus rendezvous --port {port} "
-                    f"--address {host}` on {host}"
-                ) from error
+                raise UserError(f"no rendezvous answers at {endpoint} ({error}): {cure}") from error
             waiting(f"the rendezvous {endpoint}, which does not answer, for at most {wait:g} s")
             time.sleep(0.5)
-    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=max(60.0, wait)))
+    try:
+        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=max(60.0, wait)))
+    except DistError as error:
+        raise UserError(f"another server answers at {endpoint} ({first_line(error)}): {cure}") from error
 
 
 def own_address(endpoint: str) -> str:
-    """Returns the address from which this machine reaches the store, for connections from other nodes.
+    """Returns the address from which this machine reaches the store.
 
-    Raises `UserError` when there is no route to the store or the host's name is unknown, and like `parse`.
+    Raises `UserError` when `endpoint` is not HOST:PORT, the host is unknown, or this machine has no route to the host.
     """
     host, port = parse(endpoint)
     try:
@@ -108,10 +105,7 @@ def own_address(endpoint: str) -> str:
 
 
 def _number_of(address: str) -> str:
-    """Returns the IPv4 address for `address`, an IPv4 address or a name.
-
-    Raises `UserError` for an unknown name, and for a name other than `localhost` that stands for a loopback address.
-    """
+    """Resolves `address`, a name or an IPv4 address, to an IPv4 address."""
     try:
         number = socket.getaddrinfo(address, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0]
     except OSError as error:

@@ -1,16 +1,18 @@
-"""All uses of TorchElastic's private API, with reasons; `tests/launch/test_torch_elastic.py` checks this API.
+"""All uses of TorchElastic's private API.
 
-torchrun of torch 2.13 supports spare nodes badly in five respects (1 to 5), and trusts its network in two respects (6
-and 7). Each item states the problem and then the remedy in this module:
+Remedies for torchrun of torch 2.13, for its support of spare nodes (1 to 5), and its trust in networks (6, 7) and
+clocks (8):
 
-1. A survivor that stays rank 0 does not publish the address of the ranks' store again. Here, every world gets a new store.
+1. A survivor that stays rank 0 does not publish the ranks' store again. Here, every world gets a new store.
 2. A waiting spare makes a full world restart for ever. Here, no node counts as waiting while the world is full.
 3. An unused spare ends with an error when the job is done. Here, a closed rendezvous ends a spare without error.
 4. A failing agent closes the rendezvous for all nodes. Here, a node can leave without closing the rendezvous.
-5. A spare that fails to get a free position in the world stays on the wait list of the next round, where it times out. Here,
-   nodes on the wait list become spares again while the world is full.
-6. torchrun unpickles anything in the store. Here, `_Unpickler` admits only the classes of a rendezvous state.
+5. A spare that gets no free position stays on the wait list of the next round and times out. Here, nodes on the wait
+   list become spares again while the world is full.
+6. torchrun unpickles the state without checks. Here, `_Unpickler` admits only the classes of a rendezvous state.
 7. The ranks' store listens on all interfaces. Here, the store listens only on the address of its node.
+8. Each node compares the times of all heartbeats with its own clock: a wrong clock kills nodes. Here, a node counts as
+   dead if its heartbeat does not change while another node watches.
 """
 
 import io
@@ -19,7 +21,7 @@ import pickle
 import signal
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +36,17 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, Rend
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from optimus.launch.store import serve
+from optimus.observe.signals import ending_signals
 from optimus.resilience.exits import SAVING, Exit, told_torch_elastic
 from optimus.resilience.policy import Do
 
-_LEAVE_SECONDS = 60  # seconds in which a node must leave the rendezvous; a busy machine may stall for some seconds
-_LAST_WORDS = 2  # seconds from SIGTERM to SIGKILL for ranks that wait for lost ranks
+_LEAVE_SECONDS = 60  # seconds that a node has to leave the rendezvous
+_NEVER = datetime.min.replace(tzinfo=timezone.utc)  # a heartbeat that any clock finds too old
+_LAST_WORDS = 2  # seconds from SIGTERM to SIGKILL after a failure
 
 
 class _Unpickler(pickle.Unpickler):
-    """Admits only the classes of a rendezvous state, whose constructors have no side effects."""
+    """Admits only the classes of a rendezvous state."""
 
     _ADMITTED = {  # noqa: RUF012
         dynamic.__name__: ("_RendezvousState", "_NodeDesc"),
@@ -72,9 +76,11 @@ class _Backend(C10dRendezvousBackend):
 
 
 class _StateHolder(dynamic._BackendRendezvousStateHolder):
-    """Reports the silent nodes that this node removes from the state, since no other node sees these nodes afterwards.
+    """Finds dead nodes, and reports those that this node removes from the state.
 
-    Also turns nodes that wait while the world is full into spares.
+    A node is dead if its heartbeat has not changed during `keep_alive_max_attempt` intervals of this node's monotonic
+    clock. The time between two looks counts as one interval at most, since all nodes may have been stopped together.
+    While the world is full, turns waiting nodes into spares.
     """
 
     def __init__(
@@ -82,6 +88,8 @@ class _StateHolder(dynamic._BackendRendezvousStateHolder):
     ) -> None:
         super().__init__(backend, settings)
         self._died = died
+        self._silences: dict[Any, tuple[datetime, float]] = {}  # by node: last heartbeat, seconds without a new one
+        self._looked = time.monotonic()
         self.seen: Callable[[dynamic._RendezvousState], None] | None = None  # called with the state after each sync
 
     def sync(self) -> bool | None:
@@ -90,8 +98,26 @@ class _StateHolder(dynamic._BackendRendezvousStateHolder):
             self.seen(self.state)
         return has_set
 
+    def _silence(self, heartbeats: dict[Any, datetime]) -> dict[Any, float]:
+        """Returns by node the seconds that this node has watched without a new heartbeat."""
+        now = time.monotonic()
+        passed = min(now - self._looked, self._settings.keep_alive_interval.total_seconds())
+        before, self._looked = self._silences, now
+        self._silences = {
+            node: (beat, before[node][1] + passed if node in before and before[node][0] == beat else 0.0)
+            for node, beat in heartbeats.items()
+        }
+        return {node: seconds for node, (_, seconds) in self._silences.items()}
+
     def _sanitize(self) -> None:
+        heartbeats, now = self._state.last_heartbeats, datetime.now(timezone.utc)
+        stored = dict(heartbeats)
+        most = (self._settings.keep_alive_interval * self._settings.keep_alive_max_attempt).total_seconds()
+        for node, seconds in self._silence(stored).items():  # the base class removes nodes with old heartbeats
+            heartbeats[node] = _NEVER if seconds > most else now
         super()._sanitize()
+        for node in heartbeats:  # a node beats only if its last heartbeat is in the past
+            heartbeats[node] = min(stored[node], now)
         for node in self._dead_nodes:
             self._died(repr(node))
         state = self._state
@@ -102,7 +128,7 @@ class _StateHolder(dynamic._BackendRendezvousStateHolder):
 
 
 class Rendezvous(dynamic.DynamicRendezvousHandler):
-    """The rendezvous of nodes, which also names the present nodes, counts spares and lets a node leave."""
+    """The rendezvous of nodes. Also names the present nodes, counts the spares, and lets a node leave."""
 
     _state_holder: _StateHolder
     _waiting: Callable[[str], None]  # called with a description of what this node waits for
@@ -120,12 +146,11 @@ class Rendezvous(dynamic.DynamicRendezvousHandler):
         died: Callable[[str], None],
         waiting: Callable[[str], None] = lambda _: None,
     ) -> "Rendezvous":
-        """Returns the rendezvous of the launch `name` of `nodes` nodes, which must join within `wait` seconds.
+        """Returns the rendezvous of the launch `name`. `nodes` nodes must join within `wait` seconds.
 
-        `keep_alive` is the number of seconds between heartbeats, and the number of missing heartbeats after which a
-        node counts as dead. The node that notices a dead node calls `died` with the `member` name of the dead node.
-        Spares wait for ever. While this node waits, the rendezvous repeatedly calls `waiting` with a description of the
-        wait.
+        `keep_alive` is (seconds between heartbeats, missing heartbeats after which a node counts as dead). The
+        rendezvous calls `died` with the `member` name of a dead node, and repeatedly calls `waiting` with a description
+        of what this node waits for.
         """
         settings = dynamic.RendezvousSettings(
             name,
@@ -159,7 +184,7 @@ class Rendezvous(dynamic.DynamicRendezvousHandler):
             self._state_holder.seen = None
 
     def _tell(self, state: dynamic._RendezvousState) -> None:
-        """Reports what this node waits for, until this node belongs to a complete world."""
+        """Reports what this node waits for."""
         here, most = len(state.participants), self._settings.max_nodes
         if state.closed or (state.complete and self._this_node in state.participants):
             return
@@ -183,15 +208,12 @@ class Rendezvous(dynamic.DynamicRendezvousHandler):
         return 0 if len(self._state_holder.state.participants) >= self._settings.max_nodes else waiting
 
     def present(self) -> set[str]:
-        """Returns the `member` names of all nodes in the last known state, without a query to the store."""
+        """Returns the `member` names of all nodes in the last known state."""
         state = self._state_holder.state
         return {repr(node) for node in (*state.participants, *state.wait_list, *state.redundancy_list)}
 
     def spares(self) -> int:
-        """Returns the number of spare nodes in the last known state.
-
-        Not all waiting nodes are spares: a node that has lost another node also waits until a new world forms.
-        """
+        """Returns the number of spare nodes in the last known state."""
         return max(0, len(self.present()) - self._settings.max_nodes)
 
     def leave(self) -> None:
@@ -205,8 +227,7 @@ class Agent(LocalElasticAgent):
 
     When a new world has formed, the agent calls `joined` before the ranks start. The arguments of `joined` are the
     number of the world, the index of this node, the number of nodes and the store. The agent calls `failed` with this
-    node's failed ranks by global rank, and does what `failed` returns. `say` prints messages about the agent's actions.
-    `logs` is a folder for TorchElastic's logs of the ranks.
+    node's failed ranks by global rank, and does what `failed` returns.
     """
 
     def __init__(
@@ -239,14 +260,14 @@ class Agent(LocalElasticAgent):
 
     def until_the_end(self) -> Do | Exit | None:
         """Runs the ranks and returns the outcome. None: the launch has ended; a `Do`: this node has left, or all nodes
-        have stopped; an `Exit`: a signal has ended the ranks."""
+        must stop; an `Exit`: a signal has ended the ranks."""
         try:
             self._outcome: Do | Exit | None = None
             self.run()
             return self._outcome
         except RendezvousClosedError:
             self._say("is no longer needed: the launch has ended")
-            return None  # another node has closed the rendezvous before this node joined a new world
+            return None  # another node has closed the rendezvous
         except SignalException as error:  # the ranks have received the signal too
             self._say(
                 f"ends, because it has received {error.sigval.name}; its ranks have finished their step and saved"
@@ -260,10 +281,7 @@ class Agent(LocalElasticAgent):
             self._pcontext.close(death_sig, timeout)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        """Stops the ranks by SIGTERM, and by SIGKILL after `_LAST_WORDS` seconds.
-
-        The ranks wait in a collective for lost ranks, so more time would not let the ranks finish their step and save.
-        """
+        """Stops the ranks by SIGTERM, and by SIGKILL after `_LAST_WORDS` seconds."""
         self._shutdown(timeout=_LAST_WORDS)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
@@ -275,6 +293,15 @@ class Agent(LocalElasticAgent):
         self._joined(state.round, worker_group.group_rank, len(state.participants), store)
 
     def _invoke_run(self, role: str = "default") -> RunResult:
+        try:
+            return self._watch()
+        except SignalException:  # ignore a second signal, from a batch system or its script
+            for number in ending_signals():
+                signal.signal(number, signal.SIG_IGN)
+            raise
+
+    def _watch(self) -> RunResult:
+        """Starts the ranks, and restarts them after failures, until the run ends or this node has to leave."""
         group = self._worker_group
         self._initialize_workers(group)
         while True:

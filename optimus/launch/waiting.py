@@ -1,14 +1,11 @@
-"""Progress messages of a waiting agent, so that a launch that stands still says why."""
+"""Progress messages of a waiting agent."""
 
 import time
 from collections.abc import Callable
 
 
 class Waiting:
-    """Reports what an agent waits for: at every change, then every `every` seconds, and less often in long waits.
-
-    The interval is at least 1/60 of the waiting time, such as one minute after an hour.
-    """
+    """Reports what an agent waits for: at every change, then every `every` seconds, and less often in long waits."""
 
     def __init__(
         self, say: Callable[[str], None], *, every: float = 10.0, clock: Callable[[], float] = time.monotonic
@@ -32,5 +29,5 @@ class Waiting:
         self._what, self._said = what, now
 
     def over(self) -> None:
-        """Ends the wait, so that the next call of `on` begins a new wait."""
+        """Ends the wait."""
         self._what = None

@@ -1,7 +1,4 @@
-"""The device mesh: axis names, rank arithmetic, nodes, and the layout of parameters on the mesh.
-
-The package needs neither torch nor process groups.
-"""
+"""The device mesh and the layout of parameters on the mesh. The package needs neither torch nor process groups."""
 
 from optimus.mesh.layout import Layout
 from optimus.mesh.mesh import Mesh

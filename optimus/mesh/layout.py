@@ -1,4 +1,4 @@
-"""The layout of a parameter on the mesh: the sharded dims, and the axes along which ranks store the same slice."""
+"""The layout of a parameter on the mesh."""
 
 from dataclasses import dataclass
 
@@ -8,13 +8,12 @@ from optimus.mesh.mesh import Mesh
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a parameter with the global shape `shape`, of which each rank stores one slice.
+    """The layout of a parameter on the mesh. `shape` is the global shape, and a rank stores one slice.
 
-    `sharded_dims` has a pair (tensor dim, mesh axis) for each split. The splits of one dim are in order from coarse to
-    fine. Ranks along `partial_axes` store the same slice, and the gradient is the sum of these ranks' gradients. Ranks
-    along `replicated_axes` store the same slice and compute the same gradient. The exception is `embedding`, along
-    which the ranks add their gradients at the end of a step. Along a dim in `uneven`, slices may differ by one in size,
-    and no slice is larger than the first slice.
+    `sharded_dims` has a pair (tensor dim, mesh axis) for each split; the splits of one dim are ordered from coarse to
+    fine. Ranks along `partial_axes` have the same slice, and the gradient is the sum of these ranks' gradients. Ranks
+    along `replicated_axes` have the same slice and compute the same gradient, except along `embedding`, where the
+    gradients of a step are added. Along a dim in `uneven`, slices may differ by one in size.
     """
 
     shape: tuple[int, ...]
@@ -24,7 +23,7 @@ class Layout:
     uneven: tuple[int, ...] = ()
 
     def region(self, mesh: Mesh, rank: int) -> tuple[slice, ...]:
-        """Returns the slice of the global tensor that `rank` stores, as one Python slice for each dim.
+        """Returns the slice of the global tensor that `rank` stores, as one Python slice per dim.
 
         Raises `UserError` when the mesh does not evenly divide a dim outside `uneven`.
         """
@@ -43,7 +42,7 @@ class Layout:
         return tuple(slices)
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
-        """Returns the shape of rank 0's slice, which no other slice exceeds."""
+        """Returns the shape of rank 0's slice."""
         return tuple(part.stop - part.start for part in self.region(mesh, 0))
 
     def first_holds(self, mesh: Mesh, rank: int) -> bool:

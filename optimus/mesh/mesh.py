@@ -3,13 +3,8 @@
     dense view:   pp x dp  x cp x tp       with tp = tp_in x tp_out
     expert view:  pp x edp x ep x etp      with dp * cp * tp = edp * ep * etp
 
-`embedding` is not a separate axis: a group along `embedding` joins the first and the last rank along `pp`. Any other
-rank along `pp` is alone in its group. `tp` is a grid: one axis of the grid shards the outputs of a weight, and the
-other axis shards the inputs (AxoNN's G_x and G_y).
-
-The last axis of a view is innermost: neighbours on the axis have consecutive ranks. Tensor parallelism therefore
-usually stays inside a node. `pp` is outermost by default. With `pipeline_stride`, a stage's ranks form blocks of
-`pipeline_stride` consecutive ranks, and one block of every stage comes before any stage's next block.
+A group along `embedding` joins the first and the last rank along `pp`; each other rank along `pp` is alone in its
+group. The tensor-parallel grid of `tp_in` and `tp_out` is from AxoNN. The last axis of a view is innermost.
 """
 
 import math
@@ -28,9 +23,10 @@ EXPERT = ("pp", "edp", "ep", "etp")
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of the axes. The sizes of `edp` and `tp_out` follow from the fields.
+    """Sizes of the axes, and the order of the ranks.
 
-    `ranks_per_node` None means one node. `pipeline_stride` None means that all ranks of a stage are consecutive.
+    `ranks_per_node` None means one node. With `pipeline_stride`, a stage's ranks form blocks of `pipeline_stride`
+    consecutive ranks, and one block of every stage comes before any stage's next block.
     """
 
     pp: int = 1
@@ -44,11 +40,7 @@ class Mesh:
     pipeline_stride: int | None = None
 
     def __post_init__(self) -> None:
-        """Raises `UserError` when the sizes of the axes do not fit together.
-
-        `tp_in` must divide `tp`, and `ep` * `etp` must divide the ranks of a pipeline stage. `pipeline_stride` must divide
-        the ranks of a stage into blocks of whole context-, tensor- and expert-parallel groups.
-        """
+        """Raises `UserError` when the sizes of the axes or `pipeline_stride` do not fit together."""
         if self.tp % self.tp_in:
             raise UserError(f"tp_in {self.tp_in} does not divide tp {self.tp}")
         stage, experts = self.stage, self.ep * self.etp
@@ -85,8 +77,7 @@ class Mesh:
         """Returns the mesh of `ranks` ranks.
 
         `tensor` is (tp_out, tp_in). `data` is the size of dp, by default `ranks` divided by `pipeline`, `context` and
-        both sizes of `tensor`. Raises `UserError` when the product of the dense view's sizes is not `ranks`, or when
-        the sizes of the axes do not fit together.
+        both sizes of `tensor`. Raises `UserError` when the product of the dense view's sizes is not `ranks`.
         """
         tp = math.prod(tensor)
         others = pipeline * context * tp
@@ -122,7 +113,7 @@ class Mesh:
 
     @property
     def block(self) -> int:
-        """Number of consecutive ranks of a stage, which is also the distance in ranks from one stage to the next."""
+        """Number of ranks in a block of a stage; without `pipeline_stride`, a stage is one block."""
         return self.pipeline_stride or self.stage
 
     @property
@@ -132,12 +123,12 @@ class Mesh:
 
     @property
     def tp_out(self) -> int:
-        """Number of ranks along the inner axis of the `tp` grid."""
+        """Number of ranks along the innermost axis of the dense view."""
         return self.tp // self.tp_in
 
     @property
     def embedding(self) -> int:
-        """Number of ranks in the group of the first and the last rank along `pp`."""
+        """Number of ranks in a group of the first and the last rank along `pp`."""
         return min(self.pp, 2)
 
     def axis_size(self, *axes: str) -> int:
@@ -145,14 +136,14 @@ class Mesh:
         return math.prod(getattr(self, axis) for axis in axes)
 
     def coordinate(self, rank: int, axis: str) -> int:
-        """Returns the index of `rank` on `axis`, an axis of either view."""
+        """Returns the index of `rank` on `axis`."""
         if axis == "pp":
             return rank // self.block % self.pp
         within = rank // (self.block * self.pp) * self.block + rank % self.block  # rank within the stage
         return within // self._inner(axis) % self.axis_size(axis)
 
     def group(self, rank: int, axes: Sequence[str]) -> list[int]:
-        """Returns the group of `rank` along `axes`, in rank order. One view must have all `axes`."""
+        """Returns the group of `rank` along `axes` of one view, in rank order."""
         view, axes = _view(axes), _single(axes)
         ranges: list[Sequence[int]] = [
             range(self.axis_size(axis)) if axis in axes else (self.coordinate(rank, axis),) for axis in view
@@ -162,7 +153,7 @@ class Mesh:
         return sorted(map(sum, product(*map(self._offsets, view, ranges))))
 
     def groups(self, axes: Sequence[str]) -> RankPartition:
-        """Returns all groups along `axes`; each rank is in exactly one group."""
+        """Returns all groups along `axes` of one view."""
         view, single = _view(axes), _single(axes)
         block, sizes = self.block, [self.axis_size(axis) for axis in view]
         ranks = np.arange(self.size, dtype=np.int32).reshape(-1, self.pp, block).swapaxes(0, 1).reshape(sizes)
@@ -174,15 +165,15 @@ class Mesh:
 
         if "embedding" not in single or self.pp == 1:
             return RankPartition([table(ranks)])
-        alone = [table(stage[None]) for stage in ranks[1:-1]]  # stages between the joined first and last stages
+        alone = [table(stage[None]) for stage in ranks[1:-1]]  # stages between the first and the last stage
         return RankPartition([table(ranks[[0, -1]]), *alone])
 
     def node(self, rank: int) -> int:
-        """Returns the index of the node that runs `rank`."""
+        """Returns the index of the node of `rank`."""
         return rank // (self.ranks_per_node or self.size)
 
     def _offsets(self, axis: str, indices: Sequence[int]) -> list[int]:
-        """Returns how much each of `indices` on `axis`, an axis of either view, adds to the number of a rank."""
+        """Returns the amounts that `indices` on `axis` add to the number of a rank."""
         block = self.block
         if axis == "pp":
             return [index * block for index in indices]
@@ -190,13 +181,13 @@ class Mesh:
         return [index * inner // block * blocks + index * inner % block for index in indices]
 
     def _inner(self, axis: str) -> int:
-        """Returns the distance, in ranks of a stage, from one index on `axis` to the next."""
+        """Returns the distance, in ranks of a stage, between neighbours on `axis`."""
         view = _view((axis,))
         return 1 if axis == "tp" else self.axis_size(*view[view.index(axis) + 1 :])
 
 
 def _view(axes: Sequence[str]) -> tuple[str, ...]:
-    """Returns the first view that has all of `axes`. Raises `ValueError` when neither view has all of `axes`."""
+    """Returns the first view that has all of `axes` except `embedding`. Raises `ValueError` if no view does."""
     for view in (DENSE, EXPERT):
         if set(_single(axes)) - {"embedding"} <= set(view):
             return view
@@ -204,5 +195,5 @@ def _view(axes: Sequence[str]) -> tuple[str, ...]:
 
 
 def _single(axes: Sequence[str]) -> list[str]:
-    """Replaces `tp` in `axes` by both axes of the `tp` grid."""
+    """Replaces `tp` in `axes` by `tp_in` and `tp_out`."""
     return [single for axis in axes for single in (("tp_in", "tp_out") if axis == "tp" else (axis,))]

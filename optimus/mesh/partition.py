@@ -1,4 +1,4 @@
-"""Partitions of ranks into groups, stored as NumPy tables."""
+"""Partitions of ranks into groups."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -40,13 +40,13 @@ class RankPartition:
         return sum(map(len, self.tables))
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yields the ranks of each group, in ascending order of (size of the group, first rank of the group)."""
+        """Yields the ranks of each group, in ascending order of (size, first rank)."""
         for table in self.tables:
             yield from table.tolist()
 
     @property
     def largest(self) -> int:
-        """Number of ranks of the largest group; 0 without groups."""
+        """Number of ranks of the largest group."""
         return max((table.shape[1] for table in self.tables), default=0)
 
     def group(self, rank: int) -> list[int]:
@@ -58,9 +58,9 @@ class RankPartition:
         raise ValueError(f"rank {rank} is in none of the groups")
 
     def size_of(self, rank: int) -> int:
-        """Returns the number of ranks of the group that contains `rank`. Some group must contain `rank`."""
+        """Returns the number of ranks of the group that contains `rank`. A group must contain `rank`."""
         return self.largest if len(self.tables) == 1 else len(self.group(rank))
 
     def cut(self, into: Callable[[Table], Table]) -> "RankPartition":
-        """Returns the partition into smaller groups. `into` maps each table of groups to a table of smaller groups."""
+        """Divides or regroups the groups: `into` maps a table of groups to the table of the new groups."""
         return RankPartition(map(into, self.tables))

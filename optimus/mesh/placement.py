@@ -1,7 +1,4 @@
-"""Placement of a mesh's groups on nodes: for each axis, the group of rank 0 and the number of groups that cross nodes.
-
-With `observe.verbose`, a run on several ranks prints the placement before training begins.
-"""
+"""Placement of a mesh's groups on nodes."""
 
 from typing import NamedTuple
 
@@ -11,7 +8,7 @@ _SHOWN = 8  # largest size of a group that the table lists in full
 
 
 class AxisPlacement(NamedTuple):
-    """The groups of `size` ranks along one axis; `first` is the group of rank 0."""
+    """The groups of `size` ranks along one axis. `first` is the group of rank 0."""
 
     axis: str
     size: int
@@ -21,8 +18,7 @@ class AxisPlacement(NamedTuple):
 
 
 def placement(mesh: Mesh) -> list[AxisPlacement]:
-    """Returns the placement of each axis with more than one rank: first the dense view's axes, then the other axes of
-    the expert view. The axes of each view are in the order of `DENSE` and `EXPERT`."""
+    """Returns the placement of each axis with more than one rank, first of the dense view, then of the expert view."""
     found = []
     for axis in dict.fromkeys(axis for axis in DENSE + EXPERT if mesh.axis_size(axis) > 1):
         groups = list(mesh.groups((axis,)))
@@ -32,7 +28,7 @@ def placement(mesh: Mesh) -> list[AxisPlacement]:
 
 
 def describe(mesh: Mesh) -> str:
-    """Formats `placement` as a table, below lines on the ranks and on the sizes of the axes."""
+    """Formats the ranks, the sizes of the axes, and `placement` as text."""
     nodes = mesh.node(mesh.size - 1) + 1
     table = [("axis", "ranks", "groups", "across nodes", "group of rank 0")]
     table += [(p.axis, str(p.size), str(p.groups), str(p.crossing), _few(p.first)) for p in placement(mesh)]

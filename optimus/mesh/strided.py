@@ -9,8 +9,8 @@ from optimus.mesh.mesh import DENSE, EXPERT, Mesh
 class StridedGroup(NamedTuple):
     """A group of `size` ranks, each `stride` after the previous rank.
 
-    If `near` is not 0, the group consists of runs of `near` ranks. The stride then applies only within a run, and each
-    run begins `far` ranks after the beginning of the previous run.
+    If `near` is not 0, the group consists of runs of `near` ranks. The stride then applies within a run, and each run
+    begins `far` ranks after the beginning of the previous run.
     """
 
     size: int
@@ -20,15 +20,14 @@ class StridedGroup(NamedTuple):
 
     @property
     def span(self) -> int:
-        """Distance in ranks from this group to the next group that does not interleave with this group.
-
-        Interleaved groups have the same size and strides, and begin between two ranks of this group.
-        """
+        """Distance in ranks from this group to the next group that does not interleave with this group."""
         return self.size // self.near * self.far if self.near else self.size * self.stride
 
     def on_a_node(self, ranks_per_node: int) -> int:
-        """Returns the largest number of the group's ranks on one node. Each stride must divide or exceed
-        `ranks_per_node`."""
+        """Returns the largest number of the group's ranks on one node.
+
+        The number is an estimate if a stride neither divides `ranks_per_node` nor is a multiple of it.
+        """
         near = self.near or self.size
         here = min(near, max(1, ranks_per_node // self.stride))
         if self.near and here == near:
@@ -36,11 +35,14 @@ class StridedGroup(NamedTuple):
         return here
 
     def nodes(self, ranks_per_node: int) -> int:
-        """Returns the number of nodes that the group spans."""
+        """Returns the number of nodes that the group spans.
+
+        The number is an estimate if `on_a_node` returns an estimate, or if the nodes have unequal numbers of the ranks.
+        """
         return -(-self.size // self.on_a_node(ranks_per_node))
 
     def groups_on_a_node(self, ranks_per_node: int) -> int:
-        """Returns the number of groups with this size and these strides that have ranks on a node.
+        """Returns the number of groups with ranks on a node, if all groups have this size and these strides.
 
         The group must span several nodes.
         """
@@ -57,7 +59,7 @@ class StridedGroup(NamedTuple):
     def outer(self, count: int, run: int = 1) -> "StridedGroup":
         """Returns the subgroup of every `count`-th rank, or of every `count`-th run of `run` ranks.
 
-        `count * run` divides the size. A group with two strides approximates a subgroup that needs three strides.
+        Two strides approximate a subgroup that needs three strides.
         """
         if count == 1:
             return self
@@ -78,11 +80,9 @@ class StridedGroup(NamedTuple):
 
 @lru_cache(maxsize=8192)
 def group_along(mesh: Mesh, axes: tuple[str, ...]) -> StridedGroup:
-    """Returns the group of rank 0 along `axes` of `mesh`. The groups of all ranks have the same size and strides.
+    """Returns the group of rank 0 along `axes` of `mesh`. Two strides approximate a group that needs three strides.
 
-    `axes` are `pp` alone, or other axes of one view. `tp` stands for `tp_in` and `tp_out`. Axes that are not neighbours
-    give runs of ranks. With a `pipeline_stride`, such a group may need three strides, which the result approximates.
-    Raises `ValueError` without axes, for an unknown axis, for axes of both views, and for `pp` with another axis.
+    Raises `ValueError` unless `axes` are `pp` alone, or other axes of one view.
     """
     if axes == ("pp",):
         return StridedGroup(mesh.pp, mesh.block)

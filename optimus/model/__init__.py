@@ -1,4 +1,4 @@
-"""Transformers and `ForeignModel`s, built for one device. The package `parallel` shards a model."""
+"""Models, built for one device."""
 
 from typing import TYPE_CHECKING
 

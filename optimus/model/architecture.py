@@ -1,8 +1,4 @@
-"""The model's architecture: the `model` section of a configuration.
-
-The family provides defaults that its models share, and the format of Hugging Face folders, but selects no code. This
-module does not import torch.
-"""
+"""The model's architecture: the `model` section of a configuration. This module does not import torch."""
 
 from collections.abc import Mapping, Set
 from functools import lru_cache
@@ -48,7 +44,7 @@ class RopeScaling(Section):
     mscale_all_dim: float | None = Field(None, gt=0)
     """yarn: see mscale. Latent attention multiplies its scores by (0.1 mscale_all_dim ln(factor) + 1) squared."""
 
-    truncate: bool = Field(True, description="yarn: round the limits between the two betas to whole numbers.")
+    truncate: bool = Field(True, description="yarn: round the columns of the two betas to whole numbers.")
 
     @model_validator(mode="after")
     def _makes_sense(self) -> "RopeScaling":
@@ -62,11 +58,9 @@ class RopeScaling(Section):
 
 
 class Latent(Section):
-    """Sizes of multi-head latent attention (DeepSeek-V2), which compresses keys and values to one short latent vector
-    per token.
+    """Sizes of multi-head latent attention (DeepSeek-V2, section 2.1).
 
-    A head's query and key have `head_size` columns without position and `rotary` columns with rotary positions; all heads
-    share the rotary columns of the keys.
+    A head's query and key have `head_size` columns without position, then `rotary` columns with rotary positions.
     """
 
     queries: int | None = Field(None, gt=0)
@@ -76,16 +70,16 @@ class Latent(Section):
     value: int = Field(gt=0, description="Columns of a head's values.")
 
 
-# Fields that a model of any family may set. An export refuses values that the family's class in `transformers` lacks.
+# Fields that a model of any family may set.
 _OF_ANY_FAMILY = "norm", "norm_place", "norm_eps"
-# Fields that latent attention does not use.
+# Fields besides `attention_sinks` that must keep their defaults with latent attention.
 _NOT_LATENT = "kv_heads", "qk_norm", "attention_bias", "window", "learned_positions", "query_scale", "score_cap"
 
 
 class ModelConfig(Section):
     """The architecture of the model, independent of its sharding."""
 
-    model_config = ConfigDict(frozen=True)  # frozen, because functions cache results by configuration
+    model_config = ConfigDict(frozen=True)  # functions cache results by configuration
 
     family: str
     """Family of models. The family sets the defaults of other fields, and the export format."""
@@ -105,7 +99,8 @@ class ModelConfig(Section):
     """layer: LayerNorm without weights; layer_affine: LayerNorm with weights and biases; rms: RMSNorm with weights;
     rms_offset: RMSNorm that stores its weights minus one. Default: the family's, the only one that an export supports."""
     norm_place: Literal["before", "after", "both"] = "before"
-    """Norms before (pre-norm) or after (post-norm) attention and feed-forward layer, or both. Default: the family's, the
+    """before: norms of the inputs of attention and feed-forward layer (pre-norm); after: norms of their outputs, before
+    the residual addition (OLMo 2); both: norms of inputs and outputs. Default: the family's, the
     only one that an export supports."""
     qk_norm: Literal["none", "whole", "head"] = "none"
     """RMSNorm of queries and keys. whole: over all heads together; head: per head. Default: the family's."""
@@ -150,17 +145,16 @@ class ModelConfig(Section):
     score_cap: float | None = Field(None, gt=0, description="Attention scores s become cap * tanh(s / cap).")
     logit_cap: float | None = Field(None, gt=0, description="Logits z become cap * tanh(z / cap).")
     query_scale: int | None = Field(None, gt=0)
-    """Attention divides its scores by the square root of `query_scale`. Default: `head_size`."""
+    """Attention divides its scores by the square root of `query_scale`. Default: the columns of a head's queries."""
     tie_embeddings: bool = Field(False, description="The output layer shares the embedding's weights.")
     learned_positions: int | None = Field(None, gt=0)
-    """Number of learned positions, which replace rotary positions and limit the length of a sequence or of its
-    documents."""
+    """Number of learned positions, which replace rotary positions and limit `train.sequence_length`."""
     position_offset: int = Field(0, ge=0)
     """Row of the first position in the learned embedding. Default: the family's."""
     rope_theta: float = Field(10_000.0, gt=0, description="Base of the rotary frequencies.")
     rope_scaling: RopeScaling | None = Field(None, description="Scaling of the rotary frequencies for longer contexts.")
     window_rope_theta: float = Field(default_factory=lambda values: values["rope_theta"], gt=0)
-    """Base of the rotary frequencies in layers with a window. Default: rope_theta."""
+    """Base of the rotary frequencies in layers with a window. Default: the family's, or rope_theta."""
     scale_windows: bool = True
     """Apply rope_scaling to layers with a window too. Default: the family's."""
     norm_eps: float = Field(1e-5, gt=0, description="Epsilon inside the norms.")
@@ -263,20 +257,20 @@ class ModelConfig(Section):
 
     @property
     def is_adapted(self) -> bool:
-        """Returns False: the model's modules are the library's own."""
+        """True for a model with modules of `transformers` or of a plugin, here False."""
         return False
 
     @property
     def parts(self) -> PartNames:
-        """The names of the library's own modules."""
+        """The names of the blocks, the embedding, the head and the learned positions."""
         return PartNames()
 
     def compared(self, unasked: Set[str]) -> dict[str, Any]:
-        """Returns the fields by which two models are compared: all but `unasked`."""
+        """Returns the values of all fields except `unasked`."""
         return self.model_dump(exclude={*unasked})
 
     def router_weights(self, balance: float, z: float) -> tuple[float, float]:
-        """Returns the weights of the routers' balance loss and z-loss: those of the section `moe`."""
+        """Returns the weights of the balance loss and the z-loss, here unchanged."""
         return balance, z
 
     @property
@@ -296,16 +290,23 @@ class ModelConfig(Section):
 
     @property
     def has_own_experts(self) -> bool:
-        """Returns False: experts are the library's modules."""
+        """True for a model with experts of `transformers` or of a plugin, here False."""
         return False
 
+    def expert_tensor(self, asked: int, tensor: int) -> int:
+        """Returns `asked`, the configured number of ranks that shard each expert."""
+        return asked
+
+    def refuse_expert_ranks(self, ranks: int) -> str | None:
+        """Returns why a model without experts has no expert parallelism."""
+        return "the model is dense: remove it"
+
     def refuse_ways(self, ways: int, aligned: int = 8) -> str | None:
-        """Returns None: `sharded_sizes` says all that limits tensor parallelism."""
+        """Returns None: no number of tensor-parallel ranks is refused here."""
         return None
 
     def sharded_sizes(self) -> list[tuple[str, int, int]]:
-        """Returns (name, size, axis) of sizes that tensor parallelism shards. Axis 0 shards outputs, axis 1 shards
-        inputs."""
+        """Returns (name, size, axis) for sizes that tensor parallelism shards; axis 0 shards outputs, axis 1 inputs."""
         return [
             ("model.heads", self.heads, 0),
             ("model.kv_heads", self.kv_heads, 0),
@@ -316,12 +317,12 @@ class ModelConfig(Section):
 
     @property
     def derived(self) -> frozenset[str]:
-        """The fields whose values equal a default that is computed from other fields."""
+        """The fields whose values equal a default computed from other fields."""
         fields = type(self).model_fields
         return frozenset(name for name, value in self if fields[name].default_factory and value == self._default(name))
 
     def usual(self, name: str) -> Any:
-        """Returns the value that the family's models share in the field `name`, or else the field's default."""
+        """Returns the family's default of the field `name`, or the field's own default."""
         return family_named(self.family).defaults.get(name, self._default(name))
 
     def _default(self, name: str) -> Any:
@@ -336,16 +337,16 @@ class ModelConfig(Section):
 
     @property
     def alike(self) -> list[int]:
-        """For each layer, the first layer with the same number of experts and the same window, hence the same shapes."""
+        """For each layer, the first layer with the same number of experts and the same window."""
         return list(_alike(self))
 
     def sparse_layers(self, before: int | None = None) -> int:
-        """Returns the number of layers with experts, among all layers or among the first `before`."""
+        """Returns the number of layers with experts among the first `before` layers, by default among all."""
         return sum(self.experts_of(layer) > 0 for layer in range(self.layers if before is None else before))
 
     @property
     def expert_counts(self) -> list[int]:
-        """The distinct numbers of experts of sparse layers in increasing order; empty if all layers are dense."""
+        """The distinct numbers of experts of sparse layers, in increasing order."""
         return sorted({self.experts_of(layer) for layer in range(self.layers)} - {0})
 
     @property
@@ -360,7 +361,7 @@ class ModelConfig(Section):
 
     @property
     def rotary_size(self) -> int:
-        """Number of a head's columns that carry the rotary position."""
+        """Number of columns of the rotary tables for each head. Attention with learned positions ignores the tables."""
         return self.head_size if self.latent is None else self.latent.rotary
 
     @property
@@ -374,7 +375,7 @@ class ModelConfig(Section):
         return self.latent.value if self.latent else self.head_size
 
     def window_of(self, layer: int) -> int | None:
-        """Returns the attention window of layer `layer` (counted from 0) in positions; None for full attention."""
+        """Returns the number of positions in the sliding window of layer `layer`, from 0; None for full attention."""
         return (
             None
             if self.full_attention_every is not None and (layer + 1) % self.full_attention_every == 0
@@ -389,7 +390,7 @@ def _alike(model: ModelConfig) -> tuple[int, ...]:
 
 
 def _kind_of(values: Any) -> str:
-    """Returns the name of the class of architecture to which `values` belong."""
+    """Returns the `Tag` of the class in `Architecture` that fits `values`."""
     if isinstance(values, AdaptedModel):
         return type(values).__name__
     keys = values if isinstance(values, Mapping) else ()
@@ -405,11 +406,10 @@ Architecture = Annotated[
 """The section `model` of a configuration: one of the library's own models, or a model of `transformers` or of a plugin."""
 
 
-def own_model(config: Architecture, what: str) -> ModelConfig:
-    """Returns `config` if it describes one of the library's own models. Raises `UserError`, which begins with `what`,
-    for a model of `transformers` or of a plugin."""
+def own_model(config: Architecture, what: str, cure: str = "") -> ModelConfig:
+    """Returns `config` if it is a `ModelConfig`, and otherwise raises a `UserError` with `what` and `cure`."""
     if isinstance(config, ModelConfig):
         return config
     raise UserError(
-        f"{what} needs one of the library's own models, but the model is a {config.family} of {config.origin}"
+        f"{what} needs one of the library's own models, but the model is a {config.family} of {config.origin}{cure}"
     )

@@ -1,6 +1,6 @@
-"""Causal self-attention: grouped-query heads, rotary positions, norms of q and k, windows, sinks.
+"""Causal self-attention: grouped-query heads, rotary positions, norms of q and k, sliding windows, attention sinks.
 
-Legend: B batch, S sequence, N heads, M heads of keys and values, D head size, H hidden, T = B * S tokens.
+Legend: B batch, S sequence, N heads, M heads of keys and values, D head size, H hidden, T tokens.
 """
 
 from typing import NamedTuple
@@ -19,20 +19,16 @@ from optimus.model.sequence import SequenceSplit
 
 
 class AttentionPositions(NamedTuple):
-    """The positions of a batch's tokens, the rotary tables, and the split of sequences over ranks."""
+    """The positions, the rotary tables and the sequence split of a batch."""
 
     table: Table  # rotary table of the layers with full attention
     window_table: Table  # rotary table of the layers with a window
     sequence: SequenceSplit
-    position_T: Tensor  # the position of every token in its sequence, or in its document if there are documents
+    position_T: Tensor  # the position of each token in its sequence or document
 
 
 class Attention(nn.Module):
-    """Grouped-query attention (Ainslie et al. 2023): groups of N / M heads share the keys and values of one head.
-
-    If every head has its own keys and values, the weights of q, k and v are one parameter, and one matmul computes q, k
-    and v.
-    """
+    """Grouped-query attention (Ainslie et al. 2023). If N equals M, the weights of q, k and v are one parameter."""
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
@@ -57,10 +53,7 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (None if size is None else norm_of(config, size) for size in normed)
 
     def forward(self, x_TH: Tensor, positions: AttentionPositions, cache: LayerCache | None = None) -> Tensor:
-        """Returns [T, H].
-
-        `x_TH` has the tokens of `positions`, sequence by sequence. With a `cache`, these tokens follow the cached positions.
-        """
+        """Returns [T, H]. The rows of `x_TH` are tokens, sequence by sequence."""
         q, k, v = (self.q(x_TH), *self.kv(x_TH).chunk(2, -1)) if self.grouped else self.qkv(x_TH).chunk(3, -1)
         if not self.norms_heads:
             q, k = self._normed(q, k)

@@ -1,4 +1,4 @@
-"""Training batches: sequences of tokens, with optional masks, documents and sources.
+"""Training batches.
 
 Legend: B batch, S sequence.
 """
@@ -14,7 +14,7 @@ from optimus.kernels.documents import Documents
 
 
 def pinned(host: Tensor) -> Tensor:
-    """Copies `host` to pinned memory, from which an accelerator can copy asynchronously."""
+    """Returns a copy of `host` in pinned memory."""
     return torch.empty(host.shape, dtype=host.dtype, pin_memory=True).copy_(host)
 
 
@@ -30,15 +30,14 @@ class Batch(NamedTuple):
 
     tokens_BS: Tensor  # int64
     target_mask_BS: Tensor | None = None
-    """bool: True for the tokens to predict, by default all. The first token of a sequence is never predicted."""
+    """bool: True for the tokens to predict, by default all. The first token of a sequence is not predicted."""
 
     document_BS: Tensor | None = None
-    """int32 or int64: the number of each token's document, which must not decrease along a sequence. By default a
-    sequence is one document. Attention stays within a document, positions count from 0 in each document, and a
-    document's first token is not predicted. The tensor should be on the host, which computes the document
-    boundaries."""
+    """int32 or int64, on the host: the number of each token's document. The numbers must not decrease along a
+    sequence. Attention stays within a document; each document's positions begin at 0, and its first token is not
+    predicted."""
 
-    source_B: Tensor | None = None  # int64: the number of each sequence's data source, for the losses by source
+    source_B: Tensor | None = None  # int64: the number of each sequence's data source
 
     @classmethod
     def wrap(cls, inputs: "Tensor | Batch") -> "Batch":
@@ -49,7 +48,7 @@ class Batch(NamedTuple):
         return batch
 
     def split(self, sequences: int) -> list["Batch"]:
-        """Splits the batch into batches of `sequences` sequences each; the last batch may have fewer."""
+        """Returns batches of `sequences` sequences each; the last batch may have fewer."""
         parts = [slice(start, start + sequences) for start in range(0, len(self.tokens_BS), sequences)]
         return [Batch(*(None if each is None else each[part] for each in self)) for part in parts]  # type: ignore[arg-type]
 
@@ -63,18 +62,17 @@ class Batch(NamedTuple):
 
     @property
     def counted_by_shape(self) -> bool:
-        """True if the shape alone determines the number of predicted tokens, because there are no masks or documents."""
+        """True if the shape alone determines the number of predicted tokens."""
         return self.target_mask_BS is None and self.document_BS is None
 
     def predicted(self) -> int:
-        """Returns the number of predicted tokens. If the mask is on an accelerator, the host waits for the accelerator."""
+        """Returns the number of predicted tokens. The host waits for a mask on an accelerator."""
         chosen_BS = self._chosen_BS
         return self.tokens_BS[:, 1:].numel() if chosen_BS is None else int(chosen_BS.sum())
 
     @property
     def _chosen_BS(self) -> Tensor | None:
-        """Mask of the predicted tokens [B, S - 1], without each sequence's first token; None without mask and
-        documents."""
+        """Mask [B, S - 1] of each sequence's tokens after the first, True if predicted; None if `counted_by_shape`."""
         mask_BS = None if self.target_mask_BS is None else self.target_mask_BS[:, 1:]
         if self.document_BS is None:
             return mask_BS

@@ -12,8 +12,8 @@ def causal_model(
 ) -> CausalModel:
     """Builds a model with uninitialised parameters on the default device.
 
-    For the library's own models, `layers` lists the layers whose blocks the model has, by default all. With
-    `force_balanced`, the routers distribute tokens evenly over experts.
+    A `Transformer` has the blocks of `layers`, by default all. With `force_balanced`, its routers distribute tokens
+    evenly over experts.
     """
     if isinstance(config, ModelConfig):
         return Transformer(config, force_balanced, layers)

@@ -1,9 +1,7 @@
-"""Keys and values that generation caches. The rows of a cache are sequences, which may have different lengths.
+"""The KV cache for generation. A row of the cache is a sequence.
 
-Every layer allocates buffers for `rows` sequences of `capacity` positions, and doubles the capacity when a sequence
-outgrows the buffers.
-
-Legend: B rows, S new positions of every row, P positions in the cache, N heads, M heads of keys and values, D head size.
+Legend: B rows, S new positions, P positions in the cache, N heads, M heads of keys and values, D head size. If a pass
+takes one token of every row, dim B of the new positions is 1, and dim S has the rows and padding.
 """
 
 from collections.abc import Sequence
@@ -16,25 +14,21 @@ from optimus.kernels.attention import PLAIN, Scoring, attend_last, causal_attent
 
 
 class KVCache:
-    """The keys and values of every layer. `lengths` contains the number of cached positions of each row.
-
-    A forward pass takes either one new token of every row, or several new tokens of rows of equal length.
-    """
+    """The caches of all layers. `lengths` contains the number of cached positions of each row."""
 
     def __init__(self, layers: int, *, rows: int = 1, capacity: int = 64) -> None:
         self.rows, self.capacity = rows, capacity
         self.lengths: list[int] = []
         self.layers = [LayerCache(self) for _ in range(layers)]
         self.last_B: Tensor | None = None  # positions of the new tokens if a pass takes one token of every row
-        self.start = 0  # the position of the first new token, if a pass takes several tokens of every row
+        self.start = 0  # position of the first new token if a pass takes several tokens of every row
         self._new = 0
 
     def begin(self, tokens_BS: Tensor) -> Tensor:
         """Begins a forward pass over new tokens, and returns the tokens as the sequences of this pass.
 
-        The first pass adds the rows. One token of every row makes a single sequence [1, B], in which the position of a
-        token is the length of the token's row. Raises `ValueError` for another number of rows, and for several tokens
-        of rows of different lengths.
+        One token of every row makes a single sequence [1, B]. Raises `ValueError` for another number of rows than
+        the cache has, and for several tokens per row if the rows have different lengths.
         """
         self.lengths = self.lengths or [0] * len(tokens_BS)
         if len(tokens_BS) != len(self.lengths):
@@ -49,34 +43,34 @@ class KVCache:
         return tokens_BS
 
     def positions(self, length: int, device: torch.device) -> Tensor:
-        """Returns the positions [length] of the tokens in a sequence of this pass. `length` includes padding."""
+        """Returns the positions of the tokens in a sequence of this pass: [length], including padding."""
         if self.last_B is None:
             return torch.arange(self.start, self.start + length, device=device)
         return F.pad(self.last_B, (0, length - len(self.last_B)))
 
     def end(self) -> None:
-        """Ends the forward pass: every row grows by the tokens per row that `begin` got, including padding."""
+        """Ends the forward pass: every row grows by the number of tokens per row that `begin` got."""
         self.keep([length + self._new for length in self.lengths])
 
     def keep(self, lengths: Sequence[int]) -> None:
-        """Keeps the first positions of each row, as many as the row's element of `lengths`."""
+        """Sets the number of cached positions of each row."""
         self.lengths = list(lengths)
 
     def reserve(self, rows: int, length: int) -> tuple[int, int]:
-        """Returns the cache's rows and capacity, increased if `rows` sequences of `length` positions need more."""
+        """Makes the cache's rows and capacity at least `rows` and `length`, and returns (rows, capacity)."""
         self.rows = max(self.rows, rows)
         while self.capacity < length:
             self.capacity *= 2
         return self.rows, self.capacity
 
     def extend(self, other: "KVCache") -> None:
-        """Adds the rows of `other` after the rows of this cache."""
+        """Appends the rows of `other`."""
         for layer, added in zip(self.layers, other.layers, strict=True):
             layer.extend(added)
         self.lengths += other.lengths
 
     def remove(self, row: int) -> None:
-        """Removes a row; the last row takes the index of this row."""
+        """Removes a row. The last row takes the index `row`."""
         last = len(self.lengths) - 1
         if row != last:
             for layer in self.layers:
@@ -86,11 +80,11 @@ class KVCache:
 
 
 class LayerCache:
-    """The keys and values of one layer."""
+    """The keys and values of one layer, or the latent vectors and rotary keys of latent attention."""
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
-        self._buffers: tuple[Tensor, ...] = ()  # keys and values, [rows, M, capacity, D]
+        self._buffers: tuple[Tensor, ...] = ()  # two of [rows, M, capacity, D]; D may differ
 
     @property
     def one_each(self) -> bool:
@@ -98,10 +92,7 @@ class LayerCache:
         return self._cache.last_B is not None
 
     def append(self, k_BSMD: Tensor, v_BSMD: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends new keys and new values, and returns all keys and all values of the rows [B, P, M, D].
-
-        After the last position of a shorter row, keys and values have no meaning.
-        """
+        """Appends new keys and values, and returns (keys, values) of all cached positions, [B, P, M, D] each."""
         cache, rows = self._cache, len(self._cache.lengths)
         end = cache.start + k_BSMD.shape[1] if cache.last_B is None else max(cache.lengths) + 1
         k_BMPD, v_BMPD = (buffer[:rows, :, :end] for buffer in self._reserved(rows, end, (k_BSMD, v_BSMD)))
@@ -115,8 +106,7 @@ class LayerCache:
         return k_BMPD.transpose(1, 2), v_BMPD.transpose(1, 2)
 
     def attend(self, q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-        """Computes attention of the new positions over the cached positions of their rows: [B, S, N, D], with the head
-        size of `v_BPMD`."""
+        """Computes causal attention of the new positions over the cached positions of their rows, [B, S, N, D]."""
         last_B = self._cache.last_B
         if last_B is None:
             return causal_attention(q_BSND, k_BPMD, v_BPMD, scoring)
@@ -124,7 +114,7 @@ class LayerCache:
         return F.pad(y_BND, (0, 0, 0, 0, 0, q_BSND.shape[1] - len(last_B)))[None]
 
     def extend(self, other: "LayerCache") -> None:
-        """Adds the rows of `other`, the same layer of another cache, after the rows of this cache."""
+        """Appends the rows of `other`, the same layer of another cache."""
         rows, added = len(self._cache.lengths), len(other._cache.lengths)
         if not added:
             return
@@ -133,17 +123,17 @@ class LayerCache:
         for buffer, part in zip(
             self._reserved(rows + added, length, [t.transpose(1, 2) for t in new]), new, strict=True
         ):
-            buffer[rows : rows + added].zero_()  # a row that ended here may have left infinities, which no mask hides
+            buffer[rows : rows + added].zero_()  # a removed row may have left infinities, which no mask hides
             buffer[rows : rows + added, :, :length] = part
 
     def move(self, source: int, target: int) -> None:
-        """Copies the row `source` to `target`."""
+        """Copies the row `source` to the row `target`."""
         length = max(self._cache.lengths[source], self._cache.lengths[target])  # overwrites all of the old row
         for buffer in self._buffers:
             buffer[target, :, :length] = buffer[source, :, :length]
 
     def _reserved(self, rows: int, length: int, like_BSMD: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Returns the buffers, enlarged if they have fewer than `rows` rows or `length` positions."""
+        """Returns the buffers, with at least `rows` rows and `length` positions."""
         old = self._buffers
         if old and rows <= len(old[0]) and length <= old[0].shape[2]:
             return old

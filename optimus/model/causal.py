@@ -1,6 +1,7 @@
-"""The protocol of causal language models, which `Transformer` and `ForeignModel` implement.
+"""The interface of causal language models.
 
-Legend: B batch, S sequence, H hidden, V vocabulary, T tokens on this device, N selected tokens.
+Legend: B batch, S sequence (in `positions_S`, this device's positions), H hidden, V vocabulary, T tokens on this
+device, N selected tokens.
 """
 
 from abc import abstractmethod
@@ -24,10 +25,9 @@ from optimus.step_context import StepContext
 
 
 class Losses(NamedTuple):
-    """The losses of a microbatch as scalars, and the router's statistics or None."""
+    """The losses of a microbatch, each a scalar, and the router's statistics."""
 
-    # Cross-entropy in nats, or the configured token loss: the sum over the predicted tokens, divided by the `count` of
-    # `CausalModel.losses`.
+    # Cross-entropy in nats, or the configured token loss: the sum over the predicted tokens, divided by a count.
     cross_entropy: Tensor
     router: RouterStats | None
     divergence: Tensor | None = None  # divergence from a teacher, summed and divided like `cross_entropy`
@@ -39,44 +39,41 @@ class Losses(NamedTuple):
 
     @property
     def z(self) -> Tensor:
-        """The router's z-loss over the tokens of this microbatch; 0 without router statistics."""
+        """The router's z-loss over this microbatch; 0 without router statistics, and in a `ForeignModel`."""
         return torch.zeros_like(self.cross_entropy) if self.router is None else self.router.z_loss()
 
 
 class BlockRow(Protocol):
-    """A row of consecutive blocks, which run one after the other."""
+    """Blocks that run one after the other."""
 
     def __iter__(self) -> Iterator[nn.Module]: ...
     def __len__(self) -> int: ...
     def run_in(self, size: int, run: Callable[..., Any]) -> None:
-        """Makes the blocks run in segments of `size`, each by one call of `run`, if the row supports segments."""
+        """Sets `run` as the runner of segments of `size` blocks. A `ForeignModel` ignores `size`."""
 
 
 class ModelStage(Protocol):
     """A pipeline stage: some blocks of a model.
 
-    The first stage includes all modules before the blocks, except an embedding that runs outside the stage. The last
-    stage includes all modules between the blocks and the output layer.
+    The first stage includes the modules between the embedding and the blocks, the last stage the modules between the
+    blocks and the output layer.
     """
 
     @property
     def row(self) -> BlockRow:
-        """The blocks of the stage, in the order in which they run."""
+        """The blocks of the stage, in the order of execution."""
 
     def __call__(
         self, batch: Batch, positions_S: Tensor, positions: Any, x_TH: Tensor | None, stats: RouterStats | None
     ) -> tuple[Tensor, RouterStats | None]:
-        """Runs the stage on the tokens at `positions_S`; returns (residual stream [T, H], sum of `stats` and the
-        stage's router statistics).
+        """Returns (the stage's output [T, H], sum of `stats` and the stage's router statistics) at `positions_S`.
 
-        `x_TH` and `stats` are the results of the previous stage. The first stage gets an `x_TH` only if the embedding
-        ran outside the stage. The last stage returns the input of the output layer. `positions` comes from the model's
-        `local_positions` or `full_positions`.
+        `x_TH` and `stats` are the results of the previous stage. If `x_TH` is None, the stage runs the embedding.
         """
 
 
 class OutputLayer(Protocol):
-    """The module that maps hidden states to logits, and its weight and vocabulary."""
+    """The module that maps hidden states to logits."""
 
     vocabulary: Vocabulary
     weight: nn.Parameter
@@ -86,17 +83,13 @@ class OutputLayer(Protocol):
 
 
 class CausalModel(nn.Module):
-    """A causal language model, which maps `tokens_BS` (int64) to `logits_BSV`.
-
-    Subclasses have an `OutputLayer` named `head`, and its unit `predict`, which takes the arguments of
-    `OutputHead.forward`. `notes` are lines for the user.
-    """
+    """Maps `tokens_BS` (int64) to `logits_BSV`. `head` is an `OutputLayer`, and `predict` the unit of `head`."""
 
     replaceable: Sequence[str] = ("sequence", "step")
-    # True if `hidden_states` takes a `KVCache` of several sequences; otherwise the model has a method `continued`.
+    # True if `hidden_states` takes a `KVCache`; otherwise the model has a method `continued`.
     shares_cache: ClassVar[bool] = False
-    notes: tuple[str, ...] = ()
-    untrained: frozenset[str] = frozenset()  # parameters that get no gradient; a run freezes them
+    notes: tuple[str, ...] = ()  # lines for the user about the model
+    untrained: frozenset[str] = frozenset()  # names of parameters that get no gradient
     config: Architecture
     blocks: Any
     embedding: Any
@@ -110,43 +103,40 @@ class CausalModel(nn.Module):
 
     @property
     def parts(self) -> PartNames:
-        """The names of the model's parts; see `PartNames`."""
+        """The names of the modules that divide the model into parts, such as the blocks and the output layer."""
         return self.config.parts
 
     @abstractmethod
     def rows(self) -> list[BlockRow]:
-        """Returns the rows of blocks that `losses` and `hidden_states` run."""
+        """Returns the whole model's blocks, as one or more `BlockRow`s."""
 
     @abstractmethod
     def stage(self, blocks: range, *, first: bool, last: bool) -> ModelStage:
-        """Returns the stage of `blocks`. `first` and `last` are True for the first and the last stage of a pipeline."""
+        """Returns the stage of `blocks`; `first` and `last` tell if the stage is the pipeline's first or last."""
 
     @abstractmethod
     def keep(self, blocks: Collection[int], *, first: bool, last: bool, embedding: bool, head: bool) -> None:
-        """Removes the parameters of blocks that are not in `blocks`, and of the modules whose flag is False. The
-        remaining parameters keep their names.
+        """Removes the parameters of blocks that are not in `blocks`, and of the modules whose flag is False.
 
         `first` stands for the modules between the embedding and the blocks, `last` for the modules between the blocks
         and the output layer.
         """
 
     def author_tensors(self) -> dict[str, Tensor]:
-        """For a `ForeignModel`: returns the parameters and the persistent buffers, by their names in the author's code
-        (`transformers` or a plugin)."""
+        """For a `ForeignModel`: returns the parameters and the persistent buffers, by name in the author's code."""
         raise NotImplementedError
 
     def fill_from(self, tensors: Mapping[str, Tensor]) -> None:
-        """For a `ForeignModel`: fills the parameters and the persistent buffers from `tensors`, by their names in the
-        author's code."""
+        """For a `ForeignModel`: fills the parameters, and the buffers in `tensors`, by name in the author's code."""
         raise NotImplementedError
 
     @abstractmethod
     def local_positions(self, batch: Batch) -> tuple[Tensor, Any]:
-        """Returns (this device's positions [S] in every sequence, the positions as the stages of the model need them)."""
+        """Returns (this device's positions [S] in every sequence, the argument `positions` of the stages)."""
 
     @abstractmethod
     def full_positions(self, tokens_BS: Tensor) -> tuple[Tensor, Any]:
-        """Returns the result of `local_positions`, but with all positions on every device."""
+        """Returns the result of `local_positions` for a device that has all positions."""
 
     def check_length(self, length: int) -> None:
         """Raises `UserError` if the model does not support sequences of `length` tokens."""
@@ -165,10 +155,7 @@ class CausalModel(nn.Module):
         return cast(Tensor, self.predict(self.hidden_states(tokens_BS)))
 
     def hidden_states(self, tokens_BS: Tensor) -> Tensor:
-        """Returns the input of the output layer [B, S, H], whole on every device.
-
-        This method is only for evaluation: if the model is sharded, no gradients flow through the result.
-        """
+        """Returns the input [B, S, H] of the output layer, unsharded on every device, for evaluation."""
         length = tokens_BS.shape[1]
         self.check_length(length)
         # The padding follows the tokens, and no token attends to later positions.
@@ -178,18 +165,14 @@ class CausalModel(nn.Module):
         return self.head.vocabulary.join(x_TH).unflatten(0, tokens_BS.shape)[:, :length]
 
     def at_tokens(self, tokens_BS: Tensor, at_N: Tensor, find: Callable[[Tensor], Tensor]) -> Tensor:
-        """Applies `find` to the hidden states [N, H] at the tokens `at_N`, and returns the result.
-
-        `at_N` are indices into the flattened tokens [B * S]. This method is only for evaluation.
-        """
+        """Applies `find` to the hidden states [N, H] at `at_N`, indices into the flattened tokens [B * S]."""
         return find(self.hidden_states(tokens_BS).flatten(0, 1)[at_N])
 
     def losses(self, inputs: Tensor | Batch, count: float | None = None) -> Losses:
-        """Returns the loss of predicting each target token from the tokens before the target, and the router's
-        statistics.
+        """Returns the loss of the target tokens, and the router's statistics.
 
-        Divides the sum of the losses by `count`. With the default `count`, the average of the losses over the
-        context-parallel ranks is the mean loss per predicted token.
+        Divides the sum of the losses by `count`. With the default `count`, the average over the context-parallel ranks
+        is the mean loss per predicted token.
         """
         batch = Batch.wrap(inputs)
         positions_S, positions = self.local_positions(batch)
@@ -206,15 +189,16 @@ class CausalModel(nn.Module):
         rows_T: Tensor | None = None,
         soft: SoftTargets | None = None,
     ) -> Losses:
-        """Computes `losses` from the output of the last stage at `positions_S`. See `OutputHead.forward` for `rows_T`
-        and `soft`."""
+        """Computes `losses` from the output of the last stage at `positions_S`.
+
+        See `Vocabulary.loss` for `rows_T`, and `OutputHead.forward` for `soft`.
+        """
         count = max(1, batch.predicted()) / self.sequence.parts if count is None else count
         found = self.predict(x_TH, self.targets(batch, positions_S), count, False, rows_T, soft)
         return Losses(found, stats) if soft is None else Losses(found[0], stats, found[1])
 
     def outputs(self, batch: Batch) -> Tensor:
-        """Returns the input of the output layer [B, S, H], with attention within each document. The model must be
-        unsharded."""
+        """Returns the input [B, S, H] of an unsharded model's output layer."""
         x_TH, _ = self.all_blocks()(batch, *self.local_positions(batch), None, None)
         return x_TH.unflatten(0, batch.tokens_BS.shape)
 

@@ -1,7 +1,4 @@
-"""Counts a model's parameters and floating point operations from the declarations of its modules.
-
-This module builds the model on the meta device. A `Transformer` needs only one layer of each group of identical layers.
-"""
+"""Counts a model's parameters and floating point operations, with the model on the meta device."""
 
 from collections import Counter
 from functools import lru_cache
@@ -19,7 +16,8 @@ from optimus.model.transformer import Transformer
 
 
 class ParameterCount(NamedTuple):
-    """Numbers of parameters. `active` leaves out the experts that a token does not choose."""
+    """Numbers of parameters. `active` counts only the experts that process a token, or all experts if the number per
+    token is unknown."""
 
     total: int
     active: int
@@ -27,29 +25,26 @@ class ParameterCount(NamedTuple):
 
 class _Counts(NamedTuple):
     parts: dict[str, ParameterCount]
-    multiplied: Counter[str]  # active weights of matmuls, by kind of module, summed over all blocks
-    scored: Counter[int | None]  # number of columns of queries and values, summed over heads and layers, by window
+    multiplied: Counter[str]  # active weights of matmuls in all blocks and the head, by kind of module
+    scored: Counter[int | None]  # columns of queries and values, summed over heads and layers, by window
 
 
 def count_parameters(config: Architecture) -> ParameterCount:
-    """Returns the exact numbers of parameters, including the embedding and the output layer."""
+    """Returns the numbers of parameters; a tied embedding counts once."""
     return ParameterCount(*map(sum, zip(*_counts(config).parts.values())))
 
 
 def count_parts(config: Architecture) -> dict[str, ParameterCount]:
     """Returns the parameter counts by part: embedding, positions, blocks.0, blocks.1 ..., final_norm, head.
 
-    A tied embedding counts both as embedding and as head. The result omits parts without parameters.
+    A tied embedding counts both as embedding and as head.
     """
     parts = _counts(config).parts
     return parts | {"head": parts["embedding"]} if config.tie_embeddings else parts
 
 
 def too_large(config: Architecture, tensors: int, elements: int) -> bool:
-    """Returns True if a model has far more layers or parameters than `tensors` tensors of `elements` elements in total.
-
-    Callers check a folder's configuration before they build the model.
-    """
+    """Returns True if a model has far more layers than `tensors`, or far more parameters than `elements`."""
     try:
         return config.layers > tensors + 1000 or count_parameters(config).total > 4 * elements + (1 << 26)
     except (RuntimeError, OverflowError, TypeError):  # sizes beyond the limits of tensors, even on the meta device
@@ -57,32 +52,25 @@ def too_large(config: Architecture, tensors: int, elements: int) -> bool:
 
 
 def flops_per_token(config: Architecture, context: int) -> float:
-    """Returns the floating point operations of the forward and the backward pass per token (PaLM, appendix B).
-
-    Counts 6 per active weight of a matmul: 2 in the forward pass, 4 in the backward pass. The input embedding is a
-    look-up and does not count. For attention, counts 6 per column of queries and values and per position of the context
-    or window. There is no discount for the causal mask, as usual for model FLOPs utilisation (MFU).
-    """
+    """Returns the training FLOPs per token (PaLM, appendix B); ignores the input embedding and the causal mask."""
     counts = _counts(config)
     scores = sum(columns * min(window or context, context) for window, columns in counts.scored.items())
     return 6.0 * sum(counts.multiplied.values()) + 6.0 * scores
 
 
 def forward_flops(config: Architecture, context: int) -> dict[str, float]:
-    """Returns the forward floating point operations per token of a block's modules, averaged over all blocks.
+    """Returns the forward floating point operations per token by kind of module, averaged over all blocks.
 
-    The keys are kinds of modules, such as `attention`, `mlp` and `moe`, or `block` for blocks of a `ForeignModel` without
-    parts.
-    The result counts only the attention scores inside the causal mask.
+    Omits the output layer, and counts only the attention scores inside the causal mask.
     """
     counts = _counts(config)
     found = {kind: 2.0 * weights / config.layers for kind, weights in counts.multiplied.items() if kind != "head"}
     scores = 0.0
     for window, columns in counts.scored.items():
         seen = min(window or context, context)
-        scores += columns * (2 * seen - seen * seen / context)  # 2 FLOPs x the mean number of attended positions
+        scores += columns * (2 * seen - seen * seen / context)  # 2 FLOPs x mean number of attended positions
     scoring = "attention" if "attention" in found else "block"
-    return found | {scoring: found[scoring] + scores / config.layers}
+    return found | {scoring: found.get(scoring, 0.0) + scores / config.layers}
 
 
 @lru_cache(maxsize=256)
@@ -91,22 +79,22 @@ def _counts(config: Architecture) -> _Counts:
 
 
 def _outside(name: str, names: PartNames) -> str:
-    """Returns the part, as in `count_parts`, of a parameter outside the blocks."""
+    """Returns the part of the model that contains a parameter outside the blocks; see `count_parts`."""
     if names.in_embedding(name) or names.in_head(name):
         return "embedding" if names.in_embedding(name) else "head"
     return "positions" if names.is_before(name) else "final_norm"
 
 
 def _foreign_counts(config: TransformersModel | PluginModel) -> _Counts:
-    names, router, scored = config.parts, config.facts.router, Counter[int | None]()
+    names, most, scored = config.parts, config.facts.experts_per_token, Counter[int | None]()
     with torch.device("meta"):
         model = causal_model(config)
     total, active, multiplied = Counter[str](), Counter[str](), Counter[str]()
     for name, declared in declarations(model):
         parameter, block = model.get_parameter(name), names.block_of(name)
         chosen = parameter.numel()
-        if declared.role == "expert" and router is not None:
-            chosen = chosen // router.experts * router.top_k
+        if declared.role == "expert" and most is not None:
+            chosen = chosen // len(parameter) * min(most, len(parameter))
         part = f"blocks.{block}" if block is not None else _outside(name, names)
         total[part] += parameter.numel()
         active[part] += chosen
@@ -120,7 +108,7 @@ def _foreign_counts(config: TransformersModel | PluginModel) -> _Counts:
 
 
 def _kind_of(name: str, block: int | None, config: TransformersModel | PluginModel) -> str:
-    """Returns the kind of the part of a block that has a parameter; `block` if the block has no parts."""
+    """Returns the kind of the block's part that contains the parameter `name`; "block" outside these parts."""
     for part in config.facts.block_parts.get(-1 if block is None else block, ()):
         if name.startswith(f"{config.parts.blocks}.{block}.{part.name}."):
             return part.kind

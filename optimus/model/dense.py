@@ -11,7 +11,7 @@ from optimus.model.parameters import Size
 
 
 class DenseMlp(nn.Module):
-    """Dense feed-forward layer: SwiGLU, or another activation with or without a gate."""
+    """Dense feed-forward layer with any `Activation`, with or without a gate; SwiGLU by default."""
 
     def __init__(
         self,
@@ -32,9 +32,9 @@ class DenseMlp(nn.Module):
         self.down = Linear(ffn, residual, bias=bias)
 
     def forward(self, x_TH: Tensor, position_T: Tensor | None = None) -> tuple[Tensor, None]:
-        """Returns (output [T, H], None); a sparse layer returns router statistics in place of None."""
+        """Returns (output [T, H], None): a dense layer has no router statistics. Ignores `position_T`."""
         return self.down(self.activated(x_TH)), None
 
     def activated(self, x_TH: Tensor) -> Tensor:
-        """Returns the activations [T, I], the input of the down projection."""
+        """Returns the input of the down projection [T, I]."""
         return activation(self.gate_up(x_TH) if self.gated else self.up(x_TH), self.kind, self.gated)

@@ -1,7 +1,6 @@
-"""Combines several models into one model whose logits are the mean of the members' logits (Pre-training under infinite
-compute, section 4).
+"""An ensemble, whose logits are the mean of its members' logits (Pre-training under infinite compute, section 4).
 
-Legend: B rows, S positions, H hidden states of all members side by side, N or T tokens, V vocabulary.
+Legend: B sequences, S positions, H hidden size of one member or of all members together, N or T tokens, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +17,7 @@ from optimus.model.causal import CausalModel
 
 
 class Ensemble:
-    """An ensemble of `members` that share one vocabulary: both a `Scored` model and a teacher for distillation."""
+    """An ensemble of `members`, which must have the same vocabulary."""
 
     def __init__(self, members: Sequence[CausalModel]) -> None:
         self._members = members
@@ -31,7 +30,7 @@ class Ensemble:
 
     @property
     def embedding(self) -> nn.Module:
-        """The embedding of the first member, whose device is the device of all members."""
+        """The embedding of the first member."""
         return self._members[0].embedding
 
     def head(self, hidden_NH: Tensor) -> Tensor:
@@ -41,12 +40,15 @@ class Ensemble:
         return torch.stack(logits).mean(0)
 
     def at_tokens(self, tokens_BS: Tensor, at_N: Tensor, find: Callable[[Tensor], Tensor]) -> Tensor:
-        """Applies `find` to the concatenated hidden states of all members at the tokens `at_N`, and returns the result."""
+        """Applies `find` to the members' concatenated hidden states [N, H] at `at_N`.
+
+        `at_N` are indices into the flattened tokens [B * S].
+        """
         return find(torch.cat([member.at_tokens(tokens_BS, at_N, lambda x_NH: x_NH) for member in self._members], -1))
 
     @torch.no_grad()
     def soft_targets(self, batch: Batch, positions_S: Tensor, temperature: float) -> SoftTargets:
-        """Returns the soft targets of the T tokens at `positions_S` of all rows. Every member reads the whole sequences."""
+        """Returns the soft targets of the tokens at `positions_S` of all sequences."""
         hidden_TH = torch.cat([each.outputs(batch)[:, positions_S].flatten(0, 1) for each in self._members], -1)
         return SoftTargets(lambda rows: self.head(hidden_TH[rows]), temperature)
 

@@ -39,10 +39,10 @@ class OutputHead:
     ) -> Tensor:
         """Maps x [..., H] to logits [..., V].
 
-        With `target_T`, maps x [T, H] to the summed loss divided by `count`, a scalar in at least fp32; see
-        `Vocabulary.loss`. `rows_T`, if given, gets the loss of each row. With `target_T` and `soft`, the result is [2]:
-        the loss and the divergence from the soft targets. `soft` needs an unsharded vocabulary. With `part`, x is this
-        rank's shard of the residual stream, and the logits cover this rank's vocabulary entries.
+        With `target_T`, maps x [T, H] to the summed loss divided by `count`, a scalar; see `Vocabulary.loss`. With
+        `target_T` and `soft`, the result is [2]: the loss and the divergence from the soft targets. `soft` needs an
+        unsharded vocabulary. With `part`, x is this rank's shard of the residual stream, and the logits cover this
+        rank's vocabulary entries.
         """
         x, weight = self.table(x if self.factor == 1.0 else x * self.factor)
         if target_T is not None:

@@ -1,11 +1,4 @@
-"""Initial weights by name and position: the same values for any layout and number of ranks, and on any device up to
-rounding.
-
-Each random element is a pure function of (seed, parameter name, index of the element in the global tensor). A
-SplitMix64 hash gives a uniform number. For most parameters, the inverse error function maps this number to a normal
-distribution truncated at three standard deviations (OLMo's initialisation). A rank that holds a shard of a tensor fills
-that shard alone.
-"""
+"""Initial values: a random element depends on the seed, the parameter's name and the index in the global tensor."""
 
 import hashlib
 import math
@@ -22,8 +15,10 @@ _CUT = 3.0
 
 
 def initialize(model: nn.Module, seed: int, std: float) -> None:
-    """Fills every parameter of `model` in place with its declared initial values. `std` is the standard deviation for
-    "normal"."""
+    """Fills every parameter of `model` in place.
+
+    `std` is the standard deviation, before truncation, of parameters that are declared "normal".
+    """
     for name, declared in declarations(model):
         initialize_parameter(name, model.get_parameter(name), declared.initial, seed, std)
 
@@ -38,10 +33,10 @@ def initialize_parameter(
     start: int = 0,
     positions: Callable[[Tensor], Tensor] = lambda local: local,
 ) -> None:
-    """Fills the contiguous `parameter`: a whole parameter, or the part of a rank's row-major shard that begins at element
-    `start`.
+    """Fills `parameter`, which must be contiguous.
 
-    `positions` maps indices into the shard to indices into the global row-major tensor.
+    The first element of `parameter` has the row-major index `start` in the rank's slice. `positions` maps row-major
+    indices into the slice to row-major indices into the global tensor.
     """
     if isinstance(initial, float | int):
         parameter.fill_(initial)
@@ -59,14 +54,16 @@ def initialize_parameter(
 
 
 def cut_normal(index: Tensor, key: int) -> Tensor:
-    """Returns fp32 normal numbers, truncated at three standard deviations: elements `index` (int64) of the random sequence
-    of `key`."""
+    """Returns the elements `index` (int64) of the random sequence that `key` selects.
+
+    The elements are fp32 standard normal numbers, truncated at three deviations.
+    """
     edge = math.erf(_CUT / math.sqrt(2))
     return torch.erfinv(_uniform(index, key).mul_(2 * edge).sub_(edge)).mul_(math.sqrt(2)).float()
 
 
 def _drawn(index: Tensor, key: int, initial: Normal | Uniform) -> Tensor:
-    """Returns fp32 numbers of a distribution: elements `index` (int64) of the random sequence of `key`."""
+    """Returns elements `index` (int64) of a random sequence: fp32 numbers of the distribution `initial`."""
     uniform = _uniform(index, key)
     if isinstance(initial, Uniform):
         return uniform.mul_(initial.high - initial.low).add_(initial.low).float()
@@ -78,8 +75,9 @@ def _drawn(index: Tensor, key: int, initial: Normal | Uniform) -> Tensor:
 
 
 def _uniform(index: Tensor, key: int) -> Tensor:
-    """Returns fp64 numbers, uniform between 0 and 1: elements `index` (int64) of the random sequence of `key`."""
-    return (_hash(index, key) >> 11 & ((1 << 53) - 1)).double().add_(0.5).mul_(2.0**-53)
+    """Returns elements `index` (int64) of a random sequence: fp64 numbers, uniform between 0 and 1, without 0 and 1."""
+    found = (_hash(index, key) >> 11 & ((1 << 53) - 1)).double().add_(0.5).mul_(2.0**-53)
+    return found.clamp_(max=1 - 2.0**-53)  # the largest draw plus a half rounds to 2^53
 
 
 def _key(seed: int, name: str) -> int:
@@ -88,10 +86,7 @@ def _key(seed: int, name: str) -> int:
 
 
 def _hash(index: Tensor, key: int) -> Tensor:
-    """SplitMix64's finaliser of key + index * golden ratio.
-
-    The int64 products wrap around, and masks make the shifts logical.
-    """
+    """SplitMix64's finaliser of `key + index * _GOLDEN`. Masks make the shifts logical."""
     z = index * _GOLDEN + key
     z = (z ^ (z >> 30 & ((1 << 34) - 1))) * _MIX1
     z = (z ^ (z >> 27 & ((1 << 37) - 1))) * _MIX2

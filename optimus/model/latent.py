@@ -1,11 +1,7 @@
-"""Multi-head latent attention (DeepSeek-V2, section 2.1), which computes keys and values from one latent vector per
-token.
+"""Multi-head latent attention (DeepSeek-V2, section 2.1).
 
-The latent vector does not include the keys' rotary columns, which all heads share. A tensor-parallel rank computes the
-latent vectors of its rows of the residual stream, and projects the latent vectors of all rows for its heads.
-
-Legend: B batch, S sequence, N heads, D head size, T = B * S tokens, P positions in the cache, R rows and H columns of
-the residual stream on this rank; X columns of a projection.
+Legend: B batch, S sequence, N heads, D columns of a head, T = B * S tokens, P positions in the cache, R rows and H
+columns of the residual stream on this rank; X columns of a projection.
 """
 
 import math
@@ -28,17 +24,16 @@ _EPS = 1e-6  # epsilon of the latent norms in the published models, independent 
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention.
+    """Multi-head latent attention, which caches the latent vectors and the rotary keys.
 
-    The cache has the latent vectors and rotary keys, `keys` + `rotary` numbers per position. `all_rows` maps the rotary
-    keys of this rank's rows to the rotary keys of all rows.
+    `all_rows` maps the rotary keys of this rank's rows to the rotary keys of all rows.
     """
 
     replaceable = ("all_rows",)
 
     def __init__(self, config: ModelConfig, latent: Latent) -> None:
         super().__init__()
-        self.latent, self.plain = latent, config.head_size  # `plain`: number of a head's columns without position
+        self.latent, self.plain = latent, config.head_size  # `plain`: a head's columns without rotation
         residual, keys = Size("residual", config.hidden), Size("latent", latent.keys)
         queries = Size("heads", config.heads * config.query_size)
         if latent.queries is None:
@@ -54,15 +49,14 @@ class LatentAttention(nn.Module):
         self.out = Linear(Size("heads", config.heads * latent.value), residual)
         self.all_rows: Callable[[Tensor], Tensor] = lambda x: x
         scaling, query = config.rope_scaling, config.query_size
-        self._widest = max(query, latent.value)  # attention needs queries, keys and values of one head size
-        scale = 1.0 if scaling is None else mscale(scaling.factor, scaling.mscale_all_dim or 0.0) ** 2
+        self._widest = max(query, latent.value)  # a sequence's attention needs q, k and v of one head size
+        scale = 1.0
+        if scaling is not None and scaling.kind == "yarn":
+            scale = mscale(scaling.factor, scaling.mscale_all_dim or 0.0) ** 2
         self._scale = scale * math.sqrt(self._widest / query)  # attention divides by sqrt(`_widest`)
 
     def forward(self, x_RH: Tensor, positions: AttentionPositions, cache: LayerCache | None = None) -> Tensor:
-        """Returns [R, H].
-
-        The rows of `x_RH` are tokens, sequence by sequence. With a `cache`, the tokens follow the cached positions.
-        """
+        """Returns [R, H]. The rows of `x_RH` are tokens, sequence by sequence."""
         low, table = self.latent, positions.table
         length, query = len(table[0]), self.plain + low.rotary
         q_TX = self.q(x_RH) if low.queries is None else self.q_up(self.q_norm(self.q_down(x_RH)))
@@ -84,11 +78,7 @@ class LatentAttention(nn.Module):
         return self.out(y_BSND[..., : low.value].flatten(2).flatten(0, 1))
 
     def _attend_latent(self, q: Tensor, c_BP1X: Tensor, turned_BP1D: Tensor, cache: LayerCache) -> Tensor:
-        """Computes attention over the latent vectors themselves, which all heads share.
-
-        The method applies the projection of keys to the queries, and the projection of values to the results
-        (DeepSeek-V2, section 2.1.2). So a step does not project the cached positions.
-        """
+        """Computes attention over the latent vectors, without keys and values per head (DeepSeek-V2, section 2.1.2)."""
         low = self.latent
         keys, values = self.kv_up.weight.view(-1, self.plain + low.value, low.keys).split([self.plain, low.value], 1)
         q_plain, q_turned = q[..., : self.plain + low.rotary].split([self.plain, low.rotary], -1)
@@ -106,11 +96,14 @@ class LatentAttention(nn.Module):
         return self._widened(k), self._widened(v)
 
     def _widened(self, x_BSND: Tensor) -> Tensor:
-        """Pads the heads with zero columns to the widest head size."""
+        """Pads each head with zero columns to `_widest` columns."""
         missing = self._widest - x_BSND.shape[-1]
         return F.pad(x_BSND, (0, missing)) if missing else x_BSND
 
 
 def _turned(x_BSND: Tensor, table: Table) -> Tensor:
-    """Rotates x by the angles of `table`. In the published weights, the two columns of a pair are adjacent."""
+    """Rotates x by the angles of `table`.
+
+    The two columns of a pair are adjacent in x, and D/2 columns apart in the result.
+    """
     return rotary(x_BSND.unflatten(-1, (-1, 2)).mT.flatten(-2), table)

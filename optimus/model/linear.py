@@ -1,4 +1,4 @@
-"""The linear layer of all projections, and its matmuls."""
+"""The linear layer, its base classes and its matmul."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -13,7 +13,7 @@ from optimus.model.parameters import Dim, Size, declaration, declare
 
 
 class Product:
-    """The matmul of a projection. `inner` multiplies by this rank's weight: here the whole weight, in subclasses a shard."""
+    """The matmul of a projection with this rank's weight."""
 
     def __init__(self, inner: MatrixProduct) -> None:
         self.inner = inner
@@ -23,15 +23,12 @@ class Product:
         return Product(inner)
 
     def __call__(self, x: Tensor, weight: nn.Parameter, buffer: GradientBuffer | None) -> Tensor:
-        """Maps [..., inputs] to [..., outputs]. Flattens the leading dims of `weight`.
-
-        The backward pass adds the weight's gradient to `buffer`, if there is one.
-        """
+        """Maps [..., inputs] to [..., outputs]. The backward pass adds the weight's gradient to `buffer`, if any."""
         return linear(x, weight.flatten(0, -2), buffer, self.inner)
 
 
 class ProjectionModule(nn.Module):
-    """Multiplies by `weight`, which subclasses declare: [*outputs, inputs]."""
+    """A module that multiplies by `weight` [*outputs, inputs], which subclasses declare."""
 
     replaceable: ClassVar[tuple[str, ...]] = ("product", "gradients")
     weight: nn.Parameter
@@ -52,7 +49,7 @@ class Factored:
     """A module whose `weight` can have low-rank factors `lora_b` [*outputs, rank] and `lora_a` [rank, inputs]."""
 
     gradients: Mapping[nn.Parameter, GradientBuffer]
-    pruned: bool | None = None
+    pruned: bool | None = None  # True if the weight has zeros; None: not known yet
     _parameters: dict[str, nn.Parameter | None]
 
     @property
@@ -61,10 +58,9 @@ class Factored:
         return True
 
     def add_factors(self: Any, rank: int) -> None:
-        """Adds low-rank factors of `rank`.
+        """Adds low-rank factors of `rank` to a frozen weight.
 
-        The weight should be frozen; see `low_rank.py`. `pruned` is True if the weight has zeros. Code that changes the
-        weight must set `pruned` to None, so that the next forward pass looks for zeros again.
+        Code that later changes the weight must set `pruned` to None.
         """
         dims = declaration(self, "weight").dims
         *outputs, inputs = map(Size, dims, self.weight.shape)
@@ -73,7 +69,7 @@ class Factored:
         self.lora_a = declare(self, "lora_a", own, inputs, role="factor", factor_of=dims)
 
     def multiply(self, product: Product, x: Tensor, weight: nn.Parameter) -> Tensor:
-        """Returns the product of x with `weight`, and with the factors if there are any."""
+        """Returns `product(x, weight)`. Adds the contribution of the low-rank factors if the module has factors."""
         buffer = self.gradients.get(weight)
         b, a = (self._parameters.get(name) for name in ("lora_b", "lora_a"))
         if b is not None and a is not None:
@@ -87,7 +83,7 @@ class Factored:
 
 
 class Linear(Factored, ProjectionModule):
-    """Computes x @ W.T plus an optional bias. `weight` is [*outputs, inputs], so one matmul computes stacked outputs."""
+    """Computes x @ W.T plus an optional bias, where W is `weight` [*outputs, inputs] with the output dims flattened."""
 
     def __init__(self, inputs: Size, *outputs: Size, bias: bool = False) -> None:
         super().__init__()

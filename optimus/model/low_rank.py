@@ -1,5 +1,5 @@
-"""Low-rank factors of a frozen weight (LoRA, Hu et al. 2021, section 4.1). A pruned weight keeps its zeros: W + B A where W
-is not zero (MaskLoRA, in PERP, Zimmer et al. 2023).
+"""Low-rank updates of a frozen weight (LoRA, Hu et al. 2021, section 4.1), also of a pruned weight (MaskLoRA, in PERP,
+Zimmer et al. 2023).
 
 Legend: T rows, L inputs, N outputs, R rank.
 """
@@ -14,21 +14,17 @@ from optimus.kernels.matmul import wide_matmul
 
 
 def merged(w_NL: Tensor, b_NR: Tensor, a_RL: Tensor) -> Tensor:
-    """Returns W + B A where W is not zero, and zero elsewhere: [N, L] in the dtype of the factors, or of W if wider."""
+    """Returns W + B A where W is not zero, and zero elsewhere."""
     return (b_NR @ a_RL).mul_(w_NL != 0) + w_NL
 
 
 def has_zeros(w: Tensor) -> bool:
-    """Returns True if an element of a frozen weight is zero, so that the weight's factors need `MaskedFactors`."""
+    """Returns True if an element of `w` is zero; False for a meta tensor."""
     return not w.is_meta and not bool(w.all())
 
 
 class ThinFactors(MatrixProduct):
-    """The matmuls of `inner`, plus the matmuls of two thin factors: x W.T + (x A.T) B.T.
-
-    `b` is [*outputs, R]. The backward pass adds the gradients of the factors to `buffers`. A rank may have a shard of
-    the weight and the matching shards of the factors. The rank's results and gradients may then be partial sums.
-    """
+    """The matmuls of `inner` with two thin factors; `forward` returns x W.T + (x A.T) B.T. `b` is [*outputs, R]."""
 
     def __init__(
         self,
@@ -54,7 +50,7 @@ class ThinFactors(MatrixProduct):
         self, y_grad_TN: Tensor, x_TL: Tensor, w_NL: Tensor, buffer: GradientBuffer | None
     ) -> Tensor | None:
         """Adds the gradients of the factors to their buffers. Returns None: the weight is frozen."""
-        # These matmuls are not deferred, because the factors may be resharded before a deferred weight gradient.
+        # These matmuls are not deferred, because the factors may be resharded before a deferred weight gradient runs.
         self._add(
             wide_matmul(y_grad_TN.T, x_TL @ self._a_RL.T), wide_matmul((y_grad_TN @ self._b_NR).T.contiguous(), x_TL)
         )
@@ -66,8 +62,10 @@ class ThinFactors(MatrixProduct):
 
 
 class MaskedFactors(ThinFactors):
-    """The matmuls of `inner` with the `merged` weight, for a pruned weight. Each pass merges again, so autograd does
-    not save the merged weight."""
+    """The matmuls of `inner` with the `merged` weight.
+
+    The forward pass and the input gradient each merge the weight, so autograd does not save the merged weight.
+    """
 
     def forward(self, x_TL: Tensor, w_NL: Tensor) -> Tensor:
         return self._inner.forward(x_TL, self._merged(w_NL))

@@ -1,7 +1,4 @@
-"""Norms: the table of norms, the modules, and the normalisation of rows whose columns are all on one device.
-
-Legend: T tokens, H columns.
-"""
+"""Norms over the last dim, and the table of norms. Legend: T rows, H columns."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,19 +13,19 @@ from optimus.model.parameters import Size, declare
 
 
 class Norms:
-    """Computes norms over whole rows. Here a device has all columns; `parallel.norms` is for sharded columns."""
+    """Computes norms over the last dim. All columns must be on this device, except in a subclass that shards them."""
 
     def rms(self, x_TH: Tensor, eps: float, weight_H: Tensor | None = None) -> Tensor:
-        """Applies RMSNorm, with or without a weight."""
+        """Applies RMSNorm over the last dim."""
         return rms_norm(x_TH, weight_H, eps)
 
     def layer(self, x_TH: Tensor, eps: float, weight_H: Tensor | None = None, bias_H: Tensor | None = None) -> Tensor:
-        """Applies LayerNorm, with a weight and a bias or with neither."""
+        """Applies LayerNorm over the last dim."""
         return F.layer_norm(x_TH, x_TH.shape[-1:], weight_H, bias_H, eps)
 
 
 class Norm(nn.Module):
-    """Base of norms over the last dim, whose logical dim is `dim`."""
+    """Base class of norms over the last dim. `dim` is the logical dim of the columns."""
 
     replaceable = ("norms",)
 
@@ -39,7 +36,7 @@ class Norm(nn.Module):
 
 
 class RMSNorm(Norm):
-    """RMSNorm over the last dim with a weight. With `offset`, the norm multiplies by 1 + weight; the weight starts at 0."""
+    """RMSNorm with a weight. With `offset`, the norm multiplies by 1 + weight."""
 
     def __init__(self, columns: Size, eps: float, *, offset: bool = False) -> None:
         super().__init__(columns, eps)
@@ -48,13 +45,13 @@ class RMSNorm(Norm):
 
     def forward(self, x_TH: Tensor) -> Tensor:
         weight: Tensor = self.weight
-        if self.offset:  # in at least fp32: bf16 numbers near one are too coarse for the small distance from one
+        if self.offset:  # in at least fp32: bf16 is too coarse near one
             weight = weight.to(compute_dtype(weight.dtype)) + 1
         return self.norms.rms(x_TH, self.eps, weight)
 
 
 class LayerNorm(Norm):
-    """LayerNorm with a weight and a bias if `affine`, otherwise without parameters (OLMo's non-parametric norm)."""
+    """LayerNorm, with a weight and a bias if `affine`."""
 
     def __init__(self, columns: Size, eps: float, *, affine: bool = False) -> None:
         super().__init__(columns, eps)
@@ -75,6 +72,6 @@ NORMS: dict[str, tuple[_Make, _Make]] = {  # `model.norm`: (norm of the residual
 
 
 def norm_of(config: ModelConfig, columns: Size) -> nn.Module:
-    """Builds the norm of these columns: of the residual stream, or of queries or keys."""
+    """Builds the norm of the residual stream if `columns.dim` is "residual"; otherwise the norm of queries or keys."""
     of_stream, of_heads = NORMS[config.norm]
     return (of_stream if columns.dim == "residual" else of_heads)(columns, config.norm_eps)

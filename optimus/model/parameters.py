@@ -1,9 +1,6 @@
 """Declarations of parameters by their modules: logical dims, role and initial values.
 
-Layouts derive from these declarations.
-
-A logical dim names what a tensor's dim indexes. The table in `parallel.layouts` says how each logical dim is sharded
-(as in T5X, MaxText and Levanter). A module declares a parameter where it creates the parameter:
+A logical dim names what a tensor's dim indexes (as in T5X, MaxText and Levanter):
 
     self.weight = declare(self, "weight", Size("ffn", 4 * hidden), Size("residual", hidden))
 """
@@ -16,28 +13,30 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
+# In a foreign model, outside experts, embedding and head: a sharded dim is `ffn`, and the other dim of a sharded matrix
+# is `residual`. All other dims are `latent`, or `head` in unsharded parameters with partial gradients.
 Dim = Literal[
     "vocab",  # entries of the vocabulary
     "residual",  # columns of the residual stream
-    "heads",  # all attention heads together: their columns, or one number per head
+    "heads",  # all attention heads: the columns of all heads, or one number per head
     "kv_heads",  # columns of all key heads, or of all value heads
     "head",  # columns of one head
-    "latent",  # columns of the latent vectors of queries, or of keys and values
+    "latent",  # columns of latent vectors
     "ffn",  # columns between the projections of a feed-forward layer
-    "experts",  # experts of a layer, each with its weights
+    "experts",  # experts of a layer
     "expert_ffn",  # columns between the projections of one expert
     "choices",  # experts that a router chooses from
-    "all_experts",  # experts of a layer, in tensors that every expert-parallel rank has whole
-    "hidden",  # columns of a whole token, the input of routers and experts
+    "all_experts",  # experts of a layer, in a tensor that expert parallelism does not shard
+    "hidden",  # columns that routers read, and that experts read and write
     "positions",  # learned positions
-    "stack",  # projections of one input, stacked so that one matmul computes them
+    "stack",  # stacked projections of one input
     "rank",  # inner dim of the product of two low-rank factors
 ]
 Role = Literal["matrix", "vector", "embedding", "head", "router", "expert", "factor"]  # selects the optimizer's rule
 
 
 class Normal(NamedTuple):
-    """Initial values from a normal distribution, limited to numbers from `low` to `high`."""
+    """Initial values from a normal distribution truncated to `low` ... `high`."""
 
     std: float
     mean: float = 0.0
@@ -46,19 +45,19 @@ class Normal(NamedTuple):
 
 
 class Uniform(NamedTuple):
-    """Initial values from a uniform distribution over numbers from `low` to `high`."""
+    """Initial values from a uniform distribution over `low` ... `high`."""
 
     low: float
     high: float
 
 
 class Values(NamedTuple):
-    """Initial values that the model computes itself, for a whole parameter."""
+    """Initial values in a tensor that has all elements of the unsharded parameter."""
 
     tensor: torch.Tensor
 
 
-# "normal" stands for a normal distribution with the configuration's standard deviation, truncated at three deviations.
+# "normal": a normal distribution with the configuration's standard deviation, truncated at three deviations.
 Initial = float | Literal["normal"] | Normal | Uniform | Values
 Input = Literal["residual", "tokens", "inner"]
 
@@ -74,9 +73,8 @@ class Size(NamedTuple):
 class Declaration:
     """A parameter's declaration by its module.
 
-    `dims` are the logical dims of the whole tensor, in order. For a low-rank factor, `factor_of` has the dims of the
-    factor's matrix. For a scale, `factor_of` has the dims of the columns that the scale multiplies. If one of these
-    dims is sharded and the parameter itself lacks the dim, a rank's gradient is a partial sum.
+    `dims` are the logical dims of the tensor, in order. For a low-rank factor, `factor_of` has the dims of the weight
+    that the factors change. For a scalar, `factor_of` has the dims of the activations that the scalar acts on.
     """
 
     dims: tuple[Dim, ...]
@@ -86,8 +84,8 @@ class Declaration:
 
     @property
     def applied_to(self) -> Input:
-        """The kind of the parameter's input: residual stream (or latent vectors), whole tokens, or inner
-        activations."""
+        """The kind of activations that the parameter reads or writes: `residual` for the residual stream or latent
+        vectors, else `tokens` for the inputs and outputs of routers and experts, else `inner`."""
         dims = self.factor_of or self.dims
         if "residual" in dims or "latent" in dims:
             return "residual"
@@ -102,8 +100,9 @@ def declare(
     initial: Initial = "normal",
     factor_of: tuple[Dim, ...] | None = None,
 ) -> nn.Parameter:
-    """Creates an uninitialised parameter on the default device; the caller assigns it to the attribute `name` of
-    `module`.
+    """Creates and declares an uninitialised parameter on the default device.
+
+    The caller must assign the parameter to the attribute `name` of `module`.
 
     Raises `ValueError` for a scalar parameter without `factor_of`.
     """
@@ -117,15 +116,13 @@ def declare(
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor) of all parameters and persistent buffers. A rank that has a module has the module's whole
-    buffers."""
+    """Yields (name, detached tensor) of all parameters and persistent buffers."""
     for name, tensor in (*model.named_parameters(), *stored_buffers(model)):
         yield name, tensor.detach()
 
 
 def stored_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, buffer) of all persistent buffers, which checkpoints store. The model computes its other buffers
-    itself."""
+    """Yields (name, buffer) of all persistent buffers."""
     owned = dict(model.named_modules())
     for name, buffer in model.named_buffers():
         owner, _, leaf = name.rpartition(".")
@@ -134,9 +131,9 @@ def stored_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def declaration(module: nn.Module, name: str) -> Declaration:
-    """Returns the declaration of the parameter `name` of `module` itself.
+    """Returns the declaration of the parameter `name` of `module`.
 
-    Raises `LookupError` for a parameter made without `declare`.
+    Raises `LookupError` if the parameter has no declaration.
     """
     declared: dict[str, Declaration] = module.__dict__.get("declared", {})
     if name not in declared:
@@ -145,9 +142,9 @@ def declaration(module: nn.Module, name: str) -> Declaration:
 
 
 def declarations(model: nn.Module) -> Iterator[tuple[str, Declaration]]:
-    """Yields (name, declaration) of every parameter of `model`, in the order and by the names of `named_parameters`.
+    """Yields (name, declaration) of every parameter of `model`, in the order of `named_parameters`.
 
-    Raises `LookupError` for a parameter made without `declare`.
+    Raises `LookupError` if a parameter has no declaration.
     """
     for name, _ in model.named_parameters():
         owner, _, own = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""The names of a causal model's parts. This module, which configurations import, does not import torch."""
+"""The names of a causal model's parts. This module does not import torch."""
 
 from typing import NamedTuple
 
@@ -6,8 +6,7 @@ from typing import NamedTuple
 class PartNames(NamedTuple):
     """The names of the modules that divide a causal model into parts.
 
-    The names of the blocks are `blocks`.0, `blocks`.1 and so on. The modules `before` and the embedding run before
-    the blocks. Modules without a name here run between the blocks and the output layer `head`.
+    The embedding and the modules `before` run before the blocks. The head and all unnamed modules run after the blocks.
     """
 
     blocks: str = "blocks"
@@ -16,7 +15,7 @@ class PartNames(NamedTuple):
     before: tuple[str, ...] = ("positions",)
 
     def block_of(self, name: str) -> int | None:
-        """Returns the number of the block that contains the parameter `name`; None for a parameter outside the blocks."""
+        """Returns the number of the block that contains the parameter `name`, or None for another parameter."""
         rest = name.removeprefix(f"{self.blocks}.")
         return int(rest.partition(".")[0]) if rest != name else None
 

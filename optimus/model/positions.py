@@ -1,6 +1,6 @@
-"""Learned positions, and rotary positions: the frequencies of a head's column pairs, and their scaling for longer contexts.
+"""Learned positions and rotary positions.
 
-Legend: S positions, D head size, T tokens, H hidden.
+Legend: S positions, T tokens, H hidden, D rotary size (tables and frequencies have D / 2 columns).
 """
 
 import math
@@ -19,10 +19,7 @@ Table = tuple[Tensor, Tensor]  # (cos, sin), fp32 [S, D / 2]
 
 
 class LearnedPositions(nn.Module):
-    """An embedding of positions with one row per position, starting at row `offset`.
-
-    `vocabulary` selects the positions of the tokens whose rows of the residual stream are on this rank.
-    """
+    """An embedding of positions. Row `offset` belongs to position 0."""
 
     replaceable = ("vocabulary",)
 
@@ -34,14 +31,15 @@ class LearnedPositions(nn.Module):
         self.vocabulary: Vocabulary = Vocabulary()
 
     def forward(self, position_T: Tensor) -> Tensor:
-        """Returns [T, H]. Clamps positions beyond the last row, which belong to padding."""
+        """Returns [T, H]. Clamps positions beyond the last row: such positions are padding."""
         return embedding((self.vocabulary.rows(position_T) + self.offset).clamp(max=len(self.weight) - 1), self.weight)
 
 
 def tables(config: ModelConfig, positions_S: Tensor) -> tuple[Table, Table]:
-    """Returns the rotary tables of these positions: first for layers with full attention, then for layers with a window.
+    """Returns (rotary table for layers with full attention, rotary table for layers with sliding-window attention).
 
-    The tables include the factor that follows from `query_scale`; queries and keys use the same tables.
+    With `query_scale`, the tables include a factor: attention divides its scores by the square root of the head size,
+    and the factor changes this divisor to the square root of `query_scale`.
     """
     full, windows = _tables(config, positions_S)
     if config.query_scale is None or config.query_scale == config.head_size:
@@ -65,16 +63,15 @@ def _tables(config: ModelConfig, positions_S: Tensor) -> tuple[Table, Table]:
 
 
 def _scaled(frequencies_D: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
-    """Lowers the low frequencies by `scaling.factor`, keeps the high frequencies, and interpolates in between; `linear`
-    lowers all frequencies (Chen et al. 2023)."""
+    """Divides low frequencies by `scaling.factor`, and with `linear` all frequencies (Chen et al. 2023)."""
     slow_D = frequencies_D / scaling.factor
     if scaling.kind == "linear":
         return slow_D
     assert scaling.original_context is not None
-    if scaling.kind == "llama3":  # Llama 3.1's rule: interpolates by the number of turns in the original context
+    if scaling.kind == "llama3":
         turns_D = scaling.original_context * frequencies_D / (2 * math.pi)
         fast_D = (turns_D - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    else:  # YaRN (Peng et al. 2023, section 3.2): interpolates between the pairs with beta_fast and beta_slow turns
+    else:  # YaRN (Peng et al. 2023, section 3.2)
         size = 2 * len(frequencies_D)
 
         def pair(turns: float) -> float:
@@ -102,5 +99,5 @@ def _attention_factor(scaling: RopeScaling) -> float:
 
 
 def mscale(factor: float, times: float = 1.0) -> float:
-    """Returns 0.1 * times * ln(factor) + 1: YaRN's formula, to which DeepSeek-V2 adds the coefficient `times`."""
+    """Returns YaRN's factor of queries and keys (section 3.4). `times` is DeepSeek's `mscale` or `mscale_all_dim`."""
     return 0.1 * times * math.log(max(1.0, factor)) + 1.0

@@ -1,4 +1,4 @@
-"""The sequences of a batch on one device. `parallel.context` splits the sequences over ranks.
+"""The sequences of a batch on one device.
 
 Legend: B batch, S positions on this device, N heads, M heads of keys and values, D head size.
 """
@@ -13,30 +13,26 @@ from optimus.kernels.documents import Documents, document_attention
 
 
 class SequenceSplit:
-    """The positions of every sequence on this device, and their attention.
+    """Selects this device's positions, and computes attention. In this base class, the device has all positions."""
 
-    In this base class, the device has all positions.
-    """
-
-    parts: int = 1  # number of ranks that share each sequence; all ranks have equally many positions
+    parts: int = 1  # number of ranks that share each sequence
 
     def __init__(self, documents: Documents | None = None) -> None:
         self._documents = documents
 
     def positions(self, length: int, device: torch.device) -> Tensor:
-        """Returns this device's positions in sequences of `length` tokens: int64 [length / parts], increasing."""
+        """Returns this device's positions in sequences of `length` tokens: int64 [length / parts], ascending."""
         return torch.arange(length, device=device)
 
     def attend(self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-        """Computes softmax attention of this device's positions over all positions up to themselves.
+        """Computes causal attention of this device's positions: [B, S, N, D].
 
-        A window in `scoring` limits the positions that a position attends to. The result is [B, S, N, D]. With
-        documents, B is 1, and dim S has the positions of all sequences, one sequence after the other.
+        With documents, B is 1, and dim S has the positions of all sequences, one sequence after the other.
         """
         if self._documents is None:
             return causal_attention(q_BSND, k_BSMD, v_BSMD, scoring)
         return document_attention(q_BSND, k_BSMD, v_BSMD, self._documents, scoring)
 
     def for_documents(self, documents: Documents) -> Self:
-        """Returns the same split of positions for a batch of `documents`, with attention only within each document."""
+        """Returns the same split with attention within each of `documents`."""
         return type(self)(documents)

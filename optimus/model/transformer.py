@@ -1,6 +1,6 @@
-"""The transformer: one class for all families, which differ in the fields of `ModelConfig` (`architecture.py`).
+"""The transformer of all families.
 
-Legend: B batch, S sequence, H hidden, V vocabulary, T = B * S tokens, N selected tokens.
+Legend: B batch, S sequence, H hidden, V vocabulary, T tokens on this device.
 """
 
 import math
@@ -32,7 +32,7 @@ from optimus.model.vocabulary import Vocabulary
 class Block(nn.Module):
     """A transformer block: x + attention(x), then x + feed_forward(x), with norms.
 
-    Norms are before the module, after the module, or both. `forward` of a subclass may call its units in any order.
+    A subclass may call the units `attend` and `feed_forward` in any order in `forward`.
     """
 
     def __init__(self, config: ModelConfig, layer: int, force_balanced: bool = False) -> None:
@@ -63,14 +63,14 @@ class Block(nn.Module):
 
 
 class Blocks(nn.ModuleList):
-    """A sequence of blocks, which runs in segments of consecutive blocks."""
+    """The blocks of a model or of a stage."""
 
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
         super().__init__(blocks)
         self.run_in(len(self), lambda function, *args: function(*args))
 
     def run_in(self, size: int, run: Callable[..., Any]) -> None:
-        """Makes `forward` run the blocks in segments of `size`, each by one call of `run`."""
+        """Makes `forward` without a cache run each segment of `size` blocks by a call `run(function, *args)`."""
         self._run = run
         self._segments = [range(len(self))[start : start + size] for start in range(0, len(self), max(1, size))]
 
@@ -81,7 +81,7 @@ class Blocks(nn.ModuleList):
         cache: KVCache | None = None,
         stats: RouterStats | None = None,
     ) -> tuple[Tensor, RouterStats | None]:
-        """Returns (residual stream [T, H], router statistics summed over the blocks and added to `stats`)."""
+        """Returns (residual stream [T, H], sum of `stats` and the blocks' router statistics)."""
         if cache is not None:  # generation, which has no backward pass
             return self._through(range(len(self)), x_TH, positions, cache, stats)
         for segment in self._segments:
@@ -104,7 +104,7 @@ class Blocks(nn.ModuleList):
 
 
 class Embedding(nn.Module):
-    """A token embedding with one row per entry of the vocabulary."""
+    """Maps tokens [T] to embeddings [T, H]."""
 
     replaceable = ("vocabulary",)
 
@@ -118,7 +118,7 @@ class Embedding(nn.Module):
 
 
 class Head(OutputHead, nn.Module):
-    """The output layer. `weight` is a parameter of the output layer, or the embedding's weight `tied`."""
+    """The output layer. `weight` is the embedding's weight `tied`, or a separate parameter."""
 
     replaceable = ("vocabulary",)
 
@@ -137,8 +137,7 @@ class Head(OutputHead, nn.Module):
 
 
 class TransformerStage:
-    """A `ModelStage` that runs a row of blocks of a `Transformer`: on the first stage after the embedding, on the last
-    stage before the final norm."""
+    """A `ModelStage` of a `Transformer`."""
 
     def __init__(self, model: "Transformer", row: Blocks, *, first: bool, last: bool) -> None:
         self.row, self._model, self._first, self._last = row, model, first, last
@@ -163,8 +162,7 @@ class TransformerStage:
 class Transformer(CausalModel):
     """A causal language model, which maps `tokens_BS` (int64) to `logits_BSV`.
 
-    The constructor creates uninitialised parameters on the default device; `model.init.initialize` or a checkpoint fills
-    them. The code is written for one device, and `parallelize` shards the model. `layers` lists the layers whose blocks the
+    The constructor creates uninitialised parameters on the default device. `layers` lists the layers whose blocks the
     model has, by default all.
     """
 
@@ -194,14 +192,11 @@ class Transformer(CausalModel):
         self.predict = Unit("head", self.head)
 
     def forward(self, tokens_BS: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Returns logits [B, S, V] in the dtype of the weights. With a `cache`, the tokens follow the cached positions."""
+        """Returns logits [B, S, V]. With a `cache`, the tokens follow the cached positions."""
         return cast(Tensor, self.predict(self.hidden_states(tokens_BS, cache)))
 
     def hidden_states(self, tokens_BS: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Returns the output of the final norm [B, S, H], whole on every device.
-
-        This method is only for evaluation: if the model is sharded, no gradients flow through the result.
-        """
+        """Returns the unsharded output of the final norm [B, S, H] on every device, for evaluation."""
         shape = tokens_BS.shape
         if cache is not None:
             tokens_BS = cache.begin(tokens_BS)
@@ -239,17 +234,17 @@ class Transformer(CausalModel):
             del self.head, self.predict
 
     def embedded(self, tokens_T: Tensor, positions: AttentionPositions) -> Tensor:
-        """Returns the residual stream [T, H] that enters the first block for these tokens."""
+        """Returns the input of the first block [T, H] for these tokens."""
         return self.placed(self.embed(tokens_T), positions)
 
     def placed(self, x_TH: Tensor, positions: AttentionPositions) -> Tensor:
-        """Turns the embedding's output into the first block's input: scales and adds learned positions as configured."""
-        if self.config.embedding_scale:  # with the factor rounded to the dtype, like the published models
+        """Returns the input of the first block: `x_TH`, scaled and with learned positions as configured."""
+        if self.config.embedding_scale:  # the published models round the factor to the dtype
             x_TH = x_TH * torch.tensor(math.sqrt(self.config.hidden), dtype=x_TH.dtype).item()
         return x_TH if self.add_positions is None else x_TH + self.add_positions(positions.position_T)
 
     def local_positions(self, batch: Batch) -> tuple[Tensor, AttentionPositions]:
-        """Returns (this device's positions [S] in every sequence, the `AttentionPositions` of the batch's tokens)."""
+        """Returns (this device's positions [S] in every sequence, `AttentionPositions` of this device's tokens)."""
         tokens_BS, documents = batch.tokens_BS, batch.documents()
         self.check_length(tokens_BS.shape[1] if documents is None else documents.longest)
         positions_S = self.sequence.positions(tokens_BS.shape[1], tokens_BS.device)
@@ -259,8 +254,10 @@ class Transformer(CausalModel):
         return positions_S, self._attention_positions(position_T, 1, self.sequence.for_documents(documents))
 
     def full_positions(self, tokens_BS: Tensor, cache: KVCache | None = None) -> tuple[Tensor, AttentionPositions]:
-        """Returns the result of `local_positions`, but with all positions on every device. With a `cache`, the
-        positions follow the cached positions."""
+        """Returns the result of `local_positions` for a device that has all positions of `tokens_BS`.
+
+        With a `cache`, the positions follow the cached positions.
+        """
         find = torch.arange if cache is None else cache.positions
         positions_S = find(tokens_BS.shape[1], device=tokens_BS.device)
         return positions_S, self._attention_positions(positions_S, len(tokens_BS), SequenceSplit())

@@ -1,8 +1,4 @@
-"""Units: groups of modules that run one after the other.
-
-A unit's runner may all-gather the parameters, recompute activations and reshard (`parallel.recompute`). The code of the
-unit and of the block that calls the unit does not depend on the runner.
-"""
+"""Units: groups of modules that run one after the other."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -14,7 +10,7 @@ from torch import Tensor, nn
 class Unit:
     """Computes `module(x, *args)`, with an optional norm `before` and an optional norm `after`.
 
-    A unit is not an `nn.Module` and only refers to modules registered elsewhere, so parameter names do not depend on units.
+    A unit is not an `nn.Module`, so parameter names do not depend on units.
     """
 
     def __init__(
@@ -26,7 +22,7 @@ class Unit:
         self.run_by(self.row([step for _, step in self.steps]))
 
     def __call__(self, x: Tensor, *args: Any) -> Any:
-        """Returns the module's results. The norm `after`, if there is one, applies to the first result alone."""
+        """Returns the module's results. The norm `after` applies to the first result only."""
         return self._run(x, *args)
 
     def run_by(self, run: Callable[..., Any]) -> None:
@@ -34,13 +30,15 @@ class Unit:
         self._run = run
 
     def row(self, modules: Sequence[nn.Module]) -> Callable[..., Any]:
-        """Returns a callable that runs the given modules of this unit one after the other."""
+        """Returns a callable that runs the given modules one after the other."""
         return partial(in_turn, [(each, each is self.module) for each in modules])
 
 
 def in_turn(calls: Sequence[tuple[Callable[..., Any], bool]], x: Any, *args: Any) -> Any:
-    """Runs the calls one after the other: the first on `x`, each later call on the first result of the previous call.
-    Appends all other results to the final result. A call whose flag is true also gets `args`."""
+    """Applies the first call to `x`, and each later call to the first result of the previous call.
+
+    Appends all other results to the final result. A call whose flag is true also gets `args`.
+    """
     rest: tuple[Any, ...] = ()
     for call, takes in calls:
         made = call(x, *args) if takes else call(x)
@@ -49,8 +47,7 @@ def in_turn(calls: Sequence[tuple[Callable[..., Any], bool]], x: Any, *args: Any
 
 
 def replace_all(model: nn.Module, made: Mapping[str, Callable[[Any], Any]]) -> None:
-    """Sets the `replaceable` attributes of each module that are keys of `made`; `made[name]` maps the module to the
-    value."""
+    """Sets each attribute that a module names in `replaceable` to `made[name](module)`, if `made` has the name."""
     for module in model.modules():
         for what in getattr(module, "replaceable", ()):  # the same order on all ranks: functions may run collectives
             if what in made:

@@ -1,4 +1,4 @@
-"""Embedding and output layer with the whole vocabulary on one device. `parallel.vocabulary` shards the vocabulary.
+"""Embedding and output layer with the whole vocabulary on one device.
 
 Legend: H hidden, V vocabulary, T tokens.
 """
@@ -13,7 +13,7 @@ from optimus.step_context import StepContext
 
 
 class Vocabulary:
-    """Computes the embedding and the output layer from unsharded weights. Subclasses shard the weights."""
+    """Computes the embedding and the output layer from unsharded weights."""
 
     multiple: int = 1  # sequence lengths must be multiples of this number
     first: int = 0  # the vocabulary entry of the weight's first row on this rank
@@ -23,19 +23,19 @@ class Vocabulary:
         self._product = MatrixProduct(self._step)
 
     def embed(self, tokens_T: Tensor, weight: nn.Parameter) -> Tensor:
-        """Returns the embeddings of the tokens [T, H], sharded like the residual stream."""
+        """Returns the embeddings [T, H] of the tokens, sharded like the residual stream."""
         return embedding(tokens_T, weight)
 
     def rows(self, t_T: Tensor) -> Tensor:
-        """Returns the values of this rank's rows of the residual stream from `t_T`, which has one value per token."""
+        """Selects the values in `t_T` [T] that belong to this rank's rows of the residual stream."""
         return t_T
 
     def join(self, x_TH: Tensor) -> Tensor:
-        """Returns the whole residual stream [T, H] from this rank's shard `x_TH`."""
+        """Returns the unsharded residual stream [T, H]. `x_TH` is this rank's shard."""
         return x_TH
 
     def logits(self, x: Tensor, weight: nn.Parameter) -> Tensor:
-        """Maps whole rows [..., H] to logits [..., V] in the dtype of the weight."""
+        """Maps unsharded rows [..., H] to logits [..., V] in the dtype of the weight."""
         return linear(x, weight, product=self._product)
 
     def part_logits(self, x_TH: Tensor, weight: nn.Parameter) -> Tensor:
@@ -46,10 +46,9 @@ class Vocabulary:
         self, x_TH: Tensor, weight: nn.Parameter, target_T: Tensor, count: float, cap: float | None = None,
         rows_T: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Returns the summed loss of the residual stream's logits against `target_T`, divided by `count`.
+        """Returns the summed loss of the logits against `target_T`, divided by `count`.
 
-        The loss is the cross-entropy, unless the constructor got a `token_loss`. The loss ignores negative targets.
-        With a `cap`, the logits are `soft_capped`. `rows_T`, if given, gets the loss of each row.
+        Ignores negative targets. With a `cap`, the logits are `soft_capped`. `rows_T`, if given, gets each row's loss.
         """
         return self._loss(x_TH, weight, target_T, count, None, cap, rows_T)
 

@@ -1,1 +1,1 @@
-"""Observes a run: metrics, progress, traces and notifications. Also describes the machine."""
+"""Observes a run: metrics, progress, traces and notifications."""

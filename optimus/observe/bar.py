@@ -1,4 +1,4 @@
-"""The bar that `ProgressBar` shows on a terminal: one line, whatever the terminal's width."""
+"""The bar that `ProgressBar` shows on a terminal."""
 
 import sys
 from collections.abc import Iterator
@@ -13,11 +13,11 @@ from optimus.config.sizes import count_text, seconds_text
 
 _WITH_BAR = 70  # narrower terminals show the numbers without the bar
 _WIDE = 100
-_ECHO = 2  # empty columns at the end of the line, so that the ^C that a terminal echoes does not wrap
+_ECHO = 2  # empty columns at the end of the line, so that a terminal's echo of ^C does not wrap
 
 
 class Bar(Progress):
-    """The bar of one stage. If the line is too long, an ellipsis shortens the note."""
+    """The bar of one stage."""
 
     def __init__(self, stage: str, total: int | None) -> None:
         console = self._screen = Console(stderr=True, force_terminal=True)
@@ -44,7 +44,7 @@ class Bar(Progress):
 
 
 class _Count(ProgressColumn):
-    """The count of units, such as 30/400, or 1.2 M/10.8 M for large numbers; without a total, only the units done."""
+    """The count of units, such as 30/400."""
 
     def render(self, task: Task) -> Text:
         numbers = [int(task.completed)] + ([] if task.total is None else [int(task.total)])
@@ -53,8 +53,7 @@ class _Count(ProgressColumn):
 
 
 class _Times(ProgressColumn):
-    """Shows the estimated time left, on wide terminals after the elapsed time. At the end, and without a total, shows
-    only the elapsed time."""
+    """Shows the elapsed time, the estimated time left, or both."""
 
     max_refresh = 0.5
 

@@ -13,11 +13,12 @@ from typing import Literal, NamedTuple
 from optimus.config.sizes import size_text
 from optimus.cores import usable_cores
 from optimus.disk import file_system_time, user_path
+from optimus.errors import first_line
 from optimus.observe.machine import describe_machine, free_memory, versions
 
 _TRIAL = 64 << 20  # bytes that the check of the file system writes
-_SLOW = 50e6  # bytes/s below which checkpoints are too slow
-_SKEW = 2.0  # maximum seconds between two clocks
+_SLOW = 50e6  # bytes/s; the check warns of a slower file system
+_SKEW = 2.0  # maximum seconds between this machine's clock and the file system's clock
 _FILES, _SHARED = 4096, 64 << 20  # smallest adequate limit of open files, and free bytes of shared memory
 _LEAST_FREE = 10 << 30
 _CANNOT_WRITE = "make room, or choose another folder"
@@ -26,7 +27,7 @@ Status = Literal["ok", "warning", "problem"]
 
 
 class Finding(NamedTuple):
-    """A result of a check. `mend` names the cure if the status is not ok."""
+    """A result of a check. `mend` names the cure."""
 
     what: str
     status: Status
@@ -35,7 +36,6 @@ class Finding(NamedTuple):
 
 
 def _judged(what: str, wrong: bool, found: str, mend: str, status: Status = "warning") -> Finding:
-    """Returns a finding with the status ok or, if `wrong`, with `status` and the cure `mend`."""
     return Finding(what, status, found, mend) if wrong else Finding(what, "ok", found)
 
 
@@ -93,7 +93,7 @@ def _devices() -> Iterator[Finding]:
             yield _judged(f"accelerator {index}", wrong, found, mend, "problem")
         except RuntimeError as error:
             mend = "check its driver, and which other processes use it"
-            yield Finding(f"accelerator {index}", "problem", f"{name}: {str(error).splitlines()[0]}", mend)
+            yield Finding(f"accelerator {index}", "problem", f"{name}: {first_line(error)}", mend)
 
 
 def _memory() -> Iterator[Finding]:

@@ -1,8 +1,4 @@
-"""Scores of a run's checkpoints, which `optimus evaluate --watch` writes into the run's folder `evaluations/`.
-
-The training passes new scores to its metric sinks. After the training, `optimus evaluate --watch` passes later scores
-to the sinks. The report shows scores at the step of their checkpoint.
-"""
+"""The scores that `optimus evaluate --watch` writes into the folder `evaluations/` of a run."""
 
 import math
 import zlib
@@ -14,7 +10,7 @@ from typing import Any, TypeGuard
 from optimus.disk import parse_json
 
 FOLDER = "evaluations"
-_DELIVERED = "delivered.txt"  # checksums and names of the files whose scores the sinks have
+_DELIVERED = "delivered.txt"  # checksums and names of the files whose scores the metric sinks have
 _STEPS = 10**15  # steps are below this number
 
 
@@ -24,8 +20,11 @@ def scores_path(run: Path, name: str, step: int) -> Path:
 
 
 def as_metrics(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the finite scores in a file of `optimus evaluate` as metrics: `evaluated/bits_per_byte` and
-    `evaluated/TASK/METRIC`."""
+    """Returns the finite scores in `found` as metrics.
+
+    `found` is the content of a file that `optimus evaluate` writes. The metrics are `evaluated/bits_per_byte` and
+    `evaluated/TASK/METRIC`. Leaves out `n`, the number of documents of a task.
+    """
     tasks, numbers = found.get("tasks"), {"bits_per_byte": found.get("bits_per_byte")}
     for task, scores in tasks.items() if isinstance(tasks, Mapping) else ():
         if isinstance(scores, Mapping):
@@ -34,7 +33,7 @@ def as_metrics(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def scored_step(found: object) -> int | None:
-    """Returns the checkpoint's step in the content of a file of `optimus evaluate`; None for other content."""
+    """Returns the step of the scored checkpoint; None if `found`, the content of a file, has no valid step."""
     checkpoint = found.get("checkpoint") if isinstance(found, Mapping) else None
     step = checkpoint.get("step") if isinstance(checkpoint, Mapping) else None
     return step if type(step) is int and 0 <= step < _STEPS else None
@@ -53,13 +52,13 @@ class NewScores:
     def __init__(self, run: Path) -> None:
         self._folder = run / FOLDER
         self._delivered: set[str] = set()
-        self._seen: dict[str, int] = {}  # last change of each file, so that a call reads only new or changed files
+        self._read: list[str] = []  # keys of the read files that `delivered.txt` does not list
+        self._seen: dict[str, int] = {}  # time of the last change of each read file, in ns
         with suppress(OSError):
-            self._delivered = {*(self._folder / _DELIVERED).read_text(encoding="utf-8").split()}
+            self._delivered = {*(self._folder / _DELIVERED).read_bytes().decode(errors="replace").split("\n")}
 
     def read(self) -> list[dict[str, Any]]:
-        """Returns the scores that are new since the last call in this or an earlier process: `step` and metrics of each
-        checkpoint. Skips files without scores."""
+        """Returns new scores, as records of `step` and metrics. Leaves out files whose names are not printable."""
         records = []
         for path in sorted(self._folder.glob("*.json")):
             with suppress(OSError, ValueError):
@@ -69,12 +68,22 @@ class NewScores:
                 content = path.read_bytes()
                 self._seen[path.name] = changed
                 key = f"{zlib.crc32(content):08x}-{path.name}"
-                if key in self._delivered or " " in key:
+                if key in self._delivered or not key.isprintable():
                     continue
                 self._delivered.add(key)
-                with (self._folder / _DELIVERED).open("a", encoding="utf-8") as file:
-                    file.write(f"{key}\n")
+                self._read.append(key)
                 found = parse_json(content)
                 if (step := scored_step(found)) is not None and (metrics := as_metrics(found)):
                     records.append({"step": step, **metrics})
         return records
+
+    def note(self) -> None:
+        """Lists in `delivered.txt` the files that `read` has read. The metric sinks must have the scores before.
+
+        After a disk error, the next call lists these files too.
+        """
+        if self._read:
+            with suppress(OSError):
+                with (self._folder / _DELIVERED).open("a", encoding="utf-8") as file:
+                    file.write("".join(f"{key}\n" for key in self._read))
+                self._read = []

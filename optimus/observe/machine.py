@@ -1,4 +1,4 @@
-"""Finds devices and describes the machine: peak FLOP/s if known, free memory, versions."""
+"""Finds devices, and reports properties of devices, the machine and installed packages."""
 
 import gc
 import importlib.metadata
@@ -22,19 +22,18 @@ _PEAK_TFLOPS = {
     "A100": 312.0,
     "V100": 125.0,  # in fp16, because the chip has no bf16
     "MI300X": 1307.0,
-    "MI250X": 191.5,  # of one of the two chips, because a rank uses one chip
+    "MI250X": 191.5,  # of one of the two chips
     "Data Center GPU Max 1550": 419.0,  # of one tile (Ponte Vecchio)
 }
 
-# Processor instructions that multiply bf16, by their names in torch and in the kernel (/proc/cpuinfo).
+# Processor instructions that multiply bf16, by their names in torch and in Linux (/proc/cpuinfo).
 _BFLOAT16 = {
     "amx_bf16": "AMX-BF16",
     "avx512_bf16": "AVX512-BF16",
     "sve_bf16": "SVE BF16",
     "svebf16": "SVE BF16",
 }
-# Values of environment variables that keep torch from using bf16 instructions in ATen's attention and elementwise
-# operations, and in oneDNN's matmuls. The older name of oneDNN's variable applies only if the newer one is not set.
+# Values of environment variables that keep torch from using bf16 instructions.
 _WITHOUT_BFLOAT16 = {
     "ATEN_CPU_CAPABILITY": {"default", "avx2"},
     "ONEDNN_MAX_CPU_ISA": {
@@ -45,7 +44,7 @@ _OLDER_NAMES = {"ONEDNN_MAX_CPU_ISA": "DNNL_MAX_CPU_ISA"}
 
 
 class Bfloat16(NamedTuple):
-    """Support of a device for bf16. `native` is True if the device multiplies bf16 natively; `why` is the reason."""
+    """Support of a device for bf16, and the reason."""
 
     native: bool
     why: str
@@ -55,7 +54,8 @@ def find_device(name: str, setting: str, local_rank: int = 0) -> Any:
     """Finds the torch device of this name. `auto` is the machine's accelerator, or the CPU if there is no accelerator.
     An accelerator without an index in its name gets the index `local_rank`.
 
-    Raises `UserError` if the device does not exist. The message names `setting`, the option that selects the device.
+    Raises `UserError` for a name other than `auto`, `cpu` and the machine's accelerators. `setting` names the option
+    in the error message.
     """
     import torch
 
@@ -77,10 +77,9 @@ def find_device(name: str, setting: str, local_rank: int = 0) -> Any:
 
 
 def use_device(name: str, setting: str, local_rank: int = 0) -> Any:
-    """Finds a device like `find_device`, and makes an accelerator this thread's current device, where kernels launch by
-    default.
+    """Finds a device as `find_device` does. An accelerator becomes this thread's current device.
 
-    Call this function before any other use of a device: the first use allocates memory on whichever device is current.
+    Call this function before any other use of a device: the first use allocates memory on the current device.
     """
     import torch
 
@@ -91,13 +90,13 @@ def use_device(name: str, setting: str, local_rank: int = 0) -> Any:
 
 
 def peak_flops(device: Any) -> float | None:
-    """Returns the peak bf16 operations per second of a torch device; None if unknown, as for CPUs."""
+    """Returns a torch device's peak FLOP/s in a 16-bit dtype; None if unknown."""
     name = device_name(device)
     return next((tflops * 1e12 for word, tflops in _PEAK_TFLOPS.items() if word in name), None)
 
 
 def device_name(device: Any) -> str:
-    """Returns the product name of a torch device."""
+    """Returns the product name of a torch device, or the architecture for a CPU without a known name."""
     import torch
 
     if device.type == "cpu":
@@ -106,7 +105,7 @@ def device_name(device: Any) -> str:
 
 
 def bfloat16_of(device: Any) -> Bfloat16:
-    """Checks if a torch device computes natively in bf16, without allocating device memory."""
+    """Checks if a torch device computes natively in bf16."""
     import torch
 
     if device.type == "cpu":
@@ -120,7 +119,6 @@ def bfloat16_of(device: Any) -> Bfloat16:
 
 
 def _bfloat16_of_cpu() -> Bfloat16:
-    """Checks the CPU's instructions for bf16. Without these instructions, torch emulates bf16 matmuls."""
     import torch
 
     features = _cpu_features()
@@ -135,7 +133,7 @@ def _bfloat16_of_cpu() -> Bfloat16:
 
 
 def _cpu_features() -> set[str]:
-    """Returns the processor's features from torch, or from the kernel with an older torch."""
+    """Returns the processor's features from torch, or from Linux with an older torch."""
     import torch
 
     if hasattr(torch.cpu, "get_capabilities"):
@@ -148,7 +146,7 @@ def _cpu_features() -> set[str]:
 
 
 def free_memory(device: Any) -> int:
-    """Returns the bytes that a torch device can allocate. On an accelerator, first frees memory that this process no
+    """Returns the bytes of free memory on a torch device. On an accelerator, first frees memory that this process no
     longer uses."""
     import torch
 
@@ -157,21 +155,23 @@ def free_memory(device: Any) -> int:
 
         return int(psutil.virtual_memory().available)
     module = torch.get_device_module(device)
-    gc.collect()  # modules and their state form reference cycles
+    gc.collect()  # models and their state form reference cycles
     module.empty_cache()
     return int(module.mem_get_info(device)[0])
 
 
 def total_memory(device: Any) -> int:
-    """Returns the total bytes of an accelerator, without allocating on it."""
+    """Returns the total bytes of an accelerator."""
     import torch
 
     return int(torch.get_device_module(device).get_device_properties(device).total_memory)
 
 
 def measurements_of(device: Any, folder: str | None) -> Measurements:
-    """Opens the measurements in `folder` for this chip, PyTorch version and (on a CPU) number of threads. With
-    None as `folder`, the measurements are empty and in no file."""
+    """Opens the measurements of this device and PyTorch version in `folder`, or empty measurements without a folder.
+
+    On a CPU, the measurements also depend on the number of torch threads.
+    """
     if folder is None:
         return Measurements(None)
     import torch
@@ -182,7 +182,7 @@ def measurements_of(device: Any, folder: str | None) -> Measurements:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Describes processor, cores, memory and accelerators, for reports."""
+    """Describes the operating system, processor, usable cores, memory and accelerators."""
     import psutil
     import torch
 

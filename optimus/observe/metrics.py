@@ -1,4 +1,4 @@
-"""Writes the metrics of every step to `metrics.jsonl`, and to sinks such as TensorBoard."""
+"""Writes the metrics of every step to `metrics.jsonl` and to sinks such as TensorBoard; reads `metrics.jsonl`."""
 
 import json
 import os
@@ -10,16 +10,15 @@ from typing import Any
 
 from optimus.config import RunConfig
 from optimus.disk import read_json_lines
-from optimus.errors import UserError, naming_disk_errors
+from optimus.errors import UserError, naming_disk_errors, said
 from optimus.observe.sinks import FULL, Sink, sinks_of
 
 
 class MetricsWriter:
-    """Appends one record per step to `folder/metrics.jsonl`, and passes the record to the sinks."""
+    """Appends metrics, expert loads and samples to files of a run folder, and passes the metrics to the sinks."""
 
     def __init__(self, folder: Path, config: RunConfig, after_step: int) -> None:
-        """Opens `metrics.jsonl` and the sinks of a run that continues after step `after_step`. Drops the run folder's
-        records of later steps: a run that died may have left records of steps that the resumed run repeats."""
+        """Drops the records of steps after `after_step`, and opens `metrics.jsonl` and the sinks."""
         self._file = _open_after(folder / "metrics.jsonl", after_step)
         self._experts, self._samples = folder / "experts.jsonl", folder / "samples.jsonl"
         for path in (self._experts, self._samples):
@@ -34,7 +33,7 @@ class MetricsWriter:
         samples: Sequence[Mapping[str, str]] = (),
     ) -> None:
         """Writes one record, which must have `step`. `expert_load`, the load of each expert by layer, goes to
-        `experts.jsonl`. `samples`, each a `prompt` and the `text` that continues it, go to `samples.jsonl`."""
+        `experts.jsonl`. `samples` go to `samples.jsonl`."""
         with naming_disk_errors(Path(self._file.name), FULL):
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
@@ -52,11 +51,21 @@ class MetricsWriter:
 
 
 class Sinks:
-    """The metric sinks of a run. Drops a sink, and prints a message, if the sink's `write` raises an exception other
-    than `UserError`."""
+    """The metric sinks of a run. Closes and drops a sink that raises anything but `UserError` or `KeyboardInterrupt`."""
 
     def __init__(self, folder: Path, config: RunConfig, after_step: int) -> None:
-        self._sinks = {row.name: row.make(folder, config, after_step) for row in sinks_of(config)}
+        self._sinks = dict[str, Sink]()
+        for row in sinks_of(config):
+            try:
+                self._sinks[row.name] = row.make(folder, config, after_step)
+            except (UserError, KeyboardInterrupt):
+                self.close()
+                raise
+            except BaseException as error:  # an error in a plugin or in a client library, also `sys.exit`
+                print(
+                    f"the metric sink {row.name} cannot be made ({said(error)}): it gets no metrics; metrics.jsonl has them",
+                    file=sys.stderr,
+                )
 
     def write(self, record: dict[str, Any]) -> None:
         """Writes a record, which must have `step`, to all sinks. Then raises the first `UserError` of a sink."""
@@ -66,18 +75,24 @@ class Sinks:
                 sink.write(record)
             except UserError as error:
                 failure = failure or error
-            except Exception as error:  # an error in a plugin or in a client library
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # an error in a plugin or in a client library, also `sys.exit`
                 del self._sinks[name]
                 print(
-                    f"the metric sink {name} failed ({type(error).__name__}: {error}): from step {record['step']} on, it "
+                    f"the metric sink {name} failed ({said(error)}): from step {record['step']} on, it "
                     "gets no metrics; metrics.jsonl has them",
                     file=sys.stderr,
                 )
+                try:
+                    _close(name, sink)
+                except UserError as error:
+                    failure = failure or error
         if failure is not None:
             raise failure
 
     def close(self) -> None:
-        """Closes all sinks. Then raises a `UserError` if a sink has raised one. Prints any other exception."""
+        """Closes all sinks. Prints exceptions other than `UserError` and `KeyboardInterrupt`."""
         with ExitStack() as stack:
             for name, sink in reversed(self._sinks.items()):
                 stack.callback(_close, name, sink)
@@ -86,15 +101,14 @@ class Sinks:
 def _close(name: str, sink: Sink) -> None:
     try:
         sink.close()
-    except UserError:
+    except (UserError, KeyboardInterrupt):
         raise
-    except Exception as error:
-        print(f"the metric sink {name} failed at its end ({type(error).__name__}: {error})", file=sys.stderr)
+    except BaseException as error:
+        print(f"the metric sink {name} failed at its end ({said(error)})", file=sys.stderr)
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Reads the records of a run folder's `metrics.jsonl`, in the order of the lines. Skips incomplete lines, and lines
-    without a step."""
+    """Reads the records of a run folder's `metrics.jsonl`. Skips incomplete lines, and lines without a step."""
     return [record for record in read_json_lines(folder / "metrics.jsonl") if isinstance(record.get("step"), int)]
 
 

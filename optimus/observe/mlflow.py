@@ -1,17 +1,17 @@
 """Logs a run, including all its resumes, as one MLflow run."""
 
 import importlib.util
-import math
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from optimus.config import RunConfig
 from optimus.config.flat import flat
-from optimus.disk import parse_json, write_json
+from optimus.disk import write_json
 from optimus.errors import UserError, how_to_install
-from optimus.observe.sinks import SinkRow
+from optimus.observe.sinks import SinkRow, saved_id
 
 _LONGEST = 500  # maximum number of characters of a parameter's value
 
@@ -27,7 +27,7 @@ def check_mlflow(config: RunConfig) -> None:
 class MLflow:
     """Logs to the experiment `observe.mlflow`, on the server that MLFLOW_TRACKING_URI names, else in `folder/mlruns`.
 
-    The run folder has the MLflow id in `mlflow-run.json`, so that a resume continues the same MLflow run.
+    `mlflow-run.json` in the run folder stores the id of the MLflow run for resumes.
     """
 
     def __init__(self, folder: Path, config: RunConfig) -> None:
@@ -38,28 +38,34 @@ class MLflow:
         if not os.environ.get("MLFLOW_TRACKING_URI"):
             mlflow.set_tracking_uri((folder / "mlruns").resolve().as_uri())
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # newer versions of MLflow require this variable
-        known = parse_json(file.read_text(encoding="utf-8"))["id"] if file.exists() else None
+        known = saved_id(file)
         try:
             mlflow.set_experiment(config.observe.mlflow)
             run = mlflow.start_run(run_id=known, run_name=None if known else folder.resolve().name)
-            if known is None:
-                mlflow.log_params({key: str(value)[:_LONGEST] for key, value in flat(config.model_dump())})
+            try:
+                if known is None:
+                    mlflow.log_params({key: str(value)[:_LONGEST] for key, value in flat(config.model_dump())})
+                write_json(file, {"id": run.info.run_id, "experiment": config.observe.mlflow})
+            except BaseException:
+                self._end()
+                raise
         except mlflow.MlflowException as error:
             raise UserError(
                 f"observe.mlflow: {error}\nCheck the server that MLFLOW_TRACKING_URI names, or set observe.mlflow to null"
             ) from error
-        write_json(file, {"id": run.info.run_id, "experiment": config.observe.mlflow})
         self._lost = False
 
     def write(self, record: dict[str, Any]) -> None:
-        """Logs the metrics of a step. The run continues if the server stops answering: this method prints the failure
-        once, and sends no later record."""
+        """Logs the finite numbers of `record`, except step and time, under the record's step.
+
+        Prints the first `MlflowException`, and then sends nothing more.
+        """
         if self._lost:
             return
         numbers = {
             name: float(value)
             for name, value in record.items()
-            if name not in ("step", "time") and isinstance(value, int | float) and math.isfinite(value)
+            if name not in ("step", "time") and isinstance(value, int | float) and abs(value) <= sys.float_info.max
         }
         try:
             self._mlflow.log_metrics(numbers, step=record["step"])
@@ -72,7 +78,14 @@ class MLflow:
             )
 
     def close(self) -> None:
-        if not self._lost:
+        if self._lost:
+            self._end()
+        else:
+            self._mlflow.end_run()
+
+    def _end(self) -> None:
+        """Ends the active run of this process, even if the server does not answer."""
+        with suppress(self._mlflow.MlflowException):
             self._mlflow.end_run()
 
 

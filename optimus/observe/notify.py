@@ -17,7 +17,7 @@ def notify(to: str, message: Mapping[str, Any]) -> str | None:
     """Posts `message` as JSON to an http or https URL `to`; runs any other `to` as a command with the JSON on its
     standard input. A value of `message` that is not finite becomes null.
 
-    Returns a description of a failure, or None: a failed notification must not end the run.
+    Returns a description of a failure, or None.
     """
     finite = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value

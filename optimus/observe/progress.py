@@ -11,16 +11,16 @@ _LINE_SECONDS = 10.0  # seconds between plain lines
 
 
 def time_left(seconds: float, now: float) -> str:
-    """Formats the remaining `seconds` and the expected time of the end, such as "about 12 min left, until 14:05"."""
+    """Formats the remaining `seconds` and the time of the end, such as "about 12 min left, until 14:05"."""
     form = "%H:%M" if seconds < 43200 else "%Y-%m-%d %H:%M"
     return f"about {seconds_text(max(1.0, seconds))} left, until {time.strftime(form, time.localtime(now + seconds))}"
 
 
 class ProgressBar:
-    """Shows the progress of one or more stages, with rich on a terminal and in plain lines elsewhere.
+    """Shows the progress of one or more stages.
 
-    A plain line appears at the first update after ten seconds of silence or, with `every`, at multiples of `every`
-    units. A last line appears at the end of a stage.
+    Unless a terminal can rewrite lines, a plain line appears at the end of a stage, and at updates after ten seconds of
+    silence. With `every`, lines appear at multiples of `every` units instead of after silence.
     """
 
     def __init__(self, *, every: int | None = None) -> None:
@@ -31,7 +31,7 @@ class ProgressBar:
         self._on_terminal = can_redraw(sys.stderr.isatty())
 
     def update(self, stage: str, done: int, total: int | None, note: str = "") -> None:
-        """Shows that `done` of `total` units of `stage` are finished. `note` appears next to these numbers."""
+        """Shows that `done` of `total` units of `stage` are finished. `total` is None if unknown."""
         if self._on_terminal:
             with letting_go():
                 self._bar_of(stage, total).show(done, total, note)
@@ -54,7 +54,7 @@ class ProgressBar:
         return self._bar
 
     def _time_left(self, stage: str, done: int, total: int | None) -> str:
-        """Formats the remaining time; empty if at most ten seconds remain or the time is unknown."""
+        """Formats the remaining time; empty if unknown or at most ten seconds."""
         began, before = self._began[stage]
         if total is None or done == before:
             return ""
@@ -67,8 +67,8 @@ class ProgressBar:
             if self._bar is not None:
                 from rich.text import Text
 
-                # rich would parse [words] in a plain string as markup. The terminal wraps the line, so that users can
-                # copy it as one line.
+                # rich would parse [words] in a plain string as markup. `soft_wrap` inserts no line breaks, so users can
+                # copy a long line.
                 self._bar.console.print(Text(line), soft_wrap=True)
             else:
                 print(line, file=sys.stderr, flush=True)

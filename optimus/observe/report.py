@@ -1,4 +1,4 @@
-"""The common format of benchmark results: a table for people, JSON for programs."""
+"""The common format of benchmark results."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ def report(
     ratios: Mapping[str, float | None],
     more: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Returns `{"bench", "machine", "versions", "rows", "ratios"}`, extended by `more`."""
+    """Returns a benchmark's results as a dict, with the machine, package versions and the entries of `more`."""
     return {
         "bench": name,
         "machine": describe_machine(),
@@ -33,7 +33,7 @@ def publish(
     *,
     more: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Prints the table and the ratios, with "-" for None, and returns the report."""
+    """Prints `rows` as a table and then `ratios`, and returns the result of `report`."""
     print_table(rows, f"optimus bench {name}")
     for ratio, value in ratios.items():
         print(f"{ratio}: {'-' if value is None else f'{value:.3g}'}")

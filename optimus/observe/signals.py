@@ -1,4 +1,4 @@
-"""Ends a command on a signal: prints a message at once, cleans up, and exits with the code that a shell expects."""
+"""Ends a command on a signal, with a message and the exit code that a shell expects."""
 
 import signal
 import threading
@@ -13,30 +13,30 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals of Ctrl-C, a 
 
 
 class _SignalledError(KeyboardInterrupt):
-    """Raised for an ending signal, as Ctrl-C raises KeyboardInterrupt. `args[0]` is the signal's number."""
+    """Raised on a signal in `ENDING`. `args[0]` is the signal's number."""
 
 
 def ending_signals() -> list[signal.Signals]:
-    """Returns the signals that end a run: all of `ENDING`, but without SIGHUP if this process ignores SIGHUP
-    (`nohup`)."""
+    """Returns `ENDING`, without SIGHUP if this process ignores SIGHUP (`nohup`)."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [number for number in ENDING if not (ignored and number == signal.SIGHUP)]
 
 
 def restore_handlers(handlers: Mapping[signal.Signals, Any]) -> None:
-    """Restores the handlers of signals. In place of a handler that does not come from Python (None), which Python cannot
-    restore, sets the default action."""
+    """Restores the handlers of signals. Sets the default action for None, which marks a handler from outside Python."""
     for number, handler in handlers.items():
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 @contextmanager
 def ended_by_signals(say: str) -> Iterator[None]:
-    """Handles signals inside the `with` block: prints `say`, ends the block by a `KeyboardInterrupt`, and raises
-    `SystemExit` with the exit code 128 + the signal's number.
+    """Handles the signals in `ENDING` inside the `with` block.
 
-    A second signal has the effect that signals had before the block. Signals that are ignored (`nohup`) stay ignored.
-    Outside the main thread, the context manager has no effect, because only the main thread handles signals.
+    The handler prints the signal's name and `say` to stderr, and raises a `KeyboardInterrupt` in the block. The context
+    manager then raises `SystemExit` with the exit code 128 + the signal's number. A second signal calls the handler
+    from before the block.
+
+    Ignored signals stay ignored. Outside the main thread, the context manager has no effect.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

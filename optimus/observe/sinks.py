@@ -1,5 +1,4 @@
-"""The interface and the table of metric sinks. The metrics writer passes each record to the sinks, and closes the sinks
-when the run ends."""
+"""Defines the interface and the table of metric sinks; selects and checks the sinks of a run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +6,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from optimus.config import RunConfig
-from optimus.errors import UserError
+from optimus.disk import parse_json
+from optimus.errors import UserError, said
 from optimus.plugins import Imported, Table
 
 FULL = "Make room, then run again with `resume=True`"
@@ -25,12 +25,12 @@ class Sink(Protocol):
 
 @dataclass(frozen=True)
 class SinkRow:
-    """A row of the table of sinks. `make(folder, config, after_step)` opens the sink of a run that continues after step
-    `after_step`.
+    """Opens, selects and checks one kind of metric sink.
 
-    A run opens the sinks that `observe.sinks` names, and the sinks whose `wanted` returns True for the run's
-    configuration. Before a run, `check_sinks` calls the `check` of every row, even if the run opens no sink of this
-    row. `check` raises `UserError` to refuse a configuration, for example because a package is missing.
+    `make(folder, config, after_step)` opens the sink of a run that continues after step `after_step`.
+
+    A run opens the sinks that `observe.sinks` names, and the sinks whose `wanted` returns True. Every run
+    calls the `check` of all rows. `check` raises `UserError` to refuse a configuration.
     """
 
     name: str
@@ -52,6 +52,19 @@ SINKS: Table[SinkRow] = Table(
 )
 
 
+def saved_id(file: Path) -> str | None:
+    """Returns the id that a sink's JSON file keeps for resumes, or None without the file."""
+    if not file.exists():
+        return None
+    try:
+        found = parse_json(file.read_bytes())["id"]
+        if not isinstance(found, str):
+            raise ValueError(f"its id is {found!r}")
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file} is damaged ({said(error)}): restore the file, or remove it for a new id") from error
+    return found
+
+
 def sinks_of(config: RunConfig) -> list[SinkRow]:
     """Returns the rows of the sinks that a run opens. Raises `UserError` for an unknown name in `observe.sinks`."""
     named = []
@@ -64,7 +77,7 @@ def sinks_of(config: RunConfig) -> list[SinkRow]:
 
 
 def check_sinks(config: RunConfig) -> None:
-    """Raises `UserError` for an unknown name in `observe.sinks`, and if the `check` of a row refuses `config`."""
+    """Raises `UserError` for an unknown name in `observe.sinks`. Calls the `check` of every row."""
     sinks_of(config)
     for row in SINKS.values():
         row.check(config)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 _NO_WRAP = 12  # cells of at most this many characters, such as "46.1 %", stay on one line
-_NO_LIMIT = 100_000  # maximum number of characters of a line in a file
+_NO_LIMIT = 100_000  # width in characters that stands for no limit, as in a file
 
 
 class _Column(NamedTuple):
@@ -15,12 +15,11 @@ class _Column(NamedTuple):
 
 
 def print_table(rows: Sequence[dict[str, Any]], title: str, width: int | None = None) -> None:
-    """Prints rows as a table with a column for each key. With a `width`, the table is at most `width` characters wide,
-    and has fewer rules.
+    """Prints rows as a table with a column for each key.
 
-    A table that is too wide gets fewer rules. If the table is still too wide, columns with the same value in all rows
-    move above the table, except the first column. Then text wraps between words. As the last resort, each row becomes
-    lines of key and value.
+    The table is compact if `width`, the maximum number of characters, is given, or if the full table is wider than the
+    terminal. Several rows that are still too wide lose columns with equal cells, except the first column; a line above
+    the table has these cells. Then longer texts wrap. Rows that fit in no table become lines of key and value.
     """
     from rich.console import Console
     from rich.text import Text
@@ -29,12 +28,16 @@ def print_table(rows: Sequence[dict[str, Any]], title: str, width: int | None = 
     max_width = min(console.width, width or _NO_LIMIT)
     keys = list(dict.fromkeys(key for row in rows for key in row))
     columns = [
-        _Column(key.replace("_", " "), isinstance(rows[0].get(key), str), tuple(_cell(row.get(key)) for row in rows))
+        _Column(
+            key.replace("_", " "),
+            any(isinstance(row.get(key), str) for row in rows),
+            tuple(_cell(row.get(key)) for row in rows),
+        )
         for key in keys
     ]
 
     def write(line: str, style: str = "") -> None:
-        """Prints a line and leaves the wrapping to the terminal, so that users can copy it as one line."""
+        """Prints a line, and leaves the wrapping to the terminal."""
         console.print(Text(line, style=style), soft_wrap=True)
 
     write(title, "italic")
@@ -62,8 +65,7 @@ def _natural(columns: list[_Column], max_width: int, *, compact: bool) -> Any:
 
 
 def _wrapped(columns: list[_Column], max_width: int) -> Any:
-    """Returns the compact table with the widest columns narrowed, so that their text wraps between words; None if the
-    table is still wider than `max_width` characters."""
+    """Returns the compact table with columns not narrower than `_least`; None if `max_width` characters are too few."""
     widths = _widths(columns)
     excess = _measured(_table(columns, widths, compact=True)) - max_width
     spare = [width - _least(column) for width, column in zip(widths, columns)]
@@ -103,7 +105,7 @@ def _widths(columns: list[_Column]) -> list[int]:
 
 
 def _least(column: _Column) -> int:
-    """Returns the smallest width that keeps numbers, short texts, and the words of longer texts on one line."""
+    """Returns the smallest width that breaks no word, no number and no short text."""
     from rich.cells import cell_len
 
     parts = column.head.split()

@@ -8,11 +8,11 @@ from typing import Any
 
 from optimus.config import RunConfig
 from optimus.config.flat import flat
-from optimus.errors import how_to_install, naming_disk_errors
+from optimus.errors import UserError, how_to_install, naming_disk_errors
 from optimus.observe.sinks import FULL, SinkRow
 
-_GROUPS = {  # groups of the metrics whose names have no group, unlike `memory/parameters`
-    "train": ("loss", "lr", "grad_norm", "skipped_steps", "tokens"),
+_GROUPS = {  # metrics by group
+    "train": ("loss", "lr", "grad_norm", "skipped_steps", "tokens", "teacher_divergence", "phase"),
     "speed": ("tokens_per_second", "model_flops_utilization", "step_seconds", "data_seconds", "checkpoint_seconds"),
     "router": ("balance_loss", "z_loss"),
     "validation": ("bits_per_byte",),
@@ -21,8 +21,7 @@ _NO_SCALAR = {"step", "time"}
 
 
 class TensorBoard:
-    """Writes event files in `folder/tensorboard`. With `after_step` above 0, TensorBoard hides earlier events of later
-    steps."""
+    """Writes event files in `folder/tensorboard`. A nonzero `after_step` hides older events of the steps after it."""
 
     def __init__(self, folder: Path, config: RunConfig, after_step: int) -> None:
         logging.getLogger("tensorboard").setLevel(logging.ERROR)
@@ -51,17 +50,22 @@ class TensorBoard:
 
 
 def grouped(name: str) -> str:
-    """Returns the name of a metric with its group. A name without a group gets its group in `_GROUPS`, or else
-    `validation`."""
+    """Returns GROUP/NAME for a metric, by default with the group `validation`. A name with a slash stays as it is."""
     if "/" in name:
         return name
     return f"{next((group for group, names in _GROUPS.items() if name in names), 'validation')}/{name}"
 
 
 def _check(config: RunConfig) -> None:
-    """Prints a line if `observe.tensorboard` is true but TensorBoard is not installed. Raises no error, because the
-    option is true by default."""
-    if config.observe.tensorboard and not _installed():
+    """Warns if TensorBoard is not installed. Raises `UserError` only if `observe.sinks` names it, because
+    `observe.tensorboard` is true by default."""
+    if _installed():
+        return
+    if "tensorboard" in config.observe.sinks:
+        raise UserError(
+            f"observe.sinks: TensorBoard is not installed: {how_to_install('tensorboard')}, or remove 'tensorboard'"
+        )
+    if config.observe.tensorboard:
         print(
             f"observe.tensorboard: TensorBoard is not installed, so there are no events: {how_to_install('tensorboard')}, "
             "or set observe.tensorboard=false",

@@ -1,4 +1,4 @@
-"""Detects terminals that can rewrite lines, and keeps a run alive when its terminal goes away and writes fail."""
+"""Detects terminals that can rewrite lines, writes lines at once, and handles the loss of a terminal."""
 
 import os
 import stat
@@ -12,7 +12,7 @@ def can_redraw(is_terminal: bool) -> bool:
 
 
 def say_at_once(line: str) -> None:
-    """Writes a line to stderr at once. A signal handler can call this function safely, even during another write."""
+    """Writes a line to stderr at once. Signal handlers can call this function."""
     let_go_if_gone()
     with suppress(OSError):
         instead = "\r\x1b[K" if can_redraw(os.isatty(2)) else ""  # erases the line, which may have a ^C or a bar

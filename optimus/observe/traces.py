@@ -1,4 +1,4 @@
-"""Merges the traces of ranks into one file for Perfetto, with a group of rows for each rank and one time axis."""
+"""Merges the traces of ranks into one file for Perfetto, with one time axis."""
 
 import gzip
 import json
@@ -12,7 +12,7 @@ from optimus.errors import naming_disk_errors
 
 MERGED = "trace.json.gz"
 _OF_A_RANK = 1000  # maximum number of processes in a rank's trace: the program and its devices
-_ROUNDING = 0.002  # tolerance in microseconds, because the profiler rounds to nanoseconds
+_ROUNDING = 0.002  # tolerance for rounded times, in microseconds
 _IDS = 1 << 40  # maximum number of flow ids of a rank; Perfetto accepts only integers as flow ids
 _BOUND = frozenset("sftbne")  # phases of events that ids link: flows and asynchronous events
 
@@ -23,11 +23,9 @@ def rank_trace(folder: Path, rank: int) -> Path:
 
 
 def merge_traces(folder: Path, ranks: int) -> list[int]:
-    """Writes `trace.json.gz` from the traces of `ranks` ranks, with one trace in memory at a time.
+    """Writes `trace.json.gz` from the traces of `ranks` ranks. Returns the ranks without a trace in the folder.
 
-    Returns the ranks whose trace is not in the folder, for example because nodes do not share the folder.
-
-    Aligns the ranks by the clocks of their nodes. Raises `UserError` if the merged file cannot be written.
+    Aligns the ranks by the clocks of their nodes.
     """
     there = [rank for rank in range(ranks) if rank_trace(folder, rank).is_file()]
     path = folder / MERGED
@@ -50,8 +48,10 @@ def merge_traces(folder: Path, ranks: int) -> list[int]:
 
 
 def _rank_events(events: list[dict[str, Any]], rank: int, later: float) -> Iterator[dict[str, Any]]:
-    """Yields the `events` of a rank with numbers of processes and flows that no other rank has, shifted by `later`
-    microseconds."""
+    """Yields a rank's events, shifted by `later` microseconds, with process numbers and ids that are unique over ranks.
+
+    Turns the slices of `_crossing` into asynchronous events.
+    """
     processes: dict[Any, int] = {}
     names: dict[Any, Any] = {}
     for event in events:
@@ -83,11 +83,8 @@ def _rank_events(events: list[dict[str, Any]], rank: int, later: float) -> Itera
 
 
 def _crossing(events: Sequence[Mapping[str, Any]]) -> set[int]:
-    """Returns the indices of slices that begin within another slice of their thread and end after it, such as receives
-    that overlap computation.
-
-    Perfetto drops these slices, so `_rank_events` converts them to asynchronous events.
-    """
+    """Returns the indices of slices that Perfetto would drop, because they cross the end of another slice of the
+    same thread."""
     threads, found = defaultdict[Any, list[tuple[float, float, int]]](list), set[int]()
     for number, event in enumerate(events):
         if event.get("ph") == "X":

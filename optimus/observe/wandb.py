@@ -6,18 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from optimus.config import RunConfig
-from optimus.disk import parse_json, write_json
+from optimus.disk import write_json
 from optimus.errors import UserError, how_to_install
-from optimus.observe.sinks import SinkRow
+from optimus.observe.sinks import SinkRow, saved_id
 
 _WITHOUT_KEY = ("offline", "dryrun", "disabled")  # W&B modes that need no key
 _WITHOUT = "WANDB_MODE=offline keeps the records in the run folder, and observe.wandb=null logs nothing to W&B"
 
 
 def check_wandb(config: RunConfig) -> None:
-    """Raises `UserError` if Weights & Biases is configured but not installed, or if W&B needs a key for its mode and
-    finds none. Raises `UserError` if other options of W&B are set without a project. Does not verify the key, because
-    the check must not use the network."""
+    """Raises `UserError` if Weights & Biases is configured but not installed, or lacks a key that its mode needs.
+    Raises `UserError` if other options of W&B are set without a project. Does not verify the key, because the check
+    must not use the network."""
     given = config.observe
     if given.wandb is None:
         named = [key for key in ("entity", "name", "group", "tags") if getattr(given, f"wandb_{key}")]
@@ -49,7 +49,7 @@ def check_wandb(config: RunConfig) -> None:
 class WeightsAndBiases:
     """Logs to the project `observe.wandb`.
 
-    The run folder has the W&B `id` in `wandb-run.json`, so that a resume continues the same W&B run.
+    `wandb-run.json` in the run folder has the W&B `id` for resumes.
     """
 
     def __init__(self, folder: Path, config: RunConfig) -> None:
@@ -66,13 +66,13 @@ class WeightsAndBiases:
                 tags=given.wandb_tags or None,
                 dir=str(folder),
                 config=config.model_dump(),
-                id=parse_json(file.read_text(encoding="utf-8"))["id"] if file.exists() else None,
+                id=saved_id(file),
                 resume="allow",
                 allow_val_change=True,  # a resume may change the configuration
             )
         except wandb.Error as error:
             raise UserError(f"observe.wandb: {error}\n{_WITHOUT}") from error
-        # `step` is a metric and replaces W&B's step counter, which rejects repeated steps: a rollback repeats steps.
+        # The metric `step` is the x axis: W&B's own step counter rejects the steps that a rollback repeats.
         self._run.define_metric("*", step_metric="step")
         write_json(file, {"id": self._run.id, "project": given.wandb, "url": self._run.url})
 

@@ -24,8 +24,7 @@ class AdamW(UpdateRule):
     eps: float
 
     def update(self, now: OptimizerStep, tile: Tile) -> None:
-        """Updates the tile like `UpdateRule.update`: with Triton in one kernel, and on the host of an accelerator in
-        one pass."""
+        """See `UpdateRule.update`."""
         weight, gradient, (m, v), copy, _ = tile
         factors = self.beta1, self.beta2, self.eps, self.weight_decay
         if backend.use_triton(weight):
@@ -54,7 +53,7 @@ ROW = RuleRow("adamw", AdamW, BETAS | {"eps": "eps"})
 
 
 def adamw_reference(rule: AdamW, step: int, lr: float, weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor) -> None:
-    """Applies the update of `AdamW.apply` in separate operations, for tests and benchmarks. Ignores `rule.lr_scale`."""
+    """Applies the update of `AdamW.apply` in separate operations. Ignores `rule.lr_scale`."""
     weight.mul_(1 - lr * rule.weight_decay)
     m.lerp_(gradient, 1 - rule.beta1)
     v.mul_(rule.beta2).addcmul_(gradient, gradient, value=1 - rule.beta2)

@@ -7,4 +7,4 @@ from optimus.optim.rule import Rule
 
 @dataclass(frozen=True)
 class Frozen(Rule):
-    """No update. The weights stay constant in the compute dtype, without master weights or moments."""
+    """No update. The weights have the compute dtype, without master weights or moments."""

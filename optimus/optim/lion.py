@@ -9,10 +9,7 @@ from optimus.optim.rules import BETAS, RuleRow
 
 @dataclass(frozen=True, kw_only=True)
 class Lion(UpdateRule):
-    """Lion with one buffer, the momentum m.
-
-    Lion needs a lower learning rate and a higher weight decay than AdamW.
-    """
+    """Lion with one buffer, the momentum m."""
 
     kinds: ClassVar[tuple[str, ...]] = ("lion.m",)
 

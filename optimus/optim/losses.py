@@ -1,4 +1,4 @@
-"""The table of training losses. A configuration chooses a loss by name. The module imports no torch.
+"""The table of training losses. The module does not import torch.
 
 Legend: T tokens, V vocabulary.
 """
@@ -19,9 +19,8 @@ CROSS_ENTROPY = "cross-entropy"
 class LossRow:
     """A loss of predicted tokens.
 
-    `function(logits_TV, target_T, **options)` returns the loss of each token [T] from logits of the whole vocabulary;
-    autograd computes the gradient. A call gets some of a microbatch's tokens, so a token's loss must not depend on
-    other tokens. The field `options` has the names and default values of the loss's parameters.
+    `function(logits_TV, target_T, **options)` returns the loss of each token [T] from logits of the whole vocabulary.
+    A token's loss must not depend on other tokens. `options` has the names and default values of the loss's parameters.
     """
 
     name: str
@@ -31,7 +30,7 @@ class LossRow:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """A loss with the values of its parameters. Maps logits [T, V] and targets [T] to the loss of each token [T]."""
+    """A loss with the values of its parameters. Maps logits [T, V] and targets [T] to losses [T]."""
 
     row: LossRow
     options: tuple[tuple[str, float], ...]
@@ -41,7 +40,7 @@ class TokenLoss:
 
 
 def token_loss(name: str, options: Mapping[str, float]) -> TokenLoss | None:
-    """Returns the loss `name` with `options`, or None for cross-entropy, which needs no `TokenLoss`."""
+    """Returns the loss `name` with `options`, or None for cross-entropy."""
     if name == CROSS_ENTROPY:
         return None
     row = LOSSES[name]
@@ -66,15 +65,13 @@ _OWN = [
     LossRow(CROSS_ENTROPY, _cross_entropy),
     # Cross-entropy against a mix of the target and the uniform distribution (Szegedy et al. 2016, section 7).
     LossRow("label-smoothing", _smoothed, {"smoothing": 0.1}),
-    # Cross-entropy plus a multiple of the squared log of the softmax's normaliser (PaLM, section 5).
+    # Cross-entropy plus coefficient * log(Z)**2, where Z is the softmax's normaliser (PaLM, section 5).
     LossRow("z-loss", _with_z, {"coefficient": 1e-4}),
 ]
 
 
 def _check(row: LossRow) -> None:
-    """Raises `ValueError` unless the row has a name, a function and a mapping of numbers as options."""
-    if not isinstance(row.name, str) or not row.name:
-        raise ValueError(f"its name is {row.name!r}: give a text")
+    """Raises `ValueError` unless the row has a function, and options that are numbers."""
     if not callable(row.function):
         raise ValueError(f"'{row.name}': its function is {row.function!r}: give a function of logits and targets")
     if not isinstance(row.options, Mapping):

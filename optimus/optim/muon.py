@@ -13,10 +13,10 @@ from torch import Tensor
 from optimus.optim.rule import OptimizerStep, Tile, TilingName, UpdateRule
 from optimus.optim.rules import RuleRow
 
-# Number of Newton-Schulz steps, and Jordan's coefficients, which give the polynomial a steep slope at zero.
+# Number of Newton-Schulz steps, and Jordan's coefficients.
 STEPS, _A, _B, _C = 5, 3.4445, -4.7750, 2.0315
 _LEAST_NORM = 1e-7
-# Approximate root mean square of an update divided by the learning rate, as with AdamW.
+# Approximate root mean square of an update at learning rate 1.
 _ROOT_MEAN_SQUARE = 0.2
 
 
@@ -30,7 +30,7 @@ class Muon(UpdateRule):
     momentum: float
 
     def apply(self, now: OptimizerStep, tile: Tile) -> None:
-        """See `UpdateRule.apply`. Matmuls and `matrix_function` use the dtype of `copy`, or fp32 without `copy`."""
+        """See `UpdateRule.apply`. The matmuls use the dtype of `copy`, or fp32 without `copy`."""
         weight, gradient, (momentum,), copy, matrix_function = tile
         scale = 0.0
 
@@ -49,11 +49,7 @@ ROW = RuleRow("muon", Muon, {"momentum": "momentum"}, ("matrix", "expert"), ("ve
 
 
 def orthogonalise(x_NRC: Tensor) -> Tensor:
-    """Approximates U V^T for each of N matrices X = U S V^T, by five Newton-Schulz steps in the type of X.
-
-    A singular value of X becomes about 0.7 to 1.2, unless the value is far smaller than the norm of X or than
-    `_LEAST_NORM`. A zero matrix gives a zero matrix.
-    """
+    """Approximates U V^T for each of N matrices X = U S V^T, by Newton-Schulz steps in the dtype of X."""
     tall = x_NRC.shape[-2] > x_NRC.shape[-1]
     x_Nrc = x_NRC.mT if tall else x_NRC
     x_Nrc = x_Nrc / torch.linalg.vector_norm(x_Nrc, dim=(-2, -1), keepdim=True).clamp_min(_LEAST_NORM)

@@ -1,7 +1,4 @@
-"""The table of update rules. `resolve.rules` assigns a rule to each parameter.
-
-An import of this module does not import torch; a look-up of a row in `RULES` does.
-"""
+"""The table of update rules. An import of this module does not import torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -17,9 +14,8 @@ if TYPE_CHECKING:
 class RuleRow:
     """A row of `RULES`.
 
-    `kind` is the class of the rule. `keys` maps hyperparameters of the rule, besides those of `UpdateRule`, to keys of the
-    configuration's section `optimizer`; `betas.0` is the first of `betas`. The key `optimizer.options` sets
-    hyperparameters that `keys` lacks.
+    `keys` maps hyperparameters to keys of the configuration's section `optimizer`; `betas.0` is the first of `betas`.
+    `optimizer.options` sets the hyperparameters that neither `keys` nor `UpdateRule` has.
     """
 
     name: str
@@ -27,12 +23,12 @@ class RuleRow:
     keys: Mapping[str, str] = field(default_factory=dict)
     roles: tuple[str, ...] | None = None  # roles of parameters that the rule updates by default; None for all roles
     never: tuple[str, ...] = ()  # roles of parameters that the rule cannot update
-    instance: "UpdateRule | None" = None  # a rule that the caller passes to `optimus.train`
+    instance: "UpdateRule | None" = None  # a rule with hyperparameters already set
 
     def make(self, weight_decay: float, lr_scale: float, **options: Any) -> "UpdateRule":
         """Returns the rule with these hyperparameters.
 
-        `instance`, if any, gives the other hyperparameters and a factor of `lr_scale`.
+        An `instance` gives the other hyperparameters, and a factor for `lr_scale`.
         """
         if self.instance is None:
             return self.kind(weight_decay=weight_decay, lr_scale=lr_scale, **options)

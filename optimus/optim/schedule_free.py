@@ -1,7 +1,6 @@
 """Schedule-free AdamW (Defazio et al. 2024, algorithm 1) on flat tensors.
 
-The weights are x, an average of the iterates z. The model computes gradients at y, an interpolation between x and z.
-The algorithm suits a constant learning rate after a warm-up.
+The weights are x, an average of the iterates z. Training computes gradients at y, between x and z.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,18 +43,18 @@ class ScheduleFree(UpdateRule):
         weight.lerp_(z, self._average_weight(now))
 
     def computed(self, weight: Tensor, moments: Sequence[Tensor], out: Tensor) -> None:
-        """Fills `out` with y, at which training computes gradients."""
+        """Fills `out` with y."""
         out.copy_(moments[0].lerp(weight, self.beta1))
 
     def count(self, counters: Mapping[str, float], step: int, lr: float) -> dict[str, float]:
-        """Returns `weight_sum`, the sum of the average's weights over all steps up to `step`.
-
-        The weight of a step is the square of the step's learning rate, corrected for the bias of the second moment.
-        """
+        """Returns `weight_sum`: the sum of the squared, bias-corrected learning rates up to `step`."""
         return {"weight_sum": counters["weight_sum"] + self._corrected(step, lr) ** 2}
 
     def _average_weight(self, now: OptimizerStep) -> float:
-        """Returns the algorithm's c: the weight of this step divided by the sum of the weights of the steps so far."""
+        """Returns the algorithm's c: this step's squared, bias-corrected learning rate divided by `weight_sum`.
+
+        Returns 0 for a learning rate of 0.
+        """
         weight = self._corrected(now.step, now.lr) ** 2
         return weight / now.counters["weight_sum"] if weight else 0.0
 

@@ -1,13 +1,4 @@
-"""Activation memory: the bytes saved between a forward pass and its backward pass, and the peak of the two passes.
-
-`module_bytes.py` measures the bytes of each module from shapes. `activation_bytes` combines the measurements for any
-number of blocks and any choice of recomputation.
-
-At any time of the backward pass, memory consists of the saved bytes, the recomputed activations, the current module's
-transient bytes, and the bytes for deferred weight gradients. A walk through the modules in backward order, which frees
-each module's saved bytes, finds the peak. The package `state` accounts for the gradients of parameters, except the
-gradients that a module has just computed.
-"""
+"""Activation memory: the bytes saved between a forward pass and its backward pass, and the peak of the two passes."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -21,34 +12,33 @@ from optimus.parallel.module_bytes import ModuleBytes, ModulePosition, ModuleSet
 from optimus.parallel.options import StageOptions
 from optimus.parallel.recompute import Recomputation
 
-# For each module: bytes, and bytes if recomputed with a cache of collectives.
+# For each module: bytes without recomputation; bytes with recomputation that reuses cached results of collectives, or
+# None without a cache.
 Row = Sequence[tuple[ModuleBytes, ModuleBytes | None]]
-_Sources = set[tuple[int, ...]]  # `ModuleBytes.source` of the inputs that are saved already
+_Sources = set[tuple[int, ...]]  # `ModuleBytes.source` of the saved inputs
 
 
 class Activations(NamedTuple):
     """Bytes of activations on one rank."""
 
     saved: int  # bytes between the forward and the backward pass of one microbatch
-    peak: int  # peak bytes of the two passes
-    waiting: int = 0  # bytes between the two parts of a split backward pass, for deferred weight gradients
+    peak: int
+    waiting: int = 0  # bytes for deferred weight gradients after the backward pass
 
 
 class _Region(NamedTuple):
-    """Bytes of modules that are either recomputed together or not at all."""
+    """Bytes of modules that the backward pass recomputes together, or of one module without recomputation."""
 
     saved: float
-    cached: float  # the part of `saved` for results of collectives, which the cache frees during recomputation
+    cached: float  # the part of `saved` for cached results of collectives
     modules: list[tuple[float, float, float]]
     """For each module: bytes of recomputed activations, peak transient bytes, bytes of deferred weight gradients."""
 
 
 class _Part(NamedTuple):
-    """Bytes of consecutive regions."""
-
     saved: float
-    above: float  # the peak of the regions' backward pass, minus the bytes that these and earlier regions save
-    waiting: float  # bytes after the regions' backward pass, for deferred weight gradients
+    above: float  # the peak in the regions' backward pass, minus `saved`
+    waiting: float  # bytes for deferred weight gradients after the regions' backward pass
 
 
 def activation_bytes(
@@ -67,13 +57,12 @@ def activation_bytes(
     teachers: tuple[Architecture, ...] = (),
     splits: bool = False,
 ) -> Activations:
-    """Returns the activation bytes of one microbatch of `micro_batch` sequences of `context` tokens.
+    """Returns the activation bytes of a microbatch: `micro_batch` sequences with `context` tokens each.
 
-    `itemsize` is the number of bytes per element. `mesh` and `options` describe the parallelization. `layers` are the
-    numbers of this rank's blocks, by default of all blocks.
-    `first` is true if the rank has the embedding. `last` is true if the rank has the output layer, where `teachers`
-    run. `load` is the load imbalance: the tokens of this rank's experts, relative to the mean. `splits` is true if a
-    later part of the backward pass computes the weight gradients (Zero Bubble Pipeline Parallelism).
+    `itemsize` is the number of bytes per element. `layers` are the indices of this rank's blocks, by default all
+    blocks. `load` is the load imbalance: the tokens of this rank's experts, or of one expert if `ep` is 1, relative to
+    the mean. `first` is true if the rank has the embedding, `last` if the rank has the output layer. `splits` is true
+    if weight gradients are deferred (Zero Bubble Pipeline Parallelism).
     """
     mesh, options = mesh or Mesh(), options or StageOptions()
     setting = ModuleSetting.canonical(config, mesh, options, context, itemsize, load, teachers, splits)
@@ -92,10 +81,6 @@ def activation_bytes(
 
 
 def _groups(numbers: Sequence[int], chosen: Recomputation) -> Iterator[tuple[tuple[int, ...], tuple[str, ...]]]:
-    """Yields (blocks of a group, kinds of modules to recompute in the group).
-
-    A group is a segment of up to `chosen.every` blocks if whole blocks are recomputed, else one block.
-    """
     if "block" in chosen.kinds:
         for start in range(0, len(numbers), chosen.every):
             yield tuple(numbers[start : start + chosen.every]), ("block",)
@@ -106,7 +91,6 @@ def _groups(numbers: Sequence[int], chosen: Recomputation) -> Iterator[tuple[tup
 
 @lru_cache(maxsize=4096)
 def _blocks(setting: ModuleSetting, sequences: int, numbers: tuple[int, ...], kinds: tuple[str, ...]) -> _Part:
-    """Returns the bytes of a group of blocks `numbers`, in which the modules of these `kinds` are recomputed."""
     cached = kinds if setting.options.keep_collectives and setting.mesh.size > 1 else ()
     rows = list[Row]()
     for at, number in enumerate(numbers):
@@ -124,7 +108,6 @@ def _blocks(setting: ModuleSetting, sequences: int, numbers: tuple[int, ...], ki
 
 
 def _part(regions: Sequence[_Region]) -> _Part:
-    """Combines the bytes of consecutive regions by a walk through the regions in backward order."""
     live = saved = sum(region.saved for region in regions)
     above = -inf
     for region in reversed(regions):
@@ -137,7 +120,7 @@ def _part(regions: Sequence[_Region]) -> _Part:
 
 
 def _row_regions(row: Row, kinds: Collection[str], stream: int, saved_inputs: _Sources) -> Iterator[_Region]:
-    """Yields the regions of consecutive modules. Neighbouring modules of the given `kinds` are one recomputed region."""
+    """Yields the regions of consecutive modules. Neighbouring modules of the given `kinds` form one region."""
     for again, group in groupby(row, lambda each: each[0].kind in kinds):
         if again:
             yield _run_again(list(group), stream, saved_inputs)
@@ -146,20 +129,20 @@ def _row_regions(row: Row, kinds: Collection[str], stream: int, saved_inputs: _S
 
 
 def _alone(module: ModuleBytes, saved_inputs: _Sources) -> _Region:
-    """Returns the region of a module without recomputation. The module does not save an input that is in `saved_inputs`."""
     return _Region(module.saved - _shared(module, saved_inputs), 0, [(0, module.work, module.waiting)])
 
 
 def _shared(module: ModuleBytes, saved_inputs: _Sources) -> float:
-    """Returns the bytes of the module's input if `saved_inputs` has the input already, else 0. Adds a saved input to
-    `saved_inputs`."""
+    """Adds the saved input, if any, to `saved_inputs`.
+
+    Returns the input's bytes if the set already had the input, else 0.
+    """
     shared = module.saved_input if module.source in saved_inputs else 0
     saved_inputs |= {module.source} if module.saved_input else set()
     return shared
 
 
 def _run_again(modules: Row, stream: int, saved_inputs: _Sources) -> _Region:
-    """Returns the region of modules recomputed together, which save the first input and cached results of collectives."""
     results = [0 if cached is None else cached.saved - stream for _, cached in modules]
     first, (last, cached) = modules[0][0], modules[-1]
     saved = (0 if first.source in saved_inputs else stream) + sum(results)
@@ -167,7 +150,7 @@ def _run_again(modules: Row, stream: int, saved_inputs: _Sources) -> _Region:
     there = set(saved_inputs)
     shared = [_shared(module, there) for module, _ in modules]
     made = [module.saved - each for (module, _), each in zip(modules, shared)]
-    if cached is not None:  # recomputation stops as soon as everything that the last module saves exists
+    if cached is not None:  # with cached results, recomputation stops before the end of the last module
         made[-1] = results[-1] + last.saved_input - shared[-1] + cached.work - last.work
     return _Region(
         saved, sum(results), [(size, module.work, module.waiting) for size, (module, _) in zip(made, modules)]

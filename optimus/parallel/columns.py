@@ -8,7 +8,7 @@ from optimus.model.foreign.columns import WHOLE, Columns
 
 
 class SplitColumns(Columns):
-    """`Columns` that the ranks of `group` share."""
+    """`Columns` sharded over `group`."""
 
     def __init__(self, group: Group) -> None:
         self.size, self._group = group.size, group
@@ -30,6 +30,6 @@ class SplitColumns(Columns):
 
 
 def columns_of(groups: Groups) -> Columns:
-    """Returns the `Columns` that the ranks along `tp_out` share."""
+    """Returns `Columns` sharded over the ranks along `tp_out`."""
     group = groups.along("tp_out")
     return WHOLE if group.size == 1 else SplitColumns(group)

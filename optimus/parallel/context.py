@@ -1,12 +1,11 @@
 """Context parallelism: the ranks of a group split every sequence, and attend to the whole sequence.
 
-In `RingSequence`, keys and values travel around the ranks (ring attention, Liu et al. 2023). Each rank has a piece of
-the first half and the piece's mirror image in the second half (zig-zag order), which balances causal attention. In
-`UlyssesSequence`, an all-to-all turns splits of the sequence into splits of the heads, and another all-to-all turns the
-splits back (DeepSpeed-Ulysses, Jacobs et al. 2023).
+In `RingSequence`, keys and values travel around the ranks (ring attention, Liu et al. 2023). In `UlyssesSequence`,
+all-to-alls turn splits of the sequence into splits of the heads, and back (DeepSpeed-Ulysses, Jacobs et al. 2023).
 
-Legend: n ranks, B batch, L positions of a whole sequence, S = L / n positions of this rank, N heads, M heads of keys and
-values, D head size.
+Legend: n ranks, B batch, L positions of a whole sequence, S = L / n positions of this rank, N heads, M heads of keys
+and values, D head size. With documents, the inputs of `attend` have B = 1, and dim S has this rank's positions of all
+sequences.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,25 +35,23 @@ from optimus.kernels.documents import Documents
 from optimus.model.sequence import SequenceSplit
 from optimus.parallel.options import StageOptions
 
-Seen = Callable[[int], list[AttentionBlock]]  # maps a rank to the blocks by which this rank attends to that rank's keys
+Seen = Callable[[int], list[AttentionBlock]]  # maps rank r to the blocks of this rank's queries and r's keys
 
 
 class RingSequence(SequenceSplit):
-    """A `SequenceSplit` by ring attention: rank i has the pieces i and 2n - 1 - i of 2n pieces of every sequence.
+    """A `SequenceSplit` by ring attention: rank i has the pieces i and 2n - 1 - i of 2n pieces of every sequence
+    (zig-zag order).
 
-    In the forward pass each rank sends keys and values n - 1 times: 2 (n - 1) B S M D numbers. In the backward pass the
-    rank sends keys and values again. The rank also sends the gradients of keys and values n times: 2 n B S M D numbers
-    in at least fp32. Transfers to the next rank overlap with attention to the current keys. Autograd saves q, k, v, the
-    output, the attention sinks, and one number per query and head.
+    In the forward pass, each rank sends 2 (n - 1) B S M D numbers.
     """
 
     def __init__(self, group: Group, documents: Documents | None = None) -> None:
         self.parts = group.size
         self._group = group
-        self._seen = cache(partial(_seen, group.rank, group.size, documents))  # equal in all layers
+        self._seen = cache(partial(_seen, group.rank, group.size, documents))
 
     def positions(self, length: int, device: torch.device) -> Tensor:
-        """Returns the positions of this rank's two pieces; see `SequenceSplit.positions`.
+        """Returns the positions of this rank's two pieces.
 
         Raises:
             UserError: the length is not a multiple of 2n.
@@ -64,7 +61,10 @@ class RingSequence(SequenceSplit):
         return torch.cat([pieces[self._group.rank], pieces[-1 - self._group.rank]])
 
     def attend(self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-        """Computes causal attention over all ranks' positions, see `SequenceSplit`. All ranks must call this method."""
+        """Computes causal attention over all ranks' positions (see `SequenceSplit`).
+
+        All ranks must call this method.
+        """
         seen = partial(self._seen, q_BSND.shape[1], scoring.window, scoring.cap)
         return _Ring.apply(q_BSND, k_BSMD, v_BSMD, scoring.sink_N, self._group, seen)
 
@@ -73,11 +73,10 @@ class RingSequence(SequenceSplit):
 
 
 class UlyssesSequence(SequenceSplit):
-    """A `SequenceSplit` by all-to-all: rank i has the i-th of n pieces; during attention, the i-th of n groups of heads.
+    """A `SequenceSplit` by all-to-all: rank i has the i-th of n pieces; during attention, the i-th of n groups of
+    heads.
 
-    N and M must be multiples of n. In the forward pass, one all-to-all sends q, k and v, and another all-to-all sends
-    the output. These all-to-alls send 2 B S (N + M) D numbers, of which the fraction (n - 1) / n leaves the rank. The
-    backward pass sends as many numbers.
+    N and M must be multiples of n. In the forward pass, each rank sends 2 B S (N + M) D (n - 1) / n numbers.
     """
 
     def __init__(self, group: Group, documents: Documents | None = None) -> None:
@@ -85,7 +84,7 @@ class UlyssesSequence(SequenceSplit):
         self._group, self._documents, self._unsharded = group, documents, SequenceSplit(documents)
 
     def positions(self, length: int, device: torch.device) -> Tensor:
-        """Returns the positions of this rank's piece; see `SequenceSplit.positions`.
+        """Returns the positions of this rank's piece.
 
         Raises:
             UserError: the length is not a multiple of n.
@@ -94,7 +93,10 @@ class UlyssesSequence(SequenceSplit):
         return torch.arange(length, device=device).view(self.parts, -1)[self._group.rank]
 
     def attend(self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-        """Computes causal attention over all ranks' positions, see `SequenceSplit`. All ranks must call this method."""
+        """Computes causal attention over all ranks' positions (see `SequenceSplit`).
+
+        All ranks must call this method.
+        """
         if scoring.sink_N is not None:
             scoring = scoring._replace(sink_N=scoring.sink_N.chunk(self.parts)[self._group.rank])
         if self._documents is None:
@@ -116,12 +118,10 @@ class UlyssesSequence(SequenceSplit):
         return came.split([t.shape[3] for t in per_rank], 2)
 
     def _to_sequence(self, y_BLND: Tensor) -> Tensor:
-        """Inverts `_to_heads`: returns y for all heads at this rank's positions, [B, S, N, D]."""
         came = self._exchange(y_BLND.unflatten(1, (self.parts, -1)).transpose(0, 1))
         return came.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
     def _exchange(self, x: Tensor) -> Tensor:
-        """Sends `x[i]` to rank i, and returns a tensor whose element i comes from rank i."""
         return all_to_all_rows(x, [1] * self.parts, [1] * self.parts, self._group)
 
 
@@ -165,10 +165,7 @@ def _ring_backward(
     out_BSND: Tensor,
     lse_BNS: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of q, k and v.
-
-    The gradients of k and v travel around the ring one step after k and v.
-    """
+    """Returns the gradients of q, k and v."""
     wide = lse_BNS.dtype
     q_grad = torch.zeros_like(q_BSND, dtype=wide)
     arriving = Result(partial(q_grad.new_zeros, (2, *k_BSMD.shape)))
@@ -186,7 +183,7 @@ def _ring_backward(
 
 
 def _going_round(tensor: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
-    """Yields (rank, the rank's tensor) for every rank, starting with this rank and `tensor`.
+    """Yields (rank, the rank's tensor) for every rank, starting with this rank.
 
     The next tensor arrives while the caller uses the current tensor.
     """
@@ -207,11 +204,9 @@ def _seen(
     cap: float | None,
     source: int,
 ) -> list[AttentionBlock]:
-    """Returns the blocks by which positions of `rank` attend to positions of rank `source`.
+    """Returns the blocks by which the `length` positions of `rank` attend to the positions of rank `source`.
 
-    Each of the two ranks has `length` positions. A query's causal block precedes the query's other blocks. A rank's
-    first piece precedes the first pieces of higher ranks. A rank's second piece, the mirror image, follows the second
-    pieces of higher ranks.
+    A query's causal block precedes the query's other blocks.
     """
     half = length // 2
     if documents is None:
@@ -229,7 +224,7 @@ def _seen(
         documents = Documents([ranks * length], 1)
     half //= documents.sequences
     mine, theirs = ([(0, each), (half, 2 * ranks - 1 - each)] for each in (rank, source))  # pairs (start, piece)
-    # The pairs of a piece with itself have the causal blocks, and come first.
+    # The pairs of a piece with itself have the causal blocks, which must come first.
     pairs = sorted(product(mine, theirs), key=lambda pair: pair[0][1] != pair[1][1])
     return capped((block for pair in pairs for block in _seen_in_piece(*pair, half, ranks, documents, window)), cap)
 
@@ -237,10 +232,10 @@ def _seen(
 def _seen_in_piece(
     mine: tuple[int, int], theirs: tuple[int, int], size: int, ranks: int, documents: Documents, window: int | None
 ) -> Iterator[AttentionBlock]:
-    """Yields the blocks by which one piece of every sequence attends to another piece or to itself.
+    """Yields the blocks by which the piece `mine` of every sequence attends to the piece `theirs` of the same sequence.
 
-    Pieces have `size` tokens. `mine` and `theirs` are (start of the piece among the rank's positions of a sequence, index
-    of the piece among the 2n pieces of the sequence).
+    Pieces have `size` tokens. `mine` and `theirs` are (the piece's offset in the rank's part of a sequence, the piece's
+    index in the sequence).
     """
     (at, piece), (there, other) = mine, theirs
     if other > piece:

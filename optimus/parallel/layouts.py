@@ -1,9 +1,7 @@
 """The layouts of a model's parameters, derived from the parameters' declarations and one table of rules.
 
 The tensor-parallel grid has two axes (AxoNN, section 5.1.1). `tp_in` shards the residual stream's columns, and `tp_out`
-shards heads and feed-forward columns. So a projection from the residual stream to heads shards its outputs over
-`tp_out`, and a projection back to the residual stream shards its inputs over `tp_out`. With `tp_in` 1, the scheme is
-Megatron-LM's tensor parallelism.
+shards heads, feed-forward columns and the vocabulary.
 """
 
 from dataclasses import replace
@@ -27,7 +25,7 @@ _TENSOR = ("tp_in", "tp_out")
 
 
 def ranks_along(groups: Groups, dim: Dim) -> Group:
-    """Returns the group of ranks over which the logical dim `dim` is sharded; this rank alone for an unsharded dim."""
+    """Returns the group along the mesh axis of `dim` in `RULES`; this rank alone for another dim."""
     return groups.along(*([RULES[dim]] if dim in RULES else []))
 
 
@@ -39,21 +37,18 @@ def parameter_layouts(
     tied_embeddings: bool = False,
     vocabulary: bool = False,
 ) -> dict[str, Layout]:
-    """Returns the layouts by parameter name, for a model with whole parameters (typically on the meta device).
+    """Returns the layouts by parameter name, for a model with unsharded parameters.
 
-    Parameters outside the experts are replicated over the data axes. Along a tensor-parallel axis that does not shard a
-    parameter, the parameter's gradient is replicated or a partial sum. The gradient is a partial sum if the parameter's
-    input differs between the ranks of the axis:
+    Along a tensor-parallel axis that does not shard a parameter, the parameter's gradient is a partial sum if the
+    activations of `Declaration.applied_to` differ between the ranks of the axis:
 
-    - the residual stream differs along `tp_out` with `sequence`, where every rank has different rows,
-    - whole tokens differ along both axes, except with `duplicates` (TED without duplicate token dropping),
-    - inner activations differ along `tp_out`, where every rank has different columns.
+    - `residual` differs along `tp_out` with `sequence`.
+    - `tokens` differs along both axes, except with `duplicates` (TED without duplicate token dropping).
+    - `inner` differs along `tp_out`.
 
-    The gradient of a low-rank factor or of a scale is also a partial sum along an axis that shards a dim of
-    `Declaration.factor_of`.
+    The gradient is also a partial sum if `Declaration.factor_of` has a dim that the axis shards.
 
-    `tied_embeddings` is true if the first and the last stage hold the embedding. `vocabulary` is true if all pipeline
-    ranks have a shard of the vocabulary.
+    `tied_embeddings`: the first and the last stage hold the embedding. `vocabulary`: pipeline ranks shard `vocab`.
     """
     differs = {
         "residual": ("tp_out",) if sequence else (),
@@ -74,7 +69,7 @@ def parameter_layouts(
 def _layout(declared: Declaration, shape: tuple[int, ...], differs: tuple[str, ...]) -> Layout:
     splits = tuple((dim, RULES[of]) for dim, of in enumerate(declared.dims) if of in RULES)
     if "experts" in declared.dims:
-        return Layout(shape, splits, partial_axes=("edp",))
+        return Layout(shape, splits, ("edp",), () if "expert_ffn" in declared.dims else ("etp",))
     unsharded = [axis for axis in _TENSOR if axis not in (axis for _, axis in splits)]
     differs = (*differs, *(RULES[of] for of in declared.factor_of if of in RULES))
     summed = tuple(axis for axis in unsharded if axis in differs)

@@ -1,10 +1,4 @@
-"""Activation bytes of a model's modules, measured by running the modules on shapes alone, forward and backward.
-
-This file builds the modules for one rank of a mesh, with that rank's shards of the parameters, and runs the modules on
-tensors without data (`shapes.py`). Blocks of the same shapes share their measurements. The number of live bytes after
-an operation grows almost linearly with the number of sequences. Therefore two measurements with few sequences give the
-bytes of many sequences. Tokens choose experts at random.
-"""
+"""Activation bytes of a model's modules on one rank, measured on tensors without floating-point data."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -34,7 +28,7 @@ from optimus.parallel.recompute import Recomputation, Recompute
 from optimus.parallel.shapes import ShapeGroups, Shapes
 from optimus.step_context import StepContext
 
-_ROWS = 8 * PADDING  # number of an expert's rows from which on padding is negligible
+_ROWS = 8 * PADDING  # from this number of rows per expert, padding is negligible
 
 End = Literal["embedding", "positions", "head"]
 ModulePosition = tuple[int, int]  # a module's position in a block: the index of its unit, and its index within the unit
@@ -42,16 +36,16 @@ _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
 class ModuleSetting(NamedTuple):
-    """The settings common to all modules: model, parallelization, sequence length and load imbalance of experts."""
+    """The settings common to all modules."""
 
     model: Architecture
     mesh: Mesh
     options: StageOptions
     context: int
     dtype: torch.dtype
-    load: float  # tokens of this rank's experts, relative to the mean over ranks
-    teachers: tuple[Architecture, ...] = ()  # an ensemble of teachers, which runs together with the output layer
-    splits: bool = False  # True if weight gradients are deferred
+    load: float  # tokens of this rank's experts, or of one expert if `ep` is 1, relative to the mean
+    teachers: tuple[Architecture, ...] = ()
+    splits: bool = False
 
     @classmethod
     @lru_cache(maxsize=4096)
@@ -66,7 +60,7 @@ class ModuleSetting(NamedTuple):
         teachers: tuple[Architecture, ...] = (),
         splits: bool = False,
     ) -> "ModuleSetting":
-        """Returns the setting with a simplified mesh, so that equivalent meshes share measurements."""
+        """Returns a setting that equivalent meshes share."""
         experts, tensor = mesh.ep * mesh.etp, mesh.cp * mesh.tp
         mesh = replace(mesh, pp=1, dp=lcm(tensor, experts) // tensor, ranks_per_node=None, pipeline_stride=None)
         options = replace(options, recomputation=Recomputation())
@@ -74,24 +68,28 @@ class ModuleSetting(NamedTuple):
 
     @property
     def without_experts(self) -> "ModuleSetting":
-        """The same setting without expert parallelism, for modules that do not depend on expert parallelism."""
+        """The setting without expert parallelism."""
         options = replace(self.options, duplicates=False, dispatch="alltoall")
-        return self._replace(mesh=replace(self.mesh, dp=1, ep=1, etp=1), options=options, load=1.0)
+        return self._replace(
+            mesh=replace(self.mesh, dp=1, ep=1, etp=self.model.expert_tensor(1, self.mesh.tp)),
+            options=options,
+            load=1.0,
+        )
 
     @property
     def for_experts(self) -> "ModuleSetting":
-        """The same setting for the experts, with data-parallel ranks in place of context-parallel ranks."""
+        """The setting for the experts, without context parallelism."""
         mesh = self.mesh
         alone = replace(mesh, cp=1, dp=lcm(mesh.tp, mesh.ep * mesh.etp) // mesh.tp)
         return self._replace(mesh=alone, context=self.context // mesh.cp)
 
     def stream(self, sequences: int) -> Tensor:
-        """Returns the residual stream of `sequences` sequences, without data."""
+        """Returns this rank's shard of the residual stream for `sequences` sequences, without data."""
         rows = sequences * self.context // self.mesh.cp // (self.mesh.tp_out if self.options.sequence else 1)
         return torch.empty(rows, self.model.stream_width // self.mesh.tp_in, dtype=self.dtype, device="meta")
 
     def batch(self, sequences: int) -> Batch:
-        """Returns a batch of `sequences` sequences of the first token."""
+        """Returns a batch of `sequences` sequences of token 0."""
         return Batch(torch.zeros(sequences, self.context, dtype=torch.int64))
 
 
@@ -99,15 +97,15 @@ class ModuleBytes(NamedTuple):
     """Bytes of one module for some number of sequences."""
 
     kind: str
-    saved_input: float  # bytes of the module's input, if it is saved
-    saved: float  # bytes saved from the forward to the backward pass, including the input
-    works: Sequence[float]  # transient bytes after each operation of the backward pass
-    waiting: float = 0.0  # bytes after the backward pass, for deferred weight gradients
-    source: tuple[int, ...] = ()  # position of the first module with the same input; one input is saved only once
+    saved_input: float  # bytes of the module's input, 0 if autograd does not save the input
+    saved: float  # bytes saved for the backward pass, including the input
+    works: Sequence[float]  # transient bytes after each operation of the backward pass, or their peak alone
+    waiting: float = 0.0  # bytes for deferred weight gradients after the backward pass
+    source: tuple[int, ...] = ()  # position of the first module with the same input
 
     @property
     def work(self) -> float:
-        """Peak of the transient bytes in the backward pass."""
+        """Peak of the transient bytes in the backward pass; the head's peak may be in the forward pass."""
         return max(self.works)
 
 
@@ -115,13 +113,13 @@ class ModuleBytes(NamedTuple):
 def block_bytes(
     setting: ModuleSetting, layer: int, sequences: int, *, experts: bool, again: bool = False
 ) -> dict[ModulePosition, ModuleBytes]:
-    """Returns the bytes, by position, of modules of block `layer`, which runs with `sequences` sequences.
+    """Returns the bytes of modules in block `layer`, by position.
 
-    With `experts`, the result has only the sparse layer, if there is one. Without `experts`, the result has all other
-    modules. With `again`, the backward pass recomputes each module, with cached results of collectives.
+    With `experts`, the result has only the block's MoE layer, if any; otherwise, the result has all other modules. With
+    `again`, the backward pass recomputes each module, with cached results of collectives.
     """
     config, mesh, least = setting.model, setting.mesh, 1
-    if not experts:  # all settings of expert parallelism share the measurements of the other modules
+    if not experts:
         setting = setting.without_experts
     elif number := config.experts_of(layer):
         setting = setting.for_experts
@@ -134,9 +132,10 @@ def block_bytes(
 
 @lru_cache(maxsize=4096)
 def end_bytes(setting: ModuleSetting, what: End, sequences: int) -> ModuleBytes:
-    """Returns the bytes of the modules `what`, which are outside the blocks.
+    """Returns the bytes of modules outside the blocks.
 
-    `what` is "embedding" (embedding and positions), "positions" (positions only) or "head" (final norm and output layer).
+    `what` is "positions" (position tensors of the blocks), "embedding" (embedding and these tensors) or "head" (final
+    norm, output layer and loss).
     """
     setting, rows = setting.without_experts, 1
     if what == "head":  # enough rows for the output layer to have several blocks of rows
@@ -150,7 +149,7 @@ def _grown(
 ) -> dict[ModulePosition, ModuleBytes]:
     """Returns `measure(sequences)`, with only the peak of the transient bytes.
 
-    For more than 2 `least` sequences, extrapolates from the bytes of `least` and of 2 `least` sequences.
+    For more than 2 `least` sequences, extrapolates linearly from `least` and 2 `least` sequences.
     """
     if sequences <= 2 * least:
         return {position: module._replace(works=[module.work]) for position, module in measure(sequences).items()}
@@ -160,7 +159,7 @@ def _grown(
         return few + times * (more - few)
 
     def grow_module(few: ModuleBytes, more: ModuleBytes) -> ModuleBytes:
-        # The operations of both runs correspond, except that the output layer has more operations for more blocks of rows.
+        # With more blocks of rows, the output layer has more operations.
         both = zip(few.works, more.works) if len(few.works) == len(more.works) else [(few.work, more.work)]
         work = max(grow(*works) for works in both)
         given, saved, waiting = map(
@@ -175,7 +174,6 @@ def _grown(
 def _block_bytes(
     setting: ModuleSetting, layer: int, experts: bool, again: bool, sequences: int
 ) -> dict[ModulePosition, ModuleBytes]:
-    """Measures the sparse layer of block `layer` if `experts`, else all its other modules."""
     stage = stage_of(setting)
     config, ranks = stage.model.config, setting.mesh.ep
     # The overloaded experts: all experts of this rank, or one expert if this rank has all experts.
@@ -214,7 +212,7 @@ def _end_bytes(setting: ModuleSetting, what: End, sequences: int) -> dict[Module
             made = losses.cross_entropy if losses.divergence is None else losses.cross_entropy + losses.divergence
             del soft, losses
         saved = shapes.alive - start - (made.nbytes if made is not x_TH else 0)
-        if what != "head":  # the output layer's forward pass counts too, because all other saved bytes exist by then
+        if what != "head":  # the head's forward pass may have the peak: it runs while the blocks' activations are saved
             shapes.history.clear()
         deferred = _backward(stage.step, [made], [torch.empty_like(made)], splits=setting.splits)
         there, work = shapes.alive, [each - start - saved for each in shapes.history]
@@ -225,7 +223,7 @@ def _end_bytes(setting: ModuleSetting, what: End, sequences: int) -> dict[Module
 
 
 class ShapeStage:
-    """A model on the first rank of a mesh, with one block of each group of identical blocks."""
+    """A model on the first rank of a mesh. A `Transformer` has only one block of each group of equal blocks."""
 
     def __init__(self, setting: ModuleSetting) -> None:
         config, options = setting.model, setting.options
@@ -247,7 +245,7 @@ class ShapeStage:
         self.teacher = Ensemble(teachers) if teachers else None
 
     def shapes(self, load: float = 1.0, busy: int = 1, repeats: int = 1) -> Shapes:
-        """Returns a `Shapes` context that counts neither parameters, nor their gradients, nor buffers."""
+        """Returns a `Shapes` context that counts neither parameters nor their gradients, nor the model's buffers."""
         shapes = Shapes(load, busy, repeats)
         shapes.ignore(*self.model.parameters(), *self.model.buffers(), *(each.grad for each in self._buffers.values()))
         shapes.ignore(*(() if self.teacher is None else self.teacher.parameters()))
@@ -258,26 +256,24 @@ stage_of = lru_cache(maxsize=32)(ShapeStage)
 
 
 class _Run(NamedTuple):
-    """The forward pass of one module of a block."""
-
     position: ModulePosition
     kind: str
-    source: int  # the number of the storage of the module's input
-    made: int  # number of storages that exist or existed when the module returned
+    source: int  # the number of the input's storage
+    made: int  # number of storages created until the module returned
 
 
 class _Measuring:
-    """Runs a block, whose modules may run in any order, and attributes bytes to its modules.
+    """Runs a block and attributes bytes to the block's modules.
 
-    The storages that a module creates count with this module, except inputs of other modules. An input counts with the
-    first module that reads the input. Storages that the block creates between two modules count with the later module.
+    The transient bytes exclude the bytes saved by the module itself and by earlier modules; an input of several modules
+    counts once among these bytes. Storages that the block creates between two modules count with the later module.
     """
 
     def __init__(self, block: nn.Module, shapes: Shapes, *, step: StepContext, experts: bool, again: bool) -> None:
         self._block, self._shapes, self._step = block, shapes, step
         self._experts, self._again = experts, again
         self._runs: list[_Run] = []
-        # For each backward pass of a run: (run, number of earlier operations, number of earlier deferred computations).
+        # For each backward pass of a module: (run, earlier operations, earlier deferred computations).
         self._begun: list[tuple[int, int, int]] = []
         for unit in units_of(block):
             unit.run_by(partial(self._run_unit, unit))
@@ -285,12 +281,10 @@ class _Measuring:
     def measure(
         self, x_TH: Tensor, run: Callable[[Tensor], tuple[Tensor, RouterStats | None]], *, splits: bool
     ) -> dict[ModulePosition, ModuleBytes]:
-        """Returns the bytes of the block's sparse layer (with `experts`), or of all its other modules. `run` runs the block
-        on the residual stream."""
+        """Returns the bytes by position. `run` runs the block on the residual stream."""
         shapes, leaf, gradient = self._shapes, x_TH.requires_grad_(), torch.empty_like(x_TH)
         start, before = shapes.alive, shapes.made
-        # `* 1` stands for a neighbouring block. The product saves nothing, and autograd frees gradients as between
-        # blocks.
+        # `* 1` stands for a neighbouring block: autograd frees gradients as between blocks.
         x_TH, stats = run(leaf * 1)
         sums = () if stats is None else (stats.probabilities_E, stats.z)
         outputs = [x_TH * 1, *(each for each in sums if each.requires_grad)]
@@ -311,9 +305,8 @@ class _Measuring:
         return in_turn(calls, x, *args)
 
     def _run(self, position: ModulePosition, kind: str, module: nn.Module, x: Tensor, *args: Any) -> Any:
-        """Runs a measured module. Replaces any other module by an operation that has the same output shapes and saves
-        nothing."""
-        if self._again:  # a separate tensor, so that the input is not another module's cached result of a collective
+        """Runs a measured module. Replaces any other module by an operation that saves nothing."""
+        if self._again:  # a separate tensor: the input must not be another module's cached result of a collective
             x = x * 1
         if (kind == "moe") == self._experts:
             unit = Unit(kind, module)
@@ -327,18 +320,13 @@ class _Measuring:
         return result
 
     def _begin(self, number: int, _: Tensor) -> None:
-        """Records that the backward pass of run `number` begins."""
         self._block.zero_grad()  # the package `state` accounts for the gradients of parameters
         history = self._shapes.history
         self._begun.append((number, len(history) if self._begun else 0, len(self._step.deferred or ())))
         history.append(self._shapes.alive)
 
     def _found(self, saved_sizes: dict[int, int], start: int, deferred: list[Any]) -> dict[ModulePosition, ModuleBytes]:
-        """Returns the bytes by position. `saved_sizes` maps the storages that the forward pass saved to their sizes.
-
-        The transient bytes follow from the history of the backward pass, and the waiting bytes from the `deferred` weight
-        gradients.
-        """
+        """Returns the bytes by position. `saved_sizes` maps the numbers of the saved storages to bytes."""
         runs, history = self._runs, self._shapes.history
         first = {run.source: run.position for run in reversed(runs)}
         given = [saved_sizes.get(run.source, 0) for run in runs]
@@ -364,17 +352,15 @@ class _Measuring:
 
 
 def _backward(step: StepContext, outputs: list[Tensor], gradients: list[Tensor], *, splits: bool) -> list[Any]:
-    """Runs the backward pass. With `splits`, defers the weight gradients and returns the deferred computations."""
     with step.deferring() if splits else nullcontext([]) as deferred:
         torch.autograd.backward(outputs, gradients)
     return deferred
 
 
 def _no_stats(module: Any) -> RouterStats:
-    """Returns statistics of zero tokens."""
     zeros_E = torch.zeros(len(module.router.weight), device="meta")
     return RouterStats(zeros_E, zeros_E, zeros_E.sum(), 0)
 
 
-# The second result of a module, by kind. A module's first result is the output in the residual stream.
+# The second result of a module, by kind.
 _BESIDE: dict[str, Callable[[nn.Module], RouterStats | None]] = {"mlp": lambda _: None, "moe": _no_stats}

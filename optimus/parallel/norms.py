@@ -1,4 +1,4 @@
-"""Norms of rows whose columns are sharded over a group. The ranks of the group all-reduce the means of the rows.
+"""Norms of rows whose columns are sharded over a group.
 
 Legend: T rows, H columns of this rank.
 """
@@ -18,7 +18,10 @@ from optimus.parallel.layouts import ranks_along
 
 
 class SplitNorms(Norms):
-    """`Norms` of rows whose columns are sharded over `group`; the weights of the norms are sharded in the same way."""
+    """Computes norms over rows whose columns are sharded over `group`.
+
+    `weight_H` and `bias_H` are this rank's shards. All ranks must have the same number of columns.
+    """
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -33,7 +36,6 @@ class SplitNorms(Norms):
 
 
 def _mean(x_TH: Tensor, group: Group) -> Tensor:
-    """Returns the mean of each row over the columns of all ranks of `group`, [T, 1]."""
     return all_reduce(x_TH.mean(-1, keepdim=True), group).div_(group.size)
 
 

@@ -1,9 +1,6 @@
-"""Counts the operations of a model's blocks by running the blocks on shapes alone, forward and backward.
+"""Counts the operations of a model's blocks by running the blocks on tensors without floating-point data.
 
-The run uses one rank's shards of the parameters and tensors without data (`shapes.py`). Every operation on elements
-counts the bytes that it reads and writes; matmuls, attention and collectives are listed with their sizes. A stand-in
-replaces attention behind the attention interface and experts in the library's kernels, whose operations depend on the
-device.
+Stand-ins replace attention and the experts' kernels, because the operations of both depend on the device.
 """
 
 import math
@@ -34,8 +31,10 @@ class MatmulSizes(NamedTuple):
 
 
 class AttentionSizes(NamedTuple):
-    """The attention of `queries` queries in all. `heads` and `kv_heads` are this rank's; `query` and `value` are the columns
-    of a head."""
+    """The attention of `queries` queries with this rank's heads.
+
+    `query` and `value` are the columns per head of the queries and of the values.
+    """
 
     queries: float
     heads: int
@@ -46,7 +45,11 @@ class AttentionSizes(NamedTuple):
 
 
 class Operations(NamedTuple):
-    """The operations of one pass. `moved` are the bytes that `kernels` operations on elements read and write."""
+    """The operations of one pass, except attention.
+
+    `products` are the matmuls, and `sent` are the collectives. `kernels` is the number of other operations, without
+    views and allocations. These operations read and write `moved` bytes.
+    """
 
     products: tuple[MatmulSizes, ...]
     moved: float
@@ -55,7 +58,7 @@ class Operations(NamedTuple):
 
 
 class UnitOperations(NamedTuple):
-    """The operations of the forward pass of one unit of a block."""
+    """The operations of one unit of a block, in the forward pass."""
 
     kind: str
     forward: Operations
@@ -63,8 +66,11 @@ class UnitOperations(NamedTuple):
 
 
 class BlockOperations(NamedTuple):
-    """The operations of a block: forward pass, gradients of the inputs, gradients of the weights, and attention. `units` are
-    parts of the forward pass."""
+    """The operations of a block.
+
+    `weights` are the weight gradients that a step can defer; `backward` is the rest of the backward pass. `attended`
+    is the attention of the forward pass, and `units` are parts of the forward pass.
+    """
 
     forward: Operations
     backward: Operations
@@ -75,9 +81,9 @@ class BlockOperations(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def block_operations(setting: ModuleSetting, layer: int, sequences: int) -> BlockOperations:
-    """Returns the operations of block `layer` on `sequences` sequences.
+    """Returns the operations of block `layer` on `sequences` sequences, without expert parallelism.
 
-    Extrapolates from one and two sequences if both have the same operations.
+    For more than 2 sequences, extrapolates from 1 and 2 sequences, unless their numbers of matmuls differ.
     """
     if sequences <= 2:
         return _measured(setting, layer, sequences)
@@ -88,7 +94,6 @@ def block_operations(setting: ModuleSetting, layer: int, sequences: int) -> Bloc
 
 
 def _grown(one: Any, two: Any, sequences: int) -> Any:
-    """Returns the values for `sequences` sequences, from equally nested tuples with the values for one and for two."""
     if isinstance(one, tuple):
         grown = [_grown(*both, sequences) for both in zip(one, two)]
         return type(one)(*grown) if hasattr(one, "_fields") else tuple(grown)
@@ -119,8 +124,6 @@ def _measured(setting: ModuleSetting, layer: int, sequences: int) -> BlockOperat
 
 
 class _CountingStage(ShapeStage):
-    """A `ShapeStage` with stand-ins for attention and fused experts."""
-
     def __init__(self, setting: ModuleSetting) -> None:
         super().__init__(setting)
         self.counting = Counting(self.sent)
@@ -138,11 +141,14 @@ _stage = lru_cache(maxsize=32)(_CountingStage)
 
 
 class Counting(TorchDispatchMode):
-    """A context that counts operations on tensors without data. `sent` lists collectives, which others append."""
+    """A context that counts operations on tensors without data.
+
+    `sent` is the list of collectives of the model's `ShapeGroups`. `taken` and `clear` empty this list.
+    """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Returns False, which saves time in every operation: nothing within this context is compiled."""
+        """Returns False to save time. The context must not enclose compiled functions."""
         return False
 
     def __init__(self, sent: list[Sent]) -> None:
@@ -158,14 +164,14 @@ class Counting(TorchDispatchMode):
         self.taken()
 
     def taken(self) -> Operations:
-        """Returns the operations since the last call."""
+        """Returns the operations since the last call of `taken` or `clear`."""
         found = self._since((0, 0.0, 0, 0))
         self._sent.clear()
         self._products, self._moved, self._kernels = [], 0.0, 0
         return found
 
     def within(self, kind: str, run: Callable[..., Any], *args: Any) -> Any:
-        """Returns `run(*args)`, and counts its operations also as those of a unit."""
+        """Returns `run(*args)`, and counts the call's operations also as a unit of this kind."""
         mark, attended = (len(self._products), self._moved, self._kernels, len(self._sent)), len(self.attended)
         made = run(*args)
         self.units.append(UnitOperations(kind, self._since(mark), tuple(self.attended[attended:])))
@@ -223,7 +229,7 @@ def _mm(a: Tensor, b: Tensor) -> Iterator[MatmulSizes]:
 
 
 def _grouped_mm(args: Sequence[Any], result: Tensor) -> Iterator[MatmulSizes]:
-    """Yields the matmuls of groups whose rows, or whose inner columns, lie end to end."""
+    """Yields the matmuls of a grouped matmul, as if all groups had equal sizes."""
     a, b = args[:2]
     if a.ndim == b.ndim == 2:
         yield MatmulSizes(a.shape[0], b.shape[1], a.shape[1] / len(result), len(result))
@@ -234,7 +240,7 @@ def _grouped_mm(args: Sequence[Any], result: Tensor) -> Iterator[MatmulSizes]:
 
 
 def _convolution(args: Sequence[Any], result: Any) -> Iterator[MatmulSizes]:
-    """Yields the matmuls of a convolution; none for a convolution of each channel by itself, which moves bytes."""
+    """Yields the matmuls of a convolution or of its backward pass; none for a depthwise convolution."""
     backward = isinstance(result, tuple)
     x, weight = args[1 if backward else 0], args[2 if backward else 1]
     groups = int(args[9 if backward else 8])
@@ -267,8 +273,6 @@ _PRODUCTS: dict[str, Callable[[Sequence[Any], Any], Iterable[MatmulSizes]]] = {
 
 
 class _CountedSequence(SequenceSplit):
-    """A `SequenceSplit` whose attention only has the shapes."""
-
     def __init__(self, split: SequenceSplit, counting: Counting) -> None:
         super().__init__()
         self.parts, self.positions, self._counting = split.parts, split.positions, counting  # type: ignore[method-assign]
@@ -280,13 +284,20 @@ class _CountedSequence(SequenceSplit):
 
 
 class _CountedExperts:
-    """A stand-in for experts, whose result only has the shape. Tokens choose all experts equally often."""
+    """A stand-in for the experts' kernel. Tokens choose all experts equally often."""
 
     def __init__(self, counting: Counting) -> None:
         self._counting = counting
 
     def __call__(
-        self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, gate_up_EJH: Tensor, down_EHI: Tensor, *_: Any
+        self,
+        x_TH: Tensor,
+        weights_TK: Tensor,
+        indices_TK: Tensor,
+        gate_up_EJH: Tensor,
+        down_EHI: Tensor,
+        *_: Any,
+        **options: Any,
     ) -> Tensor:
         """Returns a tensor like `x_TH`; see `expert_mlp` for the arguments."""
         (experts, hidden, inner), outer, counting = down_EHI.shape, gate_up_EJH.shape[1], self._counting
@@ -304,7 +315,7 @@ class _CountedExperts:
 
 
 class _Shaped(torch.autograd.Function):
-    """Makes a tensor of a shape from some tensors, and calls `back`, if any, in the backward pass."""
+    """Creates a tensor of the given shape, and calls `back`, if given, in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, shape: Sequence[int], back: Callable[[], None] | None, *tensors: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from optimus.parallel.recompute import Recomputation
 
 @dataclass(frozen=True)
 class StageOptions:
-    """Options for parallelization and recomputation, in addition to the sizes of the mesh.
+    """Options for parallelization and recomputation.
 
     With `sequence`, the rows of the residual stream are sharded over `tp_out`. With `overlap`, a projection's
     communication in the backward pass overlaps with a matmul. With `vocabulary`, all pipeline ranks have a shard of the

@@ -1,8 +1,6 @@
 """Turns a model written for one device into a model for a mesh.
 
-`parallelize` replaces attributes of modules, for example the matmul of projections. A module's class lists these
-attributes in `replaceable`. Modules and parameters keep their names; `layouts.py` determines the shard of each
-parameter that a rank holds.
+`parallelize` replaces attributes that a module's class lists in `replaceable`. Modules and parameters keep their names.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -40,10 +38,9 @@ def parallelize(
 ) -> Model:
     """Makes `model` compute with this rank's shards of the parameters, and returns `model`.
 
-    The backward pass adds weight gradients to their buffers in `gradients`, which the caller may fill later. `unit`
-    runs a unit and may all-gather the unit's parameters first (see `Recompute`). `rows` are further sequences of the
-    model's blocks, one per stage, which recompute like `model.rows()`. All ranks must call this function. Raises the
-    `UserError` of `dispatch_of`.
+    The backward pass adds weight gradients to the buffers in `gradients`; the caller may add buffers later. For `unit`
+    see `Recompute`. `rows` are further rows of blocks, such as those of pipeline stages. All ranks must call this
+    function.
     """
     product = products(groups, options, MatrixProduct(groups.step))
     replaced: dict[str, Callable[[Any], Any]] = {
@@ -53,6 +50,10 @@ def parallelize(
         "sequence": always(sequence_split(groups, options)),
         "tokens": always(token_split(groups, options)),
         "dispatch": lambda layer: dispatch_of(groups, options, layer.expert_count),
+        # Modules of `transformers` add up partial sums of sharded experts themselves.
+        "expert_dispatch": lambda experts: dispatch_of(
+            groups, options, experts.expert_count, parts=groups.along(), local=experts.expert_dispatch
+        ),
         "vocabulary": always(vocabulary_split(groups, options, model.config.vocab)),
         "gradients": always({} if gradients is None else gradients),
         "step": always(groups.step),

@@ -1,13 +1,8 @@
-"""Activation checkpointing: the chosen modules save their inputs and results of collectives, and the backward pass
-recomputes their activations.
+"""Activation checkpointing: the chosen modules save their inputs, and the backward pass recomputes their activations.
 
-Users choose modules of every n-th block (selective activation checkpointing, the Optimus paper, section 1), or segments
-of n whole blocks (`ac` blocks in the dissertation on AxoNN, section 3.3.1). If users choose a norm and the module that
-reads the norm's output, the backward pass recomputes both modules together. Then autograd does not save the activation
-between the modules either.
-
-Recomputation saves no state of random-number generators. By default, recomputation reuses cached results of collectives
-(communication-aware checkpointing, TED, section 7.3); otherwise, recomputation repeats the collectives.
+Recomputes modules of every n-th block (selective activation checkpointing, the Optimus paper, section 1), or segments
+of n whole blocks (`ac` blocks in the dissertation on AxoNN, section 3.3.1). By default, recomputation reuses cached
+results of collectives (communication-aware checkpointing, the same dissertation, section 7.3).
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -37,17 +32,16 @@ class Recomputation(NamedTuple):
 
 
 def run_unit(modules: Sequence[nn.Module], function: Callable[..., Any], *args: Any) -> Any:
-    """Returns `function(*args)`. The function runs `modules`, whose parameters need no all-gather."""
+    """Returns `function(*args)`, without an all-gather of the parameters of `modules`."""
     return function(*args)
 
 
 class Recompute:
     """Runs units, and recomputes the `chosen` activations.
 
-    `unit(modules, function, *args)` runs `function`, which runs `modules`. `unit` may all-gather the parameters of
-    `modules` before the function, and again for the backward pass. `step` caches results of collectives; without
-    `keep_collectives`, all ranks repeat the collectives. Recomputation with cached results works only once, so a second
-    backward pass through the same graph is impossible.
+    `unit(modules, function, *args)` returns `function(*args)`, and may all-gather the parameters of `modules` first.
+    `function` runs these modules. With `keep_collectives`, recomputation reuses cached results of collectives; a second
+    backward pass through the same graph is then impossible.
     """
 
     def __init__(
@@ -62,7 +56,7 @@ class Recompute:
         self._contexts = self._caching if keep_collectives else noop_context_fn
 
     def arrange(self, rows: Iterable[BlockRow], others: Iterable[Unit]) -> None:
-        """Makes this object the runner of the units of the blocks in `rows`, and of the units in `others`."""
+        """Makes this object run the units of the blocks in `rows`, and the units in `others`."""
         kinds, every = self._chosen
         for row in rows:
             if "block" in kinds:
@@ -74,8 +68,7 @@ class Recompute:
             self.arrange_unit(unit)
 
     def arrange_unit(self, unit: Unit, kinds: Collection[str] = ()) -> None:
-        """Makes this object the runner of a unit, and recomputes the unit's modules of these kinds, neighbours
-        together."""
+        """Makes this object run a unit, with recomputation of the unit's modules of these kinds."""
         calls = []
         for again, steps in groupby(unit.steps, lambda step: step[0] in kinds):
             modules = tuple(module for _, module in steps)
@@ -88,6 +81,5 @@ class Recompute:
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=self._contexts)
 
     def _caching(self) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-        """Returns the contexts of the first run and of the recomputation, with a new cache for each call."""
         cache = CollectiveCache()
         return self._step.recording(cache), self._step.repeating(cache)

@@ -1,8 +1,7 @@
-"""Runs a rank's modules on shapes alone, without floating-point data, and counts live bytes.
+"""Runs a rank's modules on tensors without floating-point data; counts live bytes, and records collectives.
 
-Floating-point tensors are on the meta device. Integers and booleans determine the lengths of other tensors, so tokens,
-routes and counts are real tensors on the CPU. The module simulates only one rank of the mesh, as if all ranks had the
-same data.
+Floating-point tensors are on the meta device. Integers and booleans are on the CPU: routes and counts determine the
+lengths of other tensors.
 """
 
 import math
@@ -25,7 +24,7 @@ _META, _CPU = torch.device("meta"), torch.device("cpu")
 
 
 class Sent(NamedTuple):
-    """A collective: its kind, its ranks and the bytes of its whole tensor."""
+    """A collective. `nbytes` is the size of the input; for an all-gather, of the output."""
 
     kind: CollectiveKind
     ranks: tuple[int, ...]
@@ -34,13 +33,11 @@ class Sent(NamedTuple):
 
 @dataclass
 class _Shared(Shared):
-    """The state that the groups share, with the collectives in order."""
-
     sent: list[Sent] = field(default_factory=list)
 
 
 class ShapeGroups(Groups):
-    """The groups of the first rank of `mesh`, without process groups. `sent` lists the collectives in order."""
+    """The groups of the first rank of `mesh`, without process groups."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh)
@@ -48,7 +45,7 @@ class ShapeGroups(Groups):
 
     @property
     def sent(self) -> list[Sent]:
-        """The collectives of all groups, in order."""
+        """The collectives in groups with two or more ranks, in order, without shifts and collectives of objects."""
         return self._shared.sent
 
     def make(self, planned: Iterable[PlannedGroups]) -> None:
@@ -59,7 +56,7 @@ class ShapeGroups(Groups):
 
 
 class ShapeGroup(Group):
-    """A group whose ranks all have the data of this rank. The group's collectives allocate only their results."""
+    """A group in which all-gathers and all-to-alls repeat this rank's data; reductions and shifts do nothing."""
 
     shared: _Shared
 
@@ -105,28 +102,27 @@ class ShapeGroup(Group):
 
 
 class Shapes(TorchDispatchMode):
-    """A context in which operations on integers and booleans compute data, floating-point results have shapes but no
-    data, and `alive` counts the live bytes.
+    """A context in which floating-point results have no data, and `alive` counts the live bytes.
 
-    `topk` draws distinct columns at random: the first `busy` columns about `load` times as often as the mean, and all
-    other columns equally often. Along the rows, the same draws recur `repeats` times.
+    `topk` draws distinct columns at random, the first `busy` columns about `load` times as often as the mean. Along the
+    rows, the same draws recur `repeats` times.
     """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Returns False to save time in every operation. The context must not enclose compiled functions."""
+        """Returns False to save time. The context must not enclose compiled functions."""
         return False
 
     def __init__(self, load: float = 1.0, busy: int = 1, repeats: int = 1) -> None:
         super().__init__()
-        self.alive = self.made = 0  # live bytes, and number of registered storages
+        self.alive = self.made = 0  # live bytes, and number of storages so far, including ignored storages
         self.sizes: dict[int, int] = {}  # bytes of live storages, by number, in order of creation
         self.history: list[int] = []  # `alive` after each operation
         self._load, self._busy, self._repeats = load, busy, repeats
-        self._known: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}  # storages by address
+        self._known: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
 
     def ignore(self, *tensors: Tensor) -> None:
-        """Excludes these tensors and their views from the count; the tensors must outlive the context."""
+        """Excludes these tensors from the count; the tensors must outlive the context."""
         for tensor in tensors:
             self._know(tensor.untyped_storage(), 0)
 
@@ -144,7 +140,7 @@ class Shapes(TorchDispatchMode):
                 kwargs["device"] = _META if not given and _floating(function, args, kwargs) else _CPU
             result = _on_numbers(function, args, kwargs)
             numbers = isinstance(result, Tensor) and result.is_floating_point()
-            if numbers and given and not any(tensor.is_floating_point() for tensor in given):  # only integer inputs
+            if numbers and given and not any(tensor.is_floating_point() for tensor in given):
                 result = torch.empty_like(result, device=_META)
         for tensor in leaves_of([result]):
             if isinstance(tensor, Tensor):
@@ -155,11 +151,10 @@ class Shapes(TorchDispatchMode):
         return result
 
     def _shapes(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Returns the results of `function`, some of whose inputs have no data."""
         kind, written = effect_of(function)
         if kind == "view":
             return function(*args, **kwargs)
-        if kind == "write":  # there is no data to write
+        if kind == "write":
             found = [kwargs[name] if name in kwargs else args[at] for at, name in written]
             return found[0] if len(found) == 1 else tuple(found)
         made = _outcome(function, _specification(args), _specification(kwargs.items()))
@@ -169,11 +164,7 @@ class Shapes(TorchDispatchMode):
         return tuple(self._made(each, columns) for each in made)
 
     def _made(self, made: "_Specification | None", columns: int | None) -> Tensor | None:
-        """Creates a result, or returns None for None.
-
-        With `columns`, integers are the indices of a `topk` over as many columns, drawn at random. Other integers and
-        booleans are 0.
-        """
+        """Creates a result. Integers are the indices of a `topk` over `columns` columns, or 0 if `columns` is None."""
         if made is None or made.dtype.is_floating_point:
             return (
                 None if made is None else torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device=_META)
@@ -204,10 +195,8 @@ class Shapes(TorchDispatchMode):
 
 @lru_cache(maxsize=64)
 def _drawn(rows: int, columns: int, count: int, load: float, busy: int) -> Tensor:
-    """Returns `count` distinct columns for each row, equal for equal arguments.
-
-    The method is weighted sampling without replacement (Efraimidis and Spirakis 2006).
-    """
+    """Returns `count` distinct columns for each row, by weighted sampling without replacement (Efraimidis and Spirakis
+    2006)."""
     keys = torch.rand(rows, columns, generator=torch.Generator().manual_seed(0)).log_()
     if load != 1:
         rest = max(columns - load * busy, 1e-3)
@@ -216,15 +205,13 @@ def _drawn(rows: int, columns: int, count: int, load: float, busy: int) -> Tenso
 
 
 class _Specification(NamedTuple):
-    """The properties of a tensor without its data."""
-
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
 
 
 def _specification(value: Any) -> Any:
-    """Replaces tensors in arguments or results by their specifications. The returned value is hashable, for caches."""
+    """Replaces tensors in nested values by specifications, and lists by tuples."""
     if isinstance(value, Tensor):
         return _Specification(tuple(value.shape), value.stride(), value.dtype)
     if isinstance(value, list | tuple | type({}.items())):
@@ -233,7 +220,6 @@ def _specification(value: Any) -> Any:
 
 
 def _tensors(value: Any) -> Any:
-    """Replaces specifications by tensors without data, the inverse of `_specification`."""
     if isinstance(value, _Specification):
         return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=_META)
     return tuple(map(_tensors, value)) if isinstance(value, tuple) else value
@@ -241,7 +227,6 @@ def _tensors(value: Any) -> Any:
 
 @lru_cache(maxsize=1 << 14)
 def _outcome(function: Any, args: Any, kwargs: Any) -> Any:
-    """Returns the specifications of the results of `function`."""
     if function is torch.ops.aten._grouped_mm.default:
         return _grouped(*args)
     named = {key: _META if key == "device" else _tensors(value) for key, value in kwargs}
@@ -249,7 +234,10 @@ def _outcome(function: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _grouped(a: _Specification, b: _Specification, ends: _Specification | None = None, *rest: Any) -> _Specification:
-    """Returns the result of a grouped matmul, which torch computes on the meta device only for aligned bf16."""
+    """Returns the specification of the result of a grouped matmul.
+
+    Torch's own meta function accepts only bf16 tensors with aligned strides.
+    """
     shape = a.shape[:-1] + b.shape[-1:]
     if len(a.shape) == len(b.shape) == 2 and ends is not None:
         shape = (*ends.shape, *shape)
@@ -279,7 +267,7 @@ def leaves_of(values: Sequence[Any]) -> list[Any]:
 
 
 def _on_numbers(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Returns the result of `function` on tensors with data. `histc` of integers exists only on accelerators."""
+    """Returns the result of `function` on tensors with data. The CPU has no `histc` of integers."""
     if function is not torch.ops.aten.histc.default or args[0].is_floating_point():
         return function(*args, **kwargs)
     return function(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
@@ -289,7 +277,6 @@ _FLOATS = {torch.ops.aten.empty.memory_format, torch.ops.aten.zeros.default, tor
 
 
 def _floating(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Returns True if a factory function creates a floating-point tensor."""
     dtype = kwargs.get("dtype")
     if dtype is None:
         return function in _FLOATS or any(isinstance(each, float) for each in leaves_of(args))

@@ -1,12 +1,7 @@
 """Tensor parallelism: projections whose weight is sharded over a grid of ranks (AxoNN, section 5.1.1, algorithm 3).
 
-A first group shards a weight's inputs, and a second group shards the weight's outputs. Before communication, a rank's
-result is a partial sum over the first group, and the input's gradient is a partial sum over the second group. If one of
-the groups has a single rank, the projection is Megatron-LM's column- or row-parallel layer.
-
 With sequence parallelism (Korthikanti et al. 2022), the rows of the residual stream are sharded over `tp_out`.
-Projections then all-gather rows on entry to a module and reduce-scatter rows on exit, instead of all-reducing over
-`tp_out`. Autograd then saves only a shard of the residual stream's rows.
+Projections then all-gather rows on entry to a module and reduce-scatter rows on exit.
 
 Legend: T rows, L inputs and N outputs of a weight on this rank.
 """
@@ -38,12 +33,11 @@ from optimus.parallel.options import StageOptions
 
 
 class SplitProduct(Product):
-    """The matmul with a weight whose inputs the group `inputs` shards, and whose outputs the group `outputs` shards.
+    """The matmul with a weight that the group `inputs` shards by inputs, and the group `outputs` by outputs.
 
-    Communication surrounds `inner`, which multiplies by this rank's shard. With `gathers`, the rows of x are sharded
-    over `outputs`, and an all-gather comes first. With `scatters`, a reduce-scatter shards the result's rows over
-    `inputs`. With `overlap`, communication of the input's gradient overlaps with the computation of the weight's
-    gradient (AxoNN, section 5.1.4).
+    `inner` multiplies by this rank's shard. With `gathers`, the rows of x are sharded over `outputs`, and an all-gather
+    comes first. With `scatters`, a reduce-scatter shards the result's rows over `inputs`. With `overlap`, the backward
+    pass overlaps the all-gather of x and the reduction of x's gradient with matmuls (AxoNN, section 5.1.4).
     """
 
     def __init__(
@@ -61,19 +55,18 @@ class SplitProduct(Product):
         return _SplitProduct.apply(x, weight.flatten(0, -2), self, buffer)
 
     def gathered_rows(self, x_TL: Tensor) -> Tensor:
-        """Returns all rows of the input; if `gathers` is True, all-gathers the rows first."""
+        """Returns all rows of the input, all-gathered if `gathers` is True."""
         return all_gather(x_TL, self.outputs) if self.gathers else x_TL
 
     def now_or_later(self, result: Result[Tensor]) -> Result[Tensor]:
-        """Returns `result`. Without `overlap`, first waits for the result."""
+        """Returns `result`; without `overlap`, waits first."""
         if self.overlap:
             return result
         found = result.wait()
         return Result(lambda: found)
 
     def add_up(self, y_TN: Tensor) -> Tensor:
-        """Returns the sum of `y_TN` over the ranks of `inputs`, by an all-reduce or a reduce-scatter. The method may
-        overwrite `y_TN`."""
+        """All-reduces or reduce-scatters `y_TN` over `inputs`. The method may overwrite `y_TN`."""
         return (reduce_scatter_async if self.scatters else all_reduce_async)(y_TN, self.inputs).wait()
 
 
@@ -102,18 +95,16 @@ class _SplitProduct(torch.autograd.Function):
 
 
 def products(groups: Groups, options: StageOptions, inner: MatrixProduct) -> Callable[[Dim, Dim], Product]:
-    """Returns a function that maps the dims (outputs, inputs) of a weight to its `Product`.
-
-    `inner` computes the matmuls of the `Product`, which adds the communication that the weight's layout needs.
-    """
+    """Returns a function that maps the dims (outputs, inputs) of a weight to a `Product` with the matmuls of
+    `inner`."""
     local = Product(inner)
 
     def product(outputs: Dim, inputs: Dim) -> Product:
         over = ranks_along(groups, inputs), ranks_along(groups, outputs)
         if over[0].size * over[1].size == 1:
             return local
-        # With sequence parallelism, rows are sharded on the side of the projection that faces the residual stream: its
-        # inputs or its outputs.
+        # With sequence parallelism, the residual stream's rows are sharded. A weight with outputs on `tp_out` reads the
+        # residual stream, and a weight with inputs on `tp_out` writes to the residual stream.
         gathers, scatters = (options.sequence and RULES.get(dim) == "tp_out" for dim in (outputs, inputs))
         return SplitProduct(inner, *over, gathers=gathers, scatters=scatters, overlap=options.overlap)
 
@@ -123,6 +114,6 @@ def products(groups: Groups, options: StageOptions, inner: MatrixProduct) -> Cal
 def row_gathering(groups: Groups, options: StageOptions) -> Callable[[Tensor], Tensor]:
     """Returns a function that all-gathers the rows of the residual stream if the rows are sharded.
 
-    Otherwise, the function only all-reduces the rows' gradient in the backward pass.
+    Otherwise, the function's backward pass all-reduces the gradient.
     """
     return partial(all_gather_rows if options.sequence else copy_to_group, group=groups.along("tp_out"))

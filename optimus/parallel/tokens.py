@@ -1,10 +1,10 @@
 """Selects the tokens that a rank's sparse layers process, with tensor and context parallelism.
 
-A rank of a tensor-parallel grid has some columns of the residual stream. The ranks along `tp_out` have the same tokens,
-or different tokens with sequence parallelism. Without `duplicates`, each token enters the sparse layer on one rank,
-with all columns (duplicate token dropping: TED, section 7.3.1 of the dissertation on AxoNN).
+Without `duplicates`, each token enters the sparse layer on one rank of the tensor-parallel grid, with all columns
+(duplicate token dropping: TED, section 7.3.1 of the dissertation on AxoNN).
 
-Legend: T rows and H columns of the residual stream on this rank, U tokens that a rank processes, E experts.
+Legend: T rows and H columns of the residual stream on this rank, U tokens that a rank processes, E experts. In
+`values_T`, T counts the rows of all ranks of `rows`. Without `duplicates`, `y_UH` has all columns.
 """
 
 import torch
@@ -28,8 +28,8 @@ from optimus.parallel.options import StageOptions
 class SplitTokens(TokenSplit):
     """A `TokenSplit` over a `rows` x `columns` grid of ranks.
 
-    `parts` is the context-parallel group, whose ranks have different parts of the sequences. With `sequence`, the rows
-    of the residual stream are sharded over `rows`. With `duplicates`, all ranks of the grid process the same tokens.
+    `parts` is the context-parallel group. With `sequence`, the rows of the residual stream are sharded over `rows`.
+    With `duplicates`, all ranks of the grid process the same tokens.
     """
 
     def __init__(self, rows: Group, columns: Group, parts: Group, *, sequence: bool, duplicates: bool) -> None:
@@ -51,8 +51,8 @@ class SplitTokens(TokenSplit):
         return y_TH if self.sequence else join_rows(y_TH, self.rows)
 
     def sum(self, stats: RouterStats) -> RouterStats:
-        """Sums statistics over `parts` and, without `duplicates`, over the grid. The ranks of `parts` compute shares of
-        the loss; the ranks of the grid compute the same loss."""
+        """Sums statistics over `parts` and, without `duplicates`, over the grid."""
+        # The ranks of `parts` compute shares of the loss; the ranks of the grid compute the same loss.
         sums = torch.cat([stats.counts_E, stats.probabilities_E, stats.z[None]])
         tokens = stats.tokens * self.parts.size
         if not self.duplicates:
@@ -63,8 +63,7 @@ class SplitTokens(TokenSplit):
 
 
 def token_split(groups: Groups, options: StageOptions) -> TokenSplit:
-    """Returns the token split of this rank's sparse layers over the tensor-parallel grid and the context-parallel
-    ranks."""
+    """Returns the token split of the sparse layers over the tensor-parallel and context-parallel ranks."""
     rows, columns, parts = (groups.along(axis) for axis in ("tp_out", "tp_in", "cp"))
     if rows.size * columns.size * parts.size == 1:
         return TokenSplit()

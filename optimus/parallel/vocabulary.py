@@ -1,10 +1,9 @@
 """Embedding and output layer with the vocabulary sharded over one group and the hidden dim over another group.
 
-Every rank looks up the embeddings, and computes the logits, of its shard of the vocabulary. The cross-entropy of a row
-needs two numbers from each shard, so the ranks all-gather no logits for the cross-entropy (Megatron-LM, section 3).
+The cross-entropy of a row needs two numbers from each shard (Megatron-LM, section 3).
 
-Legend: T rows, H columns of the residual stream, V rows of the weight on this rank, P shards of the vocabulary, C
-columns to all-gather.
+Legend: T rows, H columns of the residual stream, V vocabulary entries (all, or this rank's), P shards of the
+vocabulary, C columns to all-gather.
 """
 
 from collections.abc import Sequence
@@ -32,12 +31,10 @@ from optimus.step_context import StepContext
 
 
 class SplitVocabulary(Vocabulary):
-    """A `Vocabulary` sharded over `parts`, with the hidden dim sharded over `columns`.
+    """A `Vocabulary` sharded over `everyone`, by default `parts`, with the hidden dim sharded over `columns`.
 
     `tokens` are the vocabulary entries of each shard. With `sequence`, the rows of the residual stream are sharded over
-    `parts`; otherwise every rank has all rows. If every pipeline rank has a shard of the vocabulary, `everyone` is the
-    group of all shards, in which the ranks of `parts` are adjacent. With such a group, only `logits` covers all shards,
-    so callers must not use `loss`.
+    `parts`. Callers must not use `loss` if `everyone` is larger than `parts`.
     """
 
     def __init__(
@@ -99,7 +96,7 @@ class SplitVocabulary(Vocabulary):
 
 
 def tokens_along(groups: Groups, vocab: int, *axes: str) -> list[slice]:
-    """Returns each rank's vocabulary entries, for a vocabulary that is sharded over the group along `axes`."""
+    """Returns each rank's vocabulary entries, for a vocabulary that is sharded along `axes`."""
     layout = Layout((vocab,), tuple((0, axis) for axis in axes), uneven=(0,))
     return [layout.region(groups.mesh, rank)[0] for rank in groups.along(*axes).ranks]
 

@@ -1,7 +1,7 @@
 """Pipelines: a schedule is data, and functions make, check, simulate, draw and execute it.
 
-`make_schedule` makes a `Schedule`, and `check` proves that the schedule is correct. `simulate` computes the schedule's
-timeline under a cost model, and `draw` draws a picture. These four functions need neither a process group nor a model.
+`make_schedule` makes a `Schedule`, `check` proves that the schedule is correct, and `simulate` computes a timeline
+under a cost model.
 """
 
 from optimus.pipeline.checking import check

@@ -1,4 +1,4 @@
-"""Proves that a schedule is correct: complete, in order, with matched transfers, and free of deadlock."""
+"""Proves that a schedule is complete, in order and free of deadlock."""
 
 from collections.abc import Iterator
 
@@ -9,16 +9,12 @@ from optimus.pipeline.schedule import VOCABULARY, Action, Kind, Schedule, partne
 def check(schedule: Schedule) -> None:
     """Proves that a schedule is correct:
 
-    - Every rank has each of its actions exactly once and no other action. The actions are the forward and backward
-      passes of every microbatch, with a split vocabulary also the vocabulary passes, and the transfers between stages
-      of different ranks.
-    - Each action comes after the actions that it needs on its rank. Each kind of action of a stage processes the
-      microbatches in ascending order.
+    - Every rank has each of its actions exactly once, and no other action.
+    - Each action comes after the actions that it needs on its rank.
     - A rank receives the messages of another rank in the order in which that rank sends them.
-    - All ranks finish, even if transfers run one at a time and every send lasts until the receiving rank reaches the
-      receive.
+    - All ranks finish, even if every send lasts until the receiving rank reaches the receive.
 
-    Raises `ScheduleError`.
+    Raises `ScheduleError` for an incorrect schedule.
     """
     for rank in range(schedule.ranks):
         _check_complete(schedule, rank)
@@ -32,7 +28,6 @@ def _fail(schedule: Schedule, rank: int, text: str) -> ScheduleError:
 
 
 def _expected(schedule: Schedule, rank: int) -> Iterator[Action]:
-    """Yields the actions that a rank must have, in any order."""
     backward = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHTS) if schedule.splits_backward else (Kind.BACKWARD,)
     if schedule.splits_vocabulary:
         yield from (Action(kind, rank, number) for kind in VOCABULARY for number in range(schedule.microbatches))
@@ -84,7 +79,7 @@ def _check_order(schedule: Schedule, rank: int) -> None:
 
 
 def _check_channels(schedule: Schedule) -> None:
-    """Checks the order of messages, which carry no names: the nth receive from a rank must match that rank's nth send."""
+    """Checks that the nth receive from a rank matches that rank's nth send to the receiver."""
     sent: dict[tuple[int, int], list[Action]] = {}
     received: dict[tuple[int, int], list[Action]] = {}
     for rank, actions in enumerate(schedule.actions):
@@ -101,10 +96,6 @@ def _check_channels(schedule: Schedule) -> None:
 
 
 def _check_rendezvous(schedule: Schedule) -> None:
-    """Simulates the ranks' lists of actions: a transfer happens when both of its ranks have reached the transfer.
-
-    A computation runs after all computations, on any rank, for which it waits. Raises `ScheduleError` for a deadlock.
-    """
     done: set[Action] = set()
     position = [0] * schedule.ranks
 

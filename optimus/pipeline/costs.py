@@ -14,28 +14,26 @@ T = TypeVar("T", int, float)
 
 @dataclass(frozen=True)
 class Costs:
-    """The times of actions, all in one arbitrary unit. A cost of type `PerStage` is one number for all stages, or one number
-    per stage.
+    """The times of actions, in one arbitrary unit.
 
-    Raises `UserError` for a time, jitter or seed that is negative or not finite.
+    A cost of type `PerStage` is one number for all stages, or one number per stage. Raises `UserError` for a time,
+    jitter or seed that is negative or not finite.
     """
 
     forward: PerStage = 1.0
     backward_input: PerStage = 1.0
     backward_weights: PerStage = 1.0  # an unsplit backward pass takes `backward_input` + `backward_weights`
     logits: float = 0.0
-    """Time of the logits of one vocabulary shard, where every rank has a shard; the loss and the gradients of hidden states
-    and weight take twice that time."""
+    """Time of the logits of one vocabulary shard; the loss pass takes twice that time."""
     link: float = 0.0
-    """Time of a message between two ranks; concurrent messages do not slow each other."""
+    """Time of a message between two ranks."""
     blocking: bool = False
-    """True if a rank waits for its sends and receives at their positions in its list of actions; adjacent transfers are
-    one batch. By default transfers overlap with computations."""
+    """True if a rank waits for its transfers; by default transfers overlap with computations."""
     jitter: float = 0.0
-    """Standard deviation of the logarithm of a random factor on the time of every computation except vocabulary passes. The
-    factor is lognormal, with mean 1."""
+    """Standard deviation of the logarithm of a random factor. Each computation time has such a factor, lognormal with
+    mean 1, except the times of vocabulary passes."""
     seed: int = 0
-    """Seed of the jitter. An action has the same jitter in all schedules with equal numbers of stages and microbatches."""
+    """Seed of the jitter."""
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward_input", "backward_weights"):
@@ -49,10 +47,7 @@ class Costs:
                 )
 
     def durations(self, stages: int, microbatches: int) -> Callable[[Action], float]:
-        """Returns a function from a computation to its time.
-
-        Raises `UserError` when a sequence of costs does not have one number per stage.
-        """
+        """Returns a function from a computation to its time."""
         input_, weights = (per_stage(getattr(self, f"backward_{part}"), stages) for part in ("input", "weights"))
         times = {
             Kind.FORWARD: per_stage(self.forward, stages),
@@ -88,8 +83,8 @@ class Costs:
 def per_stage(value: T | Sequence[T], stages: int, what: str = "pipeline costs: {} numbers") -> list[T]:
     """Returns one number per stage: the number `value` for each stage, or the elements of the sequence `value`.
 
-    Raises `UserError` when the sequence does not have one number per stage. The message begins with `what`, formatted
-    with the length of the sequence.
+    Raises `UserError` when the sequence does not have one number per stage. `what`, formatted with the length of the
+    sequence, begins the message.
     """
     numbers = list(value) if isinstance(value, Sequence) else [value] * stages
     if len(numbers) != stages:

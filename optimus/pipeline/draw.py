@@ -1,4 +1,4 @@
-"""Draws simulated or measured timelines: as text for a terminal, and as a PNG."""
+"""Draws timelines as text and as PNG."""
 
 from collections.abc import Mapping
 from math import floor
@@ -23,20 +23,20 @@ _COLOURS = {
     Kind.LOSS: "#6a3fb0",
     Kind.EMBED_BACKWARD: "#c0504d",
 }
-_PALEST = 0.55  # fraction of white in the shade of the last of a rank's several stages
+_PALEST = 0.55  # fraction of white in the last of several stages of a rank
 # Minimum width of a bar, as a fraction of the makespan.
 _THINNEST = 0.002
 UNIT = "time, in forward passes of a stage"
-_WIDTH, _ROW, _REST = 14.0, 0.35, 1.3  # inches: the picture's width, a rank's height, and a panel's title and axis
+_WIDTH, _ROW, _REST = 14.0, 0.35, 1.3  # inches
 
 
 def text_timeline(timeline: Timeline, width: int) -> str | None:
-    """Draws one line of text per rank. `F0` is the forward pass of microbatch 0, `B0` is its backward pass, and `I0`
-    and `W0` are the two parts of a split backward pass.
+    """Draws one line of text per rank. For example, `F0--` is the forward pass of microbatch 0.
 
-    Dashes fill the time of a computation, and points are idle time. If a rank has several stages, a small letter
-    distinguishes the stages. Computations without duration have no label. Returns None if the lines need more than
-    `width` characters.
+    The first letter is the `Kind.letter` of a computation. Hyphens fill the rest of a computation, and dots are idle
+    time. If a rank has several stages, a lowercase letter after the number tells the stage.
+
+    Returns None if the lines need more than `width` characters.
     """
     labels = {event: _label(timeline, event) for events in timeline.computations for event in events}
     shortest = min((event.end - event.start for event in labels if event.end > event.start), default=1.0)
@@ -56,13 +56,10 @@ def text_timeline(timeline: Timeline, width: int) -> str | None:
 
 
 def draw(timelines: Mapping[str, Timeline], path: Path, units: Mapping[str, str] | None = None) -> None:
-    """Writes a PNG with one panel per simulated or measured timeline. Each panel has the timeline's name and a separate
-    time axis.
+    """Writes a PNG with one panel per timeline.
 
-    The first stage of a rank is dark, and each later stage is paler. `units` gives, by timeline name, the label of a time
-    axis whose unit is not the forward pass of a stage.
-
-    Raises `UserError` when `path` does not end in .png, when matplotlib is missing, or when the file cannot be written.
+    `units` maps the name of a timeline to the label of its time axis; the default is `UNIT`. Raises `UserError` when
+    `path` does not end in .png, when matplotlib is missing, or when the file cannot be written.
     """
     path = check_plot(path)
     from matplotlib.figure import Figure
@@ -77,8 +74,8 @@ def draw(timelines: Mapping[str, Timeline], path: Path, units: Mapping[str, str]
 
 
 def shade(kind: Kind, turn: int, stages: int) -> tuple[float, float, float]:
-    """Returns the colour (red, green and blue, from 0 to 1) of a computation in stage number `turn` (from 0) of a rank
-    with `stages` stages."""
+    """Returns the red, green and blue (0 to 1) of a computation in stage number `turn` (from 0) of a rank with `stages`
+    stages."""
     white = _PALEST * turn / max(1, stages - 1)
     dark = (int(_COLOURS[kind][at : at + 2], 16) / 255 for at in (1, 3, 5))
     red, green, blue = (part + (1 - part) * white for part in dark)
@@ -101,7 +98,7 @@ def _draw_panel(name: str, timeline: Timeline, panel: "Axes", unit: str) -> None
             edgecolor="#404040",
             linewidth=0.3,
         )
-        label_width = timeline.makespan * 0.009  # the width of two digits, in the unit of time
+        label_width = timeline.makespan * 0.009  # width of two digits
         numbers = [str(event.microbatch) if event.end - event.start >= label_width else "" for event in events]
         panel.bar_label(bars, numbers, label_type="center", fontsize=7)
     peak = max(timeline.peak_activations, default=0)
@@ -129,10 +126,8 @@ def _label(timeline: Timeline, event: Event) -> str:
 
 
 def _turn(timeline: Timeline, event: Event) -> int:
-    """Returns the event's stage as an index among the stages of its rank, counted from 0."""
     return timeline.stages_of[event.rank].index(event.stage)
 
 
 def _column(time: float, scale: float) -> int:
-    """Converts a time to a column, rounded down."""
     return floor(time * scale + 1e-9)

@@ -1,8 +1,9 @@
-"""Estimates the time of a pipeline and its live microbatches without a simulation of the whole schedule.
+"""Estimates the time and the live microbatches of a pipeline.
 
-The module simulates a step with few microbatches. Each further microbatch takes the time of the slowest rank.
+Functions that need a schedule generate one with few microbatches, and assume a steady state for the others.
 """
 
+import math
 from array import array
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -12,76 +13,87 @@ from typing import NamedTuple
 from optimus.pipeline.costs import Costs
 from optimus.pipeline.replay import replay
 from optimus.pipeline.schedule import Action, Kind
-from optimus.pipeline.schedules import Sizes, make_schedule, schedules
+from optimus.pipeline.schedules import Sizes, make_schedule, naming_schedule, schedules
 from optimus.pipeline.schedules.vocabulary import AHEAD
 from optimus.pipeline.simulation import makespan
 
 _PARTS = [Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHTS, Kind.BACKWARD]
 _schedule = lru_cache(maxsize=4096)(make_schedule)
-_ROUNDS = 2  # number of microbatches per rank after which a schedule is assumed to be in its steady state
+_ROUNDS = 2  # microbatches per rank before the assumed steady state, with a `warmup_factor` of 1
 
 
 class StageTimes(NamedTuple):
     """The seconds of one microbatch in a stage, by pass."""
 
     forward: float
-    backward: float  # the gradient of the input, including recomputation
+    backward: float  # gradients of inputs, and recomputation
     weights: float
 
     @property
     def seconds(self) -> float:
-        """The sum of the seconds of all passes."""
+        """The sum of the three passes."""
         return sum(self)
 
 
 def pipeline_seconds(
-    name: str, ranks: int, microbatches: int, times: Sequence[StageTimes], link: float, *, blocking: bool = False
+    name: str,
+    ranks: int,
+    microbatches: int,
+    times: Sequence[StageTimes],
+    link: float,
+    *,
+    blocking: bool = False,
+    warmup_factor: float = 1.0,
 ) -> float:
-    """Estimates the seconds of a step of `microbatches` microbatches, given the `times` of each stage.
+    """Estimates the time of a step's passes on the pipeline, including bubbles, in seconds.
 
-    `link` is the seconds of a message. With `blocking`, ranks wait for their transfers as in `Costs.blocking`.
-
-    Raises `UserError` when `ranks` is above 1 and the schedule `name` does not support these sizes.
+    `times` has one entry per stage. `link` is the time of a message between two ranks, in seconds. With `blocking`,
+    ranks wait for their transfers.
     """
     if ranks == 1:
         return microbatches * sum(stage.seconds for stage in times)
-    few = _few(name, ranks, microbatches)
+    few = _few(name, ranks, microbatches, warmup_factor)
     slowest = max(
         sum(times[stage].seconds for stage in own) for own in stages_of_ranks(name, ranks, len(times) // ranks)
     )
     if blocking:
         forward, backward, weights = map(list, zip(*times))
         costs = Costs(forward, backward, weights, link=link, blocking=True)
-        begin = makespan(_schedule(name, ranks, few, len(times) // ranks), costs)
+        begin = makespan(_schedule(name, ranks, few, len(times) // ranks, warmup_factor), costs)
     else:
-        begin = _beginning(name, ranks, few, tuple(times), link)
+        begin = _beginning(name, ranks, few, tuple(times), link, warmup_factor)
     return begin + (microbatches - few) * slowest
 
 
 @lru_cache(maxsize=4096)
-def _beginning(name: str, ranks: int, microbatches: int, times: tuple[StageTimes, ...], link: float) -> float:
-    """Computes `simulation.makespan` from the cached dependencies of `_replayed`."""
+def _beginning(
+    name: str, ranks: int, microbatches: int, times: tuple[StageTimes, ...], link: float, warmup_factor: float
+) -> float:
     lasting = [seconds for each in times for seconds in (*each, each.backward + each.weights)]
     free, ends = [0.0] * ranks, array("d")
-    for rank, what, source, away in zip(*_replayed(name, ranks, microbatches, len(times) // ranks)):
+    for rank, what, source, away in zip(*_replayed(name, ranks, microbatches, len(times) // ranks, warmup_factor)):
         start = free[rank]
         if source >= 0:
             there = ends[source] + link if away else ends[source]
-            start = there if there > start else start  # faster than `max`
+            start = there if there > start else start
         free[rank] = start + lasting[what]
         ends.append(free[rank])
     return max(ends)
 
 
 @lru_cache(maxsize=512)
-def _replayed(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> tuple["array[int]", ...]:
+def _replayed(
+    name: str, ranks: int, microbatches: int, stages_per_rank: int, warmup_factor: float
+) -> tuple["array[int]", ...]:
     """Returns the computations of a schedule in a feasible order, as four columns.
 
-    The first column is the rank. The second is four times the stage plus the index of the pass in `_PARTS`. The third is the
-    row of the computation that this computation waits for, or -1. The fourth is 1 if these two computations are on
-    different ranks, and 0 otherwise.
+    The columns are:
+        - the rank
+        - 4 * stage + (index of the pass in `_PARTS`)
+        - the row of the computation that produces the input; -1 without an input
+        - 1 if the input comes from another rank; otherwise 0
     """
-    plan = _schedule(name, ranks, microbatches, stages_per_rank, transfers=False)
+    plan = _schedule(name, ranks, microbatches, stages_per_rank, warmup_factor, transfers=False)
     done = {action: number for number, action in enumerate(replay(plan, plan.actions, lambda action: 0.0))}
     columns = array("i"), array("i"), array("i"), array("b")
     for action in done:
@@ -94,13 +106,14 @@ def _replayed(name: str, ranks: int, microbatches: int, stages_per_rank: int) ->
 
 
 def least_seconds(name: str, microbatches: int, times: Sequence[StageTimes], busy: Sequence[float]) -> float:
-    """Returns a lower bound of `pipeline_seconds`: the largest sum of a rank's computing time and the idle time that earlier
-    stages cause.
+    """Returns a lower bound of `pipeline_seconds`.
 
-    `busy` has, for each rank, the seconds of a microbatch in all stages of the rank.
+    `busy` has one number per rank: the seconds that one microbatch takes in the rank's stages.
     """
     idle = schedules()[name].idle
-    known = {number: idle(stage.forward, stage.seconds) for number, stage in {id(each): each for each in times}.items()}
+    stages = {id(each): each for each in times}
+    with naming_schedule(name, "idle"):
+        known = {number: idle(stage.forward, stage.seconds) for number, stage in stages.items()}
     found = before = 0.0
     for own, stage in zip(busy, times):
         found = max(found, microbatches * own + before)
@@ -108,28 +121,23 @@ def least_seconds(name: str, microbatches: int, times: Sequence[StageTimes], bus
     return found
 
 
-def _few(name: str, ranks: int, microbatches: int) -> int:
-    """Returns the number of microbatches to simulate; further microbatches only extend the steady state.
-
-    If the schedule runs in rounds, the number has the same remainder modulo `ranks` as `microbatches`.
-    """
-    few = _ROUNDS * ranks
+def _few(name: str, ranks: int, microbatches: int, warmup_factor: float) -> int:
+    few = ranks * (_ROUNDS - 1 + math.ceil(warmup_factor))
     if microbatches <= few:
         return microbatches
     return few + (microbatches - few) % ranks if schedules()[name].in_rounds else few
 
 
 class Live(NamedTuple):
-    """The numbers of microbatches with saved data, one number for each stage of a rank, in ascending order of stages."""
+    """The numbers of microbatches with saved data, one number for each stage of a rank."""
 
     saved: tuple[int, ...]
-    """Microbatches with saved activations, from the forward pass to the backward pass."""
+    """Microbatches with saved activations."""
     waiting: tuple[int, ...]
-    """Microbatches between the two parts of a split backward pass, with saved data for the weight part."""
+    """Microbatches between the two parts of a split backward pass."""
 
     def bytes(self, saved: Sequence[float], waiting: Sequence[float]) -> float:
-        """Returns the bytes of the saved data, given the bytes of one microbatch in each stage: `saved` for saved
-        activations, `waiting` for the data of the weight part."""
+        """Returns the bytes of the saved data; `saved` and `waiting` have the bytes of one microbatch in each stage."""
         return sum(map(mul, self.saved, saved)) + sum(map(mul, self.waiting, waiting))
 
 
@@ -142,19 +150,20 @@ def live_microbatches(
     vocabulary: bool = False,
     warmup_factor: float = 1.0,
 ) -> tuple[tuple[Live, ...], ...]:
-    """Returns, for each rank, the peaks of saved data at the beginnings of backward passes.
+    """Returns each rank's peaks of live microbatches at the start of backward passes.
 
-    The peaks of a rank are all states that no other state exceeds or equals in every stage. With `vocabulary`, every
-    rank has a shard of the vocabulary. The peaks depend only on the order of a rank's passes, not on their times.
+    A rank may have several peaks, because its stages may peak at different times (see `largest`).
+    With `vocabulary`, every rank has a shard of the vocabulary.
     """
-    if ranks == 1:
+    if ranks == stages_per_rank == 1:
         return ((Live((1,), (0,)),),)
     live = schedules()[name].live
     if live is not None:  # a closed form of the computation below
         sizes = Sizes(ranks, microbatches, warmup_factor=warmup_factor, ahead=AHEAD if vocabulary else 0)
-        return tuple((Live((min(microbatches, live(sizes, rank)),), (0,)),) for rank in range(ranks))
-    few = _few(name, ranks, microbatches)
-    plan = _schedule(name, ranks, few, stages_per_rank, vocabulary=vocabulary, transfers=False)
+        with naming_schedule(name, "live"):
+            return tuple((Live((min(microbatches, live(sizes, rank)),), (0,)),) for rank in range(ranks))
+    few = _few(name, ranks, microbatches, warmup_factor)
+    plan = _schedule(name, ranks, few, stages_per_rank, warmup_factor, vocabulary=vocabulary, transfers=False)
     owned = stages_of_ranks(name, ranks, stages_per_rank)
     return tuple(_most(actions, own) for own, actions in zip(owned, plan.actions))
 
@@ -176,7 +185,7 @@ _WAITING = {Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHTS: -1}
 
 
 def largest(seen: Iterable[Live]) -> tuple[Live, ...]:
-    """Returns the elements of `seen` that no other element exceeds or equals in every stage."""
+    """Returns the distinct elements of `seen` for which no other element is at least as large in every number."""
     several = set(seen)
     return tuple(
         one
@@ -190,6 +199,6 @@ def largest(seen: Iterable[Live]) -> tuple[Live, ...]:
 
 @lru_cache(maxsize=1024)
 def stages_of_ranks(name: str, ranks: int, stages_per_rank: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the stages of each rank of the pipeline, in ascending order."""
+    """Returns the stages of each rank, in ascending order."""
     placement = schedules()[name].without_actions(ranks, stages_per_rank)
     return tuple(tuple(placement.stages_of(rank)) for rank in range(ranks))

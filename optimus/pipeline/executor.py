@@ -1,7 +1,6 @@
-"""Runs a schedule on the ranks of a pipeline: computations are callables, and messages are tuples of tensors.
+"""Runs a schedule on the ranks of a pipeline.
 
-Transfers overlap with computations: a send proceeds while the rank runs later computations. The executor posts a
-receive one computation before the receive's position in the schedule.
+Sends and receives overlap with computations.
 """
 
 import time
@@ -20,9 +19,9 @@ Message = tuple[Tensor, ...]
 
 
 class ForwardWork(Protocol):
-    """The computations of a rank's stages in forward passes alone.
+    """The computations of a rank's stages in forward passes.
 
-    `received` is None for the first stage, and the last stage returns None.
+    `forward` receives None for the first stage, and returns None for the last stage.
     """
 
     def forward(self, stage: int, microbatch: int, received: Message | None) -> Message | None:
@@ -32,7 +31,7 @@ class ForwardWork(Protocol):
         """Runs one pass with this rank's shard of the vocabulary."""
 
     def receive_buffer(self, microbatch: int) -> Message:
-        """Returns uninitialised tensors into which a receive of this microbatch writes."""
+        """Returns uninitialised tensors for a received message of this microbatch."""
 
 
 class StageWork(ForwardWork, Protocol):
@@ -41,16 +40,16 @@ class StageWork(ForwardWork, Protocol):
     def backward(self, stage: int, microbatch: int, received: Message | None, defer: bool) -> Message | None:
         """Runs a backward pass and returns the gradient of the stage's input, or None for the first stage.
 
-        `received` is the gradient of the stage's output, or None for the last stage. The method adds the weight
-        gradients, or with `defer` leaves the weight gradients to `backward_weights`.
+        `received` is the gradient of the stage's output, or None for the last stage. With `defer`, `backward_weights`
+        adds the weight gradients later.
         """
 
     def backward_weights(self, stage: int, microbatch: int) -> None:
-        """Adds the weight gradients that a backward pass has deferred."""
+        """Adds the deferred weight gradients."""
 
 
 class Executed(NamedTuple):
-    """An executed computation; times are seconds of `time.perf_counter`."""
+    """An executed computation, with times in seconds of `time.perf_counter`."""
 
     kind: Kind
     stage: int
@@ -62,7 +61,8 @@ class Executed(NamedTuple):
 class StageLinks:
     """Transfers messages between the ranks of a pipeline.
 
-    Every stage has two of the `streams`: one for messages from the previous stage, one for messages from the next stage.
+    Stage s receives from the previous stage over the group `streams[2 * s]`, and from the next stage over the group
+    `streams[2 * s + 1]`.
     """
 
     def __init__(self, schedule: Schedule, streams: Sequence[Group]) -> None:
@@ -72,17 +72,14 @@ class StageLinks:
         self._sending: deque[tuple[Message, list[Handle]]] = deque()
 
     def send(self, send: Action, message: Message) -> None:
-        """Begins to send `message`, and references its tensors until the send is complete.
-
-        At most twice as many messages as the pipeline has stages may be under way: the method waits for older sends.
-        """
+        """Begins to send `message`; waits for the oldest sends if more than 2 * stages messages are under way."""
         stream, peer = self._stream(partner(send)), self._schedule.peer(send)
         where = f"{send} to rank {stream.ranks[peer]}"
         self._sending.append((message, [stream.send_async(tensor, peer, where) for tensor in message]))
         self.finish(but=2 * self._schedule.stages)
 
     def start_receive(self, receive: Action, receive_buffer: Message) -> Result[Message]:
-        """Begins to receive into the tensors `receive_buffer`; the result's `wait` returns these tensors."""
+        """Begins to receive into `receive_buffer`; the result's `wait` returns `receive_buffer`."""
         stream, peer = self._stream(receive), self._schedule.peer(receive)
         where = f"{receive} from rank {stream.ranks[peer]}"
         handles = [stream.recv_async(tensor, peer, where) for tensor in receive_buffer]
@@ -95,11 +92,11 @@ class StageLinks:
         return Result(wait)
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Encloses a wait for a message from any rank."""
+        """Records that this rank waits for a message inside the context."""
         return self._streams[0].waiting("receive of a message")
 
     def finish(self, but: int = 0) -> None:
-        """Waits until the sends of all messages except the last `but` messages are complete."""
+        """Waits for the sends of all messages except the last `but` messages."""
         while len(self._sending) > but:
             for handle in self._sending.popleft()[1]:
                 handle.wait()
@@ -111,7 +108,7 @@ class StageLinks:
 def links_of(schedule: Schedule) -> list[tuple[int, tuple[int, int]]]:
     """Returns the links that carry messages of a step, in the same order on all ranks.
 
-    Each link is (index into the streams of `StageLinks`, (sending rank, receiving rank)).
+    A link is (index into the streams of `StageLinks`, (sending rank, receiving rank)).
     """
     borders = [(stage, stage + 1) for stage in range(schedule.stages - 1)]
     found = [(2 * after, before, after) for before, after in borders]
@@ -121,18 +118,15 @@ def links_of(schedule: Schedule) -> list[tuple[int, tuple[int, int]]]:
 
 
 class StageRunner:
-    """Runs the computations of one rank in a step, in the caller's order, and passes results between stages of the rank.
-
-    If the schedule has backward passes, `work` must be a `StageWork`.
-    """
+    """Runs the computations of one rank in a step. For backward passes, `work` must be a `StageWork`."""
 
     def __init__(self, schedule: Schedule, work: ForwardWork) -> None:
         self.schedule, self._work = schedule, work
         self.trace: list[Executed] = []
-        self.made: dict[Action, Message] = {}  # results for other stages, by computation
+        self.made: dict[Action, Message] = {}  # results for other stages
 
     def run(self, action: Action, received: Message | None) -> None:
-        """Runs `action`; `received` is the message from another rank, or None if the action needs no message."""
+        """Runs `action`; `received` is the message from another rank, if any."""
         kind, stage, microbatch = action
         source = self.schedule.input_of(action)
         if received is None and source is not None and source.stage != stage:
@@ -154,20 +148,16 @@ class StageRunner:
 
 
 class ScheduledExecutor:
-    """Runs this rank's actions of `schedule`, in order."""
+    """Runs this rank's actions of `schedule` in order, but posts receives one computation early."""
 
     def __init__(self, schedule: Schedule, links: StageLinks, work: ForwardWork) -> None:
         self._actions = schedule.actions[links.rank]
         self._schedule, self._links, self._work = schedule, links, work
         self._computing = StageRunner(schedule, work)
-        self._coming: dict[Action, Result[Message]] = {}  # posted receives, by action
+        self._coming: dict[Action, Result[Message]] = {}  # posted receives
 
     def run(self) -> list[Executed]:
-        """Runs all actions of a step and returns the trace of the computations.
-
-        Raises `CollectiveError` when another rank is lost. The error of a send or a receive names the action and the
-        peer.
-        """
+        """Runs all actions of a step and returns the trace of the computations."""
         posts = self._posts()
         for action in self._actions:
             if action.kind.computes:
@@ -183,8 +173,6 @@ class ScheduledExecutor:
         return self._computing.trace
 
     def _posts(self) -> Iterator[Sequence[Action]]:
-        """Yields, for each computation, the receives to post before the computation: the receives up to the next
-        computation."""
         waves: list[list[Action]] = [[]]
         for action in self._actions:
             if action.kind.computes:

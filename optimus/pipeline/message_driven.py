@@ -1,13 +1,7 @@
-"""Runs a pipeline whose ranks choose the next computation among the computations whose input has arrived.
+"""Runs a pipeline without a fixed order: each rank chooses among the computations whose input has arrived.
 
-The method is AxoNN's (chapter 3, algorithm 2).
-
-For each stage of a rank, one thread receives the messages of the previous stage, and another thread the messages of the
-next stage. A neighbouring stage on the same rank needs no thread. Each thread waits for one message at a time. On an
-accelerator, each thread receives on its own stream, and waits only for that stream.
-
-Ranks that share a stage must run the same computations in the same order, because these ranks take part in the same
-collectives. Therefore the first of these ranks chooses the computations.
+The method is from the dissertation on AxoNN (chapter 3, algorithm 2). In each step, one thread per stage and direction
+receives the messages from other ranks.
 """
 
 import threading
@@ -19,7 +13,6 @@ from queue import SimpleQueue
 import torch
 
 from optimus.comm import Group
-from optimus.errors import UserError
 from optimus.pipeline.executor import Executed, Message, StageLinks, StageRunner, StageWork
 from optimus.pipeline.ready import ReadyQueue
 from optimus.pipeline.schedule import Action, Kind, Schedule
@@ -28,9 +21,9 @@ _KINDS = (Kind.FORWARD, Kind.BACKWARD)
 
 
 class MessageDrivenExecutor:
-    """Runs a step of `schedule`, which maps stages to ranks but has no actions.
+    """Runs the computations of this rank in a step. `schedule` maps stages to ranks, and needs no actions.
 
-    See `ReadyQueue` for `caps`; `team` is the group of ranks that share this rank's stages.
+    See `ReadyQueue` for `caps`. `team` is the group of ranks that share this rank's stages.
     """
 
     def __init__(
@@ -46,18 +39,13 @@ class MessageDrivenExecutor:
         self._schedule, self._links, self._work, self._team, self._device = schedule, links, work, team, device
         self._computing = StageRunner(schedule, work)
         self._ready = ReadyQueue(schedule, links.rank, caps, "forward")
-        self._queue: SimpleQueue[tuple[Action, Message | Exception]] = SimpleQueue()  # arrived messages
+        self._queue: SimpleQueue[tuple[Action, Message | Exception]] = SimpleQueue()
         self._messages: dict[Action, Message] = {}
 
     def run(self) -> list[Executed]:
-        """Runs all computations of a step and returns the trace.
-
-        Raises `CollectiveError` when another rank is lost. The error of a send or a receive names the action and the
-        peer.
-        """
+        """Runs all computations of a step and returns the trace."""
         stages = self._schedule.stages_of(self._links.rank)
         for first in (Action(kind, stage, 0) for stage in stages for kind in _KINDS):
-            # One thread receives all messages of a stage from one neighbouring stage.
             if self._schedule.receive_for(first) is not None:
                 name = f"receives {first}"
                 threading.Thread(target=self._receive_all, args=(first,), daemon=True, name=name).start()
@@ -74,8 +62,6 @@ class MessageDrivenExecutor:
         return self._computing.trace
 
     def _next(self) -> Action:
-        """Returns the next action, which the first rank of `team` chooses. Waits for messages until an action is
-        ready."""
         while not self._queue.empty():
             self._take_in()
         if self._team.rank:
@@ -98,13 +84,13 @@ class MessageDrivenExecutor:
         return action
 
     def _take_in(self) -> None:
-        """Waits for the next message and adds its action to the ready queue; raises the error of a failed receive."""
+        """Waits for the next message and adds its action to the ready queue. Raises the error of a failed receive."""
         with self._links.waiting():
             action, message = self._queue.get()
         if isinstance(message, Exception):
             raise message
         if self._device.type != "cpu":
-            for tensor in message:  # the receiving stream must not reuse the tensor's memory too early
+            for tensor in message:  # the allocator must not reuse the memory too early
                 tensor.record_stream(torch.accelerator.current_stream(self._device))
         self._messages[action] = message
         self._ready.arrive(action, time.perf_counter())
@@ -119,17 +105,14 @@ class MessageDrivenExecutor:
                 try:
                     message = self._links.start_receive(receive, self._work.receive_buffer(microbatch)).wait()
                     settle()
-                except (UserError, RuntimeError) as error:
+                except Exception as error:  # without this error in the queue, `_take_in` would wait for ever
                     self._queue.put((action, error))
                     return
                 self._queue.put((action, message))
 
 
 def _own_stream(device: torch.device) -> tuple[nullcontext[None] | torch.Stream, Callable[[], None]]:
-    """Returns a stream for this thread, and a function that waits for all operations of that stream.
-
-    On the CPU, the stream is an empty context, and the function does nothing.
-    """
+    """Returns a stream for this thread, and a function that waits for the stream; on the CPU, both do nothing."""
     if device.type == "cpu":
         return nullcontext(), lambda: None
     torch.accelerator.set_device_index(device.index or 0)  # each thread has its own current device

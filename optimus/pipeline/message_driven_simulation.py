@@ -1,4 +1,4 @@
-"""Simulates a pipeline whose ranks compute in the order of arriving messages (AxoNN dissertation, algorithm 2)."""
+"""Simulates a message-driven pipeline (AxoNN dissertation, algorithm 2)."""
 
 import heapq
 from collections.abc import Sequence
@@ -18,21 +18,17 @@ def simulate_message_driven(
     prefer: Preference = "forward",
     stages_per_rank: int = 1,
 ) -> Timeline:
-    """Simulates ranks that run, when idle, the preferred forward or backward pass among the passes whose input has
-    arrived.
+    """Simulates a pipeline in which each idle rank runs a pass whose input has arrived.
 
-    See `ReadyQueue` for `caps` and `prefer`. By default a forward pass takes 1, a backward pass 2, and a message no time.
-    Backward passes are not split, and transfers never block: the function ignores `costs.blocking`. Stage s is on rank s mod
-    `ranks`.
-
-    Raises `UserError` for a cap below one and for a sequence of costs or caps that does not have one number per stage.
+    See `ReadyQueue` for `caps` and `prefer`. By default a forward pass takes 1, a backward pass 2, and a message no
+    time. The function ignores `costs.blocking`. Stage s is on rank s mod `ranks`.
     """
     schedule, costs = message_driven(ranks, microbatches, stages_per_rank), costs or Costs()
     duration = costs.durations(schedule.stages, microbatches)
     ready = [ReadyQueue(schedule, rank, caps, prefer) for rank in range(ranks)]
     free = [True] * ranks
     events: list[Event] = []
-    # (time, arrives, rank, action): if `arrives`, the input of `action` arrives on the rank; otherwise `action` ends there.
+    # (time, arrives, rank, action): if `arrives`, the input of `action` arrives on the rank; else `action` ends there
     coming: list[tuple[float, bool, int, Action]] = []
 
     def begin(rank: int, now: float) -> None:

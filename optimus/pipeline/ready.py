@@ -1,5 +1,4 @@
-"""Chooses the next computation of a rank in a message-driven pipeline, among the computations whose input has
-arrived."""
+"""Chooses the next computation of a rank in a message-driven pipeline."""
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -12,10 +11,10 @@ Preference = Literal["forward", "backward", "arrival"]
 
 
 def find_caps(caps: int | Sequence[int] | None, stages: int) -> list[int]:
-    """Returns the maximum live activations of each stage: the elements of `caps`, one number for all stages, or by
-    default the number of stages (AxoNN's `pipeline_limit`).
+    """Returns the maximum live activations of each stage; the default is the number of stages (AxoNN's
+    `pipeline_limit`).
 
-    Raises `UserError` for a cap below one and for more or fewer caps than stages.
+    Raises `UserError` for a cap below one, or a sequence without one cap per stage.
     """
     limits = per_stage(stages if caps is None else caps, stages, "message-driven pipeline: {} caps")
     if min(limits) < 1:
@@ -24,8 +23,7 @@ def find_caps(caps: int | Sequence[int] | None, stages: int) -> list[int]:
 
 
 def message_driven(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
-    """Returns a schedule that only maps stage s to rank s mod `ranks`; messages determine the order of actions at run
-    time."""
+    """Returns a schedule without actions that maps stage s to rank s mod `ranks`."""
     return Schedule("message-driven", ranks, microbatches, (), stages_per_rank=stages_per_rank)
 
 
@@ -35,13 +33,10 @@ class _Arrived(NamedTuple):
 
 
 class ReadyQueue:
-    """The computations of `rank` whose input has arrived, and the live activations of the rank's stages.
+    """The computations of `rank` that have their input and have not begun. Counts the live activations of each stage.
 
-    `caps`, an argument of `find_caps`, limits the live activations of each stage.
-
-    With `prefer` "forward", forward passes of stages below their caps come before backward passes. With "backward",
-    backward passes come first. With "arrival", the computation with the earliest input comes first. Among equally
-    preferred computations, the computation of the stage with the highest number comes first.
+    `caps` limits the live activations of each stage (see `find_caps`). `prefer` names the passes that come first; with
+    "arrival", the computation with the earliest input comes first.
     """
 
     def __init__(self, schedule: Schedule, rank: int, caps: int | Sequence[int] | None, prefer: Preference) -> None:
@@ -56,7 +51,7 @@ class ReadyQueue:
         self._arrived.append(_Arrived(time, action))
 
     def choose(self) -> Action | None:
-        """Chooses the next action and begins it; returns None if no action is ready."""
+        """Chooses and begins the next action; returns None if no action may begin."""
         able = [
             item
             for item in self._arrived
@@ -73,16 +68,13 @@ class ReadyQueue:
         return any(item.action == action for item in self._arrived)
 
     def begin(self, action: Action) -> None:
-        """Begins `action`, which this rank or another rank that shares this rank's stages has chosen."""
+        """Removes `action` from the queue, and counts the activations of a forward pass as live."""
         self._arrived = [item for item in self._arrived if item.action != action]
         if action.kind is Kind.FORWARD:
             self._live[action.stage] += 1
 
     def end(self, action: Action) -> Action | None:
-        """Ends `action`; returns the action, on any rank, that needs the result of `action`.
-
-        Returns None for the backward pass of stage 0.
-        """
+        """Ends `action`; returns the action, on any rank, that needs the result, if any."""
         kind, stage, microbatch = action
         if kind is Kind.BACKWARD:
             self._live[stage] -= 1

@@ -1,4 +1,4 @@
-"""Computes start and end times of computations in a given order, if transfers do not block the ranks."""
+"""Computes start and end times of computations in a given order. Transfers do not block the ranks."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,7 +9,7 @@ Interval = tuple[float, float]
 
 
 class ScheduleError(UserError):
-    """An error in a schedule, which the message names."""
+    """Raised for a schedule with missing, repeated, foreign or misplaced actions, or with a deadlock."""
 
 
 def replay(
@@ -17,8 +17,7 @@ def replay(
 ) -> dict[Action, Interval]:
     """Returns (start, end) of every computation.
 
-    A computation begins when the previous computation on its rank has ended and its inputs have arrived. An input arrives
-    at the end of the computation that produces it, or `link` later if that computation is on another rank.
+    An input arrives at the end of the computation that produces the input, or `link` later from another rank.
 
     Args:
         orders: the computations of each rank, in order.
@@ -29,7 +28,7 @@ def replay(
     done: dict[Action, Interval] = {}
     position = [0] * schedule.ranks
     free = [0.0] * schedule.ranks
-    waiting: dict[Action, list[int]] = {}  # action -> ranks that wait for it
+    waiting: dict[Action, list[int]] = {}  # ranks that wait for each action
     ready = list(range(schedule.ranks))
     while ready:
         rank = ready.pop()

@@ -1,4 +1,4 @@
-"""Reports a schedule and its timeline as text and as JSON: the output of `optimus schedule`."""
+"""Reports a schedule and its timeline as text, JSON and PNG."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -32,18 +32,15 @@ def run(
     plot: Path | None = None,
     output: Path | None = None,
 ) -> tuple[dict[str, Any], str]:
-    """Makes, checks and simulates a schedule, writes the requested files, and returns the `summary` and a readable text.
+    """Makes, checks and simulates a schedule, writes the requested files, and returns (`summary`, readable text).
 
     Args:
         vocabulary: True if every rank has a shard of the vocabulary.
-        output_layer: the time of the output layer's forward pass, which `costs` do not include. The last stage runs the
-            output layer, or with `vocabulary` all ranks together.
-        measured: a file by `write_timeline` with a second timeline for the text and the PNG.
+        output_layer: the time of the output layer's forward pass; leave this time out of the stages' `costs`. With
+            `vocabulary`, the ranks share this time, and each rank's part adds to `costs.logits`.
+        measured: a file with a second timeline (`write_timeline`).
         plot: the path of the PNG.
-        output: the path of the JSON file for `summary`.
-
-    Raises `UserError` for input that `make_schedule`, `Costs`, `simulate`, `read_timeline` or `draw` refuse, and when a
-    file cannot be written.
+        output: the path of the JSON file.
     """
     schedule = make_schedule(name, ranks, microbatches, stages_per_rank, warmup_factor, vocabulary=vocabulary)
     check(schedule)
@@ -65,7 +62,7 @@ def run(
 
 def _with_output_layer(costs: Costs, schedule: Schedule, forward: float) -> Costs:
     if schedule.splits_vocabulary:
-        return replace(costs, logits=forward / schedule.ranks)
+        return replace(costs, logits=costs.logits + forward / schedule.ranks)
     times: dict[str, Any] = {}
     for name in ("forward", "backward_input", "backward_weights"):
         *others, last = per_stage(getattr(costs, name), schedule.stages)
@@ -74,7 +71,7 @@ def _with_output_layer(costs: Costs, schedule: Schedule, forward: float) -> Cost
 
 
 def summary(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
-    """Returns the content of the JSON file; `bubbles`, `peak_activations` and `actions` have one element per rank."""
+    """Returns the content of the JSON file."""
     return {
         "schedule": schedule.name,
         "ranks": schedule.ranks,
@@ -85,13 +82,12 @@ def summary(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
         "bubble": timeline.bubble,
         "bubbles": timeline.bubbles,
         "peak_activations": timeline.peak_activations,
-        "actions": schedule.actions,  # [kind, stage, microbatch]
+        "actions": schedule.actions,  # for each rank, a list of [kind, stage, microbatch]
     }
 
 
 def describe(title: str, timeline: Timeline, width: int) -> str:
-    """Describes the bubble in total, and bubble and peak activations per rank; draws the timeline if `width` characters
-    suffice."""
+    """Describes the bubble, makespan and peak activations as text. Draws the timeline if `width` characters suffice."""
     lines = [f"{title}: bubble {timeline.bubble:.1%} of the computing time, makespan {timeline.makespan:.6g}"]
     for rank, stages in enumerate(timeline.stages_of):
         held = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"

@@ -1,8 +1,7 @@
 """Describes a pipeline schedule as data: for each rank the list of its actions, in order.
 
-A *stage* consists of consecutive layers; a rank has one stage or several. Stage s gets activations from stage s - 1 and
-gradients from stage s + 1. Between stages of different ranks, a send and a receive transfer the activations and
-gradients. Neighbouring stages on one rank use each other's results directly.
+A *stage* consists of consecutive layers; a rank has one stage or several. Sends and receives connect neighbouring
+stages on different ranks.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,28 +23,22 @@ class Kind(str, Enum):
     RECEIVE_FORWARD = "receive_forward"  # the stage's input, from the previous stage
     SEND_BACKWARD = "send_backward"  # the gradient of the stage's input, to the previous stage
     RECEIVE_BACKWARD = "receive_backward"  # the gradient of the stage's output, from the next stage
-    # The embedding lookup of this rank's shard of the vocabulary; a reduce over the ranks gives the sum to the first stage.
-    EMBED = "embed"
-    # The logits of this rank's shard of the vocabulary, from the output that the last stage sends to all ranks.
-    LOGITS = "logits"
-    # The loss and its gradients, from the softmax normalisers of all ranks; a reduce gives the gradient's sum to the last
-    # stage.
-    LOSS = "loss"
-    # The gradient of this rank's shard of the embedding, from the input gradient that the first stage sends to all ranks.
-    EMBED_BACKWARD = "embed_backward"
+    EMBED = "embed"  # embedding lookup in this rank's shard of the vocabulary
+    LOGITS = "logits"  # logits of this rank's shard
+    LOSS = "loss"  # loss and gradients, from the softmax normalisers of all ranks
+    EMBED_BACKWARD = "embed_backward"  # gradient of this rank's shard of the embedding
 
     __str__ = str.__str__
-    __hash__ = str.__hash__  # the hash of Enum is slow, and many dicts have actions as keys
+    __hash__ = str.__hash__  # the hash of Enum is slow
 
     @property
     def computes(self) -> bool:
-        """True if the action is a computation, not a transfer."""
+        """True if the action is a computation."""
         return self in _LETTERS
 
     @property
     def is_vocabulary(self) -> bool:
-        """True if every rank runs this pass with its shard of the vocabulary; the action's stage is then the rank's first
-        stage."""
+        """True for a pass that every rank runs with its shard of the vocabulary."""
         return self in VOCABULARY
 
     @property
@@ -54,11 +47,7 @@ class Kind(str, Enum):
 
     @property
     def letter(self) -> str:
-        """The letter of a computation in drawings of timelines.
-
-        F (forward), B (backward), I (backward of the input), W (backward of the weights), S (logits), T (loss), E
-        (embedding) or G (the embedding's gradient).
-        """
+        """The letter of a computation in drawings of timelines."""
         return _LETTERS[self]
 
 
@@ -73,8 +62,8 @@ _LETTERS = {
     Kind.EMBED_BACKWARD: "G",
 }
 VOCABULARY = (Kind.EMBED, Kind.LOGITS, Kind.LOSS, Kind.EMBED_BACKWARD)
-EMBEDDED_AHEAD = 2  # maximum number of microbatches by which the embedding passes run ahead of the first stage
-# For each side of a transfer: the kind of the other side, and the other side's stage relative to this side's stage.
+EMBEDDED_AHEAD = 2  # maximum lead of the embedding passes over the first stage, in microbatches
+# For each side of a transfer: the kind of the other side, and the distance to the other side's stage.
 _PARTNERS = {
     Kind.SEND_FORWARD: (Kind.RECEIVE_FORWARD, 1),
     Kind.RECEIVE_FORWARD: (Kind.SEND_FORWARD, -1),
@@ -84,7 +73,7 @@ _PARTNERS = {
 
 
 class Action(NamedTuple):
-    """A computation or transfer of a rank for one microbatch; `stage` is the stage on this rank, also for a transfer."""
+    """A computation or transfer of a rank for one microbatch; `stage` is a stage of this rank."""
 
     kind: Kind
     stage: int
@@ -96,13 +85,10 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of every rank in order, for a training step or for forward passes alone.
-
-    A schedule without actions only maps stages to ranks.
+    """The actions of every rank in order. A schedule without actions only maps stages to ranks.
 
     `with_transfers` places the transfers so that every rank's list is a subsequence of one global order, in which a
-    send and its receive are one event. An executor may post receives earlier, and may post adjacent transfers as one
-    batch.
+    send and its receive are one event.
     """
 
     name: str
@@ -111,20 +97,21 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]  # per rank
     stages_per_rank: int = 1
     placement: Placement = "loop"
-    """The map from stages to ranks. loop: stage s is on rank s mod ranks. v: rank r has stages r and 2 * ranks - 1 - r."""
-    splits_backward: bool = False  # True if the gradients of inputs and of weights are separate actions
-    splits_vocabulary: bool = False  # True if every rank has a shard of the vocabulary, and actions for this shard
+    """loop: stage s is on rank s mod ranks. v, with two stages per rank: rank r has stages r and
+    2 * ranks - 1 - r."""
+    splits_backward: bool = False  # separate actions for the gradients of inputs and of weights
+    splits_vocabulary: bool = False  # a shard of the vocabulary on every rank
 
     @property
     def stages(self) -> int:
         return self.ranks * self.stages_per_rank
 
     def in_order(self, orders: Iterable[Iterable[Action]]) -> "Schedule":
-        """Returns a copy of the schedule in which each rank has the actions of its element of `orders`."""
+        """Returns a copy of the schedule with the actions `orders`, by rank."""
         return replace(self, actions=tuple(map(tuple, orders)))
 
     def rank_of(self, stage: int) -> int:
-        """Returns the rank that has `stage`, by `placement`."""
+        """Returns the rank that has `stage`."""
         turn, group_rank = divmod(stage, self.ranks)
         return self.ranks - 1 - group_rank if self.placement == "v" and turn % 2 else group_rank
 
@@ -133,10 +120,9 @@ class Schedule:
         return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
 
     def input_of(self, action: Action) -> Action | None:
-        """Returns the computation of the same or of a neighbouring stage, on any rank, whose result the computation `action`
-        uses.
+        """Returns the last computation of a stage, on any rank, that the computation `action` needs, or None.
 
-        Returns None for forward passes of the first stage and for vocabulary passes.
+        Returns None for a vocabulary pass; `inputs_of` covers vocabulary passes too.
         """
         kind, stage, microbatch = action
         if kind.is_vocabulary:
@@ -155,7 +141,7 @@ class Schedule:
         return Kind.BACKWARD_INPUT if self.splits_backward else Kind.BACKWARD
 
     def inputs_of(self, action: Action) -> list[Action]:
-        """Returns the computations, on any ranks, for which the computation `action` waits directly."""
+        """Returns the computations, on any rank, for which the computation `action` waits directly."""
         found, of_all = self.waits_for(action)
         if of_all is not None:
             found += [Action(of_all, rank, action.microbatch) for rank in range(self.ranks)]
@@ -164,8 +150,7 @@ class Schedule:
     def waits_for(self, action: Action) -> tuple[list[Action], Kind | None]:
         """Returns (computations of stages, kind of vocabulary pass) for which the computation `action` waits directly.
 
-        `action` waits for the passes of this kind, of its microbatch, on all ranks. The kind is None if `action` waits for
-        no vocabulary pass.
+        `action` waits for the passes of this kind on all ranks; None stands for no pass.
         """
         kind, stage, microbatch = action
         source = self.input_of(action)
@@ -189,10 +174,7 @@ class Schedule:
         return found, None
 
     def receive_for(self, action: Action) -> Action | None:
-        """Returns the receive of a computation's input from a stage on another rank.
-
-        Returns None for vocabulary passes, and if no stage on another rank produces the input.
-        """
+        """Returns the receive that gets the input of the computation `action` from another rank, or None."""
         source = self.input_of(action)
         if source is None or self.rank_of(source.stage) == self.rank_of(action.stage):
             return None
@@ -200,10 +182,7 @@ class Schedule:
         return Action(kind, action.stage, action.microbatch)
 
     def send_of(self, action: Action) -> Action | None:
-        """Returns the send of a computation's result to a stage on another rank.
-
-        Returns None for vocabulary passes, and if no stage on another rank needs the result.
-        """
+        """Returns the send that passes the result of the computation `action` to another rank, or None."""
         kind, stage, microbatch = action
         if kind is Kind.BACKWARD_WEIGHTS or kind.is_vocabulary:
             return None
@@ -229,7 +208,7 @@ def partner(action: Action) -> Action:
 
 
 class Computed(Protocol):
-    """The kind and stage of an action or of its event in a timeline (`timeline.Event`)."""
+    """An action, or its event in a timeline."""
 
     @property
     def kind(self) -> Kind:
@@ -241,11 +220,10 @@ class Computed(Protocol):
 
 
 def live_changes(steps: Iterable[Computed]) -> Iterator[tuple[int, int]]:
-    """Yields, for each action or event in `steps` of one rank, (stage, change of the stage's live activations).
+    """Yields, for each action or event of one rank, (stage, change of the stage's live activations).
 
-    The unit is one stage's saved activations of one microbatch. Activations live from the beginning of the forward pass to
-    the end of the backward pass. If the backward pass is split, activations live to the end of the weight part, which needs
-    the inputs of the layers.
+    The unit is one stage's saved activations of one microbatch. Activations live until the end of the backward pass,
+    or of the deferred weight gradient if the schedule splits the backward pass.
     """
     changes = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_WEIGHTS: -1}
     return ((step.stage, changes.get(step.kind, 0)) for step in steps)

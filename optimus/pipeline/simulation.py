@@ -10,11 +10,9 @@ from optimus.pipeline.timeline import Event, Timeline
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Returns the timeline of all actions of a schedule that `check` has proved correct.
+    """Returns the timeline of `schedule`, which must pass `check`.
 
-    By default a forward pass and each of the two parts of a backward pass take 1, and links take no time.
-
-    Raises `UserError` when costs per stage do not have one number per stage.
+    By default, a forward pass takes 1, a backward pass takes 2, and links and vocabulary passes take no time.
     """
     costs = costs or Costs()
     times = (_blocking if costs.blocking else _overlapping)(schedule, costs)
@@ -25,8 +23,6 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
 
 def _overlapping(schedule: Schedule, costs: Costs) -> dict[Action, Interval]:
-    """Simulates transfers that begin when the computation of their content ends. A transfer delays only computations
-    that need its content."""
     times = _computations(schedule, costs)
     for action, (_, end) in list(times.items()):
         send = schedule.send_of(action)
@@ -42,8 +38,7 @@ def _computations(schedule: Schedule, costs: Costs) -> dict[Action, Interval]:
 
 def _blocking(schedule: Schedule, costs: Costs) -> dict[Action, Interval]:
     """Simulates ranks that post adjacent transfers together and wait until the last of these transfers ends. A transfer
-    begins when its sender and its receiver have posted the transfer. A computation waits for its inputs. No action
-    transfers the inputs and the results of vocabulary passes."""
+    begins when both of its ranks have posted the transfer."""
     steps = [_steps(schedule, actions) for actions in schedule.actions]
     duration = costs.durations(schedule.stages, schedule.microbatches)
     awaited: list[list[Action]] = [[] for _ in steps]  # actions that each rank waits for
@@ -104,7 +99,6 @@ def _steps(schedule: Schedule, actions: Iterable[Action]) -> Iterator[tuple[list
 
 
 def makespan(schedule: Schedule, costs: Costs) -> float:
-    """Returns the makespan of the timeline of `simulate` without making the whole timeline. Raises the errors of
-    `simulate`."""
+    """Returns the time when the timeline of `simulate` ends, 0 for a schedule without actions."""
     times = (_blocking if costs.blocking else _computations)(schedule, costs)
-    return max(end for _, end in times.values())
+    return max((end for _, end in times.values()), default=0.0)

@@ -1,9 +1,6 @@
-"""Holds the stages of a model that are on one rank, and runs their passes. Without a pipeline there is one stage, and a step
-alternates forward and backward passes.
+"""Holds the stages of a model that are on one rank, and runs their passes.
 
-A stage's output is the residual stream and, in a model with experts, the router statistics of all blocks so far. Router
-losses depend on sums over all layers. Therefore only the last stage computes the router losses, and their gradients
-flow back through the earlier stages.
+A stage's output is the residual stream and, in a model with experts, the router statistics of all blocks so far.
 
 Legend: B sequences, S positions, T rows and H columns of the residual stream, N selected tokens, V vocabulary, E
 experts.
@@ -30,32 +27,31 @@ from optimus.pipeline.vocabulary import VocabularyLinks, VocabularyPasses
 
 
 class Objective(Protocol):
-    """The objective that a step minimises: a function of the losses of a microbatch."""
+    """The objective that a step minimises."""
 
-    count: float  # the divisor of the sum of a microbatch's cross-entropies
-    scale: float  # the gradient of the minimised value with respect to the cross-entropy
+    count: float  # the loss of a microbatch is the sum of the cross-entropies / count
+    scale: float  # the gradient of the minimised value with respect to the loss
 
     @property
     def add_rows(self) -> Callable[[Batch, Tensor, Tensor], None] | None:
-        """A callback with the arguments (microbatch, targets of the microbatch, cross-entropy of each target); None: no
-        callback."""
+        """An optional callback with the arguments (microbatch, targets of the microbatch, cross-entropy of each
+        target)."""
 
     def __call__(self, losses: Losses) -> tuple[Tensor, Tensor]:
         """Returns the value to minimise for a microbatch, and the value to report."""
 
 
 class Gradients(Protocol):
-    """The receiver of the gradients of this rank's stages, for example a `ModelState`.
+    """The receiver of the gradients of this rank's stages.
 
-    The parameters of a vocabulary that is split over the pipeline belong to no stage and have the stage number -1.
+    The parameters of a vocabulary that is split over the pipeline have the stage number -1.
     """
 
     def backward(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Encloses the backward pass of a microbatch through a stage, or a part of that pass; with `stage` -1, any
-        vocabulary pass."""
+        """Encloses a backward pass of a stage, or a part of the pass; stage -1 stands for any vocabulary pass."""
 
     def reduce_on_arrival(self, stage: int) -> None:
-        """Announces that the next backward pass, which is not split, is the last one of the stage."""
+        """Announces that the next backward pass is the last one of the stage."""
 
     def start_reduction(self, stage: int) -> None:
         """Starts the reduction after the stage's last backward pass."""
@@ -66,9 +62,8 @@ class StagePartition(NamedTuple):
 
     blocks: Sequence[range]
     local_stages: Sequence[int]
-    vocabulary: bool = False  # True if every rank has a shard of the vocabulary, whose parameters have the stage -1
-    # The first stage with trained parameters, whose input needs no gradient; -1 if a split embedding is trained.
-    trained_from: int = -1
+    vocabulary: bool = False  # True if every rank has a shard of the vocabulary
+    trained_from: int = -1  # the first stage with trained parameters; -1 if a split embedding is trained
     names: PartNames = PartNames()
 
     @property
@@ -89,26 +84,23 @@ class StagePartition(NamedTuple):
         return 0 if self.names.is_before(name) else len(self.blocks) - 1
 
     def first_of(self, names: Iterable[str]) -> int:
-        """Returns the first stage that computes with any of these parameters; -1 stands for a split embedding."""
+        """Returns the first stage that computes with any of these parameters, or -1 for a split embedding."""
         last = len(self.blocks) - 1
         return min(last if self.names.in_head(name) else self.stage_of(name) for name in names)
 
     def keeps(self, name: str, tied: bool) -> bool:
-        """True if this rank has a parameter: in a stage on the rank, in the rank's shard of a split vocabulary, or as
-        the embedding `tied` to the rank's output layer."""
+        """True if this rank has a parameter; with `tied`, the last stage's rank also has the embedding."""
         return self.stage_of(name) in (-1, *self.local_stages) or (
             tied and self.has_last and self.names.in_embedding(name)
         )
 
     def local_stage_of(self, name: str) -> int:
-        """Returns the stage of this rank that holds a parameter: for a tied embedding the first or the last stage, for
-        a split vocabulary -1."""
+        """Returns this rank's stage of a parameter, or -1 for a split vocabulary. The rank must have the parameter."""
         stage = self.stage_of(name)
         return stage if stage in (-1, *self.local_stages) else len(self.blocks) - 1
 
 
 def _select(model: CausalModel, partition: StagePartition) -> None:
-    """Removes from `model` the parameters that this rank does not use; the remaining parameters keep their names."""
     tied, first, last = model.config.tie_embeddings, partition.has_first, partition.has_last
     model.keep(
         {i for stage in partition.local_stages for i in partition.blocks[stage]},
@@ -123,11 +115,11 @@ class PipelineStages(nn.Module):
     """The stages of `model` on this rank. The constructor removes from `model` the parameters that this rank does not
     use.
 
-    `share` gives the numbers of parts into which the ranks split rows and columns of the residual stream. The residual
-    stream has type `dtype`. `execute` (made by `training/stages.py`) runs a `ForwardWork` for a number of microbatches,
-    with or without backward passes. `pipeline` is the group of the pipeline's ranks, and `last` is the group's rank
-    with the last stage. `at_tokens` pads sequences to a multiple of `multiple` tokens. `links` is None unless every
-    rank has a shard of the vocabulary.
+    The ranks split the rows of the residual stream into `share[0]` parts, and the columns into `share[1]` parts. The
+    residual stream has type `dtype`. `execute` runs a `ForwardWork` for a number of microbatches, with or without
+    backward passes. `pipeline` is the group of the pipeline's ranks, and `last` is the group's rank with the last
+    stage. `at_tokens` pads sequences to a multiple of `multiple` tokens. `links` is None unless every rank has a shard
+    of the vocabulary.
     """
 
     def __init__(
@@ -148,7 +140,7 @@ class PipelineStages(nn.Module):
         self.partition, self.share, self.dtype = partition, share, dtype
         self.execute, self.pipeline, self.last, self.multiple, self.links = execute, pipeline, last, multiple, links
         self.trace: list[Executed] = []  # trace of the last step
-        # Maps (microbatch, positions) to a teacher's soft targets for these tokens, on the last stage's rank.
+        # Maps (microbatch, positions) to a teacher's soft targets.
         self.teacher: Callable[[Batch, Tensor], SoftTargets] | None = None
         end = len(partition.blocks) - 1
         self.stages = {
@@ -162,12 +154,10 @@ class PipelineStages(nn.Module):
         return self.model.config
 
     def at_tokens(self, tokens_BS: Tensor, at_N: Tensor, find: Callable[[Tensor], Tensor]) -> Tensor:
-        """Returns on every rank the result of `CausalModel.at_tokens` for the whole model. The result of `find` must be
-        fp32 [N, 2]. All ranks must call this method.
+        """Returns on every rank the result of `CausalModel.at_tokens` for the whole model. All ranks must call this
+        method.
 
-        The rank with the last stage computes the values and broadcasts them. If every rank has a shard of the output
-        layer, the rank with the last stage broadcasts the tokens' hidden states instead, and every rank computes the
-        values.
+        The result of `find` must be fp32 [N, 2].
         """
         model, length = self.model, tokens_BS.shape[1]
         model.check_length(length)
@@ -187,22 +177,22 @@ class PipelineStages(nn.Module):
         return found_N2
 
     def head(self, x: Tensor) -> Tensor:
-        """Returns logits [N, V] of the whole model from hidden states [N, H], for `at_tokens`."""
+        """Returns logits [N, V] from hidden states [N, H]."""
         return cast(Tensor, self.model.predict(x))
 
     def train_microbatches(
         self, microbatches: Sequence[Batch], objective: Objective, gradients: Gradients
     ) -> list[Tensor]:
-        """Runs the forward and backward passes of a step; returns, on the last stage's rank, the value that `objective`
-        reports for each microbatch."""
+        """Runs the forward and backward passes of a step. Returns the reported value of each microbatch on the last
+        stage's rank, and an empty list on other ranks."""
         work = _Training(self, microbatches, objective, gradients)
         self.trace = self.execute(work, len(microbatches), True)
         work.finish()
         return work.reported
 
     def router_statistics(self, microbatches: Sequence[Batch]) -> list[RouterStats]:
-        """Runs forward passes only; returns, on the last stage's rank, the router statistics of each microbatch, summed over
-        all layers."""
+        """Runs forward passes. Returns the router statistics of each microbatch, summed over all layers, on the last
+        stage's rank, and an empty list on other ranks."""
         found: list[RouterStats | None] = []
         self._run_forward(microbatches, lambda _x_TH, stats: found.append(stats))
         return [stats for stats in found if stats is not None]
@@ -214,17 +204,13 @@ class PipelineStages(nn.Module):
         *,
         all_positions: bool = False,
     ) -> None:
-        """Runs forward passes alone; `end` receives the output of the last stage.
-
-        With `all_positions`, every rank computes all positions.
-        """
         work = _Forward(self, microbatches, end, all_positions=all_positions)
         self.execute(work, len(microbatches), False)
         work.finish()
 
 
 class _Forward:
-    """The `ForwardWork` of `microbatches` in the stages `staged`."""
+    """The `ForwardWork` of `microbatches`."""
 
     def __init__(
         self,
@@ -239,9 +225,9 @@ class _Forward:
     ) -> None:
         self._staged, self._microbatches, self._end = staged, microbatches, end
         self._last_stage, self._trains = len(staged.partition.blocks) - 1, trains
-        self._choices = sum(staged.config.expert_counts)  # length of the vectors in the router statistics
+        self._choices = sum(staged.config.expert_counts)  # length of `RouterStats.counts_E`
         self._all_positions = all_positions
-        # Positions by number of sequences. For a microbatch with documents, `_run` finds the positions each time.
+        # Results of `_find` by number of sequences. For microbatches with documents, `_run` calls `_find` again.
         self._lying = {len(each.tokens_BS): self._find(each) for each in microbatches}
         self._vocabulary: VocabularyPasses | None = None
         if staged.links is not None:
@@ -251,7 +237,6 @@ class _Forward:
             )
 
     def _find(self, batch: Batch) -> tuple[Tensor, Any]:
-        """Returns the positions of the batch's sequences on this rank, as a tensor and as the stages need them."""
         model = self._staged.model
         return model.full_positions(batch.tokens_BS) if self._all_positions else model.local_positions(batch)
 
@@ -277,14 +262,13 @@ class _Forward:
         x_TH, stats = self._staged.stages[stage](batch, positions_S, positions, x_TH, stats)
         if stage == self._last_stage:
             return self._finish_stages(microbatch, x_TH, stats)
-        if stats is None and self._choices:  # all blocks so far are dense
+        if stats is None and self._choices:
             wide = compute_dtype(x_TH.dtype)
             return x_TH, x_TH.new_zeros(2 * self._choices + 1, dtype=wide, requires_grad=True)
         return (x_TH,) if stats is None else (x_TH, _stats_vector(stats))
 
     def _finish_stages(self, microbatch: int, x_TH: Tensor, stats: RouterStats | None) -> Message | None:
-        """Processes the output of the last stage; returns the tensors at which the backward pass begins, or None
-        without a backward pass."""
+        """Processes the output of the last stage; returns the tensors at which the backward pass begins, if any."""
         assert self._end is not None
         self._end(x_TH, stats)
         return None
@@ -294,7 +278,7 @@ class _Forward:
         self._vocabulary.run(kind, microbatch)
 
     def finish(self) -> None:
-        """Waits for running transfers of vocabulary passes at the end of a step."""
+        """Waits for running transfers of vocabulary passes."""
         if self._vocabulary is not None:
             self._vocabulary.finish()
 
@@ -317,9 +301,8 @@ class _Training(_Forward):
         self._objective, self._gradients = objective, gradients
         self._saved: dict[tuple[int, int], tuple[Message | None, Message]] = {}
         self._deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
-        # Number of remaining backward passes, by stage.
         self._remaining = dict.fromkeys(staged.partition.local_stages, len(microbatches))
-        # With a split vocabulary: the router statistics of each microbatch until the microbatch's backward pass.
+        # With a split vocabulary: the router statistics, by microbatch.
         self._router: dict[int, RouterStats | None] = {}
         self.reported: list[Tensor] = []
 
@@ -352,7 +335,7 @@ class _Training(_Forward):
     def backward(self, stage: int, microbatch: int, received: Message | None, defer: bool) -> Message | None:
         given, made = self._saved.pop((stage, microbatch))
         grads: Sequence[Tensor | None] = received or (None,)
-        if stage == self._last_stage and self._vocabulary is not None:  # backward from the output and the router losses
+        if stage == self._last_stage and self._vocabulary is not None:
             target_T, rows_T, x_grad_TH = self._vocabulary.output_gradient(microbatch)
             if self._objective.add_rows is not None:
                 self._objective.add_rows(self._microbatches[microbatch], target_T, rows_T)
@@ -378,7 +361,7 @@ class _Training(_Forward):
         return gradients
 
     def vocabulary(self, kind: Kind, microbatch: int) -> None:
-        with self._gradients.backward(-1, microbatch):  # this rank's shard of the vocabulary has the stage -1
+        with self._gradients.backward(-1, microbatch):
             super().vocabulary(kind, microbatch)
         if kind is Kind.EMBED_BACKWARD and microbatch == len(self._microbatches) - 1:
             self._gradients.start_reduction(-1)
@@ -390,7 +373,6 @@ class _Training(_Forward):
         self._count(stage)
 
     def _count(self, stage: int) -> None:
-        """Counts a complete backward pass of the stage; starts the reduction after the last one."""
         self._remaining[stage] -= 1
         if not self._remaining[stage]:
             self._gradients.start_reduction(stage)
@@ -406,8 +388,8 @@ def _stats_from(vector: Tensor, tokens: int) -> RouterStats:
 
 
 def _backward(made: Message, grads: Sequence[Tensor | None]) -> None:
-    """Runs the backward pass from the tensors of `made` that require a gradient, if there are any; a frozen stage may
-    have none."""
+    """Runs the backward pass from the tensors of `made` that require a gradient. A frozen stage may have no such
+    tensor."""
     needing = [(tensor, grad) for tensor, grad in zip(made, grads, strict=True) if tensor.requires_grad]
     if needing:
         tensors, gradients = zip(*needing)

@@ -28,8 +28,8 @@ class Weights(NamedTuple):
 def divide(time: Weights, stages: int, memory: Weights | None = None) -> list[range]:
     """Returns the blocks of each stage, in order, so that the time of the slowest stage is minimal up to rounding.
 
-    Among the partitions with such a time, the result minimises the largest memory of a stage up to rounding, and then
-    the sum of squared times. Every stage has at least one block.
+    Among such partitions, the result minimises the largest `memory` of a stage, if given, up to rounding. Among the
+    remaining partitions, the result minimises the sum of squared times.
 
     Raises:
         UserError: there are fewer blocks than stages.
@@ -44,15 +44,16 @@ def divide(time: Weights, stages: int, memory: Weights | None = None) -> list[ra
     held = taken if memory is None else _sums(memory, stages)
 
     def within(limit: float, cost: Callable[[int, int, int], float]) -> float:
-        """Returns the minimum, over partitions whose stages take at most the time `limit`, of the largest `cost` of a
-        stage, plus a tolerance."""
+        """Returns the largest `cost` of a stage, times `_MORE`, in the partition that minimises the largest cost.
+
+        No stage may take more than `limit`.
+        """
         return (
             _MORE
             * _search(blocks, stages, lambda *stage: (cost(*stage) if taken(*stage) <= limit else inf, 0.0)).largest
         )
 
-    # An upper bound of the least time of the slowest stage, which prunes the search.
-    rough = _MORE * max(taken(*stage) for stage in _even(time.blocks, stages))
+    rough = _MORE * max(taken(*stage) for stage in _even(time.blocks, stages))  # an upper bound; prunes the search
     longest = within(rough, taken)
     fullest = within(longest, held)
 
@@ -74,21 +75,18 @@ def _even(weights: Sequence[float], stages: int) -> list[tuple[int, int, int]]:
 
 
 def _sums(weights: Weights, stages: int) -> Callable[[int, int, int], float]:
-    """Returns a function of (stage, start, end) that sums the weights of a stage with the blocks `start` to `end - 1`."""
     sums = list(accumulate(weights.blocks, initial=0.0))
     besides = {0: weights.first} | {stages - 1: weights.last + (weights.first if stages == 1 else 0.0)}
     return lambda stage, start, end: sums[end] - sums[start] + besides.get(stage, 0.0)
 
 
 def _search(blocks: int, stages: int, cost: Callable[[int, int, int], tuple[float, float]]) -> _Split:
-    """Returns a partition whose largest cost is minimal.
+    """Returns a partition whose largest cost is minimal; if all finite costs are equal, the sum of terms is too.
 
-    For each stage and end, the search keeps the best partition of the blocks before the end. The best partition has the
-    smallest largest cost, and among equal costs the smallest sum. `cost(stage, start, end)` returns a pair for a
-    stage with the blocks `start` to `end` - 1. The first element is the cost: it does not fall with more blocks, and
-    is infinite for forbidden blocks. The second element is the term of the sum.
+    `cost(stage, start, end)` returns (cost, term) for a stage with the blocks `start` to `end` - 1. The cost must not
+    fall with more blocks, and is infinite for a forbidden stage.
     """
-    ends = [blocks]  # for each stage, the earliest end for which the later stages can have the remaining blocks
+    ends = [blocks]  # for each stage, the earliest possible end
     for stage in range(stages - 1, 0, -1):
         starts = range(stage, ends[0])
         ends.insert(0, starts[bisect_left(starts, True, key=lambda start: cost(stage, start, ends[0])[0] < inf)])
@@ -104,7 +102,7 @@ def _search(blocks: int, stages: int, cost: Callable[[int, int, int], tuple[floa
                     continue
                 own, summed = cost(stage, start, end)
                 if own == inf or (chosen is not None and own > chosen.largest):
-                    break  # a stage with more blocks costs at least the same
+                    break  # a stage with more blocks costs at least as much
                 least = max(before.largest, own), before.summed + summed
                 if chosen is None or (*least, before.ends) < (chosen.largest, chosen.summed, chosen.ends[:-1]):
                     chosen = _Split(*least, (*before.ends, end))

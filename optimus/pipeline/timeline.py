@@ -1,4 +1,4 @@
-"""Describes the simulated or measured timeline of a pipeline: start and end of actions, and metrics."""
+"""Describes, writes and reads simulated and measured timelines of a pipeline."""
 
 import math
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The events of one step. Transfers may be missing; a send and its receive have the times of the message."""
+    """The events of one step. A simulated send and its receive have the times of the message."""
 
     ranks: int
     events: tuple[Event, ...]
@@ -56,7 +56,7 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """The time at which the last event ends; the first event begins at zero."""
+        """The time at which the last event ends."""
         return max((event.end for event in self.events), default=0.0)
 
     @property
@@ -66,36 +66,37 @@ class Timeline:
 
     @property
     def bubbles(self) -> list[float]:
-        """The bubble of each rank: idle time divided by computing time, where idle time is the makespan minus the computing
-        time. The bubble of a rank without computing time is infinite."""
+        """The bubble of each rank: (makespan - computing time) / computing time; infinite without computing time."""
         return [(self.makespan - busy) / busy if busy else float("inf") for busy in self.busy]
 
     @property
     def bubble(self) -> float:
-        """The idle time of all ranks divided by their computing time, as in the literature."""
+        """The idle time of all ranks divided by their computing time; infinite without computing time."""
         busy = sum(self.busy)
         return (self.ranks * self.makespan - busy) / busy if busy else float("inf")
 
     @property
     def peak_activations(self) -> list[int]:
-        """The peak number of live activations of each rank, counted by `schedule.live_changes`."""
+        """The peak number of live activations of each rank, in activations of one microbatch on one stage."""
         return [
             max(accumulate(change for _, change in live_changes(events)), default=0) for events in self.computations
         ]
 
 
 def write_timeline(path: Path, timeline: Timeline, simulated: Timeline | None = None) -> None:
-    """Writes a timeline for `read_timeline`: `{"ranks": n, "events": [[rank, kind, stage, microbatch, start, end], ...]}`.
+    """Writes `{"ranks": n, "events": [[rank, kind, stage, microbatch, start, end], ...]}`.
 
-    With `simulated`, the file also has the events of the simulated timeline under the key "simulated".
+    The events of `simulated`, if given, are under the key `simulated`.
     """
     beside = {} if simulated is None else {"simulated": simulated.events}
     write_json(path, {"ranks": timeline.ranks, "events": timeline.events, **beside})
 
 
 def read_timeline(path: Path) -> Timeline:
-    """Reads a timeline, for example of a measured run. Raises `UserError` when the file cannot be read or contains no
-    valid timeline."""
+    """Reads a timeline, without its simulated events.
+
+    Raises `UserError` when the file cannot be read or contains no valid timeline.
+    """
     path = user_path(path)
     try:
         content = parse_json(path.read_text(encoding="utf-8"))

@@ -1,10 +1,9 @@
 """Runs the embedding and the output layer of a pipeline whose ranks all have a shard of the vocabulary.
 
-Source: Balancing Pipeline Parallelism with Vocabulary Parallelism, Yeung et al. 2024, algorithm 1. Sends, reduces and
-all-gathers overlap with computations between the vocabulary passes; receives block.
+Source: Balancing Pipeline Parallelism with Vocabulary Parallelism, Yeung et al. 2024, algorithm 1.
 
-Legend: T rows and H columns of the residual stream, V tokens of this rank's shard of the vocabulary, P shards of the
-vocabulary, B sequences, S positions.
+Legend: T rows and H columns of the residual stream, V tokens in this rank's vocabulary shard, P vocabulary shards,
+B sequences, S positions.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,27 +21,27 @@ from optimus.pipeline.schedule import Kind, Schedule
 
 
 class VocabularyLinks(NamedTuple):
-    """The groups for vocabulary transfers between the ranks of a pipeline.
+    """The groups for vocabulary transfers, and the pipeline ranks with the first and the last stage.
 
     Each kind of transfer has a separate group, because the order of the transfers differs from rank to rank.
     """
 
-    first: int  # the pipeline rank with the first stage
-    last: int  # the pipeline rank with the last stage
-    outputs: Group  # for the outputs of the last stage
+    first: int
+    last: int
+    outputs: Group
     output_gradients: Group
     embeddings: Group
     embedding_gradients: Group
-    normalisers: Group  # for softmax normalisers: all ranks that together have the whole vocabulary
+    normalisers: Group  # all ranks that together have the whole vocabulary
 
     @classmethod
     def along(cls, groups: Groups, placement: Schedule) -> "VocabularyLinks":
-        """Makes the groups; all ranks must call this method. `placement` maps stages to ranks."""
+        """Claims unshared groups; all ranks must call this method."""
         ends = placement.rank_of(0), placement.rank_of(placement.stages - 1)
         return cls(*ends, *groups.apart(4, "pp"), *groups.apart(1, "pp", "tp_out"))
 
     def connect(self, device: torch.device) -> None:
-        """Connects the links on which one rank sends to all other ranks (`Group.connect`)."""
+        """Connects the links on which one rank sends to all other ranks."""
         for group, source in (self.outputs, self.last), (self.embedding_gradients, self.first):
             group.connect([(source, rank) for rank in range(group.size) if rank != source], device)
 
@@ -51,16 +50,15 @@ class _Logits(NamedTuple):
     x_TH: Tensor
     edge: GradientEdge
     softmax: PartialSoftmax
-    all_P2T: Tensor  # normalisers and chosen logits of all shards
+    all_P2T: Tensor  # each shard's log-sum-exp, and the target's logit or 0 (see `PartialSoftmax`)
     gathering: Handle
 
 
 class VocabularyPasses:
-    """The vocabulary passes of a rank in one step.
+    """The vocabulary passes of a rank for `microbatches`.
 
-    `positions_S` are the sequence positions on this rank. `receive_buffer` returns an uninitialised tensor with the shape of
-    a stage's output for a microbatch. The gradient of the loss is the gradient of the summed cross-entropy times
-    `scale` / `count`.
+    `positions_S` are the sequence positions on this rank. `receive_buffer` returns an uninitialised tensor [T, H] for
+    a microbatch. The passes compute the gradient of the summed cross-entropy times `scale` / `count`.
     """
 
     def __init__(
@@ -74,7 +72,8 @@ class VocabularyPasses:
         scale: float,
         trains: bool,
     ) -> None:
-        self._links, self._model, self._microbatches = links, cast(Any, model), microbatches  # has a unit `embed`
+        # `CausalModel` does not declare the unit `embed`.
+        self._links, self._model, self._microbatches = links, cast(Any, model), microbatches
         self._receive_buffer, self._count, self._scale, self._trains = receive_buffer, count, scale, trains
         self._rank = links.outputs.rank
         self._positions_S = positions_S
@@ -83,7 +82,7 @@ class VocabularyPasses:
         self._outputs: dict[int, Tensor] = {}  # on the last stage's rank
         self._logits: dict[int, _Logits] = {}
         self._losses: dict[int, tuple[Tensor, Tensor]] = {}  # on the last stage's rank
-        self._under_way: dict[tuple[str, int], tuple[Tensor, Handle]] = {}  # running transfers, by name and microbatch
+        self._under_way: dict[tuple[str, int], tuple[Tensor, Handle]] = {}  # running transfers
 
     def run(self, kind: Kind, microbatch: int) -> None:
         """Runs one vocabulary pass of a microbatch."""
@@ -91,28 +90,29 @@ class VocabularyPasses:
         passes.get(kind, self._embed_backward)(microbatch)
 
     def embedded(self, microbatch: int) -> Tensor:
-        """Waits for the input of the first stage [T, H] and returns it, on the first stage's rank."""
+        """Waits for the first stage's input, and returns this input [T, H]. Only the first stage's rank may call this
+        method."""
         x_TH, handle = self._under_way.pop(("embedding", microbatch))
         handle.wait()
         return x_TH
 
     def send_output(self, microbatch: int, x_TH: Tensor) -> None:
-        """Begins to send the normalised output of the last stage to all other ranks; only the last stage's rank calls this
-        method."""
+        """Begins to send the output of the last stage to all other ranks."""
         self._outputs[microbatch] = x_TH
         self._give(x_TH, self._links.outputs, "output", microbatch)
 
     def output_gradient(self, microbatch: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Waits for the gradient of the sent output; returns (targets [T], their cross-entropies [T], gradient [T, H]), on
-        the last stage's rank."""
+        """Waits for the gradient of the sent output; returns (targets [T], their cross-entropies [T], gradient [T, H]).
+
+        Only the last stage's rank may call this method.
+        """
         x_grad_TH, handle = self._under_way.pop(("output gradient", microbatch))
         handle.wait()
         self._finish("output", microbatch)  # the gradient proves that all ranks have received the output
         return *self._losses.pop(microbatch), x_grad_TH
 
     def send_input_gradient(self, microbatch: int, x_grad_TH: Tensor) -> None:
-        """Begins to send the gradient of the first stage's input to all other ranks; only the first stage's rank calls this
-        method."""
+        """Begins to send the gradient of the first stage's input to all other ranks."""
         self._input_gradients[microbatch] = x_grad_TH
         self._give(x_grad_TH, self._links.embedding_gradients, "gradient of the embeddings", microbatch)
 
@@ -162,7 +162,7 @@ class VocabularyPasses:
     def _embed_backward(self, microbatch: int) -> None:
         group, what = self._links.embedding_gradients, "gradient of the embeddings"
         x_grad_TH = self._receive(self._input_gradients, group, self._links.first, what, microbatch)
-        # The received gradient depends on this rank's embedding and output gradient, so their transfers have ended.
+        # `x_grad_TH` depends on this rank's embedding and output gradient, so their transfers have ended.
         for what in ("embedding", "output gradient"):
             self._finish(what, microbatch)
         edge = self._embedding_edges.pop(microbatch, None)
@@ -190,8 +190,8 @@ class VocabularyPasses:
     def _receive(
         self, local_tensors: dict[int, Tensor], group: Group, source: int, what: str, microbatch: int
     ) -> Tensor:
-        """Receives the next tensor that rank `source` of `group` sends to all other ranks; on `source` itself, returns the
-        microbatch's tensor from `local_tensors`."""
+        """Receives the next tensor from rank `source` of `group`; on `source` itself, returns the microbatch's tensor
+        from `local_tensors`."""
         if self._rank == source:
             return local_tensors.pop(microbatch)
         tensor = self._receive_buffer(microbatch)
@@ -200,10 +200,8 @@ class VocabularyPasses:
         return tensor
 
     def _finish(self, what: str, microbatch: int) -> None:
-        """Waits for this rank's transfer `what` of a microbatch, if any, and frees the tensor.
-
-        The caller must know that the receivers have the tensor; an earlier wait could deadlock.
-        """
+        """Waits for this rank's transfer `what` of a microbatch, if any. The caller must know that the receivers have
+        the tensor; an earlier wait could deadlock."""
         _, handle = self._under_way.pop((what, microbatch), (None, None))
         if handle is not None:
             handle.wait()

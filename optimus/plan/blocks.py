@@ -1,8 +1,7 @@
-"""Lists the matmuls of a model's blocks, from the parameter declarations in the model's modules.
+"""Builds one block of each kind on the meta device, and lists its matmuls from the parameter declarations.
 
-Blocks with the same number of experts and the same attention window are of one kind (`ModelConfig.alike`). The index of
-the kind's first layer identifies the kind.
-`examples` builds one block of each kind on the meta device.
+Layers with the same entry in `alike` are of one kind. The entry, the index of the kind's first layer, identifies the
+kind.
 """
 
 import math
@@ -22,12 +21,14 @@ from optimus.model.units import units_of
 from optimus.parallel.layouts import RULES
 
 Over = Literal["outputs", "inputs", "nothing"]
-_DIVIDING = ("tp_out", "etp")  # mesh axes that divide a projection's outputs or inputs
+_DIVIDING = ("tp_out", "etp")  # the mesh axes of `Projection.over`
 
 
 class Projection(NamedTuple):
-    """A weight matrix, or several matrices that one matmul multiplies by the same input. `over` is the side that
-    `tp_out` (in experts, `etp`) divides."""
+    """A weight matrix, or several matrices that one matmul multiplies by the same input.
+
+    `over` is the side that `tp_out` divides or, in a routed expert, `etp`.
+    """
 
     inputs: int
     outputs: int
@@ -35,9 +36,9 @@ class Projection(NamedTuple):
 
 
 class BlockModules(NamedTuple):
-    """The projections of a block, and the number of the block's norms of the residual stream.
+    """The projections of a block, and the number of norms outside attention.
 
-    `dense` are the projections of the feed-forward layer, or of the shared expert. `expert` are the projections of each
+    `dense` has the projections of the feed-forward layer or of the shared experts; `expert` has the projections of one
     routed expert.
     """
 
@@ -51,8 +52,10 @@ Factors = tuple[tuple[str, int], ...]  # for each projection with low-rank facto
 
 
 class Examples(NamedTuple):
-    """A model on the meta device with parameters of one block of each kind. `layers` are the first layers of the kinds, by
-    the number of the block in `model`."""
+    """A model on the meta device, with parameters in one block of each kind and in all modules outside the blocks.
+
+    `layers` maps the number of a block in `model` to the first layer of the block's kind.
+    """
 
     model: CausalModel
     layers: Mapping[int, int]
@@ -60,10 +63,7 @@ class Examples(NamedTuple):
 
 @lru_cache(maxsize=256)
 def examples(model: Architecture, factors: Factors = ()) -> Examples:
-    """Returns the examples of the blocks of `model`.
-
-    If `factors` names a projection of `model`, the corresponding projection of the returned model has low-rank factors.
-    """
+    """Returns the `Examples` of `model`. A projection in `factors` gets low-rank factors in the block of its kind."""
     kinds = sorted(set(model.alike))
     with torch.device("meta"):
         made = causal_model(model, layers=kinds)
@@ -77,8 +77,6 @@ def examples(model: Architecture, factors: Factors = ()) -> Examples:
 
 
 def _example_name(model: Architecture, numbers: Mapping[int, int], name: str) -> str:
-    """Returns the name of the module or parameter in `examples` that represents `name` of one of the library's own
-    models."""
     if (block := model.parts.block_of(name)) is None:
         return name
     before = f"{model.parts.blocks}."
@@ -87,7 +85,7 @@ def _example_name(model: Architecture, numbers: Mapping[int, int], name: str) ->
 
 @lru_cache(maxsize=256)
 def blocks_of(model: ModelConfig) -> Mapping[int, BlockModules]:
-    """Returns the modules of each kind of block in `model`, by the first layer of the kind."""
+    """Maps the first layer of each kind to the `BlockModules` of the kind."""
     made, layers = examples(model)
     return {layer: _block(made.blocks[number]) for number, layer in layers.items()}
 
@@ -100,7 +98,7 @@ def _block(block: nn.Module) -> BlockModules:
         sizes = dict(zip(declared.dims, block.get_parameter(name).shape))
         own = expert if sizes.pop("experts", 0) else attention if name.startswith("attention.") else dense
         projection = _projection(sizes)
-        if own and projection[::2] == own[-1][::2]:  # projections of the same input: one matmul
+        if own and projection[::2] == own[-1][::2]:  # assumes the same input, so one matmul
             projection = projection._replace(outputs=projection.outputs + own.pop().outputs)
         own.append(projection)
     norms = sum(kind == "norm" for unit in units_of(block) for kind, _ in unit.steps)
@@ -108,7 +106,6 @@ def _block(block: nn.Module) -> BlockModules:
 
 
 def _projection(sizes: dict[Dim, int]) -> Projection:
-    """Returns the projection of a matrix with these dims; the last dim is the projection's inputs."""
     *outputs, inputs = sizes
     divided = [dim for dim in sizes if RULES.get(dim) in _DIVIDING]
     over: Over = "inputs" if inputs in divided else "outputs" if divided else "nothing"

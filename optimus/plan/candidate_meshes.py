@@ -1,12 +1,7 @@
 """Lists the candidate layouts, each with a lower bound of its step time.
 
-The list leaves out:
-- tensor-parallel groups that do not divide a node evenly;
-- groups of expert and expert-tensor parallelism that neither divide a node evenly nor fill whole nodes;
-- dominated schedules (`ScheduleRow.dominated`);
-- microbatch sizes other than 1, 2, 4, 8 and 16 sequences;
-- context-parallel parts of fewer than 512 tokens;
-- more than four stages per rank, for schedules that allow any number of stages.
+The list leaves out dominated schedules (`ScheduleRow.dominated`), context-parallel parts of fewer than 512 tokens, and
+tensor- and expert-parallel groups that do not fit nodes evenly.
 """
 
 import math
@@ -24,23 +19,23 @@ from optimus.plan.job import Job
 from optimus.plan.rank_costs import Passes, RankCosts
 from optimus.plan.step import stage_sizes
 
-_SMALLEST_PART = 512  # minimum number of tokens of a sequence on a context-parallel rank
+_SMALLEST_PART = 512  # tokens
 _MICROBATCHES = (1, 2, 4, 8, 16)
 _MOST_STAGES_PER_RANK = 4
 
 
 class BlockTiming(NamedTuple):
-    """A division of a block over ranks, and the seconds of a microbatch in a block, the output layer and the embedding."""
+    """Seconds of one microbatch in a block, in the output layer and in the embedding, for one sharding."""
 
-    work: RankCosts  # costs of a job with one stage and as few replicas as possible
-    block: float  # forward and backward pass of the fastest kind of block
-    forward: float  # forward pass of the kind with the fastest forward pass, without collectives
+    work: RankCosts  # costs of a job with one stage
+    block: float  # forward and backward pass of the fastest block
+    forward: float  # fastest forward pass of a block, without collectives
     head: float
     embedding: float
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of the job in `work`."""
+        """The mesh with one stage and the fewest data-parallel ranks."""
         return self.work.job.mesh
 
     @property
@@ -50,7 +45,10 @@ class BlockTiming(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A division of a block, with a pipeline and a number of replicas. A step takes at least `bound` seconds."""
+    """A sharding of blocks, with a pipeline and a number of data-parallel ranks.
+
+    A step takes at least `bound` seconds.
+    """
 
     bound: float
     timing: BlockTiming
@@ -62,7 +60,7 @@ class Candidate(NamedTuple):
 
     @property
     def job(self) -> Job:
-        """The candidate's job. Sharding of the state and recomputation come from the job passed to `candidates`."""
+        """The job with the mesh and the schedule of this candidate."""
         mesh = replace(self.timing.mesh, pp=self.pp, dp=self.dp)
         order = {"schedule": self.schedule, "stages_per_rank": self.stages_per_rank}
         return self.timing.work.job.changed(mesh, parallel=order)
@@ -90,7 +88,7 @@ def candidates(job: Job) -> Iterator[Candidate]:
 
 
 def _timings(job: Job) -> Iterator[BlockTiming]:
-    """Yields timings for the divisions of a block that the model, the batch and the node allow."""
+    """Yields a timing for each micro-batch size and sharding that the model, the batch and the node allow."""
     model, ranks = job.model, job.mesh.size
     node, known = min(ranks, job.machine.ranks_per_node), dict[Any, Any]()
     undivided = bool(job.teachers)  # distillation compares whole logits, which tensor parallelism would divide
@@ -106,8 +104,10 @@ def _timings(job: Job) -> Iterator[BlockTiming]:
 
 
 def _parts(job: Job, out: int, cp: int) -> bool:
-    """True if `cp` ranks can divide the sequences evenly. Two or more ranks need parts of at least `_SMALLEST_PART`
-    tokens. A ring needs two pieces per rank; Ulysses also divides the heads."""
+    """True if `cp` ranks can divide the sequences, and with Ulysses also the heads, evenly.
+
+    With several ranks, a rank must get at least `_SMALLEST_PART` tokens of the longest sequences.
+    """
     length, ulysses = job.common_length, job.parallel.context_method == "ulysses"
     pieces = cp if ulysses or cp == 1 else 2 * cp
     heads = job.model.kv_heads // out % cp == 0 or not ulysses
@@ -115,7 +115,6 @@ def _parts(job: Job, out: int, cp: int) -> bool:
 
 
 def _divides(model: Architecture, out: int, inner: int) -> bool:
-    """True if a model allows a tensor-parallel grid of `out` x `inner` ranks."""
     if ("tensor" in model.limits and out * inner > 1) or ("inputs" in model.limits and inner > 1):
         return False
     sizes = all(size % (out, inner)[side] == 0 for _, size, side in model.sharded_sizes())
@@ -123,10 +122,10 @@ def _divides(model: Architecture, out: int, inner: int) -> bool:
 
 
 def _expert_groups(job: Job, tp: int) -> list[tuple[int, int]]:
-    """Returns pairs (expert-parallel size, expert-tensor-parallel size) whose groups divide a node evenly or fill whole
+    """Returns pairs (expert-parallel size, expert-tensor-parallel size) whose product divides a node or fills whole
     nodes."""
     if job.model.experts is None:
-        return [(1, 1)]
+        return [(1, job.model.expert_tensor(1, tp))]
     model, ranks = own_model(job.model, "expert parallelism"), job.mesh.size
     node = min(ranks, job.machine.ranks_per_node)
     return [
@@ -140,18 +139,20 @@ def _expert_groups(job: Job, tp: int) -> list[tuple[int, int]]:
 
 
 class _RankBlocks(NamedTuple):
-    """Number of blocks on a rank, and the number of blocks in the stages before the rank's first stage (`before`).
-    `first` is true if the rank has the embedding. `last` is true if the rank has the output layer."""
+    """The blocks of a pipeline rank."""
 
     blocks: int
-    first: bool
-    last: bool
-    before: int
+    first: bool  # True if the rank has the first stage
+    last: bool  # True if the rank has the last stage
+    before: int  # number of blocks in the stages before the rank's first stage
 
 
 class _Order(NamedTuple):
-    """A pipeline schedule, and the ranks that can be the slowest. `lent` is true if ranks share cores, so that a bubble
-    of one rank makes other ranks faster. With `lent`, `ranks` are all ranks of the pipeline."""
+    """A pipeline schedule.
+
+    If ranks share cores, `lent` is true and `ranks` has all ranks. Otherwise, `ranks` has the ranks that can be the
+    slowest.
+    """
 
     row: ScheduleRow
     pp: int
@@ -160,9 +161,7 @@ class _Order(NamedTuple):
     lent: bool
 
     def bound(self, timing: BlockTiming, microbatches: int) -> float:
-        """Returns a lower bound of the step's seconds: the time of the slowest rank's microbatches and of the bubble
-        before these microbatches (`pipeline.estimates.least_seconds`). With `lent`, the bound is the mean of the ranks'
-        seconds without a bubble."""
+        """Returns a lower bound of the step's seconds."""
         block, ends = timing.block, (timing.embedding, timing.head)
         if self.lent:
             blocks = sum(rank.blocks for rank in self.ranks)
@@ -181,12 +180,11 @@ def _orders(job: Job, pp: int) -> Iterator[_Order]:
         for per_rank in range(row.stages, (_MOST_STAGES_PER_RANK if row.any_stages else row.stages) + 1):
             if per_rank * pp <= layers:
                 ranks = _blocks_of_ranks(row, pp, stage_sizes(job.model, pp * per_rank))
-                slowest = {rank[:3]: rank for rank in ranks}  # of ranks with equal blocks, the last rank waits longest
+                slowest = {rank[:3]: rank for rank in ranks}  # the last of equal ranks waits longest
                 yield _Order(row, pp, per_rank, ranks if lent else [*slowest.values()], lent)
 
 
 def _blocks_of_ranks(row: ScheduleRow, pp: int, sizes: Sequence[int]) -> list[_RankBlocks]:
-    """Returns the blocks of each rank of a pipeline whose stages have `sizes` blocks."""
     owned = stages_of_ranks(row.name, pp, len(sizes) // pp)
     return [
         _RankBlocks(sum(sizes[stage] for stage in own), 0 in own, len(sizes) - 1 in own, sum(sizes[:rank]))
@@ -195,10 +193,9 @@ def _blocks_of_ranks(row: ScheduleRow, pp: int, sizes: Sequence[int]) -> list[_R
 
 
 def _timed(job: Job, out: int, inner: int, cp: int, micro_batch: int, known: dict[Any, Any]) -> Iterator[BlockTiming]:
-    """Yields a timing of the block for each division of the experts."""
     tp, rest = out * inner, None
     for ep, etp in _expert_groups(job, tp):
-        data = math.lcm(ep * etp, tp * cp) // (tp * cp)  # minimum number of data-parallel ranks of a valid mesh
+        data = math.lcm(ep * etp, tp * cp) // (tp * cp)  # fewest data-parallel ranks of a valid mesh
         mesh = Mesh(dp=data, cp=cp, tp=tp, ep=ep, etp=etp, tp_in=inner, ranks_per_node=job.machine.ranks_per_node)
         divided = job.changed(mesh, train={"micro_batch": micro_batch})
         if rest is None:

@@ -1,8 +1,4 @@
-"""Computes the chunks of one representative rank per set of pipeline stages, and the ranks that shard each chunk.
-
-The order of parameters in chunks does not depend on the number of replicas, so jobs that differ only in the number of
-replicas share the order.
-"""
+"""Computes the chunks of one representative rank per set of pipeline stages, and the ranks that shard each chunk."""
 
 import math
 import operator
@@ -44,9 +40,8 @@ from optimus.state.tiling import TILINGS
 
 _DEFAULT = ((default_rule(), 1.0, 1.0),)
 
-# Position of a parameter in the model. An integer identifies a kind of block by the first layer of the kind; "first" is
-# before the blocks, "last" after the blocks. Embedding and output layer share a "tied" table. All ranks of the pipeline
-# divide an "every" parameter.
+# Position of a parameter in the model: the first layer of a kind of block, or a name. All ranks of the pipeline divide
+# an "every" parameter.
 Where = int | Literal["first", "last", "tied", "every"]
 
 
@@ -54,9 +49,11 @@ Where = int | Literal["first", "last", "tied", "every"]
 
 
 class ParameterKind(NamedTuple):
-    """Parameters with the same layout and the same position in a block or in the model. `between` is the range of the
-    kind's blocks with the update rule `rule`, as fractions from 0 to 1. Pruning leaves the share `unpruned` of the
-    elements of these parameters."""
+    """Parameters with the same position, layout and update rule.
+
+    At a kind of block, `between` selects the blocks with this rule: a range of fractions of the blocks of this kind,
+    from 0 to 1. `unpruned` is the fraction of elements that are left after the last pruning.
+    """
 
     where: Where
     layout: Layout
@@ -69,10 +66,10 @@ class PartCounts(NamedTuple):
     """Counts of the model's parts on a stage or a rank."""
 
     layers: tuple[int, ...]  # one entry per block: the first layer of the block's kind
-    first: int  # 1 if the stage or rank has the modules before the blocks, else 0
-    last: int  # 1 if the stage or rank has the modules after the blocks, else 0
-    tied: int  # 1 if the stage or rank has the table that embedding and output layer share, else 0
-    every: int = 1  # 1 to count a slice of the parameters that all ranks of the pipeline divide, else 0
+    first: int  # 1 with the modules before the blocks, else 0
+    last: int  # 1 with the modules after the blocks, else 0
+    tied: int  # 1 if tied embeddings would have their table here, else 0
+    every: int = 1  # 1 if an "every" parameter would have a slice here, else 0
 
     @property
     def blocks(self) -> int:
@@ -80,20 +77,19 @@ class PartCounts(NamedTuple):
         return len(self.layers)
 
     def count_at(self, where: Where) -> int:
-        """Returns the number of blocks of one kind; for any other position, 1 or 0."""
+        """Returns the number of blocks of one kind, or 1 or 0 for any other position."""
         return int(getattr(self, where)) if isinstance(where, str) else self.layers.count(where)
 
 
 class Kinds:
-    """The kinds of a model's parameters. `_kinds` caches one object for jobs with equal models, rules, factors and
-    layout options."""
+    """Parameters by kind (`rows`), and the distinct mesh axes along which gradients are partial sums (`axes`)."""
 
     def __init__(self, rows: Iterable[ParameterKind]) -> None:
         self.rows = tuple(rows)
         self.axes = tuple(dict.fromkeys(kind.layout.partial_axes for kind in self.rows))
 
     def names(self, counts: PartCounts) -> Iterator[tuple[str, ParameterKind]]:
-        """Yields the parameters of a rank with these parts of the model, in the model's order, each with a unique name."""
+        """Yields (unique name, kind) for each parameter of a rank with these parts, in the order of the model."""
         parts = [(where, list(rows)) for where, rows in groupby(enumerate(self.rows), key=lambda row: row[1].where)]
         blocks = {where: rows for where, rows in parts if isinstance(where, int)}
         before = sum(1 for _ in takewhile(lambda part: part[0] not in blocks, parts))
@@ -109,7 +105,7 @@ class Kinds:
 
 
 def kinds_of(job: Job) -> Kinds:
-    """Returns the kinds of parameters in the job's model, with the job's layouts and one block of each kind."""
+    """Returns the kinds of parameters in the job's model."""
     return _kinds(job.model, job.rules, job.factors, *layout_options(job.config).items())
 
 
@@ -141,30 +137,31 @@ def _kinds(model: Architecture, rules: Rules, factors: Factors, *options: tuple[
 
 
 class MatrixGroup(NamedTuple):
-    """Matrices of parameters with the same layout: `number` matrices in all, `together` matrices in each parameter. The
-    ranks along `axes` divide every matrix into `blocks` blocks."""
+    """Matrices of parameters with the same layout: `number` in all, `together` in each parameter.
+
+    The ranks along `axes` divide every matrix into `blocks` blocks.
+    """
 
     number: int
     together: int
-    rows: int  # rows of a whole matrix
-    columns: int
+    rows: int  # rows of an undivided matrix
+    columns: int  # columns of an undivided matrix
     axes: tuple[str, ...]
     blocks: int
 
 
 class _PartChunks:
-    """The parameters of a rank, end to end in chunks. The class caches the borders of shards by row and number of ranks."""
+    """The parameters of a rank, end to end in chunks."""
 
     def __init__(self, names: Sequence[str], spec: StateSpec, rows: Sequence[ChunkRow], mesh: Mesh) -> None:
         self.names, self.spec, self.rows, self._mesh = names, spec, rows, mesh
         self._borders: dict[tuple[int, int], Sequence[Sequence[int]]] = {}
 
     def unpruned(self, share: float | None) -> StateSpec:
-        """Returns the specification after pruning has left this share of every prunable parameter; None: before pruning."""
+        """Returns the specification with this unpruned share of every prunable parameter; None: before pruning."""
         return self.spec._replace(unpruned=dict.fromkeys(self.spec.unpruned, share))
 
     def borders(self, row: int, parts: int) -> Sequence[Sequence[int]]:
-        """Returns the borders of the shards of each chunk of a row, when `parts` ranks shard the row."""
         if (row, parts) not in self._borders:
             self._borders[row, parts] = self.rows[row].borders(parts)
         return self._borders[row, parts]
@@ -195,8 +192,10 @@ def _lay_out(
     compute: torch.dtype,
     mask_form: MaskForm,
 ) -> _PartChunks:
-    """Lays the parameters of a rank end to end in chunks. `alike` has a number for each entry of `kinds.axes`; entries that
-    span the same ranks have equal numbers."""
+    """Lays the parameters of a rank end to end in chunks.
+
+    `alike` has a number for each entry of `kinds.axes`; entries that span the same ranks have equal numbers.
+    """
     named = dict(kinds.names(counts))
     unpruned = {name: None for name, kind in named.items() if kind.unpruned < 1}
     spec = StateSpec(compute, {name: kind.rule for name, kind in named.items()}, unpruned, mask_form)
@@ -220,7 +219,7 @@ def _chunks_of_part(job: Job, counts: PartCounts) -> _PartChunks:
 @lru_cache(maxsize=1024)
 def _least(mesh: Mesh, stages: int) -> Mesh:
     """Returns a mesh whose ranks have the same slices of parameters as the ranks of `mesh`, with at most `stages`
-    stages and as few replicas as possible."""
+    stages."""
     data = math.lcm(mesh.tp, mesh.ep * mesh.etp) // mesh.tp
     return Mesh(min(mesh.pp, stages), data, 1, mesh.tp, mesh.ep, mesh.etp, mesh.tp_in)
 
@@ -229,7 +228,7 @@ def _least(mesh: Mesh, stages: int) -> Mesh:
 
 
 class ChunkGroup:
-    """Chunks of a rank with the same replicas and the same update rule, and the placement of these replicas."""
+    """Chunks of a rank with the same replicas, sharding steps and update rule: all compressed, or all dense."""
 
     def __init__(
         self,
@@ -239,45 +238,42 @@ class ChunkGroup:
         steps: tuple[StridedGroup, ...],
         replica_group: StridedGroup,
     ) -> None:
-        """Stores `plans`, which the ranks of `replicas` shard in `steps` (`state.plan.sharing_steps`). `replica_group` are
-        the ranks that update the same elements. `matrices` is empty unless the rule updates whole matrices."""
+        """Stores the chunks `plans` with their `matrices`.
+
+        The ranks of `replicas` have the same chunks before sharding. `steps` has the group of ranks for each sharding
+        step. The ranks of `replica_group` update the same elements.
+        """
         self.plans, self.matrices, self.replicas, self.steps = plans, matrices, replicas, steps
         self.replica_group = replica_group
         self.rule, self.depths = plans[0].rule, plans[0].depths
 
     @cached_property
     def elements(self) -> int:
-        """Number of elements in the whole chunks. Whole chunks are dense: pruned elements are zeros."""
+        """Number of elements in the unsharded chunks, including padding and pruned elements."""
         return sum(plan.size for plan in self.plans)
 
     def after(self, depth: int) -> int:
-        """Returns the number of unpruned elements in a rank's shard after `depth` sharding steps; where shards differ, in
-        the largest shard."""
+        """Returns the most elements on any rank after `depth` sharding steps, without pruned elements."""
         sizes = shard_sizes(self.plans, depth)
         return sizes if isinstance(sizes, int) else int(sizes.max())
 
     def shards(self, depth: int) -> int:
-        """Returns the number of shards after `depth` sharding steps."""
+        """Returns the number of shards of each chunk after `depth` sharding steps."""
         return math.prod(step.size for step in self.steps[:depth])
 
     @cached_property
     def updated(self) -> int:
-        """Number of elements that the rank with the largest shard updates."""
+        """The most elements that any rank updates."""
         return self.after(self.depths.optimizer)
 
     def moved(self, first: int, last: int) -> Iterator[tuple[int, StridedGroup]]:
-        """Yields (number of elements, ranks that all-gather or reduce-scatter the elements) for each sharding step from
-        `first` up to, but not including, `last`."""
+        """Yields (`after(depth)`, group of the collective) for the sharding steps `depth` = `first` to `last` - 1."""
         for depth in range(first, last):
             yield self.after(depth), self.steps[depth]
 
 
 def held_in(job: Job, stages: Iterable[PartCounts]) -> Iterator[PartCounts]:
-    """Yields the parts of the model on a rank with these stages, such that no chunk belongs to two parts.
-
-    A table that embedding and output layer share is in one part only. With vocabulary parallelism, a rank's slice of
-    the vocabulary is a separate part.
-    """
+    """Yields the parts of the model on a rank with these stages, such that no chunk belongs to two parts."""
     if job.parallel.vocabulary:
         yield PartCounts((), 0, 0, 0)
     tied = 0
@@ -287,8 +283,10 @@ def held_in(job: Job, stages: Iterable[PartCounts]) -> Iterator[PartCounts]:
 
 
 def chunk_groups(job: Job, stages: Sequence[PartCounts]) -> list[ChunkGroup]:
-    """Returns the chunks of a rank with these stages, grouped by replicas, update rule and masks, without offloading.
-    In a run with pruning, the chunks have the sparsity after the last pruning."""
+    """Returns the chunks of a rank with these stages, without offloading.
+
+    In a run with pruning, the chunks have the sparsity after the last pruning.
+    """
     state = job.state if job.state.offload == "none" else job.state.model_copy(update={"offload": "none"})
     unpruned = 1 - job.config.pruning.sparsity if job.config.pruning is not None else None
     found: dict[tuple[object, ...], ChunkGroup] = {}
@@ -309,11 +307,13 @@ def chunk_groups(job: Job, stages: Sequence[PartCounts]) -> list[ChunkGroup]:
 
 
 def chunk_plans(job: Job, counts: PartCounts, unpruned: float | None = None) -> list[ChunkPlan]:
-    """Returns the chunks of the parameters in `counts`, an element of `held_in`, with the job's offloading. `unpruned`
-    is the share of prunable elements that pruning leaves; None: before pruning."""
+    """Returns the chunks of the parameters in `counts`, an element of `held_in`, with the job's offloading.
+
+    `unpruned` is the fraction of each prunable parameter that pruning leaves; None: before pruning.
+    """
     part = _chunks_of_part(job, counts)
     plans = [plan for shared, *_ in _shared(job, part, job.state) for plan in shared]
-    if job.state.offload != "none":  # a run may leave the state of the first chunks on the device
+    if job.state.offload != "none":  # the first chunks may stay on the device
         plans = in_order(plans, part.names)
     return place_chunks(plans, job.state, part.unpruned(unpruned))
 
@@ -321,8 +321,8 @@ def chunk_plans(job: Job, counts: PartCounts, unpruned: float | None = None) -> 
 def _shared(
     job: Job, part: _PartChunks, options: StateConfig
 ) -> Iterator[tuple[list[ChunkPlan], StridedGroup, tuple[StridedGroup, ...], StridedGroup]]:
-    """Yields (chunks, placement of their replicas, groups that shard the chunks in each step, ranks that update the same
-    elements) for each row."""
+    """Yields (chunks, replicas, groups that shard the chunks in each step, ranks that update the same elements) for
+    each row."""
     for number, row in enumerate(part.rows):
         sharding = sharding_of(row.rule, options)
         widths = shard_widths(sharding.shard, sharding.shard_ranks)
@@ -335,7 +335,6 @@ def _shared(
 
 
 def _replicas(axes: tuple[str, ...], mesh: Mesh) -> StridedGroup:
-    """Returns the placement of the ranks along `axes`."""
     several = tuple(axis for axis in axes if mesh.axis_size(axis) > 1)
     return group_along(mesh, several) if several else StridedGroup(1)
 
@@ -344,10 +343,9 @@ def _replicas(axes: tuple[str, ...], mesh: Mesh) -> StridedGroup:
 def _sharding(
     axes: tuple[str, ...], mesh: Mesh, over_data: bool, widths: tuple[int | None, ...]
 ) -> tuple[StridedGroup, tuple[StridedGroup, ...], StridedGroup, ShardDepths]:
-    """Returns the placement of the ranks along `axes`, the groups that shard the state in each step, the ranks that
-    update the same elements, and the `ShardDepths`."""
+    """Returns (replicas along `axes`, groups that shard in each step, ranks that update the same elements, depths)."""
     replicas = shared = _replicas(axes, mesh)
-    several = 1  # distance, in replicas, between neighbours of a sharding group
+    several = 1  # stride of a sharding group, in replicas
     if over_data and axes != ("edp",):
         several = len({(mesh.coordinate(rank, "ep"), mesh.coordinate(rank, "etp")) for rank in mesh.group(0, axes)})
         shared = replicas.outer(several) if several < replicas.size else StridedGroup(1)
@@ -363,11 +361,9 @@ def _sharding(
 
 
 def max_load(matrices: Sequence[tuple[float, float]], ranks: int) -> float:
-    """Estimates the largest cost on any of `ranks` ranks that divide whole matrices among themselves. `matrices` are
-    pairs (number of matrices, cost of a matrix).
+    """Estimates the largest cost on any of `ranks` ranks, which divide the matrices without splitting any matrix.
 
-    The estimate is the largest number of matrices on a rank times the mean cost, and at least the highest cost of a
-    matrix.
+    `matrices` are pairs (number of matrices, cost of a matrix).
     """
     number, total = sum(n for n, _ in matrices), sum(n * size for n, size in matrices)
     if ranks == 1:
@@ -376,10 +372,13 @@ def max_load(matrices: Sequence[tuple[float, float]], ranks: int) -> float:
 
 
 def written(held: Iterable[ChunkGroup], size: Callable[[Rule], float], *, scattered: bool) -> float:
-    """Returns the mean bytes that a rank writes into a checkpoint, over the ranks that write. `size` returns the bytes
-    per element of a rule. With `scattered`, replicas of a shard divide the writing among themselves."""
+    """Returns the mean bytes per writing rank in a checkpoint.
+
+    `size` returns the bytes that a checkpoint stores per element, by the update rule. With `scattered`, the replicas of
+    a shard divide the writing among themselves.
+    """
     found = defaultdict[float, float](float)
     for each in held:
         shards = each.replicas.size if scattered else each.shards(each.depths.optimizer)
-        found[size(each.rule)] += each.elements / shards  # checkpoints store pruned chunks densely
+        found[size(each.rule)] += each.elements / shards  # checkpoints are dense
     return sum(bytes_each * elements for bytes_each, elements in found.items())

@@ -1,8 +1,6 @@
 """Predicts the seconds of collectives, by the placement of a group's ranks (the dissertation on AxoNN, section 5.1.2).
 
-Equations 5.1 to 5.5 give the bytes that a ring moves; case 1 and equation 5.7 give the bandwidth of the ring's links.
-This module adds the latency of each step, algorithms with fewer steps, and a network with less bandwidth between
-distant nodes.
+Equations 5.1 to 5.5 give the seconds of a ring; case 1 and equation 5.7 give the bandwidth of the ring's links.
 """
 
 import math
@@ -26,20 +24,21 @@ Algorithm = Literal["ring", "hierarchical", "best", "library", "pccl", "chosen"]
 
 
 def ring_bandwidth(group: StridedGroup, machine: Machine) -> float:
-    """Returns the bandwidth of each link of a group's ring while all groups with the same size and strides communicate.
+    """Returns the bandwidth of a group's ring while all groups with the same size and strides communicate.
 
     The bandwidth follows case 1 on a node, and equation 5.7 across nodes.
     """
     if group.nodes(machine.ranks_per_node) == 1:
-        return machine.node.groups.get(f"{group.stride}x{group.size}", machine.node.bandwidth)
+        # `Node.groups` has no measurements of groups with two strides.
+        measured = {} if group.near else machine.node.groups
+        return measured.get(f"{group.stride}x{group.size}", machine.node.bandwidth)
     rings = group.groups_on_a_node(machine.ranks_per_node)
     used = min(1.0, rings / machine.network.rings)
     return min(machine.node.bandwidth, used * node_bandwidth(group, machine) / rings)
 
 
 def node_bandwidth(group: StridedGroup, machine: Machine) -> float:
-    """Returns the bandwidth of a node to the other nodes of a group. The bandwidth can be lower if the group spans
-    distant nodes."""
+    """Returns the bandwidth of a node to the other nodes of a group."""
     network = machine.network
     if network.links is not None:
         return thinnest(group, machine)
@@ -47,30 +46,31 @@ def node_bandwidth(group: StridedGroup, machine: Machine) -> float:
     if network.group_nodes is None or spread <= network.group_nodes:
         return network.bandwidth
     near = network.group_nodes / spread if group.stride < machine.ranks_per_node else 0.0
-    # Traffic that leaves the neighbouring nodes has the tapered bandwidth; all other traffic has the full bandwidth.
+    # Traffic that leaves the neighbouring nodes has the tapered bandwidth.
     return network.bandwidth / (near + (1 - near) / network.taper)
 
 
 def thinnest(group: StridedGroup, machine: Machine) -> float:
-    """Returns the lowest bandwidth of the links that rings with these strides use, on a machine with a bandwidth for
-    each pair of nodes. The nodes are in the order of the ranks."""
+    """Returns the lowest bandwidth in `network.links` along the rings of all groups with this size and these strides.
+
+    Returns infinity if the rings connect no two nodes.
+    """
     links = machine.network.links or []
     return min((links[a][b] for a, b in _neighbours(group, machine.ranks_per_node, len(links))), default=math.inf)
 
 
 @lru_cache(maxsize=1024)
 def _neighbours(group: StridedGroup, ranks: int, nodes: int) -> frozenset[tuple[int, int]]:
-    """Returns the pairs of nodes that follow each other on a ring of any group with these strides, with `ranks` ranks
-    on each of `nodes` nodes."""
     near = group.near or group.size
     one = [i % near * group.stride + i // near * group.far for i in range(group.size)]
     blocks = range(0, group.far, near * group.stride) if group.near else range(1)
     beside = [block + inner for block in blocks for inner in range(group.stride)]
     found = set()
-    for first in range(0, nodes * ranks - group.span + 1, group.span):
+    # A group whose two strides are an approximation may reach beyond the last node.
+    for first in range(0, max(1, nodes * ranks - group.span + 1), group.span):
         for begin in beside:
-            on = [(first + begin + rank) // ranks for rank in one]
-            found |= {(a, b) for a, b in zip(on, [*on[1:], on[0]]) if a != b}
+            on = [node for rank in one if (node := (first + begin + rank) // ranks) < nodes]
+            found |= {(a, b) for a, b in zip(on, [*on[1:], *on[:1]]) if a != b}
     return frozenset(found)
 
 
@@ -78,9 +78,9 @@ def _neighbours(group: StridedGroup, ranks: int, nodes: int) -> frozenset[tuple[
 
 
 def reduce_scatter_seconds(size: int, nbytes: float, bandwidth: float) -> float:
-    """Returns the seconds of a reduce-scatter in which each of `size` ranks begins with `nbytes` bytes (equation 5.2).
+    """Returns the seconds of a reduce-scatter over `size` ranks, with `nbytes` bytes on each rank (equation 5.2).
 
-    An all-gather to `nbytes` bytes takes as long (equation 5.1), an all-reduce twice as long (equations 5.3 to 5.5).
+    An all-gather takes as long (equation 5.1), and an all-reduce takes twice as long (equations 5.3 to 5.5).
     """
     return (size - 1) / size * nbytes / bandwidth
 
@@ -94,26 +94,19 @@ def collective_seconds(
     *,
     narrow: bool = False,
 ) -> float:
-    """Returns the seconds of a collective among the ranks of `group` while all groups with the same size and strides
-    communicate.
+    """Returns the seconds of a collective while all groups with the same size and strides communicate.
 
     `nbytes` is the number of bytes that a rank has at the end (all-gather, all-reduce) or at the beginning
-    (reduce-scatter, all-to-all). `narrow` is true for floats of fewer than 32 bits, for which a run never chooses
-    Gloo's built-in all-reduce.
+    (reduce-scatter, all-to-all). `narrow` is true for floats of fewer than 32 bits. All-to-alls and groups on
+    one node use the built-in collective unless `algorithm` is `chosen`. All-reduces use the built-in collective with
+    `library` and `pccl`. The values of `algorithm` are:
 
-    `algorithm` decides how a group on several nodes communicates; chosen also decides for a group on one node:
     - ring: one ring over all ranks;
-    - hierarchical: two levels, within nodes and between nodes; a ring if nodes have one rank or unequal numbers of
-      ranks;
+    - hierarchical: two levels, within nodes and between nodes; a ring if the nodes have one rank of the group each, or
+      unequal numbers of the group's ranks;
     - best: the faster of ring and hierarchical;
-    - library, pccl: the vendor's library or PCCL, by measured figures, for all-gathers and reduce-scatters; one ring for
-      all-reduces;
-    - chosen: the algorithm that a run of this library chooses, or one ring where that algorithm's seconds are unknown.
-
-    In an all-to-all, each rank sends to all other ranks at once. The exception is chosen, if the seconds of the chosen
-    algorithm are known.
-
-    Raises `UserError` when the machine lacks the figures that the algorithm needs.
+    - library, pccl: the vendor's library or PCCL, by measured figures, for all-gathers and reduce-scatters;
+    - chosen: the algorithm that a run of this library chooses.
     """
     if group.size == 1 or nbytes == 0:
         return 0.0
@@ -137,8 +130,7 @@ def algorithm_named(
     *,
     narrow: bool = False,
 ) -> str:
-    """Returns the algorithm that `collective_seconds` assumes: a name of `comm.algorithms` or, for a group on several nodes,
-    ring, hierarchical, library or pccl."""
+    """Returns the name of the algorithm that `collective_seconds` assumes."""
     if algorithm == "chosen":
         shape = shape_of(group, machine) if _chooses(machine) else None
         if shape is None:
@@ -155,11 +147,10 @@ def algorithm_named(
     return algorithm
 
 
-# ---- The choice of a run ----
+# ---- Algorithms that a run chooses ----
 
 
 def _chooses(machine: Machine) -> bool:
-    """True if a run can choose other algorithms than the backend's own."""
     return machine.host.shared or machine.collectives is not None
 
 
@@ -172,8 +163,7 @@ def shape_of(group: StridedGroup, machine: Machine) -> Shape | None:
 def _chosen_seconds(
     name: str, kind: CollectiveKind, nbytes: float, group: StridedGroup, machine: Machine
 ) -> float | None:
-    """Returns the seconds of algorithm `name`: measured or, for Gloo between nodes, simulated. Returns None for unknown
-    seconds."""
+    """Returns the measured or simulated seconds of algorithm `name`, or None without measurement and simulation."""
     shape = shape_of(group, machine) if _chooses(machine) else None
     if shape is None:
         return None
@@ -183,7 +173,7 @@ def _chosen_seconds(
     if not machine.host.shared or shape.nodes == 1:
         return None
     links = links_of(machine, group.groups_on_a_node(machine.ranks_per_node), node_bandwidth(group, machine))
-    # A search needs many sizes: interpolation between two powers of two saves simulations.
+    # Interpolation between two powers of two saves simulations.
     low = 2.0 ** math.floor(math.log2(max(nbytes, 1.0)))
     sizes = [low] if nbytes == low else [low, 2 * low]
     return Curve(sizes=sizes, seconds=[_by_events(name, kind, shape, size, links) for size in sizes]).at(nbytes)
@@ -195,8 +185,7 @@ def _by_events(name: str, kind: CollectiveKind, shape: Shape, size: float, links
 
 
 def links_of(machine: Machine, groups: int, bandwidth: float) -> Links:
-    """Returns the links of a group while `groups` groups with the same size and strides communicate on each node.
-    `bandwidth` is a node's bandwidth to other nodes."""
+    """Returns the links of a group while `groups` groups share a node's `bandwidth` to other nodes."""
     network, node = machine.network, machine.node
     adapters = max(1, network.rings // groups)
     each = bandwidth / groups / adapters
@@ -207,11 +196,7 @@ def links_of(machine: Machine, groups: int, bandwidth: float) -> Links:
 
 
 def hierarchical_seconds(kind: CollectiveKind, nbytes: float, group: StridedGroup, machine: Machine) -> float:
-    """Returns the seconds of a collective in two levels (the dissertation's chapter on PCCL).
-
-    Each rank of a node exchanges one part of the data with other nodes. On the node, the ranks exchange all parts. An
-    all-reduce is a reduce-scatter on the node, an all-reduce of the parts between nodes and an all-gather on the node.
-    """
+    """Returns the seconds of a collective in two levels (the dissertation's chapter on PCCL)."""
     here = group.on_a_node(machine.ranks_per_node)
     inside, across = group.inner(here), group.outer(here)
     if kind == "all_reduce":
@@ -222,12 +207,10 @@ def hierarchical_seconds(kind: CollectiveKind, nbytes: float, group: StridedGrou
 
 
 def library_seconds(kind: CollectiveKind, nbytes: float, group: StridedGroup, machine: Machine) -> float:
-    """Returns the seconds of an all-gather or reduce-scatter by the ring of the vendor's library, over all ranks on several
-    nodes.
+    """Returns the seconds of an all-gather or reduce-scatter by the ring of the vendor's library.
 
-    A ring of n ranks has n - 1 steps. The time of a step is the square root of (latency squared + transfer time of a
-    block squared), with the fastest protocol. Raises `UserError` when the machine lacks these figures
-    (`network.library`).
+    The time of a step is the square root of (latency squared + transfer time squared). Raises `UserError` when the
+    machine lacks `network.library`.
     """
     library = machine.network.library
     if library is None:
@@ -246,9 +229,8 @@ def library_seconds(kind: CollectiveKind, nbytes: float, group: StridedGroup, ma
 def pccl_seconds(kind: CollectiveKind, nbytes: float, group: StridedGroup, machine: Machine) -> float:
     """Returns the seconds of an all-gather or reduce-scatter by PCCL (dissertation on AxoNN, section 6.2).
 
-    An all-gather is recursive doubling between nodes. With several ranks on a node, a ring on the node follows, then a
-    copy that puts all blocks in order. A reduce-scatter runs these steps in reverse. Raises `UserError` when the
-    machine lacks the costs of a round (`network.doubling`).
+    An all-gather is recursive doubling between nodes, then a ring on the node. Raises `UserError` when the machine
+    lacks `network.doubling`.
     """
     doubling, here = machine.network.doubling, group.on_a_node(machine.ranks_per_node)
     if doubling is None:
@@ -269,25 +251,20 @@ def pccl_seconds(kind: CollectiveKind, nbytes: float, group: StridedGroup, machi
 _BETWEEN_NODES = {"hierarchical": hierarchical_seconds, "library": library_seconds, "pccl": pccl_seconds}
 
 
-# ---- Small messages ----
+# ---- Latency, all-to-alls, and messages to the next rank ----
 
 
 def _paced(kind: CollectiveKind, moving: float, group: StridedGroup, machine: Machine) -> float:
-    """Combines transfer time and latency into at least their sum.
+    """Combines transfer time and latency.
 
-    The exponent fits measured all-reduces (nccl-tests on 8 A100, 8 H200, 8 and 32 B200, 256 KiB to 16 GiB) with a mean
-    error of 7 %.
+    The exponent `_BLEND` fits measured all-reduces (nccl-tests on 8 A100, 8 H200, 8 and 32 B200, 256 KiB to 16 GiB)
+    with a mean error of 7 %.
     """
     moving, latency = moving / machine.node.pace(kind).share, _latency(kind, group, machine)
     return float((moving**_BLEND + latency**_BLEND) ** (1 / _BLEND))
 
 
 def _latency(kind: CollectiveKind, group: StridedGroup, machine: Machine) -> float:
-    """Returns the seconds of latency: the start, the steps on a node (`_steps`), and the steps between nodes.
-
-    Between nodes, an all-reduce uses a ring or a tree, an all-to-all takes one step, and other collectives use a ring.
-    An all-reduce takes all steps twice.
-    """
     here, nodes, pace = (
         group.on_a_node(machine.ranks_per_node),
         group.nodes(machine.ranks_per_node),
@@ -299,13 +276,11 @@ def _latency(kind: CollectiveKind, group: StridedGroup, machine: Machine) -> flo
 
 
 def _steps(ranks: int) -> float:
-    """Returns the number of steps of a ring, or of a tree (up and down) where a tree has fewer steps."""
+    """Returns the number of steps of a ring or of a tree, whichever is smaller."""
     return min(ranks - 1, 2 * math.log2(ranks) + 1)
 
 
 def _all_to_all(nbytes: float, group: StridedGroup, machine: Machine) -> float:
-    """Returns the seconds of an all-to-all without latency. All ranks of a node send at once; the node's adapters carry
-    the data to other nodes."""
     here = group.on_a_node(machine.ranks_per_node)
     inside = nbytes * (here - 1) / group.size / machine.node.bandwidth
     across = nbytes * (group.size - here) / group.size * machine.ranks_per_node / node_bandwidth(group, machine)
@@ -313,14 +288,12 @@ def _all_to_all(nbytes: float, group: StridedGroup, machine: Machine) -> float:
 
 
 def transfer_seconds(sent: float, group: StridedGroup, machine: Machine) -> float:
-    """Returns the seconds of a message of `sent` bytes to the next rank of `group` while all ranks send messages of
-    this size. The slowest message decides, within a node or between nodes."""
+    """Returns the seconds of a message of `sent` bytes to the next rank of `group` while all ranks send."""
     pace = machine.node.pace("shift")
     bandwidth = machine.node.groups.get(f"{group.stride}x2", machine.node.bandwidth)
     inside = sent / bandwidth / pace.share + pace.start + pace.step
     if group.nodes(machine.ranks_per_node) == 1:
         return inside
-    bandwidth = machine.network.bandwidth if machine.network.links is None else thinnest(group, machine)
     senders = min(machine.ranks_per_node, group.stride)
-    across = sent * senders / bandwidth + machine.network.latency
+    across = sent * senders / node_bandwidth(group, machine) + machine.network.latency
     return max(inside, across) if group.on_a_node(machine.ranks_per_node) > 1 else across

@@ -1,4 +1,4 @@
-"""The costs of `ForeignModel`s, from operations that are counted in runs on shapes."""
+"""The costs of `ForeignModel`s, from counted operations."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -12,10 +12,7 @@ from optimus.resolve.shapes import activation_shapes
 
 
 class CountedCosts(RankCosts):
-    """Seconds that one rank spends in the blocks of a `ForeignModel`, for one microbatch.
-
-    Each block is one module. `inside` has the forward passes of its units, which can recompute.
-    """
+    """The `RankCosts` of a `ForeignModel`: counted operations give the times of the blocks."""
 
     @cached_property
     def modules(self) -> Mapping[int, Mapping[str, Times]]:
@@ -44,7 +41,6 @@ class CountedCosts(RankCosts):
         return self._attention(found.heads, found.kv_heads, (found.query, found.value), found.window)
 
     def _pass(self, found: Operations) -> Terms:
-        """Returns the seconds of all operations of a pass except attention."""
         moved = self.machine.memory_seconds(found.moved, kernels=found.kernels)
         matmuls = (
             self._matmul(
@@ -57,6 +53,6 @@ class CountedCosts(RankCosts):
 
 
 def _group(sent: Sent) -> StridedGroup:
-    """Returns the group of a collective. Tensor-parallel ranks are evenly apart, with any pipeline."""
+    """Returns the group of the collective `sent`, whose ranks must be evenly spaced."""
     first, second, *_ = sent.ranks
     return StridedGroup(len(sent.ranks), second - first)

@@ -40,7 +40,7 @@ class DeclaredCosts(RankCosts):
 
     @property
     def scores(self) -> Mapping[int, Passes]:
-        """Seconds of the attention core without the projections, by kind of block."""
+        """Seconds of the attention core, by kind of block. With a fused core, includes the rotary embedding."""
         return self.cached("scores", self._all_scores)
 
     def _all_scores(self) -> Mapping[int, Passes]:
@@ -59,12 +59,12 @@ class DeclaredCosts(RankCosts):
 
     @cached_property
     def blocks(self) -> Mapping[int, BlockModules]:
-        """The projections of each kind of block."""
+        """For each kind of block: the projections, and the number of norms outside attention."""
         return blocks_of(self.model)
 
     @property
     def attention(self) -> Mapping[int, Passes]:
-        """Seconds of the projections and the attention core, by kind of block; shared by all divisions of the experts."""
+        """Seconds of the attention projections and `scores`, by kind of block."""
         return self.cached("attention", self._all_attention)
 
     def _all_attention(self) -> Mapping[int, Passes]:
@@ -73,21 +73,22 @@ class DeclaredCosts(RankCosts):
 
     @cached_property
     def feed_forward(self) -> Mapping[int, Passes]:
-        """Seconds of the dense feed-forward layer, or of router and experts, by kind of block."""
+        """Seconds of the dense feed-forward layer or the MoE layer, by kind of block."""
         return {
             layer: self._moe(layer) if block.expert else together(self._dense(layer))
             for layer, block in self.blocks.items()
         }
 
     def _dense(self, layer: int) -> tuple[Passes, Passes]:
-        """Returns the passes of both halves of a dense feed-forward layer, or of the shared expert. The second half is the
-        last projection."""
+        """Returns the passes of both halves of a dense feed-forward layer, or of the shared expert.
+
+        The second half is the last projection.
+        """
         *first, last = projections = self.blocks[layer].dense
         between = self._activation(projections, self.T, self.job.mesh.tp_out)
         return together([self._projections(first, self.T), between]), self._projections([last], self.T)
 
     def _moe(self, layer: int) -> Passes:
-        """Returns the passes of router, experts, dispatch and combine, and the shared expert."""
         hidden, mesh, block = self.model.hidden, self.job.mesh, self.blocks[layer]
         experts = self.model.experts_of(layer)
         own = self.T / mesh.tp  # tokens that this rank sends
@@ -97,14 +98,12 @@ class DeclaredCosts(RankCosts):
             k, n = (1, mesh.etp) if projection.over == "outputs" else (mesh.etp, 1)
             parts.append(self._product(rows / here, projection.outputs / n, projection.inputs / k, here))
         parts.append(self.activation(layer))
-        # Dispatch permutes the rows for the experts; combine adds the experts' outputs, weighted by the router.
+        # Dispatch permutes the rows; combine adds the experts' outputs.
         moved = self._memory(6 * rows * hidden * self.e, self._expert_passes)
         parts.append(Passes(moved, moved, Terms()))
         shared = self._dense(layer) if block.dense else ()
         parts += [*shared, self._dispatch(own, experts, shared)]
-        if (
-            mesh.tp_out > 1 and not self.job.parallel.splits_sequence
-        ):  # each rank has only the outputs of the tokens that it sends
+        if mesh.tp_out > 1 and not self.job.parallel.splits_sequence:  # a rank has only its own tokens' outputs
             gathered = self._tensor("all_gather", self.T * self.H * self.e)
             parts.append(Passes(gathered, gathered, Terms()))
         return together(parts)
@@ -118,26 +117,23 @@ class DeclaredCosts(RankCosts):
 
     @property
     def _expert_rows(self) -> float:
-        """Number of rows in the experts of the most loaded rank: one row for each token and chosen expert."""
+        """Number of rows in the experts of the most loaded rank."""
         mesh = self.job.mesh
         return self.T / mesh.tp * self._chosen * mesh.etp * self._load
 
     @property
     def _load(self) -> float:
-        """Load imbalance (max/mean) of the ranks' experts, at most the number of expert-parallel ranks."""
+        """Load imbalance (max/mean) between the expert-parallel ranks."""
         return min(self.job.imbalance, self.job.mesh.ep)
 
     def _activation(
         self, projections: Sequence[Projection], rows: float, parts: int, share: float | None = None
     ) -> Passes:
-        """Returns the passes of an activation function between two projections, divided over `parts` ranks. A gated
-        function reads two inputs for each output."""
         read, made = (rows * columns / parts * self.e for columns in (projections[0].outputs, projections[-1].inputs))
         return Passes(self._memory(read + made, share), self._memory(2 * read + made, share))
 
     def _projections(self, projections: Iterable[Projection], rows: float) -> Passes:
-        """Returns the passes of the projections' matmuls and, where tensor parallelism divides the operands, of collectives
-        (equations 5.3 and 5.4)."""
+        """Returns the passes of the projections' matmuls and collectives (AxoNN dissertation, eqs. 5.3 and 5.4)."""
         mesh, parts = self.job.mesh, []
         for projection in projections:
             k, n = projection.inputs, projection.outputs
@@ -160,8 +156,7 @@ class DeclaredCosts(RankCosts):
         return dispatcher(method, self.model, job.mesh, tokens, itemsize, self.machine.collectives)
 
     def _dispatch(self, tokens: float, experts: int, shared: Sequence[Passes]) -> Passes:
-        """Returns the exposed seconds of dispatching `tokens` tokens to their experts and combining the results. If
-        dispatch and combine are all-to-alls, the two halves of a shared expert overlap these two collectives."""
+        """Returns the exposed seconds of dispatching `tokens` tokens to their experts and combining the results."""
         hidden, mesh = self.model.hidden, self.job.mesh
         group = StridedGroup(mesh.ep * mesh.etp, 1)
         if group.size == 1:
@@ -179,7 +174,6 @@ class DeclaredCosts(RankCosts):
         return Passes(*(Terms(expert=seconds) for seconds in exposed or 2 * [2 * once]))
 
     def _exchange(self, group: StridedGroup, size: float, experts: int) -> float:
-        """Returns the seconds to send the copies of tokens of `size` bytes to the experts, or back."""
         ranks, nodes = self.job.mesh.ep, group.nodes(self.machine.ranks_per_node)
         if self.profile.copies == "expert":
             return self.collective("all_to_all", size * self._chosen, group)

@@ -1,4 +1,4 @@
-"""A run with a layout on a machine, for which the planner predicts the time and memory of a step."""
+"""A run with a layout on a machine."""
 
 import math
 from collections import Counter
@@ -28,8 +28,8 @@ from optimus.resolve.precision import precision
 from optimus.resolve.run import RunInputs
 from optimus.resolve.teachers import teacher_models
 
-# For each parameter of `blocks.examples`, in order: tuples (update rule, share of the kind's blocks with this rule, share of
-# elements that pruning leaves). A parameter has several tuples if blocks of one kind have different rules.
+# For each parameter of `blocks.examples`, in order: tuples (update rule, share of the blocks of the same kind,
+# unpruned share of elements).
 Rules = tuple[tuple[tuple[Rule, float, float], ...], ...]
 
 _PRECISION = {"bfloat16": "bf16", "float32": "fp32"}
@@ -42,11 +42,10 @@ _GRADIENT = {"float32": 4.0, "bfloat16": 2.0}  # bytes of a gradient per paramet
 class Job:
     """A run of `config` on a machine, divided over the ranks of `mesh`.
 
-    `imbalance` is the number of tokens on the most loaded rank's experts, relative to the mean. `rules` are the update rules
-    (empty: AdamW for all parameters). `factors` are the projections with low-rank factors. `teachers` are the models that
-    the run distils. `nodes` are the nodes in use, as indices into the machine's links, in the order of the ranks. `run` is
-    the whole run of which `config` may be a phase. `sequences` is the number of sequences in the run's data, if the run's
-    length is in epochs.
+    `imbalance` is the number of tokens on the most loaded rank's experts, relative to the mean. `rules` are the update
+    rules; empty: AdamW for all parameters. `factors` are the projections with low-rank factors. `teachers` are the
+    models that the run distils. `nodes` are indices into the machine's links, in the order of the ranks. `run` is the
+    configuration of the whole run; `config` may be one phase. `sequences` is the number of sequences in the run's data.
     """
 
     config: RunConfig
@@ -65,40 +64,39 @@ class Job:
 
     @property
     def model(self) -> Architecture:
-        """The architecture of the model to train: the section `model`."""
+        """The architecture of the model to train."""
         return self.config.model
 
     @property
     def train(self) -> TrainConfig:
-        """The section `train`: batches, sequence length, precision."""
+        """The section `train`."""
         return self.config.train
 
     @property
     def parallel(self) -> ParallelConfig:
-        """The section `parallel`: how parallelism divides the run over ranks."""
+        """The section `parallel`."""
         return self.config.parallel
 
     @property
     def state(self) -> StateConfig:
-        """The section `state`: sharding and offloading."""
+        """The section `state`."""
         return self.config.state
 
     @property
     def recompute(self) -> frozenset[str]:
-        """Modules that the backward pass recomputes: in every `config.recompute_every`-th block, or in all blocks if
-        the set has `"block"`."""
+        """The parts to recompute in every `config.recompute_every`-th block; `"block"` recomputes all blocks."""
         return self.profile.recompute.union(self.config.recompute)
 
-    # ---- Derived sizes ----
+    # ---- Derived values ----
 
     @property
     def precision(self) -> str:
-        """Precision of matmuls: the profile's, or by default that of `train.precision`."""
+        """Precision of matmuls."""
         return self.profile.products or _PRECISION[self.train.precision]
 
     @property
     def itemsize(self) -> float:
-        """Bytes per element of activations, and of parameters in the forward and backward pass."""
+        """Bytes per element of activations and of parameters in the passes."""
         return 4.0 if self.precision == "fp32" else 2.0
 
     @property
@@ -113,8 +111,7 @@ class Job:
 
     @property
     def common_batch(self) -> int:
-        """Greatest common divisor of the global batches of all phases, in sequences. The data-parallel ranks times the
-        sequences of a microbatch must divide this number."""
+        """Greatest common divisor of the global batches of all phases, in sequences."""
         return math.gcd(self.train.global_batch, *(phase.global_batch or 0 for phase in self.config.phases))
 
     @property
@@ -124,7 +121,7 @@ class Job:
 
     @property
     def rows(self) -> int:
-        """Number of tokens of a microbatch on a rank, before tensor parallelism divides the tokens."""
+        """Number of tokens of a microbatch on a rank, without division by tensor parallelism."""
         return self.train.micro_batch * self.train.sequence_length // self.mesh.cp
 
     @property
@@ -150,22 +147,20 @@ class Job:
 
     @property
     def placed(self) -> Machine:
-        """The machine with only the links of the nodes in use, in the order of `nodes` (None: the first nodes). A
-        machine without `network.links` stays the same."""
+        """The machine with only the links of the nodes in use, in the order of `nodes`."""
         if self.machine.network.links is None:
             return self.machine
         return in_order(self.machine, self.nodes or range(self.node_count))
 
     def with_neighbours(self) -> "Job":
-        """Returns the job with its nodes in the order of `links.chained`, or the job itself if the machine has no
-        `network.links`."""
+        """Returns the job with its nodes in the order of `links.chained`, if the machine has `network.links`."""
         if self.machine.network.links is None:
             return self
         return replace(self, nodes=tuple(chained(self.machine, self.node_count)))
 
     def checked(self) -> "Job":
-        """Returns the job. Raises `UserError` when the ranks leave one of several nodes partly empty, when the
-        machine's links cover too few nodes, or when the machine lacks the job's precision."""
+        """Returns the job. Raises `UserError` when the ranks leave one of several nodes partly empty, or when the
+        machine has links for too few nodes or no rates for the precision."""
         ranks, node, links = self.mesh.size, self.machine.ranks_per_node, self.machine.network.links
         if ranks > node and ranks % node:
             low = ranks // node * node
@@ -183,8 +178,10 @@ class Job:
     # ---- Other layouts ----
 
     def changed(self, mesh: Mesh | None = None, **sections: Any) -> "Job":
-        """Returns the job with other values in the configuration, and on `mesh` if the caller passes a mesh. A mapping
-        changes keys of a section; any other value replaces the section or key."""
+        """Returns the job with other values in the configuration, and on `mesh` if any.
+
+        A mapping changes keys of a section; any other value replaces the section or key.
+        """
         if mesh is not None:
             sections["parallel"] = {**axes_of(mesh), **sections.get("parallel", {})}
         config = self.config
@@ -196,8 +193,7 @@ class Job:
 
     @property
     def undivided(self) -> "Job":
-        """The job on the same number of ranks, all data-parallel, with unsharded state and only the profile's
-        recomputation."""
+        """The job with all ranks data-parallel, with unsharded state and without the configured recomputation."""
         before = self.parallel
         sequence = False if "sequence" in self.model.limits else None
         parallel = ParallelConfig.model_construct(
@@ -215,8 +211,7 @@ class Job:
 
 
 def axes_of(mesh: Mesh) -> dict[str, Any]:
-    """Returns the axis sizes and the pipeline stride of `mesh`, by their keys in the configuration's section
-    `parallel`."""
+    """Returns the axis sizes and the pipeline stride of `mesh`, by key of the configuration's section `parallel`."""
     return {
         "data": mesh.dp,
         "tensor": mesh.tp if mesh.tp_in == 1 else [mesh.tp_out, mesh.tp_in],
@@ -234,8 +229,10 @@ def axes_of(mesh: Mesh) -> dict[str, Any]:
 def job_of(
     config: RunConfig, machine: Machine, mesh: Mesh, profile: Profile | None = None, imbalance: float = 1.0
 ) -> Job:
-    """Returns the job of `config` on a machine. For a run in phases, the job is the phase with the longest sequences.
-    Raises `UserError` like `Job.checked`, `state_spec_of` and `teacher_models`."""
+    """Returns the job of `config` on a machine.
+
+    For a run in phases, the job is the phase with the longest sequences.
+    """
     run = config.decided(precision(config, machine_facts(machine, mesh.size).bfloat16, {}).values)
     config = longest(phases_of(run)) if run.phases else run
     model, rank = full_model(config), config.train.lora_rank
@@ -258,7 +255,7 @@ def machine_facts(machine: Machine, ranks: int) -> Facts:
 
 
 def profile_of(config: RunConfig) -> Profile:
-    """Returns this library's profile, with the gradient type and the overlap that `config` chooses."""
+    """Returns this library's profile with the gradient dtype and the overlap of `config`."""
     profile, bytes_each = Profile(), _GRADIENT[config.state.gradient_dtype]
     change = {"gradient": bytes_each, "reduced": bytes_each}
     change |= {} if config.parallel.overlap else {"overlap_tensor": 0.0}
@@ -267,13 +264,9 @@ def profile_of(config: RunConfig) -> Profile:
 
 
 def _rules(config: RunConfig, model: CausalModel, factors: Factors) -> Rules:
-    """Returns the update rules of a run's parameters, with the share of each kind's blocks that have each rule. Some blocks
-    of a kind may lack a low-rank factor."""
     spec, alike = state_spec_of(config, model, RunInputs()), config.model.alike
     (made, layers), names = examples(config.model, factors), config.model.parts
-    remaining = (
-        1.0 if config.pruning is None else 1 - config.pruning.sparsity
-    )  # share of elements after the last pruning
+    remaining = 1.0 if config.pruning is None else 1 - config.pruning.sparsity  # after the last pruning
 
     def rule(name: str) -> tuple[Rule | None, float]:
         return spec.rules.get(name), remaining if name in spec.unpruned else 1.0

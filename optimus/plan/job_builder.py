@@ -1,4 +1,4 @@
-"""Answers a user's request for plans: builds the planner's job from a model, a machine and a number of ranks."""
+"""Builds the planner's job from a model, a machine and a number of ranks, and answers requests for plans."""
 
 import math
 import os
@@ -10,7 +10,7 @@ from typing import Any
 
 from optimus.config import RunConfig, load_config, resolve_model
 from optimus.config.load import validated
-from optimus.data.training import open_sources, rows_in
+from optimus.data.training import open_sources, sequences_in
 from optimus.disk import user_path
 from optimus.errors import UserError
 from optimus.hub import read_model_folder
@@ -31,7 +31,7 @@ from optimus.resolve.microbatches import with_microbatches
 _SEQUENCES, _PER_RANK = (
     1024,
     4,
-)  # sequences in the default global batch: the first number in all or the second number per rank, whichever is larger
+)  # minimum sequences of the default global batch, in all and per rank
 
 
 def plan(
@@ -49,16 +49,13 @@ def plan(
     links: Path | None = None,
     plugins: Sequence[str] = (),
 ) -> Answer:
-    """Returns an `Answer` with up to `best` plans for `model` on `ranks` ranks of a machine, fastest first.
+    """Returns plans for `model` on `ranks` ranks of a machine: by default up to `best` plans, fastest first.
 
     `model` is a YAML file of a run, a preset or a Hugging Face folder. With `as_is`, the plan has the configured
-    layout, even if this layout does not fit. With `largest`, the plans are for the model with about as many layers as
-    fit, one plan for each setting of offloading with which a model fits. With `scale`, the answer has a plan for each
-    number of ranks in `scale`.
-
-    The experts of the most loaded rank get `imbalance` times the mean number of tokens. `what_if` changes the machine
-    or the profile, and `links` is a file with the bandwidth between nodes. `plugins` names plugins in addition to the
-    plugins of the run's file. Raises `UserError` for an invalid request, and when a search finds no layout that fits.
+    layout. With `largest`, the plans are for models with about as many layers as fit. With `scale`, the answer has a
+    plan for each number of ranks in `scale`. The experts of the most loaded rank get `imbalance` times the mean number
+    of tokens. `what_if` changes the machine or the framework profile. `links` is a file with the bandwidth between
+    nodes. Raises `UserError` for an invalid request.
 
     Example:
         plans = api.plan("mula-7b-a1b", machine="dgx-h100", ranks=8, best=3).plans
@@ -82,7 +79,6 @@ def plan(
 
 
 def _counted(ranks: int | None) -> int:
-    """Returns the number of ranks. Raises `UserError` when the number is missing or less than 1."""
     if ranks is None or ranks < 1:
         raise UserError(
             f"--ranks {'is missing' if ranks is None else ranks}: say how many ranks the job has, at least 1"
@@ -91,8 +87,10 @@ def _counted(ranks: int | None) -> int:
 
 
 def configured(model: str, overrides: Iterable[str], ranks: int) -> RunConfig:
-    """Returns the configuration in the YAML file `model`, or a configuration of the preset or folder `model` with
-    default data and training settings."""
+    """Returns the configuration of `model` with `overrides`, for `ranks` ranks.
+
+    For a preset or a Hugging Face folder, the data and training settings have defaults.
+    """
     if Path(model).suffix in (".yaml", ".yml"):
         return with_microbatches(load_config(model, overrides, read_model_folder), ranks)
     batch = _SEQUENCES if ranks <= _SEQUENCES // _PER_RANK else _PER_RANK * ranks
@@ -119,11 +117,10 @@ def asked(
     imbalance: float = 1.0,
     links: Path | None = None,
 ) -> Job:
-    """Returns the job of `config` on `ranks` data-parallel ranks of a machine. `links` is a file with the bandwidth
-    between nodes.
+    """Returns the job of `config` on `ranks` data-parallel ranks of a machine.
 
-    Raises `UserError` for an unknown machine, for invalid `changes`, `imbalance` or `links`, and when the run's length
-    is in epochs but the data is missing. Also raises `UserError` as `job_of` does.
+    `links` is a file with the bandwidth between nodes. Raises `UserError` for an invalid machine, change or file, and
+    for an `imbalance` that is below 1 or not finite.
     """
     if not 1 <= imbalance < math.inf:
         raise UserError(f"`imbalance` is {imbalance}: give 1, which means equally many tokens for all experts, or more")
@@ -137,12 +134,11 @@ def asked(
     job = job_of(config, kind, Mesh(dp=ranks, ranks_per_node=min(ranks, kind.ranks_per_node)), profile, imbalance)
     if config.train.epochs is None:
         return job
-    return replace(job, sequences=rows_in(open_sources(config)))
+    return replace(job, sequences=sequences_in(open_sources(config), config.train.sequence_length))
 
 
 def as_configured(job: Job) -> Job:
-    """Returns the job on the mesh of its configuration. The resolved run (`run_of`) decides the settings that the
-    configuration leaves open."""
+    """Returns the job with the layout that its configuration resolves to."""
     return decided(job, run_of(job))
 
 
@@ -168,11 +164,10 @@ def read_links(path: Path) -> list[list[float]]:
 
 
 def best_layout(config: str | Path, overrides: Iterable[str], machine: str, ranks: int | str | None) -> RunConfig:
-    """Returns `config` with the layout that is fastest on `machine` with `ranks` ranks. Under a launcher, the default
-    of `ranks` is `WORLD_SIZE`.
+    """Returns `config` with the fastest layout on `machine` with `ranks` ranks.
 
-    Raises `UserError` when the number of ranks is unknown, when `ranks` is another number than the launcher's, or when
-    no layout fits.
+    Under a launcher, `ranks` may be None. Raises `UserError` when the number of ranks is unknown, or differs from the
+    launcher's.
     """
     join()
     number = int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else ranks

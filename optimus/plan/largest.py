@@ -1,4 +1,4 @@
-"""Finds about the largest model that a machine can train: the job's model with about as many layers as fit."""
+"""Finds the largest number of layers that a model can have on a machine, to within about 1/16."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -15,17 +15,20 @@ MOST_LAYERS = 1 << 12
 
 
 class Deepest(NamedTuple):
-    """The fastest plan of the largest model that the search found. `limited` is true if the search ended at the limit
-    of layers, so that larger models may fit."""
+    """The fastest plan of the largest model that the search found.
+
+    `limited` is true if every number of layers that the search tried fits.
+    """
 
     plan: Plan
     limited: bool
 
 
 def largest(job: Job) -> list[Deepest]:
-    """Returns, for each setting of offloading with which any model fits, the fastest plan of the largest model found.
+    """Returns, for each setting of offloading, the fastest plan of the largest model found, if any.
 
-    Raises `UserError` when the model's layers are not all of one kind, or when no number of layers fits.
+    Raises `UserError` if the model is not a `ModelConfig`, if its layers differ in attention window or number of
+    experts, if `Job.checked` does, or if no number of layers fits.
     """
     own_model(job.model, "--largest")
     if len(set(job.model.alike)) > 1:
@@ -37,8 +40,6 @@ def largest(job: Job) -> list[Deepest]:
 
 
 def _deepest(job: Job) -> Iterator[Deepest]:
-    """Yields the fastest plan of the largest model found, if any model fits. The search doubles the number of layers
-    while the model fits, and then bisects."""
     least, most, layers = 0, None, job.model.layers
     limit = max(MOST_LAYERS, layers)
     while 0 < layers <= limit and (most is None or most - least > max(1, least // 16)):

@@ -1,8 +1,4 @@
-"""Orders nodes with unequal links so that neighbours in the order of the ranks have fast links (Pipette; Holmes).
-
-A matrix gives the bandwidth between each pair of nodes. Ranks are on the nodes in order, so the order of the nodes
-decides which links a group's ring uses. The slowest link of all groups with the same size and strides decides the time.
-"""
+"""Orders nodes with unequal links so that consecutive nodes have fast links (Pipette; Holmes)."""
 
 from collections.abc import Callable, Sequence
 from itertools import combinations, pairwise
@@ -11,12 +7,14 @@ from optimus.plan.machine import Machine
 
 _ROUNDS = 4  # maximum number of rounds over all pairs of nodes
 _MOST_TRIES = 400  # maximum number of swaps that `exchanged` tries
-_BEGINNINGS = 32  # maximum number of nodes with which `chained` tries to begin a chain
+_BEGINNINGS = 32  # maximum number of first nodes that `chained` tries
 
 
 def even(machine: Machine) -> Machine:
-    """Returns the machine in which all pairs of nodes have the bandwidth of the fastest pair. No order of the nodes has
-    faster links."""
+    """Returns the machine without taper. All pairs of nodes have the bandwidth of the fastest pair.
+
+    The machine keeps `network.bandwidth` if `network.links` has no pair of nodes.
+    """
     links = machine.network.links or [[]]
     best = max(
         (value for number, row in enumerate(links) for other, value in enumerate(row) if number != other), default=0
@@ -26,7 +24,7 @@ def even(machine: Machine) -> Machine:
 
 
 def in_order(machine: Machine, nodes: Sequence[int]) -> Machine:
-    """Returns the machine with the links of only `nodes`, in this order. The machine must have `network.links`."""
+    """Returns the machine with the links of `nodes`, in the order of `nodes`. The machine must have `network.links`."""
     links = machine.network.links
     assert links is not None
     network = machine.network.model_copy(update={"links": [[links[a][b] for b in nodes] for a in nodes]})
@@ -34,10 +32,10 @@ def in_order(machine: Machine, nodes: Sequence[int]) -> Machine:
 
 
 def chained(machine: Machine, count: int) -> list[int]:
-    """Returns a chain of `count` nodes. Each next node is the remaining node with the highest total bandwidth to the
-    last four nodes of the chain.
+    """Returns the chain of `count` nodes with the highest total bandwidth between neighbours, among greedy chains.
 
-    The function tries several first nodes, and returns the chain with the highest total bandwidth between neighbours.
+    One greedy chain starts at each of the machine's first `_BEGINNINGS` nodes. Each next node is the remaining node
+    with the highest total bandwidth to the last four nodes of the chain. The machine must have `network.links`.
     """
     links = machine.network.links
     assert links is not None
@@ -56,9 +54,12 @@ def chained(machine: Machine, count: int) -> list[int]:
 
 
 def exchanged(nodes: Sequence[int], every: int, seconds: Callable[[Sequence[int]], float]) -> list[int]:
-    """Returns `len(nodes)` of the machine's `every` nodes, in an order with which a step takes no longer than with
-    `nodes`. The function swaps two nodes, of which at least one is in use, where the swap shortens the step. `seconds`
-    predicts the step of an order."""
+    """Searches for faster nodes than `nodes` by pairwise swaps, on a machine with `every` nodes.
+
+    Returns `len(nodes)` nodes in an order that is at least as fast as `nodes`.
+
+    `seconds` predicts the seconds of a step with the nodes in a given order.
+    """
     order, tries = [*nodes, *(node for node in range(every) if node not in nodes)], 0
     best = seconds(order[: len(nodes)])
     for _ in range(_ROUNDS):

@@ -1,16 +1,16 @@
-"""Describes machines as data: rates of arithmetic and memory, links within a node and between nodes.
+"""Describes machines (arithmetic, memory, links and disks), and estimates the seconds of matmuls and attention.
 
-The files are in `machines/`; `optimus bench machine` writes a file for the machine on which it runs. Units are bytes,
-seconds and floating point operations. A link's bandwidth counts one direction.
+Units are bytes, seconds and floating point operations. A link's bandwidth counts one direction.
 """
 
 import math
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from optimus.comm.algorithms import Measured
 from optimus.config.load import read_section
@@ -21,6 +21,7 @@ from optimus.section import Section
 
 _FOLDER = Path(__file__).parent / "machines"
 _ATTENTION_BACKWARD = 2.5  # FLOPs of the backward pass of fused attention, relative to the forward pass
+_RING = re.compile(r"[1-9][0-9]*x[1-9][0-9]*")  # a key of `Node.groups`
 _STEP = 32  # attention kernels pad the columns of a head to a multiple of this number
 
 
@@ -73,18 +74,23 @@ class Node(Section):
     """Measured bandwidth of simultaneous rings by 'G0xG1': G1 ranks, each G0 after the previous rank (the dissertation
     on AxoNN, section 5.1.2, case 1). Any other ring has `bandwidth`."""
     paces: dict[Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift"], Pace] = Field({})
-    """Measured costs of the kinds of collectives that `bandwidth` and `latency` alone do not describe. A shift is a
-    message to the next rank."""
+    """Measured costs of kinds of collectives. A shift is a message to the next rank."""
 
     def nearest(self, stride: int) -> list[int]:
-        """Returns the sizes of groups whose rings are faster than `bandwidth`, in ascending order. Neighbours in a
-        group are `stride` ranks apart."""
+        """Returns the sizes of groups with `stride` whose rings are faster than `bandwidth`, in ascending order."""
         keys = (key.split("x") for key, bandwidth in self.groups.items() if bandwidth > self.bandwidth)
         return sorted(int(size) for apart, size in keys if int(apart) == stride)
 
     def pace(self, kind: str) -> Pace:
-        """Returns the costs of a kind of collective, by default the node's latency for each step."""
+        """Returns the costs of a kind of collective; the default is the node's latency for each step."""
         return self.paces.get(kind) or _pace(self.latency)  # type: ignore[call-overload]
+
+    @model_validator(mode="after")
+    def _keys(self) -> "Node":
+        for key in self.groups:
+            if not _RING.fullmatch(key):
+                raise ValueError(f"groups has the key '{key}': write 'G0xG1' with two numbers, such as '1x4'")
+        return self
 
 
 class Protocol(Section):
@@ -98,7 +104,7 @@ class Library(Section):
     """Measured rings of a vendor's library (NCCL, RCCL) over all ranks of several nodes."""
 
     protocols: list[Protocol] = Field(min_length=1)
-    """Protocols from which the library chooses the fastest, such as NCCL's LL (for small blocks) and Simple."""
+    """Protocols from which the library chooses the fastest, such as NCCL's LL and Simple."""
     crowded: list[Protocol] = Field([])
     """Protocols on more than `few_nodes` nodes (PCCL, arXiv 2504.18658 v2)."""
     few_nodes: int | None = Field(None, gt=0, description="None: all nodes use `protocols`.")
@@ -121,18 +127,17 @@ class Network(Section):
 
     rings: int = Field(1, gt=0, description="Number of concurrent rings that use all adapters of a node.")
     bandwidth: float = Field(gt=0)
-    """Bandwidth that collectives reach between a node and other nodes, over all adapters of the node, bytes/s."""
+    """Bandwidth that collectives reach between a node and other nodes, over all adapters, bytes/s."""
     latency: float = Field(ge=0, description="Latency of a message, seconds.")
     group_nodes: int | None = Field(None, gt=0, description="Number of neighbouring nodes with the full bandwidth.")
     taper: float = Field(1.0, gt=0, le=1, description="Share of the bandwidth between more distant nodes.")
     library: Library | None = None
     """Rings of the vendor's library (`profile.collectives: library`)."""
     doubling: Protocol | None = None
-    """Rounds of recursive doubling between nodes, in which each rank exchanges with ranks of the same local rank on other
-    nodes (`profile.collectives: pccl`)."""
+    """Rounds of recursive doubling between nodes (`profile.collectives: pccl`)."""
     links: list[list[float]] | None = None
-    """Matrix of the bandwidth between each pair of nodes, for unequal links, bytes/s. A bandwidth counts all adapters
-    of a node. The matrix replaces bandwidth, group_nodes and taper."""
+    """Matrix of the bandwidth between each pair of nodes, over all adapters, bytes/s. The matrix replaces bandwidth,
+    group_nodes and taper."""
 
     @model_validator(mode="after")
     def _matrix(self) -> "Network":
@@ -146,12 +151,10 @@ class Network(Section):
 
 
 class Communicator(Section):
-    """Memory of a rank that a communicator takes, modelled on NCCL. The defaults are NCCL's.
+    """Memory that a communicator takes on each rank, modelled on NCCL.
 
-    Each channel has a buffer for each protocol and each connected peer. The estimate counts the peers of a ring, at
-    most two for any number of ranks (NVIDIA's answers in NCCL's issues 864, 986 and 1450). The estimate leaves out the
-    additional peers of trees, and the buffers that sends and receives share. The estimate assumes NCCL_BUFFSIZE for
-    every protocol.
+    Each channel has a buffer for each protocol and each connected peer of a ring (NVIDIA's answers in NCCL's issues
+    864, 986 and 1450).
     """
 
     buffer: float = Field(2.0**22, ge=0, description="Bytes of a buffer (NCCL_BUFFSIZE).")
@@ -159,7 +162,7 @@ class Communicator(Section):
     protocols: int = Field(3, gt=0, description="Number of protocols with separate buffers: LL, LL128, Simple.")
 
     def memory(self, ranks: int) -> float:
-        """Returns the bytes that a communicator of `ranks` ranks takes on each rank, once all ranks are connected."""
+        """Returns the bytes that a connected communicator of `ranks` ranks takes on each rank."""
         return min(2, ranks - 1) * self.channels * self.protocols * self.buffer
 
 
@@ -168,7 +171,7 @@ class Host(Section):
 
     memory: float = Field(gt=0, description="Host memory of a node, bytes.")
     shared: bool = False
-    """True if ranks compute on the host's CPUs, so that the ranks' memory is a part of the host memory."""
+    """True if ranks compute on the host's CPUs, in the host's memory."""
     link: float = Field(
         gt=0, description="Link between a rank and its host while all ranks of the node use theirs, bytes/s each way."
     )
@@ -181,7 +184,7 @@ class Host(Section):
 
 
 class Machine(Section):
-    """Nodes of one kind, in any number, and the network between the nodes."""
+    """Nodes of one kind, and the network between the nodes."""
 
     name: str = Field(description="Name of the machine in tables.")
     source: str = Field(description="Source of the figures.")
@@ -191,12 +194,12 @@ class Machine(Section):
     memory: float = Field(gt=0, description="Memory of a rank, bytes.")
     memory_bandwidth: float = Field(gt=0, description="Memory bandwidth of a rank that plain kernels reach, bytes/s.")
     cores: int = Field(gt=0, description="Units of a rank that compute tiles in parallel.")
-    arithmetic: dict[str, Arithmetic] = Field(description="Rates by precision: bf16, fp16, fp32, fp8, fp4.")
+    arithmetic: dict[str, Arithmetic] = Field(description="Rates by precision: bf16, fp16, fp32, tf32, fp8, fp4.")
     matmul: Matmul
     attention: float = Field(gt=0, le=1)
     """Share of the peak in 16 bits that the best fused attention approaches with long sequences."""
     attention_before: float | None = Field(None, gt=0, le=1)
-    """Share of the peak in 16 bits for kernels written for the previous generation; None: the same as `attention`."""
+    """Share of the peak in 16 bits for kernels of the previous generation; None: the same as `attention`."""
     attention_half: float = Field(
         480, ge=0, description="Length of a sequence with which attention reaches half of that share, tokens."
     )
@@ -210,12 +213,20 @@ class Machine(Section):
     host: Host
     communicator: Communicator = Communicator()
     collectives: Measured | None = None
-    """Measured seconds of each algorithm for collectives (`optimus bench collectives --write`). A run chooses its algorithms
-    by these seconds."""
+    """Measured seconds of each algorithm for collectives (`optimus bench collectives --write`)."""
+
+    @field_validator("arithmetic")
+    @classmethod
+    def _precisions(cls, arithmetic: dict[str, Arithmetic]) -> dict[str, Arithmetic]:
+        if unknown := [name for name in arithmetic if name not in _BYTES]:
+            raise ValueError(f"the precision '{unknown[0]}' is not known; {nearest(unknown[0], _BYTES)}")
+        return arithmetic
 
     def rates(self, precision: str) -> Arithmetic:
-        """Returns the rates of a precision; a missing 16-bit type has the rates of the other 16-bit type, if known.
-        Raises `UserError` for a precision without rates."""
+        """Returns the rates of a precision; a missing 16-bit type has the rates of the other 16-bit type.
+
+        Raises `UserError` for a precision without rates.
+        """
         for name in (precision, {"bf16": "fp16", "fp16": "bf16"}.get(precision, "")):
             if name in self.arithmetic:
                 return self.arithmetic[name]
@@ -226,10 +237,7 @@ class Machine(Section):
     ) -> float:
         """Returns the seconds of a batch of `count` matmuls [rows, inner] x [inner, columns].
 
-        All cores compute tiles in waves; the last wave is half full on average. A tile takes as long as `inner` plus
-        `depth` inner elements. The memory traffic of a matmul bounds its time from below. `units` is the share of the
-        matrix units' rate that the alignment of the matrices allows. A matmul that is faster without matrix units does
-        not use matrix units.
+        `units` is the share of the matrix units' rate that the alignment of the matrices allows.
         """
         rate, tile = self.rates(precision).sustained_rate, self.matmul.tile
         without = self.rates("fp32").achieved if "fp32" in self.arithmetic else rate
@@ -252,7 +260,7 @@ class Machine(Section):
         ranks: int = 1,
         speed: float = 1.0,
     ) -> tuple[float, float]:
-        """Returns the seconds of the forward pass and of the backward pass of fused causal attention.
+        """Returns (seconds of the forward pass, seconds of the backward pass) of fused causal attention.
 
         A rank has `tokens` tokens, and `ranks` ranks divide each sequence of `context` tokens. `sizes` are the columns
         of a head's queries and values. `speed` is the kernel's speed relative to the machine's best. With `window`, a
@@ -269,7 +277,7 @@ class Machine(Section):
         return passes[0] + self.kernel_latency, passes[1] + self.kernel_latency
 
     def memory_seconds(self, moved: float, kernels: float = 1) -> float:
-        """Returns the seconds of `kernels` kernels that together read and write `moved` bytes, and do nothing else."""
+        """Returns the seconds of `kernels` kernels that together read and write `moved` bytes."""
         return moved / self.memory_bandwidth + kernels * self.kernel_latency
 
 
@@ -294,25 +302,32 @@ def machine_names() -> list[str]:
     return sorted(MACHINES)
 
 
-@cache
 def load_machine(name: str) -> Machine:
-    """Loads a machine by its name, or by the path of a file. Raises `UserError` for an unknown name, and for a missing
-    or invalid file."""
+    """Loads a machine by its name, or by the path of a .yaml or .yml file.
+
+    Raises `UserError` for an unknown name or an invalid file.
+    """
     path = user_path(name)
     if path.suffix in (".yaml", ".yml"):
-        machine = read_section(path, Machine)
-        _check_units(machine, path)
-        return machine
+        return _read(path)
     if name not in MACHINES:
         raise UserError(
             f"machine '{name}' is not known; {nearest(name, machine_names())} Or name a machine file, which "
             "`optimus bench machine` writes"
         )
-    return read_section(MACHINES[name].path, Machine)
+    return _known(MACHINES[name].path)
+
+
+def _read(path: Path) -> Machine:
+    machine = read_section(path, Machine)
+    _check_units(machine, path)
+    return machine
+
+
+_known = cache(_read)
 
 
 def _check_units(machine: Machine, path: Path) -> None:
-    """Raises `UserError` for a figure that is implausible in the documented unit."""
     rates = {f"arithmetic.{kind}.peak": each.peak for kind, each in machine.arithmetic.items()}
     host, network = machine.host, machine.network
     moved = {

@@ -1,4 +1,4 @@
-"""Writes a template of a machine file: every key with its meaning, and an example or its default."""
+"""Renders a template of a machine file."""
 
 import textwrap
 import types
@@ -23,7 +23,7 @@ _WIDTH = 118
 
 
 def machine_template() -> str:
-    """Returns the commented YAML of a complete machine file, which `load_machine` can read."""
+    """Returns the commented YAML of a complete machine file."""
     example = load_machine(_EXAMPLE).model_dump(exclude_unset=True) | _OWN
     return "\n".join([*_comment(_HEAD, ""), "", *_section(Machine, example, "")]) + "\n"
 
@@ -47,7 +47,6 @@ def _section(kind: type[BaseModel], example: Mapping[str, Any], indent: str) -> 
 
 
 def _about(field: FieldInfo) -> str:
-    """Returns the first paragraph of the docstring of a field's section, or an empty string."""
     inner = _model_in(field)
     text = (inner.__doc__ or "") if inner is not None else ""
     return " ".join(text.split("\n\n")[0].split())
@@ -60,8 +59,6 @@ def _comment(text: str, indent: str) -> Iterator[str]:
 
 
 def _model_in(field: FieldInfo) -> type[BaseModel] | None:
-    """Returns the class of the section, or sections, in a field; None for a field without sections."""
-
     def found(annotation: Any) -> type[BaseModel] | None:
         if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
             return annotation if issubclass(annotation, BaseModel) else None
@@ -75,7 +72,6 @@ def _is_mapping(field: FieldInfo) -> bool:
 
 
 def _written(value: Any) -> str:
-    """Returns a value in YAML, on one line."""
     plain = value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
     return (
         yaml.dump(plain, Dumper=_Dumper, default_flow_style=True, sort_keys=False, width=10**6)
@@ -85,7 +81,7 @@ def _written(value: Any) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes YAML with large and small numbers in a short form, such as 8.5e+10."""
+    """Writes YAML with floats rounded to six significant digits, such as 8.5e+10."""
 
 
 def _number(dumper: _Dumper, value: float) -> yaml.ScalarNode:

@@ -1,9 +1,4 @@
-"""Estimates a rank's memory for the search.
-
-The layouts of the parameters, and the sharding and offloading of the state, decide the bytes of parameters, gradients
-and optimizer state. Recomputation and the schedule's live microbatches decide the bytes of activations. A plan with
-this library's profile reports the memory account of its run (`resolve.memory`) instead of the estimate.
-"""
+"""Estimates a rank's memory for state, activations and communicators."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,13 +27,13 @@ from optimus.state.buffers import Residency
 from optimus.state.plan import ChunkPlan
 
 FRAGMENTS = 0.08  # share of a rank's memory that fragmentation wastes
-OPTIMIZER = "master", "moments", "mask"  # kinds of buffers of the optimizer
-KINDS = "norm", "attention", "mlp", "moe", "block"  # modules that a run can recompute, in the configuration's order
+OPTIMIZER = "master", "moments", "mask"  # kinds of buffers that `Memory.parts` adds up as "optimizer"
+KINDS = "norm", "attention", "mlp", "moe", "block"  # values of `recompute`, in the configuration's order
 
 
 ActivationSizes = Callable[[PartCounts], tuple[float, float, float]]
-"""Returns the bytes of one microbatch in a stage: (saved from the forward to the backward pass, saved between the two parts
-of a split backward pass, transient)."""
+"""Returns the bytes of one microbatch in a stage: (saved from the forward to the backward pass, saved between the two
+parts of a split backward pass, transient)."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +51,7 @@ class Memory:
 
 
 class Rank(NamedTuple):
-    """A rank of the pipeline: the parts of the model in its stages, and the live microbatches of these stages at their
-    peaks."""
+    """A rank of the pipeline: the parts of the model in its stages, and the live microbatches at their peaks."""
 
     stages: tuple[PartCounts, ...]
     live: Sequence[Live]
@@ -69,8 +63,7 @@ def memory_of(job: Job, sizes: ActivationSizes | None = None) -> Memory:
 
 
 def memory_of_ranks(job: Job, sizes: ActivationSizes | None = None) -> list[Memory]:
-    """Returns the memory of each rank of the pipeline. `sizes` computes the bytes of activations, by default of the run's
-    modules."""
+    """Returns the memory of each rank of the pipeline."""
     ranks = ranks_of(job)
     states = state_of([rank.stages for rank in ranks], job)
     activations = activations_of(ranks, sizes or run_activations(job))
@@ -78,20 +71,22 @@ def memory_of_ranks(job: Job, sizes: ActivationSizes | None = None) -> list[Memo
 
 
 def ranks_of(job: Job) -> list[Rank]:
-    """Returns, for each rank of the pipeline, the parts in its stages and its live microbatches."""
+    """Returns the ranks of the pipeline."""
     return [Rank(*both) for both in zip(part_counts_of_ranks(job), live_of(job.config, job.microbatches))]
 
 
 def part_counts_of_ranks(job: Job) -> list[tuple[PartCounts, ...]]:
-    """Returns the parts of the model in the stages of each rank of the pipeline."""
+    """Returns the parts of the model in the stages of each rank."""
     counts = counts_of(job.model, blocks_of_stages(job))
     owned = stages_of_ranks(job.parallel.schedule, job.mesh.pp, job.parallel.stages_per_rank)
     return [tuple(counts[number] for number in own) for own in owned]
 
 
 def state_of(ranks: Sequence[tuple[PartCounts, ...]], job: Job) -> list[tuple[dict[str, float], Elsewhere]]:
-    """Returns the bytes of `_state` on each rank: on the device by kind, and on the host or disk. In a run with
-    pruning, the bytes are the maximum over the run (`PruningConfig.shares`)."""
+    """Returns, for each rank, (bytes on the device by kind, bytes on the host or disk).
+
+    The bytes are those of the state, gathered parameters, gradients in use, checkpoint copies and teachers.
+    """
     plans = cache(partial(chunk_plans, job))
 
     @cache
@@ -106,9 +101,14 @@ def state_of(ranks: Sequence[tuple[PartCounts, ...]], job: Job) -> list[tuple[di
     return [found(stages) for stages in ranks]
 
 
+def states_of(job: Job) -> list[tuple[dict[str, float], Elsewhere]]:
+    """Returns the result of `state_of` for each rank of the pipeline."""
+    return state_of([*part_counts_of_ranks(job)], job)
+
+
 def state_size(job: Job) -> float:
-    """Returns the bytes of `state_of` on the device of the fullest rank."""
-    return max(sum(parts.values()) for parts, _ in state_of([rank.stages for rank in ranks_of(job)], job))
+    """Returns the bytes in `states_of` on the fullest device."""
+    return max(sum(parts.values()) for parts, _ in states_of(job))
 
 
 def activations_of(ranks: Sequence[Rank], sizes: ActivationSizes) -> list[dict[str, float]]:
@@ -122,24 +122,18 @@ def activations_of(ranks: Sequence[Rank], sizes: ActivationSizes) -> list[dict[s
 
 
 def _state(job: Job, stages: Sequence[PartCounts], plans: Sequence[ChunkPlan]) -> tuple[dict[str, float], Elsewhere]:
-    """Returns the bytes of the chunks of these stages, by the rules of the memory account: on the device by kind, and on the
-    host or disk.
-
-    The bytes include whole parameters and gradients in use, teachers and, if ranks compute on the host's CPUs, copies
-    for asynchronous checkpoints.
-    """
     config, profile, saving = job.config, job.profile, job.config.checkpoint
     locations: Sequence[Residency] = ("device",) if job.state.offload == "none" else ("device", "host", "disk")
     if opens_cache(job.state):
         config = job.changed(state={"cache": cache_blocks(job, len(plans))}).config
     copied = teacher = 0.0
-    if job.machine.host.shared and saving.asynchronous:  # the copies are in the ranks' memory
+    if job.machine.host.shared and saving.asynchronous:  # checkpoint copies are in the ranks' memory
         held = chunk_groups(job, stages)
         copied = device_share(job) * written(held, profile.state_bytes, scattered=saving.scattered)
     if any(counts.last for counts in stages):
         teacher = job.itemsize * sum(count_parameters(model).total for model in job.teachers)
     device, *elsewhere = (fullest_shards(plans, at) for at in locations)
-    # A profile may have other sizes of gradients and of optimizer state than the run.
+    # A profile may have other bytes per element than the run.
     scale, more = profile.gradient / DTYPES[job.state.gradient_dtype].itemsize, 0.0
     if profile.state is not None:
         here = (plan for plan in plans if plan.rule.trains and not plan.offloaded)
@@ -155,12 +149,11 @@ def _state(job: Job, stages: Sequence[PartCounts], plans: Sequence[ChunkPlan]) -
 
 
 def run_activations(job: Job) -> ActivationSizes:
-    """Returns a function that computes the sizes of activations of the run's modules (`parallel.activations`)."""
+    """Returns a function that computes activation sizes with the job's recomputation."""
     kinds = tuple(kind for kind in KINDS if kind in job.recompute)
     chosen = Recomputation(kinds, job.config.recompute_every)
     config = job.config.decided(dispatch(job.config, job.mesh, job.machine.collectives).values)
     shapes = activation_shapes(config, job.mesh, job.teachers, int(job.itemsize))
-    # The estimate counts no duplicates of tokens.
     shapes |= {"options": replace(shapes["options"], duplicates=False), "load": job.imbalance}
 
     @cache
@@ -178,15 +171,17 @@ def usable(machine: Machine) -> float:
 
 
 def device_capacity(job: Job) -> float:
-    """Returns the bytes of a rank's memory that communicators' buffers and fragmentation leave for state and activations."""
+    """Returns the bytes of a rank's memory for state and activations."""
     return usable(job.machine) - buffers_of(job)
 
 
 def communicators_of(job: Job) -> tuple[list[Communicators], float]:
-    """Returns (the communicators of the rank with the largest buffers, the bytes of these buffers). On a machine whose ranks
-    compute on the host's CPUs, the bytes are 0."""
+    """Returns (communicators of the rank with the largest buffers, bytes of these buffers).
+
+    The bytes are 0 if `host.shared`.
+    """
     config, mesh, machine = job.config, job.mesh, job.machine
-    layouts = layouts_of(examples(config.model)[0], config)  # one block of each kind is enough
+    layouts = layouts_of(examples(config.model)[0], config)
     ranks = communicators(config, mesh, layouts, [mesh.block * stage for stage in range(mesh.pp)])
     kind = machine.communicator
     found = [(theirs, sum(each.number * kind.memory(each.size) for each in theirs)) for theirs in ranks]
@@ -195,5 +190,5 @@ def communicators_of(job: Job) -> tuple[list[Communicators], float]:
 
 
 def buffers_of(job: Job) -> float:
-    """Returns the bytes of communicators' buffers on the rank with the largest buffers; 0 for a single rank, or on CPUs."""
+    """Returns the maximum bytes of communicators' buffers on a rank; 0 if `host.shared`."""
     return 0.0 if job.machine.host.shared or job.mesh.size == 1 else communicators_of(job)[1]

@@ -1,4 +1,4 @@
-"""Finds a sharding, a placement of stages and a recomputation of activations with which a layout fits in memory."""
+"""Chooses sharding, stage placement and activation recomputation so that a layout fits in memory."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,8 +31,7 @@ from optimus.resolve.stages import splits_backward
 from optimus.state.buffers import RESIDENCES
 from optimus.state.plan import Shard
 
-# Shardings that need reduce-scatters or all-gathers in every microbatch. Sharding of only the optimizer's state moves
-# the same bytes once per step.
+# Shardings that need reduce-scatters or all-gathers in every microbatch.
 _FINER = ("gradients", "parameters")
 
 
@@ -44,8 +43,7 @@ class Timed(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """A way to shard the state, and the bytes that the state leaves on each rank of `Fitting._ranks_of` for activations and
-    for communicators' buffers."""
+    """A way to shard the state, and the bytes that the state leaves free, by rank of `Fitting._ranks_of`."""
 
     shard: Shard
     width: int | ShardRanks | None
@@ -53,7 +51,7 @@ class _Way(NamedTuple):
 
 
 class Fitting:
-    """Finds layouts that fit, and caches the results that jobs have in common."""
+    """Finds jobs that fit in memory, and caches results across candidates."""
 
     def __init__(self, job: Job) -> None:
         self._machine = job.machine
@@ -67,8 +65,10 @@ class Fitting:
         self._hides = profile.overlap_data >= profile.overlap_gather and not profile.broadcast
 
     def least(self, candidate: Candidate) -> float:
-        """Returns a lower bound of the seconds of a step without recomputation. The bound covers every sharding whose state
-        leaves memory for activations."""
+        """Returns a lower bound of the step time without recomputation, over all shardings whose state fits.
+
+        Returns infinity if no state fits.
+        """
         job, work = candidate.job, candidate.timing.work
         ways = self._ways_of(job)
         enough = {width for shard, width, _ in ways if shard == "optimizer"}
@@ -77,15 +77,18 @@ class Fitting:
         return min((least_time(placed, work) for placed in jobs), default=math.inf)
 
     def fastest(self, candidate: Candidate, limit: float) -> Timed | None:
-        """Returns the candidate's job with the fastest sharding, placement of stages and recomputation found that fit.
-        Returns None if the search finds no step of less than `limit` seconds that fits."""
+        """Searches shardings, placements and recomputations for the candidate's fastest job that fits in memory.
+
+        Returns None if the search finds no step of less than `limit` seconds.
+        """
         best = None
         job = replace(candidate.job, machine=self._machine, nodes=self._nodes)
-        # The cached costs of the division are valid only if all links between nodes are equal.
+        # Cached costs assume equal links between nodes.
         work = candidate.timing.work if self._machine.network.links is None else None
         sizes = cache(partial(self._activation_sizes, candidate, job))
-        too_slow = set[int | ShardRanks | None]()  # widths over which sharding the optimizer's state alone is too slow
-        enough: dict[int | ShardRanks | None, frozenset[str]] = {}  # recomputation with the previous sharding, by width
+        too_slow = set[int | ShardRanks | None]()  # widths too slow with only the optimizer's state sharded
+        # By width: the recomputation of the last sharding that fits.
+        enough: dict[int | ShardRanks | None, frozenset[str]] = {}
 
         def in_time(jobs: Iterable[Job]) -> list[Job]:
             return [placed for placed in jobs if least_time(placed, work) < limit]
@@ -110,12 +113,10 @@ class Fitting:
         return best
 
     def _is_slower(self, shard: Shard, width: int | ShardRanks | None) -> bool:
-        """True if, with equal recomputation, a step takes no longer when the same ranks shard only the optimizer's
-        state."""
+        """True if, with equal recomputation, sharding only the optimizer's state is at least as fast."""
         return self._hides and shard in _FINER and not isinstance(width, ShardRanks)
 
     def _ways_of(self, job: Job) -> list[_Way]:
-        """Returns the ways to shard the job's state that leave memory for activations on every rank."""
         key = job.mesh, job.parallel.stages_per_rank, job.first_last_apart, job.microbatches > 1
         if key not in self._ways:
             ranks = [*dict.fromkeys(part_counts_of_ranks(job))]
@@ -124,7 +125,6 @@ class Fitting:
         return self._ways[key]
 
     def _buffers_of(self, job: Job) -> float:
-        """Returns the bytes of the job's communicator buffers."""
         parallel, state = job.parallel, job.state
         key = job.mesh, parallel.schedule, parallel.stages_per_rank, state.shard, state.shard_ranks
         if key not in self._buffers:
@@ -132,8 +132,7 @@ class Fitting:
         return self._buffers[key]
 
     def _ranks_of(self, job: Job) -> list[Rank]:
-        """Returns the pipeline's ranks, with ranks that have the same stages merged into one rank. The merged rank has the
-        largest live microbatches of these ranks (`pipeline.estimates.largest`)."""
+        """Returns the pipeline's ranks; one rank stands for ranks with the same stages."""
         key = job.parallel.schedule, job.mesh.pp, job.parallel.stages_per_rank, job.microbatches
         if key not in self._ranks:
             merged: dict[tuple[PartCounts, ...], Rank] = {}
@@ -150,10 +149,10 @@ class Fitting:
         sizes: Callable[[frozenset[str]], list[float]],
         in_time: Callable[[Iterable[Job]], list[Job]],
     ) -> tuple[frozenset[str], Sequence[Job]]:
-        """Returns (the cheapest recomputation that fits, the jobs among `jobs` that pass `in_time` with this
-        recomputation). Returns no jobs if no recomputation both fits and leaves a job that passes `in_time`.
+        """Returns (the cheapest recomputation that fits in time, the jobs with this recomputation that are in time).
 
-        Activations fit if they take at most `free_bytes` on each rank.
+        There are no jobs if no recomputation fits in time. `jobs` must already be in time without recomputation.
+        Activations fit if their bytes are at most `free_bytes` on each rank.
         """
         slow: list[frozenset[str]] = []
         for recompute in self._sets:
@@ -167,7 +166,6 @@ class Fitting:
         return frozenset(), []
 
     def _activation_sizes(self, candidate: Candidate, job: Job, recompute: frozenset[str]) -> list[float]:
-        """Returns the bytes of activations on each rank of `_ranks_of`."""
         key = candidate.timing, splits_backward(job.config), recompute
         if key not in self._sizes:
             self._sizes[key] = run_activations(job.changed(recompute=[*recompute]))
@@ -175,8 +173,7 @@ class Fitting:
 
 
 def free_after_state(ranks: Sequence[tuple[PartCounts, ...]], job: Job) -> list[float]:
-    """Returns the bytes that the job's state leaves on the device of each of `ranks`; -inf where the host's memory is too
-    small for the state."""
+    """Returns the device bytes that the job's state leaves free, by rank; -inf where the host's memory is too small."""
     capacity, beside = usable(job.machine), host_capacity(job)
     return [
         capacity - sum(parts.values()) if elsewhere.host <= beside else -math.inf
@@ -185,13 +182,9 @@ def free_after_state(ranks: Sequence[tuple[PartCounts, ...]], job: Job) -> list[
 
 
 def residencies(job: Job) -> Iterator[Job]:
-    """Yields the job with its configured offloading and, if this offloading is none, with each offloading that the
-    machine supports.
+    """Yields the job and, without configured offloading, the job with each `state.offload` that the machine supports.
 
-    A machine supports offloading if the host's bandwidth is known and ranks do not compute on the host's CPUs. After
-    the job with the configured offloading come jobs that offload the optimizer's state, then jobs that offload all
-    state. On a machine with disks, the last jobs put the optimizer's state on a disk and all other state on the host. A
-    job that offloads gradients may come twice (`_accumulations`).
+    A job whose host may accumulate gradients has a second form with `state.accumulate_on: host`.
     """
     yield from _accumulations(job)
     host = job.machine.host
@@ -201,8 +194,6 @@ def residencies(job: Job) -> Iterator[Job]:
 
 
 def _accumulations(job: Job) -> Iterator[Job]:
-    """Yields the job. With offloaded gradients, `accumulate_on: auto` and more sequences than ranks, also yields
-    the job that accumulates gradients on the host."""
     yield job
     offloads = RESIDENCES[job.state.offload][1] != "device"
     if offloads and job.state.accumulate_on == "auto" and job.train.global_batch > job.mesh.size:
@@ -210,21 +201,19 @@ def _accumulations(job: Job) -> Iterator[Job]:
 
 
 def held(job: Job, shard: Shard, width: int | ShardRanks | None) -> Job:
-    """Returns the job with this sharding of the state."""
+    """Returns the job with a way to shard the state that `sharded` yields."""
     return job.changed(state={"shard": shard, "shard_ranks": width})
 
 
 def recomputed(job: Job, recompute: frozenset[str]) -> Job:
-    """Returns the job with this recomputation."""
+    """Returns the job that recomputes the modules `recompute`."""
     return job.changed(recompute=[kind for kind in KINDS if kind in recompute])
 
 
 def sharded(job: Job) -> Iterator[tuple[Shard, int | ShardRanks | None]]:
     """Yields the ways to shard the state that the search tries, as (sharding, width).
 
-    A width is all replicas (None), or the number of replicas on a node. Further ways shard parameters over a group with
-    fast links (`Node.nearest`), gradients over this group or over the node, and the optimizer's state over all
-    replicas.
+    A width is a value of `state.shard_ranks`.
     """
     mesh = job.mesh
     yield "none", None
@@ -248,8 +237,11 @@ def sharded(job: Job) -> Iterator[tuple[Shard, int | ShardRanks | None]]:
 
 
 def placements(job: Job) -> Iterator[Job]:
-    """Yields the job, whose stages have consecutive ranks. For a pipeline, also yields the job with the smallest
-    `pipeline_stride` that splits no tensor-, context- or expert-parallel group, if a stage has more ranks."""
+    """Yields the job and, for some pipelines, the job with another `pipeline_stride`.
+
+    The stride is the smallest that splits no tensor-, context- or expert-parallel group. A pipeline gets the second job
+    if this stride is smaller than a stage's number of ranks.
+    """
     yield job
     mesh = job.mesh
     least = math.lcm(mesh.cp * mesh.tp, mesh.ep * mesh.etp)
@@ -258,8 +250,7 @@ def placements(job: Job) -> Iterator[Job]:
 
 
 def recomputations(model: Architecture) -> Sequence[frozenset[str]]:
-    """Returns the sets of modules to recompute, cheapest first: all combinations of norms, attention and feed-forward
-    layers, then whole blocks. A `ForeignModel` whose blocks have no parts recomputes whole blocks only."""
+    """Returns the sets of modules to recompute, cheapest first."""
     if "modules" in model.limits:
         return [frozenset(), frozenset({"block"})]
     feed_forward = frozenset("moe" if model.experts_of(layer) else "mlp" for layer in set(model.alike))

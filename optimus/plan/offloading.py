@@ -1,4 +1,4 @@
-"""Predicts the costs of state on the host or a disk, with the equations that a run uses (`resolve.offload_times`)."""
+"""Predicts the costs of state on the host or a disk."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from optimus.resolve.offload_times import (
     step_seconds,
 )
 
-# Bytes that an update of AdamW reads and writes per element: state, and gradient and parameter in 16 bits.
+# Bytes that an update of AdamW reads and writes per element, with gradient and parameter in 16 bits.
 _UPDATE = 28
 
 
@@ -30,36 +30,38 @@ class OffloadSeconds(NamedTuple):
 
 
 def ranks_of_node(job: Job) -> int:
-    """Returns the number of the job's ranks that share a host."""
+    """Returns the largest number of the job's ranks that share a host."""
     return min(job.mesh.size, job.machine.ranks_per_node)
 
 
 def rates_of(job: Job) -> Rates:
-    """Returns the rates of a rank while all ranks of its node are busy."""
+    """Returns the rates of a rank while all ranks of its node are busy. All-gathers have the rate within a node."""
     machine, host, ranks = job.machine, job.machine.host, ranks_of_node(job)
     memory = (host.bandwidth or math.inf) / ranks
-    link = min(host.link, memory / 2)  # one direction reads host memory while the other direction writes host memory
+    link = min(host.link, memory / 2)  # both directions share the host memory
     disks = ((each or math.inf) / ranks for each in (host.read, host.write))
     return Rates(link, link, memory / _UPDATE, machine.memory_bandwidth / _UPDATE, machine.node.bandwidth, *disks)
 
 
 def device_share(job: Job) -> float:
-    """Returns the fraction of the chunks whose state is on the device."""
+    """Returns the fraction of the elements whose state is on the device.
+
+    The fraction is 1 without offload. With offload, `state.resident_fraction: auto` counts as 0.
+    """
     share = job.state.resident_fraction
     if job.state.offload == "none":
         return 1.0
-    return 0.0 if share == "auto" else share  # the run decides how many chunks fit, after the search has found a layout
+    return 0.0 if share == "auto" else share  # the run decides later
 
 
 def cache_blocks(job: Job, chunks: int) -> int:
-    """Returns the number of blocks in the device's cache of parameters."""
+    """Returns the number of parameter blocks on the device, at most the number of `chunks`."""
     cache = job.state.cache
     return min(chunks, cache if isinstance(cache, int) else BLOCKS + job.state.prefetch)
 
 
 def shape_of(job: Job, held: Sequence[ChunkGroup], forward: float, backward: float) -> StepShape:
-    """Returns the `StepShape` of a rank with the chunks `held`. `forward` and `backward` are the seconds of a
-    microbatch's passes."""
+    """Returns the `StepShape` of a rank with the chunks `held`; `forward` and `backward` are a microbatch's seconds."""
     plans, sizes = [plan for each in held for plan in each.plans], (int(job.itemsize), int(job.profile.gradient))
     unsharded = job.state.shard != "parameters"
     return step_shape(plans, job.state, job.microbatches, forward, backward, sizes, unsharded=unsharded)
@@ -76,7 +78,9 @@ def choice_of(job: Job, shape: StepShape, rates: Rates) -> OffloadChoice:
 
 def offload_seconds(job: Job, held: Sequence[ChunkGroup], forward: float, backward: float) -> OffloadSeconds:
     """Returns the seconds that updates and fetching add to the passes of a step, on a rank with the chunks `held`.
-    `forward` and `backward` are the seconds of a microbatch's passes."""
+
+    `forward` and `backward` are the seconds of a microbatch's passes.
+    """
     rates, shape = rates_of(job), shape_of(job, held, forward, backward)
     if job.state.shard == "parameters":  # the passes include the all-gather
         rates = rates._replace(gather=math.inf)
@@ -103,5 +107,5 @@ class Elsewhere(NamedTuple):
 
 
 def host_capacity(job: Job) -> float:
-    """Returns the bytes that a rank's state may take on the host: 90 % of an equal part of the node's host memory."""
+    """Returns the bytes that a rank's state may take on the host: 90 % of an equal part of the host memory."""
     return 0.9 * job.machine.host.memory / ranks_of_node(job)

@@ -1,4 +1,4 @@
-"""Plans as an HTML page: time and memory of each plan as bars, the scaling study, and the first plan's rank placement."""
+"""Plans as an HTML page."""
 
 import time
 from collections.abc import Sequence
@@ -51,8 +51,10 @@ def page_data(plans: Sequence[Plan], points: Sequence[ScalingPoint]) -> dict[str
 
 
 def placed(mesh: Mesh) -> dict[str, Any]:
-    """Returns the axes with more than one rank, the sizes of these axes, the number of nodes, and the first `_NODES`
-    nodes. A node is a list of ranks with coordinates."""
+    """Returns the `axes` with more than one rank, the axes' `sizes`, and the number of `all` nodes.
+
+    `nodes` has the coordinates of each rank on the first `_NODES` nodes.
+    """
     axes = [axis for axis in ("pp", "dp", "cp", "tp", "edp", "ep", "etp") if mesh.axis_size(axis) > 1]
     per_node = mesh.ranks_per_node or mesh.size
     nodes = [

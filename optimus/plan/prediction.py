@@ -13,7 +13,7 @@ from optimus.resolve.memory import memory
 
 @dataclass(frozen=True)
 class Plan:
-    """A job, with the predicted time and memory of its step."""
+    """A job, with the predicted times of a step and the predicted memory of the fullest rank."""
 
     job: Job
     step: StepTime
@@ -33,22 +33,14 @@ class Plan:
 
 
 def predict(job: Job) -> Plan:
-    """Predicts the time and the memory of a step of `job`. The job's run decides the settings that the configuration
-    leaves open. Raises `UserError` as `run_of` does."""
+    """Predicts the step time and the memory of `job`, with the layout that the job's run decides."""
     run = run_of(job)
     job = decided(job, run)
     return Plan(job, step_time(job), memory_of_run(job, run))
 
 
 def dry_run(job: Job, rank: int) -> dict[str, int]:
-    """Returns the bytes on the device of a rank at its peak, by kind.
-
-    The kinds are `parameters`, `gradients`, `master`, `moments`, `mask`, `activations` (of all live microbatches) and
-    `working` (transient bytes of a backward pass). Further kinds, if more than 0, are `gathered` (whole parameters and
-    gradients in use), `teacher` and, if ranks compute on the host's CPUs, `copies` (for checkpoints).
-
-    Raises `UserError` when the job has no rank `rank`, and as `run_of` does.
-    """
+    """Estimates a rank's peak bytes on the device, by kind. Raises `UserError` when the job has no rank `rank`."""
     if not 0 <= rank < job.mesh.size:
         raise UserError(f"--dry-run {rank}: the ranks are 0 to {job.mesh.size - 1}")
     return memory(run_of(job), rank, job.imbalance).kinds(shared=job.machine.host.shared)

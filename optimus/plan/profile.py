@@ -1,7 +1,4 @@
-"""Describes how well a training framework uses a machine. The defaults describe this library.
-
-The profiles of other frameworks are outside the package (`benchmarks/published/profiles.yaml`).
-"""
+"""Describes how well a training framework uses a machine. The defaults describe this library."""
 
 from typing import Literal
 
@@ -15,25 +12,29 @@ _FP32 = 4.0  # bytes
 
 
 class Profile(Section):
-    """A framework's fused kernels, overlap of communication, and bytes per parameter."""
+    """The properties of a framework that determine the predicted time and memory.
+
+    The machine's `overlap` multiplies all `overlap_*` shares.
+    """
 
     speed: float = Field(1.0, gt=0, description="Computing speed relative to the prediction.")
     attention: float = Field(0.9, ge=0, le=1)
-    """Speed of the framework's attention kernel relative to the machine's best; 0: the kernel stores scores in memory."""
+    """Speed of the attention kernel relative to the machine's best; 0: the kernel stores scores in memory."""
     products: Literal["fp16", "fp8", "fp4"] | None = None
-    """Type of the matmuls; None: `train.precision`."""
+    """Precision of the matmuls; None: `train.precision`. The head, the router and attention use bf16 instead of fp8 and
+    fp4."""
     recompute: frozenset[str] = frozenset()
-    """Additional recomputation: act (the activation function between the matmuls of a feed-forward layer), scores (the
-    attention core alone) or products (all but the attention core and every second matmul)."""
+    """Recomputation besides the configured one: act (the activation function between the matmuls of a feed-forward
+    layer), scores (the attention core alone), products (all but the attention core and every second matmul). The three
+    change the predicted time, not the predicted memory."""
     passes: float = Field(1.2, gt=0)
     """Memory traffic between matmuls, relative to fused kernels."""
     passes_experts: float | None = Field(None, gt=0)
-    """Memory traffic between the matmuls of experts, and in dispatch, relative to fused kernels; None: the same as
-    `passes`."""
+    """Memory traffic between the matmuls of experts, and in dispatch, relative to fused kernels; None: `passes`."""
     host: float = Field(0.0, ge=0)
-    """Seconds that the host needs to launch a microbatch's passes of a block with experts."""
+    """Seconds that the host needs to launch all kernels of one block with experts, per microbatch."""
     cast: float = Field(3.0, ge=0)
-    """Bytes that a cast to fp8 or fp4 reads and writes per element of either operand, before each matmul."""
+    """Bytes that a cast to fp8 or fp4 reads and writes per element of each operand."""
     overlap_data: float = Field(1.0, ge=0, le=1)
     """Share of the backward pass that overlaps the reduction of gradients."""
     overlap_gather: float = Field(1.0, ge=0, le=1)
@@ -44,34 +45,31 @@ class Profile(Section):
     overlap_expert: float = Field(0.0, ge=0, le=1)
     """Share of the expert-parallel collectives that computation overlaps."""
     overlap_shared: float = Field(1.0, ge=0, le=1)
-    """Share of the shared experts' computation that overlaps the dispatch of tokens to the chosen experts, and the
-    combine."""
+    """Share of the shared experts' computation that overlaps dispatch and combine, except with dispatch by
+    all-gather."""
     collectives: Algorithm = "chosen"
-    """Algorithm of collectives on several nodes; chosen also applies within a node. chosen: this library's choice.
-    ring, hierarchical: one ring or two levels; best: the faster of ring and hierarchical. library, pccl: all-gathers
-    and reduce-scatters by the vendor's library or PCCL, with the measured figures of the machine file."""
+    """Algorithm of collectives on several nodes. chosen: this library's choice, also within a node. ring, hierarchical:
+    one ring or two levels; best: the faster of ring and hierarchical. library, pccl: all-gathers and reduce-scatters by
+    the vendor's library or PCCL, with the measured figures of the machine file."""
     gathers: int = Field(0, ge=0)
-    """Number of all-gathers of a block's parameters, and also number of reduce-scatters of its gradients; 0:
-    collectives so large that their number makes no difference."""
+    """Number of all-gathers of a block's parameters, and of reduce-scatters of the block's gradients, if parameters are
+    sharded; 0: few large collectives."""
     copies: Literal["expert", "rank", "node", "levels"] = "levels"
     """Copies of a token that dispatch sends. expert: one copy to each chosen expert. rank: one copy to each rank with a
-    chosen expert. node: one copy to each node with a chosen expert; the node forwards the token to its ranks while
-    other tokens arrive. levels: like node, but the node forwards tokens after all tokens have arrived
-    (`parallel.dispatch.two_level`)."""
+    chosen expert. node: one copy to each node with a chosen expert, with overlap of the transfers on both levels.
+    levels: like node, without overlap (`parallel.dispatch.two_level`)."""
     broadcast: float = Field(0.0, ge=0)
-    """Seconds to add for each rank's broadcast, for frameworks in which each rank in turn broadcasts its updated
-    parameters."""
+    """Seconds to add for each rank's broadcast of its updated parameters."""
     blocking: bool = Field(False, description="True if ranks of a pipeline wait for their transfers.")
     gradient: float = Field(4.0, gt=0, description="Bytes of an accumulated gradient, per parameter.")
     reduced: float = Field(4.0, gt=0, description="Bytes of a gradient in its reduction, per parameter.")
     state: float | None = Field(None, gt=0)
     """Bytes of master weights and moments per parameter; None: the bytes that the update rules need, 12 with AdamW."""
     update: float = Field(2.5, gt=0)
-    """Memory traffic of the update, as a multiple of `state`. The default is the traffic of one kernel, which reads
-    state and gradient, and writes state and parameter."""
+    """Memory traffic of the update, without the gradient, as a multiple of the bytes of master weights and moments. The
+    default is the traffic of one fused kernel."""
     host_traffic: float = Field(0.0, ge=0)
-    """Bytes per updated parameter that a step moves between host and device, for frameworks with the optimizer state
-    on the host."""
+    """Bytes per updated parameter that a step moves between host and device."""
 
     def state_bytes(self, rule: Rule) -> float:
         """Returns the bytes of master weights and of the state of `rule`, per parameter; 0 for frozen parameters."""

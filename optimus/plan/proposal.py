@@ -1,5 +1,4 @@
-"""Resolves the run of a job on the job's machine: the proposed configuration, the run's decisions, and its memory
-account."""
+"""Converts a job to a configuration, and resolves the run on the job's machine."""
 
 from dataclasses import replace
 from typing import Any
@@ -31,8 +30,7 @@ _SHARDING = {
 
 
 def layout_of(job: Job) -> dict[str, Any]:
-    """Returns the layout of `job` as the configuration's keys `parallel`, `state` and `recompute`. `parallel` and
-    `state` leave out keys that the layout does not use."""
+    """Returns the layout of `job` as the configuration's keys `parallel`, `state` and `recompute`."""
     mesh, state = job.mesh, job.state
     used = {"data"}
     used |= {"sequence"} if mesh.tp > 1 else set()
@@ -68,9 +66,7 @@ def config_of(job: Job) -> RunConfig:
 def facts_of(job: Job) -> Facts:
     """Returns the facts that the job's run finds on its machine."""
     machine, facts = job.machine, machine_facts(job.machine, job.mesh.size)
-    facts = replace(
-        facts, device_bytes=int(device_capacity(job) / (1 - FRAGMENTS))
-    )  # a run fills only the usable share of these bytes
+    facts = replace(facts, device_bytes=int(device_capacity(job) / (1 - FRAGMENTS)))  # the run keeps its own margin
     if job.state.offload == "none" or machine.host.bandwidth is None:
         return facts
     rates = rates_of(job)
@@ -80,12 +76,12 @@ def facts_of(job: Job) -> Facts:
 
 
 def run_of(job: Job) -> ResolvedRun:
-    """Returns the job's resolved run. Raises `UserError` as `config_of` and `resolve` do."""
+    """Resolves the configuration of a job with the facts of the job's machine."""
     return resolve(config_of(job), facts_of(job), RunInputs(sequences=job.sequences, teachers=job.teachers))
 
 
 def decided(job: Job, run: ResolvedRun) -> Job:
-    """Returns the job with the layout that its `run` decides."""
+    """Returns the job with the mesh, the recomputation and, under offloading, the placement of state of its `run`."""
     config = run.config
     keys = "recompute", "recompute_every", "recompute_budget"
     elsewhere = ("resident_fraction", "accumulate_on") if config.state.offload != "none" else ()
@@ -94,8 +90,10 @@ def decided(job: Job, run: ResolvedRun) -> Job:
 
 
 def memory_of_run(job: Job, run: ResolvedRun) -> Memory:
-    """Returns the memory of the fullest rank of the pipeline, by the memory account of `run`. Returns an estimate
-    (`memory_of`) for a profile with recomputation, or with other bytes of state or gradients than the run."""
+    """Returns the memory of the fullest pipeline rank, from the memory account of `run`.
+
+    Returns an estimate if the job's profile has recomputation, or other bytes of state or gradients than Optimus.
+    """
     own, profile = profile_of(job.config), job.profile
     if (profile.state, profile.gradient, profile.recompute) != (own.state, own.gradient, own.recompute):
         return memory_of(job)
@@ -105,7 +103,6 @@ def memory_of_run(job: Job, run: ResolvedRun) -> Memory:
 
 
 def _memory(rank: int, found: MemoryAccount, shared: bool) -> Memory:
-    """Converts the memory account of a rank. Copies for checkpoints are in the ranks' memory if `shared`."""
     kinds = found.kinds(shared=shared)
     parts = {"gathered": 0.0, "copies": 0.0, "optimizer": float(sum(kinds.pop(kind) for kind in OPTIMIZER))}
     parts |= {kind: float(size) for kind, size in kinds.items()}

@@ -1,12 +1,7 @@
 """Predicts the seconds of one microbatch in the modules of a model, on one rank: arithmetic, memory traffic and
 collectives.
 
-This module has the parts that all models share. `declared_costs` adds the blocks of the library's own models, and
-`counted_costs` the blocks of `ForeignModel`s.
-
-Legend: T tokens of a rank's sequences, R rows and H columns of the rank's residual stream, e bytes of an element.
-
-Each term counts the seconds of one activity. The terms of collectives count only exposed communication time.
+Legend: T tokens of a microbatch on a rank, R rows and H columns of the rank's residual stream, e bytes of an element.
 """
 
 from abc import ABC, abstractmethod
@@ -21,7 +16,7 @@ from optimus.optim.muon import STEPS
 from optimus.plan.collectives import collective_seconds, transfer_seconds
 from optimus.plan.job import Job
 
-_SCORES = 7  # reads and writes of stored scores in a forward pass: matmul, mask and softmax, dropout, matmul
+_SCORES = 7  # reads and writes of an attention score in a forward pass that stores the scores
 
 T = TypeVar("T")
 
@@ -45,18 +40,20 @@ class Terms(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """The sum of all terms."""
+        """Total seconds of computation and exposed communication."""
         return sum(self)
 
 
 def add(terms: Iterable[Terms]) -> Terms:
-    """Returns the sum of `terms`."""
+    """Sums each term separately; returns zeros for no `terms`."""
     return Terms(*map(sum, zip(*terms, Terms())))
 
 
 class Passes(NamedTuple):
-    """A module's forward pass, and the two parts of its backward pass: gradients of the input, and gradients of the
-    weights."""
+    """Seconds of a module's forward and backward passes.
+
+    `weights` is the part of the backward pass that a schedule can defer; `backward` is the rest.
+    """
 
     forward: Terms
     backward: Terms
@@ -71,8 +68,7 @@ class RankCosts(ABC):
     """Seconds that one rank spends in the modules of a job's model, for one microbatch."""
 
     def __init__(self, job: Job, shared: dict[Any, Any] | None = None) -> None:
-        """Reads and stores results in `shared`, a cache for all jobs with the same model on the same machine, with
-        microbatches of any size."""
+        """Reads and stores results in `shared`, a cache for jobs that differ only in layout and micro-batch."""
         self.job, self.model, self.machine, self.profile = job, job.model, job.placed, job.profile
         mesh = job.mesh
         self.T = job.rows
@@ -81,26 +77,26 @@ class RankCosts(ABC):
         self.e = job.itemsize
         self._known: dict[Any, Any] = {}
         self._shared: dict[Any, dict[Any, Any]] = {} if shared is None else shared
-        self._held: dict[Any, Any] | None = None  # the part of `_shared` for the job's mesh and sharding
-        # Bytes of the largest collective so far, by group, kind and flag. The flag is true for all-reduces of floats of
-        # fewer than 32 bits.
+        self._held: dict[Any, Any] | None = None  # part of `_shared` for the mesh and sharding
+        # Bytes of the largest collective, by group, kind and flag. The flag marks all-reduces of floats below 32 bits.
         self.collectives: dict[tuple[StridedGroup, CollectiveKind, bool], float] = {}
         self._plain = (
             job.precision if job.precision in ("fp16", "fp32") else "bf16"
-        )  # precision of matmuls without a cast to fp8 or fp4
+        )  # precision of matmuls without a cast
 
     def with_job(self, job: Job) -> Self:
-        """Returns the costs of `job`. The returned costs share the cached times of modules.
+        """Returns costs of `job` that share this object's cached times of modules.
 
-        `job` must divide a block in the same way, but may differ in the pipeline, in sharding and in recomputation.
-        Before the first use of `modules`, `job` may also differ in the division of the experts.
+        The jobs may differ only in data and pipeline parallelism, schedule, state and recomputation; before the first
+        use of `modules`, also in expert parallelism. With `parallel.vocabulary`, after the first use of
+        `head`, the jobs must also have the same number of pipeline ranks.
         """
         other = copy(self)
         other.job, other._held = job, None
         return other
 
     def cached(self, key: Hashable, find: Callable[[], T]) -> T:
-        """Returns `find()`, cached by `key` for all jobs that divide a block in the same way."""
+        """Returns `find()`, cached by `key`. Costs from `with_job` share the cache."""
         return _found(self._known, key, find)
 
     def memo(self, key: Hashable, find: Callable[[], T]) -> T:
@@ -114,8 +110,10 @@ class RankCosts(ABC):
     def collective(
         self, kind: CollectiveKind, nbytes: float, group: StridedGroup, itemsize: float | None = None
     ) -> float:
-        """Returns the seconds of a collective with the profile's algorithm, and records the collective's size in
-        `collectives`. `itemsize` is the bytes of an element, by default of the compute type."""
+        """Returns the seconds of a collective, and updates the largest size in `collectives`.
+
+        `itemsize` is the bytes of an element, by default `self.e`.
+        """
         asked = self.collectives
         narrow = kind == "all_reduce" and (self.e if itemsize is None else itemsize) < 4
         asked[group, kind, narrow] = max(nbytes, asked.get((group, kind, narrow), 0.0))
@@ -132,15 +130,15 @@ class RankCosts(ABC):
     @property
     @abstractmethod
     def modules(self) -> Mapping[int, Mapping[str, Times]]:
-        """The modules of each kind of block, by the first layer of the kind and by the name for `recompute`."""
+        """The modules of each distinct block, by the first layer with this block and by the name in `Job.recompute`."""
 
     def inside(self, layer: int) -> Mapping[str, Times]:
-        """Returns the parts of modules that a profile recomputes, by the name in `Profile.recompute`."""
+        """Returns parts of a block's modules, by the name in `Job.recompute`. `layer` is a key of `modules`."""
         return {}
 
     @cached_property
     def norm(self) -> Passes:
-        """Seconds of one norm, and of the addition to the residual stream before the norm."""
+        """Seconds of one norm, and of the addition before the norm."""
         size = self.R * self.H * self.e
         return Passes(self._memory(5 * size), self._memory(8 * size))
 
@@ -165,14 +163,16 @@ class RankCosts(ABC):
     # ---- Parts ----
 
     def _attention(self, heads: float, kv_heads: float, sizes: tuple[int, int], window: int | None) -> Passes:
-        """Returns the passes of the attention core without the projections. `heads` and `kv_heads` are this rank's, `sizes`
-        the columns of a head's queries and values."""
+        """Returns the passes of the attention core.
+
+        `heads` and `kv_heads` are this rank's, `sizes` the columns of a head's queries and values.
+        """
         mesh, machine, speed = self.job.mesh, self.machine, self.profile.attention
         context, (query, value) = self.job.train.sequence_length, sizes
         if speed == 0:
             batch = heads * self.T / context
             products = [(context, context, query), (context, value, context)]
-            units = float(aligned(8, query, value))  # batched matmuls use matrix units only with this alignment
+            units = float(aligned(8, query, value))  # an approximation: with less alignment, no matrix units
             forward = sum(machine.matmul_seconds(*each, self._plain, batch, units=units) for each in products)
             memory = self._memory(_SCORES * heads * self.T * context * self.e, share=1.0).memory
             times = forward + memory, 2 * forward + 1.3 * memory
@@ -185,19 +185,15 @@ class RankCosts(ABC):
         return Passes(*(self._speed(Terms(attention=time))._replace(context=ring) for time, ring in zip(passes, rings)))
 
     def _enter(self, rows: float) -> Terms:
-        """Returns the seconds to all-gather the residual stream under sequence parallelism; otherwise 0."""
         return self._tensor("all_gather", rows * self.H * self.e) if self.job.parallel.splits_sequence else Terms()
 
     def _leave(self, rows: float) -> Terms:
-        """Returns the seconds to reduce-scatter the ranks' partial sums into the residual stream; without sequence
-        parallelism, to all-reduce the partial sums."""
         return self._tensor(
             "reduce_scatter" if self.job.parallel.splits_sequence else "all_reduce", rows * self.H * self.e
         )
 
     def _ring(self, exchanged: float, shared: float, forward: float, backward: float) -> tuple[float, float]:
-        """Returns the exposed seconds, forward and backward, of the ring that passes keys and values during attention; with
-        Ulysses, the seconds of the all-to-alls.
+        """Returns the exposed seconds, forward and backward, of context parallelism.
 
         `exchanged` are the bytes of the rank's queries and outputs, `shared` the bytes of its keys and values.
         """
@@ -213,8 +209,6 @@ class RankCosts(ABC):
         return max(0.0, once - beside * forward), max(0.0, 2 * once - beside * backward)
 
     def _product(self, m: float, n: float, k: float, count: float = 1, precision: str | None = None) -> Passes:
-        """Returns the passes of a matmul [m, k] x [k, n], with the gradients of the two operands in the backward
-        pass."""
         products = (m, n, k), (m, k, n), (k, n, m)
         return Passes(
             *(self._matmul(*sizes, count, precision, aligned(8, n, k), aligned(4, n, k)) for sizes in products)
@@ -223,10 +217,10 @@ class RankCosts(ABC):
     def _matmul(
         self, m: float, n: float, k: float, count: float, precision: str | None, by_8: bool, by_4: bool
     ) -> Terms:
-        """Returns the seconds of `count` matmuls [m, k] x [k, n]. The flags are true if the rows of all operands begin at
-        multiples of 8 and of 4 elements."""
+        """Returns the seconds of `count` matmuls [m, k] x [k, n]. The flags are true if the rows of all operands begin
+        at multiples of 8 and of 4 elements."""
         kind, machine = precision or self.job.precision, self.machine
-        # Matrix units load 16 bytes at a time. Since 11.0, cuBLAS also uses the units with less alignment, at half the rate.
+        # Approximates cuBLAS: alignment to 4 elements halves the rate of the matrix units; less alignment does without them.
         seconds = machine.matmul_seconds(m, n, k, kind, count, units=1.0 if by_8 else 0.5 * by_4)
         if kind in ("fp8", "fp4"):  # each matmul casts both operands
             seconds += machine.memory_seconds(self.profile.cast * count * (m + n) * k)
@@ -244,7 +238,6 @@ class RankCosts(ABC):
         return self._exposed(kind, nbytes, self.job.group(axis))
 
     def _exposed(self, kind: CollectiveKind, nbytes: float, group: StridedGroup) -> Terms:
-        """Returns the seconds of a tensor-parallel collective that computation does not overlap."""
         seconds = self.collective(kind, nbytes, group)
         return Terms(tensor=seconds * (1 - self.profile.overlap_tensor * self.machine.overlap))
 

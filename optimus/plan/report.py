@@ -26,8 +26,8 @@ from optimus.plan.scaling import ScalingPoint
 from optimus.plan.step import step_time
 from optimus.resolve.length import length
 
-_COSTS = 3  # maximum number of terms of time that a row names
-_ALGORITHMS = {  # names of algorithms in words
+_COSTS = 3  # maximum number of terms in the column `most time`
+_ALGORITHMS = {
     OWN: "the backend's own",
     "ring": "the backend's own, a ring",
     "library": "the backend's own, as measured",
@@ -37,7 +37,7 @@ _ALGORITHMS = {  # names of algorithms in words
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Returns a plan as data for JSON: sections of a configuration, seconds, bytes."""
+    """Returns a plan as data for JSON: layout, predicted times and memory, communicators, and length of the run."""
     job, layout = plan.job, layout_of(plan.job)
     connected, buffers = communicators_of(job)
     return {
@@ -66,8 +66,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Answer:
-    """A job and the plans for the job. `points` are the points of a scaling study. `deepest` has the plans for the
-    largest model."""
+    """A job and the plans for the job, with the points of a scaling study or the largest models, if any."""
 
     job: Job
     plans: Sequence[Plan]
@@ -75,7 +74,7 @@ class Answer:
     deepest: Sequence[Deepest] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the plans, the machine's name, memory and source, and the points of a scaling study."""
+        """Returns the plans, the machine and, for a scaling study, its points as data for JSON."""
         scaled = [{"ranks": point.ranks, "efficiency": point.efficiency} for point in self.points]
         machine = self.job.machine
         source = " ".join(machine.source.split())
@@ -85,8 +84,7 @@ class Answer:
     def rows(self, *, wide: bool = False) -> list[dict[str, Any]]:
         """Returns the rows of a table: one per plan, or per number of ranks of a scaling study.
 
-        Without `wide`, one column has the layout: the axes with more than one rank. With `wide`, each kind of
-        parallelism has a column instead. A scaling study has columns for sharding and recomputation only with `wide`.
+        With `wide`, each kind of parallelism has a column.
         """
         rows = rows_of(self.plans, wide=wide)
         if self.deepest:
@@ -100,18 +98,18 @@ class Answer:
         return f"{counted(job.mesh.size, 'rank')} of {job.machine.name}, {batch}, {job.precision}"
 
     def notes(self) -> list[str]:
-        """Returns the notes on the first plan, below the table; no notes for a scaling study."""
+        """Returns the notes on the first plan; no notes for a scaling study."""
         return [] if self.points else _below_table(self.plans[0])
 
     def explained(self, row: int) -> str:
-        """Explains the plan in a row of the table, term by term. Raises `UserError` when the table lacks the row."""
+        """Explains the plan in a row of the table. Raises `UserError` when the table lacks the row."""
         if not 1 <= row <= len(self.plans):
             raise UserError(f"--explain {row}: the table has {counted(len(self.plans), 'row')}, the first is row 1")
         return explained(self.plans[row - 1])
 
     def write_config(self, path: Path) -> None:
-        """Writes the first plan's configuration, for `optimus train`. Raises `UserError` when the file exists, or no file
-        can be written."""
+        """Writes the first plan's configuration, for `optimus train`. Raises `UserError` when the file exists or cannot
+        be written."""
         path = user_path(path)
         if path.exists():
             raise UserError(f"--output: {path} exists already: choose another name, or remove the file")
@@ -126,7 +124,6 @@ def rows_of(plans: Sequence[Plan], *, wide: bool = False) -> list[dict[str, Any]
 
 
 def _largest_row(deepest: Deepest) -> dict[str, Any]:
-    """Returns the first columns of the row for a plan of the largest model."""
     plan, limited = deepest
     model = plan.job.model
     parameters = f"{count_parameters(model).total / 1e9:.3g} B"
@@ -182,7 +179,6 @@ class _RunLength(NamedTuple):
 
 
 def _run_length(plan: Plan) -> _RunLength | None:
-    """Returns the length of the run, or None for a run in phases."""
     job, run = plan.job, plan.job.run or plan.job.config
     if run.phases:
         return None
@@ -192,8 +188,6 @@ def _run_length(plan: Plan) -> _RunLength | None:
 
 
 def _below_table(plan: Plan) -> list[str]:
-    """Returns the lines below a table: the run's duration and the free memory with the first plan, and explanations of
-    the table."""
     job, machine = plan.job, plan.job.machine
     number, size = job.microbatches, job.train.micro_batch
     lines = [
@@ -239,13 +233,13 @@ def _costliest(plan: Plan) -> str:
 
 
 def _largest_first(parts: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Returns the parts in descending order of size, with their names in words."""
     ordered = sorted(parts.items(), key=lambda item: -item[1])
     return [(name.replace("_", " "), value) for name, value in ordered]
 
 
 def explained(plan: Plan) -> str:
-    """Returns an explanation of a plan: time and memory by term, communicators, collectives, and the placement of ranks."""
+    """Returns an explanation of a plan: time and memory by term, communicators, collectives, and the placement of
+    ranks."""
     job, lines = plan.job, [f"a step of {plan.job.tokens:,} tokens takes {plan.step.seconds:.3f} s:"]
     for name, value in _largest_first(plan.step.terms):
         if value > 0:
@@ -274,8 +268,6 @@ _UNKNOWN_SIZE = "whose size a machine file does not say: check that they have th
 
 
 def _elsewhere(plan: Plan) -> Iterator[str]:
-    """Yields lines on offloaded state: the state's bytes, whether the host accumulates gradients, and the time that
-    offloading costs."""
     job, state, host = plan.job, plan.job.state, plan.job.machine.host
     if state.offload == "none":
         return
@@ -295,7 +287,6 @@ def _elsewhere(plan: Plan) -> Iterator[str]:
 
 
 def _collectives(job: Job) -> Iterator[str]:
-    """Yields a line for each size and stride of groups that communicate, smallest group first."""
     work, machine = costs_of(job), job.placed
     step_time(job, work)
     used: dict[StridedGroup, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))

@@ -12,8 +12,7 @@ from optimus.plan.search import search
 
 
 class ScalingPoint(NamedTuple):
-    """A plan on `ranks` ranks. `efficiency` is the plan's tokens per second and rank, relative to the plan on the fewest
-    ranks."""
+    """A plan on `ranks` ranks. `efficiency` is tokens per second and rank, relative to the plan on the fewest ranks."""
 
     ranks: int
     efficiency: float
@@ -24,9 +23,12 @@ def scale(job: Job, ranks: Sequence[int], layout_plan: Plan | None = None) -> li
     """Studies weak scaling: the global batch and the data axis grow with the number of ranks. The layout is
     `layout_plan`'s, or the best layout on the fewest ranks.
 
-    Raises `UserError` when a number of ranks is no multiple of the layout's ranks, and as `search` and `predict` do.
+    Returns a point for each number of ranks, in ascending order. Raises `UserError` when a number of ranks is not
+    positive or is no multiple of the layout's ranks.
     """
     fewest = min(ranks)
+    if fewest < 1:
+        raise UserError(f"--scale: {fewest} ranks: give positive numbers of ranks, such as 384,768,1536")
     batch = max(1, job.train.global_batch * fewest // job.mesh.size)
     job = job.changed(phases=[])  # the study predicts one step
     least = job.undivided.changed(replace(job.undivided.mesh, dp=fewest), train={"global_batch": batch})
@@ -49,7 +51,7 @@ def scale(job: Job, ranks: Sequence[int], layout_plan: Plan | None = None) -> li
 
 
 def draw(points: Sequence[ScalingPoint], path: Path) -> None:
-    """Writes a figure of tokens per second and efficiency by number of ranks, with the ideal line from the first point.
+    """Writes a figure of tokens per second and efficiency by number of ranks.
 
     Raises `UserError` when the file cannot be written.
     """

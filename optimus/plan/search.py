@@ -1,15 +1,7 @@
 """Searches for the fastest layouts that fit, among the candidates for a model, a machine and a number of ranks.
 
-The search predicts the time of each division of a block (tensor, context and expert ranks, and microbatch) once. These
-times give each layout a lower bound of its step (`candidate_meshes`).
-
-Layouts wait in a queue in the order of their bounds. The search computes a closer bound of the first layout
-(`Fitting.least`), and returns the layout to the queue. When the layout is first again, `Fitting.fastest` finds the
-fastest sharding, placement of stages and recomputation that fit. The search ends when no bound is below the slowest of
-the `best` times found.
-
-If links differ between nodes, bounds assume the bandwidth of the fastest pair of nodes everywhere. The search then also
-orders the nodes (`plan.links`).
+A queue orders the layouts by a lower bound of the step time. The search ends when no bound is below the time
+of the slowest layout among the `best` fastest layouts found.
 """
 
 import math
@@ -24,7 +16,7 @@ from optimus.plan.candidate_meshes import candidates
 from optimus.plan.job import Job
 from optimus.plan.links import even, exchanged
 from optimus.plan.machine import load_machine, machine_names
-from optimus.plan.memory import FRAGMENTS, buffers_of, device_capacity, memory_of, state_size, usable
+from optimus.plan.memory import FRAGMENTS, buffers_of, device_capacity, memory_of, state_size, states_of, usable
 from optimus.plan.memory_fit import Fitting, Timed, residencies
 from optimus.plan.offloading import host_capacity
 from optimus.plan.prediction import Plan, predict
@@ -36,11 +28,8 @@ _TRIES = 5
 def search(job: Job, best: int = 10) -> list[Plan]:
     """Returns up to `best` plans, the fastest first, with different divisions of the job's ranks.
 
-    Each plan has the fastest schedule, microbatch, sharding and recomputation that fit. Without configured offloading,
-    the search offloads state only if no layout fits on the devices alone.
-
-    Raises `UserError` when no layout divides the batch, or no layout fits. If no layout fits, the message names the
-    smallest known machine with enough memory, if any.
+    Without configured offloading, the search offloads state only if no layout fits on the devices alone. Raises
+    `UserError` if `Job.checked` does, if no layout divides the batch, or if no layout fits.
     """
     asked = job.checked().undivided
     for each in residencies(asked):
@@ -50,10 +39,12 @@ def search(job: Job, best: int = 10) -> list[Plan]:
 
 
 def search_residency(job: Job, best: int) -> list[Plan]:
-    """Searches like `search`, with the job's setting of offloading. Returns an empty list when no layout fits.
+    """Searches like `search`, but only with the job's own setting of offloading. Returns an empty list when no layout
+    fits. The job must be undivided (see `Job.undivided`).
 
-    The search estimates memory. If the memory account of a plan exceeds the device's memory, the search repeats with
-    less memory, up to `_TRIES` searches in all. Raises `UserError` when no layout divides the batch.
+    The search estimates memory more coarsely than `predict`. If a found plan does not fit by `predict`, the function
+    searches again for a machine with less memory. The function searches at most `_TRIES` times. The result contains
+    only plans that fit.
     """
     least = machine = job.machine
     for _ in range(_TRIES):
@@ -107,7 +98,6 @@ def _search(job: Job, best: int) -> list[Timed]:
 
 
 def _rearranged(timed: Timed) -> Timed:
-    """Returns the job with its nodes in an order that is at least as fast, and the seconds of its step."""
     job, links = timed.job, timed.job.machine.network.links
     assert links is not None
     assert job.nodes is not None
@@ -120,15 +110,15 @@ def _rearranged(timed: Timed) -> Timed:
 
 
 def fits(job: Job) -> bool:
-    """True if any of the job's layouts with the least memory (`_tightest`) fits."""
+    """True if a layout with the smallest microbatches, sharded parameters and recomputation of whole blocks fits."""
     capacity, beside = usable(job.machine), host_capacity(job)
     tight = ((each, memory_of(each)) for size, each in _tightest(job) if size <= capacity)
     return any(memory.total <= device_capacity(each) and memory.elsewhere.host <= beside for each, memory in tight)
 
 
 def _tightest(job: Job) -> list[tuple[float, Job]]:
-    """Returns (bytes of the state on the fullest rank, job) for the candidates with the smallest microbatch and the
-    default schedule, smallest state first. The jobs shard the parameters and recompute whole blocks."""
+    """Returns (bytes of the state on the fullest rank, job) for layouts that need little memory, smallest state
+    first."""
     ways = list(candidates(job))
     smallest = min((candidate.timing.micro_batch for candidate in ways), default=0)
     found = [
@@ -140,11 +130,16 @@ def _tightest(job: Job) -> list[tuple[float, Job]]:
 
 
 def _too_large(job: Job) -> UserError:
-    """Returns the error for a job that does not fit. The message names the least memory of the layouts in `_tightest`,
-    and the smallest known machine with this memory, if any."""
-    least = math.inf
-    for size, each in _tightest(job):
-        if size >= least:  # from here on, the state alone takes at least as much as an earlier layout
+    least, tightest, beside = math.inf, _tightest(job), host_capacity(job)
+    on_host = min((max(there.host for _, there in states_of(each)) for _, each in tightest), default=0.0)
+    if on_host > beside:
+        return UserError(
+            f"no layout fits: a rank of {job.machine.name} may take {size_text(beside)} of its host's memory, but with "
+            f"state.offload={job.state.offload} every layout of {job.mesh.size} ranks takes at least {size_text(on_host)} "
+            "there: offload less state, or use more nodes"
+        )
+    for size, each in tightest:
+        if size >= least:  # the state alone takes at least the memory of an earlier layout
             break
         least = min(least, memory_of(each).total + buffers_of(each))
     memories = sorted({(load_machine(name).memory, name) for name in machine_names()})

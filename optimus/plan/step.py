@@ -1,9 +1,7 @@
 """Predicts the seconds of a training step, term by term.
 
-The time of a microbatch in a stage is the time of the stage's modules (`rank_costs`) plus the exposed time of
-collectives of sharded parameters. The pipeline schedule turns the times of stages into the time of all passes
-(`pipeline`). A step takes the time of all passes, the exposed time of the remaining collectives over replicas, and the
-time of optimizer, fetching, data and checkpoints.
+The time of all passes follows from the pipeline schedule and the times of the stages. The time of a step is this time
+plus the times that collectives over replicas, the optimizer, fetches of offloaded parameters, data and checkpoints add.
 """
 
 from collections import defaultdict
@@ -26,10 +24,10 @@ from optimus.plan.offloading import OffloadSeconds, offload_seconds, sends_gradi
 from optimus.plan.rank_costs import Passes, RankCosts, Terms, add
 from optimus.resolve import stages as of_run
 
-# Share of the overlapped time by which collectives slow computation. Collectives use some cores and memory bandwidth.
+# Share of the overlapped time by which collectives slow computation.
 _CONTENTION = 0.2
 _TOKEN = 8  # bytes of each token that a rank copies to its device
-_DIVERGENCE = 33 * 4  # bytes that `kernels.linear_divergence` reads and writes for each logit, with one teacher
+_DIVERGENCE = 33 * 4  # bytes that `kernels.linear_divergence` moves for each logit, with one teacher
 
 
 @dataclass(frozen=True)
@@ -47,8 +45,8 @@ class _Stage(NamedTuple):
     backward: Terms
     weights: Terms
     again: Terms  # recomputation, part of the backward pass
-    starting: float  # launches of kernels by the host
-    gathers: float = 0.0  # exposed all-gathers of parameters and reduction of gradients
+    starting: float  # launches of kernels by the host, for layers with experts
+    gathers: float = 0.0  # from `_gathering`
 
     @property
     def host(self) -> float:
@@ -58,7 +56,7 @@ class _Stage(NamedTuple):
 
     @property
     def times(self) -> StageTimes:
-        """The stage's times for the functions of `pipeline.estimates`."""
+        """The stage's times for `pipeline.estimates`."""
         besides = (self.gathers + (self.host if self.starting else 0.0)) / 2
         return StageTimes(
             self.forward.seconds + besides, self.backward.seconds + self.again.seconds + besides, self.weights.seconds
@@ -66,28 +64,36 @@ class _Stage(NamedTuple):
 
 
 class _Passes(NamedTuple):
-    """Forward and backward passes of a step."""
+    """Times of the stages' passes, and the stages of the slowest rank."""
 
-    stages: Sequence[_Stage]  # stages of the slowest rank
-    stage_times: Sequence[StageTimes]  # times of the same stages
-    times: tuple[StageTimes, ...]  # times of all stages
-    held: tuple[PartCounts, ...]  # parts of the model in the stages of the slowest rank
-    least: float  # lower bound of the seconds of all microbatches, if ranks share no cores
+    stages: Sequence[_Stage]  # of the slowest rank
+    stage_times: Sequence[StageTimes]  # of the slowest rank
+    times: tuple[StageTimes, ...]  # of all stages
+    held: tuple[PartCounts, ...]  # parts of the model on the slowest rank
+    least: float  # lower bound of the seconds of all passes, if ranks share no cores
 
 
 def step_time(job: Job, work: RankCosts | None = None) -> StepTime:
-    """Predicts the time of a job's step. `work` may be the costs of another job that divides a block in the same way; the
-    prediction reuses the cached times of modules."""
+    """Predicts the time of a job's step.
+
+    `work` may be the costs of another job, within the limits of `RankCosts.with_job`.
+    """
     work = work.with_job(job) if work else costs_of(job)
     passes, mesh = _passes(work), job.mesh
     order = job.parallel.schedule, mesh.pp, job.microbatches, passes.times
     link = 0.0 if mesh.pp == 1 else transfer_seconds(work.R * work.H * work.e, job.group("pp"), work.machine)
-    seconds = _lent(work, passes.times, pipeline_seconds(*order, link, blocking=job.profile.blocking))
+    blocking, warmup_factor = job.profile.blocking, job.parallel.warmup_factor
+    of_passes = pipeline_seconds(*order, link, blocking=blocking, warmup_factor=warmup_factor)
+    seconds = _lent(work, passes.times, of_passes)
     return _sum(work, passes.stages, seconds, _other_terms(work, passes, seconds))
 
 
 def least_time(job: Job, work: RankCosts | None = None) -> float:
-    """Returns a lower bound of `step_time` in seconds. The bound ignores the order of the pipeline's passes."""
+    """Returns a lower bound of `step_time` in seconds.
+
+    The bound may fail if asynchronous checkpoints of both kinds, full and weights alone, take longer than their
+    intervals.
+    """
     work = work.with_job(job) if work else costs_of(job)
     passes = _passes(work)
     least = _lent(work, passes.times, passes.least)
@@ -95,7 +101,6 @@ def least_time(job: Job, work: RankCosts | None = None) -> float:
 
 
 def _passes(work: RankCosts) -> _Passes:
-    """Returns the passes of a job's step, cached in `work` by the settings that change the passes."""
     job, mesh, state, parallel = work.job, work.job.mesh, work.job.state, work.job.parallel
     release = state.reshard_after_forward
     gathers = (mesh, state.shard_ranks, state.shard_over, release) if state.shard == "parameters" else None
@@ -106,8 +111,6 @@ def _passes(work: RankCosts) -> _Passes:
 
 
 def _all_passes(work: RankCosts, inside: tuple[Any, ...]) -> _Passes:
-    """Computes the passes of a job's step. `inside` are the settings that decide a stage's time, besides the stage's blocks
-    and all-gathers of parameters."""
     job, pp, parallel, experts = work.job, work.job.mesh.pp, work.job.parallel, inside[:2]
     sizes = blocks_of_stages(job)
     counts = counts_of(job.model, sizes)
@@ -137,8 +140,11 @@ def _all_passes(work: RankCosts, inside: tuple[Any, ...]) -> _Passes:
 def _alike(
     model: Architecture, sizes: tuple[int, ...], schedule: str, pp: int
 ) -> tuple[tuple[int, ...], list[tuple[int, ...]], dict[tuple[int, ...], tuple[PartCounts, ...]]]:
-    """Returns (number of the first equal stage, by stage; tuple of the numbers of a rank's stages, by rank; parts of
-    the model, by tuple). Stages are equal if they have the same parts of the model."""
+    """Groups stages with equal parts of the model; the first such stage represents the group.
+
+    Returns three values: the representative of each stage, each rank's tuple of representatives, and the parts of the
+    model for each such tuple.
+    """
     first, counts = dict[PartCounts, int](), counts_of(model, sizes)
     alike = tuple(first.setdefault(each, number) for number, each in enumerate(counts))
     ranks = [tuple(alike[stage] for stage in own) for own in stages_of_ranks(schedule, pp, len(sizes) // pp)]
@@ -146,8 +152,6 @@ def _alike(
 
 
 def _lent(work: RankCosts, times: Sequence[StageTimes], seconds: float) -> float:
-    """Returns the seconds of a pipeline whose ranks may share cores. If ranks share cores, a bubble of one rank makes
-    other ranks faster."""
     job, machine = work.job, work.machine
     if machine.alone == 1 or job.group("pp").nodes(machine.ranks_per_node) > 1:
         return seconds
@@ -155,8 +159,6 @@ def _lent(work: RankCosts, times: Sequence[StageTimes], seconds: float) -> float
 
 
 def _other_terms(work: RankCosts, passes: _Passes, seconds: float) -> dict[str, float]:
-    """Returns the seconds that a step takes besides its passes, by term: exposed communication, optimizer, fetching
-    of offloaded parameters, data and checkpoints."""
     job, stages = work.job, passes.held
     moved = work.memo(("state", stages), lambda: _state_seconds(work, stages))
     beside = OffloadSeconds(moved.update, 0.0)
@@ -177,15 +179,15 @@ def _other_terms(work: RankCosts, passes: _Passes, seconds: float) -> dict[str, 
 
 @lru_cache(maxsize=1024)
 def stage_sizes(model: Architecture, stages: int, *, divided: bool = False) -> tuple[int, ...]:
-    """Returns the number of blocks of each stage in a run. Raises `UserError` when there are too few blocks."""
+    """Returns the number of blocks of each stage in a run.
+
+    With `divided`, all stages share the embedding and the output layer.
+    """
     return tuple(len(blocks) for blocks in of_run.blocks_of_stages(model, stages, divided=divided))
 
 
 def blocks_of_stages(job: Job) -> tuple[int, ...]:
-    """Returns the number of blocks of each stage: as configured, or as a run divides the blocks.
-
-    Raises `UserError` when the model has fewer blocks than stages, unless the division is configured.
-    """
+    """Returns the number of blocks of each stage: as configured, or as a run divides the blocks."""
     return tuple(job.parallel.layers_per_stage or stage_sizes(job.model, job.stages, divided=job.parallel.vocabulary))
 
 
@@ -204,7 +206,6 @@ def counts_of(model: Architecture, sizes: tuple[int, ...]) -> tuple[PartCounts, 
 
 
 def _stage(work: RankCosts, counts: PartCounts) -> _Stage:
-    """Returns the seconds of a microbatch in a stage without recomputation."""
     parallel, parts, starting = work.job.parallel, list[tuple[Passes, float]](), 0.0
     for layer, modules in work.modules.items():
         if number := counts.count_at(layer):
@@ -221,12 +222,7 @@ def _stage(work: RankCosts, counts: PartCounts) -> _Stage:
 
 
 def _teaching(work: RankCosts) -> Passes:
-    """Returns the passes of distillation on a rank of the last stage.
-
-    The passes cover the teachers' forward passes over whole sequences, the teachers' logits at this rank's positions, and
-    the divergence. The divergence computes the model's logits and their gradients once more.
-    """
-    job, elsewhere = work.job, 1 - 1 / work.job.mesh.cp  # share of positions on other context-parallel ranks
+    job, elsewhere = work.job, 1 - 1 / work.job.mesh.cp  # share of a sequence's tokens on other ranks
     traffic = _DIVERGENCE * work.T * job.model.vocab
     seconds = work.head.forward.seconds + work.machine.memory_seconds(traffic) / work.profile.speed
     alone = replace(job.undivided, imbalance=1.0, teachers=())
@@ -237,7 +233,6 @@ def _teaching(work: RankCosts) -> Passes:
 
 
 def _recomputed(work: RankCosts, counts: PartCounts) -> Terms:
-    """Returns the seconds of recomputation in the backward passes of a stage."""
     job, recompute, again = work.job, work.job.recompute, list[Terms]()
     for layer, modules in work.modules.items():
         if number := counts.count_at(layer):
@@ -269,7 +264,6 @@ def _gathering(work: RankCosts, counts: PartCounts, forward: Terms, backward: Te
 
 
 def _gathers(work: RankCosts, counts: PartCounts) -> tuple[float, float]:
-    """Returns the seconds to all-gather the parameters of a stage, and the seconds to reduce-scatter their gradients."""
     parts = max(1, work.profile.gathers * counts.blocks)
     held = chunk_groups(work.job, (counts,))
     gather = (_moving(work, "all_gather", each.moved(0, each.depths.parameters), work.e, parts) for each in held)
@@ -282,32 +276,28 @@ def _gathers(work: RankCosts, counts: PartCounts) -> tuple[float, float]:
 
 
 def _reduce_depth(job: Job, group: ChunkGroup) -> int:
-    """Returns the number of sharding steps in which ranks reduce a group's gradients for every microbatch."""
     return group.depths.optimizer if sends_gradients(job) else group.depths.gradients
 
 
 def _moving(
     work: RankCosts, kind: CollectiveKind, moved: Iterable[tuple[float, StridedGroup]], size: float, parts: int = 1
 ) -> float:
-    """Returns the seconds of consecutive collectives on elements of `size` bytes, each collective in `parts` equal
-    parts."""
     return sum(parts * work.collective(kind, elements * size / parts, group) for elements, group in moved)
 
 
 def _beside(moving: float, computing: float) -> float:
-    """Returns the seconds that collectives add to overlapping computation: the exposed time of the collectives, and the
-    slowdown of the computation."""
+    """Returns the seconds that collectives add to overlapping computation: exposed time, and slowdown."""
     return max(0.0, moving - computing) + _CONTENTION * min(moving, computing)
 
 
-# ---- Parameters, gradients and optimizer ----
+# ---- Parameters, gradients, optimizer and checkpoints ----
 
 
 class _StateSeconds(NamedTuple):
-    """Seconds that a rank spends on parameters, gradients and optimizer state in a step, apart from the passes."""
+    """Seconds of a rank's collectives and update outside the passes, without overlap, and the bytes of checkpoints."""
 
-    microbatch_reduce: float  # reduction of each microbatch's gradients
-    reduce: float  # reduction once a step
+    microbatch_reduce: float  # per microbatch
+    reduce: float  # once a step
     gather: float  # all-gather of updated parameters
     turns: float  # broadcasts of updated parameters, one rank after another
     update: float
@@ -321,7 +311,7 @@ def _state_seconds(work: RankCosts, stages: Sequence[PartCounts]) -> _StateSecon
     microbatch_reduce = reduce = gather = turns = 0.0
     for each in held:
         parameters, optimizer, gradients = each.depths.parameters, each.depths.optimizer, _reduce_depth(work.job, each)
-        if not parameters:  # else `_gathering` counts the reduction of every microbatch
+        if not parameters:  # else `_gathering` counts the reduce-scatters
             microbatch_reduce += _moving(work, "reduce_scatter", each.moved(0, gradients), profile.reduced)
             turns += profile.broadcast * each.shards(optimizer) if optimizer else 0.0
         reduce += _moving(work, "reduce_scatter", each.moved(gradients, optimizer), profile.reduced)
@@ -340,8 +330,6 @@ def _state_seconds(work: RankCosts, stages: Sequence[PartCounts]) -> _StateSecon
 
 
 def _reduction(work: RankCosts, moved: _StateSeconds, times: Sequence[StageTimes]) -> float:
-    """Returns the exposed seconds of reducing gradients during the backward pass, and of all-gathering updated parameters
-    during the next forward pass. `times` are the times of the rank's stages."""
     job, profile = work.job, work.profile
     hidden, ahead = sum(each.backward + each.weights for each in times), sum(each.forward for each in times)
     if job.state.shard == "gradients":
@@ -352,10 +340,8 @@ def _reduction(work: RankCosts, moved: _StateSeconds, times: Sequence[StageTimes
 
 
 def _update(work: RankCosts, held: Sequence[ChunkGroup]) -> float:
-    """Returns the seconds of the gradient norm, the update, the profile's host traffic, and the matmuls of rules such
-    as Muon."""
     profile = work.profile
-    elements_by_bytes = defaultdict[float, float](float)  # elements, by the bytes of their state
+    elements_by_bytes = defaultdict[float, float](float)  # key: bytes of state per element
     for each in held:
         elements_by_bytes[profile.state_bytes(each.rule)] += each.updated
     own = sum(elements_by_bytes.values())
@@ -366,8 +352,6 @@ def _update(work: RankCosts, held: Sequence[ChunkGroup]) -> float:
 
 
 def _orthogonalising(work: RankCosts, held: ChunkGroup) -> float:
-    """Returns the seconds of orthogonalisation on the rank with the largest cost. Ranks with blocks of the same matrix
-    exchange the blocks (`OverBlocks`)."""
     ranks, each = held.shards(held.depths.optimizer), list[tuple[float, float]]()
     here = -(-round(sum(number for number, *_ in held.matrices)) // ranks)
     for number, together, rows, columns, axes, blocks in held.matrices:
@@ -382,12 +366,7 @@ def _orthogonalising(work: RankCosts, held: ChunkGroup) -> float:
 
 
 def _saving(work: RankCosts, files: Iterable[tuple[int, float]], step: float) -> float:
-    """Returns the seconds that checkpoints add to a step on average. `files` are pairs (interval in steps, bytes).
-
-    Training waits for the copy to host memory. With synchronous checkpoints, training also waits for the file system.
-    With asynchronous checkpoints, training waits for the part of a write that exceeds the interval
-    (`checkpoint.saving`).
-    """
+    """Returns the seconds that checkpoints add to a step on average. `files` are pairs (interval in steps, bytes)."""
     machine, asynchronous = work.machine, work.job.config.checkpoint.asynchronous
     seconds = 0.0
     for every, own in files:
@@ -395,6 +374,9 @@ def _saving(work: RankCosts, files: Iterable[tuple[int, float]], step: float) ->
         beside = every * step if asynchronous else 0.0
         seconds += (own / machine.host.link + max(0.0, writing - beside)) / every
     return seconds
+
+
+# ---- Sum of the terms ----
 
 
 def _sum(work: RankCosts, stages: Sequence[_Stage], passes: float, others: Mapping[str, float]) -> StepTime:
@@ -415,7 +397,7 @@ def _sum(work: RankCosts, stages: Sequence[_Stage], passes: float, others: Mappi
         "parameter_gathering": gathers,
         "host": host,
     }
-    faster = min(1.0, passes / busy)  # less than 1 if ranks share cores: a rank is faster while other ranks are idle
+    faster = min(1.0, passes / busy)  # less than 1 if ranks share cores
     terms = {name: seconds * faster for name, seconds in terms.items()} | {
         "pipeline": max(0.0, passes - busy),
         **others,

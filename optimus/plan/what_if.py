@@ -1,5 +1,4 @@
-"""Changes figures of machines and profiles, as in `network.bandwidth=x2`, `memory=128e9`,
-`profile.collectives=best`."""
+"""Changes values of machines and profiles, as in `network.bandwidth=x2`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -14,10 +13,10 @@ _PROFILE = "profile"
 
 
 def changed(machine: Machine, profile: Profile, changes: Sequence[str]) -> tuple[Machine, Profile]:
-    """Returns the machine and the profile with the changes `key.path=value`. Keys of the profile begin with `profile.`;
-    a value `x2` doubles the present value.
+    """Returns the machine and the profile with the changes `key.path=value`.
 
-    Raises `UserError` for an invalid change.
+    Keys of the profile begin with `profile.`; a value `x2` doubles the present value. Raises `UserError` for an invalid
+    change.
     """
     raw = machine.model_dump() | {_PROFILE: profile.model_dump()}
     known = list(_keys_of(raw))
@@ -37,7 +36,6 @@ def changed(machine: Machine, profile: Profile, changes: Sequence[str]) -> tuple
 
 
 def _keys_of(raw: Mapping[str, Any], before: str = "") -> Iterator[str]:
-    """Yields the path of every value in `raw`, with dots between the keys."""
     for key, value in raw.items():
         if isinstance(value, Mapping):
             yield from _keys_of(value, f"{before}{key}.")
@@ -46,7 +44,7 @@ def _keys_of(raw: Mapping[str, Any], before: str = "") -> Iterator[str]:
 
 
 def _is_free(path: Sequence[str]) -> bool:
-    """True if the mapping at `path` of a machine takes keys of any name."""
+    """True if the mapping at `path` of a machine may get new keys."""
     return path not in ([], [_PROFILE]) and not tuple(keys_of_section(path, Machine))
 
 
@@ -55,7 +53,7 @@ def _value(text: str, value: str, now: Any) -> Any:
     try:
         number = float(value[times:])
     except ValueError:
-        if times or numeric:
+        if numeric or (times and not isinstance(now, str)):
             raise UserError(f"--what-if '{text}': {value} is neither a number nor a factor such as x2") from None
         return parse_yaml(value, f"--what-if '{text}'")
     if times:

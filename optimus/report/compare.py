@@ -1,4 +1,4 @@
-"""Finds the differences between runs: configurations, tokenizers, versions, machines, commits and numbers of ranks."""
+"""Finds the differences between runs."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,8 +10,7 @@ _MISSING = "-"
 
 
 def differences(folders: Sequence[RunFolder]) -> list[dict[str, Any]]:
-    """Returns a row for each key whose value differs between the runs. A row has the `key` and the runs' `values` as
-    text."""
+    """Returns a row for each key whose value differs between the runs."""
     if len(folders) < 2:
         return []
     found = differing([{**folder.config, **dict(_surroundings(folder))} for folder in folders], _MISSING)
@@ -19,8 +18,10 @@ def differences(folders: Sequence[RunFolder]) -> list[dict[str, Any]]:
 
 
 def has_other_tokenizer(folders: Sequence[RunFolder]) -> bool:
-    """Returns True if the runs do not all use the same tokenizer. Compares the checksums of the tokenizers, or the
-    vocabulary sizes if a run recorded no checksum."""
+    """Returns True if the runs use different tokenizers.
+
+    If a run does not record its tokenizer, compares the vocabulary sizes instead.
+    """
     sums = {value_text(folder.described("tokenizer")) for folder in folders}
     if value_text(None) not in sums:
         return len(sums) > 1

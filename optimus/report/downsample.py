@@ -9,8 +9,8 @@ import numpy as np
 def downsample(values: Sequence[float | None], most: int) -> list[int]:
     """Selects at most `max(5, most)` indices of `values`, in ascending order.
 
-    Selects all indices if there are at most `most` values. Otherwise, selects from each bucket of neighbouring values
-    the first, the last, the smallest and the largest value, and the first value that is missing or not finite.
+    Selects all indices of at most `most` values. Otherwise, selects the ends, the extremes and the first gap of each
+    bucket of neighbouring values.
     """
     if len(values) <= most:
         return list(range(len(values)))

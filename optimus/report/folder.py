@@ -1,4 +1,4 @@
-"""Reads the files of a run folder, also while the run writes to the folder. Skips and counts unreadable lines."""
+"""Reads the files of a run folder, also while the run writes to the folder."""
 
 import math
 import os
@@ -21,29 +21,28 @@ from optimus.errors import UserError
 from optimus.observe.evaluations import FOLDER, as_metrics, scored_step
 
 _BEAT, _SILENCE = (
-    15.0,  # seconds: a younger lease shows that a run of several processes on this host is alive
-    60.0,  # seconds: a younger lease shows that a run on another host is alive
+    15.0,  # seconds: a younger lease from this host shows a live run, if several processes may have the lease
+    60.0,  # seconds: a younger lease from another host shows a live run
 )
 _TOGETHER = 1000  # lines that `_values` parses at once
 _EXPERT_STEPS = 400  # maximum number of steps whose expert loads `read_folder` reads
 _SAMPLE_STEPS = 50  # maximum number of validations whose generated text `read_folder` reads
-_DIGITS = 16  # integers with fewer digits are exact in the page's JavaScript
-_ALLOWED = "\n\r\t"  # control characters that may remain in a text of several lines
-_RANKS = 1 << 20  # the page draws only timelines with fewer ranks
-# Events that decide the state of a run that is not running; `recovered` cancels an earlier failure.
+_DIGITS = 16  # integers with fewer digits are exact in JavaScript
+_ALLOWED = "\n\r\t"  # control characters that may remain in a text
+_RANKS = 1 << 20  # the page draws timelines with fewer ranks
+# Kinds of the events that may decide a run's state; `recovered` cancels the reason of an earlier failure.
 _ENDINGS = ("failure", "error", "stopped", "recovered", "finished")
 
 
 @dataclass
 class RunFolder:
-    """A run as recorded in its files. `records` has the metrics in order of step: each step once, from its latest
-    execution."""
+    """A run as recorded in its files. `records` has the metrics in order of step, each step once."""
 
     path: Path
     records: list[dict[str, Any]]
     superseded: int  # number of records that a repeated step has replaced
-    experts: list[dict[str, Any]]  # expert loads of some steps, evenly spaced
-    samples: list[dict[str, Any]]  # prompts and continuations of some validations, evenly spaced
+    experts: list[dict[str, Any]]  # expert loads of at most `_EXPERT_STEPS` steps
+    samples: list[dict[str, Any]]  # prompts and continuations of at most `_SAMPLE_STEPS` validations
     events: list[dict[str, Any]]
     environment: list[dict[str, Any]]
     config: dict[str, Any]
@@ -51,7 +50,7 @@ class RunFolder:
     evaluations: dict[str, dict[str, Any]]  # results in `evaluations/`, by file name without ending
     # Numbers of skipped lines, by file name; 1 for a whole damaged file.
     skipped_lines: dict[str, int] = field(default_factory=dict)
-    ended: bool = False  # True if the run has ended, even if its lease has not expired yet
+    ended: bool = False  # True if the run has ended, whatever its lease says
     _columns: dict[str, list[float | None]] = field(default_factory=dict)
 
     @property
@@ -60,8 +59,7 @@ class RunFolder:
         return printable(self.path.resolve().name)
 
     def setting(self, key: str, default: Any = None) -> Any:
-        """Returns the configuration's value for a key such as `train.steps`; `default` if the value is missing or
-        null."""
+        """Returns the configuration's value for a key such as `train.steps`, or `default`."""
         node: Any = self.config
         for part in key.split("."):
             node = node.get(part) if isinstance(node, Mapping) else None
@@ -69,7 +67,7 @@ class RunFolder:
 
     @cached_property
     def metrics(self) -> list[str]:
-        """Names of all metrics, in order of appearance."""
+        """Names of the records' fields, in order of appearance."""
         found: dict[str, None] = {}
         for record in self.records:
             if not record.keys() <= found.keys():
@@ -77,7 +75,7 @@ class RunFolder:
         return list(found)
 
     def column(self, key: str) -> list[float | None]:
-        """Returns a metric's value in every record; None if the value is missing or is no number."""
+        """Returns a metric's value in each record; None where a record has no number."""
         if key not in self._columns:
             values = [record.get(key) for record in self.records]
             if not set(map(type, values)) <= {float, int, type(None)}:
@@ -87,22 +85,21 @@ class RunFolder:
 
     @property
     def step(self) -> int:
-        """The last step with a record; 0 if there is none."""
+        """The last step with a record, or 0."""
         return int(self.records[-1]["step"]) if self.records else 0
 
     @property
     def steps(self) -> int | None:
-        """The planned number of steps; None if the configuration has no valid number."""
+        """The planned number of steps, or None."""
         steps = self.setting("train.steps")
         return steps if type(steps) is int and abs(steps) < 10**_DIGITS else None
 
     def last(self, key: str) -> float | None:
-        """Returns the newest number of a metric; None if there is none."""
+        """Returns the newest number of a metric, or None."""
         return next((value for each in reversed(self.records) if is_number(value := each.get(key))), None)
 
     def described(self, key: str) -> Any:
-        """Returns an entry of the newest description of the environment; None if there is no such entry, as in older
-        runs."""
+        """Returns an entry of the newest description of the environment, or None."""
         return self.environment[-1].get(key) if self.environment else None
 
     @cached_property
@@ -121,8 +118,9 @@ class RunFolder:
         return "failed", "the run left no reason: its process was killed, or its machine was lost"
 
     def step_at(self, moment: float | None) -> int | None:
-        """Returns the last step that was complete at `moment` (seconds since 1970), 0 if there was none. Returns None
-        if `moment` is no number, if there are no records, or if a record has no time."""
+        """Returns the last step that was complete at `moment` (seconds since 1970), 0 before the first, None if
+        unknown.
+        """
         times = [time for time in self.column("time") if time is not None]
         if not isinstance(moment, float | int) or not times or len(times) < len(self.records):
             return None
@@ -131,10 +129,10 @@ class RunFolder:
 
 
 def read_folder(run_folder: str | Path, *, ended: bool = False) -> RunFolder:
-    """Reads a run folder. Skips and counts damaged content.
+    """Reads a run folder, or the copies of a run at a URL. Leaves out damaged lines and files.
 
-    `ended` is True if the caller knows that the run has ended, even if its lease has not expired yet. Raises
-    `UserError` if the folder is not a run folder, and for a `.jsonl` file that the process cannot read.
+    `ended` is True if the caller knows that the run has ended. Raises `UserError` if the folder is not a run folder, or
+    if the file system fails to read a .jsonl file.
     """
     path = user_path(local_run(run_folder))
     if not path.is_dir():
@@ -186,17 +184,16 @@ def read_folder(run_folder: str | Path, *, ended: bool = False) -> RunFolder:
 
 
 def is_run(path: Path) -> bool:
-    """Returns True if a folder has metrics.jsonl, or both config.yaml and environment.jsonl, as a run folder does."""
+    """Returns True if a folder has metrics.jsonl, or both config.yaml and environment.jsonl."""
     return (path / "metrics.jsonl").is_file() or (
         (path / "config.yaml").is_file() and (path / "environment.jsonl").is_file()
     )
 
 
 def _lines(path: Path, most: int | None = None) -> tuple[list[dict[str, Any]], int]:
-    """Reads the mappings of a file, one per line. Returns the mappings and the number of other lines that are not
-    blank; an empty list and 0 for a missing file.
+    """Returns (the JSON mappings of a file with one per line, number of damaged lines).
 
-    Parses at most `most` lines, evenly spaced and including the last line. Raises `UserError` for an unreadable file.
+    Parses at most `most` lines, evenly spaced and including the last line.
     """
     try:
         texts = [line for line in path.read_bytes().split(b"\n") if line.strip()]
@@ -211,8 +208,7 @@ def _lines(path: Path, most: int | None = None) -> tuple[list[dict[str, Any]], i
 
 
 def _values(texts: Sequence[bytes]) -> list[dict[str, Any]]:
-    """Parses the mappings among these lines. Parses all lines together first, which is faster, and one by one if a line
-    is invalid."""
+    """Parses the mappings among the lines, all lines together if possible."""
     try:
         values = _parsed(b"[" + b",".join(texts) + b"]")
     except ValueError:
@@ -230,8 +226,7 @@ def _parsed_or_none(line: bytes) -> Any:
 
 
 def _parsed(text: bytes) -> Any:
-    """Parses JSON into values that a page can show: integers of many digits become floats, and text becomes valid
-    Unicode. Raises `ValueError` for text that is not JSON."""
+    """Parses JSON. Converts long integers to floats, and escapes lone surrogates."""
     value = parse_json(text, parse_int=lambda digits: int(digits) if len(digits) < _DIGITS else float(digits))
     return _with_printable_text(value) if b"\\ud" in text.lower() else value
 
@@ -269,7 +264,7 @@ def _json(path: Path, skipped: dict[str, int]) -> dict[str, Any] | None:
 
 
 def _is_load(load: Any) -> bool:
-    """Returns True if the value maps layer numbers to lists of finite numbers, one number per expert."""
+    """Returns True if the value maps layer numbers to lists of numbers that stay finite in per cent."""
     return isinstance(load, dict) and all(
         layer.isdecimal()
         and len(layer) < _DIGITS
@@ -281,7 +276,6 @@ def _is_load(load: Any) -> bool:
 
 
 def _are_samples(samples: Any) -> bool:
-    """Returns True if each entry has a prompt and the text that continues the prompt."""
     return isinstance(samples, list) and all(
         isinstance(each, dict) and isinstance(each.get("prompt"), str) and isinstance(each.get("text"), str)
         for each in samples
@@ -289,8 +283,7 @@ def _are_samples(samples: Any) -> bool:
 
 
 def _is_timeline(found: Mapping[str, Any]) -> bool:
-    """Returns True if the number of ranks is valid, and all measured and simulated events of the pipeline are (rank,
-    kind, stage, microbatch, start, end)."""
+    """Returns True if the ranks and the events (rank, kind, stage, microbatch, start, end) are valid."""
     ranks, timelines = found.get("ranks"), (found.get("events"), found.get("simulated", []))
     return (
         isinstance(ranks, int)
@@ -330,13 +323,12 @@ def mapping(value: Any) -> Mapping[str, Any]:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Returns True for a float, including NaN and infinity, and for an integer below 1e300 in magnitude; False for a
-    bool."""
+    """Returns True for a float, including NaN and infinity, and for an integer below 1e300 in magnitude."""
     return type(value) is float or (type(value) is int and abs(value) < 1e300)
 
 
 def number(value: Any) -> float | None:
-    """Replaces a value of a metric that is not a number by None, as if the value were missing."""
+    """Replaces a value that is not a number by None."""
     return value if is_number(value) else None
 
 

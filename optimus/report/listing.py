@@ -1,4 +1,4 @@
-"""Lists the runs in a folder and its subfolders, with one row per run."""
+"""Lists the runs in a folder and its subfolders."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,13 +20,12 @@ COLUMNS = (
 def runs(
     folder: str | Path, *, state: str | None = None, match: str | None = None, sort: str = "name", reverse: bool = False
 ) -> list[dict[str, Any]]:
-    """Lists the runs in `folder` and in up to four levels of subfolders, with one mapping per run.
+    """Lists the runs in `folder` and in up to four levels of subfolders.
 
-    The keys are `name`, `state`, `step`, `steps`, `loss`, `bits_per_byte`, `tokens_per_second`, `parameters`, `model`,
-    `why`, `tokens`, `path` and `skipped_lines`. `state` selects runs that are running, finished, stopped, failed or
-    unreadable. `match` selects runs whose path or model contains this text. The result is in the order of the column
-    `sort`, descending with `reverse`, and with missing values at the end. Raises `UserError` for a folder that does not
-    exist or contains no run, and for an unknown state or column.
+    Each run is a dictionary with the keys `name`, `state`, `step`, `steps`, `loss`, `bits_per_byte`,
+    `tokens_per_second`, `parameters`, `model`, `why`, `tokens`, `path` and `skipped_lines`. `state` selects runs that
+    are running, finished, stopped, failed or unreadable. `match` selects runs whose path or model contains this text.
+    The result is in the order of the column `sort`, with NaN, infinite and missing values at the end.
 
     Example:
         [(run["name"], run["loss"]) for run in api.runs("runs", state="finished")]
@@ -46,12 +45,13 @@ def runs(
         )
     chosen = [row for row in rows if state in (None, row["state"]) and _matches(row, match)]
     there, missing = [r for r in chosen if r[sort] is not None], [r for r in chosen if r[sort] is None]
-    # NaN and infinity are strings in `rows`, and come after the numbers (with `reverse`, before the numbers).
-    return [*sorted(there, key=lambda row: (isinstance(row[sort], str), row[sort]), reverse=reverse), *missing]
+    there.sort(key=lambda row: (isinstance(row[sort], str), row[sort]), reverse=reverse)
+    # NaN and infinity are strings in `rows`, and come after the numbers.
+    return [*sorted(there, key=lambda row: isinstance(row[sort], str)), *missing]
 
 
 def table_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the rows of a table for people. `step` shares a column with `steps`, and `state` with `why`."""
+    """Returns rows for a printed table: merges `steps` into `step`, and `why` into `state`."""
     shown = []
     for row in rows:
         step = f"{row['step']:,}" + (f" of {row['steps']:,}" if row["steps"] is not None else "")
@@ -67,7 +67,7 @@ def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
             yield folder
             return
         inside = sorted(folder.iterdir()) if depth else []
-    except OSError:  # `_row` reports that the folder is not readable
+    except OSError:  # `_row` reports the folder as unreadable
         yield folder
         return
     for path in inside:

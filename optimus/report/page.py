@@ -1,4 +1,4 @@
-"""Builds the page of one or more runs: the data, and the HTML around the data."""
+"""Builds the HTML page that reports one run or compares several runs."""
 
 import json
 import math
@@ -22,12 +22,11 @@ from optimus.report.folder import RunFolder, is_number, mapping, number, plain, 
 from optimus.report.verdict import compared, large_numbers, median_rate, verdict
 
 _POINTS = 2500  # maximum number of points of a curve
-_STACKED = 600  # maximum number of steps of a stacked chart
-_CELLS = 400_000  # approximate maximum number of cells of a run's heat map of experts
+_STACKED = 600  # maximum number of steps of a stacked chart; number of intervals of `_clock`
+_CELLS = 400_000  # approximate maximum number of cells in a run's heat map of experts
 _STATIC = Path(__file__).with_name("static")
 
-# (group, title, unit, metrics), in the order of the page. A metric of `_curves` that is in no row gets a separate chart
-# in the last group.
+# (group, title, unit, metrics), in the order of the page.
 _CHARTS = [
     ("Training", "Loss", "nats per token", ["loss"]),
     ("Training", "Learning rate", "", ["lr"]),
@@ -48,17 +47,16 @@ _STACKS = {  # stacked charts, by the prefix of the metrics' names
 }
 _SIZES = {"layers": "{} layers", "hidden": "hidden {}", "experts": "{} experts"}  # texts in a model's description
 _NO_CHART = {"step", "tokens", "time", "data_seconds", "checkpoint_seconds"}
-_EXACT = {"lr", "skipped_steps", "phase"}  # metrics without noise, which the page never smooths
+_EXACT = {"lr", "skipped_steps", "phase"}  # metrics that the page never smooths
 _ALONE, _COMPARED = "report.html", "comparison.html"  # default names of the files for one run and for several
 
 
 def write_report(runs: str | Path | Sequence[str | Path], output: str | Path | None = None) -> dict[str, Any]:
-    """Writes one HTML file that shows one run, or compares several `runs` (run folders). The file needs no other file
-    and no network.
+    """Writes one HTML file that shows one run, or compares several `runs` (folders or URLs).
 
-    Without `output` the file is report.html in the run's folder, or comparison.html in the current folder for several runs.
-    Returns `output`, its `bytes`, and the `warnings` about the runs. Raises `UserError` for a folder without a run, for
-    one run at a URL without `output`, and for a file that cannot be written.
+    By default, the file is report.html in the run's folder, or comparison.html in the current folder for several runs.
+    Returns `output`, the number of `bytes`, and the `warnings` about the runs. Raises `UserError` for no
+    runs, a folder that is not a run folder, and one URL without `output`.
 
     Example:
         api.report(["demo/run"])["output"]
@@ -75,8 +73,7 @@ def write_report(runs: str | Path | Sequence[str | Path], output: str | Path | N
 
 
 def write_page(data: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Writes the page of `report_data` to `path`. Returns the result of `write_report`. Raises `UserError` for a file
-    that cannot be written."""
+    """Writes the page with `data` from `report_data` to `path`. Returns the same as `write_report`."""
     text = render(data)
     with naming_disk_errors(path, "Make room, or choose another place for --output"):
         path.write_text(text, encoding="utf-8")
@@ -84,11 +81,7 @@ def write_page(data: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def report_data(runs: Sequence[str | Path], *, ended: bool = False) -> dict[str, Any]:
-    """Returns the data of the page of these runs, for JSON: NaN and infinity are text.
-
-    `ended` is True if the runs have ended, even if their leases have not expired yet. Raises `UserError` without runs,
-    and for a folder without a run.
-    """
+    """Returns the page's data about `runs`, for JSON. For `ended`, and what is raised, see `read_folder`."""
     if not runs:
         raise UserError("a report needs a run folder: name one, or several to compare")
     folders = [read_folder(run, ended=ended) for run in runs]
@@ -121,10 +114,12 @@ def report_data(runs: Sequence[str | Path], *, ended: bool = False) -> dict[str,
 
 
 def render(data: Mapping[str, Any], script: str = "report.js", refresh: float = 0.0) -> str:
-    """Renders the page of `report_data` with a `script` of `static/`. With `refresh`, the page requests new data at this
-    interval in seconds."""
+    """Renders the page with `data` from `report_data` and a `script` from `static/`.
+
+    `refresh` is the interval in seconds between requests for new data, or 0 for a page without requests.
+    """
     text = json.dumps({**data, "refresh": refresh}, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
-    embedded = text.replace("<", "\\u003c")  # the same JSON, in which no text can end the script tag
+    embedded = text.replace("<", "\\u003c")  # no text can end the script tag
     return str(_templates().get_template("page.html").render(title=data["title"], data=embedded, script=script))
 
 
@@ -136,7 +131,7 @@ def _templates() -> Any:
 
 
 def _distinct_names(folders: Sequence[RunFolder]) -> list[str]:
-    """Returns the names of the folders, or the whole paths if two names are equal."""
+    """Returns the names of the folders, or the paths if two names are equal."""
     names = [folder.name for folder in folders]
     if len(set(names)) == len(names):
         return names
@@ -169,7 +164,7 @@ def _run(name: str, folder: RunFolder, hidden: set[str]) -> dict[str, Any]:
 
 
 def facts(folder: RunFolder) -> dict[str, Any]:
-    """Summarises a run in numbers and texts. A missing value is None, and a missing step is 0."""
+    """Summarises a run in numbers and texts."""
     model = mapping(folder.setting("model"))
     sizes = [form.format(size) for key, form in _SIZES.items() if (size := number(model.get(key)))]
     return {
@@ -192,7 +187,6 @@ def _text(value: Any) -> str | None:
 
 
 def _curves(folder: RunFolder) -> list[str]:
-    """Lists the metrics of a run that the page can draw as curves."""
     names = [key for key in folder.metrics if key not in _NO_CHART and key.split("/")[0] not in _STACKS]
     return [key for key in names if folder.column(key).count(None) < len(folder.records)]
 
@@ -217,9 +211,9 @@ def _charts(folders: Sequence[RunFolder], hidden: set[str]) -> list[dict[str, An
 
 
 def curve(folder: RunFolder, key: str) -> dict[str, list[Any]]:
-    """Returns the points of a metric that `downsample` selects: `step` and `value`, with None for a missing value.
+    """Returns `step` and `value` of at most `_POINTS` points of a metric.
 
-    A metric that fewer than half of the records have, such as a validation's metric, has points only at these records.
+    A missing value is None, but a metric with more missing than present values omits the missing points.
     """
     values, there = folder.column(key), range(len(folder.records))
     if 2 * values.count(None) > len(values):
@@ -231,8 +225,7 @@ def curve(folder: RunFolder, key: str) -> dict[str, list[Any]]:
 
 
 def _clock(folder: RunFolder) -> dict[str, list[Any]]:
-    """Returns, at evenly spaced records, the tokens read so far and the total seconds of steps and checkpoints so
-    far."""
+    """Returns `step`, and the `tokens` and `seconds` so far, at evenly spaced records."""
     records, columns = folder.records, [folder.column(key) for key in ("step_seconds", "checkpoint_seconds")]
     sums = list(accumulate((step or 0.0) + (checkpoint or 0.0) for step, checkpoint in zip(*columns)))
     selected = sorted({round(i * (len(records) - 1) / _STACKED) for i in range(_STACKED + 1)} if records else ())
@@ -244,10 +237,9 @@ def _clock(folder: RunFolder) -> dict[str, list[Any]]:
 
 
 def stack(folder: RunFolder, kind: str) -> dict[str, Any] | None:
-    """Returns the metrics `kind/...` at the steps that have such metrics; None without such metrics.
+    """Returns the metrics `kind/...`, the largest first; None without such metrics.
 
-    The metric with the largest sum comes first. Of more than `_STACKED` steps, keeps only the step with the largest
-    total of each of `_STACKED` buckets.
+    Returns at most `_STACKED` steps: of each range of steps, the step with the largest sum.
     """
     names = [key for key in folder.metrics if key.startswith(f"{kind}/")]
     if not names:
@@ -266,12 +258,12 @@ def stack(folder: RunFolder, kind: str) -> dict[str, Any] | None:
 
 
 def expert_loads(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Returns the tokens of each expert in per cent of its layer's mean, by index: `load[step][layer][expert]`. Returns
-    None without `records`, and thins out many records."""
-    if not records:
+    """Returns the tokens of each expert in per cent of its layer's mean: `load[step][layer][expert]`; None without
+    experts."""
+    layers = sorted({int(layer) for each in records for layer, experts in each["load"].items() if experts})
+    if not layers:
         return None
-    layers = sorted({int(layer) for each in records for layer in each["load"]})
-    cells = max(1, sum(len(records[0]["load"].get(str(layer), ())) for layer in layers))
+    cells = max(sum(map(len, each["load"].values())) for each in records)
     records = records[:: -(-len(records) * cells // _CELLS)]
     return {
         "step": [each["step"] for each in records],
@@ -283,8 +275,7 @@ def expert_loads(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 
 
 def evaluations(files: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the results of `optimus evaluate`: for each file, a row per task, and a row for the text if there is
-    one."""
+    """Returns the results of `optimus evaluate`: a row per file and task or text."""
     rows = []
     for name, found in files.items():
         tasks, checkpoint, text = (mapping(found.get(key)) for key in ("tasks", "checkpoint", "text"))
@@ -299,7 +290,7 @@ def evaluations(files: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _events(folder: RunFolder) -> list[dict[str, Any]]:
-    """Lists the events of the event log and the resumes in order of time; entries without a time come last."""
+    """Lists the events and the resumes in order of time; events without a time come last."""
     events = [{**each, "step": _step_of(each, folder)} for each in map(_event, folder.events)]
     for each in folder.environment[1:]:
         if type(step := each.get("step")) is int:

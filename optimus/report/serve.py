@@ -1,10 +1,12 @@
-"""Serves reports over HTTP while the runs continue. Reads the run folders again for every page and its data."""
+"""Serves reports over HTTP while the runs continue."""
 
 import json
 from collections.abc import Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import ip_address
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from optimus.errors import UserError
 from optimus.report.page import render, report_data
@@ -14,8 +16,7 @@ _LOCAL = "127.0.0.1"
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Parses `ADDRESS:PORT`, or `PORT` for an address that only this machine can reach. Raises `UserError` for any other
-    text."""
+    """Parses `ADDRESS:PORT`, or `PORT` for 127.0.0.1. Raises `UserError` without a port from 0 to 65535."""
     address, _, port = text.rpartition(":")
     if not port.isdecimal() or int(port) > 65535:
         raise UserError(f"--serve {text}: give a port, such as 8080, or an address and a port, such as 0.0.0.0:8080")
@@ -23,23 +24,20 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def report_server(runs: Sequence[str | Path], address: str, port: int) -> ThreadingHTTPServer:
-    """Returns a listening server of the report of `runs`. The caller runs the server's `serve_forever`. Port 0 stands
-    for any free port.
-
-    Raises `UserError` for a folder without a run, and for an address or a port that is not available.
-    """
+    """Returns a listening server of the report of `runs`. Port 0 stands for any free port."""
     report_data(runs)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             try:
-                host = self.headers.get("Host", "").rpartition(":")[0]
-                # Refuses other host names: another site could point a name of its domain at this machine.
-                if address == _LOCAL and host not in (_LOCAL, "localhost"):
+                host, path = _host_of(self.headers.get("Host", "")), self.path.partition("?")[0]
+                bound = str(self.server.server_address[0])  # type: ignore[index]
+                # Prevents DNS rebinding: another site could resolve a name of its domain to this machine.
+                if _is_local(bound) and host != address and not _is_local(host):
                     self.send_error(HTTPStatus.FORBIDDEN)
-                elif self.path == "/":
+                elif path == "/":
                     self._answer("text/html", render(report_data(runs), refresh=REFRESH))
-                elif self.path == "/data.json":
+                elif path == "/data.json":
                     data = {**report_data(runs), "refresh": REFRESH}
                     self._answer("application/json", json.dumps(data, allow_nan=False))
                 else:
@@ -69,3 +67,19 @@ def report_server(runs: Sequence[str | Path], address: str, port: int) -> Thread
             f"--serve: cannot listen on {address} port {port}: {cause}; choose another port, or end the program that "
             "listens there"
         ) from error
+
+
+def _host_of(header: str) -> str:
+    """Returns the name or address in a `Host` header, without the port; empty for an invalid header."""
+    try:
+        return urlsplit(f"//{header}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_local(host: str) -> bool:
+    """Returns True for `localhost` and for addresses of the loopback interface."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,4 +1,4 @@
-"""Summarises a run in a sentence and at most four numbers, or names the best of several runs in each measure."""
+"""Summarises a run in a sentence and at most four numbers, or compares several runs."""
 
 import math
 from collections import Counter
@@ -11,15 +11,11 @@ from optimus.report.folder import RunFolder, is_number, plain
 
 _NUMBERS = 4  # maximum number of values that the page shows in large type
 _REASON = 100  # maximum number of characters of the reason why a run has ended
-_LAST = 100  # maximum number of steps in a statistic of the last steps
+_LAST = 100  # maximum number of steps over which the last loss and the median rate are computed
 
 
 def verdict(folder: RunFolder) -> str:
-    """Describes a run's state, steps and time, its best validation or else its last loss, and the slowest part of a
-    step.
-
-    An example is "finished after 300 of 300 steps in 9 min; best 1.93 bits per byte; slowest: computation, 99.8 %".
-    """
+    """Describes a run's state, steps and time, the best bits per byte (or else the last loss), and the slowest part."""
     state, why = folder.state
     steps = f"{folder.step:,} of {folder.steps:,}" if folder.steps is not None else f"{folder.step:,}"
     said = f"{state} after {steps} steps"
@@ -40,8 +36,7 @@ def verdict(folder: RunFolder) -> str:
 
 
 def large_numbers(folder: RunFolder) -> list[dict[str, Any]]:
-    """Returns at most four known numbers, each with a `label`, a `value` for JSON, and a `note` that qualifies the
-    value."""
+    """Returns at most four numbers, each with a `label`, a `value` for JSON, and a `note`."""
     best, over, seconds = best_bits(folder), _last_steps(folder), training_seconds(folder)
     rate, tokens, parameters = median_rate(folder), folder.last("tokens"), folder.described("parameters")
     known: list[tuple[str, float | None, str]] = [
@@ -57,11 +52,9 @@ def large_numbers(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def compared(runs: Mapping[str, RunFolder], with_loss: bool) -> tuple[str, list[dict[str, Any]]]:
-    """Compares `runs`, a mapping from names to runs. Returns a sentence and at most four large numbers.
+    """Returns (a sentence, at most four numbers) that compare runs. The `note` of a number is the name of a run.
 
-    Each number is the best value of a measure, with the name of the run in `note`.
-
-    `with_loss` is True if the losses of the runs are comparable.
+    The keys of `runs` are the names of the runs. `with_loss` is True if the losses of the runs are comparable.
     """
     measures: list[tuple[str, Callable[[RunFolder], float | None], bool]] = [
         ("lowest bits per byte", lambda run: (best := best_bits(run)) and best[0], True),
@@ -91,8 +84,7 @@ def compared(runs: Mapping[str, RunFolder], with_loss: bool) -> tuple[str, list[
 
 
 def best_bits(folder: RunFolder) -> tuple[float, int] | None:
-    """Returns the lowest bits per byte of a run's validations and the step of that validation. Uses the validation set
-    without a name, else the first set that has a value."""
+    """Returns (lowest bits per byte, step) for the first validation set that has finite values, or None."""
     for key in ("bits_per_byte", *(name for name in folder.metrics if name.startswith("bits_per_byte/"))):
         pairs = zip(folder.column(key), folder.records)
         found = [(value, each["step"]) for value, each in pairs if value is not None and math.isfinite(value)]
@@ -102,27 +94,24 @@ def best_bits(folder: RunFolder) -> tuple[float, int] | None:
 
 
 def last_loss(folder: RunFolder) -> float | None:
-    """Returns the mean loss of the last tenth of the recorded steps, from one to 100 steps; None if these steps have no
-    loss. The mean is not finite if one of the losses is not finite."""
+    """Returns the mean loss over the last tenth of the recorded steps (1 to 100 steps), or None without a loss."""
     values = [value for value in folder.column("loss")[-_last_steps(folder) :] if value is not None]
     return sum(values) / len(values) if values else None
 
 
 def median_rate(folder: RunFolder) -> float | None:
-    """Returns the median of the tokens per second of the last 100 recorded steps; None if these steps have no such
-    number."""
+    """Returns the median tokens per second over the last 100 recorded steps, or None without a rate."""
     rates = [value for value in folder.column("tokens_per_second")[-_LAST:] if value is not None]
     return median(rates) if rates else None
 
 
 def training_seconds(folder: RunFolder) -> float:
-    """Returns the total seconds of the run's steps and checkpoints; 0 if unknown."""
+    """Returns the total recorded seconds of the run's steps and checkpoints."""
     columns = (folder.column("step_seconds"), folder.column("checkpoint_seconds"))
     return sum(value for column in columns for value in column if value is not None and math.isfinite(value))
 
 
 def _shortened(why: str) -> str:
-    """Shortens the reason why a run has ended to at most 100 characters."""
     return why if len(why) <= _REASON else f"{why[: _REASON - 1].rstrip()}…"
 
 
@@ -131,8 +120,7 @@ def _last_steps(folder: RunFolder) -> int:
 
 
 def _slowest(folder: RunFolder) -> tuple[str, float] | None:
-    """Returns the name of the largest part of the steps' measured time, and the share of this part; None without
-    measured time."""
+    """Returns (name, share) of the largest part of the steps' measured time, or None."""
     sums = {
         name.removeprefix("time/"): sum(
             value for value in folder.column(name) if value is not None and math.isfinite(value)

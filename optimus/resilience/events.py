@@ -1,4 +1,4 @@
-"""The event log of a run, `events.jsonl`: failures, restarts, recoveries and other events of all nodes."""
+"""The event log of a run, `events.jsonl`."""
 
 import fcntl
 import json
@@ -20,7 +20,7 @@ EventKind = Literal[
 class EventLog:
     """The file `events.jsonl` of a run folder on a file system that all nodes share.
 
-    A node appends each event by a single system call.
+    `write` appends an event with one `write` system call, under a file lock if the file system has locks.
     """
 
     def __init__(self, run: str | Path) -> None:
@@ -36,7 +36,7 @@ class EventLog:
         seconds: float | None = None,
         detail: str = "",
     ) -> None:
-        """Appends an event. `seconds` is the duration of the event, for example from a failure to the next step."""
+        """Appends an event. `seconds` is the time since the failure."""
         event = {
             "time": time.time(),
             "kind": kind,
@@ -58,7 +58,7 @@ class EventLog:
             os.fsync(file.fileno())
 
     def read(self) -> list[dict[str, Any]]:
-        """Returns the events so far. Skips incomplete lines, and lines that are not events."""
+        """Returns the events so far. Skips lines that are not events."""
         records = read_json_lines(self.path) if self.path.exists() else []
         return [each for each in records if _is_event(each)]
 
@@ -74,7 +74,6 @@ class EventLog:
 
 
 def _is_event(record: Mapping[str, Any]) -> bool:
-    """Returns whether `record` has all fields that readers of events need, with usable values."""
     seconds = record.get("seconds", "unsaid")
     numbers = [record.get("time"), 0.0 if seconds is None else seconds]
     usable = all(isinstance(each, int | float) and abs(each) <= sys.float_info.max for each in numbers)

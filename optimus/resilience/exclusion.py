@@ -1,7 +1,4 @@
-"""Names of the nodes excluded from a run, in `excluded.txt` in the run folder; users and batch scripts read the file.
-
-Each line is one name.
-"""
+"""Names of the nodes excluded from a run, one per line of `excluded.txt` in the run folder."""
 
 import os
 from pathlib import Path
@@ -19,7 +16,7 @@ def excluded(run: str | Path) -> list[str]:
 
 
 def exclude(run: str | Path, node: str) -> None:
-    """Excludes `node` from all later launches of `run`, until a user removes the name from the file."""
+    """Excludes `node` from later launches of `run`."""
     if node not in excluded(run):
         path = Path(run) / _FILE
         with path.open("a+b") as file:

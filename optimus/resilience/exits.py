@@ -9,24 +9,24 @@ from optimus.observe.signals import ending_signals
 
 
 class Exit(IntEnum):
-    """Exit codes of a rank. Other codes and most signals count as crashes (see `policy.decide`)."""
+    """Exit codes of a rank."""
 
     DONE = 0
-    USER = 2  # bad input: a restart will not help
-    LOST = 75  # another rank is lost; this rank is healthy
+    USER = 2  # an error that the user must correct: a restart will not help
+    LOST = 75  # this rank has lost another rank, or another node is at fault
     BAD_NODE = 76  # this rank's node is at fault
     DIVERGED = 77  # the training has diverged; no node is at fault
-    HANGUP = 128 + signal.SIGHUP  # 128 + a signal that has ended the run early
+    HANGUP = 128 + signal.SIGHUP  # this and the following codes: a signal has ended the run early
     INTERRUPT = 128 + signal.SIGINT
     TERMINATED = 128 + signal.SIGTERM
 
 
-SAVING = 100  # seconds that ranks have to finish their step and save after their launcher has received a signal
+SAVING = 100  # maximum seconds to finish the step and save, after the launcher has received a signal
 STOPPED = (Exit.HANGUP, Exit.INTERRUPT, Exit.TERMINATED)
 
 
 class EndedError(UserError):
-    """Raised to end a rank with the exit code `code`, from which the launcher decides what the nodes do."""
+    """Raised to end a rank with the exit code `code`."""
 
     def __init__(self, code: Exit, message: str) -> None:
         super().__init__(message)
@@ -34,9 +34,9 @@ class EndedError(UserError):
 
 
 def told_torch_elastic() -> str:
-    """Sets the environment variable that names the signals for TorchElastic to forward to ranks.
+    """Sets the environment variable with the names of the signals that TorchElastic forwards to ranks.
 
-    Returns the value of the variable: the names, separated by commas.
+    Returns the names, separated by commas.
     """
     names = os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in ending_signals())
     return names
@@ -48,7 +48,7 @@ def how_ended(code: int) -> str:
 
 
 def signal_name(number: int) -> str:
-    """Returns the name of a signal, for example SIGTERM."""
+    """Names a signal for users, for example SIGTERM."""
     try:
         return signal.Signals(number).name
     except ValueError:  # most real-time signals have no name
@@ -56,8 +56,5 @@ def signal_name(number: int) -> str:
 
 
 def error_in(message: object) -> str | None:
-    """Returns `Type: message` of the exception that ended a rank, from TorchElastic's record of the failure.
-
-    Returns None if the rank left no exception.
-    """
+    """Returns the exception in TorchElastic's record of a failure as `Type: message`, or None for other records."""
     return str(message["message"]) if isinstance(message, dict) else None

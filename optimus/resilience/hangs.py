@@ -1,4 +1,4 @@
-"""Attribution of hangs to culprit ranks, from the collectives that every rank has begun (as in MegaScale and C4)."""
+"""Attribution of hangs to culprit ranks, from each rank's record of collectives (as in MegaScale and C4)."""
 
 import json
 import os
@@ -18,34 +18,32 @@ _FOLDER = ".hang"
 
 
 def report_folder(run: Path, incarnation: str) -> Path:
-    """Returns the folder where the ranks of a hung run report their states.
-
-    `incarnation` must be unique, so that no rank reads the reports of an earlier attempt.
-    """
+    """Returns the folder where the ranks of a hung run report their states. Each start of
+    the run must have another `incarnation`."""
     return run / _FOLDER / incarnation
 
 
 def clear(run: Path) -> None:
-    """Removes the reports of earlier hangs, which no rank reads any more."""
+    """Removes the reports of earlier hangs."""
     shutil.rmtree(run / _FOLDER, ignore_errors=True)
 
 
 class Verdict(NamedTuple):
-    """The culprit ranks, and a text about a collective in which a rank waits ("no collective" if no rank waits)."""
+    """The culprit ranks of a hang. `collective` names a collective in which a rank waits, or is "no collective"."""
 
     culprits: list[int]
     collective: str
 
 
 def find_culprits(states: Mapping[int, Mapping[str, Any] | None]) -> Verdict:
-    """Finds the culprit ranks of a hang from the state of every rank's `Recorder` (None: the rank did not report).
+    """Finds the culprit ranks of a hang. `states` maps each rank to `Recorder.state()`, or to None without a report.
 
-    If some ranks, but at most half of all ranks, did not report, these ranks are the culprits; if more than half did
-    not report, the verdict has no culprits. If all ranks reported, the culprits are the ranks that wait in no
-    collective while others wait. If all ranks wait, or no rank waits, the culprits are the ranks with the largest lag.
-    The lag of a rank in a group is the number of the group's collectives that another rank has begun and the lagging
-    rank has not. A rank's lag is the largest of these numbers over the groups in which the rank has begun a collective.
-    If no rank lags, the verdict has no culprits.
+    If some ranks did not report, the culprits are these ranks, or no ranks if more than half did not report. If all
+    ranks reported, the culprits are the ranks that wait in no collective while others wait.
+
+    If all or no ranks wait, the function compares the numbers of collectives begun in each group, and of messages
+    begun between each pair of ranks. The culprits are the ranks furthest behind, if any rank is behind. A rank that has
+    begun no collective of a group does not count as behind in the group.
     """
     silent = [rank for rank, state in states.items() if state is None]
     waiting = {rank: state["waiting"] for rank, state in states.items() if state is not None and state["waiting"]}
@@ -58,18 +56,26 @@ def find_culprits(states: Mapping[int, Mapping[str, Any] | None]) -> Verdict:
     if idle and waiting:
         return Verdict(idle, what)
     behind: dict[int, int] = {}
+    others = [other["begun"] for other in states.values() if other is not None]
+    messages = {name for begun in others for name in begun if " to " in name}
     for rank, state in states.items():
         assert state is not None
-        others = [other["begun"] for other in states.values() if other is not None]
-        lacks = (max(begun.get(group, 0) for begun in others) - count for group, count in state["begun"].items())
+        # A rank that has not begun its first message to or from another rank has no count for these messages.
+        own = dict.fromkeys((name for name in messages if rank in _ends(name)), 0) | state["begun"]
+        lacks = (max(begun.get(group, 0) for begun in others) - count for group, count in own.items())
         behind[rank] = max(lacks, default=0)
     most = max(behind.values())
     return Verdict([rank for rank, lack in behind.items() if lack == most] if most else [], what)
 
 
+def _ends(name: str) -> tuple[int, int]:
+    """Returns the two ranks of messages with the name `name`; see `Observer.between`."""
+    source, _, target = name.partition(" (")[0].partition(" to ")
+    return int(source), int(target)
+
+
 class Watchdog:
-    """A thread that calls `ended` with the verdict when this rank has completed no step for more than `seconds`
-    seconds.
+    """A thread that calls `ended` with the verdict when this rank has completed no step for `seconds` seconds.
 
     `ended` must end the process of this rank.
     """
@@ -104,8 +110,7 @@ class Watchdog:
                 return
 
     def _gather(self) -> dict[int, Any]:
-        """Exchanges the states of all ranks through files in the run folder. The state of a rank without a file is None
-        after `_GATHERING` seconds."""
+        """Exchanges the states of all ranks through files in the run folder."""
         with suppress(OSError):  # a rank that cannot write (full disk, or folder removed by a restart) stays silent
             self._folder.mkdir(parents=True, exist_ok=True)
             own = self._folder / f"{self._rank}.json"

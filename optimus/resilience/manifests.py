@@ -1,9 +1,6 @@
-"""Writes manifests of a run for Kubernetes (JobSet, Kubeflow's TrainJob) and SkyPilot, and a script for Ray.
+"""Formats manifests of a run for Kubernetes (JobSet, Kubeflow's TrainJob) and SkyPilot, and a script for Ray."""
 
-JobSet and SkyPilot run `optimus launch` on every node, with spares. TrainJob and Ray start the ranks without `optimus
-launch`, and have no spares.
-"""
-
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,21 +43,19 @@ class Manifest:
 
 
 class _Platform(NamedTuple):
-    """A row of the table of platforms. `directives` maps each directive to its meaning. `spares` is True if the
-    platform supports spare nodes."""
+    """A row of the table of platforms. `directives` maps each directive to its meaning."""
 
     write: Callable[[Manifest], str]
     submit: str
     directives: Mapping[str, str]
     needed: tuple[str, ...] = ()
-    spares: bool = True
+    launches: bool = True  # False if the platform starts the ranks, without `optimus launch`
 
 
 def manifest(platform: Platform, job: Manifest, path: Path) -> tuple[str, str]:
-    """Returns the text of a manifest, and the command that submits the file `path` with this text.
+    """Returns (text of a manifest, command that submits the file `path`). The caller must write the text to `path`.
 
-    Raises `UserError` for an unknown or malformed directive, for a missing directive that the platform needs, and for
-    spares on a platform without spares.
+    Raises `UserError` for an invalid or missing directive, and for spares on a platform without spares.
     """
     row = PLATFORMS[platform]
     for name in job.directives:
@@ -68,7 +63,7 @@ def manifest(platform: Platform, job: Manifest, path: Path) -> tuple[str, str]:
             raise UserError(f"--directive {name}=...: {nearest(name, row.directives)}")
     if missing := [name for name in row.needed if name not in job.directives]:
         raise UserError(f"--scheduler {platform} needs --directive {missing[0]}=...: {row.directives[missing[0]]}")
-    if job.spares and not row.spares:
+    if job.spares and not row.launches:
         raise UserError(
             f"--scheduler {platform} has no spares, because it starts the ranks by itself: leave --spares out"
         )
@@ -103,7 +98,7 @@ def _jobset(job: Manifest) -> str:
                     "parallelism": count,
                     "completions": count,
                     "completionMode": "Indexed",
-                    # The spares replace lost nodes. Only the loss of more nodes makes the job fail and start again.
+                    # The job fails if it loses more nodes than it has spares.
                     "backoffLimitPerIndex": 0,
                     "maxFailedIndexes": job.spares,
                     "template": _pod(job, node, _limits(job)),
@@ -192,7 +187,7 @@ def _trainjob(job: Manifest) -> str:
 
 def _skypilot(job: Manifest) -> str:
     resources = {name: job.directives[name] for name in ("accelerators", "infra", "image_id") if name in job.directives}
-    run = f"""\\
+    run = f"""\
 head=$(echo "$SKYPILOT_NODE_IPS" | head -n1)
 if [ "$SKYPILOT_NODE_RANK" = 0 ]; then
     optimus rendezvous --port {PORT} --address "$head" &
@@ -218,14 +213,18 @@ def _ray(job: Manifest) -> str:
 
 def _yaml(content: Mapping[str, Any]) -> str:
     class Dumper(yaml.SafeDumper):
-        """Writes texts of several lines as blocks."""
+        """Puts quotes around texts that YAML 1.1 or 1.2 reads as numbers."""
 
     def block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
         return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
     Dumper.add_representer(str, block)
+    Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
     return yaml.dump(content, Dumper=Dumper, sort_keys=False, width=1000)
 
+
+# Finite numbers of YAML 1.2's core schema. PyYAML (YAML 1.1) reads some of these numbers as texts.
+_NUMBER = re.compile(r"([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|0o[0-7]+|0x[0-9a-fA-F]+)$")
 
 _RAY = Path(__file__).with_name("ray_job.txt").read_text(encoding="utf-8")
 
@@ -244,7 +243,7 @@ PLATFORMS: dict[Platform, _Platform] = {
         "kubectl apply -f {}",
         {"image": _IMAGE, "claim": _CLAIM, "resource": _RESOURCE, "runtime": "the name of the training runtime"},
         needed=("image",),
-        spares=False,
+        launches=False,
     ),
     "skypilot": _Platform(
         _skypilot,
@@ -260,6 +259,6 @@ PLATFORMS: dict[Platform, _Platform] = {
         _ray,
         "python {}",
         {"resource": "the devices of a node, one for each rank: resource=GPU or the name of another resource of Ray"},
-        spares=False,
+        launches=False,
     ),
 }

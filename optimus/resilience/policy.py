@@ -1,4 +1,4 @@
-"""Policy for failed ranks: decides from exit codes what a node does. `launch/node.py` carries out the decision."""
+"""Policy for failed ranks: decides what a node does after a failure."""
 
 import signal
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ CRASHES = 2  # number of crashes after which a node counts as faulty
 class Do(Enum):
     """The action of a node after a failure of its ranks."""
 
-    RESTART = "restart"  # restart together with the other nodes, from the newest checkpoint
+    RESTART = "restart"  # restart together with the other nodes
     LEAVE = "leave"  # leave the launch, so that a spare replaces the node
     STOP = "stop"  # stop all nodes
 
@@ -21,8 +21,8 @@ class Do(Enum):
 class Response(NamedTuple):
     """The response of a node to its failed ranks.
 
-    `do` is the action of the node, or the exit code of all nodes if a signal has ended the run. `culprit` is True if
-    this node is at fault. `detail` describes the failure for users.
+    `do` is the action of the node, or the node's exit code if a signal has ended the run. `culprit` is True if this
+    node is at fault.
     """
 
     do: Do | Exit
@@ -35,11 +35,8 @@ def decide(codes: Mapping[int, int], crashes: int, spares: int, aborts: bool = F
     """Decides what a node does after a failure.
 
     `codes` are the exit codes of the node's failed ranks, by rank; a negative code is a signal. `crashes` is the number
-    of the node's earlier failures as the culprit, and `spares` is the number of spare nodes.
-
-    Bad input and signals take precedence. A node leaves if a rank ends with `Exit.BAD_NODE` or the node crashes a
-    second time, but only if a spare can replace the node. `aborts` is True if the backend aborts ranks that have lost
-    another rank, as NCCL's watchdog does; SIGABRT then means only that another rank was lost.
+    of earlier failures for which this node was the culprit. `aborts` is True if the backend aborts ranks that have lost
+    another rank, as NCCL's watchdog does.
     """
     by_code = {code: rank for rank, code in sorted(codes.items(), reverse=True)}
     if Exit.USER in by_code:

@@ -1,11 +1,7 @@
 """Batch script of a fault-tolerant run: a job with spare nodes, and a loop that relaunches the run without faulty
 nodes.
 
-The template is `job.sh` in this folder; `slurm.sh` and `pbs.sh` contain the functions for each batch system. This
-module replaces words in capitals between two @ in the template. The script relies on two facts:
-
-- The run folder contains the names of excluded nodes (`exclusion.py`) and an event log that says when the run has finished.
-- Each attempt is a separate launch in the store, since a closed rendezvous stays closed.
+The template is `job.sh` in this folder; `slurm.sh` and `pbs.sh` contain the functions for each batch system.
 """
 
 import re
@@ -15,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from optimus.disk import user_path
+from optimus.disk import printable, user_path
 from optimus.errors import UserError, naming_disk_errors
 
 Scheduler = Literal["slurm", "pbs"]
 
-_WARNING = 120  # seconds before the job's time limit at which ranks begin to finish their step and save
+_WARNING = 120  # seconds from the warning to the job's time limit; meanwhile, ranks finish their step and save
 
 
 @dataclass(frozen=True)
@@ -42,19 +38,25 @@ class BatchJob:
 
 
 def write_script(job: BatchJob, path: Path) -> str:
-    """Writes the script, and returns the command that submits the script.
-
-    Raises `UserError` when `path` exists or cannot be written, or when `time` or a directive is invalid.
-    """
+    """Writes the script, and returns the command that submits the script."""
     path = user_path(path)
     write_new(path, script(job, submit := f"{_SUBMIT[job.scheduler]} {shlex.quote(str(path))}"))
-    path.chmod(0o755)
+    with naming_disk_errors(path, "Give --output another path"):
+        path.chmod(0o755)
     return submit
 
 
 def write_new(path: Path, text: str) -> None:
-    """Creates a file with `text`. Raises `UserError` when `path` exists or cannot be written."""
+    """Creates the file `path` with `text`.
+
+    Raises `UserError` when `path` exists, cannot be written, or has unprintable characters. Such characters could end
+    a comment of `text` that names `path`.
+    """
     path = user_path(path)
+    if printable(str(path)) != str(path):
+        raise UserError(
+            f"--output {printable(str(path))}: the name has characters that cannot be printed: give another name"
+        )
     with naming_disk_errors(path, "Give --output another path"):
         try:
             with path.open("x", encoding="utf-8") as file:
@@ -64,10 +66,7 @@ def write_new(path: Path, text: str) -> None:
 
 
 def script(job: BatchJob, submit: str) -> str:
-    """Returns the text of the script. A comment in the script names `submit`, the command that submits the script.
-
-    Raises `UserError` when the `time` or a directive of `job` is invalid.
-    """
+    """Returns the text of the script. `submit` is the command that submits the script."""
     _check(job)
     filled = {
         "DIRECTIVES": "\n".join(_directives(job)),
@@ -97,15 +96,19 @@ def _check(job: BatchJob) -> None:
     if _seconds(job.time) <= 2 * _WARNING:
         raise UserError(f"--time {job.time}: give more than {2 * _WARNING} s; the last {_WARNING} are for saving")
     for text in job.directives:
-        if "\n" in text or text.startswith("#") or not text:
+        if printable(text, keep="\t") != text or text.startswith("#") or not text:
             raise UserError(f"--directive {text!r}: give one line without #SBATCH or #PBS, such as '--account=physics'")
         if re.search(r"(?:^|\s)(?:--time(?=[\s=]|$)|-t|-l *(?:\S*,)?walltime\b)", text):
             raise UserError(f"--directive '{text}': give --time instead, so that the script knows when to save")
+        nodes = re.search(r"(?:^|\s)(?:--nodes[=\s]\s*|-N\s*)(\S+)", text) if job.scheduler == "slurm" else None
+        if nodes is not None and nodes[1] != str(job.nodes + job.spares):
+            raise UserError(
+                f"--directive '{text}': the job has {job.nodes} nodes and {job.spares} spares: change --nodes or --spares"
+            )
 
 
 def _directives(job: BatchJob) -> list[str]:
-    """Returns the lines for the batch system: the directives of this module, then the user's. A user's directive
-    replaces a directive of this module with the same text before `=`."""
+    """Returns the lines for the batch system. A user's directive replaces the default for the same option."""
     count = job.nodes + job.spares
     name = f"o-{re.sub(r'[^A-Za-z0-9]+', '-', job.run.name).strip('-')}"[:15]  # the limit of some versions of PBS
     if job.scheduler == "slurm":
@@ -130,8 +133,25 @@ def _directives(job: BatchJob) -> list[str]:
             "-W tolerate_node_failures=all",
             "-j oe",
         ]
-    given = {text.split("=")[0] for text in job.directives}
-    return [f"{head} {text}" for text in [*(text for text in ours if text.split("=")[0] not in given), *job.directives]]
+    given = {option for text in job.directives for option in _options(job.scheduler, text)}
+    ours = [text for text in ours if given.isdisjoint(_options(job.scheduler, text))]
+    return [f"{head} {text}" for text in [*ours, *job.directives]]
+
+
+_LONG = {"-J": "--job-name", "-N": "--nodes", "-t": "--time"}  # names of Slurm's short options
+
+
+def _options(scheduler: Scheduler, text: str) -> set[str]:
+    """Returns the names of the options in a directive; PBS's -l and -W are options per name of their values."""
+    found, words = set[str](), text.split()
+    for word, following in zip(words, [*words[1:], ""]):
+        if scheduler == "slurm" and word.startswith("-"):
+            found.add(word.split("=")[0] if word.startswith("--") else _LONG.get(word[:2], word[:2]))
+        elif word.startswith(("-l", "-W")):
+            found |= {f"{word[:2]} {value.split('=')[0]}" for value in (word[2:] or following).split(",")}
+        elif word.startswith("-"):
+            found.add(word[:2])
+    return found
 
 
 def _seconds(time: str) -> int:

@@ -1,11 +1,11 @@
-"""The decisions on options that the configuration leaves to the library."""
+"""The decisions on options that a configuration leaves to the library."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 
 class Decision(NamedTuple):
-    """A decision on an option that the configuration leaves to the library: the key, the value and the reason.
+    """A decision on an option that the configuration leaves to the library.
 
     The configuration in the run folder has the value of a `persistent` decision. `said` is True if the summary of a run
     shows the decision.
@@ -27,7 +27,7 @@ class Decision(NamedTuple):
 
 
 class Decided(NamedTuple):
-    """The decided values by key, and the reason; no values if the configuration left no option to the library.
+    """The decided values by key, and the reason.
 
     A value of None clears a key that another decided key replaces.
     """

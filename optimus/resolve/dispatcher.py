@@ -9,8 +9,7 @@ from optimus.resolve.precision import DTYPES
 
 
 def dispatch(config: RunConfig, mesh: Mesh, measured: Measured | None) -> Decided:
-    """Decides on the dispatcher for the microbatches of `config` by `parallel.dispatch.choice.dispatcher`. `measured`
-    has the measurements of collectives, if any."""
+    """Decides on the token dispatcher."""
     if config.moe.dispatch != "auto":
         return Decided()
     train = config.train

@@ -1,8 +1,4 @@
-"""Facts about a machine, which a run measures or the planner reads from a machine file.
-
-`measure_facts` measures memory and times only if the library has to choose an option by memory or times. The cache
-(`tuning.cache`) keeps the results, with free memory rounded, so that two starts usually find the same values.
-"""
+"""Facts about a machine, which a run measures or the planner reads from a machine file."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +23,7 @@ from optimus.resolve.ranks import ranks_sharing_memory
 from optimus.state.buffers import RESIDENCES
 from optimus.state.transfers import Transfers, transfers
 
-_ELEMENTS = 1 << 22  # elements of the timed updates and of the timed copies
+_ELEMENTS = 1 << 22  # elements of the timed updates and copies
 _SQUARE = 4096  # rows and columns of the matrices in the timed matmul
 AMOUNTS = {  # bytes, elements or floating-point operations of each timed operation
     "up": 4 * _ELEMENTS,
@@ -40,20 +36,19 @@ AMOUNTS = {  # bytes, elements or floating-point operations of each timed operat
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about the machine of a run, equal on all ranks."""
+    """Facts about the machine of a run."""
 
     ranks: int
     ranks_per_node: int
     device: str
     """The type of the device."""
     bfloat16: Bfloat16
-    """A pair: True if the device supports bf16 natively, and the evidence."""
     device_bytes: int = 0
     """Bytes of device memory that a rank may fill; 0 if not measured."""
     timings: Timings | None = None
-    """Timings of the device's link, of updates and of a matmul, by the keys of `AMOUNTS`; None if not measured.
+    """Timings of transfers, updates and a matmul, by the keys of `AMOUNTS`; None if not measured.
 
-    All ranks of a run measure concurrently. Each number is the maximum over the ranks.
+    Each number is the maximum over the ranks.
     """
     collectives: Measured | None = None
     """Measurements of collectives, or None."""
@@ -73,9 +68,7 @@ def measure_facts(
 ) -> Facts:
     """Returns the facts of this machine.
 
-    With `world`, all ranks of `world` must call the function, which returns the same facts on all ranks. Without
-    `world`, the function times nothing. Without `touches`, for a process that only starts ranks, the function allocates
-    nothing on the accelerator, and counts all memory of the accelerator as free.
+    With `world`, all ranks of `world` must call the function. Without `world`, the function times nothing.
     """
     native = bfloat16_of(device) if world is None else world.on_first(lambda: bfloat16_of(device))
     per_node = mesh.ranks_per_node or mesh.size
@@ -91,7 +84,7 @@ def measure_facts(
 
 
 def opens_cache(state: StateConfig) -> bool:
-    """Returns True if the library has to choose the number of gathered parameter chunks on the device."""
+    """Returns True if the library has to choose `state.cache`."""
     return state.cache == "auto" or (state.cache is None and RESIDENCES[state.offload][0] != "device")
 
 
@@ -108,11 +101,7 @@ def counts_memory(config: RunConfig) -> bool:
 def _memory_to_count_on(
     device: torch.device, mesh: Mesh, world: Group | None, known: Measurements, touches: bool
 ) -> tuple[int, list[str]]:
-    """Returns (device bytes that a rank may fill, lines for the user).
-
-    Ranks that share a device's memory get equal shares. With `world`, the function counts the least free memory of any
-    rank. `Measurements.free_memory` rounds the free memory.
-    """
+    """Returns (device bytes that a rank may fill, lines for the user)."""
     if world is None:
         free = (free_memory if touches or device.type == "cpu" else total_memory)(device)
         counted = known.free_memory(str(device), free)
@@ -124,8 +113,7 @@ def _memory_to_count_on(
 
 
 def _timings(mesh: Mesh, world: Group, device: torch.device, dtype: str, known: Measurements) -> Timings:
-    """Returns the cached timings for this device, number of ranks per node, number of threads, host and dtype, or
-    measures and caches these timings."""
+    """Returns the cached timings for this machine and dtype, or measures and caches them."""
     ranks, host = min(mesh.size, mesh.ranks_per_node or mesh.size), device_name(torch.device("cpu"))
     name = f"offload, {ranks} ranks of {torch.get_num_threads()} threads, {host}, {dtype}"
     found: Timings | None = world.on_first(lambda: known.timings().get(name))
@@ -137,7 +125,7 @@ def _timings(mesh: Mesh, world: Group, device: torch.device, dtype: str, known: 
 
 
 def _measured(moves: Transfers, dtype: torch.dtype) -> dict[str, Timing]:
-    """Measures the seconds of each operation of `AMOUNTS`, on an accelerator and its host."""
+    """Measures the seconds of each operation of `AMOUNTS`."""
     host, there = moves.on_host(_ELEMENTS, torch.float32), moves.on_device(_ELEMENTS, torch.float32)
     square = moves.on_device(_SQUARE * _SQUARE, dtype).view(_SQUARE, _SQUARE)
     rule = AdamW(weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8)

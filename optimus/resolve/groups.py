@@ -1,4 +1,4 @@
-"""Computes the process groups of a run, and the number of communicators of a rank, without communication."""
+"""Computes the process groups of a run and the communicators of a rank."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -13,7 +13,7 @@ from optimus.resolve.rules import tilings
 from optimus.resolve.stages import placement_of
 from optimus.state.plan import shard_partitions
 
-# Groups that do not depend on options: all ranks, the ranks of a stage, the ranks with different tokens, single axes.
+# Groups that do not depend on options.
 _ALWAYS = (
     ("pp", "dp", "cp", "tp"),
     ("dp", "cp", "tp"),
@@ -27,7 +27,7 @@ _ALWAYS = (
 
 
 class Communicators(NamedTuple):
-    """`number` communicators of `size` ranks each, on one rank."""
+    """`number` communicators to which one rank belongs, each with `size` ranks."""
 
     what: str
     size: int
@@ -35,14 +35,10 @@ class Communicators(NamedTuple):
 
 
 def shared_groups(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout]) -> list[PlannedGroups]:
-    """Returns the partitions of the ranks into groups, except the partitions that `run_groups` adds. Omits repeated
-    partitions and partitions into groups of one rank.
-
-    `layouts` has the layouts of the parameters of all stages, so that all ranks find the same partitions in the same
-    order.
-    """
-    asked = [*_ALWAYS, *([("ep",), ("etp",)] if config.model.experts else [])]
-    asked += [("ep", "etp")] if config.model.experts and config.moe.dispatch == "allgather" else []
+    """Returns the shared groups of a run (`PlannedGroups.apart` is 0); `run_groups` adds the unshared groups."""
+    spread = config.model.experts is not None or config.parallel.expert > 1
+    asked = [*_ALWAYS, *([("ep",), ("etp",)] if spread else [])]
+    asked += [("ep", "etp")] if spread and config.moe.dispatch == "allgather" else []
     asked += [("pp", "tp_out")] if config.parallel.vocabulary else []
     asked += [("embedding",)] if any("embedding" in layout.replicated_axes for layout in layouts.values()) else []
     for tiling in tilings(config.optimizer):
@@ -50,7 +46,7 @@ def shared_groups(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout]) 
     asked += dict.fromkeys(layout.partial_axes for layout in layouts.values())
     named = {_named(mesh, axes): axes for axes in reversed(asked)}  # axes with the same name have the same groups
     found = [PlannedGroups(name, mesh.groups(named[name])) for name in dict.fromkeys(_named(mesh, a) for a in asked)]
-    if config.model.experts and config.moe.dispatch == "alltoall":
+    if spread and config.moe.dispatch == "alltoall":
         found += level_groups(mesh, "ep")
     found += state_groups(mesh, layouts, config.state)
     unlike: dict[RankPartition, PlannedGroups] = {}
@@ -60,7 +56,7 @@ def shared_groups(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout]) 
 
 
 def state_groups(mesh: Mesh, layouts: Mapping[str, Layout], options: StateConfig) -> list[PlannedGroups]:
-    """Returns the partitions for sharding parameters and state with `layouts`, and for replicating the shards."""
+    """Returns the partitions into shard groups and replica groups for parameters with `layouts`."""
     found = []
     for axes in dict.fromkeys(layout.partial_axes for layout in layouts.values()):
         *steps, copies = shard_partitions(mesh, axes, options)
@@ -71,8 +67,10 @@ def state_groups(mesh: Mesh, layouts: Mapping[str, Layout], options: StateConfig
 
 
 def run_groups(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout], *, tags: bool) -> list[PlannedGroups]:
-    """Returns all partitions of a run's ranks into process groups. `tags` is True if the backend distinguishes the messages
-    within a group by tags, like Gloo."""
+    """Returns the partitions of a run's ranks into process groups, without the groups of two-level collectives.
+
+    `tags` is `Groups.tags`.
+    """
     found, pipeline = shared_groups(config, mesh, layouts), mesh.groups(("pp",))
     if mesh.pp > 1 and not tags:
         found.append(PlannedGroups("messages of pp", pipeline, 2 * config.parallel.stages, messages=True))
@@ -87,11 +85,9 @@ def run_groups(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout], *, 
 def communicators(
     config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout], ranks: Sequence[int]
 ) -> list[list[Communicators]]:
-    """Returns an upper bound of the communicators of each of `ranks`, for backends that create a communicator at a
-    group's first collective.
+    """Returns, for each of `ranks`, the communicators of the rank if it uses all groups of `run_groups`.
 
-    NCCL, RCCL and oneCCL create communicators in this way. For messages, a backend creates a communicator per pair of
-    sender and receiver. A rank exchanges messages with the ranks of neighbouring stages.
+    Messages need two communicators, one per direction, for each pair of consecutive stages on different ranks.
     """
     found: list[list[Communicators]] = [[] for _ in ranks]
     for what, partition, apart, messages in run_groups(config, mesh, layouts, tags=False):
@@ -105,7 +101,7 @@ def communicators(
 
 
 def _neighbours(config: RunConfig, pipeline_rank: int) -> int:
-    """Counts the pairs of consecutive stages of which exactly one stage is on `pipeline_rank`."""
+    """Counts the borders between a stage on `pipeline_rank` and a stage on another rank."""
     placement = placement_of(config)
     ranks = [placement.rank_of(stage) for stage in range(placement.stages)]
     return sum(pipeline_rank in border and len(set(border)) > 1 for border in pairwise(ranks))

@@ -1,6 +1,6 @@
-"""Decides a run's length in steps, warm-up and cooldown.
+"""Decides a run's number of steps, of warm-up steps and of cooldown steps.
 
-Neither this module nor any module that it imports may import torch.
+This module must not import torch.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,15 +18,15 @@ from optimus.errors import UserError
 from optimus.resolve.decision import Decided
 
 _WARMUP = "lr_schedule.warmup_steps"
-# Keys whose values a resumed run reads from its folder, besides the `_WARMUP` of phases.
+# A resumed run reads from its folder the values of these keys and the warm-up steps of the phases.
 PERSISTENT = (_WARMUP, "train.precision", "train.micro_batch")
 
 
 def length(config: RunConfig, sequences: int | None) -> Decided:
     """Decides the steps of a run whose length is given in tokens, or in epochs over `sequences` sequences.
 
-    With epochs, raises `UserError` if the epochs give less than one step or contradict other options, if `data.sources`
-    are set, or if the number of sequences is unknown. Raises `UserError` for a run that ends before `train.stop_at`.
+    Decides nothing if `train.steps` is set. Raises `UserError` for epochs that give no valid number of steps, and for a
+    run that ends before `train.stop_at`.
     """
     train, why = config.train, ""
     steps = train.steps
@@ -66,7 +66,6 @@ def _steps_of_epochs(config: RunConfig, sequences: int | None) -> int:
 
 
 def _check(config: RunConfig, steps: int) -> None:
-    """Raises `UserError` when other options contradict the number of steps that `train.epochs` gives."""
     try:
         check_combinations(config)
     except ValueError as error:
@@ -74,7 +73,10 @@ def _check(config: RunConfig, steps: int) -> None:
 
 
 def warmup(config: RunConfig, previous: Mapping[str, Any]) -> Decided:
-    """Decides open warm-up steps of each schedule. A resumed run keeps its earlier warm-up steps."""
+    """Decides the warm-up steps of each learning-rate schedule that does not set `warmup_steps`.
+
+    A value in `previous`, the result of `previous_decisions`, takes precedence.
+    """
     values = {
         f"{path}.warmup_steps": each.warmup_steps
         for path, each in _schedules(config)
@@ -86,7 +88,7 @@ def warmup(config: RunConfig, previous: Mapping[str, Any]) -> Decided:
 
 
 def cooldown(config: RunConfig) -> Decided:
-    """Decides open cooldown steps of each schedule `wsd`."""
+    """Decides the cooldown steps of each `wsd` learning-rate schedule that does not set `cooldown_steps`."""
     values = {
         f"{path}.cooldown_steps": each.cooldown_steps
         for path, each in _schedules(config)
@@ -104,9 +106,9 @@ def _schedules(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
 
 
 def previous_decisions(run: Path) -> dict[str, Any]:
-    """Reads the decisions that a resumed run keeps, by key. Returns an empty mapping without a readable configuration.
+    """Reads the decisions that a resumed run keeps, by key, from config.yaml in the run folder `run`.
 
-    Raises `UserError` for a value that is invalid for its key.
+    Returns an empty dict if the file cannot be read. Raises `UserError` for an invalid value.
     """
     path = run / "config.yaml"
     try:
@@ -114,7 +116,7 @@ def previous_decisions(run: Path) -> dict[str, Any]:
         for number, phase in enumerate(found.get("phases") or ()):
             found[f"phases.{number}.{_WARMUP}"] = dict(flat(phase)).get(_WARMUP)
     except (OSError, UnicodeDecodeError, UserError, LookupError, TypeError, AttributeError):
-        return {}  # a folder without a readable configuration has no decisions
+        return {}
     keys = (*PERSISTENT, *(key for key in found if key.startswith("phases.")))
     persistent = {key: found[key] for key in keys if found.get(key) is not None}
     for key, value in persistent.items():

@@ -1,6 +1,6 @@
-"""The memory account of a rank, computed from the rank's plan.
+"""The memory account of a rank.
 
-The account leaves out buffers of collectives, messages, and tiles of offloaded updates.
+The account leaves out the buffers of collectives and messages, and the tiles of offloaded updates.
 """
 
 from collections import Counter
@@ -26,15 +26,13 @@ from optimus.state.plan import ChunkPlan, StateSpec, bytes_by_kind, shard_sizes
 Table = npt.NDArray[np.int64]  # shape [shards, kinds]
 
 _BESIDE = "host", "disk"  # locations of state other than the device
-_IN_FLIGHT = 3  # chunks with unsharded gradients at a time, for offloaded state: one in use, two in flight
+_IN_FLIGHT = 3  # chunks whose gradients have memory at a time, if parameters are offloaded: one in use, two in flight
 
 
 class MemoryAccount(NamedTuple):
     """The bytes that a rank needs.
 
-    `device`, `host` and `disk` list the state at rest by kind. The device also holds the teacher, gathered parameters
-    and gradients in use, activations saved for backward passes, and the workspace of a backward pass. Copies for
-    checkpoints are on the host.
+    `device`, `host` and `disk` list the state at rest by kind. Copies for checkpoints are on the host.
     """
 
     device: Mapping[str, int]
@@ -58,32 +56,28 @@ class MemoryAccount(NamedTuple):
         return sum(self.device.values()) + self.teacher + self.gathered + self.activations + self.working
 
     def kinds(self, *, shared: bool) -> dict[str, int]:
-        """Returns the bytes on the device by kind. With `shared`, includes the copies for checkpoints, which then share the
-        device's memory."""
+        """Returns the bytes on the device by kind, and the copies if device and host share one memory (`shared`)."""
         beside = {"gathered": self.gathered, "copies": self.copies if shared else 0, "teacher": self.teacher}
         there = {kind: size for kind, size in beside.items() if size}
         return {**self.device, "activations": self.activations, "working": self.working, **there}
 
     def taken(self, facts: Facts) -> int:
-        """Returns the bytes of the account that must fit into `facts.device_bytes`. On a CPU, the result includes the
-        state on the host."""
-        return self.total + (sum(self.host.values()) if facts.device == "cpu" else 0)
+        """Returns the bytes of the account that must fit into `facts.device_bytes`."""
+        return self.total + (sum(self.host.values()) + self.copies if facts.device == "cpu" else 0)
 
 
 class LiveBytes(NamedTuple):
-    """The activation bytes of a rank: bytes saved for all live microbatches of the rank's stages, and the workspace of
-    a backward pass."""
+    """Bytes on a rank: saved activations of live microbatches, and the workspace of a backward pass."""
 
     activations: int
     working: int
 
 
 def memory(run: ResolvedRun, rank: int, load: float = 1.0, *, fullest: bool = False) -> MemoryAccount:
-    """Returns the account of `rank` in the phase whose microbatches have the most tokens. With `fullest`, returns the
-    account of the rank with the most state in the same stage.
+    """Returns the account of `rank` in the phase whose microbatches have the most tokens.
 
-    Of the states before and after each pruning, the account has the state with the most bytes on the device, but the
-    largest `host` and `disk`. The experts on the rank get `load` times the mean number of tokens.
+    Takes the maximum over the prunings, separately for the device, the host and the disk. With `fullest`, counts the
+    state of the fullest rank of the stage. The experts on the rank get `load` times the mean number of tokens.
     """
     plans = (run.chunk_plans(rank, state_spec=spec) for spec in state_specs_of(run))
     accounts = [account(run, rank, each, load, fullest=fullest) for each in plans]
@@ -94,7 +88,7 @@ def memory(run: ResolvedRun, rank: int, load: float = 1.0, *, fullest: bool = Fa
 
 
 def memories(run: ResolvedRun, load: float = 1.0) -> list[MemoryAccount]:
-    """Returns, for each pipeline rank, `memory` of the fullest rank with the same stages."""
+    """Returns `memory` with `fullest` for each pipeline rank."""
     rules, unpruned = run.state_spec.rules, run.state_spec.unpruned
     known, found = dict[object, MemoryAccount](), list[MemoryAccount]()
     for rank in run.stage_ranks:
@@ -116,10 +110,9 @@ def memories(run: ResolvedRun, load: float = 1.0) -> list[MemoryAccount]:
 def account(
     run: ResolvedRun, rank: int, plans: Sequence[ChunkPlan], load: float = 1.0, *, fullest: bool = False
 ) -> MemoryAccount:
-    """Returns the account of `rank` with the chunks `plans`. With `fullest`, returns the account of the rank with the
-    most state in the same stage.
+    """Returns the account of `rank` with the chunks `plans`.
 
-    With `fullest`, the copies for checkpoints are the mean over the stage.
+    With `fullest`, counts the state of the fullest rank of the stage, and the stage's mean for copies.
     """
     config, copies, state = run.config, 0, fullest_shards if fullest else bytes_by_kind
     if config.checkpoint.asynchronous:
@@ -138,7 +131,7 @@ def account(
 
 
 def state_specs_of(run: ResolvedRun) -> list[StateSpec]:
-    """Returns the initial specification of the run's state, and the specification after each pruning."""
+    """Returns the `StateSpec`s of the run: at the start, then after each later pruning."""
     pruning, first = run.config.pruning, run.state_spec
     if pruning is None:
         return [first]
@@ -149,7 +142,7 @@ def state_specs_of(run: ResolvedRun) -> list[StateSpec]:
 
 
 def live(run: ResolvedRun, rank: int, load: float = 1.0, recomputation: Recomputation | None = None) -> LiveBytes:
-    """Returns the activation bytes of `rank`. `recomputation` replaces the configured recomputation."""
+    """Returns the activation and workspace bytes of `rank`. `recomputation` replaces the configured recomputation."""
     partition, pipeline_rank = run.partition(rank), run.mesh.coordinate(rank, "pp")
     last = len(partition.blocks) - 1
     stages = [
@@ -162,7 +155,7 @@ def live(run: ResolvedRun, rank: int, load: float = 1.0, recomputation: Recomput
 
 
 def parameters_in_use(config: RunConfig, plans: Sequence[ChunkPlan]) -> int:
-    """Returns the maximum number of bytes of gathered parameters that are on the device at a time."""
+    """Returns the maximum number of bytes of gathered parameters on the device."""
     state = config.state
     used = [alike for alike in _alike(plans) if alike[0].lifetime != "always"]
     sizes = sorted((plan.size for alike in used for plan in alike), reverse=True)
@@ -177,10 +170,7 @@ def parameters_in_use(config: RunConfig, plans: Sequence[ChunkPlan]) -> int:
 
 
 def gradients_in_use(config: RunConfig, plans: Sequence[ChunkPlan], microbatches: int) -> int:
-    """Returns the bytes of gradients between a backward pass and their reduction or transfer.
-
-    With several microbatches, gradient buffers that last for a step are all allocated after the first microbatch.
-    """
+    """Returns the maximum bytes of the gradient buffers that have memory only during a part of a step."""
     state, staying, passing = config.state, 0, list[int]()
     for alike in _alike(plans):
         for buffer in alike[0].buffers:
@@ -198,28 +188,28 @@ def gradients_in_use(config: RunConfig, plans: Sequence[ChunkPlan], microbatches
 
 
 class AtRest(NamedTuple):
-    """Bytes of the state at rest on the fullest device and in the memory of the fullest node.
-
-    `node` counts each rank with the mean over the rank's stage. `copies` are the bytes of copies for checkpoints.
-    """
+    """Bytes of the state at rest on the fullest device, and of state and checkpoint copies in the fullest node's host
+    memory."""
 
     device: float
     node: float
     copies: int
     teacher: int
-    """Bytes of the teacher on one rank, or, where devices and host share one memory, on the fullest node."""
+    """Bytes of the teacher on the fullest rank; on the fullest node where devices and host share one memory."""
 
 
 def at_rest(run: ResolvedRun, *, shared: bool) -> AtRest:
-    """Returns the maximum of each number over the states before and after each pruning. With `shared`, devices and host
-    share one memory, as on a CPU."""
+    """Returns the maximum of each number over the states before and after each pruning.
+
+    `shared` is True if devices and host share one memory.
+    """
     return AtRest(*map(max, zip(*(_at_rest(run, spec, shared=shared) for spec in state_specs_of(run)))))
 
 
 def _at_rest(run: ResolvedRun, spec: StateSpec, *, shared: bool) -> AtRest:
     config, mesh = run.config, run.mesh
     stages = {rank: run.chunk_plans(rank, state_spec=spec) for rank in run.stage_ranks}
-    copied = Counter[int]()  # bytes that each rank copies for checkpoints; one rank writes each shard
+    copied = Counter[int]()  # bytes that each rank copies for checkpoints
     for rank, plans in stages.items() if config.checkpoint.asynchronous else ():
         copied += bytes_copied(plans, mesh, rank, config.state, scattered=config.checkpoint.scattered)
     on_host: tuple[Residency, ...] = ("device", "host") if shared else ("host",)
@@ -231,20 +221,18 @@ def _at_rest(run: ResolvedRun, spec: StateSpec, *, shared: bool) -> AtRest:
 
 
 def fullest_shards(plans: Sequence[ChunkPlan], residency: Residency = "device") -> dict[str, int]:
-    """Returns the bytes by kind, like `bytes_by_kind`, of the largest shard. If the chunks have several shardings, adds
-    the largest shard of each sharding."""
+    """Sums the bytes at rest, by kind, of the largest shard of each sharding."""
     found = [of_shards[of_shards.sum(1).argmax()] for of_shards in _by_shards(plans, (residency,))]
     return {kind: sum(int(sizes[number]) for sizes in found) for number, kind in enumerate(KINDS)}
 
 
 def mean_shards(plans: Sequence[ChunkPlan], residencies: tuple[Residency, ...]) -> float:
-    """Returns the bytes at rest in the memories or disks `residencies`, as the mean over the ranks that share the chunks."""
+    """Returns the mean bytes at rest in `residencies` over the ranks that share the chunks."""
     return sum(float(of_shards.sum(1).mean()) for of_shards in _by_shards(plans, residencies))
 
 
 def _by_shards(plans: Sequence[ChunkPlan], residencies: tuple[Residency, ...]) -> list[Table]:
-    """Returns tables of the bytes by shard and kind, one table for all chunks with the same sharding. A table has a single
-    row if the shards are equal."""
+    """Returns tables of bytes by shard and kind, one for each sharding."""
     found: dict[tuple[object, ...], Table] = {}
     for alike in _alike(plans):
         first = alike[0]
@@ -260,8 +248,7 @@ def _by_shards(plans: Sequence[ChunkPlan], residencies: tuple[Residency, ...]) -
 
 
 def _buffer_elements(alike: Sequence[ChunkPlan], buffer: Buffer) -> "int | Table":
-    """Returns the number of elements of a buffer over the chunks `alike`: one number for each rank that shares the
-    chunks, or a single number for all these ranks."""
+    """Sums the elements of `buffer` over the chunks `alike`; one number, or an array by shard if shards differ."""
     first = alike[0]
     if first.mask is not None and buffer.extent != "compressed":
         return sum(plan.elements(buffer) for plan in alike)
@@ -277,8 +264,10 @@ def _alike(plans: Sequence[ChunkPlan]) -> Iterator[list[ChunkPlan]]:
 def _node_bytes(
     run: ResolvedRun, held: Sequence[float], copied: Mapping[int, int], teachers: Sequence[int]
 ) -> Iterator[tuple[float, int, int]]:
-    """Yields, for each node, the bytes of the ranks' state, copies and teachers. `held` has the mean bytes of state of
-    a rank and `teachers` the bytes of a rank's teacher by pipeline rank, and `copied` the bytes of copies by rank."""
+    """Yields, for each node, the bytes of the ranks' state, copies and teachers.
+
+    `held` and `teachers` have the bytes by pipeline rank, and `copied` the bytes by rank.
+    """
     mesh = run.mesh
     node = mesh.ranks_per_node or mesh.size
     for first in range(0, mesh.size, node):

@@ -1,4 +1,4 @@
-"""Decides the size of microbatches from `parallel.microbatches`."""
+"""Decides the size of microbatches from `parallel.microbatches`, and checks that microbatches divide each batch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,15 +12,15 @@ from optimus.resolve.decision import Decided
 from optimus.resolve.ranks import mesh_of
 from optimus.resolve.stages import schedule_of
 
-# The largest pipeline bubble (idle over computing time) of `microbatches: auto`, unless every size has a larger bubble.
+# Target of `microbatches: auto` for the pipeline bubble, idle over computing time.
 _IDLE = 0.1
 
 
 def micro_batch(config: RunConfig, mesh: Mesh, previous: Mapping[str, Any]) -> Decided:
-    """Decides `train.micro_batch` from `parallel.microbatches`. With `auto`, a resumed run reuses its earlier size if
-    possible.
+    """Decides `train.micro_batch` unless `parallel.microbatches` is None.
 
-    Raises `UserError` when the steps cannot have the requested number of microbatches.
+    With `auto`, repeats the decision in `previous` if the batches still allow it. Raises `UserError` if a step cannot
+    have the given number of microbatches.
     """
     number, train = config.parallel.microbatches, config.train
     if number is None:
@@ -43,16 +43,14 @@ def micro_batch(config: RunConfig, mesh: Mesh, previous: Mapping[str, Any]) -> D
 
 
 def with_microbatches(config: RunConfig, ranks: int) -> RunConfig:
-    """Returns `config` with the `train.micro_batch` that `micro_batch` decides for `ranks` ranks. Other options stay
-    open."""
+    """Returns `config` with the `train.micro_batch` that `micro_batch` decides for `ranks` ranks."""
     if config.parallel.microbatches is None:
         return config
     return config.decided(micro_batch(config, mesh_of(config, ranks), {}).values)
 
 
 def batches(config: RunConfig) -> dict[str, int]:
-    """Returns the number of sequences of a step, by the key `phases.N.global_batch` of each phase, or
-    `train.global_batch` without phases."""
+    """Returns the sequences of a step by key: `phases.N.global_batch`, or without phases `train.global_batch`."""
     given = {f"phases.{number}": phase.global_batch for number, phase in enumerate(config.phases)}
     return {f"{where}.global_batch": batch or config.train.global_batch for where, batch in given.items()} or {
         "train.global_batch": config.train.global_batch
@@ -60,8 +58,8 @@ def batches(config: RunConfig) -> dict[str, int]:
 
 
 def check_batches(config: RunConfig, mesh: Mesh) -> None:
-    """Raises `UserError` when the ranks cannot divide the sequences of a step into microbatches, or when no schedule exists
-    for the number of microbatches."""
+    """Raises `UserError` when the ranks cannot divide the sequences of a step into microbatches, or if the schedule
+    does not support the number of microbatches."""
     together = mesh.dp * config.train.micro_batch
     for key, batch in batches(config).items():
         if config.parallel.pipeline > 1:
@@ -74,8 +72,7 @@ def check_batches(config: RunConfig, mesh: Mesh) -> None:
 
 
 def _asked(number: int, most: int, found: list[int]) -> int:
-    """Returns the number of sequences of a microbatch if a step has `number` microbatches. `found` has the different
-    numbers of sequences of a step."""
+    """Returns the number of sequences of a microbatch if a step has `number` microbatches."""
     sequences, *others = found
     if others:
         raise UserError(
@@ -93,8 +90,7 @@ def _asked(number: int, most: int, found: list[int]) -> int:
 
 
 def _idle(config: RunConfig, microbatches: int) -> float:
-    """Returns the pipeline bubble, idle over computing time, for stages that take equally long; infinity if the
-    schedule does not support the number of microbatches."""
+    """Returns the pipeline bubble, idle over computing time; infinity if no schedule exists."""
     try:
         if config.parallel.executor == "message-driven":
             caps, per_rank = config.parallel.max_in_flight, config.parallel.stages_per_rank

@@ -1,10 +1,4 @@
-"""Decides the options of offloaded state that the configuration leaves to the library, for example the state that stays
-on the device.
-
-With timings, `residency` takes the fastest choice by the equations of `offload_times`. Without timings, as on a CPU,
-memory alone determines the choice. With `recompute: auto`, memory and time assume no recomputation. A later decision
-chooses the recomputation from the remaining memory.
-"""
+"""Decides the options of offloaded state that are `auto` or null."""
 
 import math
 from collections.abc import Sequence
@@ -12,17 +6,28 @@ from typing import NamedTuple
 
 from optimus.config.tree import StateConfig
 from optimus.model.count import flops_per_token
+from optimus.parallel.recompute import Recomputation
 from optimus.resolve.decision import Decided
 from optimus.resolve.facts import AMOUNTS, opens_cache
 from optimus.resolve.memory import account
-from optimus.resolve.offload_times import OffloadChoice, Rates, StepShape, UpdatePlace, choose, step_seconds
+from optimus.resolve.offload_times import (
+    OffloadChoice,
+    Rates,
+    StepShape,
+    UpdatePlace,
+    choose,
+    step_seconds,
+    update_seconds,
+)
 from optimus.resolve.precision import DTYPES
+from optimus.resolve.recompute_choice import recomputed_flops
 from optimus.resolve.run import ResolvedRun
 from optimus.state.buffers import RESIDENCES, Residency
-from optimus.state.plan import ChunkPlan
+from optimus.state.plan import ChunkPlan, resident_chunks
 
-_SHARE = 0.9  # usable share of the free memory
-# Minimum number of parameter blocks, without blocks for prefetching.
+_SHARE = 0.9  # share of `device_bytes` that a rank uses
+# Minimum number of parameter blocks that the library chooses, besides one block per prefetched chunk. A rank with fewer
+# chunks needs only one block per chunk.
 BLOCKS = 3
 _NO_LINK = Rates(math.inf, math.inf, math.inf, math.inf)  # all choices take the same time
 
@@ -30,21 +35,21 @@ _NO_LINK = Rates(math.inf, math.inf, math.inf, math.inf)  # all choices take the
 class _DeviceMemory(NamedTuple):
     """Device memory for chunks.
 
-    `free` bytes are available. `block` is the size in bytes of a parameter block, the device buffer for the unsharded
-    parameters of one chunk. With the state of the first D chunks resident, the device needs `resident[D]` more bytes.
-    `cached` chunks share the blocks. The device needs at least `least` blocks.
+    The parameter blocks and the resident state can fill `free` bytes. A parameter block has `block` bytes and holds the
+    unsharded parameters of one chunk. With the state of the first D chunks resident, the device needs `resident[D]`
+    more bytes. `cached` chunks share the blocks.
     """
 
     free: int
     block: int
     resident: Sequence[int]
     cached: int
-    least: int
+    least: int  # minimum number of blocks
     unsharded: bool  # True if chunks with resident state need no block
 
 
 class _Machine(NamedTuple):
-    """Properties of the machine: rates, the FLOP/s of matmuls, and the largest spread of a measurement."""
+    """Rates, the FLOP/s of matmuls, and the largest spread of a measurement."""
 
     rates: Rates = _NO_LINK
     compute: float = math.inf
@@ -52,8 +57,7 @@ class _Machine(NamedTuple):
 
 
 def placement(run: ResolvedRun) -> Decided:
-    """Decides the folder of state on a disk. With all state on the device, changes `update_on` and `accumulate_on` from
-    `auto` to `device`."""
+    """Decides the folder of state on a disk. Without offloading, puts updates and accumulation on the device."""
     state = run.config.state
     if state.offload == "none":
         open_ = [key for key in ("update_on", "accumulate_on") if getattr(state, key) == "auto"]
@@ -64,11 +68,7 @@ def placement(run: ResolvedRun) -> Decided:
 
 
 def accumulation(run: ResolvedRun) -> Decided:
-    """Chooses the device or the host for accumulating the gradients of several microbatches.
-
-    Chooses the host only if the device of some rank lacks memory for the gradients besides the required parameter
-    blocks and the resident state. On a CPU, chooses the device.
-    """
+    """Chooses the device or the host for accumulating the gradients of several microbatches."""
     state = run.config.state
     if state.accumulate_on != "auto":
         return Decided()
@@ -89,19 +89,16 @@ def _fits(run: ResolvedRun, rank: int) -> bool:
     elsewhere, here = run.chunk_plans(rank, 0.0), run.chunk_plans(rank, 1.0)
     memory = _device_memory(run, rank, elsewhere, here)
     blocks = state.cache if isinstance(state.cache, int) else memory.least
-    chunks = 0 if state.resident_fraction == "auto" else round(state.resident_fraction * len(here))
-    return blocks * memory.block + memory.resident[chunks] <= memory.free
+    return blocks * memory.block + memory.resident[_resident(run, rank)] <= memory.free
+
+
+def _resident(run: ResolvedRun, rank: int) -> int:
+    """Returns the number of chunks with resident state; 0 if `state.resident_fraction` is `auto`."""
+    return sum(resident_chunks(plans, run.config.state) for plans in run.divided(rank).values())
 
 
 def residency(run: ResolvedRun) -> Decided:
-    """Decides the number of cached parameter chunks, the fraction of resident state, and the device or host for updates of
-    offloaded state.
-
-    Finds the fastest choice that fits for each pipeline rank, or the choice with the least memory if no choice fits.
-    The run gets the smallest fraction, and the device or host that the first pipeline rank chose. The number of cached
-    chunks is the minimum over the ranks whose chunks do not all fit into the cache, or the maximum if all chunks fit on
-    all ranks.
-    """
+    """Decides the number of parameter blocks, the fraction of resident state, and the device or host for updates."""
     state = run.config.state
     open_ = {
         "state.resident_fraction": state.resident_fraction == "auto",
@@ -131,7 +128,7 @@ def _machine_of(run: ResolvedRun) -> _Machine:
 
 
 def _choose_for_rank(run: ResolvedRun, rank: int, machine: _Machine) -> tuple[float, OffloadChoice, StepShape, int]:
-    """Returns (share of resident state, the choice, the shape of the step, number of chunks that share the cache)."""
+    """Returns (fraction of the state to keep resident, choice, step shape, number of chunks that share the blocks)."""
     state = run.config.state
     elsewhere, here = run.chunk_plans(rank, 0.0), run.chunk_plans(rank, 1.0)
     memory = _device_memory(run, rank, elsewhere, here)
@@ -142,7 +139,7 @@ def _choose_for_rank(run: ResolvedRun, rank: int, machine: _Machine) -> tuple[fl
     elif state.resident_fraction == "auto":
         devices = [*range(len(here) + 1)]
     else:
-        devices = [round(state.resident_fraction * len(here))]
+        devices = [_resident(run, rank)]
     least = int(state.cache) if isinstance(state.cache, int) else memory.least if opens_cache(state) else 0
     found = choose(
         shape,
@@ -163,7 +160,7 @@ def _why(machine: _Machine, shape: StepShape, found: OffloadChoice) -> str:
     rates = machine.rates
     if math.isinf(rates.up):
         return "as much as fits into memory"
-    update = rates.host_update if found.update_on == "host" else min(rates.up, rates.down) / 12
+    update = 1 / update_seconds(shape._replace(elements=1, shards=1), rates, found.update_on)
     step = step_seconds(shape, rates, found)
     computing = shape.microbatches * shape.chunks * (shape.forward + shape.backward)
     return (
@@ -175,8 +172,10 @@ def _why(machine: _Machine, shape: StepShape, found: OffloadChoice) -> str:
 def _device_memory(
     run: ResolvedRun, rank: int, elsewhere: Sequence[ChunkPlan], resident: Sequence[ChunkPlan]
 ) -> _DeviceMemory:
-    """Computes the device memory for chunks. `elsewhere` are the chunks with offloaded state, and `resident` the same
-    chunks with resident state."""
+    """Computes the device memory for chunks.
+
+    `elsewhere` plans the chunks with all state offloaded, and `resident` plans the same chunks with all state resident.
+    """
     state = run.config.state
     cached = [plan for plan in elsewhere if plan.lifetime == "cache"]
     block = max((plan.block for plan in cached), default=0)
@@ -194,13 +193,17 @@ def _device_memory(
 
 
 def _shape(run: ResolvedRun, plans: Sequence[ChunkPlan], memory: _DeviceMemory, compute: float) -> StepShape:
-    """Describes a step on a rank that has the chunks `plans` and computes `compute` FLOP/s."""
+    """Describes a step on a rank that computes `compute` FLOP/s."""
     mesh, train, state = run.mesh, run.widest.train, run.config.state
     tokens = train.micro_batch * train.sequence_length / mesh.cp
-    forward = flops_per_token(run.config.model, train.sequence_length) / 3 * tokens / (mesh.pp * mesh.tp) / compute
-    recomputed = run.config.recompute not in ([], ["auto"])
+    flops = flops_per_token(run.config.model, train.sequence_length) / 3  # of a forward pass
+    forward = flops * tokens / (mesh.pp * mesh.tp) / compute
+    kinds = tuple(kind for kind in run.config.recompute if kind != "auto")
+    recomputed = recomputed_flops(
+        run.config.model, Recomputation(kinds, run.config.recompute_every), train.sequence_length
+    )
     sizes = DTYPES[train.precision].itemsize, DTYPES[state.gradient_dtype].itemsize
-    backward = (2 + recomputed) * forward
+    backward = (2 + recomputed / flops) * forward
     return step_shape(plans, state, run.microbatches, forward, backward, sizes, unsharded=memory.unsharded)
 
 
@@ -214,10 +217,10 @@ def step_shape(
     *,
     unsharded: bool,
 ) -> StepShape:
-    """Describes a step on a rank with the chunks `plans`; `forward` and `backward` are the seconds of the two passes of
-    a microbatch.
+    """Describes a step on a rank with the chunks `plans`.
 
-    `sizes` are the bytes per element of parameters and of gradients.
+    `forward` and `backward` are the seconds of the two passes of a microbatch. `sizes` are the bytes per element of
+    parameters and of gradients.
     """
     chunks = max(1, len(plans))
     return StepShape(

@@ -1,14 +1,19 @@
-"""Predicts the time of a step with offloaded state by closed-form equations, and chooses the resident state.
+"""Predicts the time of a step with offloaded state by closed-form equations.
 
-The equations assume equal chunks: a stage has L chunks of S elements, sharded over n ranks, and a step has M
-microbatches. The forward and backward pass of a chunk take f and b seconds; F = L f, B = L b. The device holds at most
-C gathered chunks at a time. The state of the first D chunks stays on the device. The updates of the other chunks follow
-the order of the next forward pass. Each update takes `a` seconds, and all updates take A = (L - D) a seconds:
+The equations assume equal chunks: a rank has L chunks of S elements, sharded over n ranks, and a step has M
+microbatches. The forward and backward pass of a chunk take f and b seconds; F = L f, B = L b. The device has blocks for
+C unsharded chunks. The state of the first D chunks stays on the device. The updates of the other chunks follow the
+order of the next forward pass. Each update takes `a` seconds, and all updates take A = (L - D) a seconds.
 
-    update after the backward       F + B + A
-    update in the order of use      B + max(F, A)                      hidden if A <= F
-    uploads of a pass               L - C chunks, 2 M L - (2 M - 1) C in a step; hidden while there is computation
-    gradients to the host           L - D chunks after the last backward pass, or each pass if the host accumulates
+The seconds of a step are, for M = 1, without uploads and without the time until the first update ends:
+
+    update after the backward pass  F + B + A
+    update in the order of use      B + max(F, A); the updates are hidden if A <= F
+
+The numbers of chunks that the link transfers in a step are, if the host holds parameters and gradients:
+
+    uploads, if D = 0 and C <= L    2 M L - (2 M - 1) C: L in the first pass, L - C in every other pass
+    gradients to the host           L - D; M (L - D) if the host accumulates the gradients of each microbatch
 """
 
 import math
@@ -18,8 +23,8 @@ from typing import Literal, NamedTuple
 from optimus.state.buffers import RESIDENCES
 
 UpdatePlace = Literal["device", "host"]
-_TILES = 4  # approximate number of tiles of a chunk; reading the next tile overlaps with writing back the previous one
-_BUFFERS = 3  # buffers of a disk: one to read into, one to update, one to write from
+_TILES = 4  # approximate number of tiles of a chunk
+_BUFFERS = 3  # host buffers for transfers from and to the disk
 _MASTER_AND_MOMENTS = 12  # bytes per element of AdamW
 
 
@@ -27,8 +32,7 @@ class Rates(NamedTuple):
     """Rates of a rank while all ranks of its node are active.
 
     `up` and `down` are bytes/s of the link to the device and back, `gather` of all-gathers on the devices, `read` and
-    `write` of a disk. `host_update` and `device_update` are elements/s of updates in the memory of the host and of the
-    device.
+    `write` of a disk. `host_update` and `device_update` are elements/s of updates on the host and on the device.
     """
 
     up: float
@@ -58,8 +62,7 @@ class StepShape(NamedTuple):
 
 
 class OffloadChoice(NamedTuple):
-    """The number of parameter blocks, the number of chunks with resident state, and the device or host for the updates
-    of the other chunks."""
+    """The numbers of parameter blocks and of resident chunks, and the device or host for the other chunks' updates."""
 
     cache: int
     device: int
@@ -74,8 +77,7 @@ class UpdateBytes(NamedTuple):
 
 
 def update_bytes(shape: StepShape, on: UpdatePlace) -> UpdateBytes:
-    """Returns the link traffic of an update. An update on the device transfers state to the device and back. An update
-    on the host transfers the gradients and the parameters that the device keeps."""
+    """Returns the link traffic of an update."""
     home, waiting, _ = RESIDENCES[shape.offload]
     if on == "device":
         return UpdateBytes(
@@ -89,18 +91,20 @@ def update_bytes(shape: StepShape, on: UpdatePlace) -> UpdateBytes:
 
 
 def loads(chunks: int, cache: int, microbatches: int) -> int:
-    """Returns the number of chunks fetched in a step.
+    """Returns the number of chunks fetched in a step if no chunk has resident state.
 
-    Each pass visits the chunks in the reverse order of the previous pass, whose last `cache` chunks are still on the
-    device. After an update, the device has to fetch all chunks again.
+    Each pass visits the chunks in the reverse order of the previous pass. The last `cache` chunks of the previous pass
+    are still on the device. After an update, the device has to fetch all chunks again.
     """
     cache = min(cache, chunks)
     return 2 * microbatches * chunks - (2 * microbatches - 1) * cache
 
 
 def update_seconds(shape: StepShape, rates: Rates, on: UpdatePlace) -> float:
-    """Returns the seconds to update one of many chunks: the time of the slowest concurrent operation. Leaves out disk
-    writes, which `first_pass_seconds` counts."""
+    """Returns the seconds per chunk of pipelined updates, without disk writes.
+
+    Transfers, disk reads and computation overlap: the slowest determines the time.
+    """
     part, link = shape.elements / shape.shards, update_bytes(shape, on)
     work = rates.host_update if on == "host" else rates.device_update
     disk = _MASTER_AND_MOMENTS if RESIDENCES[shape.offload][2] == "disk" else 0
@@ -108,10 +112,9 @@ def update_seconds(shape: StepShape, rates: Rates, on: UpdatePlace) -> float:
 
 
 def pass_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice, computing: float) -> float:
-    """Returns the seconds of a pass over all chunks, which fetches the chunks that the previous pass has dropped.
+    """Returns the seconds of a pass over all chunks.
 
-    `computing` is the computation time of a chunk in seconds. At most `prefetch` chunks are in flight at a time, also during
-    the computation of cached chunks.
+    `computing` is the computation time of a chunk in seconds.
     """
     fetch, gather, missing, ahead = _fetching(shape, rates, choice)
     there = (shape.chunks - missing) * computing
@@ -125,16 +128,17 @@ def pass_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice, computin
 
 
 def backward_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice) -> float:
-    """Returns the seconds of any backward pass of a step but the last one. If the host accumulates gradients, includes
-    the transfer of the gradients, which overlaps with computation."""
+    """Returns the seconds of a backward pass that is not the last of a step."""
     computing = pass_seconds(shape, rates, choice, shape.backward)
     sent = (shape.chunks - choice.device) * shape.elements / shape.shards * shape.gradient / rates.down
     return max(computing, sent) if shape.sends else computing
 
 
 def first_pass_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice) -> float:
-    """Returns the seconds of the forward pass that overlaps with the previous step's update, counted from the end of the
-    last backward pass."""
+    """Returns the seconds from the end of a step's last backward pass to the end of the next forward pass.
+
+    The updates of chunks without resident state run during this time.
+    """
     f, away, on = shape.forward, shape.chunks - choice.device, choice.update_on
     computing = shape.chunks * f
     if not away:
@@ -165,8 +169,9 @@ def step_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice) -> float
 
 
 def _fetching(shape: StepShape, rates: Rates, choice: OffloadChoice) -> tuple[float, float, int, int]:
-    """Returns (seconds to fetch a chunk over the link, seconds to all-gather the chunk, number of chunks to fetch in a
-    pass, number of chunks to prefetch)."""
+    """Returns (mean seconds to fetch a chunk, seconds to all-gather a chunk, number of chunks that a pass fetches,
+    number of chunks to prefetch).
+    """
     if RESIDENCES[shape.offload][0] == "device":
         return 0.0, 0.0, 0, shape.prefetch
     away = shape.chunks - choice.device
@@ -191,8 +196,8 @@ def choose(
     """Returns the fastest choice for which `free` bytes of the device suffice; None if no choice fits.
 
     `block` is the size of a parameter block in bytes. The device needs `resident[D]` additional bytes if the state of
-    the first D chunks is resident. Times, rounded to four digits, count as equal within the measurements' `spread` of
-    the fastest. Ties go to the most resident state, then the most blocks, then the first of `update_on`.
+    the first D chunks is resident. Choices within `spread` of the fastest count as equally fast; the most resident
+    state then wins.
     """
     counts = [*devices]
     fitting = (

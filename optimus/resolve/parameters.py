@@ -1,4 +1,4 @@
-"""The parameters of a run: their layouts and the specification of their state."""
+"""Resolves the layouts, the state specification and the pruning targets of a run's parameters."""
 
 from collections.abc import Mapping
 
@@ -18,12 +18,12 @@ from optimus.state.pruning import check_blocks
 
 
 def layouts_of(model: CausalModel, config: RunConfig) -> dict[str, Layout]:
-    """Returns the layouts of the parameters of the unsharded `model`."""
+    """Returns the layout of each parameter, by name. `model` must be unsharded."""
     return parameter_layouts(model, **layout_options(config))
 
 
 def layout_options(config: RunConfig) -> dict[str, bool]:
-    """Returns the arguments of `parallel.layouts.parameter_layouts` for a run."""
+    """Returns the options of `parallel.layouts.parameter_layouts` for a run."""
     return {
         "sequence": config.parallel.splits_sequence,
         "duplicates": not config.moe.drop_duplicates,
@@ -33,17 +33,13 @@ def layout_options(config: RunConfig) -> dict[str, bool]:
 
 
 def full_model(config: RunConfig) -> CausalModel:
-    """Builds the model with all stages on the meta device, so that the parameters take no memory."""
+    """Builds the model with all stages on the meta device."""
     with torch.device("meta"):
         return with_factors(causal_model(config.model, config.moe.force_balanced), config.train)
 
 
 def state_spec_of(config: RunConfig, model: CausalModel, inputs: RunInputs) -> StateSpec:
-    """Returns the specification of the state of the unsharded `model` at the start of the run.
-
-    Raises `UserError` like `rules_of` and `pruned_by`, and if the initial weights prune a parameter whose update rule
-    needs whole matrices.
-    """
+    """Returns the state specification at the start of the run. `model` must have all pipeline stages."""
     rules, pruning = rules_of(config.optimizer, model, config.train.freeze), config.pruning
     targets = pruned_by(pruning, model, rules, tied=config.model.tie_embeddings)
     check_prunable("the initial weights are pruned", inputs.unpruned, rules)
@@ -57,17 +53,13 @@ def state_spec_of(config: RunConfig, model: CausalModel, inputs: RunInputs) -> S
 
 
 def check_blocks_of(config: RunConfig, model: CausalModel, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
-    """Raises `UserError` if the run prunes by blocks and a target is not a matrix or has a block that several ranks would
-    share.
-
-    The check skips parameters that only the initial weights prune.
-    """
+    """Raises `UserError` if a target of block pruning has fewer than two dims or a block that spans ranks."""
     if config.pruning is not None and config.pruning.scope.startswith("block"):
         check_blocks({name: layouts[name] for name in targets_of(config, model)}, mesh)
 
 
 def targets_of(config: RunConfig, model: CausalModel) -> dict[str, int]:
-    """Returns the parameters of the unsharded `model` that the run prunes, with their numbers of elements."""
+    """Returns the number of elements of each parameter that the run prunes. `model` must be unsharded."""
     rules = rules_of(config.optimizer, model, config.train.freeze)
     names = pruned_by(config.pruning, model, rules, tied=config.model.tie_embeddings)
     return {name: model.get_parameter(name).numel() for name in names}

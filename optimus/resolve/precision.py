@@ -12,10 +12,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def precision(config: RunConfig, bfloat16: tuple[bool, str], previous: Mapping[str, Any]) -> Decided:
-    """Decides on bfloat16 for a device or CPU with native support, otherwise on float32. A resumed run keeps its
-    precision.
+    """Decides on bfloat16 for a device with native support, otherwise on float32.
 
-    `bfloat16` is a pair: True if the device has native support, and the evidence.
+    `bfloat16` is a pair: True if the device has native support, and the evidence. A precision in `previous` takes
+    precedence.
     """
     if config.train.precision != "auto":
         return Decided()

@@ -1,5 +1,6 @@
-"""The mesh of a run, and the placement of its ranks on nodes."""
+"""The mesh of a run, the type of its device, and the number of ranks on a node."""
 
+import math
 import os
 
 import torch
@@ -11,13 +12,29 @@ from optimus.resolve.decision import Decided
 
 
 def ranks_per_node(ranks: int) -> int:
-    """Returns the number of ranks per node that the launcher has set (LOCAL_WORLD_SIZE), by default all `ranks`."""
+    """Returns the launcher's number of ranks per node (LOCAL_WORLD_SIZE), by default `ranks`."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
 
 
+def least_ranks(config: RunConfig) -> int:
+    """Returns the configured number of ranks.
+
+    With `parallel.data: auto`, returns the minimum for the sizes of the other axes and `parallel.pipeline_stride`.
+    """
+    parallel = config.parallel
+    others = parallel.context * math.prod(parallel.grid)
+    if parallel.data != "auto":
+        return parallel.pipeline * others * parallel.data
+    experts = parallel.expert * _expert_tensor(config)
+    return parallel.pipeline * math.lcm(experts, others, parallel.pipeline_stride or 1)
+
+
+def _expert_tensor(config: RunConfig) -> int:
+    return config.model.expert_tensor(config.parallel.expert_tensor, math.prod(config.parallel.grid))
+
+
 def mesh_of(config: RunConfig, ranks: int, ranks_per_node: int | None = None) -> Mesh:
-    """Builds the configured mesh of `ranks` ranks. Raises `UserError` when the configured sizes do not fit the number of
-    ranks."""
+    """Builds the configured mesh of `ranks` ranks."""
     parallel = config.parallel
     return Mesh.from_sizes(
         ranks,
@@ -26,15 +43,14 @@ def mesh_of(config: RunConfig, ranks: int, ranks_per_node: int | None = None) ->
         context=parallel.context,
         tensor=parallel.grid,
         expert=parallel.expert,
-        expert_tensor=parallel.expert_tensor,
+        expert_tensor=_expert_tensor(config),
         ranks_per_node=ranks_per_node,
         pipeline_stride=parallel.pipeline_stride,
     )
 
 
 def axes(config: RunConfig, mesh: Mesh) -> Decided:
-    """Decides the size of the data axis for `parallel.data: auto` and, with a pipeline, an open distance in ranks
-    between neighbouring stages. `mesh` is the mesh of the run."""
+    """Decides `parallel.data: auto`, and with several stages an unset `parallel.pipeline_stride` (in ranks)."""
     parallel, values = config.parallel, dict[str, object]()
     if parallel.data == "auto":
         values["parallel.data"] = mesh.dp
@@ -53,7 +69,9 @@ def device(config: RunConfig, kind: str) -> Decided:
 
 
 def ranks_sharing_memory(mesh: Mesh, device: torch.device) -> int:
-    """Returns the number of ranks that share the memory of `device`. On a CPU, or with Gloo as the backend, all ranks
-    of a node count as sharing the memory. Otherwise returns 1."""
+    """Returns the number of ranks that share the memory of `device`.
+
+    On an accelerator, all ranks of a node count as sharing one device if the process group uses Gloo.
+    """
     shared = device.type == "cpu" or (dist.is_initialized() and dist.get_backend() == "gloo")
     return min(mesh.size, mesh.ranks_per_node or mesh.size) if shared else 1

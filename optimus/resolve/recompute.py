@@ -1,4 +1,4 @@
-"""The choice of activation recomputation (`recompute: auto`): the least with which the activations fit into memory."""
+"""The choice of activation recomputation for `recompute: auto`."""
 
 from collections.abc import Callable
 
@@ -14,11 +14,9 @@ _SHARE = 0.9  # usable share of the free memory
 
 
 def recomputation(run: ResolvedRun) -> Decided:
-    """Decides the least activation recomputation that fits.
+    """Decides `recompute: auto`: the least recomputation that fits into `recompute_budget`, by default free memory.
 
-    With `recompute_budget`, the budget limits the activations of a microbatch in the whole model. Otherwise, the limit
-    for the live activations of a rank is nine tenths of the memory that the other entries of the rank's account leave.
-    Raises `UserError` when nothing fits.
+    Raises `UserError` if no recomputation fits.
     """
     config = run.config
     if config.recompute != ["auto"]:
@@ -32,11 +30,10 @@ def recomputation(run: ResolvedRun) -> Decided:
 
 
 def _free_bytes(run: ResolvedRun) -> tuple[int, Callable[[Recomputation], Activations]]:
-    """Returns (least free bytes of all ranks, a function that returns the activations of the rank with the largest adjusted
-    peak).
+    """Returns (least usable bytes of any rank, function from a recomputation to the activations of a rank).
 
-    The adjusted peak of a rank is the rank's peak minus the rank's free bytes beyond the least. One budget then applies
-    to all ranks.
+    The function lowers the peak of each rank by the rank's usable bytes above the least, and returns the activations
+    with the highest lowered peak.
     """
     free_bytes = dict[int, int]()
     for rank in run.stage_ranks:

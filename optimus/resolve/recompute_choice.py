@@ -1,8 +1,8 @@
 """The least activation recomputation that fits into a number of bytes.
 
-Candidates are no recomputation, all sets of modules in every n-th block, for every n, and segments of n whole blocks.
-If candidates recompute equally many operations, the candidate whose n is nearest to the square root of the number of
-blocks comes first (the AxoNN dissertation, section 3.3.1, equation 3.1).
+The candidates are no recomputation, sets of modules in every n-th block, and segments of n whole blocks, as far as the
+model supports these. Among candidates of equal cost, prefers n nearest to the square root of the number of blocks
+(AxoNN dissertation, section 3.3.1, equation 3.1).
 """
 
 from collections.abc import Callable, Iterator
@@ -15,18 +15,15 @@ from optimus.model.count import forward_flops
 from optimus.parallel.activations import Activations
 from optimus.parallel.recompute import Recomputation
 
-_MARGIN = 1.01  # allows for scalars and other small tensors that `activation_bytes` leaves out
+_MARGIN = 1.01  # factor on the peak, for small tensors
 BUSY = 1.5  # assumed load imbalance (max/mean) of the experts
 
 
 def choose_recomputation(
     config: Architecture, budget: int, context: int, sizes: Callable[[Recomputation], Activations]
 ) -> tuple[Recomputation, Activations]:
-    """Returns (the cheapest recomputation whose peak fits into `budget` bytes with a margin of 1 %, its activations).
-
-    `sizes` returns the activations of a choice for sequences of `context` tokens. Raises `UserError`, which names the
-    minimum number of bytes, when nothing fits.
-    """
+    """Returns (the cheapest recomputation whose peak fits into `budget` bytes, its activations). Raises `UserError` if
+    nothing fits."""
 
     def order(chosen: Recomputation) -> tuple[float, float]:
         return recomputed_flops(config, chosen, context), abs(chosen.every - sqrt(config.layers))
@@ -45,7 +42,7 @@ def choose_recomputation(
 
 
 def recomputed_flops(config: Architecture, chosen: Recomputation, context: int) -> float:
-    """Estimates the recomputed floating-point operations per token; causal attention counts half of the attention matrix."""
+    """Estimates the recomputed floating-point operations per token."""
     cost = {"norm": 20.0 * config.hidden, **forward_flops(config, context)}
     if "block" in chosen.kinds:
         return config.layers * sum(cost.values())
@@ -53,7 +50,8 @@ def recomputed_flops(config: Architecture, chosen: Recomputation, context: int) 
 
 
 def _candidates(config: Architecture, context: int) -> Iterator[Recomputation]:
-    modules = () if "modules" in config.limits else ("norm", *forward_flops(config, context))
+    costed = [kind for kind in forward_flops(config, context) if kind != "block"]  # "block" has its own candidates
+    modules = [] if "modules" in config.limits else ["norm", *(kind for kind in costed if kind not in config.limits)]
     sets = chain.from_iterable(combinations(modules, count) for count in range(1, len(modules) + 1))
     yield Recomputation()
     for kinds in (*sets, ("block",)):

@@ -19,11 +19,8 @@ from optimus.state.plan import check_shard_ranks
 
 
 def resolve(config: RunConfig, facts: Facts, inputs: RunInputs) -> ResolvedRun:
-    """Resolves the run of `config` on a machine. Equal arguments give the same result on all ranks and in the planner.
-
-    Raises `UserError` when the run is impossible.
-    """
-    config, record = config.model_copy(), config.model_copy()  # the run locks only its own configurations
+    """Decides every open option of `config` for the machine that `facts` describe."""
+    config, record = config.model_copy(), config.model_copy()  # the caller's configuration stays unlocked
     decisions = list[Decision]()
 
     def take(choice: Decided) -> RunConfig:
@@ -56,8 +53,8 @@ def resolve(config: RunConfig, facts: Facts, inputs: RunInputs) -> ResolvedRun:
 
 
 def check(config: RunConfig, mesh: Mesh) -> None:
-    """Raises `UserError` when decisions contradict other options, or when the ranks cannot divide the sequences of a
-    step."""
+    """Raises `UserError` for options that contradict each other, and for batch sizes that do not fit the mesh or
+    the schedule."""
     microbatches.check_batches(config, mesh)
     try:
         check_phases(config)

@@ -1,4 +1,4 @@
-"""The update rule of each parameter, from `train.freeze`, the section `optimizer` and the roles declared by modules."""
+"""Chooses each parameter's update rule, and the parameters to freeze, to prune and to give low-rank factors."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,6 +11,7 @@ from torch import nn
 from optimus.config.pruning import PruningConfig
 from optimus.config.tree import OptimizerConfig, TrainConfig
 from optimus.errors import UserError, nearest
+from optimus.model import CausalModel
 from optimus.model.linear import Factored
 from optimus.model.parameters import Role, declarations
 from optimus.optim.frozen import Frozen
@@ -20,23 +21,22 @@ from optimus.optim.rules import RULES
 from optimus.state.tiling import TILINGS, Tiling
 
 T = TypeVar("T")
-M = TypeVar("M", bound=nn.Module)
+M = TypeVar("M", bound=CausalModel)
 
 
-_BESIDE = "adamw"  # name of the rule for roles that the configured rule does not update by default
+_BESIDE = "adamw"  # the rule for roles that the configured rule does not update by default
 
 
 def tilings(config: OptimizerConfig) -> list[Tiling]:
-    """Returns the tilings of all update rules in this configuration. A tiling divides chunks into shards."""
+    """Returns the tilings of all update rules in this configuration."""
     return [TILINGS[tiling] for tiling in sorted({RULES[name].kind.tiling for name in config.rules})]
 
 
 def rules_of(config: OptimizerConfig, model: nn.Module, freeze: Sequence[str] = ()) -> dict[str, Rule]:
-    """Returns the rule of each parameter of the whole `model`, by name. The rule is `Frozen` for parameters matched by
-    `freeze`, except low-rank factors, and for the parameters in `model.untrained`.
+    """Returns the rule of each parameter of `model`, by name. The rule is `Frozen` for parameters that do not train.
 
-    Raises `UserError` for an entry of a group or of `freeze` that matches no parameter, for a model without trainable
-    parameters, and for a rule that cannot update a parameter. Raises `UserError` for wrong `optimizer.options`.
+    Raises `UserError` for an entry of a group or of `freeze` that matches no parameter, for wrong options of a rule, if
+    no parameter trains, and if a rule cannot update a parameter.
     """
     roles = {name: declared.role for name, declared in declarations(model)}
     for number, group in enumerate(config.groups):
@@ -49,11 +49,9 @@ def rules_of(config: OptimizerConfig, model: nn.Module, freeze: Sequence[str] = 
 
 
 def matching(where: str, matches: Sequence[str], roles: Mapping[str, Role]) -> list[str]:
-    """Returns the names of the parameters that have a role in `matches`, or whose name matches a shell pattern in
-    `matches`.
+    """Returns the names of the parameters whose role or name matches an entry of `matches`.
 
-    `roles` has the role of each parameter by name. Raises `UserError`, which names the key `where`, for an entry that
-    matches no parameter.
+    Raises `UserError` for an entry that matches no parameter.
     """
     _check_matches(where, matches, roles)
     return [name for name, role in roles.items() if any(_matches(match, name, role) for match in matches)]
@@ -62,17 +60,22 @@ def matching(where: str, matches: Sequence[str], roles: Mapping[str, Role]) -> l
 def with_factors(model: M, train: TrainConfig) -> M:
     """Adds low-rank factors to the projections of `model` that `train.freeze` matches, if `train.lora_rank` is set.
 
-    Returns the same model. Raises `UserError` when `train.freeze` matches no projection.
+    Adds a note to `model.notes` if some matched projections cannot take factors. Raises `UserError` if no matched
+    projection can take factors.
     """
     if train.lora_rank is None:
         return model
     roles = {name: declared.role for name, declared in declarations(model)}
     frozen = {*matching("train.freeze", train.freeze, roles)}
-    projections = [
-        each
-        for name, each in model.named_modules()
-        if isinstance(each, Factored) and each.takes_factors and f"{name}.weight" in frozen
-    ]
+    with_weight = {name.rpartition(".")[0] for name in frozen if name.rpartition(".")[2].startswith("weight")}
+    matched = {name: each for name, each in model.named_modules() if isinstance(each, Factored) and name in with_weight}
+    projections = [each for each in matched.values() if each.takes_factors]
+    without = [name for name, each in matched.items() if not each.takes_factors]
+    if without:
+        why = f"{len(without)} frozen projections, such as {min(without)}, whose weights are transposed or in pieces"
+        if not projections:
+            raise UserError(f"train.lora_rank: the model has {why}, and no other: remove train.lora_rank")
+        model.notes += (f"train.lora_rank: no factors for {why}",)
     if not projections:
         raise UserError(
             "train.lora_rank adds factors to frozen projections, but train.freeze matches none: add matrix, or their names"
@@ -85,11 +88,7 @@ def with_factors(model: M, train: TrainConfig) -> M:
 def pruned_by(
     pruning: PruningConfig | None, model: nn.Module, rules: Mapping[str, Rule], *, tied: bool = False
 ) -> list[str]:
-    """Returns the parameters of the whole `model` that the run prunes, without those in `model.untrained`. `tied` is True
-    if embedding and head share their weight.
-
-    Raises `UserError` for parameters that the run cannot prune.
-    """
+    """Returns the names of the parameters to prune. `tied` is True if embedding and head share their weight."""
     if pruning is None:
         return []
     untrained: frozenset[str] = getattr(model, "untrained", frozenset())
@@ -112,8 +111,7 @@ def pruned_by(
 
 
 def check_prunable(where: str, names: Iterable[str], rules: Mapping[str, Rule]) -> None:
-    """Raises `UserError` for a pruned parameter in `names` whose update rule needs whole matrices. The message begins
-    with `where`."""
+    """Raises `UserError` for a pruned parameter in `names` whose update rule needs whole matrices."""
     for name in names:
         if rules[name].trains and rules[name].tiling != "flat":
             raise UserError(
@@ -151,10 +149,7 @@ def _rule(config: OptimizerConfig, name: str, role: Role) -> Rule:
 
 
 def _hyperparameters(config: OptimizerConfig, rule: str) -> dict[str, Any]:
-    """Returns the values of the fields that `rule` adds to the fields of `UpdateRule`.
-
-    Raises `UserError` for a required field without a value, and for an option that no rule in use takes.
-    """
+    """Returns the configured values of the fields that `rule` adds to the fields of `UpdateRule`."""
     row = RULES[rule]
     known = {name: [*_options(name)] for name in config.rules}
     for option in config.options:
@@ -174,7 +169,7 @@ def _hyperparameters(config: OptimizerConfig, rule: str) -> dict[str, Any]:
 
 
 def _options(rule: str) -> "dict[str, Field[Any]]":
-    """Returns the fields of an update rule that only `optimizer.options` can set, by name."""
+    """Returns the fields of an update rule that `optimizer.options` can set, by name."""
     row, common = RULES[rule], {field.name for field in fields(UpdateRule)}
     return {field.name: field for field in fields(row.kind) if field.name not in common | row.keys.keys()}
 
@@ -191,7 +186,7 @@ def _value(config: Any, key: str) -> Any:
 
 
 def _last(said: Sequence[tuple[T | None, int]], otherwise: tuple[T, int | None]) -> tuple[T, int | None]:
-    """Returns the last value in `said` that is not None, with the number of its group; `otherwise` if there is none."""
+    """Returns the last (value, number) whose value is not None, else `otherwise`."""
     return next(((value, number) for value, number in reversed(said) if value is not None), otherwise)
 
 

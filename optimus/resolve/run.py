@@ -1,4 +1,4 @@
-"""A resolved run, and quantities derived from it: phases, stages, chunks, groups, activations."""
+"""A resolved run, and quantities derived from the run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +26,7 @@ from optimus.state.plan import ChunkPlan, StateSpec, divide_stages, place_chunks
 
 @dataclass(frozen=True)
 class RunInputs:
-    """The inputs of a run that come from files."""
+    """The inputs of a run besides the configuration, the mesh and the machine's facts."""
 
     sequences: int | None = None
     """The number of sequences of the training data, if known."""
@@ -35,14 +35,14 @@ class RunInputs:
     teachers: tuple[Architecture, ...] = ()
     """The configurations of the teacher's models."""
     unpruned: Mapping[str, float] = field(default_factory=dict)
-    """For each parameter that the loaded weights prune: the unpruned share of all these parameters together."""
+    """Maps each pruned parameter of the loaded weights to the unpruned fraction of all these parameters together."""
     begins: bool = True
     """True if the run neither resumes nor branches from a checkpoint."""
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """A plan of the model and state that a rank of a resolved run builds."""
+    """A plan of the model and state of one rank."""
 
     config: RunConfig
     """The configuration of the phase whose microbatches have the most tokens."""
@@ -61,7 +61,7 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A run on a machine with every option decided. A resolved run does not change."""
+    """A run on a machine, with the options decided so far; `resolve` returns a run with every option decided."""
 
     config: RunConfig
     mesh: Mesh
@@ -77,20 +77,23 @@ class ResolvedRun:
     _divided: dict[int, dict[int, list[ChunkPlan]]] = field(default_factory=dict, compare=False, repr=False)
 
     def with_values(self, values: Mapping[str, Any]) -> "ResolvedRun":
-        """Returns the run with other values of keys that do not affect the division into chunks."""
+        """Returns the run with other values of configuration keys.
+
+        The keys must not affect the division into chunks, which both runs share.
+        """
         return replace(self, config=self.config.decided(values))
 
     def closed(self) -> "ResolvedRun":
-        """Locks the configurations of the run against changes and returns the run."""
+        """Locks the run's configurations against changes and returns the run."""
         for config in (self.config, self.record, *(phase.config for phase in self.phases)):
             config.lock()
         return self
 
-    # ---- Batches ----
+    # ---- Phases and microbatches ----
 
     @cached_property
     def phases(self) -> list[Phase]:
-        """The phases of the run; a run without phases has a single phase."""
+        """The phases of the run; one phase if the configuration has none."""
         return phases_of(self.config)
 
     @property
@@ -100,14 +103,14 @@ class ResolvedRun:
 
     @property
     def microbatches(self) -> int:
-        """The number of microbatches of a step on each data-parallel rank; the maximum over phases."""
+        """The largest number of microbatches of a step on a data-parallel rank."""
         return max(phase.config.train.microbatches(self.mesh.dp) for phase in self.phases)
 
     # ---- Ranks ----
 
     @property
     def stage_ranks(self) -> Sequence[int]:
-        """One rank for each position in the pipeline: the ranks in the group of rank 0 along `pp`."""
+        """One rank for each position in the pipeline."""
         return self.mesh.group(0, ("pp",))
 
     def partition(self, rank: int) -> StagePartition:
@@ -115,8 +118,7 @@ class ResolvedRun:
         return partition_of(self.config, self.mesh, rank)
 
     def on_rank(self, rank: int, *, tags: bool) -> RankPlan:
-        """Returns the plan of the model and state on `rank`. `tags` is True if the backend distinguishes the messages within
-        a group by tags, like Gloo."""
+        """Returns the plan of the model and state on `rank`. `tags` is `Groups.tags`."""
         trained = [name for name in self.layouts if self.state_spec.rules[name].trains]
         partition = self.partition(rank)
         return RankPlan(
@@ -133,8 +135,7 @@ class ResolvedRun:
     # ---- State ----
 
     def held(self, rank: int) -> Mapping[str, int]:
-        """Maps the parameters on `rank` to the stages of `rank` that hold the parameters; a split vocabulary has the
-        stage -1."""
+        """Maps the parameters on `rank` to stages; a split vocabulary has the stage -1."""
         if rank not in self._held:
             partition, tied = self.partition(rank), self.config.model.tie_embeddings
             self._held[rank] = {
@@ -143,7 +144,7 @@ class ResolvedRun:
         return self._held[rank]
 
     def divided(self, rank: int) -> Mapping[int, list[ChunkPlan]]:
-        """Returns the chunks of each stage on `rank`. Caches the chunks."""
+        """Returns the chunks of each stage on `rank`."""
         if rank not in self._divided:
             stages = self.held(rank)
             here = {name: self.layouts[name] for name in stages}
@@ -157,8 +158,7 @@ class ResolvedRun:
     ) -> list[ChunkPlan]:
         """Returns the chunks of `rank`, placed on device, host or disk.
 
-        `resident_fraction` replaces the configured share of state on the device; `state_spec` replaces the initial
-        specification of the state, for example after pruning.
+        `resident_fraction` and `state_spec` replace the run's own.
         """
         options = self.config.state
         if resident_fraction is not None:
@@ -168,10 +168,7 @@ class ResolvedRun:
 
     @property
     def chunks(self) -> Decided:
-        """The largest chunk of each stage, in elements, if `state.chunk` leaves the size open.
-
-        The configuration does not store the sizes.
-        """
+        """The largest chunk of each stage, in elements; no decision if the configuration sets `state.chunk`."""
         if self.config.state.chunk is not None:
             return Decided()
         found: dict[int, int] = {}
@@ -184,34 +181,33 @@ class ResolvedRun:
         )
 
     def teacher_bytes(self, rank: int) -> int:
-        """Returns the bytes of the teacher on `rank`; ranks with the last stage hold the teacher."""
+        """Returns the bytes of the teacher's parameters on `rank`; 0 without the last stage."""
         if not self.inputs.teachers or not self.partition(rank).has_last:
             return 0
         parameters = sum(count_parameters(model).total for model in self.inputs.teachers)
         return parameters * DTYPES[self.config.train.precision].itemsize
 
-    # ---- Activations ----
+    # ---- Activations and stage options ----
 
     @property
     def recomputation(self) -> Recomputation:
-        """The recomputation in the backward pass; no recomputation while `recompute` is `auto`."""
+        """The recomputation of activations; none while `recompute` is `auto`."""
         kinds = self.config.recompute
         return Recomputation() if "auto" in kinds else Recomputation(tuple(kinds), self.config.recompute_every)
 
     @property
     def options(self) -> StageOptions:
-        """The options for parallelising the modules, with `recomputation`."""
+        """The options for parallelising the modules."""
         return stage_options(self.config, self.recomputation)
 
     @property
     def shapes(self) -> dict[str, Any]:
-        """The arguments of `activation_bytes` that are the same for all ranks, except the model and the
-        recomputation."""
+        """The arguments of `activation_bytes` that all ranks share."""
         return activation_shapes(self.widest, self.mesh, self.inputs.teachers)
 
     def activations(self, recomputation: Recomputation | None = None, **selection: Any) -> Activations:
-        """Returns the activations of a microbatch. `recomputation` replaces the configured recomputation.
+        """Returns the activation bytes of a microbatch. `recomputation` replaces the configured recomputation.
 
-        `selection` selects blocks with arguments of `activation_bytes`; the default is the whole model.
+        `selection` are further arguments of `activation_bytes`.
         """
         return activation_bytes(self.config.model, recomputation or self.recomputation, **self.shapes, **selection)

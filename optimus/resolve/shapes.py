@@ -1,5 +1,4 @@
-"""Computes the options for parallelising a run's modules, and the arguments for estimating the run's activation
-memory."""
+"""Translates a run's configuration into stage options and arguments of `activation_bytes`."""
 
 from typing import Any
 
@@ -13,7 +12,7 @@ from optimus.resolve.stages import splits_backward
 
 
 def stage_options(config: RunConfig, recomputation: Recomputation | None = None) -> StageOptions:
-    """Returns the options for parallelising and recomputing the model. `moe.dispatch` must not be `auto`."""
+    """Returns the stage options of `config`, by default without recomputation. `moe.dispatch` must not be `auto`."""
     assert config.moe.dispatch != "auto", "`moe.dispatch` must be decided before"
     return StageOptions(
         force_balanced=config.moe.force_balanced,
@@ -32,10 +31,9 @@ def stage_options(config: RunConfig, recomputation: Recomputation | None = None)
 def activation_shapes(
     config: RunConfig, mesh: Mesh, teachers: tuple[Architecture, ...], itemsize: int | None = None
 ) -> dict[str, Any]:
-    """Returns the arguments of `activation_bytes` that are the same for all ranks, except the model and the
-    recomputation, for microbatches of `config`.
+    """Returns arguments of `activation_bytes` for a microbatch of `config`.
 
-    Elements have `itemsize` bytes, by default the size of `train.precision`.
+    By default, `itemsize` is the size in bytes of an element in `train.precision`. `moe.dispatch` must not be `auto`.
     """
     return {
         "micro_batch": config.train.micro_batch,

@@ -1,4 +1,4 @@
-"""The pipeline stages of a run: placement and schedule."""
+"""The pipeline stages of a run: partition, placement, schedule and live microbatches."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -16,10 +16,7 @@ from optimus.resolve.decision import Decided
 
 
 def partition_of(config: RunConfig, mesh: Mesh, rank: int) -> StagePartition:
-    """Returns the stage partition of the model, with the stages of `rank`; without a pipeline, a single stage of all blocks.
-
-    Raises `UserError` when there are too few blocks.
-    """
+    """Returns the stage partition of the model, with the stages of `rank`."""
     parallel, model = config.parallel, config.model
     borders = parallel.layers_per_stage and list(accumulate(parallel.layers_per_stage, initial=0))
     if borders:
@@ -31,8 +28,7 @@ def partition_of(config: RunConfig, mesh: Mesh, rank: int) -> StagePartition:
 
 
 def pipeline_options(config: RunConfig) -> Decided:
-    """Decides the layers per stage of a pipeline, the microbatches in flight of the message-driven executor, and
-    sequence parallelism in a tensor-parallel group."""
+    """Decides sequence parallelism, the layers per stage and the maximum of microbatches in flight, if unset."""
     parallel, values = config.parallel, dict[str, object]()
     if parallel.sequence is None:
         values["parallel.sequence"] = parallel.splits_sequence
@@ -45,19 +41,16 @@ def pipeline_options(config: RunConfig) -> Decided:
 
 
 def blocks_of_stages(model: Architecture, stages: int, *, divided: bool) -> list[range]:
-    """Partitions the blocks into stages such that, by estimate, the slowest stage is as fast as possible.
-
-    With `divided`, every pipeline rank has a shard of the vocabulary. Raises `UserError` when there are too few blocks.
-    """
+    """Partitions the blocks into stages of balanced estimated time."""
     time, memory = _weights(model, divided=divided)
     return divide(time, stages, memory)
 
 
 def _weights(model: Architecture, *, divided: bool) -> tuple[Weights, Weights]:
-    """Returns (time, memory) of the blocks, the embedding and the output layer, as relative costs.
+    """Returns the relative costs (time, memory) of the blocks, and the extra costs of the first and the last stage.
 
-    Active parameters per token estimate the time, and total parameters the memory. The embedding takes no time. With
-    the vocabulary `divided` over all ranks, the costs of the token embedding and of the output layer are 0.
+    A block's active parameters per token estimate the time, and all parameters estimate the memory. With `divided`, the
+    costs exclude the embedding and the output layer.
     """
     parts = count_parts(model)
     met, held = ([getattr(parts[f"blocks.{i}"], of) for i in range(model.layers)] for of in ("active", "total"))
@@ -73,11 +66,9 @@ def placement_of(config: RunConfig) -> Schedule:
 
 
 def schedule_of(config: RunConfig, microbatches: int, *, transfers: bool = True) -> Schedule:
-    """Returns the schedule of a step of `microbatches` microbatches; for the message-driven executor, a schedule
-    without actions.
+    """Returns the schedule of a step; for the message-driven executor, a schedule without actions.
 
-    Without `transfers`, the schedule has no sends and receives. Raises `UserError` when no schedule exists for these
-    sizes.
+    Without `transfers`, the schedule has no sends or receives.
     """
     parallel = config.parallel
     if parallel.executor == "message-driven":
@@ -87,12 +78,7 @@ def schedule_of(config: RunConfig, microbatches: int, *, transfers: bool = True)
 
 
 def live_of(config: RunConfig, microbatches: int) -> Sequence[Sequence[Live]]:
-    """Returns the live microbatches of each pipeline rank at the rank's peaks in a step of `microbatches` microbatches,
-    like `live_microbatches`.
-
-    With the message-driven executor, a rank has a single peak: each stage has its limit of microbatches in flight, but
-    at most `microbatches`.
-    """
+    """Returns the live microbatches of each pipeline rank at the rank's peaks."""
     parallel, pp = config.parallel, config.parallel.pipeline
     if parallel.executor == "message-driven":
         caps, placement = find_caps(parallel.max_in_flight, parallel.stages), placement_of(config)
@@ -103,13 +89,13 @@ def live_of(config: RunConfig, microbatches: int) -> Sequence[Sequence[Live]]:
 
 
 def splits_backward(config: RunConfig) -> bool:
-    """Returns True if the run has a pipeline whose schedule separates the gradients of inputs and weights."""
+    """Returns True if the pipeline computes the gradients of inputs and weights separately."""
     parallel = config.parallel
     return parallel.pipeline > 1 and schedules()[parallel.schedule].splits_backward
 
 
 def tied_embeddings(config: RunConfig) -> bool:
-    """Returns True if different ranks of the pipeline hold the tied embedding as embedding and as output layer."""
+    """Returns True if the tied embedding and output layer are on different pipeline ranks."""
     placement = placement_of(config)
     alone = config.model.tie_embeddings and not config.parallel.vocabulary
     return alone and placement.rank_of(0) != placement.rank_of(placement.stages - 1)

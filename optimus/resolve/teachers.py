@@ -8,8 +8,7 @@ from optimus.errors import UserError
 
 
 def teacher_models(config: RunConfig) -> tuple[Architecture, ...]:
-    """Returns the configurations of the teacher's models; an empty tuple without a teacher. Raises `UserError` when a
-    checkpoint is missing or damaged."""
+    """Returns the configurations of the teacher's models; an empty tuple without a teacher."""
     teacher = config.train.teacher
     return () if teacher is None else tuple(described_teacher(path).model for path in teacher.checkpoints)
 

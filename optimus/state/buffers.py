@@ -1,9 +1,7 @@
-"""Plans each buffer of a chunk: contents, fraction of the chunk, memory (device, host or disk) and lifetime.
+"""Plans the buffers of a chunk: dtype, sharding, memory and lifetime.
 
-Ranks shard a chunk in steps (`plan.py`): the first step divides the chunk over neighbouring replicas, and each further
-step divides every shard over more ranks. A buffer of depth d holds a rank's shard after d steps; a buffer of depth 0
-holds the whole chunk. The depths of three kinds of buffers distinguish ZeRO-1 to ZeRO-3 and ZeRO++'s secondary
-partition:
+Depth d of a buffer means this rank's shard after d sharding steps; depth 0 means the whole chunk. Depths of a
+trained chunk with more than 8 replicas, without offloading:
 
                                                   parameters   gradients   master weights and moments
     none (DDP)                                             0           0                            0
@@ -11,15 +9,6 @@ partition:
     gradients (ZeRO-2)                                     0           1                            1
     parameters (ZeRO-3)                                    1           1                            1
     parameters, over 2, 8 and all ranks                    1           2                            3
-
-`RESIDENCES` gives the memory of the three kinds. Parameters on the host have device memory only temporarily, like
-sharded parameters. Parameters on the host are sharded like master weights: each rank uploads its shard, and the ranks
-all-gather the shards on the device.
-
-A chunk of frozen parameters has only parameter buffers.
-
-A pruned chunk reduces, sends and updates only its unpruned elements (SAMO: `masks.py`). All buffers except whole
-parameters, whole gradients and the mask are compressed.
 """
 
 from typing import Literal, NamedTuple, TypeVar
@@ -30,16 +19,15 @@ from torch import Tensor
 from optimus.optim.rule import Rule
 
 Residency = Literal["device", "host", "disk"]
-# The time during which a buffer has memory. "step": from the buffer's first use in a step to the last use or to the
-# optimizer's use; "use": during each use; "cache": until another chunk needs the memory.
+# The time during which a buffer has memory: "step" from the first use in a step until the step no longer needs the
+# buffer, "use" during each use, "cache" from a use until another chunk needs the memory.
 Lifetime = Literal["always", "step", "use", "cache"]
-# The contents of a pruned chunk's buffer: all elements, the unpruned elements, or the mask of the unpruned elements.
+# The contents of a pruned chunk's buffer: all elements, the unpruned elements, or the mask.
 Extent = Literal["dense", "compressed", "mask"]
 
-KINDS = ("parameters", "gradients", "master", "moments", "mask")  # kinds of buffers in memory reports
+KINDS = ("parameters", "gradients", "master", "moments", "mask")
 
-# For each value of `state.offload`: the memory of parameters, of gradients between reduction and update, and of optimizer
-# buffers.
+# By `state.offload`: where the parameters, the gradients between reduction and update, and the optimizer buffers are.
 RESIDENCES: dict[str, tuple[Residency, Residency, Residency]] = {
     "none": ("device", "device", "device"),
     "optimizer": ("device", "device", "host"),  # ZeRO-Offload
@@ -49,15 +37,15 @@ RESIDENCES: dict[str, tuple[Residency, Residency, Residency]] = {
 
 N = TypeVar("N", int, float, Tensor)
 
-ALIGN = 32  # elements: 64 bytes in bf16, the width of vector units
+ALIGN = 32  # elements
 
 
 class Buffer(NamedTuple):
     """The plan of one buffer of a chunk.
 
-    The kinds are parameters, gradients, master, mask, and the kinds of the update rule's state. A kind that ends in
-    .shard is a rank's shard, which may have memory while the whole buffer has none. The kind gradients.host holds
-    gradients that wait for the update on the host.
+    The kinds are parameters, gradients, master, mask, and the kinds of the update rule's state. The suffix
+    .shard marks the shard that this rank stores (at depth 0, the whole chunk). The kind gradients.host is for gradients
+    on the host.
     """
 
     kind: str
@@ -65,11 +53,11 @@ class Buffer(NamedTuple):
     depth: int  # number of sharding steps
     residency: Residency = "device"
     lifetime: Lifetime = "always"
-    align: int = ALIGN  # parameters, and the shards and tiles of a flat tiling, begin at multiples of this number
+    align: int = ALIGN  # in elements
     extent: Extent = "compressed"  # "compressed" means all elements where the chunk is not pruned
 
     def bytes(self, elements: N) -> N:
-        """Returns the size of `elements` elements in bytes."""
+        """Returns the bytes of `elements` elements."""
         return elements * self.dtype.itemsize
 
     @property
@@ -104,19 +92,13 @@ def buffers(
     prunable: bool = False,
     sends: bool = False,
 ) -> tuple[Buffer, ...]:
-    """Returns the buffers of a chunk that `rule` updates, or only the parameters if `rule` does not train.
+    """Returns the buffers of a chunk with the update rule `rule`; only the parameters if `rule` does not train.
 
-    With `sends`, the host receives and accumulates the gradients of each microbatch. `lifetime` applies to whole
-    parameters whose shards are stored separately or on the host. Parameters of type fp32 serve as the master weights,
-    unless the rule averages weights, the chunk is pruned, or the chunk is `prunable` with its optimizer state on a
-    disk.
+    `lifetime` applies to the gathered copy of parameters that are sharded or on the host. With `sends`, the host
+    accumulates the gradients of each microbatch. A `prunable` chunk may be `pruned` later.
 
-    Offloaded gradients of the parameters' type wait for the update in the host memory of the parameters (Elixir,
-    section 6), if the master weights are a separate buffer. Gradients that accumulate on the host have separate memory,
-    because the step still uses the parameters.
-
-    The disk record of `prunable` parameters, which may be `pruned` later, reserves the space of their master weights
-    from the beginning.
+    Without `sends`, offloaded gradients of the parameters' dtype wait for the update in the host memory of the
+    parameters, if there are master weights (Elixir, section 6).
     """
     home, waiting, optimizer = RESIDENCES[offload]
     keeps_unsharded = not depths.parameters and home == "device"
@@ -127,7 +109,7 @@ def buffers(
     rows += [Buffer("mask", torch.int32, 0, align=1, extent="mask")] if pruned else []
     apart = compute != torch.float32 or rule.averages or pruned or (prunable and optimizer == "disk")
     lasting: Lifetime = "always" if waiting == "device" else "step"
-    added = not sends and (pruned or depths.gradients > 0)  # each microbatch adds its gradients to the shard
+    added = not sends and (pruned or depths.gradients > 0)
     rows += [Buffer("gradients", gradient, 0, lifetime="use" if added or sends else lasting, extent="dense")]
     rows += [Buffer("gradients.shard", gradient, depths.gradients, lifetime=lasting)] if added else []
     if waiting != "device" and (sends or not (apart and gradient == compute)):

@@ -1,12 +1,7 @@
-"""Holds a chunk: contiguous parameters in flat buffers, with their fp32 master weights and the update rule's state.
+"""A chunk: parameters in flat buffers, with their optimizer state, if any.
 
-The parameters of the `nn.Module` are views of the chunk's compute buffer. All parameters of a chunk have the same
-replicas and the same update rule. The replicas may shard the chunk in steps (`plan.py`): then each rank stores a shard
-of some or all buffers (`buffers.py`).
-
-Read `placement.py` (memory of the buffers), `unsharded.py` (all-gathered parameters), `reduction.py` (gradients) and
-`update.py`. `statuses.py` defines the permitted operations and their order. A chunk of frozen parameters needs neither
-`reduction.py` nor `update.py`.
+The parameters of the `nn.Module` are views of the chunk's parameter buffer. All parameters of a chunk have the same
+replicas and the same update rule.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,28 +24,22 @@ from optimus.state.update import Update
 
 
 class Chunk(Placement):
-    """The chunk of `plan`; the docstring of `chunk.py` describes a chunk.
-
-    Callers read or change the checkpointed state inside the context `states`. `states` waits for the running update,
-    and reads state on a disk into new buffers for each caller.
-    """
+    """The chunk of `plan`, without gradients."""
 
     def __init__(self, plan: ChunkPlan, context: ChunkContext, masks: Mapping[str, Tensor] | None = None) -> None:
         super().__init__(plan, context, masks)
         self.unsharded = UnshardedParameters(self)
-        self.parameters: list[nn.Parameter] = []  # parameters of the `nn.Module`
+        self.parameters: list[nn.Parameter] = []
         self.gradient_buffers: Mapping[nn.Parameter, GradientBuffer] = {}  # empty for frozen parameters
 
     @contextmanager
     def states(self, change: bool = False, *, after: Handle | None = None) -> Iterator[Mapping[str, Tensor]]:
-        """Waits for the running update and yields the checkpointed state of this rank's shard: tensors in memory by key
-        prefix.
+        """Waits for the running update, and yields the checkpointed state of this rank's shard by key prefix.
 
-        With `change`, the context also waits for pending copies of the state. The caller may then write to the state, and
-        must call `refresh_compute_copy` afterwards.
+        With `change`, the context also waits for pending copies of the state. The caller may then write to the state,
+        and must call `refresh_compute_copy` afterwards.
 
-        Only the training thread may call this method without `after`. Another thread passes the `updated` handle that
-        it received from the training thread, and the context waits for that handle.
+        Any thread but the training thread must pass the training thread's `updated` handle as `after`.
         """
         if after is not None:
             after.wait()
@@ -68,7 +57,7 @@ class Chunk(Placement):
 
     @property
     def updated(self) -> Handle:
-        """A handle of the running update; any thread may wait for the handle."""
+        """A handle that waits for the running update, in any thread."""
         updating = self.part.until
 
         def wait() -> None:
@@ -79,28 +68,24 @@ class Chunk(Placement):
         return Handle(wait)
 
     def block_update_until(self, until: Handle, weights: bool = False) -> None:
-        """Blocks the next update of this rank's shard until the handle `until` is done, which means that a checkpoint has
-        copied or written the shard.
+        """Blocks the next update of this rank's shard until the handle `until` is done.
 
-        Later updates do not wait for `until`. With `weights`, the checkpoint also reads the compute weights.
+        With `weights`, the operation of `until` also reads the compute weights.
         """
         self.part.copy = Status("copy")  # the caller has waited for earlier copies
         self.part.copy.transition("hold weights" if weights else "hold", until)
 
     def make_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields (name, parameter) for every slot; the parameters are views of the chunk's parameter buffer."""
+        """Yields (name, parameter) for every slot."""
         for name, view in self.views(self.parameter).items():
             self.parameters.append(nn.Parameter(view, requires_grad=self.plan.rule.trains))
             yield name, self.parameters[-1]
         self.unsharded.reshard()
 
     def initialize(self, initial: Mapping[str, Initial], seed: int, std: float) -> None:
-        """Fills this rank's shard of each parameter in `initial` (by name) with the initial weights that `initial`
-        gives.
+        """Sets this rank's shard of the parameters in `initial` (by name) to the initial weights.
 
-        The random numbers depend only on the seed, the parameter's name and the element's position. Other parameters
-        stay unchanged. If the chunk has a parameter in `initial`, the update rule's state of the whole chunk begins
-        anew.
+        If the chunk has a parameter in `initial`, the update rule's state begins anew for the whole chunk.
         """
         named = [slot for slot in self.plan.slots if slot.name in initial]
         if not named:
@@ -125,7 +110,8 @@ class Chunk(Placement):
             self.plan.rule.begin(weights, moments)
 
     def refresh_compute_copy(self) -> None:
-        """Recomputes the compute weights after the master weights have changed, and invalidates the gathered parameters."""
+        """Recomputes the compute weights from separate master weights, if any, and invalidates the gathered
+        parameters."""
         self.unsharded.wait()
         self.part.transition("compute")
         if self.plan.has_master:
@@ -135,11 +121,8 @@ class Chunk(Placement):
         self.unsharded.invalidate()
 
     def use_eval_weights(self) -> None:
-        """Switches to the averaged weights for an evaluation, if the update rule averages weights;
-        `refresh_compute_copy` switches back.
-
-        A running checkpoint never reads the compute weights of a chunk whose rule averages weights.
-        """
+        """Switches to the averaged weights if the update rule averages weights; `refresh_compute_copy` switches
+        back."""
         if self.plan.rule.averages:
             self.unsharded.wait()
             with self.states() as states:
@@ -147,8 +130,10 @@ class Chunk(Placement):
             self.unsharded.invalidate()
 
     def gathered_state(self, prefix: str) -> Tensor:
-        """All-gathers the whole chunk's state with the checkpoint prefix `prefix`: dense [plan.size], in fp32, on the
-        device. All ranks of the chunk's groups must call this method."""
+        """All-gathers the chunk's state under the checkpoint prefix `prefix`.
+
+        Returns a dense tensor [plan.size] in fp32 on the device. All ranks of the chunk's groups must call this method.
+        """
         self.unsharded.wait()
         gathered = torch.zeros(self.plan.size, dtype=torch.float32, device=self.parameter.device)
         with self.states() as states:
@@ -161,7 +146,7 @@ class Chunk(Placement):
 
 
 class TrainedChunk(Chunk):
-    """A trained chunk: adds gradients, their reduction and the update to `Chunk`."""
+    """A chunk with gradients, gradient reduction and update."""
 
     def __init__(self, plan: ChunkPlan, context: ChunkContext, masks: Mapping[str, Tensor] | None = None) -> None:
         super().__init__(plan, context, masks)
@@ -171,7 +156,7 @@ class TrainedChunk(Chunk):
         self.update = Update(self, self.unsharded, self.gradients, plan.rule)
 
     def make_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields (name, parameter) for every slot; the parameters and their gradients are views of the buffers."""
+        """Yields (name, parameter) for every slot; the gradients are views of the gradient buffer."""
         views = self.views(self.gradients.gradient)
         for name, parameter in super().make_parameters():
             self.gradients.take(parameter, views[name])
@@ -179,17 +164,16 @@ class TrainedChunk(Chunk):
         self.gradients.free()  # only after the views of the gradient buffer exist
 
     def skip(self) -> None:
-        """Drops gradients that wait for the update in the memory of the compute weights, and then recomputes the
-        compute weights. Without such gradients, changes nothing."""
+        """Recomputes the compute weights if gradients wait in their memory, and drops these gradients."""
         if self.part.status == "lent":
             self.gradients.clear()
             self.refresh_compute_copy()
 
     def prune(self, plan: ChunkPlan, masks: Mapping[str, Tensor], *, empty: bool = False) -> None:
-        """Switches to `plan`, which has the same parameters, and to the pruning of `masks`.
+        """Switches to `plan` and to the pruning of `masks`.
 
-        All ranks of the groups must call this method between steps. The state of unpruned elements stays; with `empty`, the
-        caller fills the state.
+        `plan` must have the same parameters as the current plan. All ranks of the groups must call this method between
+        steps. The state of unpruned elements stays, unless `empty`.
         """
         self.gradients.clear()
         self.unsharded.wait()

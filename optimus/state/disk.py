@@ -1,8 +1,6 @@
-"""Stores master weights and moments on a disk (ZeRO-Infinity, section 4.1): one unnamed file per rank, a record per chunk.
+"""Stores master weights and moments on a disk (ZeRO-Infinity): one unnamed file per rank, a record per chunk.
 
-A few threads read and write the file, past the page cache where the file system supports O_DIRECT. Updates use three
-host buffers: while the optimizer updates one chunk's state, the threads read the next chunk's state and write the
-previous chunk's state.
+During the update of a chunk, threads read the next chunk's state and write the previous chunk's state.
 """
 
 import os
@@ -22,18 +20,20 @@ from optimus.comm import DONE, Handle
 from optimus.errors import UserError
 from optimus.state.transfers import Transfers
 
-PAGE = 4096  # bytes: O_DIRECT requires records and buffers to begin at multiples of a page
+PAGE = 4096  # bytes; records and buffers begin at multiples of a page, for O_DIRECT
 _PIECE = 4 << 20  # maximum bytes of a read or write
 _THREADS = 4
-_NAME = "optimus disk"  # prefix of the threads' names
+_NAME = "optimus disk"
 BUFFERS = 3  # one for reading, one for the update, one for writing
 
 
 class StateFile:
-    """The state file of this rank in `folder`.
+    """The unnamed state file of this rank in `folder`.
 
-    `reserve` allocates the file's space, and raises `UserError` if the disk is too small. When a read or a write raises
-    `OSError`, the wait for the operation's handle raises `UserError`.
+    Raises `UserError` if the file cannot be created or extended. If a read or a write fails with an `OSError`, `wait`
+    of its handle raises `UserError`.
+
+    A record in memory must begin at a page boundary, and its size must be a multiple of a page.
     """
 
     def __init__(self, folder: Path, transfers: Transfers) -> None:
@@ -47,26 +47,23 @@ class StateFile:
             try:
                 self._file = os.open(path, os.O_RDWR | getattr(os, "O_DIRECT", 0))
                 os.close(handle)
-            except OSError:  # some file systems, for example in memory, do not support O_DIRECT
+            except OSError:  # some file systems do not support O_DIRECT
                 self._file = handle
             os.unlink(path)
         except OSError as error:
             raise self._failed(error) from None
 
     def assign(self, size: int) -> int:
-        """Assigns file space to a record of `size` bytes and returns the record's offset.
-
-        `reserve` allocates the space. After `reserve`, this method allocates the space at once.
-        """
+        """Assigns file space to a record of `size` bytes, and returns the record's offset in bytes."""
         offset = self._size
-        self._size += -(-size // PAGE) * PAGE
+        self._size += _padded(size)
         self._longest = max(self._longest, self._size - offset)
         if self._reserved:
             self._take_up()
         return offset
 
     def reserve(self) -> None:
-        """Allocates the space of all records, filled with zeros, and the host buffers."""
+        """Allocates zeroed file space for the assigned records, and allocates the host buffers."""
         self._take_up()
         self._reserved = True
         for _ in range(BUFFERS):
@@ -85,7 +82,7 @@ class StateFile:
         return memory[-memory.data_ptr() % PAGE :][: self._longest]
 
     def take(self) -> Tensor:
-        """Waits for a free buffer, and returns the buffer or, if records have grown, a longer buffer."""
+        """Returns a buffer that can hold the longest record; waits until a buffer is free."""
         buffer = self._buffers.get()
         return buffer if len(buffer) >= self._longest else self.new_buffer()
 
@@ -94,12 +91,11 @@ class StateFile:
         self._buffers.put(buffer)
 
     def read_async(self, record: Tensor, offset: int) -> Handle:
-        """Begins to fill `record`, whose size is a multiple of a page, with the file's bytes from `offset`."""
+        """Begins to fill `record` with the file's bytes from `offset`."""
         return self._pieces(_read, record, offset)
 
     def write_async(self, record: Tensor, offset: int, then: Callable[[], None] = lambda: None) -> Handle:
-        """Begins to write the bytes of `record`, whose size is a multiple of a page, at `offset`; calls `then` when all
-        writes have ended or failed."""
+        """Begins to write `record` to the file at `offset`; calls `then` when all writes have ended or failed."""
         return self._pieces(_write, record, offset, then)
 
     def _pieces(
@@ -143,8 +139,7 @@ class StateFile:
         )
 
     def close(self) -> None:
-        """Waits for all running operations, and frees the disk space; in a worker thread of a `StateFile`, returns
-        without waiting."""
+        """Closes the file after all reads and writes. Waits for this, except in a worker thread of a `StateFile`."""
         file, self._file = self._file, -1
         # Garbage collection may call this method in a worker, which cannot join itself.
         if threading.current_thread().name.startswith(_NAME):
@@ -154,6 +149,11 @@ class StateFile:
 
     def __del__(self) -> None:
         self.close()
+
+
+def _padded(size: int) -> int:
+    """Returns the bytes of whole pages that hold `size` bytes."""
+    return -(-size // PAGE) * PAGE
 
 
 def _close(threads: ThreadPoolExecutor, file: int) -> None:
@@ -181,26 +181,25 @@ class DiskStates:
 
     def __init__(self, file: StateFile, kinds: Sequence[str], elements: int) -> None:
         self._file, self._kinds = file, kinds
-        self._capacity = 0  # bytes of the record in the file
-        self._read: tuple[Tensor, Handle] | None = None  # buffer and handle of the read ahead of the next update
+        self._capacity = 0  # bytes of file space for the record
+        self._read: tuple[Tensor, Handle] | None = None
         self._written = DONE
         self.resize(kinds, elements)
 
     def resize(self, kinds: Sequence[str], elements: int) -> None:
-        """Changes the record, between steps, to `elements` elements of the same kinds; the caller must then write the
-        content."""
+        """Changes each buffer of the record to `elements` elements; the caller must then write the content."""
         assert (*kinds,) == (*self._kinds,), f"the record has the kinds {self._kinds}, not {kinds}"
-        assert self._read is None, "the state has been read for an update that has not run"
+        self._check_unread()
         self._written.wait()
         self._elements, self._bytes = elements, 4 * elements * len(kinds)
-        # The state of a checkpoint may be pruned less than planned.
         if not self._capacity or self._bytes > self._capacity:
-            self._offset, self._capacity = self._file.assign(self._bytes), self._bytes
+            self._offset, self._capacity = self._file.assign(self._bytes), _padded(self._bytes)
 
     @contextmanager
     def loaded(self, change: bool) -> Iterator[Mapping[str, Tensor]]:
-        """Reads the record into new memory and yields its buffers by kind; with `change`, writes the record back
-        afterwards."""
+        """Yields copies of the record's buffers by kind; with `change`, afterwards writes the copies to the file."""
+        if change:
+            self._check_unread()
         buffer = self._file.new_buffer()
         record = self._record(buffer)
         self._written.wait()
@@ -210,7 +209,7 @@ class DiskStates:
             self._file.write_async(record, self._offset).wait()
 
     def read_ahead(self) -> None:
-        """Begins to read the state for the next update into a free host buffer of the file."""
+        """Begins to read the record for the next update."""
         if self._read is None:
             self._written.wait()
             buffer = self._file.take()
@@ -218,15 +217,12 @@ class DiskStates:
 
     @contextmanager
     def updating(self) -> Iterator[Mapping[str, Tensor]]:
-        """Yields the record's buffers in memory by kind, and afterwards begins to write the record.
-
-        If the update raises an exception, the record in the file stays unchanged.
-        """
+        """Yields the record's buffers in memory by kind; then begins to write the record, except after an exception."""
         self.read_ahead()
         assert self._read is not None
         (buffer, arrived), self._read = self._read, None
-        arrived.wait()
         try:
+            arrived.wait()
             yield self._states(buffer)
         except BaseException:
             self._file.give(buffer)
@@ -234,7 +230,11 @@ class DiskStates:
         self._written = self._file.write_async(self._record(buffer), self._offset, partial(self._file.give, buffer))
 
     def _record(self, buffer: Tensor) -> Tensor:
-        return buffer[: -(-self._bytes // PAGE) * PAGE]
+        return buffer[: _padded(self._bytes)]
+
+    def _check_unread(self) -> None:
+        """Checks that no update has begun to read the record: the update would not see a change."""
+        assert self._read is None, "the state has been read for an update that has not run"
 
     def _states(self, buffer: Tensor) -> Mapping[str, Tensor]:
         values = buffer[: self._bytes].view(torch.float32)

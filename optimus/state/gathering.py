@@ -1,15 +1,7 @@
 """All-gathers whole parameters, or fetches them from the host, on use or ahead of use, and reshards them.
 
-A unit is a module, or several modules that run in a row (`model/units.py`). Before a unit runs, the
-`ParameterPrefetcher` gathers the chunks of the unit's parameters. When the gradient of the unit's output has arrived,
-the prefetcher gathers the chunks again for the unit's backward pass. With `reshard_after_forward` and without a cache,
-the prefetcher reshards sharded chunks that the running unit does not use. Under the same conditions, `reduction.py`
-reshards the trained chunks in a backward pass, and the prefetcher reshards the frozen chunks.
-
-A cache limits the number of gathered chunks (Elixir's rCache). One trace records the order of uses in a step, and
-another trace the order in an evaluation. Of the chunks that are not in use, a full cache reshards the chunk whose next
-use is furthest away (Belady). The prefetcher gathers, ahead of use, the chunks with the nearest uses. No decision
-depends on the arrival of data, so that all ranks begin the same collectives in the same order.
+A cache limits the number of gathered chunks (Elixir's rCache), and evicts by the furthest next use (Belady). No
+decision may depend on the arrival of data: all ranks must begin the same collectives in the same order.
 """
 
 import math
@@ -34,18 +26,18 @@ T = TypeVar("T", bound=Chunk)
 class UseTrace:
     """Records the uses of chunks in this pass (a step or an evaluation), and expects the uses of the previous pass.
 
-    The uses of different chunks may interleave differently than in the previous pass.
+    The order of uses of different chunks may vary between passes.
     """
 
     def __init__(self) -> None:
         self._now: list[Chunk] = []
         self._expected: list[Chunk] = []
-        self._positions: dict[Chunk, list[int]] = {}  # positions of the expected uses, by chunk
-        self._counts = Counter[Chunk]()  # number of uses in this pass, by chunk
+        self._positions: dict[Chunk, list[int]] = {}
+        self._counts = Counter[Chunk]()
         self._next = 0  # position of the first expected use that has not happened
 
     def begin(self) -> None:
-        """Begins a pass: the uses of the last pass, if there were any, become the expected uses."""
+        """Begins a pass; the uses of the last pass, if any, become the expected uses."""
         if self._now:
             self._expected, self._now = self._now, []
             self._positions = {}
@@ -68,7 +60,7 @@ class UseTrace:
         return positions[count] if count < len(positions) else math.inf
 
     def following(self) -> Iterator[tuple[int, Chunk]]:
-        """Yields the position and chunk of each remaining expected use, the next one first."""
+        """Yields the position and the chunk of each remaining expected use, in order."""
         for position in range(self._next, len(self._expected)):
             if self.next_use(self._expected[position]) <= position:
                 yield position, self._expected[position]
@@ -80,33 +72,32 @@ class UseTrace:
 
 
 class ParameterPrefetcher:
-    """Gathers chunks of parameters before a model's units use the chunks.
+    """Gathers the chunks of a unit's parameters before the unit runs, prefetches later chunks, and reshards chunks.
 
-    `parallelize` receives the method `unit` and the field `gradient_buffers`.
+    A unit is a module, or several modules that run in a row.
     """
 
     def __init__(self) -> None:
         self.gradient_buffers: dict[nn.Parameter, GradientBuffer] = {}
         self._ahead = 0
         self._cache: int | None = None
-        # The chunk of each parameter, except parameters that are always present and up to date.
         self._chunks: dict[nn.Parameter, Chunk] = {}
         self._names: dict[nn.Parameter, str] = {}
-        self._units: dict[Sequence[nn.Module], list[Chunk]] = {}  # chunks by unit
+        self._units: dict[Sequence[nn.Module], list[Chunk]] = {}
         self._traced: dict[Chunk, None] = {}  # chunks that are offloaded or not always whole on the device
         self._resharding: list[Chunk] = []
         self._frozen: list[Chunk] = []  # frozen chunks outside the cache
         self._in_backward: Sequence[Chunk] = ()  # chunks of the unit whose backward pass began last
         self._training, self._evaluation = UseTrace(), UseTrace()
-        self._trace: UseTrace | None = None  # trace of the running pass
+        self._trace: UseTrace | None = None
         self._uses = 0
         self._last_use = dict[Chunk, int]()
 
     def hold(self, chunks: Sequence[Chunk], ahead: int, cache: int | None = None) -> None:
-        """Registers `chunks`, which hold the parameters of the modules.
+        """Registers the `chunks` of the modules' parameters.
 
-        From then on, this object gathers up to `ahead` chunks ahead of use. At most `cache` chunks stay gathered, not
-        counting chunks that are always whole on the device.
+        The prefetcher gathers up to `ahead` chunks ahead of use. At most `cache` chunks stay gathered (None: no
+        limit), not counting chunks that are always whole on the device.
         """
         self._ahead, self._cache = ahead, cache
         self._units.clear()
@@ -120,12 +111,12 @@ class ParameterPrefetcher:
         self._frozen = [chunk for chunk in chunks if not chunk.plan.rule.trains and chunk.plan.lifetime != "cache"]
 
     def begin_step(self) -> None:
-        """Begins a step: the trace of steps begins a new pass."""
+        """Begins a pass in the trace of training steps."""
         self._trace = self._training
         self._trace.begin()
 
     def used_order(self, chunks: Sequence[T]) -> list[T]:
-        """Sorts the chunks by their first use in this step; unused chunks come last."""
+        """Sorts the chunks by their first recorded use in this step; other chunks come last."""
         order = self._training.order
         return sorted(chunks, key=lambda chunk: order.get(chunk, len(order)))
 
@@ -146,8 +137,7 @@ class ParameterPrefetcher:
             chunk.unsharded.reshard()
 
     def unit(self, modules: Sequence[nn.Module], function: Callable[..., Any], x: Tensor, *args: Any) -> Any:
-        """Gathers the parameters of `modules`, runs `function(x, *args)`, which runs the modules, and gathers the parameters
-        again in the backward pass.
+        """Gathers the parameters of `modules`, and runs `function(x, *args)`, which uses the parameters.
 
         The backward pass may read the parameters only after the gradient of the first result has arrived. All ranks
         must make the same calls.
@@ -156,8 +146,7 @@ class ParameterPrefetcher:
             return self._unit(modules, function, x, *args)
 
     def _name(self, module: nn.Module) -> str:
-        """Returns a name for profilers: the module's class and, if the module has parameters in the chunks, the
-        module's path in the model."""
+        """Returns a name for profilers: the module's path in the model, if known, and the module's class."""
         of = ((self._names[each], own) for own, each in module.named_parameters() if each in self._names)
         path = next((name.removesuffix(own).rstrip(".") for name, own in of), "")
         return f"{path} ({type(module).__name__})" if path else type(module).__name__
@@ -190,9 +179,12 @@ class ParameterPrefetcher:
         self._use(chunks)
 
     def _use(self, chunks: Sequence[Chunk]) -> None:
-        """Gathers `chunks`, and begins to gather the chunks with the nearest uses."""
         for chunk in chunks:
-            self._evict_for(chunk, chunks)
+            if not self._evict_for(chunk, chunks):
+                raise UserError(
+                    f"state.cache {self._cache}: a module uses parameters of {len(chunks)} chunks at a time: raise it to "
+                    f"{len(chunks)}"
+                )
             chunk.unsharded.gather()
             if chunk in self._traced:
                 self._uses += 1
@@ -202,7 +194,6 @@ class ParameterPrefetcher:
                     self._gather_ahead(self._trace, chunks)
 
     def _gather_ahead(self, trace: UseTrace, chunks: Sequence[Chunk]) -> None:
-        """Begins to gather the chunks with the nearest uses, as far as the cache allows."""
         ahead, seen = 0, {*chunks}
         for position, following in trace.following():
             if ahead == self._ahead or len(seen) == len(self._traced):
@@ -216,12 +207,10 @@ class ParameterPrefetcher:
                 following.unsharded.start_gather()
 
     def _evict_for(self, chunk: Chunk, using: Sequence[Chunk], position: int = 0, nearest: bool = True) -> bool:
-        """Reshards the chunk with the furthest next use, counted from `position`, if the cache is full; returns
-        True if `chunk` now fits.
+        """Reshards a chunk if the cache is full; returns True if `chunk` now fits.
 
-        Chunks that are in use, or are used again before `position`, stay. If the chunk with the furthest next use must
-        stay, this method returns False. With `nearest`, the method instead reshards the chunk with the furthest next
-        use among the chunks that need not stay. Raises `UserError` where too many chunks are in use.
+        Chunks that are in use, or are used again before `position`, stay. Without `nearest`, the method reshards only
+        the chunk with the furthest next use of all.
         """
         if self._cache is None or chunk.plan.keeps_unsharded or chunk.unsharded.has_memory:
             return True
@@ -234,11 +223,6 @@ class ParameterPrefetcher:
             return next_use(candidate, position), -self._last_use.get(candidate, 0)
 
         free = [each for each in held if each not in using and next_use(each) >= position]
-        if not free and not position:
-            raise UserError(
-                f"state.cache {self._cache}: a module uses parameters of {len(using)} chunks at a time: raise it to "
-                f"{len(using)}"
-            )
         dropped = max(free if nearest else held, key=order, default=None)
         if dropped is None or dropped not in free:
             return False

@@ -1,10 +1,8 @@
 """Masks of pruned chunks, and the two forms of a buffer: dense and compressed (SAMO, chapter 4 of the dissertation on
 AxoNN).
 
-A compressed buffer has the unpruned elements in their dense order. Modules compute with dense parameters, zero where
-pruned, and produce dense gradients. Each pruned chunk has one mask, which converts between the two forms. Unpruned
-element p of the dense form has a position q <= p in the compressed form, so that compression and expansion can proceed
-tile by tile, in place.
+A compressed buffer has the unpruned elements in their dense order. An unpruned element at position p of the dense form
+has a position q <= p in the compressed form.
 """
 
 from collections.abc import Sequence
@@ -18,22 +16,22 @@ from optimus.kernels import backend
 
 MaskForm = Literal["int32", "bits"]
 _WORD = 32  # bits
-_BLOCK = 4096  # positions per block; the form "bits" counts unpruned positions by block
+_BLOCK = 4096  # positions per block of the form "bits"
 
 
 class MaskPlan(NamedTuple):
-    """The properties of a chunk's mask that decide the sizes of the chunk's buffers."""
+    """The numbers of elements of a chunk, and the form of the chunk's mask."""
 
-    size: int  # elements of the whole chunk
-    unpruned: int  # number of unpruned elements
+    size: int  # elements of the dense chunk
+    unpruned: int
     form: MaskForm
 
     @property
     def elements(self) -> int:
         """The number of int32 numbers in the mask itself.
 
-        The form "int32" has a position for each unpruned element. The form "bits" has a bit for each element, and for each
-        block the number of unpruned elements before the block.
+        The form "int32" has a position for each unpruned element. The form "bits" has a bit for each element, and for
+        each block the number of unpruned elements before the block.
         """
         if self.form == "int32":
             return self.unpruned
@@ -41,16 +39,16 @@ class MaskPlan(NamedTuple):
 
 
 class AllElements:
-    """A mask that prunes nothing: the dense and the compressed form are equal, and no operation changes a buffer."""
+    """A mask that prunes nothing; the dense and the compressed form are equal."""
 
     prunes = False
 
     def unpruned(self, start: int, end: int) -> Tensor:
-        """Returns one boolean per dense element from `start` to `end`, on the host: true if the element is unpruned."""
+        """Returns a boolean for each dense element of [`start`, `end`), on the host: true if unpruned."""
         return torch.ones(end - start, dtype=torch.bool)
 
     def borders(self, compressed: Sequence[int]) -> list[int]:
-        """Returns the borders of shards in the dense form. `compressed` has the borders in the compressed form."""
+        """Maps the borders of shards in the compressed chunk to borders in the dense chunk."""
         return [*compressed]
 
     def compress(self, dense: Tensor, length: int) -> Tensor:
@@ -69,15 +67,17 @@ class AllElements:
         return dense[part.start - first : part.stop - first]
 
     def expanded(self, compressed: Tensor, start: int, part: slice) -> Tensor:
-        """Returns elements `part` of the dense chunk, whose unpruned elements are `compressed`; `compressed` begins at
-        element `start` of the compressed chunk."""
+        """Returns elements `part` of the dense chunk, zero where pruned. `compressed` must have the unpruned elements
+        of `part`, and begins at element `start` of the compressed chunk."""
         return compressed
 
 
 class Mask(AllElements):
-    """The mask of a chunk, stored in the int32 tensor `memory` [plan.elements] from ascending int64 `positions` [unpruned].
+    """The mask of a chunk. `positions` (int64 [unpruned]) must have the dense positions of the unpruned elements, in
+    ascending order.
 
-    Compression and expansion process tiles of `tile` elements, or all elements at once if `tile` is None.
+    The int32 tensor `memory` [plan.elements] stores the mask. Triton kernels process only the form "bits". Without
+    these kernels, `compress` and `expand` process `tile` unpruned elements at a time, or all if `tile` is None.
     """
 
     prunes = True
@@ -96,8 +96,8 @@ class Mask(AllElements):
         self._before.copy_(counts.cumsum(0) - counts)
 
     def positions(self, start: int, end: int) -> Tensor:
-        """Returns the dense positions of compressed elements `start` to `end`, without padding: int32 or int64, on the
-        chunk's device."""
+        """Returns the dense positions of compressed elements [`start`, `end`), without padding: int32 or int64, on the
+        mask's device."""
         start, end = min(start, self.plan.unpruned), min(end, self.plan.unpruned)
         if self.plan.form == "int32":
             return self._memory[start:end]
@@ -175,17 +175,17 @@ class Mask(AllElements):
 
 
 def packed_bits(mask: Tensor) -> Tensor:
-    """Packs booleans into uint8 bits, row by row along the last dim; the first element is the lowest bit."""
+    """Packs booleans along the last dim into bytes (uint8, on the host); a byte's lowest bit is its first boolean."""
     return torch.from_numpy(np.packbits(mask.cpu().numpy(), axis=-1, bitorder="little"))
 
 
 def unpacked_bits(bits: Tensor, count: int) -> Tensor:
-    """Unpacks `count` booleans from each row of bits."""
+    """Unpacks the first `count` booleans of each row of `packed_bits`."""
     return torch.from_numpy(np.unpackbits(bits.numpy(), axis=-1, count=count, bitorder="little")).bool()
 
 
 def bits_of(mask: Tensor) -> int:
-    """Returns the number of set bits in `mask`, which is the number of unpruned elements."""
+    """Returns the number of set bits in the packed bits `mask`."""
     return int(_ONES[mask.int()].sum())
 
 

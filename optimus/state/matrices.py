@@ -1,8 +1,6 @@
-"""Divides chunks for update rules of whole matrices: shards end at matrix borders, and ranks may hold blocks of a matrix.
+"""Divides chunks at the borders of matrices, and applies functions to matrices whose blocks lie on several ranks.
 
-A parameter [..., R, C] consists of matrices of its last two dims, for example one matrix per expert. A stacked
-parameter has separate matrices for gate and up, or for q, k and v. Unless the matrices are split over ranks, a rank
-updates only whole matrices.
+A parameter [..., R, C] consists of matrices of its last two dims.
 
 Legend: N matrices; R rows and C columns of a whole matrix; r rows and c columns of this rank's block.
 """
@@ -24,14 +22,13 @@ class Matrices(NamedTuple):
     number: int
     rows: int
     columns: int
-    cost: int  # multiplications of one orthogonalization step per matrix; for a block, the block's fraction
+    cost: int  # multiplications to orthogonalize one matrix, per step; a block has a share by its size
 
     @classmethod
     def from_shape(cls, start: int, shape: Sequence[int], global_shape: Sequence[int] | None = None) -> "Matrices":
-        """Returns the matrices of a parameter with local `shape`; the default of `global_shape` is `shape`. Raises
-        `ValueError` for a vector.
+        """Returns the matrices of a parameter with local `shape`. Raises `ValueError` for fewer than two dims.
 
-        The cost counts the matmuls A = X X^T, A A, and the matmul of a polynomial of A with X.
+        The cost counts the matmuls A = X X^T, A A and P X, where P is a polynomial in A.
         """
         if len(shape) < 2:
             raise ValueError(f"a parameter of shape {list(shape)} is not a matrix")
@@ -45,16 +42,15 @@ class Matrices(NamedTuple):
         return self.rows * self.columns
 
     def within(self, start: int, end: int) -> range:
-        """Returns the indices of the matrices that begin between elements `start` and `end` of the chunk."""
+        """Returns the indices of the matrices that begin at elements [`start`, `end`) of the chunk."""
         first, last = (-(-(each - self.start) // self.size) for each in (start, end))
         return range(max(0, first), max(0, min(self.number, last)))
 
 
 def borders(contents: Sequence[Matrices], size: int, loads: list[int]) -> tuple[int, ...]:
-    """Returns the borders of the shards of a chunk of `size` elements, one shard for each of `loads`.
+    """Divides a chunk of `size` elements into `len(loads)` shards, and returns the `len(loads) + 1` borders.
 
-    `loads` are the costs of the matrices that each shard's rank already updates; the function adds the costs of the new
-    matrices. Shards are in ascending order. The function minimises the largest load.
+    `loads` has the matrix cost of each shard's rank in earlier chunks. The function adds the new costs to `loads`.
     """
     costs = [each.cost for each in contents for _ in range(each.number)]
     starts = [each.start + i * each.size for each in contents for i in range(each.number)]
@@ -92,11 +88,7 @@ def split_axes(layout: Layout, mesh: Mesh) -> tuple[str, ...]:
 
 
 class OverBlocks:
-    """Applies a function to whole matrices of which every rank of a group has a block.
-
-    An all-to-all gives each rank about the same number of whole matrices, and a second all-to-all returns the blocks of
-    the results. Therefore the group computes each matrix once.
-    """
+    """Applies a function to matrices whose blocks lie on the ranks of a group."""
 
     def __init__(self, groups: Groups, layout: Layout) -> None:
         axes = split_axes(layout, groups.mesh)
@@ -115,8 +107,8 @@ class OverBlocks:
         return *self._group.ranks, *self._order, self._down
 
     def __call__(self, function: Callable[[Tensor], Tensor], x_Nrc: Tensor) -> Tensor:
-        """Applies `function` to the whole matrices and returns this rank's blocks of the results. All ranks of the group
-        must call this method."""
+        """Applies `function` to the whole matrices, and returns this rank's blocks of the results. All ranks of the
+        group must call this method."""
         number, r, c = x_Nrc.shape
         ranks = self.ranks
         across = ranks // self._down

@@ -29,36 +29,32 @@ from optimus.state.plan import ChunkPlan, StateSpec, place_chunks, shard_partiti
 from optimus.state.reduction import GradientReduction
 from optimus.state.transfers import Transfers, transfers
 
-# Maximum number of chunks whose temporary whole gradient buffers are in reduction at once, and of chunks whose
-# gradients are in transfer to the host at once.
+# Limits the running reductions with temporary gradient buffers, and separately the running gradient transfers to the
+# host.
 _REDUCING = 2
 
 
 @dataclass
 class PruningProgress:
-    """The progress of pruning, which checkpoints store."""
+    """The pruning progress that checkpoints store."""
 
     events: int = 0
     """The number of prunings of the model."""
     unpruned: float = 1.0
     """The unpruned fraction of the prunable parameters."""
     distances: list[float] = field(default_factory=list)
-    """Distances between consecutive masks among the last drawn masks, for the search for an early-bird ticket."""
+    """The latest distances between consecutive drawn masks, for the search for an early-bird ticket."""
 
 
 class ModelState:
-    """Replaces the parameters of `module` (usually on the meta device) and stores their state in chunks.
+    """Replaces the parameters and buffers of `module`, and stores the state of the parameters in chunks.
 
-    `layouts` gives, by name, the layout of each parameter on the mesh of `groups`. `masks` are packed bits for this rank's
-    slices of the pruned parameters. The new parameters of `module` are views of the chunks that hold this rank's slices. The
-    values of the parameters are zero until `initialize` or `load_slices` fills them.
+    `layouts` gives, by name, the layout of each parameter on the mesh of `groups`. `masks` are packed bits for this
+    rank's slices of the pruned parameters. `divided` has the planned chunks of each pipeline stage. Without the
+    prefetcher `gathering`, parameters must stay unsharded on the device.
 
-    `divided` are the planned chunks of each pipeline stage, from `state.plan.divide_stages`. `gathering` is the
-    prefetcher whose `unit` and `gradient_buffers` the modules use. Without `gathering`, parameters must always be whole
-    on the device, and autograd accumulates all gradients.
-
-    Raises `UserError` where the caller has changed `requires_grad` of a parameter, and where a state file on a disk
-    cannot be created.
+    The caller must initialize or load the new parameters. Raises `UserError` if `requires_grad` of a parameter is
+    False.
     """
 
     def __init__(
@@ -79,10 +75,10 @@ class ModelState:
         self.groups, self.options, self.rules = groups, options, spec.rules
         self._module, self.tile, self._layouts = module, options.tile, layouts
         self.spec, self._frozen_masks = self._pruned_by(masks or {}, spec)
-        self.steps = 0  # optimizer steps applied
+        self.steps = 0
         self.drawn: Mapping[str, Tensor] | None = None  # candidate masks for the next pruning
         self.pruned = PruningProgress()
-        self._unlike = set(spec.rules.values())  # the distinct rules of all stages
+        self._unlike = set(spec.rules.values())
         self.counters = {name: 0.0 for rule in self._unlike for name in rule.counters}
         self._reducing = dict[GradientReduction, None]()  # reductions, in the order of their last starts
         self._offloading: deque[GradientReduction] = deque()
@@ -90,16 +86,14 @@ class ModelState:
         self._chunks_by_stage = self._make_chunks(masks or {}, moves or transfers(device))
         self.chunks = [chunk for chunks in self._chunks_by_stage.values() for chunk in chunks]
         self.trained = _trained(self.chunks)
-        # Buffers of the modules, which no optimizer updates; replicated over `team`.
         self.buffers = _place_buffers(module, device)
         self._first_buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}
-        # True if some rank lacks some gradients. Otherwise each rank computes the norm without communication.
+        # True if not all ranks store the same shards.
         self._parted = any(chunk.plan.replica_count < groups.world.size for chunk in self.chunks)
         self._gathering = gathering or ParameterPrefetcher()
         self._hold()
 
     def _make_chunks(self, masks: Mapping[str, Tensor], moves: Transfers) -> dict[int, list[Chunk]]:
-        """Makes the chunks of each stage, and replaces the parameters of the module by the parameters of the chunks."""
         options, groups, stages = self.options, self.groups, self._plans()
         file = StateFile(Path(options.disk or "."), moves) if "disk" in RESIDENCES[options.offload] else None
         cached = [plan for plans in stages.values() for plan in plans if plan.lifetime == "cache"]
@@ -134,7 +128,7 @@ class ModelState:
         for stage, plans in stages.items():
             for plan in plans:
                 made.setdefault(stage, []).append(chunk := make(plan))
-                # `make_parameters` frees the whole parameters of a sharded chunk before the next chunk allocates.
+                # `make_parameters` frees the unsharded parameters of a sharded chunk before the next chunk allocates.
                 parameters.update(chunk.make_parameters())
         if file is not None:
             file.reserve()
@@ -142,18 +136,15 @@ class ModelState:
         return made
 
     def _plans(self) -> dict[int, list[ChunkPlan]]:
-        """Returns the chunks of each stage with the buffers that offloading and pruning need."""
         return {stage: place_chunks(plans, self.options, self.spec) for stage, plans in self._divided.items()}
 
     def _hold(self) -> None:
-        """Registers the chunks with the prefetcher, which gathers the chunks that modules use."""
         assert self.options.cache != "auto", "`state.cache` must be decided before"
         self._forget_zeros()
         self._gathering.hold(self.chunks, self.options.prefetch, self.options.cache)
 
     def _forget_zeros(self) -> None:
-        """Makes each linear layer with low-rank factors check again, in its next forward pass, whether its frozen
-        weight has zeros."""
+        """Makes linear layers with low-rank factors check again whether their frozen weights have zeros."""
         for module in self._module.modules():
             if isinstance(module, Factored):
                 module.pruned = None
@@ -169,20 +160,16 @@ class ModelState:
         }
 
     def _pruned_by(self, masks: Mapping[str, Tensor], spec: StateSpec) -> tuple[StateSpec, dict[str, Tensor]]:
-        """Returns `spec` with the unpruned fractions of `masks`, and the masks of frozen parameters.
-
-        The masks of frozen parameters compress no buffer.
-        """
+        """Returns (`spec` with the unpruned fractions of `masks`, masks of frozen parameters)."""
         shares = unpruned_shares(masks, self._layouts, self.groups.mesh, self.groups.rank)
         frozen = {name: bits for name, bits in masks.items() if not self.rules[name].trains}
         return spec._replace(unpruned=dict.fromkeys(spec.unpruned) | shares), frozen
 
     def prune(self, masks: Mapping[str, Tensor], *, empty: bool = False) -> None:
-        """Prunes parameters by `masks`: by name, packed bits for this rank's slices of the prunable parameters.
+        """Prunes parameters by `masks`, which map names to packed bits for this rank's slices.
 
-        All ranks must call this method between steps. The state of unpruned elements stays, and a parameter without a
-        new mask keeps its earlier mask. With `empty`, the method drops earlier masks and the state of pruned chunks,
-        because the caller will load values.
+        All ranks must call this method between steps. Unless `empty`, a parameter without a new mask keeps its earlier
+        mask. With `empty`, the method drops earlier masks, and the weights and optimizer state of pruned chunks.
         """
         masks = ({} if empty else self.masks) | {name: masks[name] for name in self.spec.unpruned if name in masks}
         self.spec, self._frozen_masks = self._pruned_by(masks, self.spec)
@@ -199,14 +186,13 @@ class ModelState:
 
     @property
     def gathers_on_use(self) -> bool:
-        """True if parameters are sharded. All ranks must then run each forward pass together, also for evaluation."""
+        """True if some parameters are sharded. All ranks must then run the same forward passes."""
         return any(chunk.plan.depths.parameters for chunk in self.chunks)
 
     def initialize(self, seed: int, std: float, *, only: Role | None = None) -> None:
         """Sets the initial weights that the modules declare for all parameters, or for parameters of the role `only`.
 
-        The values do not depend on the mesh or the chunks: each element's random number follows from the seed, the
-        parameter's name and the element's position.
+        The values do not depend on the mesh. Without `only`, the method also resets the buffers that checkpoints store.
         """
         declared = dict(declarations(self._module))
         initial = {name: each.initial for name, each in declared.items() if only in (None, each.role)}
@@ -216,15 +202,15 @@ class ModelState:
             buffer.copy_(self._first_buffers[name])
 
     def begin(self) -> None:
-        """Initializes the state of the update rules for the first update; the caller has loaded the weights."""
+        """Initializes the state of the update rules from the current weights, and recomputes the compute weights."""
         self._forget_zeros()
         for chunk in self.trained:
             chunk.begin()
             chunk.refresh_compute_copy()
 
     def begin_step(self) -> None:
-        """Clears the gradients; must precede the first microbatch of a step. Raises `UserError` where the caller has changed
-        `requires_grad` of a parameter."""
+        """Clears the gradients; must precede the first microbatch of a step. Raises `UserError` if the caller has
+        changed `requires_grad` of a parameter."""
         _check_trainable(
             (slot.name, each.requires_grad is chunk.plan.rule.trains)
             for chunk in self.chunks
@@ -234,7 +220,7 @@ class ModelState:
         self.clear_gradients()
 
     def clear_gradients(self) -> None:
-        """Sets all gradients to zero, after the wait for running reductions."""
+        """Waits for running reductions, and clears the gradients."""
         self._reducing.clear()
         self._offloading.clear()
         for chunk in self.trained:
@@ -256,15 +242,14 @@ class ModelState:
             chunk.gradients.reduce_on_arrival()
 
     def start_reduction(self, stage: int) -> None:
-        """Starts the remaining reductions of a stage after the stage's last backward pass."""
+        """Announces that no further gradients of a stage come in this step; may start reductions."""
         for chunk in _trained(self._chunks_by_stage.get(stage, [])):
             chunk.gradients.start()
 
     def reduce_gradients(self) -> float:
-        """Sums the gradients over the replicas; returns the Euclidean norm of all gradients, each parameter counted once.
+        """Completes the gradient reductions; returns the Euclidean norm of the gradients, each parameter counted once.
 
-        The norm is not finite when any gradient is not finite. The reductions of other chunks may overlap with the
-        computation of one chunk's norm.
+        The norm is not finite when any gradient is not finite.
         """
         self._gathering.end_passes()
         device = self.chunks[0].parameter.device
@@ -284,18 +269,13 @@ class ModelState:
         return float(square.sqrt().float())
 
     def step(self, lr: float, gradient_scale: float) -> None:
-        """Runs one optimizer step on every trained chunk; the update of a chunk may overlap with the all-gathers of
-        earlier chunks.
-
-        Collective updates come first. Then the method updates the chunks in the order of their first use in this step.
-        Each use of an offloaded chunk waits for the chunk's update.
-        """
+        """Begins one optimizer step on every trained chunk; updates of offloaded chunks may end later."""
         self.steps += 1
         counted = [rule.count(self.counters, self.steps, lr) for rule in self._unlike]
         self.counters = {name: value for each in counted for name, value in each.items()}
         now = OptimizerStep(self.steps, lr, gradient_scale, self.counters)
-        chunks = self._gathering.used_order(self.trained)  # the next step probably uses the chunks in the same order
-        # Collective updates run first, in this thread, before the update thread gets any update.
+        chunks = self._gathering.used_order(self.trained)
+        # Collective updates run in this thread, before the update thread gets any update.
         chunks.sort(key=lambda chunk: chunk.update.is_collective, reverse=True)
         for chunk in chunks:
             chunk.unsharded.wait()
@@ -309,12 +289,8 @@ class ModelState:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Switches to the evaluation weights (averaged, if the rule averages) inside the context. All ranks must
-        call this method.
-
-        The method finishes running transfers. Therefore one rank can continue alone if all parameters are always whole
-        on the device.
-        """
+        """Switches to the evaluation weights (averaged, if the rule averages) inside the context. All ranks must call
+        this method."""
         self.skip()  # the last step may be unfinished
         for chunk in self.chunks:
             chunk.use_eval_weights()
@@ -328,23 +304,21 @@ class ModelState:
                     chunk.refresh_compute_copy()
 
     def finish(self) -> None:
-        """Waits for running updates and parameter transfers, and all-gathers the parameters that are always whole on
-        the device; must precede the end of the process group."""
+        """Waits for running updates and parameter transfers, and all-gathers parameters that stay unsharded.
+
+        Must precede the end of the process group.
+        """
         for chunk in self.chunks:
             if chunk.plan.keeps_unsharded:
                 chunk.unsharded.gather()
             chunk.unsharded.wait()
 
     def _limit_reductions(self, begun: GradientReduction) -> None:
-        """Limits the running reductions after `begun` has started.
-
-        Without `overlap`, `begun` finishes at once. Otherwise, at most `_REDUCING` reductions keep temporary whole
-        gradient buffers.
-        """
+        """Limits the running reductions after `begun` has started; may begin to copy gradients to the host."""
         if not self.options.overlap:
             begun.finish()
         elif begun.chunk.plan.adds_gradients or (begun.offloaded and not begun.alone):
-            self._reducing.pop(begun, None)  # the finished reduction of an earlier microbatch
+            self._reducing.pop(begun, None)
             self._reducing[begun] = None
             if len(self._reducing) <= _REDUCING:
                 return
@@ -355,11 +329,7 @@ class ModelState:
             self._begin_offload(begun)
 
     def _begin_offload(self, gradients: GradientReduction) -> None:
-        """Starts the copy of a chunk's gradients to the host. If more than `_REDUCING` copies are running, waits for
-        the oldest copy and frees the device memory of the copied gradients.
-
-        The method first finishes the reduction, because the copy needs the sums.
-        """
+        """Begins to copy a chunk's reduced gradients to the host; waits for the oldest copy if too many copies run."""
         self._reducing.pop(gradients, None)
         gradients.offload_gradient(self.tile)
         self._offloading.append(gradients)
@@ -372,10 +342,9 @@ def _trained(chunks: Iterable[Chunk]) -> list[TrainedChunk]:
 
 
 def _check_trainable(parameters: Iterable[tuple[str, bool]]) -> None:
-    """Checks pairs of a parameter's name and a flag, which is true if `requires_grad` is as planned.
+    """Raises `UserError` if any flag in `parameters` is False.
 
-    The optimizer processes whole chunks, so an update would change a parameter whose `requires_grad` the caller has set
-    to False. Raises `UserError` with the names of parameters whose flag is false.
+    `parameters` yields (name of a parameter, True if the parameter's `requires_grad` is as planned).
     """
     others = [name for name, as_planned in parameters if not as_planned]
     if others:
@@ -387,8 +356,8 @@ def _check_trainable(parameters: Iterable[tuple[str, bool]]) -> None:
 
 
 def _place_buffers(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
-    """Replaces the buffers of the module by copies on `device`, or by zeros if they have no values. Returns the new buffers
-    that checkpoints store, by name."""
+    """Replaces the buffers of the module by copies on `device`; buffers on the meta device become zeros. Returns the
+    new buffers that checkpoints store, by name."""
     for owner in module.modules():
         for leaf, old in owner._buffers.items():
             if old is not None:

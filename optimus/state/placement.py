@@ -1,8 +1,5 @@
 """Places the buffers of a chunk in memory of the device or the host, or on a disk, and maps buffers to checkpoint
-entries.
-
-Some buffers of a pruned chunk are compressed (`masks.py`); this module also converts them to their dense forms and back.
-"""
+entries."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -28,42 +25,36 @@ NOTHING_ON_DISK: AbstractContextManager[Mapping[str, Tensor]] = nullcontext({})
 
 @dataclass(frozen=True)
 class ChunkContext:
-    """The groups, transfers and options that a chunk needs in addition to its plan."""
+    """The groups, transfers, files and options that a chunk needs in addition to its plan."""
 
     groups: Sequence[Group]
     """The process group of each sharding step of the chunk."""
     copies: Group
-    """The replica group of a trained chunk: the ranks that store the same shard. The last all-reduce sums the gradients
-    of these ranks."""
+    """The ranks that store the same shard of a trained chunk."""
     transfers: Transfers
     step: StepContext = field(default_factory=StepContext)
-    """The step context, which identifies the current backward pass and may defer weight gradients."""
+    """The step context, which identifies the current backward pass."""
     file: StateFile | None = None
     """The state file of this rank; None without state on a disk."""
     block: int = 0
-    """The minimum number of bytes that whole parameters allocate on the device."""
+    """The minimum number of bytes to allocate on the device for the chunk's unsharded parameters."""
     options: StateConfig = field(default_factory=StateConfig)
     blocks: Mapping[str, OverBlocks] = field(default_factory=dict)
-    """For each parameter whose matrices are split into blocks over ranks, by name: the object that applies a matrix function
-    to the whole matrices."""
+    """By parameter name: an `OverBlocks` for matrices whose rows or columns are split over ranks."""
     started: Callable[[Any], None] = lambda reduction: None
-    """A callback, which gets each `GradientReduction` that has begun."""
+    """A callback for each `GradientReduction` that has begun."""
 
 
 class Placement:
-    """The buffers of `plan`: flat tensors.
+    """The buffers of `plan`; the buffers in memory are flat tensors.
 
-    `parameter` (compute type) holds the whole chunk. `compute_shard` (compute type) is a view of the stored parameters:
-    the shard that this rank updates, which may be the whole chunk. Checkpointed buffers have the length of
-    `compute_shard`. The key prefix of the master weights is "model", and the key prefix of an update rule's buffer is
-    the buffer's kind. `resident` maps prefixes to the checkpointed buffers that are not on a disk. A chunk without
-    separate master weights checkpoints `compute_shard` under "model".
-
-    `masks` are packed bits for the pruned parameters.
+    `parameter` (compute dtype) is the buffer for the unsharded parameters. `compute_shard` is a view of this
+    rank's shard of the compute weights. `resident` maps checkpoint prefixes to the state in memory: "model" to the
+    weights, and each kind of optimizer state to its buffer. `masks` are packed bits by parameter name.
     """
 
     def __init__(self, plan: ChunkPlan, context: ChunkContext, masks: Mapping[str, Tensor] | None = None) -> None:
-        # The groups have no watch, because a rank may also send data that it has all-gathered from other ranks.
+        # Unwatched groups, because a rank may also send data that it has all-gathered from other ranks.
         self.groups = [group.unwatched for group in context.groups]
         self.context, self.transfers, self.part = context, context.transfers, OwnPart()
         self.disk: DiskStates | None = None
@@ -72,7 +63,6 @@ class Placement:
         self.allocate(plan, masks or {})
 
     def _make(self, plan: ChunkPlan, *extents: str) -> dict[str, Tensor]:
-        """Allocates the buffers outside the disk whose extent is one of `extents`, and returns the buffers by kind."""
         return {
             each.kind: self.transfers.make(each, plan.elements(each))
             for each in plan.buffers
@@ -87,7 +77,7 @@ class Placement:
         if plan.mask is not None:
             tile = self.context.options.tile if self.parameter.device.type == "cpu" else None
             self.elements = Mask(plan.mask, positions(plan, masks), self._made["mask"], tile)
-        self.parameter_shard = self.buffer("parameters.shard", self.parameter)  # the stored parameters between uses
+        self.parameter_shard = self.buffer("parameters.shard", self.parameter)
         self.compute_shard = self.parameter_shard[plan.within(plan.depths.parameters, plan.depths.optimizer)]
         on_disk = [each.kind for each in plan.buffers if each.residency == "disk"]
         if on_disk and self.disk is not None:
@@ -101,8 +91,8 @@ class Placement:
         return self._made.get(kind, otherwise)
 
     def by_prefix(self, on_disk: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the checkpointed state by prefix: buffers in memory, and the buffers `on_disk`, which the caller has read
-        from the disk and gives by kind."""
+        """Returns the checkpointed state by prefix. `on_disk` has, by kind, the buffers that the caller has read from
+        the disk."""
         made = {**self._made, **on_disk}
         if not self.plan.has_master:
             made["master"] = self.compute_shard
@@ -119,16 +109,13 @@ class Placement:
 
     @property
     def _computes_otherwise(self) -> bool:
-        """True if averaging or pruning makes the compute weights differ, beyond rounding, from this rank's shard of the
-        master weights."""
+        """True if averaging or pruning may make the compute weights differ, beyond rounding, from the master
+        weights."""
         return self.plan.rule.averages or self.elements.prunes
 
     def weights(self, states: Mapping[str, Tensor]) -> Tensor:
-        """Returns this rank's shard of the weights for a checkpoint of weights alone.
-
-        The result is the compute weights, or the master weights from `states` where averaging or pruning makes the
-        compute weights differ.
-        """
+        """Returns this rank's shard of the weights for a checkpoint of weights alone; `states` is the state by
+        prefix."""
         return states["model"] if self._computes_otherwise else self.compute_shard
 
     @property
@@ -140,23 +127,23 @@ class Placement:
         """Returns, by name, each parameter's view of a buffer of the whole chunk's size."""
         return {slot.name: buffer[slot.start : slot.end].view(slot.shape) for slot in self.plan.slots}
 
-    # ---- Dense forms of compressed buffers ----
+    # ---- Dense forms ----
 
     @property
     def dense_extent(self) -> slice:
-        """The elements of the dense chunk that this rank's shard covers, including pruned elements. All shards together
-        cover the chunk."""
+        """The elements of the dense chunk that this rank's shard covers, including pruned elements."""
         borders = self.elements.borders(self.plan.borders)
         first, number = self.plan.shards(self.plan.depths.optimizer)
         return slice(borders[first], borders[first + number])
 
     def dense_part(self, part: Tensor) -> Tensor:
-        """Returns the dense form, zero where pruned, of `part`: one of this rank's buffers or its copy on the host. Returns
-        `part` itself if nothing is pruned."""
+        """Returns the dense form of `part`, a buffer of this rank's shard. Pruned elements are zero. Without a mask,
+        returns `part` itself."""
         return self.elements.expanded(part, self.plan.shard.start, self.dense_extent)
 
     def fill_part(self, part: Tensor, dense: Tensor) -> None:
-        """Fills `part`, one of this rank's buffers, from `dense`: the dense form of the buffer or of the whole chunk."""
+        """Fills `part`, a buffer of this rank's shard, from `dense`: the dense form of the buffer or of the whole
+        chunk."""
         first = 0 if len(dense) == self.plan.size else self.dense_extent.start
         source = self.elements.compressed(dense, self.plan.shard, first)
         if source.data_ptr() != part.data_ptr():
@@ -164,7 +151,10 @@ class Placement:
 
 
 def positions(plan: ChunkPlan, masks: Mapping[str, Tensor]) -> Tensor:
-    """Returns the positions of the unpruned elements in the whole chunk, int64."""
+    """Returns the int64 positions of the unpruned elements in the dense chunk.
+
+    `masks` are packed bits by parameter name. Parameters without a mask are not pruned.
+    """
     found = []
     for slot in plan.slots:
         bits, size = masks.get(slot.name), slot.shape.numel()

@@ -1,7 +1,4 @@
-"""Divides parameters into chunks and shards the chunks over ranks: pure arithmetic, for any rank of any mesh.
-
-`ModelState` allocates the buffers of a plan. Checks and the planner compute bytes from the same plan without any allocation.
-"""
+"""Divides parameters into chunks and shards the chunks over ranks, without any allocation."""
 
 import math
 import operator
@@ -27,18 +24,16 @@ from optimus.state.tiling import TILINGS, Tiling
 Sizes = npt.NDArray[np.int64]
 Shard = Literal["none", "optimizer", "gradients", "parameters"]
 
-_SMALLEST, _LARGEST = 1 << 22, 1 << 26  # limits of the search, in elements
-_SIZES = 240  # the search tries about this number of sizes
-# Minimum number of chunks of a model, unless chunks get smaller than `_SMALLEST` or `state.chunk` is set. Some chunks
-# can then be in transfer while other chunks are in use.
-_CHUNKS = 8
+_SMALLEST, _LARGEST = 1 << 22, 1 << 26  # limits of the search for a chunk size, in elements
+_SIZES = 240  # the search tries at most about this number of sizes
+_CHUNKS = 8  # the largest size of the search is the rank's elements divided by this number, within the limits
 
 
 @dataclass(frozen=True)
 class ParameterSlot:
     """The elements of a chunk that hold this rank's slice of one parameter: elements `start` to `end`.
 
-    The space for the slice ends at `limit`, so that the largest slice of any rank fits.
+    The space up to `limit` fits the largest slice of any rank.
     """
 
     name: str
@@ -74,7 +69,7 @@ def _shape(region: Sequence[slice]) -> torch.Size:
 
 
 class ShardStep(NamedTuple):
-    """A sharding step of a chunk over `ranks` ranks, of which this rank gets shard number `group_rank`."""
+    """A sharding step of a chunk over `ranks` ranks. This rank gets shard number `group_rank`."""
 
     ranks: int
     group_rank: int
@@ -85,7 +80,7 @@ class ChunkPlan:
     """The plan of a chunk: parameters with the same replicas and rule, sharded in steps.
 
     The *extent* of depth d is the slice of the chunk that this rank has after d steps. `replica_count` ranks store the
-    same shard. A pruned chunk has a `mask`; the extents, lengths and borders of such a chunk count compressed elements.
+    same shard. With a `mask`, extents, lengths and borders count compressed elements.
     """
 
     slots: tuple[ParameterSlot, ...]
@@ -95,7 +90,7 @@ class ChunkPlan:
     shard_steps: tuple[ShardStep, ...]
     replica_count: int
     depths: ShardDepths
-    buffers: tuple[Buffer, ...]  # made by `buffers.buffers` for these depths
+    buffers: tuple[Buffer, ...]
     mask: MaskPlan | None = None
 
     @property
@@ -120,14 +115,16 @@ class ChunkPlan:
         return slice(self.borders[first], self.borders[first + number])
 
     def lengths(self, depth: int) -> list[int]:
-        """Returns the number of elements that each rank of step `depth` gets from the extent that the step divides."""
+        """Returns the lengths of the shards into which step `depth` (counted from 0) divides the extent of `depth`."""
         first, number = self.shards(depth)
         ends = self.borders[first : first + number + 1 : number // self.shard_steps[depth].ranks]
         return [end - start for start, end in pairwise(ends)]
 
     def shards(self, depth: int) -> tuple[int, int]:
-        """Returns the index of the first shard in this rank's extent of `depth`, and the number of shards in that
-        extent. The two numbers count shards after the last step."""
+        """Returns (index of the first shard, number of shards) in the extent of `depth`.
+
+        Counts the shards after the last step.
+        """
         first, number = 0, self.shard_count
         for share in self.shard_steps[:depth]:
             number //= share.ranks
@@ -135,12 +132,15 @@ class ChunkPlan:
         return first, number
 
     def within(self, depth: int, part: int) -> slice:
-        """Returns the extent of depth `part` relative to the extent of `depth`; `part` is at least `depth`."""
+        """Returns the extent of depth `part`, relative to the start of the extent of `depth`.
+
+        `part` must not be less than `depth`.
+        """
         outer, inner = self.extent(depth), self.extent(part)
         return slice(inner.start - outer.start, inner.stop - outer.start)
 
     def elements(self, buffer: Buffer) -> int:
-        """Returns the number of elements of a buffer of this chunk."""
+        """Returns the number of elements of this chunk's `buffer` on this rank."""
         if self.mask is not None and buffer.extent != "compressed":
             return self.mask.size if buffer.extent == "dense" else self.mask.elements
         if buffer.depth == 0:
@@ -160,16 +160,16 @@ class ChunkPlan:
 
     @property
     def lifetime(self) -> Lifetime:
-        """The time during which the whole parameters have memory."""
+        """The time during which the unsharded parameters have memory."""
         return self.buffers[0].lifetime
 
     @property
     def keeps_unsharded(self) -> bool:
-        """True if the device always has memory for the whole parameters."""
+        """True if the device always has memory for the unsharded parameters."""
         return self.stays("parameters")
 
     def residency(self, kind: str) -> Residency:
-        """Returns the location of a buffer (device, host or disk); "device" if the chunk has no buffer of this kind."""
+        """Returns the location of the buffer of this kind: device, host or disk; "device" if the chunk has none."""
         return next((buffer.residency for buffer in self.buffers if buffer.kind == kind), "device")
 
     def stays(self, kind: str) -> bool:
@@ -183,7 +183,7 @@ class ChunkPlan:
 
     @property
     def model_dtype(self) -> torch.dtype:
-        """The type of the weights in a full checkpoint."""
+        """The dtype of the weights in a full checkpoint."""
         return torch.float32 if self.rule.trains else self.buffers[0].dtype
 
     @property
@@ -214,12 +214,11 @@ class ChunkPlan:
 
     @property
     def block(self) -> int:
-        """The bytes of the whole parameters."""
+        """The bytes of the unsharded parameters."""
         return self.buffers[0].bytes(self.size)
 
     def bytes_by_kind(self, residency: Residency = "device") -> dict[str, int]:
-        """Returns the bytes, by kind, of this rank's buffers that always have memory on `residency`; `master` is zero
-        where the parameters serve as master weights."""
+        """Returns the bytes, by kind, of this rank's buffers that always have memory on `residency`."""
         found = dict.fromkeys(KINDS, 0)
         for buffer in self.buffers:
             if buffer.residency == residency and buffer.lifetime == "always":
@@ -232,12 +231,12 @@ class StateSpec(NamedTuple):
 
     compute: torch.dtype
     rules: Mapping[str, Rule]
-    # The unpruned fraction of this rank's slice of each prunable parameter; None for a parameter that is not pruned yet.
+    # By prunable parameter: the unpruned fraction of this rank's slice, or None before the first pruning.
     unpruned: Mapping[str, float | None] = {}
     mask_form: MaskForm = "int32"
 
     def unpruned_of(self, slot: ParameterSlot) -> int:
-        """Returns the number of unpruned elements in this rank's slice of the parameter of `slot`."""
+        """Returns the number of unpruned elements of `slot`."""
         share, elements = self.unpruned.get(slot.name), slot.shape.numel()
         return elements if share is None else round(share * elements)
 
@@ -245,7 +244,10 @@ class StateSpec(NamedTuple):
 def unpruned_shares(
     masks: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh, rank: int
 ) -> dict[str, float]:
-    """Returns, by parameter name, the fraction of the slice of `rank` that the mask (packed bits) leaves unpruned."""
+    """Returns the unpruned fraction of each parameter's slice on `rank`, by name.
+
+    `masks` has the masks of these slices as packed bits.
+    """
     sizes = {name: _shape(layouts[name].region(mesh, rank)).numel() for name in masks}
     return {name: bits_of(bits) / max(1, sizes[name]) for name, bits in masks.items()}
 
@@ -253,12 +255,7 @@ def unpruned_shares(
 def divide_chunks(
     layouts: Mapping[str, Layout], mesh: Mesh, rank: int, options: StateConfig, spec: StateSpec
 ) -> list[ChunkPlan]:
-    """Returns the plans of the chunks of `rank` without pruning and offloading.
-
-    `end_to_end` says which parameters share a chunk.
-
-    Raises `UserError` when the configured sharding does not divide the replicas of a parameter.
-    """
+    """Returns the plans of the chunks of `rank` without pruning and offloading."""
     replicas = {axes: tuple(mesh.group(rank, axes)) for axes in {layout.partial_axes for layout in layouts.values()}}
     plans = list[ChunkPlan]()
     for row in end_to_end(layouts, mesh, rank, replicas, options.chunk, spec):
@@ -282,18 +279,17 @@ def in_order(plans: Iterable[ChunkPlan], names: Iterable[str]) -> list[ChunkPlan
 
 
 class ChunkRow(NamedTuple):
-    """Parameters with the same replicas and rule, contiguous in chunks that are not sharded yet."""
+    """Chunks of parameters with the same replicas, rule and prunability, before sharding."""
 
-    axes: tuple[str, ...]  # mesh axes of the replicas, whose gradients are partial sums
+    axes: tuple[str, ...]  # mesh axes of the replicas; gradients are partial sums along these axes
     same: tuple[str, ...]  # further mesh axes along which ranks hold identical parameters
     rule: Rule
     chunks: Sequence[tuple[ParameterSlot, ...]]
     align: int
 
     def borders(self, parts: int) -> list[Sequence[int]]:
-        """Returns, for each chunk, the positions where its `parts` shards begin, and the position where the last shard
-        ends."""
-        tiling, loads = TILINGS[self.rule.tiling], [0] * parts  # cost of each shard's matrices so far
+        """Returns the borders of each chunk for `parts` shards; see `ChunkPlan.borders`."""
+        tiling, loads = TILINGS[self.rule.tiling], [0] * parts
         return [
             tiling.borders(
                 [each for slot in slots for each in tiling.matrices(slot.start, slot.shape, slot.layout.shape)],
@@ -312,7 +308,7 @@ class ChunkRow(NamedTuple):
         copies: int,
         planned: tuple[Buffer, ...],
     ) -> list[ChunkPlan]:
-        """Returns the chunks of this row, sharded in `steps`; `copies` ranks store the same shard, in `planned` buffers."""
+        """Returns the chunks of this row, sharded in `steps`. `copies` ranks store the same shard."""
         return [
             ChunkPlan(slots, self.axes, self.rule, ends, steps, copies, depths, planned)
             for slots, ends in zip(self.chunks, borders)
@@ -330,8 +326,7 @@ def end_to_end(
     """Groups the parameters of `rank` by replicas, replicated axes, rule and prunability, and lays out each group in
     chunks.
 
-    A chunk of several parameters has at most `chunk` elements; where `chunk` is None, `search_limit` finds the limit.
-    `replicas` maps each set of mesh axes to the ranks along these axes: two sets may have the same ranks.
+    A chunk of several parameters has at most `chunk` elements; with None, a search finds the limit.
     """
     unlike = set(layouts.values())
     regions = {layout: layout.region(mesh, rank) for layout in unlike}
@@ -355,27 +350,31 @@ def end_to_end(
     return rows
 
 
+def resident_chunks(plans: Sequence[ChunkPlan], options: StateConfig) -> int:
+    """Returns the number of first chunks that together have at most the fraction `resident_fraction` of all elements.
+
+    The fraction "auto" counts as 0.
+    """
+    fraction = 0.0 if options.resident_fraction == "auto" else options.resident_fraction
+    here = fraction * sum(plan.size for plan in plans)
+    return sum(size <= here * (1 + 1e-9) for size in accumulate(plan.size for plan in plans))
+
+
 def place_chunks(plans: Sequence[ChunkPlan], options: StateConfig, spec: StateSpec) -> list[ChunkPlan]:
     """Returns the chunks of `divide_chunks` with the buffers that offloading and pruning need.
 
-    The first chunks, up to the fraction `resident_fraction` of all elements, stay on the device. All later chunks have
-    the configured offloading. The forward pass can use the first chunks while the updates of later chunks still run.
+    The first chunks, up to the fraction `resident_fraction` of all elements, stay on the device.
     """
     if options.offload == "none" and not spec.unpruned:
         return [*plans]
-    # With `auto`, a later decision moves to the device the chunks that fit.
-    fraction = 0.0 if options.resident_fraction == "auto" else options.resident_fraction
-    here = fraction * sum(plan.size for plan in plans)
-    found, size = list[ChunkPlan](), 0
-    for plan in plans:
-        size += plan.size
+    resident, found = resident_chunks(plans, options), list[ChunkPlan]()
+    for number, plan in enumerate(plans):
         first = plan.slots[0]
-        elsewhere = size > here * (1 + 1e-9)
+        elsewhere = number >= resident
         where = options.offload if elsewhere else "none"
         # The embedding group sums the gradients of a tied embedding at the end of a step, on the device.
         sends = elsewhere and options.accumulate_on == "host" and "embedding" not in first.layout.replicated_axes
         depths = placed(plan.depths, where, sends)
-        # A chunk whose parameters may be pruned later, but have no masks yet, is not compressed.
         pruned = plan.rule.trains and any(spec.unpruned.get(slot.name) is not None for slot in plan.slots)
         prunable = elsewhere and first.name in spec.unpruned
         planned = chunk_buffers(depths, plan.rule, options, spec, pruned, where, prunable, sends)
@@ -409,24 +408,20 @@ def chunk_buffers(
 
 
 def _compressed(plan: ChunkPlan, spec: StateSpec) -> ChunkPlan:
-    """Returns the plan with shards of equal length over the unpruned elements."""
     unpruned = sum(spec.unpruned_of(slot) for slot in plan.slots)
     borders = plan.tiling.borders([], aligned(unpruned, plan.align), [0] * plan.shard_count, plan.align)
     return replace(plan, borders=borders, mask=MaskPlan(plan.size, unpruned, spec.mask_form))
 
 
 def placed(depths: ShardDepths, offload: str, sends: bool = False) -> ShardDepths:
-    """Returns the depths of a chunk after offloading.
-
-    Parameters on the host have the depth of the optimizer state. Gradients that each microbatch `sends` to the host are not
-    sharded on the device.
-    """
+    """Returns the sharding depths of a chunk under `offload`: parameters on the host are sharded like the optimizer
+    state. With `sends`, gradients stay unsharded until their reduction."""
     depths = depths._replace(parameters=depths.optimizer) if RESIDENCES[offload][0] != "device" else depths
     return depths._replace(gradients=0) if sends else depths
 
 
 def lifetime(options: StateConfig) -> Lifetime:
-    """Returns the lifetime of whole parameters that a chunk all-gathers or fetches on use."""
+    """Returns the lifetime of unsharded parameters that a chunk all-gathers or fetches on use."""
     if options.cache is not None or RESIDENCES[options.offload][0] != "device":
         return "cache"
     return "use" if options.reshard_after_forward else "step"
@@ -440,11 +435,7 @@ def divide_stages(
     stage_of: Callable[[str], int],
     spec: StateSpec,
 ) -> dict[int, list[ChunkPlan]]:
-    """Returns the divided chunks of each pipeline stage on `rank`. `stage_of` maps a parameter's name to its stage; no chunk
-    belongs to two stages.
-
-    Raises `UserError` as `divide_chunks` does.
-    """
+    """Returns the divided chunks of each pipeline stage on `rank`; `stage_of` maps a parameter's name to its stage."""
     stages: dict[int, dict[str, Layout]] = {}
     for name, layout in layouts.items():
         stages.setdefault(stage_of(name), {})[name] = layout
@@ -455,12 +446,10 @@ def lay_out(sizes: Sequence[int], limit: int, align: int = ALIGN) -> list[list[t
     """Lays out parameters of the given `sizes` in chunks of at most `limit` elements; returns, for each chunk, (number,
     start, end) of each parameter.
 
-    Each parameter begins at a multiple of `align`. A parameter larger than `limit` gets a separate chunk. The function
-    fills chunks from the last parameter backwards, so that the first chunk gets the remainder. The gradients of the
-    first chunk usually arrive last, and no computation remains to overlap with their reduction.
+    Each parameter begins at a multiple of `align`. A parameter larger than `limit` gets a separate chunk.
     """
     chunks: list[list[int]] = []
-    length = 0  # elements of the current chunk
+    length = 0
     for number in reversed(range(len(sizes))):
         length += aligned(sizes[number], align)
         if not chunks or length - aligned(sizes[chunks[0][-1]], align) + sizes[chunks[0][-1]] > limit:
@@ -479,30 +468,23 @@ def _end_to_end(numbers: Sequence[int], sizes: Sequence[int], align: int) -> lis
 
 
 def chunk_limit(groups: Sequence[Sequence[int]], chosen: int | None) -> int:
-    """Returns the maximum number of elements in a chunk: `chosen`, or the result of `search_limit` if `chosen` is
-    None."""
+    """Returns the maximum number of elements in a chunk: `chosen`, or the result of a search if `chosen` is None."""
     return chosen or _found_limit(tuple(map(tuple, groups)))
 
 
 @lru_cache(maxsize=1024)
 def _found_limit(groups: tuple[tuple[int, ...], ...]) -> int:
-    """Searches for the limit, and caches the limits of equal `groups`."""
     return search_limit(groups, _SMALLEST, largest_chunk(sum(map(sum, groups))))
 
 
 def largest_chunk(elements: int) -> int:
-    """Returns the largest chunk size of the search, in elements, for a model of `elements` elements."""
+    """Returns the largest chunk size of the search, in elements, for a rank with `elements` elements."""
     return max(_SMALLEST, min(_LARGEST, elements // _CHUNKS))
 
 
 def search_limit(groups: Sequence[Sequence[int]], smallest: int, largest: int) -> int:
-    """Returns the chunk size that leaves the fewest elements empty, among about `_SIZES` sizes between `smallest` and
-    `largest` (Elixir, section 4).
-
-    `groups` are the sizes of the parameters of each group. A group that fits into the smallest chunk does not count. A
-    parameter larger than a chunk does not count. Among sizes that leave equally few elements empty, the function
-    chooses the largest.
-    """
+    """Returns the chunk size that leaves the fewest elements empty, among at most about `_SIZES` sizes between
+    `smallest` and `largest` (Elixir, section 4)."""
     counted = [sizes for sizes in groups if lay_out(sizes, sum(map(aligned, sizes)))[0][-1][2] > smallest]
 
     limits_L = np.arange(largest, smallest - 1, -max(ALIGN, (largest - smallest) // _SIZES))
@@ -510,11 +492,7 @@ def search_limit(groups: Sequence[Sequence[int]], smallest: int, largest: int) -
 
 
 def wasted(sizes: Sequence[int], limits_L: Sizes) -> Sizes:
-    """Returns, for each limit, the number of elements that parameters of these sizes leave empty in chunks of at most
-    this limit.
-
-    The function computes `lay_out` for all limits at once.
-    """
+    """Returns, for each limit, the number of elements that `lay_out` leaves empty at the ends of chunks."""
     # The initial state is a full chunk.
     waste_L, length_L, padding_L = np.zeros_like(limits_L), limits_L.copy(), np.zeros_like(limits_L)
     for size in reversed(sizes):
@@ -527,10 +505,7 @@ def wasted(sizes: Sequence[int], limits_L: Sizes) -> Sizes:
 
 
 def sharding_of(rule: Rule, options: StateConfig) -> StateConfig:
-    """Returns the sharding options for chunks of `rule`.
-
-    Frozen chunks have only parameters, so that only the sharding of parameters applies.
-    """
+    """Returns the sharding options for chunks of `rule`; frozen chunks have only the sharding of parameters."""
     if rule.trains:
         return options
     width, *_ = shard_widths(options.shard, options.shard_ranks)
@@ -542,9 +517,9 @@ def shard_groups(mesh: Mesh, replicas: Sequence[int], options: StateConfig) -> l
     """Divides `replicas`, the ranks with the same parameters, into the groups that shard the state of these parameters.
 
     The setting `shard_over: replicas` makes one group of all replicas (EPSO: the Optimus paper, section 3.2). The
-    setting `shard_over: data` makes groups along the data axis of the experts. With `shard: none`, each rank is a
-    group. The number for the optimizer state in `shard_ranks` divides each group into smaller groups of neighbouring
-    ranks (HSDP). Raises `UserError` when this number is smaller than a group and does not divide the group's size.
+    setting `shard_over: data` makes groups along the data axis of the experts. The number for the optimizer state in
+    `shard_ranks` divides each group into smaller groups of neighbouring ranks (HSDP). Raises `UserError` when the
+    number is smaller than a group and does not divide the group's size. Without sharding, each rank is a group.
     """
     if options.shard == "none":
         return [[rank] for rank in replicas]
@@ -568,15 +543,11 @@ def shard_groups(mesh: Mesh, replicas: Sequence[int], options: StateConfig) -> l
 
 
 def check_shard_ranks(layouts: Mapping[str, Layout], mesh: Mesh, options: StateConfig) -> None:
-    """Raises `UserError` when `shard_ranks` exceeds the largest number of ranks that can shard a parameter of the model.
-
-    `layouts` has the layouts of all parameters of the model. Parameters whose gradients are partial sums over
-    tensor-parallel ranks do not count. Experts may have fewer or more replicas than other parameters. Then the larger
-    number is the limit, and all replicas of a parameter with fewer replicas shard the parameter.
-    """
+    """Raises `UserError` if `shard_ranks` exceeds the number of data-parallel replicas of every parameter."""
     wanted = max(width or 0 for width in shard_widths(options.shard, options.shard_ranks))
     over_all = options.model_copy(update={"shard_ranks": None})
-    axes = {layout.partial_axes for layout in layouts.values() if layout.partial_axes in (("dp", "cp"), ("edp",))}
+    data = "dp", "cp", "edp"
+    axes = {tuple(axis for axis in layout.partial_axes if axis in data) for layout in layouts.values()}
     most = max(len(shard_groups(mesh, mesh.group(0, each), over_all)[0]) for each in axes)
     if wanted > most:
         cure = f"at most {most}, or remove it for all replicas" if most > 1 else "1, or remove it"
@@ -587,10 +558,13 @@ def check_shard_ranks(layouts: Mapping[str, Layout], mesh: Mesh, options: StateC
 
 
 def shard_partitions(mesh: Mesh, replicas: Sequence[str], options: StateConfig) -> list[RankPartition]:
-    """Returns one partition of all ranks per sharding step, and last the partition into replica groups of the same shard."""
+    """Returns one partition of all ranks per sharding step, then the partition into replica groups.
+
+    The ranks of a replica group store the same shard. `replicas` are the mesh axes along which parameters repeat.
+    """
     all_replicas = mesh.groups(replicas)
     first = all_replicas.group(0)
-    # All replica groups have the same structure, so the partition of the first group applies to each.
+    # All groups of `all_replicas` have the same structure, so the shard groups of the first group apply to each.
     positions_PW = np.searchsorted(first, shard_groups(mesh, first, options))
     shards = all_replicas.cut(lambda ranks_GR: ranks_GR[:, positions_PW].reshape(-1, positions_PW.shape[1]))
     steps, _ = sharing_steps(shard_widths(options.shard, options.shard_ranks), shards.largest)
@@ -605,10 +579,10 @@ def shard_partitions(mesh: Mesh, replicas: Sequence[str], options: StateConfig) 
 
 
 def shard_sizes(plans: Sequence[ChunkPlan], depth: int) -> int | Sizes:
-    """Returns the number of elements of each shard after `depth` sharding steps, summed over chunks with the same steps; a
-    single number if all shards are equally long."""
+    """Returns the number of elements of each shard after `depth` steps, summed over `plans`; one number if the tiling
+    makes equal shards. All `plans` must have the same tiling and sharding steps."""
     first = plans[0]
-    _, together = first.shards(depth)  # number of smallest shards in a shard of this depth
+    _, together = first.shards(depth)
     if first.tiling.equal:
         return sum([plan.borders[-1] for plan in plans]) * together // first.shard_count
     return sum((np.diff(plan.borders[::together]) for plan in plans), np.zeros(first.shard_count // together, np.int64))
@@ -621,9 +595,10 @@ def bytes_by_kind(plans: Sequence[ChunkPlan], residency: Residency = "device") -
 
 
 def sharing_steps(widths: Sequence[int | None], ranks: int) -> tuple[list[int], ShardDepths]:
-    """Returns the steps in which `ranks` ranks shard a chunk, and the depths of parameters, gradients and optimizer state.
+    """Returns (ranks of each sharding step, depths) for a chunk that `ranks` ranks shard.
 
-    `widths` come from `shard_widths`. Raises `UserError` where the widths do not divide the ranks or one another.
+    `widths` is a result of `shard_widths`. Limits each width to `ranks`. Raises `UserError` if a width does not
+    divide the ranks or the next width.
     """
     steps, depths, inner = list[int](), list[int](), 1
     for kind, width in zip(ShardDepths._fields, (min(width or ranks, ranks) for width in widths)):

@@ -1,9 +1,7 @@
 """Chooses the pruned elements by exact thresholds over all ranks.
 
-Scores are non-negative fp32 numbers, whose bits, read as integers, have the same order. Two histograms, summed over the
-ranks, find the k-th largest score of all ranks. The first histogram counts the upper 16 bits. The second histogram
-counts the lower 16 bits of the scores whose upper bits equal the upper bits of the k-th largest score. Elements whose
-scores are at least the k-th largest score stay unpruned: with ties, more than k elements.
+Scores are non-negative fp32 numbers, whose bits, read as integers, have the same order. Elements with at least the k-th
+largest score stay unpruned (with ties, more than k), except elements pruned before.
 """
 
 import math
@@ -25,10 +23,10 @@ from optimus.state.masks import bits_of, packed_bits, unpacked_bits
 from optimus.state.model_state import ModelState
 from optimus.state.plan import ParameterSlot
 
-Score = Callable[[ParameterSlot, Tensor], Tensor]  # fp32 scores of the elements of this rank's slice of a parameter
+Score = Callable[[ParameterSlot, Tensor], Tensor]  # fp32 scores of the elements in this rank's slice of a parameter
 
 _HALF = 1 << 16
-_BLOCK = 16  # rows and columns of a block, the unit of block pruning
+_BLOCK = 16  # rows and columns of a block
 
 
 def magnitudes(slot: ParameterSlot, weights: Tensor) -> Tensor:
@@ -40,7 +38,6 @@ def block_norms(slot: ParameterSlot, weights: Tensor) -> Tensor:
     """Returns, for each weight, the root mean square of the weights in its block of 16 x 16."""
     rows, columns = weights.shape[-2:]
     square = weights.reshape(-1, 1, rows, columns).square()
-    # Blocks at the edges have fewer weights.
     means = F.avg_pool2d(square, _BLOCK, ceil_mode=True, count_include_pad=False)
     norms = means.sqrt().repeat_interleave(_BLOCK, 2).repeat_interleave(_BLOCK, 3)
     return norms[:, :, :rows, :columns].reshape(weights.shape)
@@ -48,7 +45,7 @@ def block_norms(slot: ParameterSlot, weights: Tensor) -> Tensor:
 
 def random_scores(seed: int) -> Score:
     """Returns a function for random scores that depend only on the seed, the parameter's name and the element's
-    position, so that every layout prunes the same elements."""
+    position."""
 
     def scores(slot: ParameterSlot, weights: Tensor) -> Tensor:
         found = torch.empty(weights.numel(), device=weights.device)
@@ -59,8 +56,8 @@ def random_scores(seed: int) -> Score:
 
 
 def check_blocks(layouts: Mapping[str, Layout], mesh: Mesh) -> None:
-    """Raises `UserError` where a 16 x 16 block of these parameters would span several ranks, or where a parameter has
-    fewer than two dims."""
+    """Raises `UserError` if a 16 x 16 block of a parameter would span several ranks, or a parameter has fewer than two
+    dims."""
     for name, layout in layouts.items():
         parts = layout.local_shape(mesh)[-2:]
         if len(layout.shape) < 2:
@@ -82,10 +79,10 @@ class LocalWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class PrunableWeights:
-    """Weights of prunable parameters, which decide the pruned elements.
+    """This rank's fp32 weights of prunable parameters, and the masks of earlier prunings.
 
-    `parts` yields this rank's slices of the named parameters; pruning calls `parts` several times. `before` has packed bits,
-    by name, for this rank's slices of parameters that have been pruned before.
+    `parts` yields this rank's slices of the named parameters. `before` has, by name, the packed mask of this
+    rank's slice of each parameter pruned before.
     """
 
     world: Group
@@ -95,7 +92,10 @@ class PrunableWeights:
 
 
 def weights_of(state: ModelState) -> PrunableWeights:
-    """Returns the prunable weights of `state`. Consecutive slices of one chunk share one all-gather."""
+    """Returns the trained parameters of `state` and their masks, for a pruning.
+
+    Reading `parts` all-gathers the weights chunk by chunk, so all ranks must read `parts` in the same order.
+    """
     held: list[tuple[TrainedChunk, Tensor]] = []
 
     def parts(names: Collection[str]) -> Iterator[LocalWeights]:
@@ -118,10 +118,7 @@ def weights_to_be(
     read: Callable[[ParameterSlot, Tensor], None],
     before: Mapping[str, Tensor],
 ) -> PrunableWeights:
-    """Returns the prunable weights of parameters with these layouts, before a `ModelState` exists.
-
-    The function `read` fills this rank's slice of a parameter.
-    """
+    """Returns the prunable weights of parameters with these layouts; `read` fills this rank's slice of a parameter."""
     mesh, rank = groups.mesh, groups.rank
 
     def parts(names: Collection[str]) -> Iterator[LocalWeights]:
@@ -139,11 +136,11 @@ def weights_to_be(
 def prune(
     weights: PrunableWeights, unpruned: float, sizes: Mapping[str, int], score: Score, *, per_tensor: bool = False
 ) -> dict[str, Tensor]:
-    """Returns masks of this rank's slices that leave about the fraction `unpruned` of all elements unpruned; `sizes`
-    gives, by name, each parameter's number of elements in the whole model.
+    """Returns masks of this rank's slices that leave about the fraction `unpruned` of all elements unpruned.
 
-    Elements pruned before remain pruned. The function compares scores over all parameters, or with `per_tensor` within each
-    parameter. All ranks must call this function. Raises `UserError` on all ranks if weights of any rank are not finite.
+    `sizes` gives, by name, each parameter's number of elements in the whole model. Elements pruned before remain
+    pruned. The function compares scores over all parameters, or with `per_tensor` within each parameter. All ranks must
+    call this function. Raises `UserError` on all ranks if weights of any rank are not finite.
     """
     masks: dict[str, Tensor] = {}
     failure: UserError | None = None
@@ -163,7 +160,7 @@ def prune(
                 failure = UserError(
                     f"pruning: weights of {slot.name} are not finite: resume from an earlier checkpoint"
                 )
-                values = torch.zeros_like(values)  # NaN has no place in the histograms of the scores
+                values = torch.zeros_like(values)  # values that are not finite would distort the histograms
             yield scored(slot, values), counts
 
     for names in [{name} for name in sizes] if per_tensor else [{*sizes}]:
@@ -178,14 +175,14 @@ def prune(
 
 
 def kth_largest(world: Group, parts: Callable[[], Iterator[tuple[Tensor, bool]]], k: int, device: torch.device) -> int:
-    """Returns the bits of the k-th largest score of all ranks, exactly.
+    """Returns the bits of the k-th largest score over all ranks, as an integer.
 
-    `parts` yields pairs of this rank's scores and a flag that is true if the scores count: replicated scores count on one
-    rank. The function calls `parts` twice.
+    `parts` yields pairs of this rank's scores and a flag that is true if the scores count: replicated scores count on
+    one rank.
     """
 
     def counts(select_bits: Callable[[Tensor], Tensor]) -> Tensor:
-        # float64 is exact for these counts. The counts accumulate from the largest score.
+        # float64 is exact for these counts.
         found = torch.zeros(_HALF, dtype=torch.float64, device=device)
         for scores, counted in parts():
             if counted:
@@ -203,11 +200,10 @@ def kth_largest(world: Group, parts: Callable[[], Iterator[tuple[Tensor, bool]]]
 
 
 def distance(before: Mapping[str, Tensor], now: Mapping[str, Tensor], state: ModelState) -> float:
-    """Returns the fraction of the elements unpruned by the masks `now` that the masks `before` prune, over the whole
-    model. All ranks must call this function.
+    """Returns, of the elements that the masks `now` leave unpruned, the fraction that the masks `before` prune.
 
-    You et al. instead divide the number of differing elements by the number of all elements. The elements of a
-    parameter without an earlier mask count as pruned before.
+    Counts over the whole model; all ranks must call this function. The early-bird paper (You et al. 2020) instead
+    divides the number of differing elements by the number of all elements.
     """
     known = {name: before.get(name, torch.zeros_like(bits)) for name, bits in now.items()}
     new = _total(state, {name: bits_of(bits & ~known[name]) for name, bits in now.items()})
@@ -225,7 +221,7 @@ def unpruned_share(state: ModelState, sizes: Mapping[str, int]) -> float:
 
 
 def _total(state: ModelState, counts: Mapping[str, int]) -> float:
-    """Sums `counts`, numbers for this rank's slices by parameter name, over the whole model."""
+    """Sums `counts`, which maps a parameter name to a number for this rank's slice, over the whole model."""
     mesh, world = state.groups.mesh, state.groups.world
     here = {
         slot.name for chunk in state.trained for slot in chunk.plan.slots if slot.layout.first_holds(mesh, world.rank)

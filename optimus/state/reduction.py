@@ -1,19 +1,7 @@
-"""Accumulates and reduces the gradients of a chunk, from the first gradient to the sum over all replicas.
+"""Accumulates, reduces and offloads the gradients of a chunk.
 
-Gradients accumulate into views of the chunk's gradient buffer. Reduce-scatters sum the gradients in the sharding steps,
-and an all-reduce over the ranks with the same shard (`copies`) comes last. The training step scales the loss such that
-the sum over the replicas is the gradient of the global batch's loss. Where gradients are sharded, the whole buffer has
-memory from the first gradient of a microbatch to the end of the reduce-scatter. A pruned chunk compresses its gradients
-in place before their reduction.
-
-The reduction of a chunk begins as soon as the chunk's last gradient of the last microbatch has arrived, while the
-backward pass continues. Where microbatches add to a shard, to compressed gradients or to gradients on the host, a
-reduction begins in every microbatch. The reduction counts gradients separately for each backward pass, because passes
-with deferred weight gradients may interleave. A pass has *found* a gradient when the pass no longer needs the
-gradient's parameter, even if the pass defers the addition of the gradient.
-
-Gradients that wait for the update on the host leave the device after their reduction. The transfer happens after the last
-microbatch, or after each microbatch if the host accumulates.
+One reduce-scatter per level of sharding sums and shards the gradients; an all-reduce over the shard's replicas comes
+last. `found` marks a parameter that the backward pass no longer needs; the pass may defer the parameter's gradient.
 """
 
 import weakref
@@ -36,15 +24,14 @@ from optimus.step_context import StepContext
 class ChunkGradient(GradientBuffer):
     """The gradient buffer of a parameter: a view of the chunk's gradient buffer.
 
-    A kernel, instead of autograd, adds to the buffer between `open` and `close`, once per backward pass. `close` counts
-    the gradient as arrived. Autograd then gets no gradient, but still calls the parameter's hooks, which must not count
-    the gradient again.
+    A kernel adds to the buffer between `open` and `close`. Autograd still calls the parameter's hooks, which must not
+    count the gradient again.
     """
 
     def __init__(self, reduction: "GradientReduction", parameter: nn.Parameter, step: StepContext | None) -> None:
         super().__init__(step)
         self._reduction, self._parameter = reduction, parameter
-        self.used = False  # True if a kernel has used the buffer in this step
+        self.used = False
 
     def open(self) -> Tensor:
         self.used = True
@@ -61,25 +48,25 @@ class ChunkGradient(GradientBuffer):
 
 
 class GradientReduction:
-    """The gradient reduction of `chunk`, with the chunk's parameters `unsharded`; see the docstring of the module.
+    """Accumulates, reduces and offloads the gradients of `chunk`.
 
-    `gradient` (gradient type) covers the whole chunk. `reduced` is a view of the accumulated gradients: the shard that this
-    rank's optimizer updates. The update reads `waiting`: `reduced`, or a host tensor if gradients are `offloaded`.
+    `gradient` (in the gradient dtype) covers the whole chunk. `reduced` is the optimizer's shard of the accumulated
+    gradients. The update reads `waiting`: `reduced`, or a host tensor if gradients are `offloaded`.
     """
 
     def __init__(self, chunk: Placement, unsharded: UnshardedParameters) -> None:
         self.chunk, self._unsharded = chunk, unsharded
         self._context, self._transfers = chunk.context, chunk.transfers
         self._watch = chunk.context.copies.watch
-        # This group has no watch; `_start` reports the inputs of reductions to the watch.
+        # This group does not record NaN and Inf: `_start` records the inputs of reductions in `_watch`.
         self.replica_group = chunk.context.copies.unwatched
         self.buffers: dict[nn.Parameter, ChunkGradient] = {}
-        # For each backward pass that lacks gradients of this chunk: the number of parameters that the pass no longer
-        # needs, and the number of gradients in the buffer.
+        # By backward pass: the number of parameters that the pass no longer needs, and the number of gradients that the
+        # pass has added to the buffer.
         self._found, self._added = Counter[tuple[int, int] | None](), Counter[tuple[int, int] | None]()
         self.sum, self._host = Status("sum"), Status("host gradients")
         self._turn = InTurn()
-        self._square: Tensor  # sum of squares of the gradients that leave for the host
+        self._square: Tensor  # sum of squares of the offloaded gradients
         self.gradient = chunk.buffer("gradients", chunk.parameter)
         self._gradients = ManagedBuffer("gradients", self.gradient, chunk.transfers.resize, stays=True)
         self.switch_buffers()
@@ -115,7 +102,7 @@ class GradientReduction:
 
         If an update still reads the gradients, the wait for the update clears the gradients.
         """
-        self.finish()  # the last step may be unfinished
+        self.finish()  # the previous step may be unfinished
         self.finish_offload()
         self._host.finish()
         self._found.clear()
@@ -141,12 +128,12 @@ class GradientReduction:
     # ---- Arrival of gradients ----
 
     def before_gradient(self) -> None:
-        """Prepares the gradient buffer for a gradient: waits until no reduction of an earlier microbatch reads the
-        buffer, and allocates the buffer's memory."""
+        """Waits until no reduction of an earlier microbatch reads the gradient buffer, and allocates the buffer's
+        memory."""
         plan = self.chunk.plan
         if plan.adds_gradients:
             self.free_gradient()
-        elif plan.sends_gradients and self._begun:  # an earlier microbatch has begun the reduction
+        elif plan.sends_gradients and self._begun:
             if self.may_offload:
                 self.offload_gradient(0)
             self.finish_offload()
@@ -154,8 +141,8 @@ class GradientReduction:
         self._gradients.transition("open")
 
     def after_gradient(self) -> None:
-        """Counts a gradient of this chunk that is now in the buffer; after the last gradient, starts the reduction if
-        the reduction is due."""
+        """Counts a gradient of this chunk that is now in the buffer; after the last gradient, may start the
+        reduction."""
         self.sum.transition("add")
         self._gradients.transition("add")
         plan = self.chunk.plan
@@ -170,8 +157,8 @@ class GradientReduction:
             self._reshard_unneeded()
 
     def _complete(self, counts: Counter[tuple[int, int] | None]) -> bool:
-        """Counts one gradient of the current backward pass; returns True if the gradient is the pass's last gradient of
-        this chunk."""
+        """Adds 1 to the count of the current backward pass. Returns True, and deletes the count, at the last parameter
+        of this chunk."""
         present = self._context.step.backward
         counts[present] += 1
         if counts[present] < len(self.chunk.plan.slots):
@@ -180,36 +167,31 @@ class GradientReduction:
         return True
 
     def end_backward(self) -> None:
-        """Ends the current backward pass, or a part of the pass, and reshards the parameters if the pass has found only
-        some gradients."""
+        """Ends the current backward pass, or a part of the pass; may reshard the parameters."""
         if self._found.pop(self._context.step.backward, 0):
             self._reshard_unneeded()
 
     def _reshard_unneeded(self) -> None:
-        """Reshards parameters with the lifetime "use" after a backward pass, unless another running pass still needs
-        the parameters."""
+        """Reshards parameters with the lifetime "use", unless a backward pass still needs some of the chunk's
+        parameters."""
         if self.chunk.plan.lifetime == "use" and not self._found:
             self._unsharded.reshard()
 
     # ---- Reduction ----
 
     def reduce_on_arrival(self) -> None:
-        """Announces the last backward pass of the step, so that the reduction starts when the chunk's last gradient
-        arrives."""
+        """Announces the last backward pass of the step: the reduction starts when the chunk's last gradient arrives."""
         self.sum.transition("last")
 
     def start(self) -> None:
-        """Starts the reduction unless the reduction has begun on arrival. Where microbatches add their gradients to
-        another buffer, `reduce` starts the reduction instead. The caller promises that no further gradient of this step
-        comes."""
-        self.chunk.part.finish_update()  # the update still runs if this step has not used the parameters
+        """Announces that no further gradient of this step comes; may start the reduction."""
+        self.chunk.part.finish_update()  # the update may still run if this step has not used the parameters
         self.sum.transition("last")
         if not self._begun and not self.chunk.plan.adds_gradients:
             self._start()
 
     def reduce(self) -> None:
-        """Sums the gradients over the replicas into `reduced`: finishes a reduction that began on arrival, or runs a whole
-        reduction."""
+        """Completes the reduce-scatters and the all-reduce of the gradients into `reduced`."""
         self.start()
         if not self._begun and self._gradients.status == "here":
             self._start()
@@ -229,7 +211,7 @@ class GradientReduction:
         self._turn.wait()
 
     def free_gradient(self) -> None:
-        """Advances the reduction until the reduction no longer needs the whole gradient buffer."""
+        """Advances the reduction until the reduction no longer needs the unsharded gradient buffer."""
         while self._gradients.status == "leaving" and self._turn:
             self._turn.advance()
 
@@ -239,10 +221,8 @@ class GradientReduction:
         return self.chunk.plan.shard_count * self.chunk.plan.replica_count == 1
 
     def _start(self) -> None:
-        """Begins to reduce the gradients to the shard in which gradients accumulate. Continues to the optimizer's shard
-        if no more gradients come, or if each microbatch sends its gradients to the host."""
         plan = self.chunk.plan
-        if self._gradients.status == "absent":  # no gradient has arrived
+        if self._gradients.status == "absent":
             self._gradients.transition("open")
         gradient = self.chunk.elements.compress(self.gradient, plan.borders[-1])
         if self._watch is not None:
@@ -259,8 +239,8 @@ class GradientReduction:
         self._context.started(self)
 
     def _reduce_accumulated(self) -> None:
-        """Reduce-scatters the accumulated gradients to the optimizer's shard, and all-reduces that shard over its
-        replicas."""
+        """Begins to reduce-scatter the accumulated gradients to the optimizer's shard, and to all-reduce that shard
+        over its replicas."""
         plan = self.chunk.plan
         self.sum.transition("send" if plan.sends_gradients else "reduce", self._turn)
         accumulated_depth = plan.depths.gradients
@@ -271,8 +251,10 @@ class GradientReduction:
         self._turn.add(self._all_reduce_async)
 
     def _reduce_scatter_async(self, buffer: Tensor, outer: int, depth: int) -> Handle:
-        """Begins to reduce-scatter the extent of `depth` over the group of sharding step `depth`; `buffer` holds the
-        extent of depth `outer`."""
+        """Begins to reduce-scatter this rank's slice after `depth` levels of sharding over `chunk.groups[depth]`.
+
+        `buffer` has the slice after `outer` levels (`ChunkPlan`).
+        """
         plan = self.chunk.plan
         extent, part = buffer[plan.within(outer, depth)], buffer[plan.within(outer, depth + 1)]
         handle = self.chunk.groups[depth].reduce_scatter_async(extent, part, plan.lengths(depth))
@@ -285,8 +267,8 @@ class GradientReduction:
         return Handle(wait)
 
     def _add(self, part: Tensor) -> Handle:
-        """Adds `part`, this rank's shard of a microbatch's gradients, to the accumulated gradients, and frees the whole
-        buffer."""
+        """Adds `part`, this rank's shard of a microbatch's gradients, to the accumulated gradients, and frees the
+        unsharded buffer."""
         self._accumulated.transition("open")
         self._accumulated_gradients.add_(part)
         self._gradients.transition("free")
@@ -305,16 +287,16 @@ class GradientReduction:
 
         return Handle(wait)
 
-    # ---- Transfer to the host ----
+    # ---- Transfer to the host, norm and update ----
 
     @property
     def may_offload(self) -> bool:
-        """True if the gradients in reduction go to the host: the gradients of the step, or of one microbatch if each
-        microbatch sends its gradients."""
+        """True if the chunk offloads gradients, and their reduction is running or complete."""
         return self.offloaded and self.sum.status in ("summing", "summed")
 
     def offload_gradient(self, tile: int) -> None:
-        """Begins to copy the reduced gradients to the host; later copies of the same step add to the host's gradients."""
+        """Begins to copy the reduced gradients to the host; later copies of the same step add to the host's
+        gradients."""
         self.finish()
         moves, part = self._transfers, self.chunk.part
         if self._host.status == "none":
@@ -340,7 +322,7 @@ class GradientReduction:
             self._accumulated.transition("free")
 
     def square_sum(self, tile: int) -> Tensor:
-        """Returns the sum of squares of the reduced gradients of this rank's shard, a scalar."""
+        """Returns the sum of squares of this rank's reduced gradients, a scalar."""
         self.sum.transition("measure")
         if not self.offloaded:
             return self._square_sum(self.reduced, tile)
@@ -352,7 +334,7 @@ class GradientReduction:
         return self._square
 
     def _square_sum(self, gradients: Tensor, tile: int) -> Tensor:
-        if gradients.device.type != "cpu":  # one kernel launch for the whole shard
+        if gradients.device.type != "cpu":
             return square_sum(gradients)
         return torch.stack([square_sum(part) for part in gradients.split(aligned(tile, self.chunk.plan.align))]).sum()
 
@@ -365,7 +347,6 @@ class GradientReduction:
 
 
 def _before_accumulation(reference: "weakref.ref[GradientReduction]", gradient: Tensor | None) -> None:
-    """Handles autograd's hook before the accumulation of a gradient into a parameter of a chunk."""
     reduction = reference()
     if reduction is not None and gradient is not None:
         reduction.before_gradient()
@@ -374,7 +355,6 @@ def _before_accumulation(reference: "weakref.ref[GradientReduction]", gradient: 
 def _after_accumulation(
     reference: "weakref.ref[GradientReduction]", buffer: "weakref.ref[ChunkGradient]", parameter: Tensor
 ) -> None:
-    """Handles autograd's hook after the accumulation into a parameter of a chunk."""
     reduction, to = reference(), buffer()
     if reduction is not None and to is not None and not to.used:
         reduction.found()

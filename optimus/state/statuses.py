@@ -1,8 +1,6 @@
 """Defines in tables the permitted operations on a chunk's data, by status and thread.
 
-The training thread and autograd's threads may change any status, but not at the same time. `THREADS` lists the statuses
-that other threads may change. An operation by another thread, a stream or a collective stays under way until the event
-`arrive`, which waits for the operation.
+The training thread and autograd's threads may change any status, but not at the same time.
 """
 
 import threading
@@ -15,37 +13,35 @@ from optimus.comm import Handle
 # For each kind of data and each status: the permitted events, and the status after each event. The first status is the
 # initial status.
 TRANSITIONS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
-    # Whole parameters. Absent: without memory, or with out-of-date content.
+    # Unsharded parameters. "absent": without memory, or with out-of-date content.
     "parameters": {
         "here": {"use": "here", "free": "absent"},
         "absent": {"fetch": "fetching", "gather": "coming", "approach": "near", "free": "absent"},
-        # The shard of the parameters that this rank stores between uses is in transfer from other ranks.
+        # This rank's parameter shard, stored between uses, is in transfer from other ranks.
         "near": {"gather": "coming", "arrive": "absent"},
         "fetching": {"gather": "coming", "arrive": "here"},  # this rank's shard is in transfer from the host
         "coming": {"arrive": "here"},  # shards are in transfer from other ranks
     },
-    # Whole gradients of a microbatch or a step; also the accumulated shard, where the shard is a separate buffer. The
-    # content starts at zero.
+    # Unsharded gradients of a microbatch or a step; also the accumulated shard, if the shard is a separate buffer.
     "gradients": {
         "here": {"open": "here", "add": "here", "reduce": "leaving", "free": "absent"},
         "absent": {"open": "here", "free": "absent"},
         "leaving": {"free": "absent"},  # the reduction reads the buffer
     },
-    # The sum of the gradients of a step, or of a microbatch where each microbatch sends its gradients to the host.
+    # The reduced gradients of a step, or of a microbatch if every microbatch sends gradients to the host.
     "sum": {
         "more": {"add": "more", "last": "last", "send": "summing", "clear": "more"},
         "last": {"add": "last", "last": "last", "send": "summing", "reduce": "summing", "clear": "more"},
-        # Collectives sum over the replicas; no further gradient may come.
+        # Reduce-scatters and all-reduces are in progress; no gradient may be added.
         "summing": {"last": "summing", "arrive": "summed"},
         "summed": {"last": "summed", "measure": "summed", "leave": "leaving", "update": "used", "clear": "more"},
         "leaving": {"last": "leaving", "measure": "leaving", "arrive": "left"},  # in transfer to the host
         "left": {"last": "left", "again": "more", "measure": "left", "update": "used", "clear": "more"},
         "used": {"clear": "more", "clear behind": "clearing"},
-        # The update still reads the gradients. After the update, `free` clears the gradients.
+        # In the next two statuses, the update still reads the gradients.
         "clearing": {"last": "last behind", "clear behind": "clearing", "clear": "more"},
         "last behind": {"last": "last behind", "clear behind": "clearing", "clear": "last"},
     },
-    # The gradients of a step on the host.
     "host gradients": {
         "none": {"copy": "coming", "clear": "none"},
         "coming": {"arrive": "here"},
@@ -62,7 +58,7 @@ TRANSITIONS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
         "lent": {"read": "lent", "write": "lent", "compute": "rest", "update": "updating"},
         "updating": {"gather": "updating", "arrive": "rest"},  # the all-gather waits for the update
     },
-    # A copy that overlaps with training: of the state, or of the state and the compute weights.
+    # An operation that overlaps with training and reads the state, or the state and the compute weights.
     "copy": {
         "none": {"hold": "state", "hold weights": "weights", "lend": "none", "write": "none"},
         "state": {"lend": "state", "arrive": "none"},
@@ -71,8 +67,7 @@ TRANSITIONS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
 }
 _WITHOUT_MEMORY = "absent", "near"
 
-# By kind of data and status: the prefixes of the names of other threads that may change the status. In all other
-# statuses, only the training thread and autograd's threads may change the status.
+# Background threads that may change a status, by name prefix. The keys are (data, status).
 THREADS: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("part", "updating"): ("optimus update", "optimus disk"),
     ("host gradients", "coming"): ("optimus update",),
@@ -92,10 +87,11 @@ class Status:
         self.until: Handle | None = None
 
     def transition(self, event: str, until: Handle | None = None) -> None:
-        """Changes the status as `TRANSITIONS` defines for `event`; the event `arrive` first waits for the running operation.
+        """Changes the status as `TRANSITIONS` defines for `event`; the event `arrive` first waits for the running
+        operation.
 
-        `until` is the handle of an operation that the event begins. Raises `RuntimeError` where the table has no transition
-        for the event, and in a thread that may not change this status.
+        `until` is the handle of an operation that the event begins. Raises `RuntimeError` where the table has no
+        transition for the event, and in a thread that may not change this status.
         """
         following, name = self._table[self.status].get(event), threading.current_thread().name
         if following is None:
@@ -114,7 +110,7 @@ class Status:
             self.until = until
 
     def finish(self) -> None:
-        """Waits for the running operation, if there is one."""
+        """Waits for the running operation, if any, and changes the status as for the event `arrive`."""
         if self.until is not None:
             self.transition("arrive")
 
@@ -122,9 +118,9 @@ class Status:
 class ManagedBuffer(Status):
     """The memory of a flat `tensor`, and the status of the tensor's content.
 
-    Unless the buffer `stays`, `resize` frees the memory when the status changes to one without memory, and allocates
-    the memory again later. Views of the tensor are valid again when the tensor has memory. `resize` allocates at least
-    `block` bytes.
+    With `stays`, the memory is permanent. Otherwise `resize` frees the memory when the status requires none, and
+    allocates at least `block` bytes when the status requires memory again. The event `open` zeroes the tensor if the
+    status before the event required no memory.
     """
 
     def __init__(
@@ -155,7 +151,7 @@ class ManagedBuffer(Status):
 
 
 class OwnPart(Status):
-    """The status of this rank's shard of a chunk, and the status of the shard's `copy` for a checkpoint."""
+    """The status of this rank's shard of a chunk, and in `copy` the status of a running copy of the shard."""
 
     def __init__(self) -> None:
         super().__init__("part")
@@ -168,7 +164,7 @@ class OwnPart(Status):
             self.copy.transition(event)
 
     def finish_update(self) -> None:
-        """Waits for a running update."""
+        """Waits for a running update, and then calls `behind`, if set."""
         if self.status == "updating":
             self.transition("arrive")
             if self.behind is not None:

@@ -1,7 +1,4 @@
-"""Divides chunks among ranks and into the tiles of an optimizer step: at aligned elements, or between whole matrices.
-
-Each update rule names its tiling (`optim.rule.Rule.tiling`).
-"""
+"""Divides chunks into shards, and shards into the tiles of an optimizer step."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
@@ -16,11 +13,11 @@ from optimus.state.matrices import Matrices, OverBlocks, borders, split_axes
 
 
 class Divided(Protocol):
-    """The properties of a chunk that a tiling needs, for example of a `plan.ChunkPlan`."""
+    """The properties of a chunk that a tiling needs."""
 
     @property
     def align(self) -> int:
-        """The alignment in elements. A flat tiling makes the lengths of shards multiples of this number."""
+        """Shards and tiles of a flat tiling begin at multiples of this number of elements."""
 
     @property
     def shard(self) -> slice:
@@ -28,32 +25,30 @@ class Divided(Protocol):
 
     @property
     def slots(self) -> Sequence[Any]:
-        """The contiguous parameters, each a `plan.ParameterSlot`."""
+        """The `ParameterSlot`s of the chunk."""
 
 
 class Tiling:
     """Divides at aligned elements: shards have equal length."""
 
-    equal: ClassVar[bool] = True  # True if all shards have the same length
+    equal: ClassVar[bool] = True
 
     def split_axes(self, layout: Layout, mesh: Mesh) -> tuple[str, ...]:
-        """Returns the mesh axes over which the rows or columns of a matrix are split: ranks along these axes update
-        each matrix together. A flat tiling has none of these axes."""
+        """Returns the mesh axes over which the rows or columns of matrices are split; none for a flat tiling."""
         return ()
 
     def matrices(self, start: int, shape: Sequence[int], global_shape: Sequence[int]) -> list[Matrices]:
-        """Returns the matrices of a parameter that must stay whole; a flat tiling has none.
-
-        The parameter begins at element `start`, and has the local `shape` and the `global_shape`.
-        """
+        """Returns a parameter's local matrices, which shards must not split; none for a flat tiling."""
         return []
 
     def borders(self, contents: Sequence[Matrices], size: int, loads: list[int], align: int) -> Sequence[int]:
-        """Returns the borders of the shards of a chunk of `size` elements with the matrices `contents`, one shard for
-        each of `loads`.
+        """Returns the positions where a chunk's shards begin, and the position where the last shard ends.
 
-        `loads` are the costs of the matrices that each shard's rank already updates. `OfMatrices` adds the costs of the new
-        matrices.
+        The chunk has `size` elements, the matrices `contents`, and one shard for each of `loads`. Shards of a flat
+        tiling may end after `size`.
+
+        `loads` counts, for each shard's rank, the multiplications to orthogonalize its matrices in earlier chunks.
+        `OfMatrices` adds the multiplications for this chunk.
         """
         length = aligned(-(-size // len(loads)), align)
         return range(0, length * len(loads) + 1, length) if length else (0,) * (len(loads) + 1)
@@ -61,21 +56,17 @@ class Tiling:
     def tiles(
         self, plan: Divided, blocks: Mapping[str, OverBlocks], buffers: Sequence[Tensor], size: int
     ) -> Iterator[tuple[MatrixFunction, Sequence[Tensor]]]:
-        """Yields tiles of `buffers`: a function that applies a matrix function to a tile, and one part of each buffer.
+        """Yields (`Tile.matrix_function`, parts of all buffers) for each tile of `buffers`.
 
-        `buffers` hold this rank's shard of a chunk. Each part has about `size` elements. Until the next iteration, the
-        caller may change all parts except the second, the gradient.
-
-        The method rounds tile sizes up to multiples of `plan.align`, so that the rounding of a fused update does not
-        depend on the tile size.
+        `size` is the target number of elements of a part. Until the next iteration, the caller may change all parts
+        except the second, the gradient.
         """
         for parts in zip(*(buffer.split(aligned(size, plan.align)) for buffer in buffers)):
             yield local_matrices, parts
 
 
 class OfMatrices(Tiling):
-    """Divides between matrices. A shard, or a tile, consists of whole matrices, or of whole blocks of split
-    matrices."""
+    """Divides between matrices, or between the blocks of split matrices."""
 
     equal: ClassVar[bool] = False
 
@@ -84,7 +75,7 @@ class OfMatrices(Tiling):
         return split_axes(layout, mesh)
 
     def matrices(self, start: int, shape: Sequence[int], global_shape: Sequence[int]) -> list[Matrices]:
-        """See `Tiling.matrices`. Raises `ValueError` for a vector."""
+        """See `Tiling.matrices`. Raises `ValueError` for fewer than two dims."""
         return [Matrices.from_shape(start, shape, global_shape)]
 
     def borders(self, contents: Sequence[Matrices], size: int, loads: list[int], align: int) -> Sequence[int]:
@@ -94,11 +85,7 @@ class OfMatrices(Tiling):
     def tiles(
         self, plan: Divided, blocks: Mapping[str, OverBlocks], buffers: Sequence[Tensor], size: int
     ) -> Iterator[tuple[MatrixFunction, Sequence[Tensor]]]:
-        """Yields tiles like `Tiling.tiles`: each tile holds matrices of one shape.
-
-        For matrices that are split into `blocks` over ranks, a tile may combine several parameters. These tiles are
-        copies, which the method copies back.
-        """
+        """See `Tiling.tiles`. Copies tiles of the parameters in `blocks`, and copies all but the gradient back."""
         part, split = plan.shard, dict[tuple[object, ...], tuple[OverBlocks, Matrices, list[int]]]()
         for slot in plan.slots:
             found = Matrices.from_shape(slot.start, slot.shape)
@@ -112,7 +99,7 @@ class OfMatrices(Tiling):
                 here = slice(first + some[0] * found.size, first + (some[-1] + 1) * found.size)
                 yield local_matrices, [buffer[here].view(-1, found.rows, found.columns) for buffer in buffers]
         for over, each, starts in split.values():
-            for those in _batches(starts, max(over.ranks, size // each.size)):  # at least one matrix for each rank
+            for those in _batches(starts, max(over.ranks, size // each.size)):  # a matrix for every rank, if possible
                 views = [[buffer[at : at + each.size].view(each.rows, -1) for at in those] for buffer in buffers]
                 copies = [torch.stack(view) for view in views]
                 yield over, copies

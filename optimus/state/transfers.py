@@ -1,8 +1,6 @@
-"""Overlaps transfers between device and host with computation; a worker thread can update state that is not on the
-device.
+"""Overlaps transfers between device and host with computation.
 
-Asynchronous operations return a handle. After `handle.wait()`, later operations of this thread (or its stream) run
-after the operation.
+After `handle.wait()`, later operations of this thread (or its stream) run after the asynchronous operation.
 """
 
 import threading
@@ -20,7 +18,7 @@ Job = Callable[[], None]
 
 
 class Transfers:
-    """Transfers for a device that uses host memory (the CPU): copies run at once, updates in a thread."""
+    """Transfers for the CPU: copies run at once, and submitted updates run in a worker thread."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -44,7 +42,7 @@ class Transfers:
         return torch.zeros(elements, dtype=dtype)
 
     def resize(self, tensor: Tensor, size: int) -> None:
-        """Resizes a tensor's device memory to `size` bytes, where 0 frees the memory; the content is lost."""
+        """Resizes a tensor's memory to `size` bytes; 0 frees the memory."""
         tensor.untyped_storage().resize_(size)
 
     def up(self, target: Tensor, source: Tensor) -> Handle:
@@ -58,9 +56,9 @@ class Transfers:
         return DONE
 
     def add_down(self, target: Tensor, source: Tensor) -> tuple[Handle, Handle]:
-        """Begins to copy `source` from the device, like `down`, and to add the copy to `target` on the host.
+        """Copies `source` from the device, like `down`, and adds the copy to `target` on the host.
 
-        Returns a handle that waits for the copy, and a handle that makes the host wait for the sum.
+        Returns a handle for the copy, and a handle that makes the host wait for the sum.
         """
         copied = torch.empty(source.shape, dtype=source.dtype)
         copies, pending = self.down(copied, source), [copied]
@@ -73,14 +71,13 @@ class Transfers:
         return Handle(add), Handle(add)
 
     def advance(self, turn: InTurn) -> None:
-        """Begins the next operation in `turn`; on an accelerator, a stream, instead of the caller, waits for the previous
-        operation."""
+        """Advances `turn`; on an accelerator, a separate stream waits for the previous operation."""
         turn.advance()
 
     def submit(self, work: Job, elements: int, on: str) -> Handle:
-        """Submits `work`, an update of `elements` elements on device or host, to the worker, which runs jobs in order.
+        """Submits `work`, which updates `elements` elements `on` the device or host, to the worker thread.
 
-        The wait for the handle raises the errors of `work`.
+        The worker runs jobs in order. The wait for the handle raises the errors of `work`.
         """
         self._worker = self._worker or ThreadPoolExecutor(1, thread_name_prefix="optimus update")
         done = self._worker.submit(torch.no_grad()(work))
@@ -106,8 +103,8 @@ class Transfers:
         """Makes the host wait for all tiles of an update."""
 
     def staged(self, name: object, part: Tensor, on: str, *, filled: bool) -> Tensor:
-        """Returns memory `on` the device or host for a tile's `part`, which is in other memory; with `filled`, copies
-        the part's values.
+        """Returns staging memory `on` the device or host for `part` of a tile; with `filled`, copies the values of
+        `part`.
 
         The memory is valid until the next tile begins.
         """
@@ -129,8 +126,8 @@ class Transfers:
 
 
 class StreamTransfers(Transfers):
-    """Transfers for an accelerator: copies between device and pinned host memory on one stream per direction; tiles of
-    updates alternate between two more streams."""
+    """Transfers for an accelerator: one stream for each direction of copies, and two more streams for the tiles of
+    updates."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -171,7 +168,7 @@ class StreamTransfers(Transfers):
 
     def advance(self, turn: InTurn) -> None:
         self._up.wait_stream(torch.accelerator.current_stream(self.device))
-        with self._up:  # this stream waits for the copy, and the next operation waits for this stream
+        with self._up:  # the next operation waits for this stream
             turn.advance()
 
     def submit(self, work: Job, elements: int, on: str) -> Handle:
@@ -233,5 +230,5 @@ class StreamTransfers(Transfers):
 
 
 def transfers(device: torch.device) -> Transfers:
-    """Returns the transfers of `device`: with copies on separate streams, unless the device is a CPU."""
+    """Creates transfers for `device`, with their own worker thread and, on an accelerator, their own streams."""
     return Transfers(device) if device.type == "cpu" else StreamTransfers(device)

@@ -1,13 +1,7 @@
-"""All-gathers the whole parameters of a chunk before use, and frees them after use.
+"""All-gathers the unsharded parameters of a chunk before use, and frees the memory of these parameters after use.
 
-The extent of depth d is the part of the chunk that this rank has after d sharding steps (`plan.py`); the extent of
-depth 0 is the whole chunk. One all-gather reverses each sharding step, the last step first.
-
-After an update, all-gathers restore the extent that this rank stores between uses, unless the chunk is offloaded. All
-other all-gathers begin on use or ahead of use (`gathering.py`).
-
-The device first fetches its shard if the parameters are on the host. A pruned chunk expands its parameters in place
-after the last transfer.
+The extent of depth d is the shard of the chunk that this rank has after d sharding steps. Each all-gather reverses one
+sharding step; the first reverses the last step.
 """
 
 from functools import partial
@@ -20,7 +14,7 @@ from optimus.state.statuses import ManagedBuffer
 
 
 class UnshardedParameters(ManagedBuffer):
-    """The whole parameters of `chunk`, in the chunk's buffer `parameter`."""
+    """The unsharded parameters of `chunk`, in the chunk's buffer `parameter`."""
 
     def __init__(self, chunk: Placement) -> None:
         self._chunk, self._transfers, self.part = chunk, chunk.transfers, chunk.part
@@ -28,23 +22,20 @@ class UnshardedParameters(ManagedBuffer):
         super().__init__("parameters", chunk.parameter, chunk.transfers.resize, stays=stays, block=block)
         self._fetched = chunk.plan.residency("parameters.shard") != "device"
         self._turn = InTurn()
-        self._depth = 0  # the extent of this depth is present or in transfer
+        self._depth = 0  # least depth whose extent is up to date or in transfer, on the device or the host
 
     @property
     def is_present(self) -> bool:
-        """True if the device has the whole parameters and no transfer of the parameters is in progress."""
+        """True if the unsharded parameters on the device are up to date and not in transfer."""
         return self.status == "here"
 
     def start_gather(self, depth: int = 0) -> None:
-        """Begins to transfer the missing shards of the extent of `depth`: fetches this rank's shard from the host, and
-        all-gathers the other ranks' shards.
-
-        The method skips shards that are present or in transfer. The transfers wait for a running update.
-        """
+        """Begins the transfers that the extent of `depth` still needs: a fetch from the host (for depth 0 only), and
+        all-gathers. The transfers wait for a running update. Does nothing while the shard's status is "lent"."""
         first = depth == 0 and not self.has_memory
         fetches = self._fetched and first
         gathers = self._depth > depth or (self._chunk.elements.prunes and first and not fetches)
-        # With the status "lent", gradients wait in the memory of the compute weights, which nobody uses before the update.
+        # With the status "lent", gradients wait in the memory of the compute weights.
         if not (fetches or gathers) or self.part.status == "lent":
             return
         self.part.transition("gather")
@@ -75,31 +66,30 @@ class UnshardedParameters(ManagedBuffer):
         return self._chunk.groups[depth].all_gather_async(extent, part, self._chunk.plan.lengths(depth))
 
     def _at(self, depth: int) -> Tensor:
-        """Returns the extent of `depth` as a view of the parameter shard on the device, or of the whole parameters
-        where that shard does not contain the extent."""
+        """Returns a device view of the extent of `depth`: of the parameter shard if that shard is on the device and
+        contains the extent, otherwise of the unsharded parameters."""
         plan = self._chunk.plan
         if depth < plan.depths.parameters or self._fetched:
             return self._chunk.parameter[plan.extent(depth)]
         return self._chunk.parameter_shard[plan.within(plan.depths.parameters, depth)]
 
     def gather(self) -> None:
-        """All-gathers the whole parameters, and waits until the parameters are present. All ranks of the groups must
-        call this method, in the same order."""
+        """All-gathers the unsharded parameters, and waits until the parameters are present. All ranks of the groups
+        must call this method, in the same order."""
         self.start_gather()
         self.wait()
         self.transition("use")
 
     def reshard(self) -> None:
-        """Frees the whole parameters, unless they always have device memory. The parameters of the `nn.Module` remain views
-        of the freed buffer."""
+        """Frees the unsharded parameters, unless their device memory is permanent."""
         if not self._chunk.plan.keeps_unsharded:
             self.wait()
             self.transition("free")
             self._depth = max(self._depth, self._chunk.plan.depths.parameters)
 
     def wait(self) -> None:
-        """Waits for a running update and for running fetches and all-gathers; must precede any change of the shards
-        that the fetches and all-gathers read."""
+        """Waits for a running update and for running fetches and all-gathers; must precede any change of the parameter
+        shard."""
         self.part.finish_update()
         if self.until is not None:
             self.finish()
@@ -111,10 +101,9 @@ class UnshardedParameters(ManagedBuffer):
                 )
 
     def invalidate(self) -> None:
-        """Marks this rank's whole parameters as out of date, because the shards have changed.
-
-        Unless the chunk is offloaded, the all-gathers to the extent that this rank stores between uses begin at once.
-        """
+        """Marks the unsharded parameters as out of date after a change of the shard. Does nothing if the shard and the
+        unsharded parameters are the same memory. Without offloading, begins the all-gathers of the extent that
+        this rank stores between uses."""
         plan = self._chunk.plan
         if plan.shard_steps or self._fetched or self._chunk.elements.prunes:
             self.transition("free")

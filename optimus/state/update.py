@@ -1,10 +1,8 @@
 """Runs the optimizer's update of a chunk.
 
-The optimizer processes the chunk tile by tile, and converts the gradients of one tile at a time to scaled fp32 (TED,
-section 7.2). Unless the chunk is offloaded, an accelerator uses the largest possible tiles. Where state is not on the
-device, a worker runs the update (`transfers.py`), unless the update is collective. The worker copies each tile to the
-device or host that computes the update, and copies the results back (AxoNN, section 3.3.2). The next use of the
-parameters waits for the worker.
+The optimizer processes the chunk tile by tile, and scales the gradients of one tile at a time in fp32 (TED, section
+7.2). If necessary, the update copies tiles to the memory where the optimizer runs, and copies the results back (AxoNN,
+section 3.3.2).
 """
 
 from collections.abc import Mapping
@@ -22,23 +20,22 @@ from optimus.state.unsharded import UnshardedParameters
 
 
 class Update:
-    """The update of `chunk` by `rule` with the reduced `gradients`; see the docstring of the module."""
+    """The update of `chunk` by `rule` with the reduced `gradients`."""
 
     def __init__(
         self, chunk: Placement, unsharded: UnshardedParameters, gradients: GradientReduction, rule: UpdateRule
     ) -> None:
         self._chunk, self._unsharded, self._gradients, self._rule = chunk, unsharded, gradients, rule
         self._transfers = chunk.transfers
-        # True if the update contains collectives. All ranks run collective updates in the same order, without the
-        # worker.
+        # True if the update contains collectives: the main thread runs the update, so that all ranks keep one order.
         self.is_collective = bool(chunk.context.blocks)
         self._on: Residency = "host" if chunk.context.options.update_on == "host" else "device"
 
     def step(self, now: OptimizerStep, tile: int, following: DiskStates | None = None) -> None:
-        """Runs one optimizer update, which also recomputes the compute weights.
+        """Runs one optimizer update, which also recomputes the compute weights. For an offloaded chunk, submits the
+        update to the worker thread unless the update contains collectives.
 
-        The update also begins to read `following`, the next chunk's state on the disk. `UnshardedParameters.wait` waits
-        for an update by the worker.
+        `following` is the next chunk's state on the disk, if any; the update begins to read this state.
         """
         chunk, part = self._chunk, self._chunk.part
         self._unsharded.wait()
@@ -66,8 +63,7 @@ class Update:
                 self._transfers.finish_tiles()  # before the host writes the state to the disk
 
     def _update_tiles(self, now: OptimizerStep, tile: int, states: Mapping[str, Tensor]) -> None:
-        """Updates tile by tile, on the device or on the host (`state.update_on`). If a buffer of a tile is in other
-        memory, the method updates a copy, and copies the result back."""
+        """Updates the chunk tile by tile: on the device, or an offloaded chunk according to `state.update_on`."""
         chunk, plan, transfers, blocks = self._chunk, self._chunk.plan, self._transfers, self._chunk.context.blocks
         on = self._on if plan.offloaded else "device"
         if chunk.parameter.device.type != "cpu" and not plan.offloaded:
@@ -84,6 +80,8 @@ class Update:
         apart = [(residency == "device") != (on == "device") for _, residency in rows]
         buffers = [buffer for buffer, _ in rows]
         for number, (matrix_function, parts) in enumerate(plan.tiling.tiles(plan, blocks, buffers, tile)):
+            if blocks:
+                transfers.synchronize()  # the tiling may have copied split matrices on this thread's stream
             with transfers.tile(number):
                 here = [
                     transfers.staged(i, part, on, filled=i != 2 or not copied) if apart[i] else part

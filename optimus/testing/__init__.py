@@ -1,4 +1,4 @@
-"""Support for tests, for example `run_ranks`, which runs a function on N ranks of this machine."""
+"""Support for tests."""
 
 from optimus.testing.ranks import RankError, run_ranks
 

@@ -1,9 +1,4 @@
-"""Fault injection: a plan of faults by rank and step, to rehearse a run's recovery.
-
-The event log records the faults that have happened. Therefore a fault, except `slow`, happens at most once in a run,
-even if the run repeats the step. As a program, this module runs a rank of a launch with a plan. The program's arguments
-are PLAN and the arguments of `optimus.launch.rank`.
-"""
+"""Fault injection by rank and step, to rehearse a run's recovery."""
 
 import errno
 import math
@@ -37,7 +32,7 @@ FaultKind = Literal["kill", "kill_agent", "nan", "hang", "slow", "tear_checkpoin
 
 
 class Fault(Section):
-    """A fault on `rank` at `step`. The methods of `FaultPlan` describe the kinds of faults."""
+    """A fault on `rank` at `step`."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -45,30 +40,29 @@ class Fault(Section):
     rank: int = Field(ge=0)
     step: int = Field(ge=1)
     factor: float = Field(1.0, ge=1, allow_inf_nan=False)
-    """slow: the duration of a step as a multiple of the usual duration, from `step` on, except in the first step of a
-    process, which has no usual duration yet."""
+    """slow: the duration of a step as a multiple of the usual duration, from `step` on."""
 
     def event(self) -> dict[str, Any]:
-        """Returns the entry in the event log for the fault."""
+        """Returns the fields that identify the fault in the event log."""
         return {"rank": self.rank, "step": self.step, "detail": f"{self.kind} on rank {self.rank}, by the fault plan"}
 
 
 @dataclass
 class FaultPlan:
-    """A plan of faults. The method of each `FaultKind` returns a copy of the plan with one more fault."""
+    """A list of faults to inject. The methods named after a fault return a plan with this fault added."""
 
     faults: list[Fault] = field(default_factory=list)
 
     def kill(self, rank: int, step: int) -> "FaultPlan":
-        """Kills the rank at the start of `step`, as if the system had run out of memory."""
+        """Kills the rank at the start of `step`."""
         return self._with("kill", rank, step)
 
     def kill_agent(self, rank: int, step: int) -> "FaultPlan":
-        """Simulates the loss of the rank's node at the start of `step`: kills the node's agent and ranks."""
+        """Kills the node's agent and ranks at the start of `step`."""
         return self._with("kill_agent", rank, step)
 
     def cut(self, rank: int, step: int) -> "FaultPlan":
-        """Cuts the link of the rank's node at the start of `step`. Works only in the lab with network namespaces."""
+        """Cuts the link of the rank's node at the start of `step`. Works only in network namespaces."""
         return self._with("cut", rank, step)
 
     def nan(self, rank: int, step: int) -> "FaultPlan":
@@ -80,7 +74,7 @@ class FaultPlan:
         return self._with("hang", rank, step)
 
     def slow(self, rank: int, factor: float, step: int = 1) -> "FaultPlan":
-        """Slows the rank's steps down by about `factor`, from `step` on, except the first step of a process."""
+        """Slows the rank's steps down by about `factor`, from `step` on."""
         return self._with("slow", rank, step, factor)
 
     def tear_checkpoint(self, rank: int, step: int) -> "FaultPlan":
@@ -104,10 +98,7 @@ class FaultPlan:
 
     @classmethod
     def read(cls, path: str | Path) -> "FaultPlan":
-        """Reads a plan from a YAML file, a list of entries like `{kind: kill, rank: 1, step: 12}`.
-
-        Raises `UserError` for a file that cannot be read, and for other content.
-        """
+        """Reads a plan from a YAML file, a list of entries like `{kind: kill, rank: 1, step: 12}`."""
         try:
             text = user_path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -119,10 +110,7 @@ class FaultPlan:
 
 
 def rank_program(inject: str | Path, ranks: int) -> list[str]:
-    """Returns [module, first argument] of a rank program that carries out the plan in file `inject`.
-
-    Raises `UserError` if the plan cannot be read or names ranks that do not exist.
-    """
+    """Returns [module, first argument] of a rank program that carries out the plan in file `inject`."""
     plan = FaultPlan.read(inject)
     if far := [fault for fault in plan.faults if fault.rank >= ranks]:
         raise UserError(f"fault plan {inject}: there is no rank {far[0].rank}: the run has ranks 0 to {ranks - 1}")
@@ -130,14 +118,10 @@ def rank_program(inject: str | Path, ranks: int) -> list[str]:
 
 
 def is_due(run: Path, plan: FaultPlan, number: int) -> bool:
-    """Returns True if fault `number` of the plan has not yet happened in this run, and records that it happens now.
-
-    Each of several equal faults in a plan happens once. Faults that happened in an earlier launch count too.
-    """
-    fault, log = plan.faults[number], EventLog(run)
-    event = fault.event()
+    """Returns True if fault `number` of the plan has yet to happen in this run, and then records the fault."""
+    event, log = plan.faults[number].event(), EventLog(run)
     injected = sum(each["kind"] == "injected" and event.items() <= each.items() for each in log.read())
-    if injected > plan.faults[:number].count(fault):
+    if injected > sum(earlier.event() == event for earlier in plan.faults[:number]):
         return False
     log.write("injected", **event)
     return True
@@ -215,7 +199,7 @@ class Inject(Hook):
         def poison(_module: Any, _inputs: Any, output: Any) -> Any:
             x, *others = output if isinstance(output, tuple) else (output,)
             if not x.requires_grad:
-                return None  # a pass without gradients, for measurements or validation
+                return None  # a pass without gradients, such as validation
             return (x * math.nan, *others) if isinstance(output, tuple) else x * math.nan
 
         # The hook stays until the end of the step, because recomputation must reproduce the activations.

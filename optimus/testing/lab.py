@@ -1,8 +1,7 @@
 """A cluster on one machine, to rehearse node failures.
 
-A host runs one node of a launch. The rendezvous store runs on a separate host. Hosts are network namespaces that a
-bridge joins. Namespaces need root on Linux. A rehearsal can limit the bandwidth of a host's link and cut the link.
-Without namespaces, hosts are process groups on this machine, and have no links.
+Hosts are network namespaces (Linux, root) that a bridge joins. Without namespaces, hosts are process groups on this
+machine.
 """
 
 import json
@@ -47,7 +46,7 @@ class Lab:
     _processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def start(self, host: str, command: Sequence[str], log: Path) -> None:
-        """Starts a command on a host, and appends the command's output to `log`."""
+        """Starts a command on a host, and appends the output to `log`."""
         prefix = ["ip", "netns", "exec", host] if self.isolated else []
         with log.open("ab") as file:
             self._processes[host] = subprocess.Popen(
@@ -55,7 +54,7 @@ class Lab:
             )
 
     def wait(self, hosts: Sequence[str], seconds: float) -> dict[str, int | None]:
-        """Returns the exit codes of the commands on `hosts`, None for a command that has not ended within `seconds`."""
+        """Returns the exit codes of the commands on `hosts`, or None for a command that still runs after `seconds`."""
         deadline = time.monotonic() + seconds
         codes: dict[str, int | None] = {}
         for host in hosts:
@@ -66,22 +65,32 @@ class Lab:
         return codes
 
     def stop(self) -> None:
-        """Kills all processes that `start` has started, and the processes on their hosts."""
+        """Kills all processes on the hosts.
+
+        Without namespaces, kills the last command on each host, and the command's descendants.
+        """
         for host, process in self._processes.items():
             for pid in self._pids(host):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            # After the command has ended, another process may have the id, but not while the command's group exists.
+            if process.poll() is None or not psutil.pid_exists(process.pid):
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
     def _pids(self, host: str) -> list[int]:
-        """Returns the ids of the processes in a host's namespace or, without namespaces, of the descendants of the
-        host's command. Includes the ranks, which are in separate sessions."""
+        """Returns the ids of all processes on a host.
+
+        Without namespaces, returns only the ids of the last command's descendants.
+        """
         if self.isolated:
             return [int(pid) for pid in _output("ip", "netns", "pids", host).split()]
+        process = self._processes[host]
+        if process.poll() is not None:  # another process may have the id now
+            return []
         with suppress(psutil.NoSuchProcess):
-            return [child.pid for child in psutil.Process(self._processes[host].pid).children(recursive=True)]
+            return [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
         return []
 
 
@@ -97,14 +106,11 @@ def rehearse(
 ) -> dict[str, Any]:
     """Launches `job` on nodes and spares created on this machine, with the faults in the file `inject`.
 
-    The rehearsal ends when all nodes have ended, but at the latest after `limit` seconds, or `grace` seconds after the
-    run has finished. The output of each node goes to `lab/NODE.log` in the run folder. With `plain`, or where network
-    namespaces are not allowed, nodes are processes on one network. The rehearsal calls `say` with each new event.
+    The rehearsal ends when all nodes have ended. The function kills nodes that still run after `limit` seconds, or
+    `grace` seconds after the run has finished. The output of each node goes to `lab/NODE.log` in the run folder. With
+    `plain`, or without network namespaces, nodes are processes on one network.
 
-    Returns a dict with `output`, `finished`, `exit_codes` by node, the new `events` and `isolated`. The exit code is
-    None for a node that still ran at the end. `isolated` is true if the nodes were network namespaces. Raises
-    `UserError` before starting any node if the run or the fault plan is impossible, or if the machine cannot create the
-    nodes.
+    Returns a dict with `output`, `finished`, `exit_codes` by node, the new `events` and `isolated`.
     """
     tree, data = read_run(job.config, job.overrides)
     check_run(tree, data, mesh_of(tree, job.ranks, job.ranks_per_node), resume=True)
@@ -151,7 +157,7 @@ def rehearse(
 
 
 def namespaces_allowed() -> bool:
-    """Returns True if this machine allows network namespaces."""
+    """Returns True if this process can create network namespaces."""
     if shutil.which("ip") is None:
         return False
     name = f"optimus-try-{os.getpid()}"
@@ -165,12 +171,11 @@ def namespaces_allowed() -> bool:
 def lab(nodes: int, *, isolated: bool, bandwidth: str | None = None) -> Iterator[Lab]:
     """Creates a cluster of `nodes` nodes and a host for the store, for the duration of the context.
 
-    `bandwidth`, for example 1Gbit, limits the sending rate of each host. Raises `UserError` if the machine cannot create
-    the hosts.
+    `bandwidth`, for example 1Gbit, limits the sending rate of each host.
     """
     if bandwidth is not None and not isolated:
         raise UserError("--bandwidth needs network namespaces (Linux, root); leave out --bandwidth")
-    tag = f"o{os.getpid() % 100000}"
+    tag = f"o{os.getpid()}"
     hosts = [f"{tag}n{number}" for number in range(nodes)]
     made = Lab(hosts, f"{_NETWORK}.1:{_PORT}" if isolated else f"127.0.0.1:{_free_port()}", isolated)
     names, switch = [f"{tag}store", *hosts], f"{tag}switch"
@@ -187,16 +192,16 @@ def lab(nodes: int, *, isolated: bool, bandwidth: str | None = None) -> Iterator
             for name in [*names, switch] if isolated else []:
                 subprocess.run(["ip", "netns", "del", name], capture_output=True)
                 shutil.rmtree(_ETC / name, ignore_errors=True)
-            with suppress(OSError):  # fails if other labs use the folder
+            with suppress(OSError):  # fails without this folder, or if other labs use the folder
                 _ETC.rmdir()
 
 
 @contextmanager
 def _signals_end_it() -> Iterator[Callable[[], None]]:
-    """Makes SIGTERM and SIGHUP raise `SystemExit` inside the context, with 128 plus the signal's number as exit code.
+    """Makes SIGTERM and SIGHUP raise `SystemExit` inside the context.
 
-    The context yields a function that makes the process ignore SIGTERM, SIGHUP and SIGINT until the end of the context,
-    so that the cleanup completes. Outside the main thread, signals keep their handlers. Ignored signals stay ignored.
+    Ignored signals stay ignored. Yields a function that makes this process ignore SIGINT, SIGTERM and SIGHUP for the
+    rest of the context. Outside the main thread, the context and the function do nothing.
     """
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set signal handlers
         yield lambda: None
@@ -208,7 +213,7 @@ def _signals_end_it() -> Iterator[Callable[[], None]]:
     ending = (signal.SIGTERM, signal.SIGHUP)
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, *ending)}
     for number in ending:
-        if previous[number] is not signal.SIG_IGN:  # ignored signals stay ignored, for example under nohup
+        if previous[number] is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, end)
 
     def ignore() -> None:
@@ -222,7 +227,7 @@ def _signals_end_it() -> Iterator[Callable[[], None]]:
 
 
 def _join_all(names: Sequence[str], switch: str, bandwidth: str | None) -> None:
-    """Creates the namespaces, each with its link to the bridge."""
+    """Creates a bridge in the namespace `switch`, and a namespace with a link to the bridge for each of `names`."""
     addresses = {name: f"{_NETWORK}.{number}" for number, name in enumerate(names, start=1)}
     _ip("netns", "add", switch)
     _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
@@ -240,7 +245,7 @@ def _join_all(names: Sequence[str], switch: str, bandwidth: str | None) -> None:
         own = _ETC / name  # the namespace's /etc, with host names instead of a name server
         own.mkdir(parents=True, exist_ok=True)
         (own / "resolv.conf").write_text("")
-        # torch looks up the names of its peers by IPv4-mapped IPv6 addresses, and warns if there is no answer.
+        # torch looks up the names of its peers by IPv4-mapped IPv6 addresses.
         known = "".join(f"{address} {name}\n::ffff:{address} {name}\n" for name, address in addresses.items())
         (own / "hosts").write_text(f"127.0.0.1 localhost\n{known}{address} {socket.gethostname()}\n")
 
@@ -269,7 +274,7 @@ def _free_port() -> int:
 
 
 def _main() -> None:
-    """Runs a node in the lab. The command line has the job and the node's arguments as JSON."""
+    """Runs a node in the lab."""
     job, node = json.loads(sys.argv[1])
     try:
         outcome = launch(NodeJob(**job), **node)

@@ -1,15 +1,13 @@
-"""Counts the bytes of the tensors that code allocates, to compare the code's memory with theory on any machine.
+"""Counts the bytes of the tensors that code allocates, to compare memory with theory on any machine.
 
-The counter counts storages, not tensors: a view shares its base's storage, and an in-place operation creates no
-storage. The operators that this thread calls go through a dispatch mode. The mode counts new and resized storages, and
-forgets a storage when it is freed. Bytes are the requested bytes, before the allocator rounds them up.
+Counts the requested bytes of storages: a view shares its base's storage, and an in-place operation creates none.
 
 The counter does not count:
 - memory that an operator allocates and frees internally, for example the workspace of a matmul;
 - memory that compiled code allocates;
 - storages created without an operator: by `torch.UntypedStorage(n)`, and so by `torch.load` and `copy.deepcopy`;
 - memory that torch has not allocated: of NumPy arrays, of mapped files, of a communication library;
-- operators that other threads call. (On a CPU, the backward pass runs in the thread that calls `backward`.)
+- operators that other Python threads call.
 """
 
 import weakref
@@ -29,21 +27,18 @@ from optimus.state.chunk import Chunk, TrainedChunk
 
 
 class Allocations:
-    """Bytes allocated inside the context of `tracking` and still alive: the current number and the peak.
-
-    Both numbers stay unchanged after the context ends.
-    """
+    """Bytes allocated inside the context of `tracking` and still alive: the current number and the peak."""
 
     def __init__(self) -> None:
         self.current = 0
         self.peak = 0
         self._alive: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}  # (storage, bytes) by address
-        self._lock = RLock()  # a storage may be freed in another thread, or in this thread while the thread counts
+        self._lock = RLock()  # a storage may be freed in another thread, or in this thread while the lock is held
 
     def allocated(self, storage: UntypedStorage) -> None:
         """Counts the current memory of `storage`.
 
-        For the peak, the storage's previous memory also counts, because a resize copies the contents.
+        A resize copies the contents, so the previous memory also counts for the peak.
         """
         key, size = storage._cdata, storage.nbytes()
         with self._lock:
@@ -72,10 +67,7 @@ class Allocations:
 
 @contextmanager
 def tracking() -> Iterator[Allocations]:
-    """Counts the bytes allocated inside the context.
-
-    A resized storage counts with its new bytes, even if the storage existed before the context.
-    """
+    """Counts the bytes allocated inside the context."""
     allocations = Allocations()
     with _Mode(allocations), resizes(allocations):
         try:
@@ -85,7 +77,7 @@ def tracking() -> Iterator[Allocations]:
 
 
 class _Mode(TorchDispatchMode):
-    """Intercepts the operators that this thread calls, after autograd and before the device."""
+    """Intercepts the operators that this thread calls."""
 
     def __init__(self, allocations: Allocations) -> None:
         super().__init__()
@@ -94,7 +86,7 @@ class _Mode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
-            return NotImplemented  # a wrapper (like DTensor) calls the mode again with the wrapped tensors
+            return NotImplemented  # the wrapper (like DTensor) calls the mode again with the wrapped tensors
         given = _storages((args, kwargs))
         before = {storage._cdata: storage.nbytes() for storage in given}
         if func is torch.ops.aten.lift_fresh.default:  # `torch.tensor` returns a new tensor through this operator
@@ -103,16 +95,13 @@ class _Mode(TorchDispatchMode):
         for storage in {storage._cdata: storage for storage in _storages(result) + given}.values():
             known = storage._cdata in before or self.allocations.knows(storage)
             resized = before.get(storage._cdata, storage.nbytes()) != storage.nbytes()
-            if resized or (not known and storage.resizable()):  # memory that torch has not allocated is not resizable
+            if resized or (not known and storage.resizable()):  # memory from outside torch is not resizable
                 self.allocations.allocated(storage)
         return result
 
 
 def _storages(values: Any) -> list[UntypedStorage]:
-    """Returns the storages in the nested structure `values`, including tensors' storages.
-
-    Leaves out sparse and meta tensors, which have no memory in a storage.
-    """
+    """Returns the storages in the nested structure `values`, except meta storages and storages of sparse tensors."""
     leaves = tree_leaves(values)
     tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout == torch.strided)
     storages = [tensor.untyped_storage() for tensor in tensors]
@@ -124,8 +113,9 @@ def _storages(values: Any) -> list[UntypedStorage]:
 def resizes(
     allocations: Allocations, counts: Callable[[UntypedStorage], bool] = lambda storage: storage.device.type != "meta"
 ) -> Iterator[None]:
-    """Counts every resize, in any thread, of a storage that `counts` accepts. `UntypedStorage.resize_` is no
-    operator, so a dispatch mode does not see the call."""
+    """Counts the calls of `UntypedStorage.resize_` on storages that `counts` accepts. The method is no operator, so a
+    dispatch mode does not see the calls.
+    """
     original: Callable[..., Any] = UntypedStorage.resize_
 
     @wraps(original)
@@ -148,8 +138,9 @@ def resizes(
 
 
 def allocated(chunks: Iterable[Chunk]) -> dict[str, int]:
-    """Returns the current bytes of the chunks' buffers by kind, without gradients on the host and without buffers on
-    a disk. A storage counts once, so `master` is 0 if the parameters are the master weights."""
+    """Returns the current bytes of the chunks' buffers by kind, without gradients on the host and buffers on a disk. A
+    storage counts once.
+    """
     counted: set[int] = set()
 
     def count(*buffers: Tensor) -> int:

@@ -1,12 +1,6 @@
-"""Runs a function on N Gloo ranks of this machine, fast enough for hundreds of tests.
+"""Runs a function on N Gloo ranks of this machine.
 
-A server process that has already imported torch (multiprocessing's forkserver) forks the processes of the ranks; later
-calls can reuse the processes. A call sends each rank the function and the caller's working directory, `sys.path` and
-environment. A call creates and destroys one process group. The rendezvous store of a call is a file, because a TCP
-store would depend on a name server.
-
-If a rank fails, the caller kills all ranks of the call. The error names the culprit rank: a rank that died, or
-otherwise the first rank that raised. After a timeout, the error names all ranks that had not finished.
+A server process that has imported torch (multiprocessing's forkserver) forks the ranks.
 """
 
 import atexit
@@ -39,16 +33,14 @@ import torch.distributed as dist
 from optimus import functions
 
 T = TypeVar("T")
-_DYING = 1.0  # seconds to wait after a failure: if another rank dies in this time, its death counts as the cause
+_DYING = 1.0  # seconds to wait after a failure; a rank that dies in this time is the cause
 
 turn: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-"""Context around every call. Test processes that run in parallel can set this context so that only one call at a time
-runs its ranks."""
+"""Makes the context manager that `run_ranks` enters while it uses ranks; tests may replace this function."""
 
 
 class RankError(Exception):
-    """Ranks of a call have failed. `ranks` are the culprits; the message has their tracebacks or stacks, or says how
-    they died."""
+    """Raised by `run_ranks`. `ranks` has the rank that caused the failure, or all ranks that ran out of time."""
 
     def __init__(self, ranks: Sequence[int], message: str) -> None:
         super().__init__(message)
@@ -60,13 +52,13 @@ def run_ranks(
 ) -> list[T]:
     """Runs `fn(*args)` on each of `n` ranks of one Gloo process group, and returns the results by rank.
 
-    `fn` is a function at the top level of any module, including a test module or a script. `args` and results must be
-    picklable; the call copies tensors. Each rank has one torch thread, and starts with torch's seed 0. Changes that a
-    call leaves in its processes, for example a patched module, are visible only to calls of the same `pool`. Unless
+    `cloudpickle` must be able to pickle `fn`, `args` and results. Each rank has one torch thread, and starts with
+    torch's seed 0. Calls of the same `pool` may reuse processes, with the changes that earlier calls have left. Unless
     `reuse`, the call uses new processes, which end with the call.
 
     Raises:
-        RankError: a rank raised, died, or had not finished after `timeout` seconds. The caller then kills all ranks.
+        RankError: a rank raised, died, or had not finished after `timeout` seconds. `run_ranks` then kills all ranks.
+        UserError: `fn` or `args` cannot be pickled.
         ValueError: `n` is less than 1.
     """
     if n < 1:
@@ -76,7 +68,7 @@ def run_ranks(
         deadline = time.monotonic() + timeout
         calls = [_Call(rank, n, store, timeout, os.getcwd(), sys.path, dict(os.environ), work) for rank in range(n)]
         results = _exchange(workers, calls, deadline, timeout)
-        # Ranks destroy the process group only when all ranks are done: a peer's last collective may need the group.
+        # The ranks keep their process groups until all have finished, because a peer's last collective may need them.
         _exchange(workers, [None] * n, deadline, timeout)
     return [functions.loads(result) for result in results]
 
@@ -97,11 +89,11 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Answer:
-    """An answer: a pickled result or the text of a failure, the time (monotonic seconds), and whether the rank `died`."""
+    """A rank's answer: a pickled result, or the text of a failure."""
 
     result: bytes
     failure: str | None
-    when: float
+    when: float  # seconds of `time.monotonic`
     died: bool = False
 
 
@@ -112,13 +104,10 @@ class _Answer:
 class _Worker:
     process: BaseProcess
     connection: Connection
-    stack: Path  # the file to which the worker writes its stack when it gets a signal
+    stack: Path  # the worker writes its stack to this file on a signal
 
     def answer(self) -> _Answer:
-        """Returns the worker's answer, or its death as a failure.
-
-        Callers wait until the worker's connection or its sentinel is ready.
-        """
+        """Returns the worker's answer, or its death as a failure."""
         try:
             if self.connection.poll():
                 return pickle.loads(self.connection.recv_bytes())
@@ -131,7 +120,7 @@ class _Worker:
 
 
 def _exchange(workers: Sequence[_Worker], requests: Sequence[Any], deadline: float, timeout: float) -> list[bytes]:
-    """Sends each worker its request and returns the results. Raises `RankError` after a failure and at `deadline`."""
+    """Sends each worker its request and returns the results."""
     for worker, request in zip(workers, requests, strict=True):
         with contextlib.suppress(OSError):  # the code below detects a dead worker
             worker.connection.send_bytes(pickle.dumps(request))
@@ -148,10 +137,7 @@ def _exchange(workers: Sequence[_Worker], requests: Sequence[Any], deadline: flo
 
 
 def _deaths(workers: Sequence[_Worker], ranks: Sequence[int], answers: dict[int, _Answer]) -> dict[int, _Answer]:
-    """Returns the answers of `ranks` that arrive until any rank has died, for at most `_DYING` seconds.
-
-    A rank that fails because of the death of another rank may be the first to report.
-    """
+    """Collects answers of `ranks` until a rank has died or all have answered, for at most `_DYING` seconds."""
     found, end = dict[int, _Answer](), time.monotonic() + _DYING
     while not any(answer.died for answer in (answers | found).values()):
         missing = [rank for rank in ranks if rank not in found]
@@ -162,8 +148,7 @@ def _deaths(workers: Sequence[_Worker], ranks: Sequence[int], answers: dict[int,
 
 
 def _arrived(workers: Sequence[_Worker], ranks: Sequence[int], timeout: float) -> dict[int, _Answer]:
-    """Returns the answers of all `ranks` that have answered or died; waits at most `timeout` seconds for the first
-    one."""
+    """Waits at most `timeout` seconds until any of `ranks` answers or dies, and returns the answers so far."""
     signs: dict[Any, int] = {}
     for rank in ranks:
         signs[workers[rank].connection] = rank
@@ -195,12 +180,11 @@ def _timed_out(workers: Sequence[_Worker], pending: Sequence[int], timeout: floa
 
 
 class _Pool:
-    """The idle workers of this process, and the folder for their stacks and rendezvous files."""
+    """The idle workers, and the folder for stacks and rendezvous files."""
 
     def __init__(self) -> None:
         self.context = multiprocessing.get_context("forkserver")
-        # Ranks will need the modules of Optimus that the caller has imported, and tests import pytest. A rank that
-        # trains needs two more modules, for recomputation and saving.
+        # Ranks may need the modules of Optimus that the caller has imported.
         ours = [name for name in sys.modules if name.split(".")[0] == "optimus"]
         training = ["torch._dynamo", "torch.distributed.checkpoint"] if "optimus.training.step" in ours else []
         self.context.set_forkserver_preload(["torch", "torch.distributed", "pytest", __name__, *training, *ours])
@@ -211,10 +195,7 @@ class _Pool:
 
     @contextlib.contextmanager
     def lend(self, n: int, reuse: bool = True) -> Iterator[tuple[list[_Worker], str]]:
-        """Lends `n` workers, and the path of a new file for their rendezvous.
-
-        After an exception, the pool kills the workers instead of reusing them.
-        """
+        """Lends `n` workers, and the path of a new file for their rendezvous."""
         store = Path(self.folder.name) / f"call{next(self.calls)}"
         self.idle = [worker for worker in self.idle if worker.process.is_alive()]
         taken = n if reuse else 0
@@ -240,7 +221,7 @@ class _Pool:
         return _Worker(process, ours, Path(self.folder.name) / f"stack{process.pid}")
 
     def close(self) -> None:
-        """Closes the pool at exit, before multiprocessing waits for its processes."""
+        """Kills the idle workers and deletes the folder; runs at exit, before multiprocessing joins the workers."""
         _kill(self.idle)
         self.idle = []
         self.folder.cleanup()
@@ -263,9 +244,9 @@ def _kill(workers: Sequence[_Worker]) -> None:
 
 
 def _serve(connection: Connection, folder: str) -> None:
-    """Runs a worker: answers each call, and destroys its process group at the message that all ranks are done."""
+    """Answers calls as a worker, until the caller ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the caller, which ends the workers
-    gc.freeze()  # excludes modules imported so far from later collections
+    gc.freeze()  # later collections exclude the modules imported so far
     watcher = Thread(target=_end_with_parent, args=(folder,), daemon=True)
     watcher.start()
     with (Path(folder) / f"stack{os.getpid()}").open("w") as stack:
@@ -273,14 +254,14 @@ def _serve(connection: Connection, folder: str) -> None:
         while True:
             try:
                 call = pickle.loads(connection.recv_bytes())
-            except EOFError:  # the caller has ended; after a kill, the watcher cleans up
+            except EOFError:  # the caller has ended
                 watcher.join()
                 return
             connection.send_bytes(pickle.dumps(_answer(call)))
 
 
 def _end_with_parent(folder: str) -> None:
-    """Ends this rank and removes the pool's folder once the caller has ended."""
+    """Ends this rank once the caller has ended."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
@@ -289,11 +270,10 @@ def _end_with_parent(folder: str) -> None:
 
 
 def _answer(call: _Call | None) -> _Answer:
-    """Runs the function of `call`, or destroys the process group if `call` is None. After a failure, the process group
-    stays, so that its end does not make other ranks fail."""
+    """Runs the function of `call`, or destroys the process group if `call` is None."""
     try:
         if call is None:
-            gc.collect()  # collects pending Gloo work, which must not outlive its process group
+            gc.collect()  # pending Gloo work must not outlive its process group
             if dist.is_initialized():  # False if the function has destroyed the group
                 dist.destroy_process_group()
             result = b""
@@ -307,8 +287,7 @@ def _answer(call: _Call | None) -> _Answer:
 
 
 def _join(call: _Call) -> None:
-    """Sets this process's working directory, `sys.path` and environment to those of the caller, and joins the process
-    group of the call."""
+    """Applies the caller's working directory, `sys.path` and environment to this rank, and joins the process group."""
     os.chdir(call.folder)
     sys.path[:] = call.path
     os.environ.clear()

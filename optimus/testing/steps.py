@@ -21,9 +21,9 @@ _CPU = torch.device("cpu")
 
 
 class Steps:
-    """The model and the state of a configuration on this rank, and the number of completed steps.
+    """The model and the state of a configuration on this rank.
 
-    Nodes have `per_node` ranks each; by default all ranks are on one node.
+    Nodes have `per_node` ranks each, by default all ranks.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class Steps:
         self.done = 0
 
     def train(self, target_mask_BS: Tensor | None = None, document_BS: Tensor | None = None) -> StepResult:
-        """Trains the next step on this rank's share of a random batch. `target_mask_BS` and `document_BS` must cover
-        the whole batch."""
+        """Runs the next training step on this rank's share of a random batch. `target_mask_BS` and `document_BS` must
+        cover the whole batch."""
         self.done += 1
         data = self.groups.along("dp")
         tokens_BS = random_batch(self.config, self.done)
@@ -58,15 +58,13 @@ class Steps:
 
 
 def build(config: RunConfig, groups: Groups, device: torch.device = _CPU) -> tuple[PipelineStages, ModelState]:
-    """Builds this rank's stages of `config`, and their state with uninitialised values. All ranks of `groups` must call
-    this function."""
+    """Builds this rank's stages of `config`, with uninitialised state."""
     plan = resolve_run(config, device, groups).on_rank(groups.rank, tags=groups.tags)
     return build_model(plan, groups, device)
 
 
 def random_batch(config: RunConfig, step: int) -> Tensor:
-    """Returns the global batch of a step, int64 [global_batch, sequence_length], the same on every rank. Low token ids
-    are more frequent."""
+    """Returns the global batch of a step, int64 [global_batch, sequence_length], the same on every rank."""
     generator = torch.Generator().manual_seed(step)
     shape = config.train.global_batch, config.train.sequence_length
     return (torch.rand(shape, generator=generator).square() * config.model.vocab).long()

@@ -1,8 +1,7 @@
-"""Counts the calls of this process to `torch.distributed`, so that tests can compare communication with theory.
+"""Counts this process's calls to `torch.distributed`, and the payload bytes of these calls.
 
-Inside the context of `counting`, wrappers replace functions of `torch.distributed`, so that calls of the form
-`dist.all_reduce(...)` count. Calls by names that `from torch.distributed import all_reduce` has bound earlier do not
-count. DDP's reducer and functional collectives do not count. Of nested calls, only the outer call counts.
+Calls of the form `dist.all_reduce(...)` count inside the context of `counting`. Calls through names imported earlier do
+not count (`from torch.distributed import all_reduce`). DDP's reducer and functional collectives do not count.
 """
 
 import functools
@@ -43,27 +42,25 @@ _COUNTED: dict[str, tuple[str, tuple[str, ...]]] = {
 
 @dataclass
 class Traffic:
-    """Calls and payload bytes of this process, by collective.
+    """Calls and payload bytes of this process, by collective or point-to-point operation.
 
-    The payload is the output of all_gather, the input of reduce_scatter, and input plus output of all_to_all, including
-    the part that stays on the rank. For other calls, the payload is this rank's tensor, if any. Asynchronous calls
-    count when issued.
+    The payload is the output of all_gather, the input of reduce_scatter, and input plus output of all_to_all. For other
+    calls, the payload is this rank's tensor; a barrier has no payload.
     """
 
     calls: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
-    # The bytes of point-to-point sends, by receiving rank.
+    # The bytes of point-to-point sends, by the receiver's global rank.
     sent_to: Counter[int] = field(default_factory=Counter)
 
 
 @contextmanager
 def counting() -> Iterator[Traffic]:
-    """Counts the calls, by any thread of this process inside the context, of the functions in `_COUNTED`."""
+    """Counts the calls of the functions in `_COUNTED` inside the context."""
     traffic = Traffic()
     counter = _Counter(traffic)
     originals = {name: getattr(dist, name) for name in _COUNTED if hasattr(dist, name)}
     wrapped = {name: counter.wrap(original, *_COUNTED[name]) for name, original in originals.items()}
-    # Replaces the functions in both modules, because P2POp compares its function with the function of distributed_c10d.
     try:
         _bind(wrapped)
         yield traffic
@@ -74,7 +71,7 @@ def counting() -> Iterator[Traffic]:
 def _bind(named: dict[str, Callable[..., Any]]) -> None:
     for name, function in named.items():
         setattr(dist, name, function)
-        setattr(distributed_c10d, name, function)
+        setattr(distributed_c10d, name, function)  # P2POp accepts only the functions of `distributed_c10d`
 
 
 class _Counter:

@@ -1,4 +1,4 @@
-"""Runs a kernel with given tiles instead of the tiles in the table of `kernels.triton.tuning`."""
+"""Runs a kernel with given tiles."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,10 +13,7 @@ from optimus.kernels.triton.tuning import Kernel, Tiles
 
 @contextmanager
 def trial(kernel: Kernel, tiles: Tiles) -> Iterator[None]:
-    """Makes `tuning.preferred` return `tiles` for `kernel` inside the context.
-
-    Callers use this context to time a candidate, or to split a small matmul into many tiles.
-    """
+    """Makes `tuning.preferred` return `tiles` for `kernel` inside the context."""
     usual = kernel_tuning.preferred
 
     def preferred(requested: Kernel, dtype: torch.dtype, chip: Chip) -> Tiles:

@@ -1,4 +1,4 @@
-"""Computes metrics for every `observe.log_every`-th step: times and memory by kind, and the load of the experts."""
+"""Computes times and memory by kind, and the load imbalance of experts, for the metrics."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,10 +14,10 @@ from optimus.training.run import Run
 
 
 def expert_load(run: Run, choices: Mapping[Any, Tensor]) -> dict[int, list[float]]:
-    """Returns, for each layer with experts, each expert's number of choices relative to the layer's mean, rounded to
-    three digits after the point. All ranks must call this function.
+    """Returns each expert's number of tokens over all ranks, relative to the layer's mean, by layer; rounds to three
+    decimals. All ranks must call this function.
 
-    `choices` maps routers of this rank to the experts' numbers of choices [experts].
+    `choices` maps this rank's routers to the number of tokens of each expert on this rank, [experts].
     """
     model = run.config.model
     layers = {layer: model.experts_of(layer) for layer in range(model.layers) if model.experts_of(layer)}
@@ -41,16 +41,15 @@ def expert_load(run: Run, choices: Mapping[Any, Tensor]) -> dict[int, list[float
 
 
 def imbalance(load: Mapping[int, list[float]]) -> dict[str, float]:
-    """Returns the mean and the maximum of the layers' load imbalances. The load imbalance of a layer is the layer's
-    largest relative load."""
+    """Returns metrics with the mean and the maximum of the layers' load imbalances (max/mean). `load` is the result of
+    `expert_load`, for at least one layer."""
     of_layers = [max(loads) for loads in load.values()]
     return {"experts/imbalance": sum(of_layers) / len(of_layers), "experts/worst_imbalance": max(of_layers)}
 
 
 def seconds_by_kind(times: StepTimes, saving: float) -> dict[str, float]:
-    """Returns the seconds of a step on this rank by kind: computation, exposed communication by kind of collective,
-    waiting for data, and waiting for checkpoints. Computation is the total minus the waits for data and collectives.
-    Exposed communication includes the wait for other ranks, but not for their data.
+    """Returns this rank's seconds by kind: computation, exposed communication by kind of collective, waiting for the
+    step's data, and waiting for checkpoints.
 
     `saving` is the number of seconds that this rank has waited for checkpoints since the previous record.
     """
@@ -64,12 +63,10 @@ def seconds_by_kind(times: StepTimes, saving: float) -> dict[str, float]:
 
 
 def memory_by_kind(run: Run) -> dict[str, int]:
-    """Returns the bytes of this rank: the state that always has memory on the device, by kind, and the remainder as
-    `activations_and_other`.
+    """Returns this rank's bytes by kind, without kinds of 0 bytes. The remainder is `memory/activations_and_other`.
 
-    The remainder, at least 0, is the total minus the state. On an accelerator, the total is the peak of allocated
-    memory since the previous call. On a CPU, the total is the resident memory of the process, and the state includes
-    the state on the host.
+    The other kinds are the state buffers that always have memory on the device; on a CPU, also the host's buffers.
+    The total is the peak of allocated device memory since the previous call; on a CPU, the process's resident memory.
     """
     plans = [chunk.plan for chunk in run.state.chunks]
     state = bytes_by_kind(plans)

@@ -1,5 +1,4 @@
-"""Sets the initial state of a new run, from fresh weights or from `checkpoint.load_path`, and rewinds a run to its
-initial weights."""
+"""Sets the initial state of a run, from fresh or loaded weights."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,8 +24,8 @@ from optimus.training.run import Run, read_together
 
 
 def begins_with(config: RunConfig, resume: bool) -> WeightSource | None:
-    """Opens the checkpoint or model folder that a run loads. Returns None if the run loads nothing, or only damaged
-    checkpoints. A resumed run loads its newest checkpoint that `Reader.open` finds undamaged."""
+    """Opens the checkpoint or model folder that a run loads. Returns None if there is nothing to load, or
+    if all checkpoints are damaged."""
     paths = [point.path for point in resume_points(Path(config.train.output))] if resume else []
     initial = config.lr_schedule.branch_from or config.checkpoint.load_path
     if not paths and initial is not None:
@@ -46,15 +45,15 @@ def begins_anew(config: RunConfig, resume: bool) -> bool:
 
 
 def is_model_folder(path: str | Path) -> bool:
-    """Returns True if `path` contains a config.json, like a Hugging Face folder."""
+    """Returns True if `path` is a Hugging Face model folder, which has a config.json."""
     return (Path(path) / "config.json").is_file()
 
 
 def first_weights(
     config: RunConfig, source: WeightSource | None, model: CausalModel
 ) -> Callable[[ParameterSlot, Tensor], None]:
-    """Returns a function that fills a slice of a parameter of `model`. The values come from `source` or, without a
-    source, from the initialisation that the model declares."""
+    """Returns a function that fills a slice of a parameter of `model`, from `source` or, without a source, from the
+    declared initialisation."""
     declared, seed, std = dict(declarations(model)), config.train.seed, config.model.init_std
 
     def initialised(slot: ParameterSlot, weights: Tensor) -> None:
@@ -71,13 +70,11 @@ def first_weights(
 
 
 def begin(run: Run, began_with: str | None, *, masks: bool) -> tuple[Origin, int]:
-    """Fills the state of `run` with fresh moments and with initial weights or the weights of `began_with`.
+    """Fills the state of `run` with fresh moments, and with initial weights or the weights of `began_with`.
 
-    Returns the origin of the weights, and the number of ranks that read the weights. The origin names the checkpoint
-    even if `began_with` is a run folder.
-
-    With `masks`, prunes the same elements as `began_with`; otherwise leaves the masks of the state unchanged. All ranks
-    must call this function. Raises `UserError` on all ranks when the weights cannot be read.
+    Returns (origin of the weights, number of ranks that read the weights). With `masks`, prunes the same elements as
+    `began_with`; otherwise leaves the masks of the state unchanged. All ranks must call this function. Raises
+    `UserError` on all ranks when the weights cannot be read.
     """
     seed, std, world = run.config.train.seed, run.config.model.init_std, run.groups.world
     send, origin = run.config.checkpoint.broadcast, Origin()

@@ -14,7 +14,7 @@ from optimus.checkpoint.masks import masks_in
 from optimus.comm import Groups
 from optimus.config import RunConfig
 from optimus.config.sizes import count_text
-from optimus.data.training import TrainingData, open_sources, rows_in
+from optimus.data.training import TrainingData, open_sources, sequences_in
 from optimus.mesh import Layout
 from optimus.mesh.placement import describe
 from optimus.model import CausalModel
@@ -57,7 +57,7 @@ def build_trainer(
     """Builds the trainer of `config` on this rank, ready for the next step. With `resume`, the run continues from its
     newest intact checkpoint, if the run has checkpoints.
 
-    All ranks must call this function. See `launch.rank.run_rank` for the other arguments.
+    All ranks must call this function.
     """
     run = build_run(config, device, resume, users.data)
     hooks = [*more, *hooks_of(run, node, holder), *users_hooks(config.train.hooks, users.hooks, run.groups.rank)]
@@ -65,14 +65,14 @@ def build_trainer(
 
 
 def build_run(config: RunConfig, device: torch.device, resume: bool, dataset: Any = None) -> Run:
-    """Builds the run of this rank, with uninitialised state. Only the masks of the state are set, from the weights that
-    will fill the state. All ranks must call this function."""
+    """Builds this rank's run. Only the masks of the run's state are initialised. All ranks must call this function."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     mesh = mesh_of(config, ranks, ranks_per_node(ranks))
     groups = Groups(mesh, config.resilience.timeout, [], partial_sums=partial_sums(config))
     sources = read_together(lambda: open_sources(config, dataset), groups.world)
-    resolved = resolve_run(config, device, groups, sequences=rows_in(sources), resume=resume)
-    if device.type != "cpu":  # a process that only starts ranks cannot check the free memory of an accelerator
+    sequences = sequences_in(sources, config.train.sequence_length)
+    resolved = resolve_run(config, device, groups, sequences=sequences, resume=resume)
+    if device.type != "cpu":
         check_memory(resolved, device)
     config = resolved.config
     data = read_together(lambda: TrainingData(config, sources, resolved.phases), groups.world)
@@ -94,8 +94,7 @@ def _masks(
     layouts: Mapping[str, Layout],
     model: CausalModel,
 ) -> Mapping[str, Tensor]:
-    """Returns the masks of the weights that will fill the state, so that the run allocates no state for pruned
-    elements."""
+    """Returns the masks of the weights that will fill the state."""
     source = groups.world.on_first(lambda: begins_with(config, resume))
     masks = dict[str, Tensor]()
     if source is not None:
@@ -113,10 +112,10 @@ def build_model(
 ) -> tuple[PipelineStages, ModelState]:
     """Builds the model's stages on this rank, and the uninitialised state with this rank's shards of the parameters.
 
-    `masks_of` takes the groups, the layouts and the unsharded model on the meta device. `masks_of` returns the masks of
-    this rank's shards of pruned parameters, as packed bits. All ranks must call this function.
+    `masks_of` takes the groups, the layouts and the unsharded model on the meta device. For each pruned parameter,
+    `masks_of` returns, by name, packed bits for this rank's slice. All ranks must call this function.
     """
-    groups.make(plan.groups)  # creates the groups of all stages, on all ranks in the same order
+    groups.make(plan.groups)  # on all ranks in the same order
     masks, gathering = masks_of(groups, plan.layouts, plan.model), ParameterPrefetcher()
     model = deepcopy(plan.model)
     staged = stages_of(model, plan.partition, plan.config, groups, plan.state_spec.compute, device)
@@ -137,10 +136,9 @@ def build_model(
 
 
 def _notes(resolved: ResolvedRun, groups: Groups, data: TrainingData) -> list[str]:
-    """Returns lines for the user: the run's summary, and notes, for example about frozen parameters."""
     teacher = resolved.config.train.teacher
     return [
-        *summary_lines(summarise(resolved, data.instances)),
+        *summary_lines(summarise(resolved, data.sequences)),
         *([describe(groups.mesh)] if groups.world.size > 1 and resolved.config.observe.verbose else []),
         *resolved.facts.notes,
         *resolved.model.notes,
@@ -151,7 +149,6 @@ def _notes(resolved: ResolvedRun, groups: Groups, data: TrainingData) -> list[st
 
 
 def _frozen_line(resolved: ResolvedRun) -> str | None:
-    """Returns a line with the number of frozen parameters, or None if no parameter is frozen."""
     sizes = {name: math.prod(layout.shape) for name, layout in resolved.layouts.items()}
     frozen = sum(size for name, size in sizes.items() if not resolved.state_spec.rules[name].trains)
     if not frozen:

@@ -1,4 +1,4 @@
-"""Writes the checkpoints of a run: the whole model state or the weights, and a description."""
+"""Writes and describes the checkpoints of a run, and restores the states of random generators."""
 
 import base64
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ class Origin(NamedTuple):
     context: int = 0
     """The longest sequence length of the loaded model, in tokens; 0 without a loaded model."""
     published: Mapping[str, Any] = {}
-    """Published metadata of the loaded model; see hub/published.py."""
+    """Published metadata of the loaded model."""
     chat: Mapping[str, Any] = {}
     """The chat format of the data that the loaded model was trained on."""
 
@@ -38,36 +38,38 @@ class Start:
     hooks: Mapping[str, Any] = field(default_factory=dict)
     """The states of hooks by name."""
     frozen: str | None = None
-    """The name of the folder of frozen parameters to which later checkpoints may refer, or None."""
+    """The name of a folder of frozen parameters; later checkpoints may refer to this folder. None: no such folder."""
     notes: list[str] = field(default_factory=list)
 
 
 class Checkpointer:
     """Writes the checkpoints of `run`, synchronously or in the background.
 
-    All ranks create a checkpointer and call its methods together.
+    All ranks must create a checkpointer, and call the methods together.
     """
 
     def __init__(self, run: Run, start: Start) -> None:
         section = run.config.checkpoint
         self.saver = Saver(run.state, scattered=section.scattered, beside=section.asynchronous)
         self.saved = start.progress.step
-        """The step of the newest full checkpoint, which may be in progress; before the first, the step of the start."""
+        """The step of the newest full checkpoint, which may be in progress; before the first checkpoint, the step of
+        the start."""
         self._run, self._frozen = run, start.frozen
 
     def save(
         self, progress: Progress, origin: Origin, hooks: Mapping[str, Any], *, full: bool, weights: bool = False
     ) -> None:
-        """Writes a checkpoint of the whole state (`full`), of the `weights` alone, both or none. `hooks` are the states
-        of hooks by name. Raises `UserError` on all ranks, like `Saver.save`."""
+        """Writes a checkpoint of the whole state if `full`, and a checkpoint of the weights if `weights`.
+
+        `hooks` are the states of hooks by name.
+        """
         run, step, section = self._run, progress.step, self._run.config.checkpoint
         targets = []
         # The weights come first: a run killed between the two writes would otherwise resume after this step and never
         # write the weights.
         if weights:
-            every = (section.weights_every or 1) * section.weights_keep
             path = weights_folder(run.folder, step)
-            targets.append(Target(path, describe(run, progress, origin, hooks), every=every))
+            targets.append(Target(path, describe(run, progress, origin, hooks), every=section.weights_interval))
         if full:
             self.saved = step
             targets += self._frozen_targets(progress, origin, hooks)
@@ -77,8 +79,8 @@ class Checkpointer:
             self.saver.save(*targets)
 
     def _frozen_targets(self, progress: Progress, origin: Origin, hooks: Mapping[str, Any]) -> list[Target]:
-        """Returns the target for the folder of frozen parameters, to which a full checkpoint refers. Returns an empty
-        list if `train.freeze` is empty, or if the folder is complete."""
+        """Returns the target for the folder of frozen parameters. Returns an empty list if `train.freeze` is empty, or
+        if the folder is complete."""
         run = self._run
         if not run.config.train.freeze:
             return []
@@ -138,10 +140,7 @@ def describe(
 
 
 def _random_states(device: torch.device) -> dict[str, str]:
-    """Returns the states of this rank's random generators; a checkpoint holds the states of rank 0.
-
-    A user's model code may draw from these generators if all ranks draw the same numbers.
-    """
+    """Returns the states of this rank's random generators, in base64."""
     states = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
         states[device.type] = torch.get_device_module(device).get_rng_state(device)
@@ -149,8 +148,7 @@ def _random_states(device: torch.device) -> dict[str, str]:
 
 
 def restore_random(description: Description, device: torch.device) -> None:
-    """Restores the states of the random generators of the CPU and of `device`; ignores the states of other device
-    types."""
+    """Restores the random generators of the CPU and of `device`, if `description` has their states."""
     for kind, text in description.random.items():
         state = torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8)
         if kind == "cpu":

@@ -1,12 +1,21 @@
-"""Checks, before the first step, for mistakes that would make the run fail later."""
+"""Checks a run's configuration, data, folder, copies and memory, and fetches a lost run."""
 
 import math
 import os
+import weakref
+from itertools import chain, islice, takewhile
 from pathlib import Path
 
 import torch
 
-from optimus.checkpoint.copying import complete_copies, fetch_run
+from optimus.checkpoint.copying import (
+    complete_copies,
+    copied_steps,
+    describe_copy,
+    fetch_run,
+    has_abandoned,
+    has_other_content,
+)
 from optimus.checkpoint.folder import (
     MANIFEST,
     DamagedError,
@@ -19,12 +28,13 @@ from optimus.checkpoint.folder import (
 )
 from optimus.checkpoint.lease import LEASE
 from optimus.checkpoint.manifest import read_checked_description
-from optimus.checkpoint.rollback import resume_points
-from optimus.checkpoint.store import check_same_model, check_same_run
+from optimus.checkpoint.rollback import resume_points, rolled_back_to
+from optimus.checkpoint.store import check_same_model, check_same_run, model_differences, run_differences
 from optimus.config import RunConfig, load_config
 from optimus.config.sizes import size_text
-from optimus.copies import RemoteCopies
+from optimus.copies import RemoteCopies, UnreachableError
 from optimus.data.shards import Shards
+from optimus.data.token_formats import TOKEN_FORMATS
 from optimus.data.training import TrainingData, check_same_tokenizer
 from optimus.errors import UserError
 from optimus.evaluation.text import check_text, read_rows
@@ -41,12 +51,12 @@ from optimus.training.beginning import is_model_folder
 from optimus.training.run import Run
 from optimus.training.step import accumulate_gradients
 
-_BYTES_PER_TOKEN = 8  # above the mean of most tokenizers; the check should read all text that validation reads
+_BYTES_PER_TOKEN = 8  # above the mean of most tokenizers
 
 
 def check_references(config: RunConfig, resume: bool) -> None:
-    """Raises `UserError` for an unusable metric sink, and for a URL `checkpoint.copy_to` with an unusable protocol.
-    Without `resume`, raises `UserError` if the run cannot start from the configured checkpoint or model folder."""
+    """Raises `UserError` for an unusable metric sink or an unusable `checkpoint.copy_to`. Without `resume`, also raises
+    `UserError` if `lr_schedule.branch_from` or `checkpoint.load_path` does not fit the run."""
     check_sinks(config)
     if config.checkpoint.copy_to is not None:
         RemoteCopies(config.checkpoint.copy_to)  # raises for an unknown protocol or a missing package
@@ -72,19 +82,22 @@ def check_references(config: RunConfig, resume: bool) -> None:
 
 
 def check_validation(config: RunConfig, data: TrainingData) -> None:
-    """Raises `UserError` for validation text or task data that cannot be read, and for tasks if lm-eval is missing.
-    Raises `UserError` for prepared validation text with another tokenizer, or without predicted tokens in the measured
-    rows.
-
-    Checks the files of this node only. During the run, only rank 0 reads text and tasks.
-    """
+    """Raises `UserError` for unusable validation text, validation data or task data. Also raises `UserError` if there
+    are tasks but lm-eval is missing."""
     for number, each in enumerate(config.validation):
         if each.text is not None:
             _check_text(each.text, f"validation.{number}.text", each.max_bytes or _BYTES_PER_TOKEN * each.tokens)
         elif each.path is not None:
+            form, colon, _ = each.path.partition(":")
+            if colon and form in TOKEN_FORMATS:
+                raise UserError(
+                    f"validation.{number}.path: {each.path} names token files of another trainer, which can only be trained "
+                    "on: give a folder of prepared data, or `text`"
+                )
             shards = Shards(each.path, config.train.data_cache)
             check_same_tokenizer(data.first_folder, shards)
-            if shards.masked and not any(part.tokens for part in read_rows(shards, each.tokens)):
+            documents = config.data.documents == "mask"
+            if shards.masked and not any(part.tokens for part in read_rows(shards, each.tokens, documents=documents)):
                 raise UserError(
                     f"validation.{number}.path: none of the first {each.tokens:,} tokens of {each.path} is predicted: raise "
                     "validation.tokens, or prepare the data with a longer `context`"
@@ -97,8 +110,6 @@ def check_validation(config: RunConfig, data: TrainingData) -> None:
 
 
 def _check_text(text: str, key: str, max_bytes: int) -> None:
-    """Raises `UserError` when the file or folder `text` is missing, contains no text, or is unreadable within its first
-    `max_bytes` bytes. The message begins with `key`."""
     try:
         check_text(text, max_bytes)
     except UserError as error:
@@ -107,8 +118,7 @@ def _check_text(text: str, key: str, max_bytes: int) -> None:
 
 def check_output(config: RunConfig, resume: bool, data: TrainingData) -> None:
     """Raises `UserError` when the run folder is not writable. Without `resume`, raises `UserError` when the folder
-    contains a run or files other than a lease. With `resume`, raises `UserError` when the newest checkpoint in the
-    folder belongs to another run."""
+    contains a run or files other than a lease. With `resume`, raises `UserError` when the run cannot continue there."""
     folder = Path(config.train.output)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"train.output: {folder} is a file; name a folder")
@@ -129,8 +139,11 @@ def check_output(config: RunConfig, resume: bool, data: TrainingData) -> None:
 
 
 def _check_resumable(config: RunConfig, folder: Path, data: TrainingData) -> None:
-    """Raises `UserError` if the newest checkpoint with a readable description belongs to another run, and
-    `DamagedError` if no checkpoint has a readable description. Does not read tensors."""
+    """Raises `UserError` if the run cannot resume from the newest undamaged checkpoint.
+
+    Raises `DamagedError` if all checkpoints to resume are damaged. Without checkpoints to resume, raises `UserError` if
+    the folder belongs to a run of another model, or if its `checkpoints` folder has entries with unknown names.
+    """
     saved, points = folder / "config.yaml", resume_points(folder)
     broken = []
     for point in points:
@@ -150,7 +163,7 @@ def _check_resumable(config: RunConfig, folder: Path, data: TrainingData) -> Non
         for path in (folder / "checkpoints").glob("[!.]*")
         if not path.name.startswith(("weights-", "frozen-"))
     )
-    if others:  # without such files, there is nothing to resume
+    if others:
         raise UserError(
             f"{folder / 'checkpoints'} holds no checkpoint step-N to resume, only {', '.join(others)}: rename one of them "
             "to step-N, or choose another train.output"
@@ -159,20 +172,69 @@ def _check_resumable(config: RunConfig, folder: Path, data: TrainingData) -> Non
         raise UserError(f"train.output: {folder} is the folder of a run of another model: choose another train.output")
 
 
-def fetch_lost_run(config: RunConfig, resume: bool) -> None:
-    """Fills a run folder without complete checkpoints from `checkpoint.copy_to`, if `resume` is set.
+def fetch_lost_run(config: RunConfig, data: TrainingData, resume: bool) -> None:
+    """Checks the copies at `checkpoint.copy_to`, and fetches a lost run from its copies. A run is lost if its folder
+    has neither a complete full checkpoint nor a rollback marker.
 
-    Without `resume`, raises `UserError` if the URL already has complete copies of checkpoints.
+    Without `resume`, only raises `UserError` if a lost run has complete copies. An unreachable URL raises
+    `UnreachableError` only for a lost run.
     """
-    url, folder = config.checkpoint.copy_to, Path(config.train.output)
-    if url is None or list_checkpoints(folder):
+    url, folder, pruning = config.checkpoint.copy_to, Path(config.train.output), config.pruning
+    if url is None:
         return
-    if resume:
-        if (name := fetch_run(url, folder)) is not None:
-            say_at_once(f"{folder} has no checkpoint: {name} is fetched from {url}")
-    elif found := complete_copies(RemoteCopies(url)):
+    lost = not list_checkpoints(folder) and rolled_back_to(folder) is None
+    if not resume:
+        copies = RemoteCopies(url)
+        if lost and (found := next(chain(complete_copies(copies), complete_copies(copies, "weights")), None)):
+            raise UserError(
+                f"checkpoint.copy_to: {url} already has copies of a run (up to {found}): continue it with "
+                "`resume=True` or choose another URL"
+            )
+        return
+    try:
+        check_copies(config, data)
+    except UnreachableError as error:
+        if lost:
+            raise
+        say_at_once(f"checkpoint.copy_to: {error}; the run goes on, and checks the copies before it copies")
+        return
+    weights = [pruning.rewind] if pruning is not None and pruning.rewind else []
+    if lost and (name := fetch_run(url, folder, weights)) is not None:
+        say_at_once(f"{folder} has no checkpoint: {name} is fetched from {url}")
+
+
+def check_copies(config: RunConfig, data: TrainingData) -> None:
+    """Raises `UserError` if the newest complete copies at `checkpoint.copy_to` are of another run.
+
+    If the run folder has full checkpoints, also raises `UserError` if the newest copied checkpoint differs from its
+    copy, or if there are copies of later steps. Neither is an error if the run was rolled back or has abandoned such a
+    copy.
+    """
+    url, folder = str(config.checkpoint.copy_to), Path(config.train.output)
+    copies = RemoteCopies(url)
+    for name in [each for kind in ("step", "weights") for each in islice(complete_copies(copies, kind), 1)]:
+        about = describe_copy(copies, name)
+        fingerprint = data.fingerprint(about.step, config.train.seed)
+        if said := model_differences(about.model, config.model) or run_differences(about, fingerprint):
+            raise UserError(f"checkpoint.copy_to: {url} has copies of another run ({name}: {said}): choose another URL")
+    steps = copied_steps(copies)
+    found = list_checkpoints(folder)  # read last: the copies lag behind a running run
+    if not found:
+        return
+    common = [path.name for path in found if path.name in steps][-1:]
+    if any(has_other_content(folder, copies, name) for name in common) and not has_abandoned(folder, copies, common):
         raise UserError(
-            f"checkpoint.copy_to: {url} already has copies of a run (up to {found[0]}): continue it with `resume=True` or "
+            f"checkpoint.copy_to: {url} has copies of another run, whose {common[0]} differs from the one in {folder}: "
+            "choose another URL"
+        )
+    newest = step_of(found[-1])
+    newer = takewhile(lambda name: step_of(Path(name)) > newest, complete_copies(copies))
+    later = [name for name in newer if name in steps]
+    if later and not has_abandoned(folder, copies, later):
+        there = ", ".join(str(steps[name]) for name in later)
+        raise UserError(
+            f"checkpoint.copy_to: {url} has copies of later steps ({there}) than {folder} (step {newest}): empty the "
+            f"folder to resume from the copy, abandon the copies with `optimus rollback {folder} --step {newest}`, or "
             "choose another URL"
         )
 
@@ -199,13 +261,9 @@ def check_prunings(config: RunConfig, description: Description, path: Path) -> N
 
 
 def check_memory(run: ResolvedRun, device: torch.device, *, use_total: bool = False) -> None:
-    """Raises `UserError` when the model state (parameters, gradients, optimizer state) does not fit into the free
-    memory.
+    """Raises `UserError` when the model state, the teacher and copies of checkpoints do not fit into the free memory.
 
-    On an accelerator, checks the device memory of the fullest rank, and the host memory of all ranks of the fullest
-    node, including copies for checkpoints. On a CPU, checks the state and the copies of the fullest node together.
-    Ranks with the last stage also hold the teacher, if any. With `use_total`, counts an accelerator's total memory as
-    free, and allocates no device memory.
+    With `use_total`, counts an accelerator's total memory as free.
     """
     config, mesh, shared = run.config, run.mesh, device.type == "cpu"
     found, together = at_rest(run, shared=shared), min(mesh.size, mesh.ranks_per_node or mesh.size)
@@ -250,37 +308,32 @@ def _check_fits(
 
 
 def dry_run(run: Run) -> str:
-    """Checks that a microbatch fits into the free memory, by forward and backward passes on synthetic tokens. Returns a
-    line with the results.
+    """Runs forward and backward passes on synthetic tokens, and returns a line about the memory.
 
-    First measures the activations of a few sequences or, with a pipeline, of one microbatch for each rank of the
-    pipeline. Then runs a whole microbatch on an accelerator, but not on a CPU, where a lack of memory would kill the
-    process. Leaves weights and optimizer state unchanged. Raises `UserError` when a microbatch does not fit.
+    A CPU runs only a few sequences of each microbatch, because a lack of memory could kill the process. The weights and
+    the optimizer state stay unchanged. Raises `UserError` when the microbatches do not fit into the free memory.
     """
-    micro_batch, context = run.config.train.micro_batch, run.resolved.widest.train.sequence_length
-    tokens = torch.arange(context, device=run.device).remainder(run.config.model.vocab).expand(micro_batch, -1)
+    config, mesh = run.config, run.groups.mesh
+    micro_batch, context = config.train.micro_batch, run.resolved.widest.train.sequence_length
+    tokens_1S = torch.arange(context, device=run.device).remainder(config.model.vocab)[None]
     free = free_memory(run.device)
     try:
-        if run.config.parallel.pipeline > 1:  # one microbatch in flight on each pipeline rank
-            under_way = tokens[:1].expand(run.config.parallel.pipeline * micro_batch, -1)
-            one = _saved_bytes(run, under_way) // micro_batch
-        else:
-            mesh = run.groups.mesh
-            # The smallest number of sequences whose tokens the tensor-parallel ranks can divide evenly.
-            few = min(micro_batch, mesh.tp // math.gcd(mesh.tp, context // mesh.cp))
-            one = _saved_bytes(run, tokens[:few]) // few
+        # The smallest number of sequences whose tokens the tensor-parallel ranks can divide evenly, at most
+        # `micro_batch`.
+        few = min(micro_batch, mesh.tp // math.gcd(mesh.tp, context // mesh.cp))
+        one = _saved_bytes(run, tokens_1S.expand(mesh.pp * few, -1), few) // few
     except torch.OutOfMemoryError:
         raise UserError(
             f"a microbatch of one sequence does not fit into the free {size_text(free)} of {run.device}: "
             "shorten train.sequence_length, or recompute some activations (recompute: [norm, attention, ...])"
         ) from None
     needed = one * micro_batch
-    if run.device.type == "cpu" and needed * ranks_sharing_memory(run.groups.mesh, run.device) > free:
+    if run.device.type == "cpu" and needed * ranks_sharing_memory(mesh, run.device) > free:
         raise UserError(_too_large(needed, free, one, run))
     try:
         if run.device.type != "cpu":
             run.state.clear_gradients()
-            accumulate_gradients(run.model, run.state, tokens, run.config)
+            accumulate_gradients(run.model, run.state, tokens_1S.expand(mesh.pp * micro_batch, -1), config)
     except torch.OutOfMemoryError:
         raise UserError(_too_large(needed, free, one, run)) from None
     run.state.clear_gradients()
@@ -289,32 +342,41 @@ def dry_run(run: Run) -> str:
     return f"memory per rank: {kinds}, activations of {_microbatches(run)} {size_text(needed)}; {size_text(free)} free"
 
 
-def _saved_bytes(run: Run, tokens_BS: torch.Tensor) -> int:
-    """Returns the bytes that forward passes on `tokens_BS` save for backward passes, without the parameters."""
-    saved: dict[int, int] = {}
+def _saved_bytes(run: Run, tokens_BS: torch.Tensor, micro_batch: int) -> int:
+    """Returns the peak of the bytes that forward passes on microbatches of `micro_batch` sequences save for backward
+    passes, without the parameters."""
+    live: dict[int, int] = {}  # bytes by address
     state = {chunk.parameter.untyped_storage()._cdata for chunk in run.state.chunks}
+    total = peak = 0
 
     def count(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal total, peak
         storage = tensor.untyped_storage()
-        if storage._cdata not in state:
-            saved[storage._cdata] = storage.nbytes()
+        if storage._cdata not in state and storage._cdata not in live:
+            live[storage._cdata] = storage.nbytes()
+            weakref.finalize(storage, forget, storage._cdata)
+            total += storage.nbytes()
+            peak = max(peak, total)
         return tensor
+
+    def forget(address: int) -> None:
+        nonlocal total
+        total -= live.pop(address)
 
     run.state.clear_gradients()
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        accumulate_gradients(run.model, run.state, tokens_BS, run.config)
-    return sum(saved.values())
+        accumulate_gradients(run.model, run.state, tokens_BS, run.config, micro_batch=micro_batch)
+    return peak
 
 
 def _microbatches(run: Run) -> str:
-    """Returns the words for the microbatches whose activations `dry_run` reports."""
     in_flight = run.config.parallel.pipeline
     return f"{in_flight} microbatches" if in_flight > 1 else "a microbatch"
 
 
 def _too_large(needed: int, free: int, one: int, run: Run) -> str:
     fitting = free // max(1, one * ranks_sharing_memory(run.groups.mesh, run.device))
-    fitting = min(fitting, run.config.train.micro_batch - 1)  # transient memory may be lacking even if activations fit
+    fitting = min(fitting, run.config.train.micro_batch - 1)  # the workspace may not fit even if the activations do
     cure = f"set train.micro_batch to at most {fitting}" if fitting else "shorten train.sequence_length"
     return (
         f"the activations of {_microbatches(run)} of {run.config.train.micro_batch} sequences need {size_text(needed)}, but "

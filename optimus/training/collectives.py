@@ -1,5 +1,4 @@
-"""Reads the measurements from which a run chooses the algorithms of its collectives, and writes these measurements into
-the run's folder."""
+"""Reads and writes the measurements from which a run chooses the algorithms of its collectives."""
 
 from pathlib import Path
 
@@ -30,13 +29,10 @@ class _MachineFile(Section):
 
 
 def measured_collectives(config: RunConfig, mesh: Mesh, resume: bool) -> tuple[Measured | None, list[str]]:
-    """Returns the measurements from which a run chooses its algorithms, and notes for the user.
+    """Returns (measurements, notes for the user). Without measurements (None), the run uses the default algorithms.
 
-    A resumed run uses the measurements, if any, that an earlier start saved in the run's folder. Otherwise, returns
-    None instead of measurements if `collectives.machine` is not set, or if the machine's nodes and the run's nodes have
-    different numbers of ranks.
-
-    Raises `UserError` when a file is missing or invalid, or when the machine file has no measurements.
+    A resumed run uses the measurements in the run's folder, if any. Raises `UserError` when the machine file has no
+    measurements.
     """
     saved, per_node = Path(config.train.output) / FILE, mesh.ranks_per_node or mesh.size
     if resume and saved.exists():

@@ -1,8 +1,5 @@
-"""Records a run's starts in the run folder. `config.yaml` has the configuration and `decisions.yaml` the decisions of
-the latest start. `environment.jsonl` has a line for each start, with the software and hardware.
-
-Records no environment variables, which may hold secrets.
-"""
+"""Records a run's starts in the run folder. `config.yaml` and `decisions.yaml` belong to the latest start, and
+`environment.jsonl` has a line for each start. Do not record environment variables, which may hold secrets."""
 
 import json
 import platform
@@ -29,16 +26,14 @@ _GIT_SECONDS = 10.0
 
 
 def record_start(run: Run, step: int) -> None:
-    """Creates the run folder, and saves the configuration, the decisions, the measurements of collectives, and the
-    software and hardware.
+    """Writes the configuration, decisions and any measurements of collectives; appends a line to `environment.jsonl`.
 
-    Renames the file of an earlier, different configuration. Only rank 0 calls the function, before the first step after
-    `step`. Raises `UserError` when a file cannot be written, for example on a full disk.
+    Renames the file of an earlier, different configuration. Raises `UserError` when a file cannot be written.
     """
     path, text = run.folder / "config.yaml", dump_config(run.resolved.record)
     with naming_disk_errors(path, "Make room or choose another train.output"):
         run.folder.mkdir(parents=True, exist_ok=True)
-        if path.exists() and path.read_text(encoding="utf-8") != text:
+        if path.exists() and path.read_bytes() != text.encode():
             names = (f"config.until-step-{step}{more}.yaml" for more in chain([""], (f"-{n}" for n in count(2))))
             path.rename(next(earlier for name in names if not (earlier := path.with_name(name)).exists()))
         path.write_text(text, encoding="utf-8")
@@ -49,7 +44,6 @@ def record_start(run: Run, step: int) -> None:
 
 
 def _record_environment(run: Run, step: int) -> None:
-    """Appends the record of this start, with the host and the device of this rank, to `environment.jsonl`."""
     path, mesh, counted = run.folder / "environment.jsonl", run.groups.mesh, count_parameters(run.config.model)
     record = {
         "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
@@ -80,8 +74,8 @@ def command_line() -> list[str]:
 
 
 def git_commit(folder: Path) -> dict[str, Any] | None:
-    """Returns `commit` and `clean` of the checkout that contains `folder`, or None if git names no commit. `clean` is
-    True if no tracked file differs from the commit, and None if git cannot tell."""
+    """Returns a mapping with `commit` and `clean` for the checkout that contains `folder`, or None if git names no
+    commit. `clean` is True if no tracked file differs from the commit, and None if git cannot tell."""
     commit = _git(folder, "rev-parse", "HEAD")
     changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
     return None if commit is None else {"commit": commit, "clean": None if changes is None else changes == ""}

@@ -1,5 +1,4 @@
-"""Concludes a run: records an error or an early stop, writes the report, and sends a notification. Also announces a
-restart or a failure on behalf of the node agents."""
+"""Records an error or an early stop of a run, writes the report, and sends notifications of ends and restarts."""
 
 import signal
 import sys
@@ -21,12 +20,11 @@ from optimus.resilience.events import EventLog
 def conclude(
     config: RunConfig, began: float, summary: Mapping[str, Any] | None, failure: UserError | None = None
 ) -> dict[str, Any]:
-    """Records the end of a run. Returns `summary`, extended by the `seconds` since the time `began`, and by the path of
-    the `report` or None.
+    """Records an error or an early stop; writes the report and sends a notification as configured.
 
-    `failure` is the error that ended the run, if any. Prints errors of the event log, the report and the notification
-    to stderr instead of raising. Writes no files if the folder contains no run. After a `DamagedError`, the run's
-    folder stays unchanged.
+    Returns `summary` with `seconds`, the time since `began`, and `report`, the report's path or None.
+
+    `failure` is the error that ended the run, if any. After a `DamagedError`, the run's folder stays unchanged.
     """
     folder = Path(config.train.output)
     found = {**(summary or {}), "seconds": time.time() - began, "report": None}
@@ -48,17 +46,12 @@ def conclude(
 
 
 def announce(config: RunConfig, event: str, detail: str) -> None:
-    """Sends the notification that a run was `restarted` or has `failed`, on behalf of the node agents. Also rewrites
-    the report if the run folder has a run."""
+    """Notifies of the `event` "restarted" or "failed", and rewrites the report of a run, both as configured."""
     there = is_run(Path(config.train.output))
     _tell(config, event, detail, {"report": _report(config, ended=event == "failed") if there else None})
 
 
 def _report(config: RunConfig, *, ended: bool) -> str | None:
-    """Writes the report and returns its path. Returns None if reports are off or writing fails.
-
-    `ended` is True if the run has ended, even if the lease of its folder has not expired yet.
-    """
     folder = Path(config.train.output)
     try:
         if not config.observe.report:

@@ -1,4 +1,4 @@
-"""The objects that `optimus.train` takes beside the configuration: hooks, an update rule and a dataset."""
+"""The objects that a caller passes beside the configuration: hooks, an update rule and a dataset."""
 
 import inspect
 import json
@@ -12,15 +12,14 @@ from optimus.optim.rules import RULES, RuleRow
 
 
 class UserObjects(NamedTuple):
-    """The hooks, the update rule and the dataset that the caller of `optimus.train` has passed."""
+    """The caller's hooks, update rule and dataset, which `dumps` and `loads` pass to other processes."""
 
     hooks: Sequence[Any] = ()
     rule: RuleRow | None = None
     data: Any = None
 
     def register(self) -> None:
-        """Adds the update rule, if any, to this process's table of rules, in which the configuration finds rules by
-        name."""
+        """Adds the update rule, if any, to this process's table of rules."""
         if self.rule is not None:
             RULES.extend({self.rule.name: self.rule})
 
@@ -39,7 +38,7 @@ class UserObjects(NamedTuple):
 
     @classmethod
     def loads(cls, pickled: bytes | None) -> "UserObjects":
-        """Returns the objects that `dumps` has pickled; no objects if `pickled` is None."""
+        """Returns the objects that `dumps` has pickled."""
         return cls() if pickled is None else cls(*map(functions.loads, functions.loads(pickled)))
 
 
@@ -47,10 +46,9 @@ NO_OBJECTS = UserObjects()
 
 
 def user_objects(hooks: Any, optimizer: Any, data: Any) -> tuple[UserObjects, list[str]]:
-    """Returns the objects, and the overrides by which a configuration uses the update rule and the dataset. Raises
-    `UserError` if `optimizer` is no concrete `UpdateRule`.
+    """Returns (the objects, configuration overrides that select the update rule and the dataset).
 
-    Registers the update rule in this process.
+    Registers the update rule in this process. Raises `UserError` if `optimizer` is no concrete `UpdateRule`.
     """
     rule, overrides = (None, []) if optimizer is None else _row(optimizer)
     found = UserObjects(hooks, rule, data)
@@ -59,7 +57,8 @@ def user_objects(hooks: Any, optimizer: Any, data: Any) -> tuple[UserObjects, li
 
 
 def _row(optimizer: Any) -> tuple[RuleRow, list[str]]:
-    """Returns a row for an update rule, and overrides with the rule's name and, for an instance, its weight decay."""
+    """Returns (row for an update rule, overrides). The overrides set the rule's name and, for an instance, the weight
+    decay."""
     from optimus.optim.rule import UpdateRule
 
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)

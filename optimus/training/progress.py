@@ -7,7 +7,7 @@ from optimus.config.phases import Phase, phase_at, tokens_after
 
 @dataclass
 class Progress:
-    """The progress of a run. Checkpoints store `step` and `skipped`."""
+    """The progress of a run."""
 
     phases: list[Phase]
     """The phases of the run; a run without phases has a single phase."""

@@ -23,8 +23,11 @@ from optimus.training.run import Run
 def choose_masks(
     weights: PrunableWeights, config: RunConfig, targets: Mapping[str, int], unpruned: float | None = None
 ) -> dict[str, Tensor]:
-    """Chooses masks by the configured method such that about the share `unpruned` of the elements of `targets` remains;
-    by default, the share after the first pruning."""
+    """Chooses masks of this rank's slices that leave about the fraction `unpruned` of `targets` unpruned.
+
+    By default, `unpruned` is the fraction after the first pruning. `targets` maps each parameter's name to its number
+    of elements in the whole model. All ranks must call this function.
+    """
     pruning = config.pruning
     assert pruning is not None
     of_blocks: Score = block_norms if pruning.scope.startswith("block") else magnitudes
@@ -36,8 +39,8 @@ def choose_masks(
 def after_pruning(run: Run, step: int, began_with: str | None) -> list[str]:
     """Records a pruning event, and rewinds the remaining weights to the step `pruning.rewind`, if set.
 
-    Returns lines for the user. `step` is the last completed step; `began_with` is the source of the run's initial weights.
-    All ranks must call this function.
+    A rewind also resets the state of the update rules, the number of updates and the counters. Returns lines for the
+    user. All ranks must call this function.
     """
     state, pruning = run.state, run.config.pruning
     assert pruning is not None
@@ -46,7 +49,7 @@ def after_pruning(run: Run, step: int, began_with: str | None) -> list[str]:
     if pruning.rewind is None:
         return said
     if pruning.rewind == step:
-        state.begin()  # the run rewinds to the present weights
+        state.begin()
     elif pruning.rewind == 0:
         begin(run, began_with, masks=False)
     else:

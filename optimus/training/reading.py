@@ -1,15 +1,11 @@
-"""Reads a run's configuration and data, and imports torch only for models of `transformers` or of plugins, so that a
-command reports mistakes early.
-
-An import of this module must not import torch.
-"""
+"""Reads a run's configuration and opens the data. An import of this module must not import torch."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from optimus.config import RunConfig, load_config
-from optimus.data.training import TrainingData, open_sources, rows_in
+from optimus.data.training import TrainingData, open_sources, sequences_in
 from optimus.hub import read_model_folder
 from optimus.resolve.length import length
 
@@ -17,14 +13,13 @@ from optimus.resolve.length import length
 def read_run(
     config: str | Path | Mapping[str, Any] | RunConfig, overrides: Iterable[str] = (), dataset: Any = None
 ) -> tuple[RunConfig, TrainingData]:
-    """Reads the configuration and the data of a run. The returned configuration leaves options unset that the library
-    still has to choose. `dataset` is the argument `data` of `optimus.train`.
+    """Returns the configuration before any decision, and the opened training data for the decided number of steps.
 
-    Raises `UserError` for an invalid configuration, and for data that is missing or does not fit the model.
+    `dataset` is the argument `data` of `optimus.train`. Raises `UserError` for an invalid configuration or data.
     """
     tree = load_config(config, overrides, read_model_folder)
     sources = open_sources(tree, dataset)
-    steps = length(tree, rows_in(sources))
+    steps = length(tree, sequences_in(sources, tree.train.sequence_length))
     return tree, TrainingData(tree.decided(steps.values), sources)
 
 

@@ -1,4 +1,4 @@
-"""The record of a completed step."""
+"""The record of a completed step, and the clock that times the step."""
 
 import numbers
 import time
@@ -16,18 +16,18 @@ class StepTimes:
     """The seconds of a step on this rank."""
 
     total: float
-    """Total seconds, including the wait for data."""
+    """Seconds until the end of the update, including the wait for data; hooks after the step do not count."""
     data: float
     """Seconds of `total` until all ranks have their data."""
     waited: float
-    """Seconds of `total` spent waiting for collectives."""
+    """Seconds of `total` spent waiting for collectives and messages."""
     by_kind: dict[str, float]
-    """The seconds of `waited` after the wait for data, by kind of collective."""
+    """The seconds of `waited` after the wait for data, by kind of collective; all messages are one kind."""
 
 
 @dataclass
 class StepRecord:
-    """The record of a completed step on the global batch. Hooks add numbers to `values`."""
+    """The results of a completed step on the global batch, with this rank's times."""
 
     step: int
     result: StepResult
@@ -38,15 +38,14 @@ class StepRecord:
     """The number of tokens of each expert relative to the layer's mean, by layer; empty in steps without a
     measurement."""
     samples: list[dict[str, str]] = field(default_factory=list)
-    """The `prompt` and the continuation `text` of each of `evaluate.prompts`; empty in steps that continue no
-    prompt."""
+    """The `prompt` and the continuation `text` of each of `evaluate.prompts`; empty in steps without continuations."""
 
 
 _STEP = {"step", "tokens", "time", "lr", "grad_norm", "skipped_steps", "phase"}
 _LOSSES = {"loss", "balance_loss", "z_loss", "teacher_divergence", "bits_per_byte"}
 _SPEED = {"tokens_per_second", "step_seconds", "data_seconds", "checkpoint_seconds", "model_flops_utilization"}
 OWN_NAMES = _STEP | _LOSSES | _SPEED
-"""Names of the library's metrics. Names that begin with one of `OWN_BEGINNINGS` also belong to the library."""
+"""Names of the library's metrics that do not begin as in `OWN_BEGINNINGS`."""
 OWN_BEGINNINGS = ("tokens/", "train_loss/", "loss/", "bits_per_byte/", "tasks/", "time/", "memory/", "experts/")
 
 
@@ -58,9 +57,9 @@ def is_number(value: object) -> bool:
 def added_values(before: StepRecord, after: StepRecord) -> dict[str, float]:
     """Returns the values that a user's hook added to a record, as floats.
 
-    Raises `UserError` for a value that is not a number, for a name that is empty or not text, and for a name that the
-    library or another hook uses. Raises `UserError` when the hook has changed other values or other fields of the
-    record.
+    Raises `UserError` for a value that is not a number or is beyond the largest float. Raises `UserError` for a name
+    that is empty or not text, and for a name that the library or another hook uses. Raises `UserError` when the hook
+    has changed other values or other fields of the record.
     """
     for each in fields(StepRecord):
         if each.name != "values" and getattr(after, each.name) != getattr(before, each.name):
@@ -71,6 +70,7 @@ def added_values(before: StepRecord, after: StepRecord) -> dict[str, float]:
         if after.values.get(name) is not value:
             raise UserError(f"record.values[{name!r}] does not belong to the hook: choose another name")
     own: Mapping[Any, Any] = {name: value for name, value in after.values.items() if name not in before.values}
+    found = dict[str, float]()
     for name, value in own.items():
         if not isinstance(name, str) or not name:
             raise UserError(f"record.values[{name!r}]: give a name, as text")
@@ -80,11 +80,15 @@ def added_values(before: StepRecord, after: StepRecord) -> dict[str, float]:
             raise UserError(
                 f"record.values[{name!r}] is a {type(value).__name__}: give a number, for example by float()"
             )
-    return {name: float(value) for name, value in own.items()}
+        try:
+            found[name] = float(value)
+        except OverflowError:
+            raise UserError(f"record.values[{name!r}] is beyond the largest float: give a smaller number") from None
+    return found
 
 
 class StepClock:
-    """Times a step from the construction of the clock on."""
+    """Times a step that begins at the construction of the clock."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder, self._began = recorder, time.perf_counter()
@@ -97,7 +101,7 @@ class StepClock:
         self._by_kind = self._recorder.by_kind
 
     def times(self) -> StepTimes:
-        """Returns the seconds since construction."""
+        """Returns the times since the construction of the clock."""
         recorder, before = self._recorder, self._by_kind
         since = {kind: seconds - before.get(kind, 0.0) for kind, seconds in recorder.by_kind.items()}
         total, waited = time.perf_counter() - self._began, recorder.seconds - self._waited

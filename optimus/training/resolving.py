@@ -10,7 +10,7 @@ import torch
 from optimus.checkpoint.masks import shares_in
 from optimus.comm import Groups
 from optimus.config import RunConfig
-from optimus.data.training import open_sources, rows_in
+from optimus.data.training import open_sources, sequences_in
 from optimus.mesh import Mesh
 from optimus.observe.machine import find_device
 from optimus.resolve.facts import measure_facts
@@ -34,12 +34,12 @@ def resolve_run(
     resume: bool = False,
     touches: bool = True,
 ) -> ResolvedRun:
-    """Resolves `config` on this machine, for `sequences` sequences of data.
+    """Decides every open option of `config` for this machine.
 
-    With `Groups`, all ranks must call this function, which returns the same result on all ranks. With a `Mesh`, this
-    process resolves the run alone and times nothing. A process that only starts ranks sets `touches` to False, so that
-    the function allocates nothing on an accelerator. Raises `UserError` like `resolve`, and for files that cannot be
-    read.
+    `sequences` is the number of sequences in the training data, if known.
+
+    If `where` is a `Groups`, all ranks must call this function, and each rank gets the same result. If `where` is a
+    `Mesh`, this process resolves the run alone. Without `touches`, the function allocates nothing on an accelerator.
     """
     world = where.world if isinstance(where, Groups) else None
     mesh = where.mesh if isinstance(where, Groups) else where
@@ -66,9 +66,9 @@ def resolve_run(
 
 
 def resolve_before_launch(config: RunConfig, ranks: int) -> ResolvedRun:
-    """Resolves `config` for a run of `ranks` ranks on this machine. Opens the data only if `train.epochs` is set."""
+    """Resolves `config` for `ranks` ranks on this machine, and allocates nothing on an accelerator."""
     sequences = None
     if config.train.epochs is not None:
-        sequences = rows_in(open_sources(config))
+        sequences = sequences_in(open_sources(config), config.train.sequence_length)
     device = find_device(config.train.device, "train.device")
     return resolve_run(config, device, mesh_of(config, ranks, ranks), sequences=sequences, touches=False)

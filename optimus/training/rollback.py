@@ -1,4 +1,4 @@
-"""Ends a run so that a restart excludes the faulty node or begins from earlier weights."""
+"""Prepares the end of a run, so that a restart excludes the faulty node or begins from earlier weights."""
 
 from optimus.checkpoint.folder import list_checkpoints, step_of
 from optimus.checkpoint.rollback import rollback
@@ -9,20 +9,16 @@ from optimus.training.trainer import Trainer
 
 
 def ended_by(trainer: Trainer, at_fault: bool, detail: str) -> EndedError:
-    """Returns the exception that ends this rank because a node is at fault; `at_fault` is True on the ranks of the
-    faulty node. All ranks must call this function and then end.
+    """Completes the checkpoints in progress, and returns the exception that ends this rank because a node is at fault.
 
-    First completes the checkpoints in progress.
+    `at_fault` is True on the ranks of the faulty node. All ranks must call this function and then end.
     """
     also = trainer.checkpointer.saver.complete()
     return EndedError(Exit.BAD_NODE if at_fault else Exit.LOST, f"step {trainer.progress.step}: {detail}{also}")
 
 
 def go_back(trainer: Trainer, detail: str) -> int:
-    """Prepares a restart from saved weights of an earlier step. All ranks must call this function and then end.
-
-    The run's first rollback takes the newest saved weights of an earlier step. A later rollback may take older weights.
-    `detail` is the reason. Returns the step of the weights.
+    """Prepares a restart from earlier weights and returns their step. All ranks must call this function and then end.
 
     Raises `UserError` on all ranks when no earlier weights are saved, or after `resilience.max_rollbacks` rollbacks.
     """
@@ -43,7 +39,7 @@ def _go_back(trainer: Trainer, detail: str) -> int:
             why = f"the run has already gone back {rollbacks} times (resilience.max_rollbacks)"
         events.write("failure", step=trainer.progress.step, detail=f"{detail}; {why}")
         raise UserError(f"{detail}; {why}. Lower lr_schedule.lr, or look at the data of that step")
-    skipped = sum(step in steps for step in earlier)  # a rollback has moved newer weights away
+    skipped = sum(step in steps for step in earlier)  # later rollbacks may have moved the weights of earlier ones
     back = steps[max(0, len(steps) - 1 - skipped)]
     events.write("failure", step=trainer.progress.step, detail=detail)
     rollback(trainer.folder, back, held=True)

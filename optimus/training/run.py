@@ -24,8 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Run:
-    """The configuration, model, state and data of a run on this rank. Training replaces no field, but changes the
-    values of the model and the state."""
+    """The configuration, model, state and data of a run on this rank."""
 
     resolved: ResolvedRun
     device: torch.device
@@ -55,13 +54,12 @@ class Run:
 
     @property
     def forward_is_collective(self) -> bool:
-        """True if all ranks must run each forward pass together."""
+        """True if a forward pass may need other ranks."""
         mesh = self.groups.mesh
         return self.state.gathers_on_use or mesh.pp * mesh.ep * mesh.tp * mesh.cp > 1
 
     def batches(self, step: int) -> TokenLoader[Batch]:
-        """Returns a loader that yields this rank's share of the global batch of each step after `step`, in host
-        memory."""
+        """Returns a loader that yields this rank's share of each global batch after step `step`, in host memory."""
         data = self.groups.along("dp")
         return TokenLoader(
             self.data.phases,
@@ -74,11 +72,7 @@ class Run:
 
 
 def _host_batch(batch: TokenBatch, on_device: bool) -> Batch:
-    """Converts the arrays of a batch to tensors. With `on_device`, pins the tensors for asynchronous copies to the
-    device.
-
-    Does not pin `document_BS`, because only the host reads the documents.
-    """
+    """Converts the arrays of a batch to tensors. With `on_device`, pins the tensors except `document_BS`."""
     tokens_BS, mask_BS, document_BS, source_B = (None if each is None else torch.from_numpy(each) for each in batch)
     if on_device:
         tokens_BS, mask_BS, source_B = (
@@ -89,8 +83,8 @@ def _host_batch(batch: TokenBatch, on_device: bool) -> Batch:
 
 
 def read_together(read: Callable[[], T], world: Group) -> T:
-    """Returns the result of `read` on this rank. Raises a `UserError` on all ranks if `read` raises one on any rank.
-    All ranks of `world` must call this function."""
+    """Returns the result of `read` on this rank. Raises a `UserError` on all ranks if `read` raises a `UserError` on
+    any rank. All ranks of `world` must call this function."""
     try:
         found, failure = [read()], None
     except UserError as error:

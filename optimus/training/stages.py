@@ -1,4 +1,4 @@
-"""The pipeline stages of a run on this rank, and their execution."""
+"""Builds this rank's pipeline stages, and simulates timelines without message times."""
 
 from functools import cache, partial
 from typing import cast
@@ -27,10 +27,7 @@ def stages_of(
     dtype: torch.dtype,
     device: torch.device,
 ) -> PipelineStages:
-    """Builds the stages of this rank and the function that executes the stages.
-
-    All ranks must call `stages_of`, which connects the links between stages on backends without tags.
-    """
+    """Builds the stages of this rank and the function that executes the stages. All ranks must call `stages_of`."""
     parallel, mesh = config.parallel, groups.mesh
     streams = groups.streams(2 * parallel.stages, "pp")
     team = groups.along("dp", "cp", "tp")
@@ -68,8 +65,7 @@ def stages_of(
 
 
 def simulated(measured: Timeline, config: RunConfig) -> Timeline:
-    """Returns the timeline that the computations in `measured` would have if messages took no time, in the measured order
-    and with the measured durations."""
+    """Computes a timeline without message times from the order and the durations of the computations in `measured`."""
     orders = [[Action(each.kind, each.stage, each.microbatch) for each in events] for events in measured.computations]
     seconds = {
         Action(each.kind, each.stage, each.microbatch): each.end - each.start

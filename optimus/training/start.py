@@ -1,5 +1,5 @@
-"""Fills the state of a run at its starting point: the first step, a checkpoint of another run (`lr_schedule.branch_from`),
-or the run's newest intact checkpoint."""
+"""Fills the state of a run at its starting point: the first step, a checkpoint of another run, or the run's newest
+intact checkpoint."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,15 +30,18 @@ _DECIDING = (
 
 
 def start_run(run: Run, resume: bool) -> Start:
-    """Fills the state of `run`. With `resume`, loads the newest intact checkpoint, if the run has checkpoints.
-    Otherwise begins at step 0 or at the checkpoint `lr_schedule.branch_from`. All ranks must call this function."""
+    """Fills the state of `run`. All ranks must call this function.
+
+    With `resume`, loads the newest intact checkpoint of `resume_points`, if the run has checkpoints. Raises
+    `DamagedError` if all these checkpoints are damaged.
+    """
     points = run.groups.world.on_first(lambda: resume_points(run.folder)) if resume else []
     return _resume(run, points) if points else _begin(run, resume)
 
 
 def _resume(run: Run, points: Sequence[ResumePoint]) -> Start:
-    """Loads the first intact checkpoint of `points`, which are sorted from new to old, and sets newer checkpoints
-    aside. Raises `DamagedError` if no checkpoint is intact."""
+    """Loads the first intact checkpoint of `points`, and sets newer full checkpoints aside. Raises `DamagedError` if
+    no checkpoint is intact."""
     notes = []
     for point in points:
         try:
@@ -61,10 +64,9 @@ def _resume(run: Run, points: Sequence[ResumePoint]) -> Start:
 
 
 def _go_on(run: Run, path: Path, step: int, *, full: bool) -> tuple[Start, int]:
-    """Loads the whole state (`full`) or the weights from the checkpoint `path` of step `step`. The checkpoint may
-    belong to another run on the same data.
+    """Loads the checkpoint `path` of step `step`. Without `full`, moments, counters and hooks start afresh.
 
-    Returns the point of resumption, and the number of ranks that read the checkpoint.
+    Returns (the run's `Start`, the number of ranks that read the checkpoint).
     """
     state, config = run.state, run.config
     description, readers = load_state(
@@ -107,7 +109,10 @@ def _go_on(run: Run, path: Path, step: int, *, full: bool) -> tuple[Start, int]:
 
 
 def _numbers(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options of the sections `_DECIDING` that affect the numerical results of a run, by `section.key`."""
+    """Returns the options of the sections `_DECIDING`, by `section.key`.
+
+    Excludes options that do not affect the numerical results of a run, and options that other code checks.
+    """
     sections = {name: config.get(name) or {} for name in _DECIDING}
     elsewhere = [
         "data.path",
@@ -127,7 +132,6 @@ def _numbers(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _begin(run: Run, resume: bool) -> Start:
-    """Begins at step 0, or at the step of the checkpoint named by `lr_schedule.branch_from`."""
     config, world = run.config, run.groups.world
     notes = [f"nothing to resume in {run.folder}: starting at step 0"] if resume else []
     if (branch := config.lr_schedule.branch_from) is not None:

@@ -18,27 +18,23 @@ from optimus.state.model_state import ModelState
 from optimus.step_context import region
 
 DATA = ("dp", "cp")  # mesh axes that divide the tokens of a global batch
-# The maximum clipped gradient norm of an update; the square of this norm is finite in fp32. An infinite second moment
-# would stay infinite, and the parameter would never change again.
+# The maximum clipped gradient norm of an update; the square of this norm is finite in fp32.
 LARGEST_NORM = 0.999 * math.sqrt(torch.finfo(torch.float32).max)
-_HUGE_NORM = 1e6  # above this norm of clipped gradients, large second moments keep later updates small for many steps
+_HUGE_NORM = 1e6  # above this clipped gradient norm, second moments may keep later updates small
 
 
 class StepResult(NamedTuple):
-    """The result of a step on the global batch.
+    """The result of a step on the global batch; `skipped` is True if the step applied no update."""
 
-    `skipped` is True if the step applied no update, because `unfit` is True or because the loss was above its limit.
-    """
-
-    loss: float  # nats per predicted token; 0 without predicted tokens
+    loss: float  # the mean of `train.loss` per predicted token; 0 without predicted tokens
     balance_loss: float
     z_loss: float
     grad_norm: float
     lr: float
     skipped: bool
     divergence: float = 0.0  # divergence from the teacher: nats per predicted token, times the squared temperature
-    clipped_norm: float = 0.0  # gradient norm after clipping
-    predicted: int = 0  # number of predicted tokens
+    clipped_norm: float = 0.0
+    predicted: int = 0
     source_losses: Sequence[float | None] = ()  # `loss` by source; None for a source without predicted tokens
 
     @property
@@ -48,8 +44,7 @@ class StepResult(NamedTuple):
 
     @property
     def huge(self) -> bool:
-        """True if the clipped gradient norm is finite, but so large that later updates are likely to stay small for
-        many steps."""
+        """True if the clipped gradient norm is finite, but so large that later updates may stay small."""
         return _HUGE_NORM < self.clipped_norm < math.inf
 
 
@@ -65,22 +60,19 @@ def training_step(
     """Trains on this rank's part of a global batch. `step`, which counts from 1, is the step of the learning-rate
     schedule.
 
-    Skips the update if the loss exceeds `loss_limit` or if `StepResult.unfit` is True.
+    Skips the update if the loss exceeds `loss_limit` or if `StepResult.unfit` is True. If the number of `sources` is
+    not 0, the batch must name the source of each sequence.
 
-    If `sources`, the number of sources, is above 0, the batch must name the source of each sequence. The result then
-    has the loss of each source.
-
-    Every rank must have the same number of sequences. If a rank has a mask, all ranks must have a mask. If a rank has
-    documents, all ranks must have documents.
+    Every rank must have the same number of sequences.
     """
     state.begin_step()
     routers = [module for module in model.modules() if isinstance(module, Router)] if config.model.router_bias else []
-    move_biases(routers, 0, state.team.all_reduce)  # clears the counts of validation and other passes
+    move_biases(routers, 0, state.team.all_reduce)  # clears the counts of passes outside of steps
     watch = state.groups.watch
     watch.begin()
     with watch.on(), region(lambda: "forward and backward passes"):
         losses, predicted = accumulate_gradients(model, state, batch, config, sources)
-        # The sum over all ranks is bitwise equal on all ranks, so that all ranks decide alike.
+        # The sum over all ranks must be bitwise equal on all ranks, so that all ranks decide alike.
         summing = state.groups.world.all_reduce_async(losses)
         norm = state.reduce_gradients()
     summing.wait()
@@ -101,21 +93,25 @@ def training_step(
 
 
 def accumulate_gradients(
-    model: PipelineStages, state: ModelState, inputs: Tensor | Batch, config: RunConfig, sources: int = 0
+    model: PipelineStages,
+    state: ModelState,
+    inputs: Tensor | Batch,
+    config: RunConfig,
+    sources: int = 0,
+    *,
+    micro_batch: int | None = None,
 ) -> tuple[Tensor, int]:
-    """Runs forward and backward passes over this rank's microbatches.
+    """Runs forward and backward passes over this rank's microbatches of `micro_batch` sequences, by default
+    `train.micro_batch`.
 
     Returns an fp32 tensor [4 + 2 * sources] and the number of predicted tokens of the global batch. The tensor has the
-    losses (see `terms`) as means over this rank's microbatches, and for each source the sum of cross-entropies and the
+    losses (see `terms`) as means over this rank's microbatches, and for each source the sum of the token losses and the
     number of predicted tokens. The tensor is zero except on the ranks of the last stage.
 
-    The gradients belong to this rank's share of the global batch's loss. The sum of the gradients over the mesh axes
-    `DATA` is the gradient of the global batch's loss. The cross-entropy is a mean over the predicted tokens of the
-    global batch, regardless of how the microbatches divide the tokens. The router's losses are means over the
-    microbatches.
+    The sum of the gradients over the mesh axes `DATA` is the gradient of the global batch's loss.
     """
     batch = Batch.wrap(inputs)
-    microbatches = batch.split(config.train.micro_batch)
+    microbatches = batch.split(micro_batch or config.train.micro_batch)
     predicted = predicted_tokens(batch, state.groups.along("dp"))
     objective = _Objective(config, state, len(microbatches), predicted, batch.tokens_BS.new_zeros(sources, 2).float())
     if objective.counts_beforehand:
@@ -129,8 +125,7 @@ def predicted_tokens(batch: Batch, data: Group) -> int:
     """Returns the number of predicted tokens of the global batch. Every rank of `data` must have the same number of
     sequences.
 
-    Without a mask or documents, the shape of the batch determines the number of predicted tokens. Otherwise all ranks
-    of `data` must call this function, which all-reduces the counts.
+    With a mask or documents, all ranks of `data` must call this function.
     """
     count = batch.predicted()
     if batch.counted_by_shape or data.size == 1:
@@ -144,22 +139,21 @@ class _Objective:
     """Computes the contribution of a microbatch to the losses of the global batch. `microbatches` is the number of this
     rank's microbatches, and `predicted` the number of predicted tokens of the global batch.
 
-    A call of the object takes the losses of a microbatch, whose sum of cross-entropies the caller has divided by
-    `count`. The call returns the value to minimise, which is `scale` times the objective, and the unscaled losses [4].
-    `add_rows` adds sums of cross-entropies and numbers of targets to `sources_K2`; without sources, `add_rows` is None.
+    A call takes the losses of a microbatch; the token loss must be the sum over the tokens divided by `count`. The call
+    returns (`scale` times the objective, unscaled losses [4]).
     """
 
     def __init__(
         self, config: RunConfig, state: ModelState, microbatches: int, predicted: int, sources_K2: Tensor
     ) -> None:
         self.sources_K2, self.add_rows = sources_K2, self._add_rows if len(sources_K2) else None
-        parts = microbatches * state.groups.along(*DATA).size  # shards of microbatches on all ranks
+        parts = microbatches * state.groups.along(*DATA).size
         self.count, self.scale = max(1, predicted) / parts, 1 / parts
         self._config, self._data = config, state.groups.along("dp")
         self._global = config.moe.balance_scope == "global" and config.model.experts is not None
         self._choices_E: Tensor | None = None
         # With a global balance loss, the gradient of every microbatch depends on the routers' choices in all
-        # microbatches, which an extra forward pass counts beforehand. A single microbatch needs no extra pass.
+        # microbatches.
         self.counts_beforehand = self._global and microbatches > 1
 
     def __call__(self, losses: Losses) -> tuple[Tensor, Tensor]:
@@ -169,16 +163,14 @@ class _Objective:
         return objective(parts, self._config) * self.scale, parts.detach()
 
     def _add_rows(self, batch: Batch, target_T: Tensor, rows_T: Tensor) -> None:
-        """Adds a microbatch's cross-entropies and numbers of targets to the sums of the sources."""
         assert batch.source_B is not None
         source_T = batch.source_B.repeat_interleave(len(rows_T) // len(batch.source_B))
         self.sources_K2.index_add_(0, source_T, torch.stack([rows_T, (target_T >= 0).float()], 1))
 
     def count_choices(self, counted: Sequence[RouterStats | None]) -> None:
-        """Computes the number of choices of each expert per token and layer, over all microbatches of the global
-        batch."""
+        """Computes each expert's mean number of choices per token and layer, over the global batch."""
         routers = [router for router in counted if router is not None]
-        if not routers:  # this rank has no statistics, for example without the last stage
+        if not routers:
             return
         counts_E = torch.stack([router.counts_E for router in routers]).sum(0)
         self._data.all_reduce(counts_E)  # the ranks that share a microbatch have summed their counts already
@@ -186,10 +178,10 @@ class _Objective:
 
 
 def terms(losses: Losses, choices_E: Tensor | None = None) -> Tensor:
-    """Returns the losses [4] of a microbatch: cross-entropy, balance loss, z-loss and divergence from a teacher (0 without a
-    teacher).
+    """Returns the losses [4] of a microbatch: token loss, balance loss, z-loss and divergence from a teacher.
 
-    `choices_E` are the choices of each expert per token of the global batch, for a global balance loss.
+    A global balance loss needs `choices_E`: each expert's mean number of choices per token and layer, over the global
+    batch.
     """
     balance = losses.balance if losses.router is None else losses.router.balance_loss(choices_E)
     divergence = torch.zeros_like(losses.cross_entropy) if losses.divergence is None else losses.divergence
@@ -197,7 +189,7 @@ def terms(losses: Losses, choices_E: Tensor | None = None) -> Tensor:
 
 
 def objective(terms_4: Tensor, config: RunConfig) -> Tensor:
-    """Returns the value to minimise: cross-entropy plus the weighted losses of the router and of the teacher."""
+    """Returns the value to minimise: the token loss plus the weighted router losses and teacher divergence."""
     cross_entropy, balance, z, divergence = terms_4
     of_balance, of_z = config.model.router_weights(config.moe.balance_coefficient, config.moe.z_coefficient)
     router = of_balance * balance + of_z * z
@@ -206,8 +198,7 @@ def objective(terms_4: Tensor, config: RunConfig) -> Tensor:
 
 
 def clip_scale(config: RunConfig, step: int, norm: float) -> float:
-    """Returns the factor, at most 1, that scales the gradient norm down to at most the limit. Without a limit, and
-    during warm-up unless `clip_during_warmup` is set, the factor is 1."""
+    """Returns the factor, at most 1, that scales the gradient norm down to at most the limit; 1 if no limit applies."""
     limit = config.optimizer.clip_norm
     if limit is None or (step <= config.warmup_steps and not config.optimizer.clip_during_warmup):
         return 1.0

@@ -1,4 +1,4 @@
-"""The summary of a run before its first step, with warnings about likely mistakes."""
+"""The summary of a run before its first step, with warnings."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,12 +13,9 @@ from optimus.resolve.run import ResolvedRun
 _MOST_EPOCHS = 4  # more repetitions of the same data help less and less (Muennighoff et al., 2023)
 
 
-def summarise(run: ResolvedRun, instances: int | None) -> dict[str, Any]:
-    """Returns facts about a run, by name. `instances` is the number of sequences of the data, or None if unknown.
-
-    `tokens` and `epochs` count the data read up to `last_step`; `microbatches` is the number of microbatches of a step on
-    each data-parallel rank.
-    """
+def summarise(run: ResolvedRun, sequences: int | None) -> dict[str, Any]:
+    """Returns facts about a run, by name. `sequences` is the number of sequences of the data, or None if
+    unknown."""
     config, mesh, phases = run.config, run.mesh, run.phases
     train, counted = config.train, count_parameters(config.model)
     last = train.stop_at or train.total_steps
@@ -29,8 +26,8 @@ def summarise(run: ResolvedRun, instances: int | None) -> dict[str, Any]:
         "steps": train.total_steps,
         "last_step": last,
         "tokens": tokens_after(phases, last),
-        "data_tokens": instances and instances * train.sequence_length,
-        "epochs": instances and tokens_after(phases, last) / (instances * train.sequence_length),
+        "data_tokens": sequences and sequences * train.sequence_length,
+        "epochs": sequences and tokens_after(phases, last) / (sequences * train.sequence_length),
         "warmup_steps": config.warmup_steps,
         "global_batch": train.global_batch,
         "microbatches": train.microbatches(mesh.dp),
@@ -41,7 +38,7 @@ def summarise(run: ResolvedRun, instances: int | None) -> dict[str, Any]:
         "phases": [phase_line(phase) for phase in phases if phase.name],
         "precision": train.precision,
         "decisions": [str(decision) for decision in run.decisions if decision.said],
-        "warnings": warnings(config, instances),
+        "warnings": warnings(config, sequences),
     }
 
 
@@ -79,12 +76,12 @@ def phase_line(phase: Phase) -> str:
     )
 
 
-def warnings(config: RunConfig, instances: int | None) -> list[str]:
-    """Returns warnings about settings that are valid but probably unintended."""
+def warnings(config: RunConfig, sequences: int | None) -> list[str]:
+    """Returns warnings about valid settings that are probably unintended, and about a model without an export."""
     train, peak = config.train, config.lr_schedule.lr
     steps, warmup, found = train.total_steps, config.warmup_steps, []
-    mixed = config.phases or config.data.sources  # the warning about epochs covers a single source only
-    epochs = 0.0 if mixed or instances is None else (train.stop_at or steps) * train.global_batch / instances
+    mixed = config.phases or config.data.sources
+    epochs = 0.0 if mixed or sequences is None else (train.stop_at or steps) * train.global_batch / sequences
     if epochs > _MOST_EPOCHS:
         found.append(
             f"the run reads its data {epochs:.3g} times: after {_MOST_EPOCHS} times a model learns little more and begins "
@@ -101,9 +98,9 @@ def warnings(config: RunConfig, instances: int | None) -> list[str]:
         )
     if (why := no_export(config.model)) is not None:
         found.append(why)
-    if instances is not None and train.global_batch > instances:
+    if sequences is not None and train.global_batch > sequences:
         found.append(
-            f"a step reads {train.global_batch:,} sequences (train.global_batch), but the data has {instances:,}: one step "
+            f"a step reads {train.global_batch:,} sequences (train.global_batch), but the data has {sequences:,}: one step "
             "sees the same text more than once. Lower train.global_batch, or prepare more text"
         )
     return found

@@ -1,7 +1,8 @@
-"""Frozen teachers of a run (`train.teacher`) and their predictions for the training tokens."""
+"""Frozen teachers of a run (`train.teacher`)."""
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,16 +15,15 @@ from optimus.errors import UserError
 from optimus.kernels.linear_divergence import SoftTargets
 from optimus.model import Batch
 from optimus.model.ensemble import Ensemble
+from optimus.plugins import note_changed_plugins
 from optimus.resolve.precision import DTYPES
 from optimus.resolve.run import ResolvedRun
 from optimus.resolve.teachers import described_teacher
 
 
 def load_teacher(config: RunConfig, device: torch.device) -> Callable[[Batch, Tensor], SoftTargets]:
-    """Loads the frozen teacher models, unsharded, as an ensemble.
-
-    Returns a function that computes the teacher's soft targets at given positions of each sequence.
-    """
+    """Loads the frozen teacher models, unsharded, as an ensemble. Returns the ensemble's `soft_targets` at the
+    teacher's temperature."""
     teacher = config.train.teacher
     assert teacher is not None
     members = [load_model(path, DTYPES[config.train.precision], device) for path in teacher.checkpoints]
@@ -31,7 +31,12 @@ def load_teacher(config: RunConfig, device: torch.device) -> Callable[[Batch, Te
 
 
 def check_teacher(run: ResolvedRun, data: TrainingData) -> None:
-    """Raises `UserError` when a teacher is missing or does not fit the tokens of this model."""
+    """Raises `UserError` if the description of a teacher's checkpoint cannot be read.
+
+    Raises `UserError` if a teacher's vocabulary size differs from the model's, or the teacher's tokenizer from the
+    data's. Raises `UserError` if a teacher has fewer learned positions than the longest sequences have tokens. Notes
+    plugins that have changed.
+    """
     config = run.config
     if config.train.teacher is None:
         return
@@ -50,3 +55,4 @@ def check_teacher(run: ResolvedRun, data: TrainingData) -> None:
             and file_sha256(found.tokenizer) != data.first_folder.index["tokenizer"]["sha256"]
         ):
             raise UserError(f"train.teacher: {path} has another tokenizer than the data in {data.first_folder.folder}")
+        note_changed_plugins(found.plugins, Path(path))

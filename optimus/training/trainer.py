@@ -1,7 +1,6 @@
 """Runs the steps of a run and calls hooks.
 
-`step.py` computes a step. Hooks measure, judge, record and save. The library's hooks are in `hooks/`; users may add
-hooks. After a failed collective, in the step or in a hook, the training ends at once. The trainer then calls only
+After a failed collective, in the step or in a hook, the training ends at once. The trainer then calls only
 `after_training` of the hooks.
 """
 
@@ -34,33 +33,29 @@ class Order(IntEnum):
     FIRST = 0
     """Checks that no other run has taken the folder over, and injects faults."""
     WATCH = 1
-    """Looks for nodes at fault, and may end this rank before later hooks measure or save anything."""
+    """Detects hangs, slow ranks and soft failures."""
     SIGNALS = 2
     CHANGE = 3
-    """Changes the model before the measurement and the checkpoint of the model."""
+    """Prunes the model and tunes matmuls, before measurements and checkpoints."""
     MEASURE = 4
     JUDGE = 5
-    """Judges the measurements."""
+    """Detects loss spikes."""
     RECORD = 6
-    """Records the measurements of all earlier hooks. This order precedes SAVE, so that a step's records precede the
-    step's checkpoint."""
+    """Records the measurements of earlier hooks. This order precedes SAVE, so that a step's records precede the step's
+    checkpoint."""
     SAVE = 7
-    """Saves checkpoints. Before calling hooks of this order, the ranks agree on whether the run ends, because the last step
-    saves a checkpoint."""
+    """Saves checkpoints, after the ranks have agreed on whether the run ends."""
     LAST = 8
-    """Runs after the checkpoint, for example to end the run."""
+    """Runs after the checkpoint."""
 
 
 class Hook:
-    """A hook that does nothing; subclasses override the methods they need.
-
-    Among hooks of the same order, users' hooks come last.
-    """
+    """A hook that does nothing; subclasses override methods."""
 
     order: Order = Order.MEASURE
     ranks: str = "all"
     """`all` or `together` if all ranks call the hook, `first` if only the first rank calls the hook. With `together`, a
-    user's hook may use collectives, and the ranks wait for each other after the hook."""
+    user's hook may use collectives."""
 
     def before_training(self, trainer: "Trainer") -> None:
         """Runs before the first step of this process."""
@@ -71,31 +66,27 @@ class Hook:
     def loss_limit(self, trainer: "Trainer") -> float:
         """Returns the loss above which the trainer skips the update of the next step.
 
-        The trainer applies the lowest limit of all hooks. For a user's hook, the lowest limit of all ranks counts; a
-        hook of the library must return the same limit on all ranks.
+        The trainer applies the lowest limit of all hooks. A hook of the library must return the same limit on all
+        ranks.
         """
         return math.inf
 
     def after_step(self, trainer: "Trainer", record: StepRecord) -> None:
-        """Runs after a step. `trainer.progress` already counts the step."""
+        """Runs after a step, which `trainer.progress` already counts."""
 
     def after_error(self, trainer: "Trainer") -> None:
-        """Runs, before `after_training`, when an error given to `Trainer.stop` or `Trainer.fail` ends the run. The
-        state is that of the last completed step."""
+        """Runs, before `after_training`, when `Trainer.stop` or `Trainer.fail` ends the training with an error."""
 
     def after_training(self, trainer: "Trainer") -> None:
         """Runs at the end of training, also after an error, if `before_training` has returned."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state that checkpoints save for this hook, a dictionary that JSON can represent.
-
-        Checkpoints save the state of the first rank.
-        """
+        """Returns the state that checkpoints save for this hook. JSON must be able to represent the state. Checkpoints
+        save the state of the first rank."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores this hook's state from a checkpoint. Runs before training on each rank that calls the hook, if the
-        checkpoint has a state of the hook."""
+        """Restores this hook's state from a checkpoint, before training."""
 
     @property
     def name(self) -> str:
@@ -112,22 +103,21 @@ class Ending(NamedTuple):
 
 
 class Trainer:
-    """Trains `run` on this rank from `start` on. Training changes `progress`, and the values of the model and of the
-    state."""
+    """Trains `run` on this rank from `start` on."""
 
     def __init__(self, run: Run, start: Start, hooks: Sequence[Hook]) -> None:
         self.run, self.progress, self.origin = run, start.progress, start.origin
         self.hooks = sorted(hooks, key=lambda hook: hook.order)
         self.checkpointer = Checkpointer(run, start)
         self.display: ProgressBar | None = None
-        """The progress bar; None before and after training, and on other ranks than the first."""
+        """The progress bar of the first rank during training, or None."""
         self.ending: Ending | None = None
         """The reason why the run ends early or fails, or None; the same on all ranks."""
         self._wish: Ending | None = None  # this rank's request to end the run, until the ranks have agreed
         self._unsaid = [*run.notes, *start.notes]
         self._load(start.hooks)
 
-    # ---- Parts of the trainer ----
+    # ---- Properties ----
 
     @property
     def config(self) -> RunConfig:
@@ -136,7 +126,7 @@ class Trainer:
 
     @property
     def folder(self) -> Path:
-        """The folder of the run."""
+        """The run folder, `train.output`."""
         return self.run.folder
 
     @property
@@ -156,25 +146,20 @@ class Trainer:
 
     @property
     def is_done(self) -> bool:
-        """True if the last completed step is also the last step of the run."""
+        """True if the run has reached its last step, or ends early without an error."""
         return self.progress.step >= self.run.last_step or (self.ending is not None and self.ending.error is None)
 
     # ---- Calls for hooks ----
 
     def say(self, line: str) -> None:
-        """Shows a line to the user on the first rank; drops the line on other ranks."""
+        """Shows a line on the first rank, at the earliest when `fit` begins; drops the line on other ranks."""
         if self.display is not None:
             self.display.print(line)
         elif self.groups.rank == 0:
             self._unsaid.append(line)
 
     def stop(self, why: str = "", *, signal: int = 0, error: UserError | None = None) -> None:
-        """Ends the run on all ranks, even if only one rank calls this method. The run ends after the current step, if
-        any, and after that step's checkpoint.
-
-        With an `error` the run fails. If a hook calls `stop` after the checkpoints of a step, the run ends after the
-        next step, if any.
-        """
+        """Ends the run on all ranks, at the latest after the next step, even if only one rank calls this method."""
         if self._wish is None or (error is not None and self._wish.error is None):
             self._wish = Ending(signal, error, why)
 
@@ -187,12 +172,8 @@ class Trainer:
     def fit(self) -> Ending:
         """Trains to the last step of the run, or until any rank ends the run early.
 
-        Returns the reason of an early end, or an empty `Ending`; all ranks return the same ending.
-
-        Calls the hooks in their order, and `after_training` in reverse order, also after an error.
-
-        Raises the `UserError` given to `stop` or `fail`. Raises errors of the library's hooks. Raises `CollectiveError`
-        if a collective fails, for example after the loss of a rank.
+        Returns the reason for an early end, or an empty `Ending`; all ranks return the same ending. Raises the
+        `UserError` given to `stop` or `fail`.
         """
         try:
             self._train()
@@ -208,6 +189,7 @@ class Trainer:
 
     def _train(self) -> None:
         with ExitStack() as stack:
+            stack.callback(self.run.data.restore_streams)
             loader = stack.enter_context(self.run.batches(self.progress.step))
             stack.callback(self.checkpointer.saver.abandon)
             stack.enter_context(self._displaying())
@@ -229,8 +211,6 @@ class Trainer:
                 raise self.ending.error
 
     def _step(self, loader: TokenLoader[Batch]) -> None:
-        """Runs one step and calls `after_step` of the hooks. If the data cannot be read, runs no step and sets the
-        ending."""
         clock = StepClock(self.groups.recorder)
         batch = self._next_batch(loader)
         if batch is None:
@@ -245,8 +225,10 @@ class Trainer:
             hook.after_step(self, record)
 
     def train_step(self, batch: Batch, clock: StepClock | None = None) -> StepRecord:
-        """Trains on `batch`, this rank's part of a global batch, on the run's device. All ranks must call this
-        method."""
+        """Trains one step on `batch`, this rank's part of the global batch. All ranks must call this method.
+
+        The tensors of `batch` must be on the run's device, except `document_BS`, which must be on the host.
+        """
         clock = clock or StepClock(self.groups.recorder)
         for hook in self.hooks:
             hook.before_step(self)
@@ -283,7 +265,6 @@ class Trainer:
             return None
 
     def _agree_on_ending(self) -> None:
-        """Sets the ending on all ranks if a rank has called `stop`. After the last step, only an error counts."""
         if not self.groups.world.any(self._wish is not None):
             return
         own, self._wish = self._wish, None
@@ -301,7 +282,6 @@ class Trainer:
 
     @contextmanager
     def _displaying(self) -> Iterator[None]:
-        """Shows the progress bar and the lines of `say` on the first rank."""
         if self.groups.rank > 0:
             yield
             return
@@ -315,11 +295,8 @@ class Trainer:
     # ---- Checkpoints ----
 
     def save(self, *, full: bool, weights: bool = False) -> None:
-        """Writes, or begins to write, checkpoints of the last completed step: the whole state (`full`), the `weights` alone,
-        or both.
-
-        All ranks must call this method. Raises `UserError` on all ranks, like `Saver.save`.
-        """
+        """Writes, or begins to write, checkpoints of the last completed step: the whole state (`full`), the `weights`
+        alone, or both. All ranks must call this method."""
         states = {hook.name: state for hook in self.hooks if (state := hook.state_dict())}
         self.checkpointer.save(self.progress, self.origin, states, full=full, weights=weights)
 
@@ -336,8 +313,7 @@ class Trainer:
 
 @contextmanager
 def naming_collectives(when: str) -> Iterator[None]:
-    """Adds the time of failure, `when`, and a remedy to the message of a `CollectiveError` raised inside the
-    context."""
+    """Adds `when` and a remedy to the message of a `CollectiveError` raised inside the context."""
     try:
         yield
     except CollectiveError as error:

@@ -7,6 +7,7 @@ import pytest
 from benchmarks import any_model
 from benchmarks.any_model import Task
 from optimus.errors import UserError
+from optimus.model.families import families
 
 _SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -35,6 +36,15 @@ def test_rows_and_ratios() -> None:
     seconds = [row["step_s"] for row in found.rows[:2]]
     assert found.ratios["llama.vs_plain_loop"] == pytest.approx(seconds[1] / seconds[0])
     assert found.rows[0]["tokens_per_second"] == pytest.approx(32 / seconds[0])
+
+
+@pytest.mark.in_turn(1, 3)
+def test_modules_of_both_kinds_do_the_same_work() -> None:
+    tasks = {"qwen3moe": any_model.FAMILIES["qwen3moe"]._replace(batch=(2, 16))}
+    found = any_model.run(rounds=1, tasks=tasks)
+    assert [row["contestant"] for row in found.rows] == ["optimus", "optimus, own modules"]
+    assert [*found.ratios] == ["qwen3moe.vs_own_modules"]
+    assert {*any_model.FAMILIES} == {name.replace("_", "") for name in families()} - {"prmoe"}  # not in `transformers`
 
 
 def test_an_unknown_task_is_refused() -> None:

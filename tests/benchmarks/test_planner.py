@@ -55,6 +55,7 @@ def test_throughput(found: Comparison, source: str, median: float, correlation: 
     assert errors["spearman_mfu"] >= correlation
 
 
+@pytest.mark.in_turn(1, 3)
 def test_every_source_with_rows_enough_is_told_better_than_by_one_utilisation(found: Comparison) -> None:
     for source, errors in found.sources().items():
         if errors["rows"] >= 4:

@@ -68,10 +68,10 @@ def test_another_run(run: dict[str, Any], section: str, values: dict[str, Any], 
 def test_other_data(run: dict[str, Any], prepared: Path, tmp_path: Path) -> None:
     sources = Path(__file__).resolve().parents[2] / "optimus" / "checkpoint"
     optimus.prepare([sources], tmp_path / "other", tokenizer=prepared, context=32, workers=1)
-    run["data"]["path"] = str(tmp_path / "other")
+    there, run["data"]["path"] = run["data"]["path"], str(tmp_path / "other")
     before = contents(folder_of(run))
     with pytest.raises(
-        UserError, match=r"step-00000004 belongs to another run: data is '\w+' there and '\w+' here\. Use"
+        UserError, match=rf"4 belongs to another run: data is {there} there, with other contents, .* than here\. Use"
     ):
         optimus.train(run, resume=True)
     assert contents(folder_of(run)) == before

@@ -12,8 +12,10 @@ import torch.distributed.checkpoint as dcp
 
 from optimus.checkpoint.folder import (
     Description,
+    all_folders,
     differences,
     find_checkpoint,
+    frozen_folders,
     list_checkpoints,
     read_description,
     write_description,
@@ -81,6 +83,11 @@ def test_finding(tmp_path: Path) -> None:
     described(run / "checkpoints" / ".step-00000011.partial")
     described(run / "checkpoints" / "step-of-another-kind")
     (described(run / "checkpoints" / "step-00000012") / "manifest.json").unlink()
+    for name in ("step-00000013", "weights-00000013", "frozen-1"):
+        (run / "checkpoints" / name).touch()
+    (run / "checkpoints" / "frozen-2").mkdir()
+    assert [path.name for path in all_folders(run)][-1] == "step-00000012"
+    assert [path.name for path in frozen_folders(run)] == ["frozen-2"]
     assert [path.name for path in list_checkpoints(run)] == ["step-00000002", "step-00000009", "step-00000010"]
     assert find_checkpoint(run) == run / "checkpoints" / "step-00000010"
     assert find_checkpoint(str(run / "checkpoints" / "step-00000002")) == run / "checkpoints" / "step-00000002"

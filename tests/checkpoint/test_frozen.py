@@ -97,6 +97,7 @@ def test_their_values_are_the_initial_ones(run: dict[str, Any], tmp_path: Path) 
             assert torch.equal(value, initial.get_parameter(name).bfloat16().float()) is is_frozen(name), (path, name)
 
 
+@pytest.mark.in_turn(1, 3)
 @pytest.mark.usefixtures("warm_ranks")
 def test_a_run_goes_on_elsewhere_without_writing_them_again(run: dict[str, Any]) -> None:
     written = (folder_of(run) / "checkpoints" / "frozen-1" / "manifest.json").stat().st_mtime_ns

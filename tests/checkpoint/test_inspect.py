@@ -1,8 +1,10 @@
 """A run's checkpoints are listed, verified, shown and converted; runs are rolled back."""
 
+import errno
 import json
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,11 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import optimus
+from optimus.checkpoint import rollback as rollbacks
 from optimus.checkpoint.inspect import convert, list_run, show, verify_all
 from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.rollback import rollback
-from optimus.checkpoint.store import load_model
+from optimus.checkpoint.store import load_model, write_model
 from optimus.cli import app
 from optimus.errors import UserError
 from optimus.observe.metrics import read_metrics
@@ -94,7 +97,8 @@ def test_weights_are_those_that_the_model_computed_with(run: Path) -> None:
 def test_conversion(run: Path, tmp_path: Path, dtype: str | None) -> None:
     full = run / "checkpoints" / "step-00000006"
     right = load_model(full)
-    convert(full, tmp_path / "w", "weights", dtype)
+    found = convert(full, tmp_path / "w", "weights", dtype)
+    assert found["tensors"] == len(Reader.open(tmp_path / "w").stored)
     made = load_model(tmp_path / "w")
     kind = torch.bfloat16 if dtype is None else torch.float32
     assert all(torch.equal(a.to(kind).float(), b) for a, b in zip(right.parameters(), made.parameters()))
@@ -116,6 +120,20 @@ def test_conversion(run: Path, tmp_path: Path, dtype: str | None) -> None:
         for to in ("weights", "torch", "safetensors"):
             with pytest.raises(UserError, match=rf"`dtype` is '{wrong}': choose one of float32, bfloat16"):
                 convert(full, tmp_path / "other", to, wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("to", ["torch", "safetensors"])
+def test_conversion_keeps_integers(run: Path, tmp_path: Path, to: Any) -> None:
+    full = run / "checkpoints" / "step-00000006"
+    model = load_model(full)
+    model.register_buffer("count", torch.tensor([(1 << 20) + 1]))
+    model.register_buffer("flag", torch.tensor([True]))
+    write_model(model, tmp_path / "made", Reader.open(full).description.weights_only("float32"))
+    convert(tmp_path / "made", tmp_path / "all", to, "bfloat16")
+    found = torch.load(tmp_path / "all", weights_only=True) if to == "torch" else load_file(tmp_path / "all")
+    assert found["model.embedding.weight"].dtype == torch.bfloat16
+    assert found["model.count"].tolist() == [(1 << 20) + 1]
+    assert found["model.flag"].tolist() == [True]
 
 
 def test_going_back(run: Path, small_run: dict[str, Any]) -> None:
@@ -147,6 +165,26 @@ def test_going_back_to_a_full_checkpoint(run: Path, small_run: dict[str, Any]) -
     assert Reader.open(run / "checkpoints" / "step-00000005").description.progress["updates"] == 1
 
 
+def test_going_back_on_a_failing_disk(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rollback that fails leaves the checkpoints and the marker as they were."""
+    before = sorted(path.name for path in (run / "checkpoints").iterdir())
+    rename, calls = Path.rename, count(1)
+
+    def fail_at_second(path: Path, target: Path) -> Path:
+        return rename(path, target) if next(calls) != 2 else fail()
+
+    def fail(*_: Any) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    for owner, name, failing in ((Path, "rename", fail_at_second), (rollbacks, "write_json", fail)):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, failing)
+            with pytest.raises(UserError, match="Permission denied"):
+                rollback(run, 3)
+        assert sorted(path.name for path in (run / "checkpoints").iterdir()) == before
+    assert rollback(run, 3)["moved"] == ["step-00000004", "step-00000006", "weights-00000006"]
+
+
 def test_going_back_to_nothing(run: Path) -> None:
     with pytest.raises(UserError, match=r"has no checkpoint of step 5: its checkpoints are of steps 3, 4, 6"):
         rollback(run, 5)
@@ -157,6 +195,7 @@ def test_going_back_to_nothing(run: Path) -> None:
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == before
 
 
+@pytest.mark.in_turn(0, 3)
 def test_the_commands(run: Path, tmp_path: Path) -> None:
     """The commands as a shell runs them: exit codes and printed output."""
 

@@ -137,7 +137,7 @@ def test_a_damaged_lease(tmp_path: Path, text: str, capsys: pytest.CaptureFixtur
     os.utime(tmp_path / LEASE, (1.0, 1.0))
     with Lease(tmp_path, "mine"):
         assert holder_of(tmp_path).token == "mine"
-    assert "was held by process 0 on an unknown host" in capsys.readouterr().err
+    assert "was held by an unknown process, silent" in capsys.readouterr().err
 
 
 def test_a_run_lets_its_own_in(tmp_path: Path) -> None:
@@ -181,7 +181,9 @@ def test_what_another_has_taken_is_left_to_it(tmp_path: Path) -> None:
         until(lambda: not lease._thread.is_alive())
     assert holder_of(tmp_path) == ELSEWHERE
     (tmp_path / LEASE).unlink()  # the other run has ended
-    with pytest.raises(LeaseError, match="has been taken over by another run"):
+    with pytest.raises(
+        LeaseError, match=r"has no lease\.json any more: another run has taken the folder over and ended, or "
+    ):
         check_lease(tmp_path, "mine")
 
 

@@ -1,7 +1,9 @@
 """Merged checkpoints hold the defined average, have the same bytes for any layout, and are ordinary checkpoints."""
 
 import copy
+import math
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,16 @@ def test_a_merged_checkpoint_starts_a_run_and_is_evaluated(run: dict[str, Any], 
     again["checkpoint"] = {"load_path": str(tmp_path / "merged")}
     assert optimus.train(again)["step"] == 2
     assert optimus.evaluate(tmp_path / "merged", text=__file__)["bits_per_byte"] > 0
+
+
+def test_averages_that_are_not_finite_are_refused(run: dict[str, Any], tmp_path: Path) -> None:
+    a, b = map(str, list_checkpoints(Path(run["train"]["output"])))
+    for pair in ((1e308, 1e308), (math.inf, -math.inf), (math.inf, 1.0), (math.nan, 1.0)):
+        with pytest.raises(UserError, match="finite weights whose sum is above 0"):
+            optimus.merge(dict(zip((a, b), pair)), tmp_path / "merged")
+    with pytest.raises(UserError, match=r"the average of \S+ over .* is not finite in fp32"):
+        optimus.merge({a: 1e300, b: -1e300, str(shutil.copytree(a, tmp_path / "c")): 1e200}, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
 
 
 def test_what_cannot_be_merged_is_refused(run: dict[str, Any], tmp_path: Path) -> None:

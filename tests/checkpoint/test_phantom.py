@@ -55,7 +55,7 @@ def both(config: dict[str, Any], wrong: AbstractContextManager[object] | None = 
             assert (a - b).norm() <= 0.01 * rate * b.numel() ** 0.5, f"the checkpoint of step {step} differs"
 
 
-@pytest.mark.parametrize("residency", in_turns([*RESIDENCES], 4, always=1))
+@pytest.mark.parametrize("residency", in_turns([*RESIDENCES], 4))
 def test_beside_the_training(small_run: dict[str, Any], residency: str) -> None:
     on_phantom(both, 1, configured(small_run, residency))
 
@@ -82,6 +82,7 @@ def unheld(config: dict[str, Any]) -> None:
         both(config, wrong)
 
 
+@pytest.mark.in_turn(0, 3)
 def test_planted_updates_that_do_not_wait_for_the_copy(small_run: dict[str, Any]) -> None:
     with pytest.raises(RankError, match="the checkpoint of step 1 differs"):
         on_phantom(unheld, 1, configured(small_run, "device"))

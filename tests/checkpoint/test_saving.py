@@ -23,10 +23,11 @@ from optimus.checkpoint.format import StoredSlice
 from optimus.checkpoint.reader import verify
 from optimus.checkpoint.rollback import marker_of, resume_points, rollback
 from optimus.checkpoint.saving import Saver, Target
+from optimus.checkpoint.slices import full_slices
 from optimus.checkpoint.slots import retire, set_newer_aside
 from optimus.checkpoint.staging import Staging
 from optimus.checkpoint.store import load_state
-from optimus.comm import Groups
+from optimus.comm import CollectiveError, Groups
 from optimus.config import ModelConfig
 from optimus.config.tree import StateConfig
 from optimus.errors import UserError
@@ -206,7 +207,9 @@ def test_a_full_checkpoint_that_a_rollback_names(tmp_path: Path) -> None:
     _, state = made()
     saver = Saver(state)
     saver.save(full(tmp_path, 2))
-    rollback(tmp_path, 2)
+    result = rollback(tmp_path, 2)
+    assert (result["moved"], result["to"]) == ([], None)
+    assert not [*(tmp_path / "checkpoints").glob("abandoned-*")]
     for step in (3, 4):
         saver.save(full(tmp_path, step))
         points = resume_points(tmp_path)
@@ -246,6 +249,18 @@ def test_a_rollback_to_damaged_weights_is_set_aside(tmp_path: Path) -> None:
     rollback(tmp_path, 3)
     assert [path.name for path in set_newer_aside(tmp_path, 2)] == ["rollback.json.aside"]
     assert [step_of(point.path) for point in resume_points(tmp_path)] == [2]
+
+
+def test_a_copy_has_the_type_of_its_buffer() -> None:
+    """A buffer may have the `id` and the shape of a freed buffer of another type."""
+    _, state = made()
+    chunk, staging = state.chunks[0], Staging()
+    buffer = chunk.resident["model"]
+    staging._copies = {id(buffer): torch.empty(buffer.shape, dtype=torch.bfloat16)}
+    staging.begin({chunk: [buffer]}, {}, False, lambda wait: None)
+    staging.run()
+    assert staging.copy_of(buffer).dtype == buffer.dtype
+    assert torch.equal(staging.copy_of(buffer), buffer)
 
 
 # ---- The fence ----
@@ -404,6 +419,40 @@ def test_a_failed_write_may_cost_all_but_the_newest_checkpoint(tmp_path: Path) -
         saver.save(full(tmp_path, 3, keep=2))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
     assert verify(step_folder(tmp_path, 2)) == []
+
+
+def test_a_replaced_checkpoint_is_deleted_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill while the former checkpoint of the step is deleted leaves the new checkpoint."""
+    _, state = made()
+    Saver(state).save(full(tmp_path, 1))
+
+    def killed(path: Path, **_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(saving.shutil, "rmtree", killed)
+    description = Description(MODEL, context=8, step=1, full=True, eos_id=None, tokenizer=None, progress={})
+    partial = tmp_path / "new"
+    partial.mkdir()
+    with (partial / "file").open("wb") as file:
+        stored = saving.write_slices(file, "file", full_slices([("weight", torch.ones(2))]))
+    with pytest.raises(KeyboardInterrupt):
+        saving.complete(partial, step_folder(tmp_path, 1), stored, description)
+    assert verify(step_folder(tmp_path, 1)) == []
+    assert (step_folder(tmp_path, 1) / "file").is_file()
+
+
+def test_a_failed_collective_leaves_the_partial_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks may still write there."""
+    _, state = made()
+    saver = Saver(state)
+
+    def lost(failure: object) -> None:
+        raise CollectiveError("rank 1 is lost")
+
+    monkeypatch.setattr(saver._world, "agree", lost)
+    with pytest.raises(CollectiveError):
+        saver.save(full(tmp_path, 1))
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [".step-00000001.partial"]
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

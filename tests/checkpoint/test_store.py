@@ -147,7 +147,7 @@ def test_another_model(tmp_path: Path) -> None:
 def test_another_run(tmp_path: Path) -> None:
     saved(tmp_path / "c")
     with pytest.raises(
-        UserError, match=r"c belongs to another run: seed is 0 there and 9 here, data is 'abc' there and"
+        UserError, match=r"c belongs to another run: seed is 0 there and 9 here, data is unknown there, with other"
     ):
         load_state(made()[1], tmp_path / "c", model=MODEL, run={"seed": 9, "data": "xyz"})
 

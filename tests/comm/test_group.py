@@ -138,6 +138,9 @@ def test_a_group_of_one_needs_no_process_group() -> None:
     group.all_gather(whole, value)
     assert value.item() == out.item() == whole.item() == 5.0
     assert torch.equal(group.all_to_all(value, [1], [1]), value)
+    for lengths in ({"send": [1]}, {"receive": [1]}):
+        with pytest.raises(AssertionError, match="give both `send` and `receive`, or neither"):
+            group.all_to_all(value, **lengths)
     assert not group.any(False)
 
 

@@ -155,3 +155,17 @@ def test_what_only_one_side_knows_of() -> None:
     doubled = [[Round(each.sends * 2, each.receives * 2) for each in rounds] for rounds in right()]
     with pytest.raises(ValueError, match="sent twice"):
         check_gather(doubled)
+    awaited_twice = [[Round(each.sends, each.receives * 2) for each in rounds] for rounds in right()]
+    with pytest.raises(ValueError, match="messages sent are not those awaited"):
+        check_gather(awaited_twice)
+    with pytest.raises(ValueError, match="messages sent are not those awaited"):
+        check_reduction([[Round(each.receives, each.sends * 2) for each in reversed(rounds)] for rounds in right()])
+
+
+def test_a_block_twice_in_a_message() -> None:
+    def doubled(messages: Sequence[Message]) -> tuple[Message, ...]:
+        return tuple(Message(peer, blocks * 2) for peer, blocks in messages)
+
+    ranks = [[Round(doubled(each.sends), doubled(each.receives)) for each in rounds] for rounds in right()]
+    with pytest.raises(ValueError, match="a block twice"):
+        check_gather(ranks)

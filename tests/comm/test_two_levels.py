@@ -1,6 +1,8 @@
 """Every algorithm on ranks of several nodes gives exact sums, with the same bits on all ranks and in every call."""
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -169,8 +171,9 @@ def test_bytes_by_level(shape: Shape, algorithm: str) -> None:
         assert all(sum(counted[kind]) == times * (p - 1) * s for counted in ranks)
 
 
-def in_two_groups(shape: Shape) -> list[str]:
-    """Returns the collectives with wrong results on a hierarchy of two groups of a backend other than Gloo."""
+@contextmanager
+def another_backend() -> Iterator[None]:
+    """Makes Gloo pass for a backend other than Gloo."""
     new_group = dist.new_group
 
     def of_gloo(*args: Any, backend: str, **options: Any) -> Any:
@@ -179,6 +182,12 @@ def in_two_groups(shape: Shape) -> list[str]:
 
     another = mock.patch.object(dist, "get_backend", return_value="another")
     with another, mock.patch.object(dist, "new_group", of_gloo):
+        yield
+
+
+def in_two_groups(shape: Shape) -> list[str]:
+    """Returns the collectives with wrong results on a hierarchy of two groups of a backend other than Gloo."""
+    with another_backend():
         group = world_of(shape, "direct+direct")
         n, wrong = group.size, []
         for size in (n, 1000 * n):
@@ -206,6 +215,27 @@ def in_two_groups(shape: Shape) -> list[str]:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_two_groups_of_a_backend_with_collectives_of_its_own(shape: Shape) -> None:
     assert run_ranks(in_two_groups, shape.ranks, shape) == [[]] * shape.ranks
+
+
+def measured_later(shape: Shape) -> tuple[int, int, bool]:
+    """Returns the numbers of collectives that an all-reduce over all ranks takes where a run has talked before it knew
+    its measurements: of a device's tensor, and of a host tensor. Returns too whether both sums are right."""
+    with another_backend():
+        groups, found = Groups(Mesh(dp=shape.ranks, ranks_per_node=shape.per), planned=[]), []
+        assert not groups.world.any(False)
+        groups.choose_by(only("direct+direct", shape, *SUMS))
+        sums = [torch.ones(shape.ranks), torch.ones(shape.ranks)]
+        for host, each in enumerate(sums):
+            before = sum(groups.recorder.begun.values())
+            with mock.patch.object(torch.accelerator, "is_available", return_value=bool(host)):
+                groups.world.all_reduce(each)
+            found.append(sum(groups.recorder.begun.values()) - before)
+    return found[0], found[1], all(bool((each == shape.ranks).all()) for each in sums)
+
+
+def test_the_group_of_all_ranks_has_levels_once_they_are_measured() -> None:
+    """The levels' groups have no backend for host tensors."""
+    assert run_ranks(measured_later, 4, Shape(2, 2)) == [(3, 1, True)] * 4
 
 
 def uneven() -> tuple[list[str], bool]:

@@ -74,6 +74,14 @@ def test_it_looks_only_when_on_and_forgets() -> None:
     assert watch.origin(set()) is None
 
 
+def test_a_finite_sum_beyond_fp32_is_finite() -> None:
+    watch = watched()
+    with watch.on():
+        watch.record_sent(torch.tensor([1e300], dtype=torch.float64), "sum", ("group", 0))
+        watch.record_sent(torch.tensor([math.inf], dtype=torch.float64), "later sum", ("group", 1))
+    assert watch.spread() == [("group", 1)]
+
+
 # ---- In training ----
 
 WHERE = ("forward", "backward", "input gradient")
@@ -179,14 +187,18 @@ def test_random_layouts(number: int) -> None:
 
 @pytest.mark.parametrize(
     ("overrides", "ranks"),
-    [
-        (["state.shard=parameters"], [1, 2]),
-        ([*TWO, "parallel.sequence=true"], [0, 1]),
-        (["parallel.expert=4"], [0, 3]),
-        (["parallel.context=4"], [1, 3]),
-        (PP, [0, 1]),
-        (PP, [2, 3]),
-    ],
+    in_turns(
+        [
+            (["state.shard=parameters"], [1, 2]),
+            ([*TWO, "parallel.sequence=true"], [0, 1]),
+            (["parallel.expert=4"], [0, 3]),
+            (["parallel.context=4"], [1, 3]),
+            (PP, [0, 1]),
+            (PP, [2, 3]),
+        ],
+        3,
+        always=3,
+    ),
 )
 def test_two_ranks_at_once_are_both_culprits(overrides: list[str], ranks: list[int]) -> None:
     """Both of two poisoned ranks are culprits if neither receives numbers of the other, as two pipeline stages would."""

@@ -10,6 +10,7 @@ import yaml
 from helpers.sweep import in_turns
 from optimus.config import RunConfig, dump_config, load_config, preset_names, resolve_model
 from optimus.config.load import keys_of_section, other_names, read_section
+from optimus.config.yaml_text import parse_yaml
 from optimus.errors import UserError
 
 
@@ -190,6 +191,8 @@ def test_a_file_is_named_in_its_messages(tmp_path: Path) -> None:
         ("train:\n  steps: 4\n  seed: 1\n  'steps': 5\n", r"the key 'train\.steps' is given twice \(lines 2 and 4\)"),
         ("train: {seed: 1, steps: 4, seed: 2}\n", r"the key 'train\.seed' is given twice \(line 1\)"),
         ("a: [{b: 1}, {c: 1, c: 1}]\n", r"the key 'a\.1\.c' is given twice \(line 1\)"),
+        ("a: {1: b, 0x1: c}\n", r"the key 'a\.0x1' is given twice \(line 1\)"),
+        ("a: {yes: b, true: c}\n", r"the key 'a\.true' is given twice \(line 1\)"),
     ],
 )
 def test_a_key_that_stands_twice_is_refused(text: str, expected: str, tmp_path: Path) -> None:
@@ -228,6 +231,12 @@ def test_aliases_of_aliases_are_one_message(repeat: str, tmp_path: Path) -> None
     assert "expands to more than 1,000,000 values by nested aliases" in message(file)
 
 
+def test_a_number_of_many_digits_is_refused_as_a_key_too() -> None:
+    for text in (f"a: {{0x{1000 * 'f'}: 1}}", f"a: 0x{1000 * 'f'}"):
+        with pytest.raises(UserError, match="'a' has a number of more than 1000 digits: shorten it"):
+            parse_yaml(text, "a file")
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -238,6 +247,8 @@ def test_aliases_of_aliases_are_one_message(repeat: str, tmp_path: Path) -> None
         "a: !!timestamp x\n",
         "a: !!bool x\n",
         "a: 0x" + 5000 * "f",
+        "a: {0x" + 5000 * "f" + ": 1}",
+        "{2024-13-45: 1}",
         "a: " + 200 * "[" + 200 * "]",
         "a: " + 20_000 * "{a: ",
     ],

@@ -210,6 +210,32 @@ def test_a_user_is_told_the_new_name(old: str) -> None:
         load_config(base, [f"{old}=1"])
 
 
+@pytest.mark.parametrize(
+    ("written", "named"),
+    [
+        ({"lr_schedule": {"peak": 1.0, "lr": 2.0}}, "'lr_schedule.lr' is given twice, once as 'lr_schedule"),
+        (
+            {"schedule": {"peak": 1.0}, "lr_schedule": {"lr": 2.0}},
+            "'lr_schedule' is given twice, once as 'lr_schedule'",
+        ),
+        ({"lr_schedule": {}, "schedule": {}}, "'lr_schedule' is given twice, once as 'schedule'"),
+        (
+            {"phases": [{"schedule": {"lr": 2.0, "peak": 1.0}}]},
+            "'lr_schedule.lr' is given twice, once as 'schedule.peak'",
+        ),
+    ],
+)
+def test_a_key_under_both_names_is_refused(written: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError, match=f"a.yaml: {named}.*: remove one of them"):
+        with_new_names(written, "a.yaml")
+
+
+@pytest.mark.parametrize("given", [3, {"text": "b"}, "b"])
+def test_what_is_no_list_of_validations_stays(given: Any) -> None:
+    """The check of the configuration names it."""
+    assert with_new_names({"evaluate": {"text": "a", "every": 2}, "validation": given})["validation"] == given
+
+
 def as_before(config: dict[str, Any]) -> dict[str, Any]:
     """Returns the configuration with the earlier names."""
     old = {new: name for name, new in RENAMED.items() if "." in name}

@@ -7,6 +7,7 @@ import pytest
 
 from optimus.config import RunConfig, load_config
 from optimus.errors import UserError
+from optimus.resolve.ranks import least_ranks
 
 DENSE = {"family": "olmo", "hidden": 48, "layers": 2, "heads": 12, "intermediate": 96, "vocab": 100}
 EXPERTS = {**DENSE, "family": "olmoe", "experts": 4, "experts_per_token": 2}
@@ -136,10 +137,13 @@ def test_duplicates_that_cannot_be_kept(parallel: dict[str, Any], dispatch: str)
         ({"tensor": 2, "expert": 4}, 4),
         ({"tensor": 2, "expert": 4, "expert_tensor": 2}, 8),
         ({"tensor": 4, "expert": 2, "data": 2}, 8),
+        ({"tensor": 2, "pipeline": 2}, 4),
+        ({"tensor": 2, "pipeline": 2, "pipeline_stride": 8}, 16),
+        ({"tensor": 2, "pipeline": 2, "pipeline_stride": 4, "data": 4}, 16),
     ],
 )
 def test_possible_neighbours(parallel: dict[str, Any], least: int) -> None:
-    assert tree(EXPERTS, parallel).parallel.least_ranks == least
+    assert least_ranks(tree(EXPERTS, parallel)) == least
 
 
 def test_sequence_parallelism_is_on_with_tensor_parallelism() -> None:

@@ -2,12 +2,14 @@
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
 from optimus.config import RunConfig, load_config, preset_names
+from optimus.config.data import SourceConfig
 from optimus.errors import UserError
 
 DENSE = {"family": "olmo", "hidden": 64, "layers": 2, "heads": 4, "intermediate": 96, "vocab": 100}
@@ -215,3 +217,19 @@ def test_the_warm_up_is_a_share_of_the_run_and_the_papers_presets_keep_theirs() 
     for name in preset_names():
         paper = name.startswith("mula-") and "tiny" not in name
         assert warmup(300, name) == (2500 if paper else 15), name
+
+
+def test_written_tokens_of_a_validation_set_stay() -> None:
+    text = {"text": "x", "max_bytes": 1000}
+    asked = [{"name": "a", **text}, {"name": "b", **text, "tokens": 131072}, {"name": "c", **text, "tokens": 7}]
+    found = tree(DENSE, validation=asked)
+    assert [each.tokens for each in found.validation] == [2000, 131072, 7]
+    assert load_config(found).validation == found.validation
+
+
+def test_a_source_is_named_after_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "web" / "inner").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "web")
+    spelled = [".", "..", "inner/", "inner/..", "/", "s3://bucket/books/"]
+    labels = [SourceConfig(path=path).label for path in spelled]
+    assert labels == ["web", tmp_path.name, "inner", "web", "/", "books"]

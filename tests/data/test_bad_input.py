@@ -336,6 +336,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", folder], check=True)
 
 
+@pytest.mark.in_turn(0, 3)
 @pytest.mark.root
 @pytest.mark.parametrize(("room", "shards"), [(0.5, False), (1.5, True)])
 def test_disk_that_is_really_full(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from optimus.api import train
+from optimus.data.chat import ChatTemplate
 from optimus.data.fields import field_of
 from optimus.data.loader import TokenLoader
 from optimus.data.preparation import prepare
@@ -131,7 +132,24 @@ def test_bad_input(tmp_path: Path, tokenizer_file: Path) -> None:
                 [path], tmp_path / "out", tokenizer=tokenizer_file, context=8, workers=1, text_field="chat:messages"
             )
     (tmp_path / "in.csv").write_text("messages\nhi\n")
-    with pytest.raises(UserError, match=r"conversations .* are read from JSON lines"):
+    with pytest.raises(UserError, match=r"a cell has a text, no conversation"):
         prepare(
             [tmp_path / "in.csv"], tmp_path / "out2", tokenizer=tokenizer_file, context=8, text_field="chat:messages"
         )
+
+
+def test_special_tokens_that_are_digits_stay_text() -> None:
+    """The marks of quoted special tokens have digits too."""
+    asked, said = "is <|a|> 0 or 10?", "<|a|> is 1"
+    found = ChatTemplate().conversation(
+        [message("user", asked), message("assistant", said)], "here", special=["<|a|>", "<|b|>", "0", "1"]
+    )
+    assert asked in found.text
+    assert said in found.text
+    assert [found.text[start:stop] for start, stop in found.quoted] == ["<|a|>", "0", "1", "0", "<|a|>", "1"]
+
+
+def test_a_template_from_a_file_that_is_damaged() -> None:
+    damaged = ChatTemplate.read({"template": "{% if %}", "tokens": {}})
+    with pytest.raises(UserError, match=r"here: the chat template cannot render this conversation: "):
+        damaged.render([message("user", "x")], "here")

@@ -244,6 +244,21 @@ def test_the_end_of_text_is_the_assistants_where_nothing_else_ends_its_turn() ->
     assert not ChatTemplate(CHATML).conversation([turn("assistant", "b")], "here", special=SPECIAL).is_open
 
 
+def test_the_end_of_text_is_the_assistants_after_a_generation() -> None:
+    said = "{% generation %}{{ message['content'] }}{% endgeneration %}"
+    one, special = "{% for message in messages %}" + said + "{% endfor %}", ["</s>"]
+    for source, text, is_open in (
+        (one, "b", True),
+        (one + "\n", "b", True),
+        (one, "b</s>", True),  # the spelling of a special token
+        (one + "</s>", "b", False),
+        (one.replace("] }}", "] + '</s>' }}"), "b", False),
+        (one + "{{ messages[0]['role'] }}", "b", False),
+    ):
+        made = ChatTemplate(source).conversation([turn("assistant", text)], "here", special=special)
+        assert made.is_open == is_open, (source, text)
+
+
 @pytest.mark.parametrize(
     ("source", "message", "problem"),
     [
@@ -268,7 +283,8 @@ def test_templates_and_messages_that_do_not_go_together(source: str, message: di
 @pytest.mark.parametrize(
     ("message", "problem"),
     [
-        ({"from": "human", "value": "a"}, "message 2 has `from` in place of `role`"),
+        ({"from": "human"}, "message 2 has `from` without `value`"),
+        ({"from": 5, "value": "a"}, "message 2 has no `role`"),
         ({"content": "a"}, "message 2 has no `role`"),
         (turn("user", None), "message 2 has no `content`"),
         ({"role": "user", "content": 5}, "message 2 has a number as `content`"),
@@ -375,6 +391,11 @@ def test_files_beside_a_tokenizer_that_are_none(tmp_path: Path, files: dict[str,
         ChatTemplate.beside(tmp_path / "tokenizer.json", "</s>")
 
 
+def test_an_index_whose_chat_is_none(tmp_path: Path) -> None:
+    (tmp_path / "index.json").write_text('{"chat": {"template": "a", "tokens": []}}')
+    assert ChatTemplate.beside(tmp_path / "tokenizer.json", "</s>").source == OURS
+
+
 def test_which_of_several_templates(tmp_path: Path) -> None:
     """`ChatTemplate.beside` takes the template named default; a chat_template.jinja file has precedence."""
     several = [{"name": "rag", "template": "rag"}, {"name": "default", "template": "plain"}]
@@ -418,7 +439,7 @@ def test_characters_that_are_none() -> None:
     """Characters of the text are never used as internal marks; a text with all mark characters is refused."""
     said = "".join(chat._MARKS[:5])
     own = ChatTemplate().conversation([{"role": "assistant", "content": said}], "here", special=["<x>"])
-    assert own == Conversation(f"<|assistant|>\n{said}", ((14, 19),))
+    assert own == Conversation(f"<|assistant|>\n{said}", ((14, 19),), is_open=True)
     with pytest.raises(UserError, match="the text contains too many noncharacters"):
         ChatTemplate().conversation([{"role": "assistant", "content": chat._MARKS}], "here")
 

@@ -42,3 +42,7 @@ def test_page(size: int) -> None:
 @pytest.mark.parametrize("page", ["", " \n ", "<script>var a = 1", "<p></p>", "<style>x</style>"])
 def test_pages_without_text(page: str) -> None:
     assert "".join(page_text([page])) == ""
+
+
+def test_references_without_a_character() -> None:
+    assert "".join(page_text(["<p>a</p>&#1;<p>b&#1;</p><pre>&#2;</pre>c"])) == "a\n\nb\n\nc"

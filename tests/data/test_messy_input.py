@@ -357,14 +357,14 @@ def test_encodings(run: Callable[..., Any], tmp_path: Path) -> None:
 
 def test_files_that_are_named(tmp_path: Path, tokenizer_file: Path) -> None:
     """A named file of an unsupported kind is listed with the bad files; inside a folder, such a file is ignored."""
-    write(tmp_path, {"a.txt": TEXT.encode(), "b.pdf": PDF, "c.json": b"[]", "d.jsonl": b"bad\n"})
+    write(tmp_path, {"a.txt": TEXT.encode(), "b.pdf": PDF, "c.json": b"[", "d.jsonl": b"bad\n"})
     inputs = [tmp_path / name for name in ("a.txt", "b.pdf", "c.json", "d.jsonl")]
     with pytest.raises(UserError) as raised:
         prepare(inputs, tmp_path / "out", tokenizer=tokenizer_file, context=16, workers=1)
     first, *said, _ = str(raised.value).splitlines()
     assert first == "3 of 4 input files cannot be read:"
     assert "b.pdf: unsupported file type: extract its text into a .txt file" in said[0]
-    assert "c.json: unsupported file type: rename it to .jsonl" in said[1]
+    assert "c.json: the JSON array does not end. Get a whole copy." in said[1]
     index = prepare(inputs, tmp_path / "out", tokenizer=tokenizer_file, context=16, workers=1, skip_bad=True)
     assert [source["files"] for source in index["sources"]] == [1, 0, 0, 0]
 

@@ -39,6 +39,11 @@ def test_it_is_best_fit_decreasing() -> None:
         assert sorted(room - int(length_D[row].sum()) for row in rows) == defined(length_D.tolist(), room)
 
 
+def test_a_piece_longer_than_a_row() -> None:
+    with pytest.raises(ValueError, match="a piece of 9 tokens is longer than a row of 8: cut it before packing"):
+        best_fit(np.array([3, 9]), 8)
+
+
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file of documents of very different lengths, some longer than the context."""

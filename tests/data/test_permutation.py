@@ -40,6 +40,7 @@ def test_large_sizes_stay_in_range_and_apart(size: int) -> None:
     assert excess(np.histogram(image, bins=50, range=(0, size))[0], 49) < 4
 
 
+@pytest.mark.in_turn(2, 3)
 def test_all_permutations_of_four_are_equally_likely() -> None:
     weights = 4 ** np.arange(4)
     codes = [int(Permutation(4, seed)(np.arange(4)) @ weights) for seed in range(50 * 24)]

@@ -24,6 +24,7 @@ import zstandard
 
 from helpers.sweep import in_turns
 from optimus.config.sizes import parse_size
+from optimus.data import journal as journals
 from optimus.data import preparation
 from optimus.data.permutation import Permutation
 from optimus.data.preparation import prepare
@@ -548,6 +549,25 @@ def test_helpers_end_with_a_killed_parent(busy: bool) -> None:
         time.sleep(0.05)
     os.kill(helper, signal.SIGKILL)
     pytest.fail("the helper outlived its parent")
+
+
+def test_a_folder_is_locked_until_it_has_its_name(
+    tmp_path: Path, lines_file: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run that begins just before the rename finds the lock."""
+    rename, refused = Path.rename, []
+
+    def begin_another(path: Path, target: Path) -> Path:
+        if path.name == "out.partial":
+            with pytest.raises(UserError, match="another run uses"), journals.locked(path):
+                pass
+            refused.append(path)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", begin_another)
+    prepare([lines_file], tmp_path / "out", tokenizer=tokenizer_file, context=64, workers=1)
+    assert len(refused) == 1
+    assert not (tmp_path / "out" / journals.LOCK).exists()
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path: Path, lines_file: Path, tokenizer_file: Path) -> None:

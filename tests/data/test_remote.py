@@ -103,6 +103,8 @@ def test_the_same_shards_from_every_file_system(
             assert found["skipped_by_ending"] == index["skipped_by_ending"] == {".jpg": 1}
     names = [source.name for source in resolve([memory]).files]
     assert names == ["a.txt", "b.jsonl.gz", "more/c.parquet"]
+    names = [source.name for source in resolve([f"{memory}/mor?/*.parquet"]).files]
+    assert names == ["more/c.parquet"]
 
 
 def test_resumes_within_a_remote_file(

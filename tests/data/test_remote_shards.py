@@ -133,3 +133,30 @@ def test_nothing_outside_of_the_cache_is_touched(
     for touch in (folder.fetch, folder.forget):
         with pytest.raises(ValueError, match="not a plain file name"):
             touch(index["shards"][0]["file"])
+
+
+def test_a_shard_that_could_not_be_fetched_is_fetched_again(
+    memory: str, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards, fetch, tried = Shards(memory, tmp_path), RemoteFolder.fetch, list[str]()
+
+    def fails_once(self: RemoteFolder, name: str) -> Path:
+        tried.append(name)
+        if tried.count(name) == 1:
+            raise UserError(f"{name}: the network is gone")
+        return fetch(self, name)
+
+    monkeypatch.setattr(RemoteFolder, "fetch", fails_once)
+    with pytest.raises(UserError, match="the network is gone"):
+        shards.row(0)
+    assert (shards.row(0) == Shards(local).row(0)).all()
+
+
+def test_a_shard_that_is_damaged_in_the_cache_is_fetched_again(memory: str, local: Path, tmp_path: Path) -> None:
+    shards = Shards(memory, tmp_path)
+    expected, copied = shards.row(0), shards.folder / shards.index["shards"][0]["file"]
+    copied.write_bytes(copied.read_bytes()[:-1] + b"\xff")
+    with pytest.raises(UserError, match="is corrupted"):
+        shards.verify()
+    assert (shards.row(0) == expected).all()
+    shards.verify()

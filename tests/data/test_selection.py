@@ -92,6 +92,7 @@ def test_exact_and_near_duplicates(tmp_path: Path, paragraphs: list[str], tokeni
     assert stored(tmp_path / "one") == stored(tmp_path / "first")
 
 
+@pytest.mark.in_turn(0, 2)
 def test_documents_in_pieces_are_compared_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sources: list[str], tokenizer_file: Path
 ) -> None:

@@ -123,6 +123,7 @@ def test_changed_or_missing_tokenizer(copy: Path) -> None:
         ),
         ({"settings": "none"}, r"index\.json is damaged"),
         ({"masked": 1}, r"index\.json is damaged \(masked and parse_special must be true or false"),
+        ({"chat": {"template": "a", "tokens": []}}, r"index\.json is damaged \(the tokens of chat must be an object"),
         ({"tokens": None}, r"index\.json is damaged \(no entry 'tokens'"),
         ({"dropped_tokens": "3"}, r"index\.json is damaged \(numbers of tokens must be integers"),
         ({"tokenizer": {"vocab_size": 5, "eos_id": 5, "sha256": ""}}, r"eos_id less than vocab_size"),

@@ -15,10 +15,11 @@ from helpers.families import SIZES, needed
 from helpers.sweep import in_turns
 from optimus.comm import Groups
 from optimus.config import ModelConfig, load_config
+from optimus.data.chat import ChatTemplate
 from optimus.data.tokenizer import load
 from optimus.errors import UserError
 from optimus.evaluation import generate
-from optimus.evaluation.generation import Generation, Request, TextStream, decode, sampled
+from optimus.evaluation.generation import Generation, Request, TextStream, answer, decode, sampled
 from optimus.model import Batch, KVCache, Transformer
 from optimus.model.families import families
 from optimus.model.init import initialize
@@ -311,6 +312,10 @@ def test_empty_prompt(model: Transformer, tokenizer: Any) -> None:
             generate(model, tokenizer, [odd], max_tokens=1)
     with pytest.raises(UserError, match="prompt 1 is empty"):
         generate(model, tokenizer, ["a", ""], max_tokens=1)
+    bare = ChatTemplate("{{ messages[0]['content'] }}")
+    with pytest.raises(UserError, match="prompt is empty"):
+        answer(model, bare, tokenizer, tokenizer, [""], max_tokens=1)
+    assert len(answer(model, bare, tokenizer, tokenizer, [""], eos_id=0, max_tokens=1)) == 1
 
 
 def generated_on_ranks(config: dict[str, Any], ranks: int) -> list[int]:
@@ -325,6 +330,7 @@ def generated_on_ranks(config: dict[str, Any], ranks: int) -> list[int]:
 LEARNED = {"family": "gpt2", "hidden": 16, "layers": 2, "heads": 4, "intermediate": 24, "vocab": 59}
 
 
+@pytest.mark.in_turn(0, 3)
 def test_learned_positions_on_a_grid() -> None:
     """A text may be as long as the learned positions, though a grid pads its rows beyond them; a longer text is refused."""
     config = config_of("dense") | {"model": LEARNED | {"learned_positions": 17}}
@@ -343,6 +349,7 @@ def test_learned_positions_on_a_grid() -> None:
     model.losses(Batch(tokens_BS, document_BS=torch.arange(18)[None] // 17))
 
 
+@pytest.mark.in_turn(1, 3)
 @pytest.mark.parametrize("parallel", [{"tensor": 2}, {"tensor": [2, 2], "sequence": True}], ids=str)
 def test_on_a_sequence_parallel_grid(parallel: dict[str, Any]) -> None:
     """Sequence-parallel ranks divide the tokens, so a prompt of 5 tokens and each later step of 1 are padded. Padding

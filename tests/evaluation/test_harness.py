@@ -193,6 +193,36 @@ def test_sampling(ours: HarnessModel) -> None:
     assert drawn != greedy
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"top_k": 4, "min_p": 0.1}, r"^task None: generation_kwargs has top_k: 4, min_p: 0\.1: remove them, because"),
+        ({"repetition_penalty": 1.2, "num_beams": 1}, r"has repetition_penalty: 1\.2: remove"),
+        ({"temperature": 0.0, "num_beams": 10}, r"has num_beams: 10: remove"),
+    ],
+)
+def test_options_that_generation_lacks(ours: HarnessModel, options: dict[str, Any], expected: str) -> None:
+    sampling = {"until": [], "max_gen_toks": 12, "temperature": 1.0}
+    with pytest.raises(UserError, match=expected):
+        ours.generate_until(requests("generate_until", [("Question:", sampling | options)]))
+
+
+def test_options_that_change_nothing(ours: HarnessModel) -> None:
+    greedy = {"until": [], "max_gen_toks": 12, "do_sample": False}
+    sampling = {**greedy, "do_sample": True, "temperature": 1.0}
+    for options, moot in ((greedy, {"top_k": 4}), (sampling, {"top_k": 0, "repetition_penalty": 1.0})):
+        given = [("Question:", options), ("Question:", {**options, **moot, "num_beams": 1})]
+        plain, more = ours.generate_until(requests("generate_until", given))
+        assert plain == more
+
+
+def test_sampling_follows_the_seed(ours: HarnessModel) -> None:
+    options = {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 5.0}
+    given = [("Question:", {**options, "seed": seed}) for seed in (0, 1, 1)]
+    first, second, third = ours.generate_until(requests("generate_until", given))
+    assert first != second == third
+
+
 def test_progress(dense: Transformer, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("optimus.evaluation.harness._SCORED_AT_ONCE", 4)
     seen = []

@@ -83,6 +83,7 @@ def test_progress_of_text_has_not_the_name_of_the_result(
     assert "bits per byte" not in said
 
 
+@pytest.mark.in_turn(0, 3)
 def test_all_tasks_on_shared_data(
     make_model: Callable[..., Transformer], tokenizer_file: Path, eos_id: int, tmp_path: Path, shared_data: Path
 ) -> None:

@@ -57,6 +57,16 @@ def test_early_metrics_tell_runs_apart(tmp_path: Path) -> None:
     assert signals(read_curves(runs[:1]))[0]["kendall"] is None
 
 
+def test_metrics_with_few_measurements_have_no_noise(tmp_path: Path) -> None:
+    """The metrics of a run have null for a value that is not finite."""
+    values = {"few": [0.1, None, None, 0.2], "gap": [0.1, None, 0.2, 0.3]}
+    records = [{"step": step, **{f"tasks/{name}/acc": of[step] for name, of in values.items()}} for step in range(4)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    few, gap = signals(read_curves([tmp_path]))
+    assert (few["task"], few["noise"]) == ("few", None)
+    assert gap["noise"] == pytest.approx(noise(TaskCurve(np.array([0, 2, 3]), np.array([0.1, 0.2, 0.3]))))
+
+
 def test_the_command(tmp_path: Path) -> None:
     runs = [str(written(tmp_path / name, better, 0)) for name, better in (("a", 0.2), ("b", 0.3))]
     plot = tmp_path / "signal.png"

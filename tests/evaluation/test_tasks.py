@@ -132,6 +132,13 @@ def accuracies(scores: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in scores.items() if name not in ("bits_per_byte", "margin")}
 
 
+def test_a_document_without_a_wrong_answer_is_refused(tmp_path: Path) -> None:
+    single = {**ARC[0], "choices": {"text": ["right"], "label": ["B"]}}
+    write_lines(tmp_path / "datasets" / "arc_easy.validation.jsonl", [*ARC, single])
+    with pytest.raises(UserError, match="task arc_easy: document 3 of its data has no wrong answer"):
+        run_tasks(load_tasks(["arc_easy"], tmp_path), Oracle())
+
+
 def test_bits_of_the_right_answer_and_its_margin(folder: Path) -> None:
     """Bits and margins equal those by hand: the right answer has 10 nats and the others 50, over the bytes of ` yes`, `
     no` or an ending."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from optimus.data.tokenizer import load
 from optimus.errors import UserError
 from optimus.evaluation import bits_per_byte
-from optimus.evaluation.text import Part, _Cutter, measure
+from optimus.evaluation.text import Part, _Cutter, measure, read_parts
 from optimus.model import Transformer
 
 DOCUMENTS = ["Question: who are you? Nobody, said Nemo.", "Größe ≠ 大小.\n", "x" * 97, "", "a"]
@@ -121,6 +121,18 @@ def test_max_bytes(model: Transformer, tokenizer: Any, eos_id: int, folder: Path
     assert found["tokens"] == sum(len(tokenizer.encode(text).ids) for text in texts)
 
 
+def test_max_tokens_keep_characters_whole(tokenizer: Any, eos_id: int, tmp_path: Path) -> None:
+    text = DOCUMENTS[1] + "\N{GRINNING FACE}\ufffd"
+    (tmp_path / "a.txt").write_text(text)
+    ids, cut = tokenizer.encode(text).ids, 0
+    for limit in range(1, len(ids) + 1):
+        (part,) = read_parts(tokenizer, tmp_path / "a.txt", eos_id=eos_id, context=CONTEXT, max_tokens=limit)
+        assert limit - 3 <= part.tokens <= limit
+        assert tokenizer.decode(ids[: part.tokens]) == text.encode()[: part.bytes].decode()
+        cut += part.tokens < limit
+    assert cut > 3
+
+
 @given(st.lists(st.tuples(st.lists(st.integers(1, 99), max_size=12), st.booleans()), max_size=8), st.integers(1, 6))
 def test_cutter_pieces(pieces: list[tuple[list[int], bool]], context: int) -> None:
     """A document cut into pieces gives the windows of the whole document."""
@@ -146,6 +158,6 @@ def test_errors(model: Transformer, tokenizer: Any, eos_id: int, tmp_path: Path)
     lines.write_text('{"text": "fine"}\n{"body": "no text"}\n')
     with pytest.raises(UserError, match=r"a\.jsonl:2"):
         bits_per_byte(model, tokenizer, lines, eos_id=eos_id, context=CONTEXT)
-    for parts in ([], [Part([], 0, 0)]):
+    for parts in ([], [Part([], 0, 0)], [Part([], 0, 1)]):
         with pytest.raises(UserError, match="the measured text has no predicted tokens: measure more of it"):
             measure(model, iter(parts))

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ def points(run: Path) -> dict[int, float]:
     return {each.step: each.value for each in events.Scalars("evaluated/bits_per_byte")}
 
 
+@pytest.mark.in_turn(2, 3)
 def test_each_checkpoint_is_scored_once(small_run: dict[str, Any], text: Path, tmp_path: Path) -> None:
     """A watcher beside a training scores every checkpoint that is kept, also those after the training's end."""
     run = tmp_path / "run"
@@ -89,6 +91,30 @@ def test_a_checkpoint_that_is_removed_is_passed_over(
     assert re.search(r"step 3 has no score: .*step-00000003 was removed before it was scored", capsys.readouterr().err)
 
 
+def test_a_run_that_has_stopped_is_said_once(
+    small_run: dict[str, Any],
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = small_run | {"checkpoint": {"every": 3, "keep": None}}
+    optimus.train(config | {"train": config["train"] | {"stop_at": 3}})
+    waits = 0
+
+    def sleep(seconds: float) -> None:
+        nonlocal waits
+        waits += 1
+        if waits == 3:
+            optimus.train(config, resume=True)
+
+    capsys.readouterr()
+    monkeypatch.setattr("optimus.evaluation.watch.time", SimpleNamespace(sleep=sleep))
+    assert [step for step, _ in api.watch(tmp_path / "run", text=text)] == [3, 6]
+    said = [line for line in capsys.readouterr().err.splitlines() if "waiting until" in line]
+    assert said == [f"{tmp_path / 'run'} has stopped (at train.stop_at): waiting until it is resumed and finishes"]
+
+
 def test_a_series_of_another_name_is_a_file_name(tmp_path: Path) -> None:
     for name in ("", "a/b", "two words", ".."):
         with pytest.raises(UserError, match="give the beginning of a file name: letters"):
@@ -119,9 +145,34 @@ def test_new_scores(tmp_path: Path) -> None:
         (path.parent / f"odd-{number}.json").write_text(text)
     scores = NewScores(tmp_path)
     assert scores.read() == [{"step": 4, **metrics}]
+    assert scores.read() == []
+    assert NewScores(tmp_path).read() == [{"step": 4, **metrics}]  # no sink has them yet
+    scores.note()
     assert scores.read() == NewScores(tmp_path).read() == []
     path.write_text(json.dumps(found | {"bits_per_byte": 3}))  # a rollback and a new checkpoint of the same step
     assert scores.read() == [{"step": 4, **metrics, "evaluated/bits_per_byte": 3.0}]
+    scores.note()
+    for name in ("two words.json", "a\tb.json", "a\nb.json", "a\u2028b.json"):
+        (path.parent / name).write_text(json.dumps(found))
+    assert scores.read() == [{"step": 4, **metrics}]  # of the name that is printable
+    scores.note()
+    assert NewScores(tmp_path).read() == []
+    with (path.parent / "delivered.txt").open("ab") as file:
+        file.write(b"\xff\n")
+    assert NewScores(tmp_path).read() == []
+
+
+def test_scores_are_listed_after_a_disk_error(tmp_path: Path) -> None:
+    path = scores_path(tmp_path, "watch", 4)
+    path.parent.mkdir()
+    path.write_text(json.dumps({"checkpoint": {"step": 4}, "bits_per_byte": 1.0}))
+    scores = NewScores(tmp_path)
+    assert len(scores.read()) == 1
+    (path.parent / "delivered.txt").mkdir()
+    scores.note()
+    (path.parent / "delivered.txt").rmdir()
+    scores.note()
+    assert NewScores(tmp_path).read() == []
 
 
 def test_steps_that_are_trained_again_are_scored_again(small_run: dict[str, Any], text: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from optimus.config import ModelConfig
 from optimus.config.load import model_config_from, resolve_model
 from optimus.errors import UserError
 from optimus.hub import read_model_folder
-from optimus.hub.config_json import write_config
+from optimus.hub.config_json import context_of, write_config
 from tests.hub.conftest import CONFIGS
 
 OLMOE = {
@@ -347,6 +347,7 @@ REFUSED: list[tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
             ({"n_group": 8}, "experts 8 cannot be divided into expert_groups 8 of two or more"),
             ({"topk_group": 5}, "groups_per_token 5 is more than expert_groups 4"),
             ({"num_experts_per_tok": 5}, "experts_per_token 5 is more than the 4 experts of groups_per_token 2"),
+            ({"first_k_dense_replace": "absent"}, "first_k_dense_replace is missing"),  # 3 in `transformers`
             ({"first_k_dense_replace": 4}, "none of 4 layers has experts with dense_layers 4"),
             ({"n_shared_experts": "one"}, "n_shared_experts is 'one': it must be a whole number"),
         ],
@@ -451,8 +452,14 @@ def test_a_broken_value_is_named(tmp_path: Path, name: str) -> None:
 
 def test_a_word_is_not_true(tmp_path: Path) -> None:
     """The string "false" is refused: Python would take it as true."""
-    with pytest.raises(UserError, match="tie_word_embeddings is 'false': it must be true or false"):
-        read_model_folder(folder(tmp_path, tie_word_embeddings="false"))
+    for value in ("false", 0, 1, 1.0):
+        with pytest.raises(UserError, match=f"tie_word_embeddings is {value!r}: it must be true or false"):
+            read_model_folder(folder(tmp_path, tie_word_embeddings=value))
+
+
+def test_a_length_of_null_is_none(tmp_path: Path) -> None:
+    assert context_of(folder(tmp_path, max_position_embeddings=None), own_modules=True) == 1
+    assert context_of(folder(tmp_path, max_position_embeddings=None, n_positions=8), own_modules=True) == 8
 
 
 def test_rotary_positions_are_those_of_transformers(tmp_path: Path) -> None:
@@ -464,6 +471,9 @@ def test_rotary_positions_are_those_of_transformers(tmp_path: Path) -> None:
     for other in ({"rope_type": "default"}, yarn | {"factor": 2.0}, yarn | {"rope_theta": 5.0}):
         with pytest.raises(UserError, match=r"in rope_parameters, but .*: remove one of the two"):
             read(tmp_path, OLMOE | {"rope_scaling": yarn, "rope_parameters": {"rope_theta": 10000.0} | other})
+    fractional = yarn | {"original_max_position_embeddings": 64.5}
+    with pytest.raises(UserError, match=r"rope_scaling\.original_max_position_embeddings"):
+        read(tmp_path, OLMOE | {"rope_scaling": fractional})
     unsaid = {name: value for name, value in GEMMA3.items() if name != "rope_local_base_freq"}
     assert read(tmp_path, unsaid | {"rope_theta": 777.0})["window_rope_theta"] == 10000.0
     nested = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}}

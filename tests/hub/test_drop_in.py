@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import optimus
 from optimus.errors import UserError
 from optimus.hub import drop_in
+from optimus.model.foreign import needed
 
 pytest.importorskip("transformers.integrations.moe", reason="transformers 5 is not installed")
 from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
@@ -391,6 +392,17 @@ def test_an_older_transformers_is_refused(monkeypatch: pytest.MonkeyPatch, insta
             UserError, match=rf"needs transformers 5\.17 or newer, and {found} is installed: pip install"
         ):
             call()
+
+
+@pytest.mark.parametrize("installed", ["5.17rc1", "5.17", "6.0.0.dev0"])
+def test_versions_of_any_form(monkeypatch: pytest.MonkeyPatch, installed: str) -> None:
+    for module in (drop_in, needed):
+        monkeypatch.setattr(module, "version", lambda package: installed)
+    drop_in._check_version()
+    needed.needed_transformers()
+    monkeypatch.setattr(needed, "version", lambda package: "5.16rc2")
+    with pytest.raises(UserError, match=r"5\.17 or newer, and 5\.16rc2 is installed"):
+        needed.needed_transformers()
 
 
 def test_the_names_do_not_import_transformers() -> None:

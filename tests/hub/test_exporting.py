@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 
 from optimus.checkpoint.store import save_model
 from optimus.errors import UserError
-from optimus.hub import export_checkpoint, export_model, load_weights
+from optimus.hub import export_checkpoint, export_model, exporting, load_weights
+from optimus.hub.exporting import new_folder
 from optimus.model import Transformer
 from optimus.model.families import families
 
@@ -155,6 +156,15 @@ def test_empty_folder_is_taken_and_left_over_parts_are_replaced(dense: Transform
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
 
 
+def test_a_folder_that_another_call_writes_stays(dense: Transformer, tmp_path: Path) -> None:
+    with new_folder(tmp_path / "hf") as partial:
+        (partial / "first").write_text("x")
+        with pytest.raises(UserError, match=r"another process writes to .*\.hf\.partial: wait for its end"):
+            bare(dense, tmp_path / "hf")
+        assert [path.name for path in partial.iterdir()] == ["first"]
+    assert [path.name for path in (tmp_path / "hf").iterdir()] == ["first"]
+
+
 def test_failed_write_leaves_nothing(dense: Transformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -162,6 +172,18 @@ def test_failed_write_leaves_nothing(dense: Transformer, tmp_path: Path, monkeyp
     monkeypatch.setattr("optimus.hub.exporting.write_tensors", full)
     with pytest.raises(UserError, match=r"cannot write .*hf: No space left on device; make room"):
         bare(dense, tmp_path / "hf")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tokenizer_that_vanishes_meanwhile(
+    dense: Transformer, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An export blames the output folder only for errors of the output folder."""
+    file, read = tmp_path / "tokenizer.json", exporting._special_tokens
+    shutil.copyfile(tokenizer, file)
+    monkeypatch.setattr("optimus.hub.exporting._special_tokens", lambda *given: (read(*given), file.unlink())[0])
+    with pytest.raises(UserError, match=r"^cannot read .*tokenizer\.json: No such file or directory$"):
+        bare(dense, tmp_path / "hf", tokenizer=file, eos_id=256)
     assert list(tmp_path.iterdir()) == []
 
 

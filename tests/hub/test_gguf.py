@@ -9,6 +9,7 @@ import os
 import random
 import re
 import subprocess
+import sys
 import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +25,7 @@ from optimus.checkpoint.store import save_model
 from optimus.config import ModelConfig
 from optimus.data import tokenizer as of_data
 from optimus.errors import UserError
-from optimus.hub import export_checkpoint, export_model
+from optimus.hub import export_checkpoint, export_model, gguf
 from optimus.hub.gguf import other_result, pre_tokenizer
 from optimus.model import Transformer
 from optimus.model.families import families
@@ -447,9 +448,21 @@ def test_what_cannot_be_converted_is_one_message(trained: Path, tmp_path: Path) 
     ]:
         with pytest.raises(UserError, match=said):
             api.gguf(*arguments)
-    with pytest.raises(UserError, match=r"cannot run or convert the interpreter .*no-python"):
+    with pytest.raises(UserError, match=r"`python` is .*no-python, but there is no such interpreter: give"):
         api.gguf(folder, tool, output, python=str(tmp_path / "no-python"))
     assert not [path for path in tmp_path.iterdir() if "gguf" in path.name]
+
+
+def test_the_interpreter_may_be_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "python9").write_text("#!/bin/sh\n")
+    (tmp_path / "python9").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert {gguf._interpreter(each) for each in ("python9", "~/python9")} == {str(tmp_path / "python9")}
+    assert gguf._interpreter(None) == sys.executable
+    for absent in ("python8", "~/python8", ""):
+        with pytest.raises(UserError, match=rf"^`python` is {absent}, but there is no such interpreter"):
+            gguf._interpreter(absent)
 
 
 def test_a_partial_file_of_another_is_left_alone(trained: Path, tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ def trained(model: Path, run: Path, tokenizer: Path, small_run: dict[str, Any], 
     return run
 
 
+@pytest.mark.in_turn(2, 3)
 @pytest.mark.usefixtures("warm_ranks")
 def test_what_a_server_reads_is_the_same(
     folder: Path, tokenizer: Path, small_run: dict[str, Any], tmp_path: Path

@@ -1,6 +1,7 @@
 """Launchers of others: a task's place by each launcher's variables, and runs under torchrun and Open MPI."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -35,11 +36,12 @@ def test_the_place_of_a_task(launcher: str) -> None:
     expected = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
     assert launchers.rank_variables(named(launcher, 5, 8, 1, 4)) == expected
     assert launchers.rank_variables(named(launcher, 0, 1, 0, 1)) == {}  # a single task starts its own ranks
-    taken = named(launcher, 5, 8, 1, 4) | {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    taken = named(launcher, 5, 8, 1, 4) | TORCHRUN
     assert launchers.rank_variables(taken) == {}  # torchrun under another launcher
 
 
-TORCHRUN = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+LOCAL = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+TORCHRUN = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"} | LOCAL
 
 
 def test_mpiexec_inside_a_slurm_job() -> None:
@@ -67,9 +69,10 @@ def test_the_tasks_of_slurms_nodes() -> None:
         (named("OMPI", 1, 3, 1, 2), "Open MPI has started rank 1 of 3 as task 1 of 2"),
         ({"PMIX_RANK": "1"}, "PMIX_RANK=1: a launcher has started this process as one of several tasks, but does not"),
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "PMI_RANK=1: .* Set RANK, WORLD_SIZE, LOCAL_RANK, .* or unset PMI_RANK"),
-        ({"WORLD_SIZE": "2", "RANK": "0"}, "WORLD_SIZE is 2, but MASTER_ADDR and MASTER_PORT are not set"),
-        ({"WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "but RANK is not set"),
-        ({"WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "", "RANK": "0"}, "but MASTER_PORT is not set"),
+        (LOCAL | {"WORLD_SIZE": "2", "RANK": "0"}, "WORLD_SIZE is 2, but MASTER_ADDR and MASTER_PORT are not set"),
+        (LOCAL | {"WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "but RANK is not set"),
+        (TORCHRUN | {"MASTER_PORT": ""}, "but MASTER_PORT is not set"),
+        (TORCHRUN | {"LOCAL_RANK": "", "LOCAL_WORLD_SIZE": ""}, "but LOCAL_RANK and LOCAL_WORLD_SIZE are not set"),
         *(({"WORLD_SIZE": text}, f"WORLD_SIZE is {text}|WORLD_SIZE is '{text}'") for text in ("", "two", "0", "-1")),
         (TORCHRUN | {"RANK": "5"}, "RANK is '5', but must be a number of at least 0 below 2: correct it, or unset"),
         (TORCHRUN | {"LOCAL_RANK": "x"}, "LOCAL_RANK is 'x', but must be a number"),
@@ -130,10 +133,19 @@ def test_a_node_starts_its_ranks_by_itself(monkeypatch: pytest.MonkeyPatch) -> N
         launchers.check_alone("optimus launch")
 
 
+@pytest.mark.parametrize("text", ["2", "abc"])
+def test_a_variable_that_an_earlier_program_has_left_is_no_launcher(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
+    launchers.check_alone("optimus launch")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(UserError, match=f"LOCAL_WORLD_SIZE is '{text}', but must be a number of at least 1 below 2"):
+        launchers.check_alone("optimus launch")
+
+
 def test_another_number_of_ranks_than_the_launchers(small_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     import optimus
 
-    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+    for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(
         UserError, match=r"`ranks` is 3, but a launcher has started 2 ranks \(WORLD_SIZE\): leave `ranks`"
@@ -156,6 +168,7 @@ def test_a_rank_that_an_earlier_program_has_left_is_ignored(
         optimus.train(small_run)
 
 
+@pytest.mark.in_turn(2, 3)
 def test_a_process_trains_once_under_a_launcher(small_run: dict[str, Any], tmp_path: Path) -> None:
     """A second training in the same tasks would wait for the store of the first."""
     script = tmp_path / "twice.py"
@@ -187,7 +200,7 @@ def test_runs_under_other_launchers_have_the_losses_of_our_ranks(small_run: dict
         "torchrun": [*torchrun, "optimus", "train", str(config)],
         "mpiexec": [*mpiexec, sys.executable, "-m", "optimus", "train", str(config)],
     }
-    if shutil.which("mpiexec") is None or "Open MPI" not in version_of("mpiexec"):
+    if not has_open_mpi():
         del starts["mpiexec"]  # Debian: apt-get install openmpi-bin
     for name, words in starts.items():
         output = tmp_path / name
@@ -201,5 +214,48 @@ def test_runs_under_other_launchers_have_the_losses_of_our_ranks(small_run: dict
     assert all(found == runs["ours"] for found in runs.values())
 
 
-def version_of(program: str) -> str:
-    return subprocess.run([program, "--version"], capture_output=True, text=True).stdout
+@pytest.mark.in_turn(1, 3)
+@pytest.mark.parametrize(
+    ("wrong", "about"),
+    [("train.stepz=1", "stepz"), ("data.path=absent", "absent is not"), ("parallel.tensor=3", "parallel.tensor")],
+)
+@pytest.mark.parametrize("launcher", ["torchrun", "mpiexec"])
+def test_one_rank_prints_an_error_that_all_have(
+    small_run: dict[str, Any], tmp_path: Path, launcher: str, wrong: str, about: str
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(small_run))
+    starts = {
+        "torchrun": [str(PROGRAMS / "torchrun"), "--standalone", "--nproc-per-node", "2", "-m"],
+        "mpiexec": ["mpiexec", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, "-m"],
+    }
+    if launcher == "mpiexec" and not has_open_mpi():
+        pytest.skip("Open MPI is not installed (Debian: apt-get install openmpi-bin)")
+    words = [*starts[launcher], "optimus", "train", str(config), wrong]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200)
+    code = 2 if launcher == "mpiexec" else 1  # torchrun has one code for all errors
+    assert done.returncode == code, done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1, done.stderr
+    assert about in said[0]
+
+
+@pytest.mark.parametrize(("rank", "joined", "delays"), [("0", False, 0), ("1", False, 1), ("1", True, 0)])
+def test_an_error_of_one_rank_is_printed_too(
+    rank: str, joined: bool, delays: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(launchers.time, "sleep", waited.append)
+    monkeypatch.setattr(launchers.signal, "signal", lambda *_: None)
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv(launchers.TRAINED, str(os.getpid() if joined else 0))
+    with pytest.raises(UserError, match="this rank's own"), launchers.first_rank_speaks():
+        raise UserError("this rank's own")
+    assert len(waited) == delays
+
+
+def has_open_mpi() -> bool:
+    if shutil.which("mpiexec") is None:
+        return False
+    said = subprocess.run(["mpiexec", "--version"], capture_output=True, text=True).stdout
+    return "Open MPI" in said or "OpenRTE" in said  # what Open MPI 4 calls its mpiexec

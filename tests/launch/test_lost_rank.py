@@ -172,10 +172,12 @@ def test_under_torchrun_each_rank_says_why_it_ends(three_ranks: dict[str, Any], 
         assert re.fullmatch(STOPPED + SAVED, message), message
 
 
+@pytest.mark.in_turn(1, 2)
 def test_a_rank_that_never_comes(small_run: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(small_run | {"resilience": {"timeout": 2}}))
-    alone = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "USE_LIBUV": "1"}
+    alone = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "USE_LIBUV": "1"}
     command = [sys.executable, "-m", "optimus", "train", str(file)]
     done = subprocess.run(command, env={**os.environ, **alone}, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
@@ -275,7 +277,7 @@ def test_lack_of_memory_is_nobodys_loss() -> None:
         pytest.raises(
             EndedError, match=r"^step 7: rank 2 has no memory left on xpu:0 \(full\): choose a smaller"
         ) as error,
-        program._naming_lack_of_memory(trainer),
+        program._naming_failures(trainer),
     ):
         raise torch.OutOfMemoryError("full. More of it")
     assert program.code_of(error.value) == Exit.USER

@@ -4,14 +4,18 @@ import json
 import pickle
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from base64 import b64decode, b64encode
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from subprocess import PIPE
 from types import SimpleNamespace
@@ -61,6 +65,7 @@ sys.exit(int(first))
 
 SERVE = """
 import sys
+import threading
 from optimus.launch.store import serve
 store = serve(0)
 print(store.port, flush=True)
@@ -214,6 +219,7 @@ def test_what_ranks_that_hung_have_said_is_removed(cluster: Cluster, one: Launch
     assert not (one.run / ".hang").exists()
 
 
+@pytest.mark.in_turn(1, 2)
 def test_the_second_crash_is_the_nodes_fault(
     cluster: Cluster, store: TCPStore, one: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -237,6 +243,7 @@ def test_the_second_crash_is_the_nodes_fault(
     assert "node n1: stops its ranks: another node is lost or has stopped its ranks" in said
 
 
+@pytest.mark.in_turn(2, 3)
 def test_nobody_is_excluded_where_no_spare_is_left(cluster: Cluster, store: TCPStore, one: Launch) -> None:
     """A node that waits for the next world is no spare, so the faulty node is not excluded."""
     store.add("optimus/crashes/n0", 5)
@@ -279,6 +286,18 @@ def test_nodes_that_leave_at_one_moment_count_a_spare_once(
     assert excluded(one.run) == ["n0", "n1"][:spares]
 
 
+def test_the_message_is_that_of_the_rank_at_fault(one: Launch) -> None:
+    printed: list[str] = []
+    member = module._Member(one, connect(one.endpoint, 5.0), printed.append, Waiting(lambda _: None), print)
+    one.run.mkdir()
+    failures = {
+        0: SimpleNamespace(exitcode=Exit.LOST, message={"message": "CollectiveError: rank 1 is lost"}),
+        1: SimpleNamespace(exitcode=1, message={"message": "ValueError: no width"}),
+    }
+    assert member._failed(failures) is Do.RESTART  # type: ignore[arg-type]
+    assert printed == ["rank 1 crashed (exit code 1): ValueError: no width: restarts together with the other nodes"]
+
+
 @pytest.mark.parametrize("code", [75, 76, 77])
 def test_what_a_rank_has_written_down_itself(cluster: Cluster, one: Launch, code: int) -> None:
     """Exit codes 75 to 77 mean that the rank has recorded its own event; the launcher adds none."""
@@ -315,6 +334,7 @@ def test_too_few_nodes(cluster: Cluster) -> None:
     assert cluster.announced == [("failed", why)]
 
 
+@pytest.mark.in_turn(1, 3)
 def test_the_rendezvous_ends_before_the_run(one: Launch, tmp_path: Path) -> None:
     serving = [sys.executable, "-c", SERVE]
     with subprocess.Popen(serving, stdin=PIPE, stdout=PIPE, text=True) as process, ThreadPoolExecutor() as pool:
@@ -371,6 +391,24 @@ def test_an_endpoint_that_is_nowhere() -> None:
         own_address("no-such-host.invalid:29400")
     with pytest.raises(UserError, match=r"no rendezvous answers at no-such-host\.invalid:29400"):
         connect("no-such-host.invalid:29400", 0.1)
+
+
+def test_another_server_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("optimus.launch.store.timedelta", lambda seconds: timedelta(seconds=1))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def end_all() -> None:
+            with suppress(OSError):
+                while True:
+                    server.accept()[0].close()
+
+        threading.Thread(target=end_all, daemon=True).start()
+        endpoint = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(
+            UserError, match=rf"^another server answers at {endpoint} \(.*\): start `optimus rendezvous"
+        ):
+            connect(endpoint, 1.0)
+        server.shutdown(socket.SHUT_RDWR)
 
 
 def test_ports(store: TCPStore) -> None:
@@ -508,3 +546,48 @@ def test_a_check_validates_everything_and_starts_nothing(
     exclude(tmp_path / "run", "n0")
     with pytest.raises(UserError, match="node n0 is excluded from "):
         check_launch(NodeJob(config, nodes=2), "127.0.0.1:1", "n0")
+
+
+SAVES = """
+import signal, sys, time
+from pathlib import Path
+def save(*_):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(3)
+    Path(sys.argv[1]).write_text("saved")
+    sys.exit(143)
+signal.signal(signal.SIGTERM, save)
+Path(sys.argv[1]).write_text("trains")
+time.sleep(60)
+"""
+
+AGENT = """
+import sys
+import threading
+from pathlib import Path
+from optimus.launch.node import Launch, run_node
+from optimus.launch.store import serve
+store = serve(0)
+folder = Path(sys.argv[1])
+launch = Launch("", run=folder / "run", node="n0", endpoint=f"127.0.0.1:{store.port}", keep_alive=(1, 4), wait=20.0)
+sys.exit(run_node(launch, [sys.executable, str(folder / "saves.py"), str(folder / "state")], lambda *_: None))
+"""
+
+
+@pytest.mark.in_turn(2, 3)
+def test_ranks_save_however_often_their_node_is_told_to_end(tmp_path: Path) -> None:
+    """A batch system signals all processes of a job, and its script signals the node twice more."""
+    (tmp_path / "saves.py").write_text(SAVES)
+    state = tmp_path / "state"
+    node = subprocess.Popen([sys.executable, "-c", AGENT, str(tmp_path)], stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not state.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    for _ in range(5):
+        node.send_signal(signal.SIGTERM)
+        time.sleep(0.4)
+    said = node.communicate(timeout=60)[1]
+    assert node.returncode == 143, said
+    assert state.read_text() == "saved"
+    assert "Traceback" not in said

@@ -1,6 +1,7 @@
 """A run under a real Slurm of four nodes on this machine: how each event ends the job, and what is saved.
 
-The tests need Debian's `slurm-wlm` and root. They take minutes, so they have a marker of their own: `make slurm`.
+Scripts for PBS run there too, by Slurm's programs for users of PBS. The tests need Debian's `slurm-wlm` and root, and those
+of PBS `slurm-wlm-torque` and `mpich`. They take minutes, so they have a marker of their own: `make slurm`.
 """
 
 import os
@@ -15,13 +16,14 @@ from typing import Any
 import pytest
 import yaml
 
-from helpers.slurm import Job, Slurm, missing, slurm
+from helpers.slurm import Job, Slurm, missing, missing_for_pbs, slurm
 from optimus.checkpoint.folder import list_checkpoints, step_of
 from optimus.data.preparation import prepare
 from optimus.data.tokenizer import train
 from optimus.disk import read_json_lines
 from optimus.launch.nodes import NodeJob, write_batch_script
 from optimus.resilience.events import EventLog
+from optimus.resilience.scheduler import Scheduler
 
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(bool(missing()), reason=missing())]
 
@@ -59,6 +61,13 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run.yaml"
 
 
+@pytest.fixture(params=["slurm", "pbs"])
+def system(request: pytest.FixtureRequest) -> Scheduler:
+    if request.param == "pbs" and (why := missing_for_pbs()):
+        pytest.skip(why)
+    return request.param
+
+
 class Run:
     """A run that has been submitted as a job."""
 
@@ -71,12 +80,14 @@ class Run:
         nodes: int = 2,
         spares: int = 0,
         options: tuple[str, ...] = (),
+        system: Scheduler = "slurm",
+        limit: str = "1:00:00",
     ) -> None:
         self.cluster, self.folder = cluster, folder / "run"
         job = NodeJob(config, [f"train.output={self.folder}", *overrides], nodes, spares, 1, (1, 3), 60.0, 5)
         script = folder / "job.sh"
-        write_batch_script(job, scheduler="slurm", path=script, time="1:00:00")
-        self.number = cluster.submit(script, *options)
+        write_batch_script(job, scheduler=system, path=script, time=limit)
+        self.number = cluster.submit(script, *options) if system == "slurm" else cluster.submit_to_pbs(script)
 
     def wait_for_step(self, step: int, seconds: float = 120) -> None:
         deadline = time.monotonic() + seconds
@@ -135,16 +146,16 @@ def check_no_traces(output: str) -> None:
     assert not re.search(r"frame #\d+", output), output
 
 
-def test_it_runs_through(cluster: Slurm, config: Path, tmp_path: Path) -> None:
-    run = Run(cluster, config, tmp_path, spares=1)
+def test_it_runs_through(cluster: Slurm, config: Path, tmp_path: Path, system: Scheduler) -> None:
+    run = Run(cluster, config, tmp_path, spares=1, system=system)
     found = run.end("COMPLETED", seconds=180)
     assert found.exit_code == "0:0"
     assert run.saved == 400
     check_no_traces(run.output)
 
 
-def test_a_rank_is_killed(cluster: Slurm, config: Path, tmp_path: Path) -> None:
-    run = Run(cluster, config, tmp_path, spares=1)
+def test_a_rank_is_killed(cluster: Slurm, config: Path, tmp_path: Path, system: Scheduler) -> None:
+    run = Run(cluster, config, tmp_path, spares=1, system=system)
     run.wait_for_step(60)
     os.kill(run.ranks()[0], signal.SIGKILL)
     assert run.end("COMPLETED", seconds=240).exit_code == "0:0"
@@ -152,8 +163,10 @@ def test_a_rank_is_killed(cluster: Slurm, config: Path, tmp_path: Path) -> None:
     assert "restart" in run.kinds()
 
 
-def test_a_node_is_lost_and_a_spare_takes_its_place(cluster: Slurm, config: Path, tmp_path: Path) -> None:
-    run = Run(cluster, config, tmp_path, spares=1)
+def test_a_node_is_lost_and_a_spare_takes_its_place(
+    cluster: Slurm, config: Path, tmp_path: Path, system: Scheduler
+) -> None:
+    run = Run(cluster, config, tmp_path, spares=1, system=system)
     run.wait_for_step(60)
     lost = other_node(run)
     cluster.lose(lost)
@@ -170,8 +183,8 @@ def other_node(run: Run) -> str:
     return next(node for node in job.nodes if node != job.host and run.ranks(node))
 
 
-def test_a_node_is_lost_without_a_spare(cluster: Slurm, config: Path, tmp_path: Path) -> None:
-    run = Run(cluster, config, tmp_path, "train.steps=100000")
+def test_a_node_is_lost_without_a_spare(cluster: Slurm, config: Path, tmp_path: Path, system: Scheduler) -> None:
+    run = Run(cluster, config, tmp_path, "train.steps=100000", system=system)
     run.wait_for_step(60)
     lost = other_node(run)
     cluster.lose(lost)
@@ -183,29 +196,32 @@ def test_a_node_is_lost_without_a_spare(cluster: Slurm, config: Path, tmp_path: 
     assert "1 of 2 nodes are left and 2 are needed" in run.output
 
 
-def test_the_data_are_not_there(cluster: Slurm, config: Path, tmp_path: Path) -> None:
-    run = Run(cluster, config, tmp_path, f"data.path={tmp_path}/absent")
+def test_the_data_are_not_there(cluster: Slurm, config: Path, tmp_path: Path, system: Scheduler) -> None:
+    run = Run(cluster, config, tmp_path, f"data.path={tmp_path}/absent", system=system)
     assert run.end("FAILED", seconds=120).exit_code == "2:0"
     assert "absent" in run.output
     check_no_traces(run.output)
 
 
-def test_the_time_is_up(cluster: Slurm, config: Path, tmp_path: Path) -> None:
-    """The script is warned 70 s before a limit of two minutes."""
-    run = Run(cluster, config, tmp_path, "train.steps=100000", options=("--time=2", "--signal=B:TERM@70"))
+def test_the_time_is_up(cluster: Slurm, config: Path, tmp_path: Path, system: Scheduler) -> None:
+    """Slurm warns the script 70 s before a limit of two minutes; the script for PBS warns itself 120 s before its
+    limit."""
+    options = ("--time=2", "--signal=B:TERM@70")
+    limit = "0:04:01" if system == "pbs" else "1:00:00"
+    run = Run(cluster, config, tmp_path, "train.steps=100000", options=options, system=system, limit=limit)
     run.wait_for_step(20)
-    found = run.end("FAILED", seconds=150)
+    found = run.end("FAILED", seconds=230)
     assert found.exit_code == "1:0"
     assert run.saved == run.steps()[-1]
     assert "submit it again to continue from the newest checkpoint" in run.output
     check_no_traces(run.output)
 
 
-def test_it_is_cancelled(cluster: Slurm, config: Path, tmp_path: Path) -> None:
-    run = Run(cluster, config, tmp_path, "train.steps=100000")
+def test_it_is_cancelled(cluster: Slurm, config: Path, tmp_path: Path, system: Scheduler) -> None:
+    run = Run(cluster, config, tmp_path, "train.steps=100000", system=system)
     run.wait_for_step(60)
     began = time.monotonic()
-    cluster.run("scancel", str(run.number))
+    cluster.run("scancel" if system == "slurm" else "qdel", str(run.number))
     assert run.end("CANCELLED", seconds=90).state == "CANCELLED"
     assert time.monotonic() - began < MOST_SECONDS_WITHOUT_RANKS
     assert run.saved == run.steps()[-1]
@@ -248,7 +264,8 @@ def losses(run: Path) -> list[Any]:
 
 
 def test_tasks_on_nodes_without_a_name_are_refused(cluster: Slurm, config: Path, tmp_path: Path) -> None:
-    done = cluster.run("srun", "-N2", "-n2", "optimus", "train", str(config), f"train.output={tmp_path}/run")
+    srun = ["srun", "-N2", "-n2", "--kill-on-bad-exit"]
+    done = cluster.run(*srun, "optimus", "train", str(config), f"train.output={tmp_path}/run")
     assert done.returncode == 2
-    assert "set MASTER_ADDR" in done.stderr
+    assert done.stderr.count("set MASTER_ADDR") == 1
     assert not (tmp_path / "run").exists()

@@ -10,6 +10,7 @@ from base64 import b64encode
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousStateError, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
+from helpers.sweep import in_turns
 from optimus.launch import torch_elastic
 from optimus.launch.store import LOOPBACK
 from optimus.launch.torch_elastic import Agent, Rendezvous
@@ -154,6 +156,7 @@ def until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.in_turn(2, 3)
 def test_spares_do_not_disturb_a_full_world_but_take_a_free_place(meet: Callable[..., Nodes]) -> None:
     nodes = meet(2, 4)
     first = nodes.join(0, 1)
@@ -204,6 +207,7 @@ def test_a_spare_that_comes_too_late_for_a_free_place_waits_on(meet: Callable[..
     assert late.result(120).world_size == 2
 
 
+@pytest.mark.in_turn(2, 3)
 def test_who_waits_for_a_new_world_is_no_spare(meet: Callable[..., Nodes]) -> None:
     nodes = meet(3, 3)
     for each in nodes.join(0, 1, 2):
@@ -215,6 +219,7 @@ def test_who_waits_for_a_new_world_is_no_spare(meet: Callable[..., Nodes]) -> No
     assert sorted(each.result(30).rank for each in again) != [0, 0]
 
 
+@pytest.mark.in_turn(1, 3)
 def test_of_a_silent_node_all_are_told_once_and_its_place_is_free(meet: Callable[..., Nodes]) -> None:
     nodes = meet(2, 3, patience=8)
     for each in nodes.join(0, 1):
@@ -229,7 +234,40 @@ def test_of_a_silent_node_all_are_told_once_and_its_place_is_free(meet: Callable
     assert nodes.all[1].member not in nodes.members()
 
 
-@pytest.mark.parametrize("leaving", [0, 1], ids=["the first node leaves", "the first node stays"])
+def test_clocks_that_are_wrong_or_stop_with_the_machine_kill_no_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only heartbeats that do not change while a node watches tell that their node is dead."""
+    now, dead = 0.0, list[str]()
+    monkeypatch.setattr(torch_elastic.time, "monotonic", lambda: now)
+    node = Rendezvous.for_launch(HashStore(), "test", 2, LOOPBACK, keep_alive=(1, 3), wait=5.0, died=dead.append)
+    holder, other = node._state_holder, dynamic._NodeDesc("other", 1, 0)
+
+    def look(after: float, beat: datetime) -> set[Any]:
+        nonlocal now
+        now += after
+        holder._state.participants.update({other: 0})
+        holder._state.last_heartbeats[other] = beat
+        holder._sanitize()
+        return set(holder._state.participants)
+
+    start = datetime.now(timezone.utc)
+    for number in range(8):  # the other node's clock is hours behind, then ahead, then set back
+        off = timedelta(hours=(-5, 5, 0)[number // 3])
+        assert look(1.0, start + off + timedelta(seconds=number)) == {other}
+    assert all(beat <= datetime.now(timezone.utc) for beat in holder._state.last_heartbeats.values())
+    assert look(1000.0, start) == {other}  # the whole machine was stopped: nobody looked and nobody beat
+    assert look(1.0, start) == {other}
+    assert look(1.0, start) == {other}
+    assert not dead
+    assert look(1.0, start) == {other}
+    assert look(1.0, start) == set()
+    assert dead == [repr(other)]
+
+
+@pytest.mark.parametrize(
+    "leaving", in_turns([0, 1], 2, always=1), ids=["the first node leaves", "the first node stays"]
+)
 def test_the_first_node_of_every_world_tells_where_its_ranks_meet(meet: Callable[..., Nodes], leaving: int) -> None:
     """The first node of every world hosts a new store for its ranks; the store listens on the loopback address only."""
     nodes = meet(2, 3)
@@ -347,6 +385,7 @@ class Agents:
         return [node for node, _ in found]
 
 
+@pytest.mark.in_turn(1, 3)
 def test_agents_to_the_end(meet: Callable[..., Nodes], tmp_path: Path) -> None:
     """Agents restart together after a crash, a spare replaces an agent that leaves, and spares end with the job."""
     agents = Agents(meet(2, 4), tmp_path)
@@ -374,8 +413,11 @@ def test_an_agent_that_stops_stops_all(meet: Callable[..., Nodes], tmp_path: Pat
     assert agents.ends == {0: Do.STOP, 1: None}
 
 
+@pytest.mark.in_turn(0, 3)
 @pytest.mark.parametrize("by", [SignalException("told to end", signal.SIGTERM), RuntimeError("an accident")])
-def test_however_an_agent_ends_its_heartbeats_do(meet: Callable[..., Nodes], tmp_path: Path, by: Exception) -> None:
+def test_however_an_agent_ends_its_heartbeats_do(
+    meet: Callable[..., Nodes], tmp_path: Path, by: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An agent's heartbeat thread ends with the agent in any case; a thread that calls the store during Python's exit
     aborts the process."""
     nodes = meet(1, 1)
@@ -389,6 +431,7 @@ def test_however_an_agent_ends_its_heartbeats_do(meet: Callable[..., Nodes], tmp
         assert lives()
         raise by
 
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # the agent ignores further signals for good
     agent = Agent(nodes.all[0], [sys.executable, "-c", ""], 1, joined=joined, failed=lambda _: Do.STOP, logs=tmp_path)
     with nullcontext() if isinstance(by, SignalException) else pytest.raises(RuntimeError, match="an accident"):
         assert agent.until_the_end() == 143

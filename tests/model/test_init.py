@@ -8,6 +8,7 @@ import torch
 from optimus.config import ModelConfig
 from optimus.model import Transformer
 from optimus.model.init import initialize, initialize_parameter
+from optimus.model.parameters import Normal
 
 
 def filled(
@@ -31,6 +32,14 @@ def test_distribution_is_the_normal_cut_at_three_deviations() -> None:
         expected = (math.erf(edge / math.sqrt(2)) / inside + 1) / 2
         share = (x < edge).double().mean()
         assert abs(share - expected) < 5 * math.sqrt(expected * (1 - expected) / n), edge
+
+
+@pytest.mark.parametrize("bits", [0, -1])
+def test_the_least_and_the_largest_draw_are_finite(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("optimus.model.init._hash", lambda index, key: torch.full_like(index, bits))
+    parameter = torch.empty(1)
+    initialize_parameter("head", parameter, Normal(1.0), 0, 1.0)
+    assert 8 < abs(float(parameter)) < 9
 
 
 def test_neighbours_are_independent() -> None:

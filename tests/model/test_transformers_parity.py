@@ -71,6 +71,13 @@ CONFIGS = {
         expert_groups=2,
         **DEEPSEEK,
     ),
+    # Fields of YaRN mean nothing with another kind, and the export does not write them.
+    "deepseek_v3-linear": of(
+        "deepseek_v3",
+        latent=latent(),
+        rope_scaling={"kind": "linear", "factor": 4.0, "mscale_all_dim": 0.7},
+        **DEEPSEEK,
+    ),
     "gpt_oss": of("gpt_oss", kv_heads=2, head_size=16, window=5, **SPARSE),
     "gpt_oss-tied": of(
         "gpt_oss",

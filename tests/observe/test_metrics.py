@@ -1,6 +1,7 @@
 """metrics.jsonl is appended to, truncated when a run goes back, and readable after a torn last line."""
 
 import errno
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ import pytest
 from optimus.config import RunConfig, load_config
 from optimus.errors import UserError
 from optimus.observe.metrics import MetricsWriter, read_metrics
+from optimus.observe.sinks import check_sinks
+from optimus.observe.tensorboard import grouped
 
 
 def config(**observe: object) -> RunConfig:
@@ -98,6 +101,17 @@ def test_a_full_disk_at_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len(read_metrics(tmp_path)) == 3
 
 
+def test_tensorboard_is_not_installed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    check_sinks(config(tensorboard=True))
+    assert "observe.tensorboard: TensorBoard is not installed, so there are no events" in capsys.readouterr().err
+    for tensorboard in (True, False):
+        with pytest.raises(
+            UserError, match=r"^observe\.sinks: TensorBoard is not installed: .*, or remove 'tensorboard'"
+        ):
+            check_sinks(config(tensorboard=tensorboard, sinks=["tensorboard"]))
+
+
 def test_a_full_disk_under_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """TensorBoard's thread raises the disk error in a later call, which may be the last."""
     expected = r"cannot write .*tensorboard: No space left on device\. Make room, then run again with `resume=True`"
@@ -127,6 +141,20 @@ class Recording:
         self.closed = True
         if self.error is not None:
             raise self.error
+
+
+def test_a_sink_that_fails_is_closed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    writer = MetricsWriter(tmp_path, config(), 0)
+    broken = Recording(ValueError("no link"))
+    writer.sinks._sinks = {"broken": broken}
+    writer.write({"step": 1})
+    writer.write({"step": 2})
+    assert (broken.records, broken.closed) == ([{"step": 1}], True)
+    assert "the metric sink broken failed (ValueError: no link): from step 1 on" in capsys.readouterr().err
+
+
+def test_metrics_of_training_are_in_its_group() -> None:
+    assert [grouped(name) for name in ("teacher_divergence", "phase")] == ["train/teacher_divergence", "train/phase"]
 
 
 @pytest.mark.parametrize("error", [UserError("make room"), KeyboardInterrupt()], ids=["user", "interrupt"])

@@ -3,6 +3,7 @@
 A stand-in has the calls that are used; the package is not installed for tests.
 """
 
+import math
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 
 import optimus
 from optimus.errors import UserError
+from optimus.observe.mlflow import MLflow
 
 
 class Mlflow(ModuleType):
@@ -40,6 +42,8 @@ class Mlflow(ModuleType):
 
     def log_params(self, params: dict[str, str]) -> None:
         self.calls.append(("params", params))
+        if self.lost == "params":
+            raise self.MlflowException("no answer")
 
     def log_metrics(self, metrics: dict[str, float], *, step: int) -> None:
         self.calls.append(("metrics", (step, metrics)))
@@ -48,6 +52,8 @@ class Mlflow(ModuleType):
 
     def end_run(self) -> None:
         self.calls.append(("end", None))
+        if self.lost:
+            raise self.MlflowException("no answer")
 
 
 def test_one_run(small_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,9 +91,36 @@ def test_a_server_that_does_not_answer(
         optimus.train(small_run)
     monkeypatch.setitem(sys.modules, "mlflow", module := Mlflow(lost="metrics"))
     assert optimus.train(small_run, resume="auto")["step"] == 2
-    assert [kind for kind, _ in module.calls] == ["experiment", "start", "params", "metrics"]
+    assert [kind for kind, _ in module.calls] == ["experiment", "start", "params", "metrics", "end"]
     said = "observe.mlflow: no answer\nFrom step 1 on, MLflow gets no metrics; metrics.jsonl has all metrics"
     assert capsys.readouterr().err.count(said) == 1
+
+
+def test_a_run_that_begins_with_an_error_is_ended(small_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow allows one active run for each process, so the next run of this process needs the end of this one."""
+    small_run["observe"] |= {"mlflow": "tests"}
+    monkeypatch.setitem(sys.modules, "mlflow", module := Mlflow(lost="params"))
+    with pytest.raises(UserError, match=r"observe\.mlflow: no answer"):
+        optimus.train(small_run)
+    assert module.calls[-1] == ("end", None)
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"id": 3}', "\xff"])
+def test_a_damaged_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", module := Mlflow())
+    config = SimpleNamespace(observe=SimpleNamespace(mlflow="tests"))
+    (tmp_path / "mlflow-run.json").write_text(content, encoding="latin-1")
+    with pytest.raises(UserError, match=r"mlflow-run\.json is damaged \(.*\): restore the file, or remove it"):
+        MLflow(tmp_path, config)  # type: ignore[arg-type]
+    assert "start" not in dict(module.calls)
+
+
+def test_numbers_that_no_float_can_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", module := Mlflow())
+    (tmp_path / "mlflow-run.json").write_text('{"id": "r1"}')
+    sink = MLflow(tmp_path, SimpleNamespace(observe=SimpleNamespace(mlflow="tests")))  # type: ignore[arg-type]
+    sink.write({"step": 1, "huge": 10**400, "inf": math.inf, "nan": math.nan, "loss": 2})
+    assert module.calls[-1] == ("metrics", (1, {"loss": 2.0}))
 
 
 def test_it_is_missing(small_run: dict[str, Any]) -> None:

@@ -53,6 +53,11 @@ def test_numbers_and_short_texts_stay_on_one_line(shown: Any) -> None:
         assert all(text in out for text in ("64.9 GB", "1,234,567", "46.1 %")), out
 
 
+def test_texts_are_on_the_left_whatever_the_first_row_has(shown: Any) -> None:
+    lines = shown([{"run": "a", "state": None}, {"run": "b", "state": "stopped"}]).splitlines()
+    assert "│ a   │ -       │" in lines
+
+
 def test_a_row_is_one_line_of_a_file(shown: Any) -> None:
     """A row is one line in a file, of any length, so that searches find the whole row."""
     long = "words " * 100 + "end"

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from optimus.optim.schedule import COOLDOWNS, SCHEDULES, LrSchedule, learning_rate
+from helpers.plugin_tables import tables_restored
+from optimus.errors import UserError
+from optimus.optim.schedule import COOLDOWNS, SCHEDULES, LrRow, LrSchedule, learning_rate
 
 
 def rates(name: Any = "cosine", steps: int = 100, warmup_steps: int = 20, **more: Any) -> list[float]:
@@ -81,3 +83,29 @@ def test_corner_lengths() -> None:
     assert rates(steps=10)[-1] == 0.5  # the run ends during the warm-up
     assert rates(steps=21)[-1] == pytest.approx(0.1)
     assert learning_rate(LrSchedule("cosine", 1.0, 0.1, 20, 100), 500) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("value", ["fast", math.nan, math.inf, -0.1, None], ids=str)
+def test_what_is_no_rate_is_named(value: Any) -> None:
+    with tables_restored():
+        SCHEDULES.extend({"odd": LrRow("odd", lambda rule, step: value)})
+        assert rates("odd", steps=20)[-1] == 1.0  # all warm-up
+        with pytest.raises(UserError) as refused:
+            rates("odd")
+    assert str(refused.value) == (
+        f"the learning-rate schedule odd returns {value!r}: return a finite number of at least 0"
+    )
+
+
+@pytest.mark.parametrize(("error", "said"), [(KeyError("a\nb"), "KeyError: 'a"), (SystemExit(3), "SystemExit: 3")])
+def test_a_rate_that_raises_is_named(error: BaseException, said: str) -> None:
+    def rate(rule: LrSchedule, step: int) -> float:
+        raise error
+
+    with tables_restored():
+        SCHEDULES.extend({"odd": LrRow("odd", rate)})
+        with pytest.raises(UserError) as refused:
+            rates("odd")
+    assert f"the learning-rate schedule odd failed ({said}" in str(refused.value)
+    assert str(refused.value).endswith("): correct its function rate")
+    assert "\n" not in str(refused.value)

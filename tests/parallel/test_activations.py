@@ -29,6 +29,7 @@ from optimus.parallel.activations import Activations, activation_bytes
 from optimus.parallel.module_bytes import ModuleSetting, block_bytes
 from optimus.parallel.options import StageOptions
 from optimus.parallel.recompute import Recomputation
+from optimus.resolve import recompute_choice
 from optimus.resolve.ranks import mesh_of
 from optimus.resolve.recompute_choice import BUSY, choose_recomputation, recomputed_flops
 from optimus.resolve.shapes import activation_shapes
@@ -369,6 +370,17 @@ def test_auto_recomputes_dense_layers_and_experts() -> None:
     most = activation_bytes(config, Recomputation(), **SHAPES).peak
     choices = [choose(config, most * share // 20)[0].kinds for share in range(19, 6, -1)]
     assert any({"mlp", "moe"} <= set(kinds) for kinds in choices)
+
+
+def test_auto_leaves_out_what_a_model_does_not_support(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules outside the known parts of a block have the kind "block", which is never one of several modules."""
+    config = ModelConfig(**EXPERTS)
+    costs = {"block": 1.0, "attention": 1.0, "moe": 1.0}
+    monkeypatch.setattr(recompute_choice, "forward_flops", lambda *_: costs)
+    monkeypatch.setattr(ModelConfig, "limits", {"segments": "", "moe": ""})
+    found = list(recompute_choice._candidates(config, CONTEXT))
+    assert {each.kinds for each in found} == {(), ("norm",), ("attention",), ("norm", "attention"), ("block",)}
+    assert [each.every for each in found if "block" in each.kinds] == [1]
 
 
 def test_auto_recomputes_more_only_for_less_memory() -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.sweep import in_turns
 from optimus.comm import Group, Groups, Handle
 from optimus.comm.functional import local_rows
 from optimus.config import load_config
@@ -170,7 +171,7 @@ def norm(rows: float, b: int) -> float:
     return 2 * (b - 1) / b * 2 * rows
 
 
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("grid", in_turns([(grid,) for grid in GRIDS], 2))
 @pytest.mark.parametrize("sequence", [False, True])
 def test_a_dense_block(grid: tuple[int, int], sequence: bool) -> None:
     """A block moves the bytes of equations 5.3 and 5.4 for its weights, and of two norms.
@@ -188,7 +189,7 @@ def test_a_dense_block(grid: tuple[int, int], sequence: bool) -> None:
         assert (two[0] - one[0], two[1] - one[1]) == pytest.approx((FP32 * forward, FP32 * backward), abs=1e-6)
 
 
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("grid", in_turns([(grid,) for grid in GRIDS], 2))
 @pytest.mark.parametrize("sequence", [False, True])
 def test_the_vocabulary(grid: tuple[int, int], sequence: bool) -> None:
     """The vocabulary's ranks never exchange logits.

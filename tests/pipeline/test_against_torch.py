@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.pipeline_rival import TORCH, make_stages, ours, torchs
+from helpers.sweep import in_turns
 from optimus.config import RunConfig, load_config
 from optimus.pipeline.schedules import schedules
 from optimus.testing import run_ranks
@@ -54,7 +55,7 @@ def test_torch_has_each_of_our_schedules() -> None:
     assert set(TORCH) == set(schedules())
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", in_turns([2, 4], 2))
 @pytest.mark.parametrize("schedule", schedules())
 def test_losses_and_gradients_are_those_of_torch(schedule: str, ranks: int) -> None:
     by_rank = run_ranks(train, ranks, config_of(schedule, ranks))

@@ -41,6 +41,13 @@ def test_what_ranks_keep_is_what_the_schedule_keeps(name: str, per_rank: int, ra
             assert any(all(map(ge, sum(other, ()), sum(one, ()))) for other in found)
 
 
+@pytest.mark.parametrize("name", ["interleaved-1f1b", "zbv"])
+def test_one_rank_has_a_number_for_each_of_its_stages(name: str) -> None:
+    (found,) = live_microbatches(name, 1, 4, 2)
+    assert {(len(one.saved), len(one.waiting)) for one in found} == {(2, 2)}
+    assert max(map(sum, (one.saved for one in found))) == 2
+
+
 @pytest.mark.parametrize(("name", "per_rank"), ORDERS)
 @pytest.mark.parametrize("blocking", [False, True])
 def test_a_step_takes_as_long_as_its_schedule(name: str, per_rank: int, blocking: bool) -> None:
@@ -59,3 +66,15 @@ def test_a_step_takes_as_long_as_its_schedule(name: str, per_rank: int, blocking
         assert found == pytest.approx(whole, rel=1e-9 if few else 0.05)
         busy = [sum(times[stage].seconds for stage in own) for own in stages_of_ranks(name, ranks, per_rank)]
         assert least_seconds(name, microbatches, times, busy) <= found * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.parametrize("factor", [1.5, 2.0, 3.0])
+def test_a_deeper_warm_up_hides_messages(factor: float, blocking: bool) -> None:
+    times, link = [StageTimes(1.0, 1.5, 0.5)] * 4, 0.4
+    costs = Costs([1.0] * 4, [1.5] * 4, [0.5] * 4, link=link, blocking=blocking)
+    simulated = makespan(make_schedule("1f1b", 4, 12, warmup_factor=factor), costs)
+    found = pipeline_seconds("1f1b", 4, 12, times, link, blocking=blocking, warmup_factor=factor)
+    assert found == pytest.approx(simulated, rel=0.05)
+    if not blocking:
+        assert found < pipeline_seconds("1f1b", 4, 12, times, link)

@@ -176,6 +176,27 @@ def test_a_cap_of_one_lets_one_microbatch_in() -> None:
     assert [action.kind for action in done] == [Kind.FORWARD, Kind.BACKWARD] * 4
 
 
+@pytest.mark.parametrize("kind", [UserError, ValueError])
+def test_an_error_of_a_receive_ends_the_step(kind: type[Exception]) -> None:
+    """The thread that receives passes on any error."""
+    assert run_ranks(fails_to_receive, 2, kind) == [None, str(kind("no buffer"))]
+
+
+def fails_to_receive(kind: type[Exception]) -> str | None:
+    groups, schedule = Groups(Mesh(pp=2)), schedule_of("message-driven", 2, 1)
+    links, work = StageLinks(schedule, groups.streams(4, "pp")), Numbers(schedule, groups.rank, groups.along("dp"))
+    if groups.rank == 0:
+        return None
+
+    def receive_buffer(microbatch: int) -> Message:
+        raise kind("no buffer")
+
+    work.receive_buffer = receive_buffer  # type: ignore[method-assign]
+    with pytest.raises(kind) as error:
+        execute(schedule, links, work, groups.along("dp"), None)
+    return str(error.value)
+
+
 def test_a_cap_of_zero_is_refused_where_nothing_would_ever_be_done() -> None:
     schedule, mesh = message_driven(1, 2), Mesh()
     links, work = StageLinks(schedule, Groups(mesh).streams(2, "pp")), Numbers(schedule, 0, Groups(mesh).along("dp"))

@@ -223,8 +223,12 @@ def test_a_row_says_what_its_order_keeps(name: str, vocabulary: bool) -> None:
 MADE_UP = """
 from optimus.pipeline.schedules import ScheduleRow
 from optimus.pipeline.schedules.gpipe import gpipe
+from optimus.pipeline.schedules.one_f_one_b import one_f_one_b
 
-ROWS = [ScheduleRow("made-up", gpipe, live=lambda sizes, rank: sizes.microbatches)]
+ROWS = [
+    ScheduleRow("made-up", gpipe, live=lambda sizes, rank: sizes.microbatches),
+    ScheduleRow("deep", one_f_one_b, deepens=True),
+]
 """
 
 
@@ -238,4 +242,35 @@ def test_a_schedule_is_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         assert peak_activations(schedule) == (5, 5, 5)
         assert simulate(schedule).bubble == pytest.approx(2 / 5)
         assert live_microbatches("made-up", 3, 5, 1) == ((Live((5,), (0,)),),) * 3
+        deep = live_microbatches("deep", 3, 20, 1, warmup_factor=3.0)  # without a closed form
+        assert deep == live_microbatches("1f1b", 3, 20, 1, warmup_factor=3.0)
+        assert deep != live_microbatches("deep", 3, 20, 1)
     sys.modules.pop("made_up")
+
+
+BROKEN = """
+from optimus.pipeline.schedules import ScheduleRow
+from optimus.pipeline.schedules.gpipe import gpipe
+
+def fails(*_):
+    raise ValueError("one\\ntwo")
+
+ROWS = [ScheduleRow("made", fails), ScheduleRow("text", lambda sizes: "F B"), ScheduleRow("lives", gpipe, live=fails)]
+"""
+
+
+def test_the_code_of_a_row_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "broken_rows.py").write_text(BROKEN)
+    monkeypatch.syspath_prepend(tmp_path)
+    with tables_restored():
+        load_plugins(["broken_rows"])
+        for name, message in (
+            ("made", "its function make failed (ValueError: one two): correct its code"),
+            ("text", "its function make returns a str: return a Schedule"),
+        ):
+            with pytest.raises(UserError) as caught:
+                make_schedule(name, 2, 4)
+            assert str(caught.value) == f"schedule {name}: {message}"
+        with pytest.raises(UserError, match=r"schedule lives: its function live failed \(ValueError: one two\)"):
+            live_microbatches("lives", 2, 4, 1)
+    sys.modules.pop("broken_rows")

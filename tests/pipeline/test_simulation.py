@@ -6,6 +6,7 @@ import pytest
 
 from optimus.errors import UserError
 from optimus.pipeline import Costs, make_schedule, simulate
+from optimus.pipeline.report import _with_output_layer
 from optimus.pipeline.schedule import Action, Kind
 from optimus.pipeline.schedules import schedules
 from optimus.pipeline.simulation import makespan
@@ -34,6 +35,18 @@ def test_two_stages_written_out() -> None:
     assert timeline.bubbles == [pytest.approx(10 / 6), pytest.approx(4 / 12)]
     assert timeline.bubble == pytest.approx(14 / 18)
     assert len(timeline.events) == sum(map(len, make_schedule("gpipe", 2, 2).actions))
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_a_schedule_without_actions_takes_no_time(blocking: bool) -> None:
+    schedule = make_schedule("gpipe", 2, 2).in_order([[], []])
+    assert makespan(schedule, Costs(blocking=blocking)) == simulate(schedule).makespan == 0
+
+
+def test_the_output_layer_adds_to_the_logits() -> None:
+    schedule = make_schedule("1f1b", 2, 2, vocabulary=True)
+    costs = Costs(logits=3.0)
+    assert [_with_output_layer(costs, schedule, forward).logits for forward in (0.0, 4.0)] == [3.0, 5.0]
 
 
 def test_blocking_transfers_written_out() -> None:

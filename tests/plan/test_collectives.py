@@ -97,6 +97,11 @@ def test_case_1_is_for_groups_in_a_node_only() -> None:
     assert ring_bandwidth(StridedGroup(4, 2), machine(groups={"4x2": 90.0, "2x4": 90.0})) == 20.0
 
 
+def test_a_group_in_runs_is_no_measured_group() -> None:
+    """Ranks 0, 1, 4 and 5 do not have the links of ranks 0 to 3."""
+    assert ring_bandwidth(StridedGroup(4, 1, near=2, far=4), machine(8, groups={"1x4": 90.0})) == 100.0
+
+
 def test_figure_5_3_left_one_ring_over_two_nodes() -> None:
     assert ring_bandwidth(StridedGroup(8, 1), machine()) == 40.0
 
@@ -223,6 +228,12 @@ def test_message_to_the_next_stage() -> None:
     assert transfer_seconds(200.0, StridedGroup(4, 2), pair) == 200.0 * 2 / 40.0 + 10.0
 
 
+def test_message_to_a_distant_stage_goes_over_the_thinner_links() -> None:
+    distant = machine(group_nodes=2, taper=0.5)
+    assert transfer_seconds(200.0, StridedGroup(2, 4), distant) == 200.0 * 4 / 40.0
+    assert transfer_seconds(200.0, StridedGroup(2, 8), distant) == 200.0 * 4 / 20.0
+
+
 # ---- Adjacent stages, unlike nodes, two levels ----
 
 
@@ -255,6 +266,11 @@ LINKS = [[0.0, 40.0, 8.0, 8.0], [40.0, 0.0, 8.0, 8.0], [8.0, 8.0, 0.0, 20.0], [8
 def test_all_groups_wait_for_the_thinnest_link(place: StridedGroup, thinnest: float) -> None:
     """A ring waits for its slowest link: nodes 0 and 1 are near to each other, and 2 and 3 half as near."""
     assert node_bandwidth(place, linked(LINKS)) == thinnest
+
+
+def test_a_group_that_reaches_beyond_the_last_node_has_links_too() -> None:
+    """Two strides approximate a group that needs three, and may place its last rank beyond the machine."""
+    assert node_bandwidth(StridedGroup(4, 3, 1, 8), linked([row[:3] for row in LINKS[:3]])) == 8.0
 
 
 def test_a_message_goes_over_the_thinnest_link() -> None:

@@ -302,7 +302,9 @@ def test_automatic_recomputation_is_that_which_the_run_would_choose(plan: Callab
     assert held["activations"] == pytest.approx(tight["memory_bytes"]["activations"], rel=0.1)
 
 
-def test_a_run_divides_its_ranks_by_itself(plan: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_run_divides_its_ranks_by_itself(
+    plan: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     best = plan("--best", "1")["plans"][0]
     words = ["train", str(tmp_path / "run.yaml"), "--auto-plan", "laptop", "--check"]
     result = CliRunner().invoke(app, [*words, "--ranks", "4"], catch_exceptions=False)
@@ -311,6 +313,21 @@ def test_a_run_divides_its_ranks_by_itself(plan: Callable[..., Any], tmp_path: P
     assert "is ready to run: 4 steps on 4 rank(s)" in result.output
     with pytest.raises(optimus.UserError, match=r"^--auto-plan needs the number of ranks: give --ranks, or"):
         CliRunner().invoke(app, words, catch_exceptions=False)
+    summary = {
+        "step": 2,
+        "steps": 4,
+        "loss": 1.0,
+        "bits_per_byte": None,
+        "checkpoint": None,
+        "tokens": 1,
+        "seconds": 1.0,
+    }
+    summary |= {"report": None, "stopped_by": None}
+    monkeypatch.setattr("optimus.api.train", lambda *_, **__: summary)
+    result = CliRunner().invoke(app, [*words[:-1], "--ranks", "4"], catch_exceptions=False)
+    assert (
+        f"continue with: optimus train {tmp_path / 'run.yaml'} --ranks 4 --auto-plan laptop --resume" in result.output
+    )
 
 
 @pytest.mark.parametrize(
@@ -322,7 +339,8 @@ def test_a_run_divides_its_ranks_by_itself(plan: Callable[..., Any], tmp_path: P
 )
 def test_a_launcher_of_other_ranks(monkeypatch: pytest.MonkeyPatch, launched: str, message: str) -> None:
     """The number is refused before a layout is searched, so also without a run's file."""
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", launched), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")):
+    told = {"RANK": "0", "WORLD_SIZE": launched, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in (told | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(optimus.UserError, match=f"^{re.escape(message)}"):
         best_layout("none.yaml", [], "laptop", 4)
@@ -345,6 +363,7 @@ def test_another_machine(plan: Callable[..., Any]) -> None:
     assert faster["time"]["matmul"] == now["time"]["matmul"]
     laptop = load_machine("laptop")
     assert changed(laptop, Profile(), ["memory=128e9", "network.bandwidth=x2"])[0].memory == 128e9
+    assert changed(laptop, Profile(), ["name=xeon"])[0].name == "xeon"
     assert changed(laptop, Profile(), ["network.bandwidth=x2"])[0].network.bandwidth == 2 * laptop.network.bandwidth
 
 
@@ -480,6 +499,7 @@ def test_bad_input(tmp_path: Path) -> None:
     assert "did you mean 'frontier'?" in refused(*preset, "--machine", "frontir")
     assert "did you mean 'mula-tiny'?" in refused("mula-tny", "--ranks", "4", "--machine", "laptop")
     assert refused(*preset, "--machine", "laptop", "--scale", "a,b").startswith("--scale a,b: give numbers of ranks")
+    assert "--scale: 0 ranks: give positive numbers" in refused(*preset, "--machine", "laptop", "--scale", "0,8")
     assert "add --scale" in refused(*preset, "--machine", "laptop", "--plot", str(tmp_path / "x.png"))
     assert refused(*preset, "--machine", "laptop", "--dry-run", "4") == "--dry-run 4: the ranks are 0 to 3"
     assert "not a multiple of the layout's 4 ranks: use 4" in refused(*preset, "--machine", "laptop", "--scale", "4,6")

@@ -69,7 +69,8 @@ def test_experts_in_the_kernels_count_the_chosen_rows(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "layer"), [("falcon_h1", 0), ("nemotron_h", 0), ("kimi_linear", 0), ("gemma3_text", 1)]
+    ("family", "layer"),
+    in_turns([("falcon_h1", 0), ("nemotron_h", 0), ("kimi_linear", 0), ("gemma3_text", 1)], 3, always=1),
 )
 def test_many_sequences_follow_from_two(family: str, layer: int) -> None:
     """The operations of five sequences, extrapolated, are those of a run on five; moved bytes and matmuls are linear."""

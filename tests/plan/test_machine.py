@@ -8,8 +8,9 @@ import pytest
 
 from optimus.errors import UserError
 from optimus.mesh.strided import StridedGroup
+from optimus.plan import machine as machines
 from optimus.plan.collectives import collective_seconds
-from optimus.plan.machine import load_machine, machine_names
+from optimus.plan.machine import MachineRow, load_machine, machine_names
 
 MIB = 2**20
 LAPTOP = Path(__file__).parents[2] / "optimus" / "plan" / "machines" / "laptop.yaml"
@@ -139,7 +140,13 @@ def test_unknown_machine_names_the_nearest() -> None:
         ("memory_bandwidth:", "memory_bandwidth: -1.0", "'?memory_bandwidth"),
         ("attention:", "attention: 1.5", "'?attention"),
         ("ranks_per_node:", "ranks_per_node: 2.5", "'?ranks_per_node"),
+        ("node:", "node:\n  groups: {all: 1.0e+9}", r"groups has the key 'all': write 'G0xG1' with two numbers"),
         ("  fp32:", "  fp32: {peak: 0.0, achieved: 1.0}", r"'?arithmetic\.fp32\.peak"),
+        (
+            "  fp32:",
+            "  fp33: {peak: 1.0e+9, achieved: 1.0e+9}",
+            r"the precision 'fp33' is not known; did you mean 'fp32'",
+        ),
     ],
 )
 def test_wrong_file_is_refused(tmp_path: Path, line: str, instead: str, message: str) -> None:
@@ -150,6 +157,15 @@ def test_wrong_file_is_refused(tmp_path: Path, line: str, instead: str, message:
     with pytest.raises(UserError, match=message) as raised:
         load_machine(str(path))
     assert str(path) in str(raised.value)
+
+
+def test_units_of_a_machine_of_a_plugin_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "mine.yaml"
+    lines = LAPTOP.read_text(encoding="utf-8").splitlines()
+    path.write_text("\n".join("kernel_latency: 5" if line.startswith("kernel_latency") else line for line in lines))
+    monkeypatch.setattr(machines, "MACHINES", {"mine": MachineRow("mine", path)})
+    with pytest.raises(UserError, match=r"mine\.yaml: kernel_latency is 5, but its unit is seconds"):
+        load_machine("mine")
 
 
 def test_absent_file_is_named(tmp_path: Path) -> None:

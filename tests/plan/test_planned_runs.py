@@ -141,7 +141,7 @@ def any_run(seed: int) -> list[Plan]:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("part", in_turns(range(100), always=1))
+@pytest.mark.parametrize("part", in_turns(range(100)))
 def test_a_plan_is_the_run_that_it_resolves_to(monkeypatch: pytest.MonkeyPatch, part: int) -> None:
     """A thousand runs resolve as planned, keep all settings of the plan, and take the bytes of the run's account.
 

@@ -1,6 +1,7 @@
 """The search finds the plans of an exhaustive search, and explains why a job has no plan."""
 
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -112,6 +113,7 @@ def test_what_a_configuration_says_is_part_of_every_plan() -> None:
         assert SPARSE.heads // found.mesh.tp_out % found.mesh.cp == 0  # Ulysses divides the heads
 
 
+@pytest.mark.in_turn(0, 3)
 def test_a_vocabulary_that_does_not_divide_is_divided_all_the_same() -> None:
     even, odd = (
         {plan.job.mesh.tp_out for plan in search(question(DENSE.model_copy(update={"vocab": vocab}), 4, 8), 1000)}
@@ -158,6 +160,17 @@ def test_a_model_that_fits_nowhere() -> None:
     with pytest.raises(UserError, match=r"no layout fits: a rank of dgx-a100 has 1 MB, but every layout of ") as error:
         search(question(DENSE, 8, 16, memory=1e6))
     assert "the smallest known machine with this memory is laptop" in str(error.value)
+
+
+def test_state_that_the_host_has_no_memory_for() -> None:
+    asked = question(DENSE, 8, 16)
+    host = asked.machine.host.model_copy(update={"memory": 3e7})
+    asked = replace(asked, machine=asked.machine.model_copy(update={"host": host})).changed(state={"offload": "all"})
+    with pytest.raises(
+        UserError, match=r"a rank of dgx-a100 may take 3\.\d+ MB of its host's memory, but with "
+    ) as error:
+        search(asked)
+    assert re.search(r"state\.offload=all every layout of 8 ranks takes at least [\d.]+ MB there: ", str(error.value))
 
 
 # ---- Places of stages, and nodes with unlike links ----
@@ -278,6 +291,7 @@ def test_why_others_are_better(name: str, pp: int, ep: int, recompute: list[str]
     assert moved[1] < 0.75 * moved[0]
 
 
+@pytest.mark.in_turn(2, 3)
 def test_room_is_left_for_the_buffers_of_communicators() -> None:
     """The search leaves room for communicators: its fourth plan would take 76.5 GB without them, and 17 of them take
     3.8 GB."""

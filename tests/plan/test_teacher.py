@@ -65,6 +65,7 @@ def job_of(config: dict[str, Any], ranks: int = 1, machine: str = "laptop") -> J
     return as_configured(asked(load_config(config), machine, ranks, []))
 
 
+@pytest.mark.in_turn(2, 3)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_it_takes_what_a_run_holds(config: dict[str, Any], precision: str) -> None:
     """Memory at rest is exact; the peak includes the teacher's hidden states and the logits of a block of rows."""

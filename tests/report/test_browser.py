@@ -54,6 +54,22 @@ def test_runs(tmp_path: Path, make_run: Callable[..., Path]) -> None:
         keys_do_what_the_mouse_does(shown)
 
 
+def test_a_run_with_little_in_its_files(tmp_path: Path, make_run: Callable[..., Path]) -> None:
+    """A step without the load of a layer, a simulation without events, and events that take no time."""
+    for name, stop, rectangles in (("one", 1.0, 1), ("none", 0.0, 0)):
+        run = make_run(tmp_path / name)
+        loads = ({"step": 10, "load": {"1": [1.0]}}, {"step": 20, "load": {"3": [0.5, 1.5]}})
+        (run / "experts.jsonl").write_text("".join(json.dumps(load) + "\n" for load in loads))
+        events = [[0, "forward", 0, 0, 0.0, stop]]
+        (run / "timeline.json").write_text(json.dumps({"ranks": 1, "events": events, "simulated": []}))
+        write_report([run], tmp_path / f"{name}.html")
+        with browser() as chromium:
+            _, found = opened(chromium, tmp_path / f"{name}.html")
+            assert "step 20, expert 0: no load in this step" in found["text"]
+            assert found["lanes"] == rectangles
+            assert not {"NaN", "Infinity"}.intersection(found["text"].split())
+
+
 def keys_do_what_the_mouse_does(shown: Any) -> None:
     """Keys do the same as the mouse, on a page of three runs."""
     whole = picture(shown)

@@ -19,6 +19,9 @@ def test_sorted_and_filtered(tmp_path: Path, make_run: Callable[..., Path]) -> N
     rows = runs(tmp_path, sort="loss")
     assert [row["name"] for row in rows] == ["deep/b", "a", "c"]
     assert [row["name"] for row in runs(tmp_path, sort="loss", reverse=True)] == ["a", "deep/b", "c"]
+    make_run(tmp_path / "never", loss=float("nan"))
+    for reverse, numbers in ((False, ["deep/b", "a"]), (True, ["a", "deep/b"])):
+        assert [row["name"] for row in runs(tmp_path, sort="loss", reverse=reverse)] == [*numbers, "never", "c"]
     assert [row["name"] for row in runs(tmp_path, state="failed")] == ["c"]
     assert [row["name"] for row in runs(tmp_path, match="deep")] == ["deep/b"]
     assert rows[0]["parameters"] == 1000

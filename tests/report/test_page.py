@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from optimus.cli import app
 from optimus.errors import UserError
+from optimus.report import page
 from optimus.report.folder import read_folder
 from optimus.report.page import report_data, write_report
 from tests.report.conftest import embedded, number
@@ -41,6 +42,17 @@ def test_the_page_holds_what_the_files_hold(tmp_path: Path, make_run: Make) -> N
     assert found["clock"]["seconds"][-1] == 80
     assert "model_flops_utilization" not in found["series"]
     assert text.count("</script>") == 4  # an event's text ends no script
+
+
+def test_loads_of_later_layers_are_counted_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first record of a run that goes on with another model may have fewer layers."""
+    monkeypatch.setattr(page, "_CELLS", 8)
+    records = [
+        {"step": step, "load": {str(layer): [1.0, 1.0] for layer in range(min(step, 4))}} for step in range(1, 9)
+    ]
+    found = page.expert_loads(records)
+    assert found is not None
+    assert sum(len(experts) for load in found["load"] for experts in load) <= 8
 
 
 def test_evaluations_that_are_kept_with_the_run(tmp_path: Path, make_run: Make) -> None:
@@ -90,6 +102,7 @@ def test_damaged_and_half_written_lines(tmp_path: Path, make_run: Make) -> None:
     [
         ("experts.jsonl", '{"step": 1, "load": {"1": 5}}\n{"step": 1, "load": {"x": [1]}}', 2),
         ("experts.jsonl", '{"step": 1, "load": {"1": [NaN]}}', 1),
+        ("experts.jsonl", '{"step": 1, "load": {}}\n{"step": 2, "load": {"1": []}}', 0),
         ("samples.jsonl", '{"step": 1, "samples": [{"prompt": "a"}]}\n{"step": 1, "samples": 2}\n{"samples": []}', 3),
         ("timeline.json", '{"ranks": 2, "events": 3}', 1),
         ("timeline.json", '{"ranks": 2, "events": [[2, "forward", 0, 0, 0.0, 1.0]]}', 1),
@@ -115,6 +128,7 @@ def test_steps_that_were_run_again(tmp_path: Path, make_run: Make) -> None:
     assert found["series"]["loss"] == {"step": [1, 2, 3, 4], "value": [4.75, 4.5, 9.0, 4.0]}
 
 
+@pytest.mark.in_turn(1, 3)
 def test_a_hundred_thousand_steps(tmp_path: Path, make_run: Make) -> None:
     """The page of 100,000 steps is under 5 MB and keeps every peak."""
     run = make_run(tmp_path / "run", steps=2)

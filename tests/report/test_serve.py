@@ -44,6 +44,28 @@ def test_a_run_that_is_being_written(tmp_path: Path, make_run: Callable[..., Pat
         server.shutdown()
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "127.0.0.2"])
+def test_hosts_of_a_local_address(address: str, tmp_path: Path, make_run: Callable[..., Path]) -> None:
+    """Port 80 is not in the header. Any local address refuses names of other machines."""
+    with report_server([make_run(tmp_path / "run")], address, 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+
+        def status(host: str, path: str = "/data.json") -> int:
+            asked = urllib.request.Request(f"http://{address}:{server.server_address[1]}{path}", headers={"Host": host})
+            try:
+                with urllib.request.urlopen(asked) as answer:
+                    return int(answer.status)
+            except urllib.error.HTTPError as error:
+                return error.code
+
+        for host in (address, f"{address}:80", "localhost", "127.0.0.1:8080", "[::1]:80"):
+            assert status(host) == 200
+        for host in ("elsewhere.example", "elsewhere.example:80", "127.0.0.1.elsewhere.example", "[x", "10.0.0.1"):
+            assert status(host) == 403
+        assert status("localhost", "/?x=1") == status("localhost", "/data.json?x=1") == 200
+        server.shutdown()
+
+
 @pytest.mark.parametrize(("text", "found"), [("80", ("127.0.0.1", 80)), ("0.0.0.0:80", ("0.0.0.0", 80))])
 def test_addresses(text: str, found: tuple[str, int]) -> None:
     assert parse_address(text) == found

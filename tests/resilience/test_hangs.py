@@ -1,11 +1,13 @@
 """The rank that keeps the others waiting is found in any layout, wherever in a step a rank stops."""
 
 import json
+import os
 import random
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from helpers.sweep import in_turns
 from helpers.trained import trainer_of
 from optimus.comm.recorder import Recorder
 from optimus.resilience import hangs
+from optimus.resilience.exits import Exit
 from optimus.resilience.hangs import Verdict, Watchdog, find_culprits
 from optimus.testing import run_ranks
 from optimus.testing.steps import Steps
@@ -50,6 +53,13 @@ def test_where_all_or_none_wait_it_is_who_is_behind() -> None:
         assert find_culprits({0: state(7, waiting), 1: state(7, waiting)}).culprits == []
     links = {0: state(7, **{"0 to 1": 4}), 1: state(7, **{"0 to 1": 5, "1 to 2": 5}), 2: state(7, **{"1 to 2": 5})}
     assert find_culprits(links).culprits == [0]
+
+
+@pytest.mark.parametrize("name", ["0 to 1", "0 to 1 (3)"])
+def test_a_rank_that_has_not_begun_the_first_message_is_behind(name: str) -> None:
+    for late, waits in ((0, 1), (1, 0)):
+        states = {rank: state(7, SUM) for rank in range(3)} | {waits: state(7, (name, "receive", 1), **{name: 1})}
+        assert find_culprits(states).culprits == [late]
 
 
 def test_a_rank_that_has_begun_nothing_is_behind() -> None:
@@ -138,6 +148,23 @@ def wait_for(condition: Any) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_rank_ends_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk may be full: the rank that records the verdict ends all the same."""
+    hook, codes = Hangs("node0"), list[int]()
+    (tmp_path / "file").touch()
+    hook._trainer = SimpleNamespace(
+        folder=tmp_path / "file" / "run",
+        groups=SimpleNamespace(mesh=SimpleNamespace(size=2)),
+        progress=SimpleNamespace(step=3),
+        config=SimpleNamespace(resilience=SimpleNamespace(hang=1.0)),
+    )
+    hook._rank, hook._names, hook._folder = 0, ["node0", "node1"], tmp_path / "file" / "hang"
+    monkeypatch.setattr("optimus.training.hooks.hangs._TURN", 0.1)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    hook._end(Verdict([1], "no collective"))
+    assert codes == [Exit.LOST]
 
 
 # ---- Ranks that stop ----

@@ -1,5 +1,6 @@
 """Batch scripts in a dry run: stand-in programs, first on PATH, record their calls and simulate the nodes of a job."""
 
+import errno
 import os
 import re
 import shlex
@@ -221,6 +222,7 @@ def test_bad_input_is_not_tried_again(stage: Stage, play: str) -> None:
     assert list(stage.launches()) == ["4711-1"]
 
 
+@pytest.mark.in_turn(1, 3)
 @pytest.mark.parametrize("crash", ["exit 1", 'kill -KILL "$PPID"'], ids=["agent", "node"])
 def test_a_crash_beside_bad_input_is_tried_again(stage: Stage, crash: str) -> None:
     done = stage.submit(f'[ "$attempt" = 1 ] || {FINISH} [ "$node" = n1 ] || exit 2; {crash}')
@@ -237,6 +239,7 @@ def test_too_few_nodes(stage: Stage) -> None:
     assert not running(stage)
 
 
+@pytest.mark.in_turn(0, 2)
 def test_attempts_are_used_up(stage: Stage) -> None:
     done = stage.submit("exit 1")
     assert done.returncode == 1
@@ -244,6 +247,7 @@ def test_attempts_are_used_up(stage: Stage) -> None:
     assert "all 10 attempts are used up" in done.stdout
 
 
+@pytest.mark.in_turn(0, 3)
 def test_a_store_that_dies_or_finds_its_port_taken_is_started_again(stage: Stage) -> None:
     (stage.play / "taken-24711").touch()
     done = stage.submit(f"""
@@ -280,6 +284,7 @@ def test_the_warning_reaches_the_agents(stage: Stage) -> None:
     assert not running(stage)
 
 
+@pytest.mark.in_turn(2, 3)
 def test_the_host_shows_that_it_lives_while_nodes_save(stage: Stage) -> None:
     """`scancel` signals all processes of a job, but nodes that have saved must not take its host for lost."""
     command = stage.command("""
@@ -339,16 +344,53 @@ def test_directives(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize(
+    ("scheduler", "given", "replaced"),
+    [
+        ("slurm", ["--nodes 4", "--job-name x"], ["--nodes=4", "--job-name=o-a-run"]),
+        ("slurm", ["-N 4", "-J x"], ["--nodes=4", "--job-name=o-a-run"]),
+        ("slurm", ["-N4 -Jx --exclusive=user"], ["--nodes=4", "--job-name=o-a-run", "--exclusive"]),
+        ("pbs", ["-N x", "-S /bin/sh"], ["-N o-a-run", "-S /bin/bash"]),
+        ("pbs", ["-lselect=4:ncpus=64,place=pack -j n"], ["-l select=4", "-l place=scatter:excl", "-j oe"]),
+        ("pbs", ["-W group_list=physics"], []),
+    ],
+)
+def test_options_of_any_spelling_are_replaced(
+    scheduler: Scheduler, given: list[str], replaced: list[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "a run"
+    job = BatchJob(scheduler, ["optimus"], run, tmp_path, tmp_path, nodes=3, spares=1)
+    usual, found = (
+        {line for line in script(each, "submit").splitlines() if line.startswith(("#SBATCH ", "#PBS "))}
+        for each in (job, replace(job, directives=given))
+    )
+    assert {line.split(" ", 1)[1] for line in usual - found} == set(replaced)
+    assert {line.split(" ", 1)[1] for line in found - usual} == set(given)
+
+
+def test_a_script_that_cannot_be_made_executable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "chmod", fail)
+    job = BatchJob("pbs", ["optimus"], tmp_path, tmp_path, tmp_path, nodes=2, spares=1)
+    with pytest.raises(UserError, match=r"cannot write .*job\.sh: Operation not permitted"):
+        write_script(job, tmp_path / "job.sh")
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"time": "90"}, "--time 90: give HOURS:MINUTES:SECONDS"),
         ({"time": "0:04:00"}, "--time 0:04:00: give more than 240 s"),
         ({"directives": ["#SBATCH -A x"]}, "without #SBATCH"),
         ({"directives": ["-A x\nrm -rf ."]}, "one line"),
+        ({"directives": ["-A x\rrm -rf ."]}, "one line"),
         ({"directives": ["--time=1:00:00"]}, "give --time instead"),
         ({"directives": ["-t1:00:00"]}, "give --time instead"),
         ({"directives": ["--mem=0 --time 1:00:00"]}, "give --time instead"),
         ({"directives": ["-l walltime=1:00:00"]}, "give --time instead"),
+        ({"directives": ["--nodes=2"]}, "--directive '--nodes=2': the job has 2 nodes and 1 spares: change --nodes"),
+        ({"directives": ["-A x -N2-4"]}, "the job has 2 nodes and 1 spares"),
         ({"directives": ["-l select=2,walltime=1:00:00"]}, "give --time instead"),
         ({"directives": ["-l select=2 -lwalltime=1:00:00"]}, "give --time instead"),
     ],
@@ -410,13 +452,19 @@ def test_the_command_line(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--scheduler", "slurm"], "--scheduler needs --output PATH"),
+        (["--scheduler", "slurm"], "--scheduler needs --output PATH for the file to write"),
         (["--output", "job.sh"], "--output: it needs --scheduler"),
         (["--time", "1:00:00"], "--time: it needs --scheduler"),
         (["--scheduler", "pbs", "--output", "job.sh", "--node", "n1"], "--node: leave it out with --scheduler"),
         (["--scheduler", "pbs", "--output", "job.sh", "--spares", "-1"], "--spares -1"),
         (["--scheduler", "pbs", "--output", "job.sh", "--nodes", "0"], "--nodes 0"),
         (["--scheduler", "pbs", "--output", "job.sh", "--nodes", "7"], "train.global_batch"),
+        (
+            ["--scheduler", "slurm", "--output", "job.sh", "--wait", "nan"],
+            "--wait nan: give a finite number of seconds",
+        ),
+        (["--scheduler", "slurm", "--output", "job.sh", "--wait", "-5"], "--wait -5: give a finite number of seconds"),
+        (["--rejoin-wait", "-1"], "--rejoin-wait -1: give a finite number of seconds"),
     ],
 )
 def test_bad_options(

@@ -58,6 +58,12 @@ def test_a_rank_without_peers_is_compared_with_itself() -> None:
     assert found([3.0, 3.0, 12.0], stages, r0=1.0, r1=1.0, r2=4.0) == []  # all stages are slower by the same factor
 
 
+def test_a_step_that_is_all_waiting_is_compared_with_nothing() -> None:
+    assert found([0.0, 0.0, 0.0, 2.0], [[0, 1, 2, 3]]) == []
+    assert found([0.0, 0.0, 4.0], [[0], [1], [2]], r0=0.0, r1=0.0, r2=0.0) == []
+    assert alone({0: 0.0, 1: 0.0, 2: 4.0}, [[0], [1], [2]]) == {0: 1.0, 1: 1.0, 2: 1.0}
+
+
 def named(mesh: Mesh, *windows: Sequence[float]) -> list[tuple[int, int]]:
     """Returns (window, rank) of the ranks that the hook names, given each rank's own seconds in each window."""
     notes: list[str] = []
@@ -143,6 +149,7 @@ def test_the_slow_rank_is_named(small_run: dict[str, Any], number: int) -> None:
         assert f"(node node{rank})" in note
 
 
+@pytest.mark.in_turn(0, 2)
 def test_a_slow_node_is_left_out_where_it_is_asked_for(small_run: dict[str, Any]) -> None:
     config = config_of_a_run(small_run, "data") | {"resilience": {"exclude_slow": True}}
     told = run_ranks(train_with_a_slow_rank, 4, config | {"parallel": {}}, FaultPlan().slow(2, FACTOR))

@@ -4,6 +4,7 @@ import copy
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from optimus.config import RunConfig, load_config
 from optimus.errors import UserError
 from optimus.measurements import Measurements, Timing, coarse
 from optimus.observe.machine import Bfloat16
-from optimus.resolve import facts
+from optimus.resolve import facts, offload
 from optimus.resolve.facts import AMOUNTS, Facts, measure_facts
 from optimus.resolve.memory import memory
 from optimus.resolve.ranks import mesh_of
@@ -94,16 +95,45 @@ def test_a_processors_memory_is_the_hosts() -> None:
     assert fitted > 5
 
 
+def test_copies_for_checkpoints_take_a_processors_memory() -> None:
+    run = resolved(load_config(config_of() | {"checkpoint": {"asynchronous": True}}), device="cpu")
+    found = memory(run, 0)
+    assert found.copies > 0
+    assert found.taken(run.facts) == found.total + found.copies
+    assert found.taken(replace(run.facts, device="cuda")) == found.total
+
+
 def test_rates_decide_on_an_accelerator() -> None:
     """A fast link streams updates to the device; a slow link leaves updates to the host."""
     raw, room = config_of(offload="all", resident_fraction="auto"), 6 * MIB
     fast, note = decided(raw, room, [4e11, 4e11, 1e9, 5e10, 1e12])
     assert fast.state.update_on == "device"
     assert "link 400 GB/s" in note
+    assert "updates 28.6 G elements/s" in note  # 14 bytes each way: master, moments, and a gradient or a parameter
     assert "times its computation" in note
+    by_device, note = decided(raw, room, [4e12, 4e12, 1e9, 5e10, 1e12])
+    assert by_device.state.update_on == "device"
+    assert "updates 50 G elements/s" in note  # the rate of the device
     slow, _ = decided(raw, room, [4e9, 4e9, 2e9, 5e10, 1e12])
     assert slow.state.update_on == "host"
     assert decided(config_of(offload="optimizer", update_on="device"), room)[0].state.update_on == "device"
+
+
+def test_recomputation_takes_the_time_of_what_it_computes() -> None:
+    """The predicted backward pass recomputes the chosen modules only."""
+
+    def passes(**options: Any) -> float:
+        run = resolved(load_config(config_of(offload="all") | options), device="accelerator")
+        plans = run.chunk_plans(0)
+        shape = offload._shape(run, plans, offload._device_memory(run, 0, plans, plans), 1e12)
+        return shape.backward / shape.forward
+
+    every = [passes(recompute=kinds) for kinds in ([], ["norm"], ["attention"], ["mlp", "attention"], ["block"])]
+    assert every == sorted({*every})
+    assert every[0] == 2
+    assert every[-1] == pytest.approx(3, abs=0.2)
+    less, more = (passes(recompute=["mlp"], recompute_every=each) - 2 for each in (4, 1))
+    assert 4 * less == pytest.approx(more)
 
 
 def test_where_gradients_are_added_up() -> None:
@@ -139,6 +169,13 @@ def test_what_is_given_stays() -> None:
     found, _ = decided(config_of(offload="disk"), 0)
     assert found.state.disk == "run"
     assert "state.resident_fraction" not in decided(config_of(), 0)[1]
+
+
+def test_a_fraction_that_no_chunk_fits_is_none() -> None:
+    """A tenth of the elements is less than one of eight chunks."""
+    for free in range(12):
+        tenth, none = (decided(config_of(offload="all", resident_fraction=each), free * MIB)[0] for each in (0.1, 0.0))
+        assert tenth.state.cache == none.state.cache
 
 
 def test_the_rank_that_has_least_decides() -> None:

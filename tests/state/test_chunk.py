@@ -6,6 +6,7 @@ import torch
 from helpers.rules import plan_chunks, state_spec
 from optimus.comm import Group
 from optimus.config.tree import StateConfig
+from optimus.kernels import square_sum
 from optimus.mesh import Layout, Mesh
 from optimus.optim.rule import OptimizerStep
 from optimus.state.chunk import TrainedChunk
@@ -84,8 +85,12 @@ def test_the_step_does_not_depend_on_the_tile(compute: torch.dtype, gradient: to
 @pytest.mark.parametrize("gradient", [BF16, FP32])
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 def test_the_step_needs_one_tile_of_fp32_gradients(gradient: torch.dtype, scale: float) -> None:
-    """The step takes one tile of fp32 gradients for any size of the model (TED, section 7.2)."""
+    """The step takes one tile of fp32 gradients for any size of the model (TED, section 7.2).
+
+    The norm of the gradients, before the step, takes a float64 copy of a block of the tile.
+    """
     tile, peaks = 1024, []
+    most = max(4 * tile, 8 * min(tile, square_sum.BLOCK))
     for size in (5_000, 500_000):
         chunk = chunk_of(size, compute=BF16, gradient=gradient)
         chunk.gradients.reduce()
@@ -95,8 +100,8 @@ def test_the_step_needs_one_tile_of_fp32_gradients(gradient: torch.dtype, scale:
         assert allocations.current == 0
         peaks.append(allocations.peak)
     small = 512  # bytes: the norms of tiles, the step count
-    assert peaks[0] <= 4 * tile + small
-    assert peaks[1] <= 4 * tile + 2 * 4 * 500_000 // tile + small  # and two norms for each tile
+    assert peaks[0] <= most + small
+    assert peaks[1] <= most + 2 * 4 * 500_000 // tile + small  # and two norms for each tile
 
 
 @pytest.mark.parametrize("gradient", [BF16, FP32])

@@ -23,6 +23,7 @@ from helpers.equality import Trained, train_steps
 from helpers.sweep import in_turns
 from optimus.comm import Group
 from optimus.config import load_config
+from optimus.errors import UserError
 from optimus.pipeline import make_schedule
 from optimus.pipeline.schedule import Kind
 from optimus.resolve.offload_times import OffloadChoice, Rates, StepShape
@@ -110,6 +111,23 @@ def fetches(trace: Sequence[int], cache: int, ahead: int = 0) -> int:
             assert chunks[number].unsharded.is_present
             assert sum(chunk.unsharded.is_present for chunk in chunks) <= cache
     return sum(chunk.loads for chunk in chunks)
+
+
+def test_a_step_in_another_order_gathers_ahead_what_fits() -> None:
+    """The use that the last step had first may still be expected when a full cache has no chunk to evict."""
+    chunks = [CountedChunk() for _ in range(2)]
+    modules = [nn.ParameterList(chunk.parameters) for chunk in chunks]
+    gathering = ParameterPrefetcher()
+    gathering.hold(cast(Sequence[Chunk], chunks), ahead=1, cache=1)
+    for order in ((0, 1), (1, 0)):
+        gathering.begin_step()
+        for number in order:
+            gathering.unit((modules[number],), lambda x: x, torch.zeros(1, dtype=torch.int64))
+            assert [chunk.is_present for chunk in chunks] == [number == 0, number == 1]
+    with pytest.raises(
+        UserError, match=r"^state\.cache 1: a module uses parameters of 2 chunks at a time: raise it to 2$"
+    ):
+        gathering.unit((*modules,), lambda x: x, torch.zeros(1, dtype=torch.int64))
 
 
 def fewest(trace: Sequence[int], cache: int, ahead: int = 0) -> int:
@@ -292,6 +310,7 @@ def with_delays(steps: int) -> tuple[Shared, Shared]:
     return shared(steps // 4, False), shared(steps, True)
 
 
+@pytest.mark.in_turn(0, 3)
 def test_delays_change_neither_order_nor_numbers() -> None:
     """Each of 100 steps draws its own delays."""
     found = run_ranks(with_delays, 2, 100)

@@ -12,6 +12,7 @@ from torch import Tensor
 from helpers.drawing import config_of
 from helpers.equality import Trained
 from helpers.masked import random_masks
+from helpers.sweep import in_turns
 from helpers.whole import whole_state
 from optimus.config import load_config
 from optimus.resolve.parameters import full_model, layouts_of
@@ -218,7 +219,9 @@ def sent(shard: str, pruned: bool) -> tuple[int, list[tuple[int, int]]]:
     return sum(traffic.sent_to.values()) + traffic.bytes["all_reduce"], sizes
 
 
-@pytest.mark.parametrize(("shard", "each"), [("none", 4 + 4), ("optimizer", 4 + 2), ("parameters", 4 + 2 + 2)])
+@pytest.mark.parametrize(
+    ("shard", "each"), in_turns([("none", 4 + 4), ("optimizer", 4 + 2), ("parameters", 4 + 2 + 2)], 3)
+)
 def test_bytes_sent(shard: str, each: int) -> None:
     """Each of two ranks sends half of the reduced and gathered elements, which are the unpruned ones."""
     dense, _ = run_ranks(sent, 2, shard, False)[0]
@@ -320,7 +323,7 @@ OF_RULES = {
 }
 
 
-@pytest.mark.swept
+@pytest.mark.swept("residency")
 @pytest.mark.parametrize("rule", OF_RULES)
 @pytest.mark.parametrize("residency", ["optimizer", "all", "disk"])
 def test_pruned_between_steps(residency: str, rule: str, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import optimus
 from helpers.drawing import config_of
 from helpers.masked import random_masks
 from helpers.phantom import on_phantom
+from helpers.sweep import in_turns
 from helpers.whole import whole_state
 from optimus.checkpoint.folder import Description, step_folder, weights_folder
 from optimus.checkpoint.saving import Saver, Target
@@ -55,6 +57,17 @@ def tiles_of_two_threads() -> None:
 
 def test_an_update_beside_the_workers() -> None:
     on_phantom(tiles_of_two_threads, 1)
+
+
+def step_of_split_matrices(config: dict[str, Any]) -> None:
+    torch.compiler.set_stance("force_eager")
+    Steps(config, device="phantom").train()
+
+
+def test_copies_of_split_matrices_are_in_order() -> None:
+    """The streams of Muon's tiles wait for the copies of matrices that tensor parallelism splits."""
+    config = load_config(config_of("dense"), ["optimizer.name=muon", "parallel.tensor=2"])
+    on_phantom(step_of_split_matrices, 2, config.model_dump(exclude_unset=True))
 
 
 def chosen(steps: Steps) -> dict[str, Tensor]:
@@ -101,10 +114,10 @@ def everything(config: dict[str, Any], folder: Path, device: str) -> dict[str, T
     return {"losses": torch.tensor(losses), "logits": logits, **written, **whole_state(steps.state)}
 
 
-@pytest.mark.swept
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("update_on", ["device", "host"])
-@pytest.mark.parametrize("residency", ["optimizer", "all", "disk", "some here"])
+@pytest.mark.parametrize(
+    ("residency", "update_on", "rule"),
+    in_turns([*product(["all", "disk", "some here", "optimizer"], ["host", "device"], RULES)], 8, always=1),
+)
 def test_all_that_reads_state(residency: str, update_on: str, rule: str, tmp_path: Path) -> None:
     """Every reader gets the numbers of the CPU, in an order that the streams guarantee."""
     shared = ["pruning.sparsity=0.5", "pruning.at=0", "state.chunk=500", *RULES[rule]]

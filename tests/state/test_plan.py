@@ -137,6 +137,13 @@ def test_shard_ranks_that_do_not_divide() -> None:
         shard_groups(MESH, range(8), StateConfig(shard="optimizer", shard_ranks=3))
 
 
+def test_shard_ranks_of_parameters_that_tensor_ranks_also_sum() -> None:
+    layouts = {"norm": Layout((8,), partial_axes=("dp", "cp", "tp_out"))}
+    check_shard_ranks(layouts, Mesh(dp=2, tp=2), StateConfig(shard="optimizer", shard_ranks=2))
+    with pytest.raises(UserError, match="at most 2 replicas"):
+        check_shard_ranks(layouts, Mesh(dp=2, tp=2), StateConfig(shard="optimizer", shard_ranks=4))
+
+
 @pytest.mark.parametrize(
     ("mesh", "options", "most"),
     [

@@ -16,6 +16,7 @@ import optimus
 from helpers.drawing import config_of
 from helpers.equality import Trained, train_steps
 from helpers.rules import ADAMW
+from helpers.sweep import in_turns
 from helpers.whole import whole_state
 from optimus.checkpoint.folder import Description, list_checkpoints, weights_folder
 from optimus.checkpoint.reader import verify
@@ -73,7 +74,7 @@ def test_the_same_bits(model: str, ranks: int, overrides: list[str], name: str, 
     assert not list(tmp_path.iterdir())  # the file of the state has no name
 
 
-@pytest.mark.parametrize("residency", ["none", "all"])
+@pytest.mark.parametrize("residency", in_turns(["none", "all"], 2))
 def test_parameters_in_a_cache(residency: str) -> None:
     """A cache of sharded parameters changes no bit, also with state on the device."""
     config, shard = config_of("moe"), ["state.chunk=500", "state.shard=parameters"]
@@ -270,6 +271,28 @@ def test_an_update_that_raises_frees_its_buffer(tmp_path: Path) -> None:
         assert not states["master"].any()
 
 
+def test_a_read_that_fails_frees_its_buffer(tmp_path: Path) -> None:
+    file = StateFile(tmp_path, Transfers(CPU))
+    record = DiskStates(file, ["master"], 10)
+    file.reserve()
+    os.truncate(file._file, 0)
+    for _ in range(BUFFERS):
+        with pytest.raises(UserError, match="the state file is shorter than its records"), record.updating():
+            pass
+    assert file._buffers.qsize() == BUFFERS
+
+
+def test_a_record_that_is_read_ahead_does_not_change(tmp_path: Path) -> None:
+    file = StateFile(tmp_path, Transfers(CPU))
+    record = DiskStates(file, ["master"], 10)
+    file.reserve()
+    record.read_ahead()
+    with record.loaded(change=False):
+        pass
+    with pytest.raises(AssertionError, match="an update that has not run"), record.loaded(change=True):
+        pass
+
+
 def test_a_file_is_closed_by_a_thread_of_its_own(tmp_path: Path) -> None:
     """The garbage collector may close the file in one of the file's own threads, which cannot wait for itself."""
     file = StateFile(tmp_path, Transfers(CPU))
@@ -301,6 +324,9 @@ def test_records_of_another_length(tmp_path: Path) -> None:
                 states["adamw.m"].fill_(elements)
         with second.loaded(change=False) as states:
             assert bool((states["master"] == 2).all())
+    size = file._size
+    first.resize(["master", "adamw.m"], 5119)  # fits into the last page of 5,000 elements
+    assert file._size == size
     with pytest.raises(AssertionError, match=r"the record has the kinds .*master.*, not .*adamw.v"):
         first.resize(["adamw.m", "adamw.v"], 700)
 
@@ -329,6 +355,7 @@ def losses(config: dict[str, Any]) -> list[float]:
     return [record["loss"] for record in read_metrics(Path(config["train"]["output"]))]
 
 
+@pytest.mark.in_turn(1, 3)
 def test_runs_go_on_with_another_residency(run: dict[str, Any], tmp_path: Path) -> None:
     """A run moves from the disk to the device, to the host and back, with the losses of an unchanged run."""
     whole = run | {"train": run["train"] | {"output": str(tmp_path / "whole")}, "state": {"chunk": 3000}}
@@ -404,7 +431,7 @@ def train_and_die(config: dict[str, Any]) -> None:
     optimus.train(config)
 
 
-@pytest.mark.parametrize("residency", ["optimizer", "all", "disk"])
+@pytest.mark.parametrize("residency", in_turns(["optimizer", "all", "disk"], 3))
 def test_killed_in_an_update(run: dict[str, Any], tmp_path: Path, residency: str) -> None:
     run["state"] = {"offload": residency, "chunk": 3000} | ({"disk": str(tmp_path)} if residency == "disk" else {})
     whole = run | {"train": run["train"] | {"output": str(tmp_path / "whole")}}

@@ -201,7 +201,7 @@ def read_beside(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Eve
 
 
 @pytest.mark.parametrize("read", [masks_chosen, in_memory, validated], ids=lambda read: read.__name__)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", in_turns([*RULES], 3))
 def test_what_is_on_a_disk_is_read_by_two_threads(
     read_beside: tuple[threading.Event, threading.Event],
     read: Callable[[Steps, Path], Mapping[str, Any]],
@@ -269,7 +269,7 @@ def read_by_ranks(disk: Path, residency: str | None, rule: str) -> list[Mapping[
         return found
 
 
-@pytest.mark.parametrize("residency", in_turns(["disk", "all", "optimizer"], 3, always=1))
+@pytest.mark.parametrize("residency", in_turns(["disk", "all", "optimizer"], 3))
 def test_ranks_that_share_what_is_read(residency: str, tmp_path: Path) -> None:
     found, expected = (run_ranks(read_by_ranks, 2, tmp_path, where, "schedule-free") for where in (residency, None))
     for a, b in zip(found, expected):

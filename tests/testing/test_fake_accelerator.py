@@ -164,7 +164,7 @@ def cases() -> list[int]:
     return [POOL[index] for index in covering([asked(number) for number in POOL], costs)]
 
 
-@pytest.mark.parametrize("number", in_turns(cases(), 4, always=8))
+@pytest.mark.parametrize("number", in_turns(cases(), 5, always=3))
 def test_layouts(number: int) -> None:
     model, layout = drawn(number)
     rank = number % layout.ranks
@@ -325,6 +325,7 @@ def run(config: dict[str, Any], device: str) -> tuple[Counter[str], int, set[int
         return waits, summary["step"], machine.touched
 
 
+@pytest.mark.in_turn(0, 2)
 def test_a_whole_run(small_run: dict[str, Any], prepared: Path) -> None:
     """Hooks, validation and asynchronous checkpoints add no wait to a step's two; `device: auto` finds the accelerator."""
     small_run |= {"checkpoint": {"every": 3}, "validation": [{"name": "held", "path": str(prepared), "every": 3}]}
@@ -534,7 +535,7 @@ def test_waits_of_experts_on_several_ranks(name: str) -> None:
     assert len(seen.waits) == layers * microbatches + 2
 
 
-@pytest.mark.parametrize("shard", ["none", "optimizer", "gradients", "parameters"])
+@pytest.mark.parametrize("shard", in_turns(["none", "optimizer", "gradients", "parameters"], 2, always=1))
 def test_launches_of_norm_and_update(shard: str) -> None:
     """A chunk needs a few launches, however long the chunk is; only CPUs use tiles."""
     seen = on_fake(train, full_size(SPARSE, 8), [f"state.shard={shard}", "model.layers=4"], 8)
@@ -581,7 +582,8 @@ def saved(config: dict[str, Any], overrides: Sequence[str], ranks: int) -> int:
     with steps_of(config, overrides, ranks) as (_, steps):
         steps.state.begin_step()
         run = SimpleNamespace(state=steps.state, model=steps.model, config=steps.config)
-        return _saved_bytes(run, torch.zeros(8, 2048, dtype=torch.int64).to(torch.device(NAME, 0)))  # type: ignore[arg-type]
+        tokens_BS = torch.zeros(8, 2048, dtype=torch.int64).to(torch.device(NAME, 0))
+        return _saved_bytes(run, tokens_BS, 8)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dispatch", in_turns(["alltoall", "allgather", None], 2, always=1))
@@ -704,6 +706,7 @@ def links_of_rank(rank: int) -> tuple[list[tuple[Any, int]], set[tuple[Any, int]
     return found["connection"], {*found["other"]}
 
 
+@pytest.mark.in_turn(1, 3)
 def test_links_are_connected_in_one_order() -> None:
     """Links are connected in one order before the first step.
 

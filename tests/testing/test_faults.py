@@ -112,6 +112,12 @@ def test_what_happened_by_one_plan_keeps_nothing_of_another_from_happening(tmp_p
     assert [is_due(tmp_path, another, number) for number in (0, 1, 2, 2)] == [True, False, True, False]
 
 
+def test_a_factor_makes_no_other_event(tmp_path: Path) -> None:
+    """The event log has no factors, so two faults that differ only there happen once each."""
+    faults = [Fault(kind="kill", rank=0, step=3), Fault(kind="kill", rank=0, step=3, factor=2.0)]
+    assert [is_due(tmp_path, FaultPlan(faults), number) for number in (0, 1, 0, 1)] == [True, True, False, False]
+
+
 def test_a_slow_rank_takes_a_multiple_of_its_own_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pause follows the step alone, not earlier pauses, and ends after a rollback to a step before the fault."""
     now = 0.0

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -47,10 +48,10 @@ def nothing_left(tmp_path: Path) -> Iterator[None]:
     """Fails if the lab leaves a process, a namespace or a file in /etc."""
     before = psutil.pids()
     yield
-    tag = f"o{os.getpid() % 100000}"
+    tags = f"o{os.getpid()}n", f"o{os.getpid()}s"  # nodes, and the store and the switch
     names = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout if _has_ip() else ""
-    assert not [name for name in names.splitlines() if name.startswith(tag)]
-    assert not list(Path("/etc/netns").glob(f"{tag}*"))
+    assert not [name for name in names.splitlines() if name.startswith(tags)]
+    assert not [path for path in Path("/etc/netns").glob("*") if path.name.startswith(tags)]
     words = (
         "optimus.testing.lab",
         "optimus.testing.faults",
@@ -396,6 +397,41 @@ def all_end(pids: list[int]) -> bool:
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)
+
+
+def test_labs_of_two_processes_have_different_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for pid in (4_007, 104_007):
+        monkeypatch.setattr(laboratory.os, "getpid", lambda pid=pid: pid)
+        with lab(1, isolated=False) as cluster:
+            found += cluster.hosts
+    assert len({*found}) == 2
+
+
+def test_the_id_of_an_ended_command_is_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may get the id, and the lab must not end the children of that process."""
+    cluster = Lab(["host"], "", isolated=False)
+    cluster.start("host", ["true"], tmp_path / "log")
+    assert cluster.wait(["host"], 30) == {"host": 0}
+    monkeypatch.setattr(
+        laboratory.psutil, "Process", lambda pid: SimpleNamespace(children=lambda recursive: [SimpleNamespace(pid=1)])
+    )
+    assert cluster._pids("host") == []
+    killed: list[int] = []
+    monkeypatch.setattr(laboratory.psutil, "pid_exists", lambda pid: True)
+    monkeypatch.setattr(laboratory.os, "killpg", lambda pid, number: killed.append(pid))
+    cluster.stop()
+    assert not killed
+
+
+def test_what_an_ended_command_leaves_is_killed(tmp_path: Path) -> None:
+    cluster = Lab(["host"], "", isolated=False)
+    cluster.start("host", ["sh", "-c", "sleep 1234 & echo $!"], log := tmp_path / "log")
+    assert cluster.wait(["host"], 30) == {"host": 0}
+    left = psutil.Process(int(log.read_text()))
+    cluster.stop()
+    with suppress(psutil.NoSuchProcess):
+        assert left.wait(30) is None or not left.is_running()
 
 
 def test_hosts_that_cannot_be_made(namespaces: None) -> None:

@@ -179,6 +179,7 @@ def test_the_end_freezes_the_counts() -> None:
     assert torch.UntypedStorage.resize_ is resize
 
 
+@pytest.mark.in_turn(1, 3)
 def test_the_allocator_counts_the_same() -> None:
     """Counts of a small network's training step equal those of PyTorch's profiler."""
     with tracking() as allocations:

@@ -1,5 +1,6 @@
 """`run_ranks` returns results, reports every failure of a rank, and leaves nothing for the next call."""
 
+import math
 import os
 import shutil
 import signal
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -121,6 +123,14 @@ def test_classes_of_the_test_module_travel() -> None:
     assert run_ranks(one_more, 2, Own(3)) == [Own(3), Own(4)]
 
 
+def test_definitions_of_a_module_without_a_file_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = ModuleType("made_here")
+    monkeypatch.setitem(sys.modules, "made_here", made)
+    exec("def rank_plus(x):\n    import torch.distributed as dist\n    return dist.get_rank() + x", made.__dict__)
+    assert run_ranks(made.rank_plus, 2, 3) == [3, 4]
+    assert run_ranks(math.sqrt, 2, 4) == [2.0, 2.0]
+
+
 def test_ranks_see_the_callers_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_ranks(surroundings, 2)  # the workers exist before the change
     monkeypatch.chdir(tmp_path)
@@ -145,14 +155,18 @@ def test_many_calls_in_a_row() -> None:
 
 @pytest.mark.parametrize(
     ("function", "n", "timeout", "ranks", "message"),
-    [
-        (raise_on_1, 4, 60, [1], r"rank 1 failed:\n(.|\n)*in raise_on_1(.|\n)*KeyError: 'the missing thing'"),
-        (exit_on_1, 4, 60, [1], r"rank 1 died \(exit code 7\)"),
-        (kill_2, 3, 60, [2], r"rank 2 died \(killed by SIGKILL\)"),
-        (sleep_on_2, 3, 2, [0, 1, 2], r"ranks 0, 1, 2 of 3 had not finished after 2 s\n(.|\n)*in sleep_on_2"),
-        (sleep_alone, 2, 1, [0], r"rank 0 of 2 had not finished after 1 s\nrank 0 was at:\n(.|\n)*in sleep_alone"),
-        (unpicklable, 2, 60, None, r"rank [01] failed:\n(.|\n)*the result of unpicklable cannot be pickled .*lock"),
-    ],
+    in_turns(
+        [
+            (raise_on_1, 4, 60, [1], r"rank 1 failed:\n(.|\n)*in raise_on_1(.|\n)*KeyError: 'the missing thing'"),
+            (exit_on_1, 4, 60, [1], r"rank 1 died \(exit code 7\)"),
+            (kill_2, 3, 60, [2], r"rank 2 died \(killed by SIGKILL\)"),
+            (sleep_on_2, 3, 2, [0, 1, 2], r"ranks 0, 1, 2 of 3 had not finished after 2 s\n(.|\n)*in sleep_on_2"),
+            (sleep_alone, 2, 1, [0], r"rank 0 of 2 had not finished after 1 s\nrank 0 was at:\n(.|\n)*in sleep_alone"),
+            (unpicklable, 2, 60, None, r"rank [01] failed:\n(.|\n)*the result of unpicklable cannot be pickled .*lock"),
+        ],
+        3,
+        always=3,
+    ),
 )
 def test_failures_name_the_rank_and_end_all(
     function: Callable[[], None], n: int, timeout: float, ranks: list[int] | None, message: str

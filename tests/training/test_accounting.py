@@ -58,6 +58,7 @@ def test_the_load_is_that_of_the_routers(
     assert "experts/imbalance" not in read_metrics(Path(train["output"]))[-2]
 
 
+@pytest.mark.in_turn(1, 4)
 @pytest.mark.usefixtures("warm_ranks")
 def test_uniform_routing_is_balanced_over_ranks_and_stages(small_run: dict[str, Any]) -> None:
     """The load includes every rank's tokens and every stage's layers; parts of the time add up to the step."""

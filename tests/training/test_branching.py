@@ -53,6 +53,7 @@ def test_a_branch_is_the_run_that_cooled_down_from_the_start(
     assert sorted((path, path.stat().st_mtime_ns) for path in trunk.parent.parent.rglob("*")) == before
 
 
+@pytest.mark.in_turn(2, 3)
 def test_a_branch_that_was_ended_goes_on(small_run: dict[str, Any], tmp_path: Path, trunk: Path) -> None:
     branch = with_schedule(small_run, tmp_path / "branch", 8, name="wsd", branch_from=str(trunk))
     parted = copy.deepcopy(branch)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from optimus.checkpoint.folder import list_checkpoints, read_description
 from optimus.config import load_config
 from optimus.config.sizes import size_text
 from optimus.observe.metrics import read_metrics
+from optimus.pipeline.staged import PipelineStages
 from optimus.resolve.ranks import ranks_per_node
 from optimus.resolve.run import ResolvedRun
 from optimus.testing import run_ranks
@@ -257,7 +259,10 @@ def test_resuming_another_model(small_run: dict[str, Any], how: str) -> None:
     [
         ({"train": {"seed": 5}}, r"belongs to another run: seed is 0 there and 5 here\. Use those values or another"),
         ({"train": {"global_batch": 4}}, r"belongs to another run: global_batch is 8 there and 4 here"),
-        ({"data": {"path": "OTHER"}}, r"belongs to another run: data is '\w+' there and '\w+' here"),
+        (
+            {"data": {"path": "OTHER"}},
+            r"belongs to another run: data is /.*/data there, with other contents, shares or",
+        ),
     ],
 )
 def test_resuming_another_run(
@@ -348,6 +353,32 @@ def test_the_dry_run_counts_the_activations(small_run: dict[str, Any], recompute
     assert one > 32 * 32 * 2 * 2  # at least the input of every block
 
 
+def test_memory_that_is_used_again_counts_once(small_run: dict[str, Any]) -> None:
+    """Microbatches one after the other save what one microbatch saves at a time."""
+    run = build_run(load_config(small_run), torch.device("cpu"), resume=False)
+    one, four = (checks._saved_bytes(run, torch.arange(32).expand(number, -1), 1) for number in (1, 4))
+    assert one == four
+
+
+def sequences_of_a_dry_run(config: dict[str, Any]) -> list[int]:
+    """Returns the number of sequences of each microbatch."""
+    run, right = build_run(load_config(config), torch.device("cpu"), resume=False), PipelineStages.train_microbatches
+    found: list[int] = []
+
+    def counted(self: PipelineStages, microbatches: Any, *rest: Any) -> Any:
+        found.extend(len(each.tokens_BS) for each in microbatches)
+        return right(self, microbatches, *rest)
+
+    with mock.patch.object(PipelineStages, "train_microbatches", counted):
+        checks.dry_run(run)
+    return found
+
+
+def test_the_dry_run_of_a_pipeline_is_of_few_sequences(small_run: dict[str, Any]) -> None:
+    changed = edited(small_run, parallel={"pipeline": 2}, train={"global_batch": 16, "micro_batch": 8})
+    assert run_ranks(sequences_of_a_dry_run, 2, changed) == [[1, 1]] * 2
+
+
 def dry_run_of_a_stage(config: dict[str, Any]) -> str:
     return checks.dry_run(build_run(load_config(config), torch.device("cpu"), resume=False))
 
@@ -384,10 +415,10 @@ def test_an_accelerator_that_runs_out_of_memory(small_run: dict[str, Any], monke
 
     fits = 1
 
-    def no_more_than_fits(model: Any, state: Any, tokens: torch.Tensor, config: Any) -> Any:
+    def no_more_than_fits(model: Any, state: Any, tokens: torch.Tensor, config: Any, **more: Any) -> Any:
         if len(tokens) > fits:
             raise torch.OutOfMemoryError("out of memory")
-        return right(model, state, tokens, config)
+        return right(model, state, tokens, config, **more)
 
     class Pretended:
         type = "xpu"

@@ -166,6 +166,7 @@ def assert_same(found: dict[str, Tensor], gradients: dict[str, Tensor]) -> None:
         assert float((found[name] - gradient).norm() / gradient.norm()) < 1e-6, name
 
 
+@pytest.mark.in_turn(0, 3)
 @pytest.mark.parametrize("heads", [{}, {"family": "mistral", "kv_heads": 1, "window": 700}], ids=["dense", "windows"])
 def test_eight_documents_of_2048_tokens_in_a_sequence(heads: dict[str, Any]) -> None:
     """Loss and gradient agree in float32, with and without recomputation."""

@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 import optimus
+from helpers.sweep import in_turns
 from optimus.checkpoint import saving
 from optimus.checkpoint.folder import list_checkpoints, read_description
 from optimus.checkpoint.lease import LEASE, LeaseError
@@ -91,6 +92,7 @@ def check_saved(config: Path) -> None:
     assert not (folder / LEASE).exists()
 
 
+@pytest.mark.in_turn(2, 3)
 def test_ctrl_c_finishes_the_step_saves_and_says_how_to_resume(endless: Path) -> None:
     with training(endless) as process:
         process.send_signal(signal.SIGINT)
@@ -101,6 +103,7 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_resume(endless: Path) ->
     check_saved(endless)
 
 
+@pytest.mark.in_turn(1, 3)
 def test_a_launcher_that_is_told_to_end_has_its_ranks_save(endless: Path) -> None:
     """The ranks of a launcher save as the launcher ends, and leave the temporary folder empty."""
     with training(endless, "--ranks", "2") as process:
@@ -113,6 +116,7 @@ def test_a_launcher_that_is_told_to_end_has_its_ranks_save(endless: Path) -> Non
     assert list((endless.parent / "tmp").iterdir()) == []
 
 
+@pytest.mark.in_turn(0, 3)
 def test_one_rank_that_is_told_to_end_ends_the_run(endless: Path) -> None:
     with training(endless, "--ranks", "2") as process:
         ranks = psutil.Process(process.pid).children()
@@ -124,7 +128,7 @@ def test_one_rank_that_is_told_to_end_ends_the_run(endless: Path) -> None:
     check_saved(endless)
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("nodes", in_turns([1, 2], 2, always=1))
 def test_a_node_that_is_told_to_end(endless: Path, nodes: int) -> None:
     """A node ends cleanly on SIGTERM, while its ranks train and while the node waits for another."""
     store = serve(0)
@@ -145,6 +149,7 @@ def test_a_node_that_is_told_to_end(endless: Path, nodes: int) -> None:
         assert [event["kind"] for event in EventLog(folder_of(endless)).read()] == ["stopped"]
 
 
+@pytest.mark.in_turn(1, 2)
 def test_a_terminal_that_is_gone(endless: Path) -> None:
     """A broken ssh connection signals the process and refuses its output; the run saves and ends."""
     ours, theirs = pty.openpty()
@@ -157,6 +162,7 @@ def test_a_terminal_that_is_gone(endless: Path) -> None:
     check_saved(endless)
 
 
+@pytest.mark.in_turn(0, 2)
 def test_nohup_is_respected(endless: Path) -> None:
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the run inherits the handler
     try:
@@ -170,6 +176,7 @@ def test_nohup_is_respected(endless: Path) -> None:
         signal.signal(signal.SIGHUP, previous)
 
 
+@pytest.mark.in_turn(1, 2)
 def test_others_are_kept_out_while_it_lives_and_its_ranks_end_with_it(
     endless: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,6 +34,14 @@ def test_every_start_leaves_a_record(small_run: dict[str, Any], monkeypatch: pyt
     assert "a-secret-of-the-environment" not in json.dumps(found)
 
 
+def test_a_configuration_that_is_no_text_is_renamed(small_run: dict[str, Any]) -> None:
+    optimus.train(small_run, ["train.stop_at=2"])
+    folder = Path(small_run["train"]["output"])
+    (folder / "config.yaml").write_bytes(b"\xff")
+    optimus.train(small_run, resume=True)
+    assert (folder / "config.until-step-2.yaml").read_bytes() == b"\xff"
+
+
 def test_a_commit_and_whether_it_is_clean(tmp_path: Path) -> None:
     def git(*words: str) -> None:
         subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=b", *words], cwd=tmp_path, check=True)

@@ -95,6 +95,7 @@ def test_layouts(name: str, number: int) -> None:
     assert_same_as_one_process(small(model), [layouts(model)[number]], 2, rtol=2e-5)
 
 
+@pytest.mark.in_turn(2, 3)
 def test_biases_of_experts_in_parts() -> None:
     """The last projection's bias is added once, for any number of ranks with a part of an expert or with the same
     tokens."""

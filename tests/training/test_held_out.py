@@ -1,5 +1,6 @@
 """Validation on several ranks: one rank reads the text, and a text that it cannot read ends the run on all ranks."""
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -13,10 +14,13 @@ from helpers.sweep import in_turns
 from helpers.trained import train_here
 from optimus import load_model, train
 from optimus.config import load_config
+from optimus.data.packing import documents_BS
+from optimus.data.preparation import prepare
 from optimus.data.shards import Shards
 from optimus.data.training import TrainingData
 from optimus.errors import UserError
 from optimus.launch.here import check_run
+from optimus.model.batch import Batch
 from optimus.observe.metrics import read_metrics
 from optimus.resolve.ranks import mesh_of
 from optimus.testing import run_ranks
@@ -145,14 +149,25 @@ def test_several_sets_on_every_layout(
         assert {key: theirs[key] for key in mine} == pytest.approx(mine, rel=1e-4)
 
 
-def test_rows_have_the_loss_that_training_has(sets: dict[str, Any], prepared: Path) -> None:
+@pytest.mark.parametrize("documents", ["ignore", "mask"])
+def test_rows_have_the_loss_that_training_has(
+    sets: dict[str, Any], prepared: Path, tmp_path: Path, documents: str
+) -> None:
+    """Rows of several short documents have the loss that the run's `data.documents` gives them."""
+    texts, folder = tmp_path / "texts.jsonl", tmp_path / "short"
+    texts.write_text("".join(json.dumps({"text": f"{number} words and more"}) + "\n" for number in range(40)))
+    prepare([texts], folder, tokenizer=prepared, context=32, workers=1)
+    sets["data"]["documents"], sets["validation"][1]["path"] = documents, str(folder)
     train(sets)
-    model = load_model(sets["train"]["output"])
-    tokens_BS = torch.from_numpy(Shards(prepared).rows(0, 3).astype("int64"))
-    expected = float(model.losses(tokens_BS).cross_entropy)
+    model, shards = load_model(sets["train"]["output"]), Shards(folder)
+    tokens_BS = torch.from_numpy(shards.rows(0, 3).astype("int64"))
+    document_BS = torch.from_numpy(documents_BS(tokens_BS.numpy(), shards.eos_id))
+    assert document_BS.max() > 0
+    batch = Batch(tokens_BS, document_BS=document_BS if documents == "mask" else None)
+    expected = float(model.losses(batch).cross_entropy)
     record = read_metrics(Path(sets["train"]["output"]))[-1]
     assert record["loss/rows"] == pytest.approx(expected, rel=1e-5)
-    index = Shards(prepared).index
+    index = shards.index
     per_token = index["text_bytes"] / (index["tokens"] + index["dropped_tokens"])
     assert record["bits_per_byte/rows"] == pytest.approx(expected / math.log(2) / per_token, rel=1e-2)
 

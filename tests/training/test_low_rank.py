@@ -123,6 +123,7 @@ def records(folder: Path) -> list[float]:
     return [record["loss"] for record in read_metrics(folder)]
 
 
+@pytest.mark.in_turn(1, 3)
 def test_a_run_and_what_reads_its_checkpoints(pruned: dict[str, Any], tmp_path: Path) -> None:
     run, plain = tmp_path / "run", copy.deepcopy(pruned)
     optimus.train(pruned)
@@ -166,6 +167,7 @@ def test_a_run_and_what_reads_its_checkpoints(pruned: dict[str, Any], tmp_path: 
     assert ends[0] == pytest.approx(ends[1], rel=1e-6)
 
 
+@pytest.mark.in_turn(1, 3)
 @pytest.mark.usefixtures("warm_ranks")
 def test_resumed(pruned: dict[str, Any], tmp_path: Path) -> None:
     """A resumed run has the same bits in the same layout and close numbers in another; factors may not be dropped."""

@@ -12,6 +12,7 @@ import torch
 import yaml
 
 import optimus
+from helpers.sweep import in_turns
 from helpers.trained import train_here
 from optimus.checkpoint.folder import list_checkpoints, read_description
 from optimus.config import load_config
@@ -90,6 +91,7 @@ def changed(run: dict[str, Any], **train: Any) -> dict[str, Any]:
     return run
 
 
+@pytest.mark.in_turn(1, 2)
 def test_counts_are_exact_and_no_sequence_is_read_twice(phased: dict[str, Any]) -> None:
     """One, two and four ranks read the same steps, and each source has the tokens of the metrics."""
     tree, data = read_run(phased)
@@ -188,6 +190,7 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.in_turn(0, 2)
 def test_a_run_resumes_at_every_step_on_another_layout(phased: dict[str, Any], tmp_path: Path) -> None:
     optimus.train(phased)
     parted = changed(phased, output=str(tmp_path / "parted"))
@@ -204,7 +207,8 @@ def test_a_run_may_get_another_phase_but_not_other_past_ones(phased: dict[str, A
     assert optimus.train(phased, resume=True)["step"] == 11
     other = copy.deepcopy(phased)
     other["phases"][0]["data"][0]["weight"] = 0.5
-    with pytest.raises(UserError, match="belongs to another run: data is"):
+    paths = ", ".join(dict.fromkeys(source["path"] for phase in phased["phases"] for source in phase["data"]))
+    with pytest.raises(UserError, match=f"belongs to another run: data is {paths} there, with other contents, shares"):
         optimus.train(other, resume=True)
 
 
@@ -371,7 +375,7 @@ def lined(tmp_path: Path, tokenizer: str, pack: str) -> str:
     return str(tmp_path / pack)
 
 
-@pytest.mark.parametrize("pack", ["concatenate", "best-fit"])
+@pytest.mark.parametrize("pack", in_turns(["concatenate", "best-fit"], 2, always=1))
 def test_documents_in_a_run_are_what_they_are_alone(
     small_run: dict[str, Any], folders: dict[str, str], tmp_path: Path, pack: str
 ) -> None:

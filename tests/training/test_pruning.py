@@ -86,6 +86,7 @@ def check_pruned(path: Path, share: float) -> None:
         assert weights[name][mask].count_nonzero() > 0.99 * int(mask.sum()), name
 
 
+@pytest.mark.in_turn(1, 2)
 @pytest.mark.usefixtures("warm_ranks")
 def test_a_run_and_its_checkpoints(small_run: dict[str, Any], tmp_path: Path) -> None:
     """A run resumes between two prunings and after them, with the same bits, and with close losses in other layouts."""
@@ -109,6 +110,7 @@ def test_a_run_and_its_checkpoints(small_run: dict[str, Any], tmp_path: Path) ->
     check_pruned(tmp_path / "spread" / "checkpoints" / "step-00000008", 0.1)
 
 
+@pytest.mark.in_turn(1, 3)
 @pytest.mark.usefixtures("warm_ranks")
 def test_masks_survive_export_import_and_conversion(small_run: dict[str, Any], tmp_path: Path) -> None:
     run = tmp_path / "run"
@@ -164,6 +166,7 @@ def test_a_rule_of_matrices_cannot_go_on_with_what_is_pruned(
     check_pruned(tmp_path / "muon" / "checkpoints" / "step-00000001", 0.5)
 
 
+@pytest.mark.in_turn(0, 3)
 @pytest.mark.usefixtures("warm_ranks")
 def test_pruning_goes_on_from_a_pruned_checkpoint(small_run: dict[str, Any], tmp_path: Path) -> None:
     """Pruned weights stay pruned, frozen or not; other parameters are pruned in addition."""
@@ -212,6 +215,7 @@ def test_rewinding(small_run: dict[str, Any], tmp_path: Path, rewind: int) -> No
     assert Reader.open(run / "checkpoints" / "step-00000005").description.progress["updates"] == 0
 
 
+@pytest.mark.in_turn(2, 3)
 @pytest.mark.parametrize("kind", ["checkpoint", "folder"])
 def test_rewinding_to_what_a_run_began_with(small_run: dict[str, Any], tmp_path: Path, kind: str) -> None:
     """Frozen parameters keep their values, and later steps of the other run do not matter."""
@@ -330,6 +334,7 @@ def test_early_bird_tickets_of_other_targets_after_a_resume(small_run: dict[str,
     assert {"experts" in name for name in masks} == {True, False}
 
 
+@pytest.mark.in_turn(0, 3)
 @pytest.mark.usefixtures("warm_ranks")
 def test_a_run_that_is_pruned_first_never_has_state_of_what_is_pruned(
     small_run: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

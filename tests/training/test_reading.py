@@ -16,6 +16,7 @@ from optimus.data.shards import Shards
 from optimus.errors import UserError
 from optimus.mesh import Mesh
 from optimus.observe.metrics import read_metrics
+from optimus.training.reading import read_run
 from optimus.training.resolving import resolve_run
 from optimus.training.summary import summarise, summary_lines, warnings
 
@@ -120,6 +121,19 @@ def test_what_is_likely_not_meant_is_said(
     found = warnings(settled(load_config(edited(small_run, **sections)), 100), 100)
     assert len(found) == len(expected)
     assert all(re.search(pattern, text) for pattern, text in zip(expected, found))
+
+
+def test_an_epoch_reads_all_sequences_of_each_row(small_run: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
+    """A row of prepared data has two sequences of half its context."""
+    run = in_epochs(small_run, 1.0, sequence_length=16, global_batch=512)
+    instances = Shards(run["data"]["path"]).instances
+    config, data = read_run(run)
+    assert data.sequences == 2 * instances
+    optimus.train(run, ["train.stop_at=1"])
+    assert f"length: {2 * instances // 512:,} steps" in capfd.readouterr().err
+    about = resolve_run(config, torch.device("cpu"), Mesh.from_sizes(1), sequences=data.sequences)
+    assert about.config.train.steps == 2 * instances // 512
+    assert summarise(about, data.sequences)["epochs"] == pytest.approx(2 * instances // 512 * 512 / (2 * instances))
 
 
 def test_train_begins_with_a_summary_and_says_when_it_ends(

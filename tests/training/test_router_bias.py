@@ -142,6 +142,7 @@ def test_layouts(ranks: int, overrides: list[str]) -> None:
     assert any(key.endswith("router.bias") for key in train_steps(config(), 1).tensors)
 
 
+@pytest.mark.in_turn(2, 3)
 @pytest.mark.usefixtures("warm_ranks")
 def test_runs_go_on_with_their_biases(prepared: Path, tmp_path: Path) -> None:
     """Biases stay fp32 in a bf16 run, on two stages, then on two sharded ranks, and through an exported folder."""

@@ -161,6 +161,7 @@ def test_several_nodes_at_once_have_diverged(small_run: dict[str, Any]) -> None:
     assert trial.events[-1]["step"] == 5
 
 
+@pytest.mark.in_turn(2, 3)
 def test_the_same_step_on_another_node_has_diverged(small_run: dict[str, Any]) -> None:
     trial = Trial(small_run)
     assert trial.go(FaultPlan().nan(3, 4)) == SECOND_AT_FAULT

@@ -1,6 +1,8 @@
 """A step whose loss is far above that of earlier steps is skipped, or the run rolls back."""
 
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from optimus.checkpoint.reader import Reader
 from optimus.observe.metrics import read_metrics
 from optimus.resilience.events import EventLog
 from optimus.training import checks, step
+from optimus.training.hooks.spikes import LEAST, Spikes
 
 
 def spiking(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
@@ -58,6 +61,7 @@ def test_a_loss_that_stays_up_is_taken_for_what_it_is(config: dict[str, Any], mo
     assert read_metrics(Path(config["train"]["output"]))[-1]["skipped_steps"] == 4
 
 
+@pytest.mark.in_turn(0, 2)
 def test_going_back(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A run rolls back to the newest weights, then ends; the resumed run has no spike."""
     run, events = Path(config["train"]["output"]), EventLog(config["train"]["output"])
@@ -93,3 +97,12 @@ def test_there_must_be_something_to_go_back_to(config: dict[str, Any], monkeypat
         optimus.UserError, match=r"no weights of an earlier step are saved \(checkpoint.weights_every\)"
     ):
         train(config)
+
+
+def test_equal_losses_give_no_limit() -> None:
+    trainer: Any = SimpleNamespace(config=SimpleNamespace(resilience=SimpleNamespace(spike=6.0, max_skipped=3)))
+    hook = Spikes(None)
+    hook.load_state_dict({"losses": [2.5] * LEAST, "in_a_row": 0})
+    assert hook.loss_limit(trainer) == math.inf
+    hook.load_state_dict({"losses": [2.6], "in_a_row": 0})
+    assert 2.6 < hook.loss_limit(trainer) < 2.8

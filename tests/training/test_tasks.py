@@ -1,8 +1,10 @@
 """Tasks during training enter the metrics, are equal in every layout and do not change the run."""
 
 import json
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -13,6 +15,8 @@ pytest.importorskip("lm_eval", reason="needs the extra `evaluate`")
 from helpers.trained import train_here
 from optimus import evaluate, train
 from optimus.errors import UserError
+from optimus.evaluation import score
+from optimus.evaluation.harness import HarnessModel
 from optimus.observe.metrics import read_metrics
 from optimus.testing import run_ranks
 
@@ -94,3 +98,25 @@ def test_bad_input(config: dict[str, Any]) -> None:
         train({**config, "evaluate": config["evaluate"] | {"tasks": ["sick"]}})
     with pytest.raises(UserError, match="tasks, task_data and tasks_every go together"):
         train({**config, "evaluate": {"tasks": ["sciq"]}})
+
+
+def test_all_ranks_score_in_batches_of_one_size(config: dict[str, Any]) -> None:
+    config["state"] = {"shard": "parameters"}
+    sizes = run_ranks(sizes_of_batches, 2, config)
+    assert sizes == [{7}, {7}]
+
+
+def sizes_of_batches(config: dict[str, Any]) -> set[int]:
+    """Returns the tokens per batch with which this rank scores, if the harness asks for 7."""
+    sizes, own, init = set[int](), score.score, HarnessModel.__init__
+
+    def noted(model: Any, windows: Any, tokens_per_batch: int = score.TOKENS_PER_BATCH) -> Any:
+        sizes.add(tokens_per_batch)
+        return own(model, windows, 7)
+
+    with (
+        patch.object(score, "score", noted),
+        patch.object(HarnessModel, "__init__", partialmethod(init, tokens_per_batch=7)),
+    ):
+        train_rank(config)
+    return sizes

@@ -23,6 +23,7 @@ from torch import Tensor
 
 import optimus
 from helpers.covering import covering
+from helpers.items import SIZE
 from helpers.sweep import in_turns
 from optimus.checkpoint.folder import step_folder
 from optimus.checkpoint.reader import Reader
@@ -255,8 +256,12 @@ def check(draw: Draw, data: Path, place: Path, tmp_path: Path, monkeypatch: pyte
         sampled = {line["step"]: [each["prompt"] for each in line["samples"]] for line in lines}
         assert sampled == {step: ["def", ""] for step in (2, 4, 6) if step > begins}
     (there, counters), (here, own) = map(last, outputs)
+    streams = [each.pop("streams", {}) for each in (own, counters)]
     assert own == counters
-    assert ("streams" in own) == (draw.data == "Stream")
+    for stream in (each for found in streams for each in found.values()):  # any state before the next row will do
+        assert stream["row"] > 0
+        assert (stream["state"]["next"] - stream["row"]) % SIZE == 0
+    assert [bool(found) for found in streams] == [draw.data == "Stream"] * 2
     assert own.get("hooks") == ({"helpers.counting.Counting": {"steps": STEPS}} if draw.hook else None)
     assert here.keys() == there.keys()
     assert [key for key in there if not torch.equal(here[key], there[key])] == []

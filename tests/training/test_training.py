@@ -4,6 +4,7 @@ import copy
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -17,6 +18,7 @@ from optimus.config import load_config
 from optimus.model import vocabulary
 from optimus.observe.metrics import read_metrics
 from optimus.training import step
+from optimus.training.hooks.huge_gradients import HugeGradients
 from optimus.training.step import clip_scale, step_learning_rate
 
 
@@ -246,6 +248,23 @@ def test_huge_gradients_are_noted_and_too_large_ones_end_the_run(
     assert [record["skipped_steps"] for record in records] == [0, 0, 0, 1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    ("norm", "loss", "skipped", "what"),
+    [
+        (1e17, 1.0, False, "were applied: large second moments"),
+        (1e17, 1.0, True, "were not applied, because the loss was too high"),  # above a `loss_limit`
+        (1e17, float("nan"), True, "were not applied, because the loss was too high or not finite"),
+        (1e22, 1.0, True, "have squares beyond the range of fp32: the update was skipped"),
+    ],
+)
+def test_what_is_said_of_huge_gradients(norm: float, loss: float, skipped: bool, what: str) -> None:
+    said: list[str] = []
+    result = step.StepResult(loss, 0.0, 0.0, norm, 1e-3, skipped, clipped_norm=norm)
+    trainer = SimpleNamespace(say=said.append, progress=SimpleNamespace(step=3))
+    HugeGradients().after_step(trainer, SimpleNamespace(result=result))  # type: ignore[arg-type]
+    assert [what in each for each in said] == [True]
+
+
 @pytest.mark.slow
 def test_bad_data_on_one_rank_ends_all_and_saves(prepared: Path, small_run: dict[str, Any], tmp_path: Path) -> None:
     """Rank 1 alone reads the damaged row: shards have 12 rows, and the second step has rows 8 to 15."""
@@ -261,6 +280,7 @@ def test_bad_data_on_one_rank_ends_all_and_saves(prepared: Path, small_run: dict
     assert read_description(list_checkpoints(Path(small_run["train"]["output"]))[-1]).step == 1
 
 
+@pytest.mark.in_turn(0, 3)
 @pytest.mark.slow
 @pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize(("shard", "collective"), [("none", "all_reduce"), ("gradients", "send")])
@@ -281,6 +301,7 @@ def test_a_trace_shows_gradients_on_their_way_during_the_backward_pass(
     assert len(during) >= 2  # operations of the backward pass begin and end during the transfer
 
 
+@pytest.mark.in_turn(1, 3)
 @pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize(("overlap", "sequence"), [(True, True), (True, False), (False, True)])
 def test_a_trace_shows_input_gradients_on_their_way_beside_the_weights_product(

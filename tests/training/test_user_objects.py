@@ -3,8 +3,10 @@
 import abc
 import dataclasses
 import json
+import os
 import re
 import shutil
+import sys
 import threading
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,9 +17,10 @@ import torch
 import yaml
 
 import optimus
-from helpers.items import LENGTH, SIZE, Items, Stream, item
+from helpers.items import LENGTH, SIZE, Items, Late, Stream, item
 from helpers.launched import launched
-from helpers.sweep import part_of
+from helpers.plugin_tables import tables_restored
+from helpers.sweep import in_turns, part_of
 from optimus import api, functions
 from optimus.checkpoint.folder import list_checkpoints, read_description
 from optimus.config import load_config
@@ -114,7 +117,7 @@ def test_flags_of_an_item(prepared: Path, tmp_path: Path) -> None:
         ({"tokens": [1]}, "item 0 has the keys tokens: give a mapping with input_ids"),
         ({"input_ids": [[1, 2]]}, r"has the shape \[1, 2\] and the type int64: yield items one by one"),
         ({"input_ids": [1.5]}, "the type float64: give a list of integers"),
-        ({"input_ids": []}, "the type float64|has 0 tokens"),
+        ({"input_ids": []}, r"has 0 tokens, but a row has 1 to 6 .* leave out empty ones"),
         ({"input_ids": [1] * 7}, r"item 0 has 7 tokens, but a row has 1 to 6 \(train.sequence_length\)"),
         ({"input_ids": [1, 320]}, "has the token 320, but .* has the tokens 0 to"),
         ({"input_ids": [1, -1]}, "has the token -1"),
@@ -208,6 +211,21 @@ def test_a_stream_begins_anew_at_its_end_and_continues_from_a_state(prepared: Pa
         late.stored_rows(40, 48)
 
 
+def test_a_stream_that_its_user_has_advanced_has_the_same_passes_after_a_resume(prepared: Path) -> None:
+    def opened() -> StreamRows:
+        advanced = Stream()
+        advanced.load_state_dict({"next": 10})
+        found = rows_of("argument", advanced, tokenizer=str(prepared), context=LENGTH, seed=0)
+        assert isinstance(found, StreamRows)
+        return found
+
+    stream, late = opened(), opened()
+    rows = np.concatenate([stream.stored_rows(first, first + 6) for first in range(0, 3 * SIZE, 6)])
+    assert np.array_equal(rows[: SIZE - 10], rows[SIZE - 10 : 2 * (SIZE - 10)])
+    late.load_state(json.loads(json.dumps(stream.state_before(12))))
+    assert np.array_equal(late.stored_rows(12, 3 * SIZE), rows[12:])
+
+
 def test_a_stream_without_more_items_is_named(prepared: Path) -> None:
     class Once(Stream):
         def __iter__(self) -> Any:
@@ -239,7 +257,7 @@ def test_a_state_that_is_not_json_is_named(prepared: Path) -> None:
 # ---- Runs ----
 
 
-@pytest.mark.parametrize("kind", [Items, Stream])
+@pytest.mark.parametrize("kind", in_turns([Items, Stream], 2))
 def test_every_layout_has_the_numbers_of_one_process(
     kind: type, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,6 +311,36 @@ def test_a_resumed_stream_is_not_read_from_its_beginning(prepared: Path, tmp_pat
     assert stream.asked[0] == 3 * 8
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_stream_is_after_a_run_as_it_was_before(
+    ranks: int, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second new run with the object, and a resumed one, have the rows of runs with new objects."""
+    monkeypatch.setattr(here, "start_ranks", launched)
+    one = Late()
+    optimus.train(config_of(prepared, tmp_path / "expected"), ["train.steps=4"], ranks=1, data=Late())
+    for name in ("first", "second"):
+        for stop in (2, None):
+            overrides = ["train.steps=4", *([] if stop is None else [f"train.stop_at={stop}"])]
+            optimus.train(config_of(prepared, tmp_path / name), overrides, ranks=ranks, resume=stop is None, data=one)
+            assert one.state_dict() == {"next": 7}
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "expected"), rel=2e-5)
+
+
+def test_a_stream_that_cannot_go_back_does_not_fail_the_run(
+    prepared: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Forward(Stream):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise NotImplementedError
+
+    assert optimus.train(config_of(prepared, tmp_path / "run"), ranks=1, data=Forward())["step"] == 6
+    assert (
+        "data: its load_state_dict failed (NotImplementedError): correct its code; another run"
+        in capfd.readouterr().err
+    )
+
+
 @pytest.mark.parametrize("batch", [3, 5])
 def test_a_step_may_end_inside_a_row(batch: int, prepared: Path, tmp_path: Path) -> None:
     """The sequences of the first phase are halves of rows, of which its steps read an odd number."""
@@ -328,6 +376,69 @@ def test_another_dataset_is_noted(prepared: Path, tmp_path: Path, capfd: pytest.
     optimus.train(config, ["train.stop_at=2"])
     optimus.train(config, ["data.dataset=helpers.items.Late"], resume=True)
     assert "continuing with another configuration: data.dataset" in capfd.readouterr().err
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Failing(Momentum):
+    """Fails on the last of two ranks, in its second step."""
+
+    def apply(self, now: OptimizerStep, tile: Tile) -> None:
+        if now.step == 2 and os.environ.get("RANK", "1") == "1":
+            raise ValueError("odd")
+        super().apply(now, tile)
+
+
+@pytest.mark.parametrize(("ranks", "offload"), [(1, "none"), (2, "none"), (2, "optimizer")])
+def test_a_rule_that_fails_is_one_message(
+    prepared: Path, tmp_path: Path, ranks: int, offload: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # ranks are programs, which import `helpers`
+    config = config_of(prepared, tmp_path / "run", dataset="helpers.items.items")
+    with pytest.raises(optimus.UserError) as caught:
+        optimus.train(config, [f"state.offload={offload}"], ranks=ranks, optimizer=Failing(weight_decay=0.1))
+    message = f"rank {ranks - 1}: the update rule Failing failed (ValueError: odd): correct its method apply"
+    assert re.search(rf"step [23]: {re.escape(message)}", str(caught.value)), caught.value
+    assert "Traceback" not in str(caught.value)
+
+
+ODD_RATES = """
+from optimus.extend import LrRow
+
+def rate(schedule, step):
+    if step == schedule.options["at"]:
+        ODD
+    return schedule.peak
+
+ROWS = [LrRow("odd", rate, {"at": 3})]
+"""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "at", "odd", "message"),
+    [
+        (1, 1, "raise ValueError('a\\nb')", "failed (ValueError: a b): correct its function rate"),
+        (1, 4, "return 'fast'", "returns 'fast': return a finite number of at least 0"),
+        (2, 1, "return float('nan')", "returns nan: return a finite number of at least 0"),
+        (2, 3, "raise SystemExit(3)", "failed (SystemExit: 3): correct its function rate"),
+    ],
+)
+def test_a_learning_rate_that_fails_is_one_message(
+    ranks: int, at: int, odd: str, message: str, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # ranks are programs, which import `helpers`
+    (tmp_path / "odd_rates.py").write_text(ODD_RATES.replace("ODD", odd))
+    config = config_of(prepared, tmp_path / "run", dataset="helpers.items.items") | {"plugins": ["odd_rates"]}
+    config["lr_schedule"] = {"name": "odd", "warmup_steps": 0, "options": {"at": at}}
+    try:
+        with tables_restored(), pytest.raises(optimus.UserError) as caught:
+            optimus.train(config, ranks=ranks)
+    finally:
+        sys.modules.pop("odd_rates", None)
+    assert re.search(rf"step {at}: rank [01]: the learning-rate schedule odd {re.escape(message)}", str(caught.value))
+    assert "Traceback" not in str(caught.value)
+    assert caught.value.code == 2
 
 
 def test_an_instance_has_its_own_hyperparameters(prepared: Path, tmp_path: Path) -> None:

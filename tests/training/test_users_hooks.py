@@ -308,6 +308,7 @@ def test_a_hook_ends_the_run_early_and_keeps_a_number_over_a_resume(
     assert steps_of(config)[-1] == 6
 
 
+@pytest.mark.in_turn(2, 3)
 def test_objects_are_hooks_where_ranks_are_programs(
     small_run: dict[str, Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -510,6 +511,7 @@ def test_numbers_for_the_metrics(small_run: dict[str, Any], hooks: str) -> None:
         ({"norm": torch.ones(2)}, r"record\.values\['norm'\] is a Tensor: give a number, for example by float\(\)"),
         ({"norm": None}, "is a NoneType: give a number"),
         ({"norm": "big"}, "is a str: give a number"),
+        ({"norm": 10**400}, r"record\.values\['norm'\] is beyond the largest float: give a smaller number"),
         ({5: 1.0}, r"record\.values\[5\]: give a name, as text"),
         ({"": 1.0}, r"record\.values\[''\]: give a name, as text"),
         ({"loss": 1.0}, r"record\.values\['loss'\] is a metric of the library: choose another name"),
@@ -578,7 +580,7 @@ def test_whatever_a_hook_raises_or_changes_is_said(small_run: dict[str, Any]) ->
         assert steps_of(run) == [1]
 
 
-@pytest.mark.parametrize("what", ["step", "progress", "folder"])
+@pytest.mark.parametrize("what", ["step", "progress", "phases", "folder"])
 def test_what_a_hook_leaves_as_it_is(
     small_run: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
@@ -590,6 +592,8 @@ def test_what_a_hook_leaves_as_it_is(
                 trainer.progress.step += 3
             elif what == "progress":
                 trainer.progress = copy.copy(trainer.progress)
+            elif what == "phases":
+                trainer.progress.phases.clear()
             else:
                 os.chdir("/")
 

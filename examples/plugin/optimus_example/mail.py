@@ -27,4 +27,4 @@ def _text(message: bytes) -> str:
     return f"{parsed['subject'] or ''}\n\n{body.get_content() if body else ''}"
 
 
-MAIL = record_reader("mail", (".mbox",), messages)
+MAIL = record_reader("mail", (".mbox",), messages, binary=True)

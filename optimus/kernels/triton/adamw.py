@@ -1,7 +1,4 @@
-"""AdamW (Loshchilov and Hutter 2019, algorithm 2) on the flat tensors of a chunk, in one pass over memory.
-
-The kernel widens and scales the gradient in registers, and writes the compute copy together with the new weight.
-"""
+"""AdamW (Loshchilov and Hutter 2019, algorithm 2) on flat tensors, in one pass over memory."""
 
 import math
 
@@ -23,8 +20,10 @@ def adamw(
     gradient_scale: float,
     copy: Tensor | None,
 ) -> None:
-    """Updates `weight`, `m` and `v` in place, and fills `copy`, if given; `factors` are (beta1, beta2, eps, weight
-    decay)."""
+    """Updates `weight`, `m` and `v` in place, and writes the new weights to `copy`, if given.
+
+    `factors` are (beta1, beta2, eps, weight decay).
+    """
     beta1, beta2, eps, weight_decay = factors
     # The host subtracts numbers near 1 in fp64: 1 - 0.999 in fp32 is wrong in the fifth digit.
     _adamw[(max(1, triton.cdiv(weight.numel(), _BLOCK)),)](

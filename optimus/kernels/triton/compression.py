@@ -1,9 +1,6 @@
 """Conversion of a buffer between its dense and its compressed form, by a bit mask; see `state.masks`.
 
-A program converts one block of positions. The block's unpruned elements are consecutive in the compressed form,
-starting at the number of unpruned elements before the block.
-
-Legend: P positions of the dense form, W = P / 32 words of bits, B blocks, K unpruned positions.
+Legend: P positions of the dense form, W = ceil(P / 32) words of bits, B blocks, K unpruned positions.
 """
 
 import triton
@@ -16,7 +13,8 @@ _WORD = 32
 def compress(x_P: Tensor, words_W: Tensor, before_B: Tensor, unpruned: int, block: int) -> Tensor:
     """Returns the elements of x whose bits in `words_W` (int32, lowest bit first) are set; [K].
 
-    `before_B` (int32) counts the unpruned elements before each block of `block` positions, a power of two.
+    `before_B` (int32) has, for each block of `block` positions, the number of unpruned elements before the block.
+    `block` must be a power of two, and `unpruned` must be K.
     """
     compressed_K = x_P.new_empty(unpruned)
     if unpruned:
@@ -25,15 +23,14 @@ def compress(x_P: Tensor, words_W: Tensor, before_B: Tensor, unpruned: int, bloc
 
 
 def expand(compressed_K: Tensor, words_W: Tensor, before_B: Tensor, x_P: Tensor, block: int) -> None:
-    """Writes `compressed_K` to its positions in x, and leaves the other elements unchanged."""
+    """Writes `compressed_K` to the unpruned positions of x, and leaves the other elements unchanged."""
     if len(compressed_K):
         _expand[(len(before_B),)](compressed_K, words_W, before_B, x_P, len(x_P), BLOCK=block, WORD=_WORD)
 
 
 @triton.jit
 def _unpruned_indices(words_W, before_B, P, BLOCK: tl.constexpr, WORD: tl.constexpr):
-    """Returns (positions of this program's block, mask of the unpruned positions, their indices among all unpruned
-    positions)."""
+    """Returns (positions of this program's block, mask of the unpruned positions, indices in the compressed form)."""
     p = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     word = tl.load(words_W + p // WORD, mask=p < P, other=0)
     unpruned = (word >> (p % WORD).to(tl.int32)) & 1
@@ -44,7 +41,7 @@ def _unpruned_indices(words_W, before_B, P, BLOCK: tl.constexpr, WORD: tl.conste
 @triton.jit
 def _compress(x_P, words_W, before_B, compressed_K, P, BLOCK: tl.constexpr, WORD: tl.constexpr):
     p, unpruned, index = _unpruned_indices(words_W, before_B, P, BLOCK, WORD)
-    x = tl.load(x_P + p, mask=p < P)  # pruned elements too, because they share cache lines with unpruned elements
+    x = tl.load(x_P + p, mask=p < P)  # loads pruned elements too, which share cache lines with unpruned elements
     tl.store(compressed_K + index, x, mask=unpruned)
 
 

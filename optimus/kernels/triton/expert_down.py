@@ -1,12 +1,10 @@
 """Stage 4b, expert computation: the down-projection (Algorithm 1 of the Optimus paper, line 79), and its backward pass.
 
-For the output's gradient g [T, H], a row of the experts' output has gradient weights[t, k] * g[t] (line 107). The
-kernel never materializes this gradient: it computes down^T g from the rows of g, and its epilogue applies the weight.
-The epilogue also recomputes h from z. The gradient of the routing weight, <y, g> in line 108, is <down h, g> = <h,
-down^T g>, so autograd does not save the experts' outputs y.
+The backward kernel computes down^T g for the output's gradient g, and applies the routing weight afterwards (line 107).
+The gradient of the routing weight, <y, g> in line 108, is <h, down^T g>.
 
-Legend: T tokens, K experts per token, P routed rows, E experts, R tiles of rows, H hidden, I intermediate, J = 2 I, C tiles
-of columns.
+Legend: T tokens, K experts per token, P routed rows, E experts, E1 = E + 1, R tiles of rows, H hidden, I intermediate,
+J = 2 I, C tiles of columns.
 """
 
 from typing import NamedTuple
@@ -21,18 +19,19 @@ from optimus.kernels.triton.swiglu import swiglu_tile, swiglu_tile_backward
 from optimus.kernels.triton.token_index import TokenIndex, rows_of_tile
 from optimus.kernels.triton.tuning import by_descriptors, precision, programs, tiles
 
-_AT_ONCE = tl.constexpr(32)  # columns per step of the backward epilogue; half as many for `clamped_silu`
+_AT_ONCE = tl.constexpr(32)  # columns per step of the backward epilogue; `clamped_silu` takes half as many
 
 
 def expert_down(h_PI: Tensor, down_EHI: Tensor, routes: TokenIndex) -> Tensor:
-    """Returns the experts' outputs, row by row; [P, H]."""
+    """Returns the experts' outputs [P, H], before the routing weights. Rows from `routes.offset_E1[-1]` on are not
+    written."""
     return grouped_product("down", h_PI, down_EHI, routes, transposed=True)
 
 
 class DownGradients(NamedTuple):
-    z_PJ: Tensor  # the gradient of the pre-activation
-    h_PI: Tensor  # the activation times the row's routing weight, from which the gradient of down follows
-    weight_PC: Tensor  # the gradient of the row's routing weight, as partial sums; fp32
+    z_PJ: Tensor
+    h_PI: Tensor  # the activation times the row's routing weight
+    weight_PC: Tensor  # the gradient of the row's routing weight, as one partial sum per tile of columns; fp32
 
 
 def expert_down_backward(
@@ -45,9 +44,12 @@ def expert_down_backward(
     *,
     clamped: bool = False,
 ) -> DownGradients:
-    """Computes `DownGradients` from the output's gradient. The activation is silu, or `clamped_silu` if `clamped`."""
+    """Computes `DownGradients` from the gradient of the layer's output [T, H].
+
+    The activation is silu, or `clamped_silu` if `clamped`.
+    """
     H, I = down_EHI.shape[1:]
-    t = tiles("down_backward", y_grad_TH, routes.row_tile, max(I, 32), H)  # the epilogue halves the tile
+    t = tiles("down_backward", y_grad_TH, routes.row_tile, max(I, 32), H)  # at least `_AT_ONCE` columns
     column_tiles = triton.cdiv(I, t.columns)
     out = DownGradients(
         torch.empty_like(z_PJ),
@@ -67,7 +69,7 @@ def expert_down_backward(
 def expert_down_weight_gradient(
     y_grad_TH: Tensor, weighted_h_PI: Tensor, token_P: Tensor, routes: TokenIndex, into_EHI: Tensor, *, accumulate: bool
 ) -> Tensor:
-    """Writes the gradient of down to `into_EHI`, or adds it there if `accumulate`."""
+    """Writes the gradient of down to `into_EHI`, or adds the gradient if `accumulate`."""
     return weight_gradient(
         y_grad_TH, weighted_h_PI, token_P, routes, rows_first=False, into=into_EHI, accumulate=accumulate
     )
@@ -113,9 +115,9 @@ def _through_swiglu(
     h_grad, weight, z, z_grad, weighted_h, row, real, column, I: tl.constexpr, CLAMPED: tl.constexpr,
     ROW_TILE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Stores the results that follow from down^T g in columns from `column` on; returns the partial sums of <h, down^T g>.
+    """Stores the results for `COLUMNS` columns from `column` on; returns the partial sums of <h, down^T g>.
 
-    The epilogue processes a few columns at a time, because the values of a whole tile do not fit into registers.
+    Each step takes a few columns: the values of a whole tile do not fit into registers.
     """
     at_once: tl.constexpr = _AT_ONCE // 2 if CLAMPED else _AT_ONCE
     if at_once < COLUMNS:

@@ -1,10 +1,7 @@
-"""The experts' feed-forward layers as one autograd function over stages 2 to 5 of Algorithm 1 of the Optimus paper.
-
-The forward pass saves x, the pre-activation z, the weights and the index, but neither the gathered input nor the
-experts' outputs.
+"""The experts' feed-forward layers as one autograd function: stages 2 to 5 of Algorithm 1 (Optimus paper).
 
 Legend: T tokens, K experts per token, P routed rows, E experts of this rank, H hidden, I intermediate, J = 2 I, C
-partial sums of the gradient of a row's routing weight.
+partial sums per gradient of a routing weight.
 """
 
 from collections.abc import Callable
@@ -29,7 +26,7 @@ from optimus.kernels.triton.tuning import row_tile
 
 
 class ExpertMLP(torch.autograd.Function):
-    """See `kernels.expert_mlp`. The kernels skip choices outside [0, E), which belong to other ranks."""
+    """See `kernels.expert_mlp`. The kernels skip choices outside [0, E)."""
 
     @staticmethod
     def forward(
@@ -67,7 +64,7 @@ class ExpertMLP(torch.autograd.Function):
         z_grad_PJ, weighted_h_PI, weight_grad_PC = expert_down_backward(
             y_grad_TH, weights_TK, z_PJ, down_EHI, token_P, routes, clamped=ctx.clamped
         )
-        # Precedes the weight gradients, because the owner of a weight may free the weight after `GradientBuffer.add`.
+        # Precedes the weight gradients: after `GradientBuffer.add`, the weight's memory may be free.
         x_grad_TH = expert_up_backward(z_grad_PJ, gate_up_EJH, routes)
         of_down = partial(expert_down_weight_gradient, y_grad_TH, weighted_h_PI, token_P, routes)
         down_grad = _gradient(down_EHI, down_buffer, of_down) if ctx.needs_input_grad[4] else None
@@ -79,7 +76,6 @@ class ExpertMLP(torch.autograd.Function):
 
 
 def _gradient(weight: Tensor, buffer: GradientBuffer | None, write: Callable[..., Tensor]) -> Tensor | None:
-    """Returns the gradient for autograd, or adds it to the buffer and returns None."""
     if buffer is None:
         return write(torch.empty_like(weight), accumulate=False)
     buffer.add(lambda grad: write(grad.view(weight.shape), accumulate=True))

@@ -1,12 +1,7 @@
-"""Stage 5, output reduction (Algorithm 1 of the Optimus paper, lines 81-96), and sums of its backward pass (lines 98 to
-113).
+"""Stage 5, output reduction (Algorithm 1 of the Optimus paper, lines 81-96), and sums in the experts' backward pass
+(lines 98-113).
 
-One program computes an output element as a sum over k, in the order of the choices. The same kernel, without weights,
-sums the gradient of the experts' input. `expert_down_backward` implements lines 107 and 108, except for the sums over
-C.
-
-Legend: T tokens, K experts per token, P routed rows, H hidden, C partial sums of the gradient of a row's routing
-weight.
+Legend: T tokens, K experts per token, P routed rows, H hidden, C partial sums of a routing weight's gradient.
 """
 
 import triton
@@ -14,13 +9,13 @@ import triton.language as tl
 from torch import Tensor
 
 _ROWS, _COLUMNS = 4, 512  # numbers of tokens and columns of one program's output
-_CHOICES = 256  # choices per program in the summation of partial sums
+_CHOICES = 256  # routing weights per program of `_sum_parts`
 
 
 def expert_reduce(y_PH: Tensor, weights_TK: Tensor | None, position_TK: Tensor) -> Tensor:
     """Returns for each token the sum over k of weights[t, k] * y[position[t, k]]; [T, H] in y's dtype.
 
-    Skips positions of -1.
+    Skips positions of -1. Without `weights_TK`, all weights are 1.
     """
     (T, K), H = position_TK.shape, y_PH.shape[1]
     out_TH = y_PH.new_empty(T, H)
@@ -33,11 +28,13 @@ def expert_reduce(y_PH: Tensor, weights_TK: Tensor | None, position_TK: Tensor) 
 
 
 def expert_reduce_backward(weight_grad_PC: Tensor, weights_TK: Tensor, position_TK: Tensor) -> Tensor:
-    """Returns the gradient of the routing weights in their dtype: each row's sum over C, or 0 for a choice without a
-    row."""
+    """Returns the gradient of `weights_TK`, in the dtype of `weights_TK`.
+
+    A weight's gradient is the sum over C of the row at the weight's position, or 0 for the position -1.
+    """
     choices = weights_TK.numel()
     programs = max(1, triton.cdiv(choices, _CHOICES))
-    # The length is a multiple of `_CHOICES`, so that the store needs no mask.
+    # The length is a multiple of `_CHOICES`: the store has no mask.
     sums = weights_TK.new_empty(programs * _CHOICES)
     _sum_parts[(programs,)](weight_grad_PC, position_TK, sums, choices, C=weight_grad_PC.shape[1], CHOICES=_CHOICES)
     return sums[:choices].view(weights_TK.shape)

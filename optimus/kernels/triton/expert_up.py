@@ -1,10 +1,8 @@
-"""Stage 4a, expert computation: the gathered up-projection with SwiGLU (Algorithm 1 of the Optimus paper, lines 75-78).
+"""Stage 4a, expert computation: the up-projection of gathered tokens with SwiGLU (Algorithm 1 of the Optimus paper,
+lines 75-78), and the projection's backward pass.
 
-The kernel reads the input of a row from `x_TH`, so the gathered input (line 75) never exists. Gate and up of the same
-columns are the halves of one tile of sums, and the epilogue applies the activation. The backward pass recomputes h from
-the saved z, so the forward pass also computes h from the rounded z.
-
-Legend: T tokens, K experts per token, P routed rows, E experts, R tiles of rows, H hidden, I intermediate, J = 2 I.
+Legend: T tokens, K experts per token, P routed rows, E experts (E1: E + 1), R tiles of rows, H hidden, I intermediate,
+J = 2 I.
 """
 
 import triton
@@ -17,8 +15,8 @@ from optimus.kernels.triton.swiglu import swiglu_tile
 from optimus.kernels.triton.token_index import TokenIndex, rows_of_tile
 from optimus.kernels.triton.tuning import by_descriptors, precision, programs, tiles
 
-_AT_ONCE = tl.constexpr(64)  # columns per step of the epilogue of a clamped activation
-_BIAS_ROWS, _BIAS_COLUMNS = 32, 128  # rows and columns that a program sums per step
+_AT_ONCE = tl.constexpr(64)  # maximum number of columns that a clamped activation computes at once
+_BIAS_ROWS, _BIAS_COLUMNS = 32, 128  # rows per step, and maximum number of columns, of a program of `_sum_rows`
 
 
 def expert_up(
@@ -30,9 +28,9 @@ def expert_up(
     *,
     clamped: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (z_PJ, h_PI) in x's dtype: gate and up projections of every row's token, and their activation.
+    """Returns (z_PJ, h_PI) in x's dtype: gate and up projections of every row's token, and the gated activation.
 
-    `bias_EJ` is an optional bias of the projections. The activation is silu, or `clamped_silu` if `clamped`.
+    The activation is silu, or `clamped_silu` if `clamped`. The unused rows of `routes` have undefined results.
     """
     J, H = gate_up_EJH.shape[1:]
     I, P = J // 2, len(token_P)
@@ -50,7 +48,7 @@ def expert_up(
 
 
 def expert_up_backward(z_grad_PJ: Tensor, gate_up_EJH: Tensor, routes: TokenIndex) -> Tensor:
-    """Returns the gradient of x [T, H]: for each token the sum of its rows' gradients, in the order of the choices."""
+    """Returns the gradient of x [T, H]."""
     x_grad_PH = grouped_product("up_backward", z_grad_PJ, gate_up_EJH, routes, transposed=False)
     return expert_reduce(x_grad_PH, None, routes.position_TK)
 
@@ -58,12 +56,12 @@ def expert_up_backward(z_grad_PJ: Tensor, gate_up_EJH: Tensor, routes: TokenInde
 def expert_up_weight_gradient(
     z_grad_PJ: Tensor, x_TH: Tensor, token_P: Tensor, routes: TokenIndex, into_EJH: Tensor, *, accumulate: bool
 ) -> Tensor:
-    """Writes the gradient of gate_up to `into_EJH`, or adds it there if `accumulate`."""
+    """Writes the gradient of gate_up to `into_EJH`, or adds the gradient if `accumulate`."""
     return weight_gradient(x_TH, z_grad_PJ, token_P, routes, rows_first=True, into=into_EJH, accumulate=accumulate)
 
 
 def expert_up_bias_gradient(z_grad_PJ: Tensor, experts: int, routes: TokenIndex) -> Tensor:
-    """Returns the gradient of the bias [E, J]: for each expert the sum of its rows."""
+    """Returns the gradient of the bias [E, J]."""
     J = z_grad_PJ.shape[1]
     grad_EJ, columns = z_grad_PJ.new_empty(experts, J), min(_BIAS_COLUMNS, triton.next_power_of_2(J))
     grid = (experts, triton.cdiv(J, columns))
@@ -114,6 +112,7 @@ def _expert_up(
             x_at += INNER
         if BIASED:
             sums += tl.load(bias_EJ + expert.to(tl.int64) * 2 * I + j).to(tl.float32)[None, :]
+        # h comes from the rounded z, as in the backward pass.
         gate, up = halves(sums.to(z_PJ.dtype.element_ty), ROW_TILE, COLUMNS)
         z, h, real = z_PJ + first.to(tl.int64) * 2 * I, h_PI + first.to(tl.int64) * I, row == readable
         _activated(gate, up, z, h, row, real, column, I, CLAMPED, ROW_TILE, COLUMNS)
@@ -124,8 +123,6 @@ def _activated(
     gate, up, z, h, row, real, column, I: tl.constexpr, CLAMPED: tl.constexpr, ROW_TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Stores gate, up and the activation in columns from `column` on; if `CLAMPED`, at most `_AT_ONCE` columns at a
-    time."""
     if CLAMPED and COLUMNS > _AT_ONCE:
         gate_left, gate_right = halves(gate, ROW_TILE, COLUMNS // 2)
         up_left, up_right = halves(up, ROW_TILE, COLUMNS // 2)

@@ -1,11 +1,7 @@
-"""Tiled matmuls of the experts' rows with the experts' weights, for stages 4a, 4b and their backward passes.
+"""Tiled matmuls of experts, for stages 4a, 4b and their backward passes (Algorithm 1 of the Optimus paper).
 
-Kernels load contiguous operands by TMA descriptors if `tuning.by_descriptors` allows descriptors, and by pointers
-otherwise. Kernels load gathered rows by pointers. On a chip with TMA, there are at most as many programs as processors,
-so a program may compute several tiles.
-
-Legend: T tokens, P routed rows, E experts, R tiles of rows; A [P, L] @ B [E, L, N] -> [P, N], where [X, Y] is [L, N] or
-[N, L]; a weight's gradient is [E, M, N], from G columns of tokens and O columns of rows.
+Legend: T tokens, P routed rows, E experts, E1 = E + 1, R tiles of rows; L inputs, N outputs, [X, Y] = [L, N] or [N, L];
+G columns of tokens, O columns of routed rows. Weight gradients have [M, N] = [G, O] or [O, G].
 """
 
 from typing import Any
@@ -21,7 +17,10 @@ from optimus.kernels.triton.tuning import Kernel, adds_in_memory, by_descriptors
 
 
 def grouped_product(kernel: Kernel, a_PL: Tensor, b_EXY: Tensor, routes: TokenIndex, *, transposed: bool) -> Tensor:
-    """Returns [P, N] in a's dtype: each row times the matrix of its expert, [L, N], or [N, L] if `transposed`."""
+    """Returns [P, N]: each routed row times the [L, N] matrix of the row's expert.
+
+    With `transposed`, the matrices are stored as [N, L]. Rows from `routes.offset_E1[-1]` on are not written.
+    """
     P, L = a_PL.shape
     N = b_EXY.shape[1 if transposed else 2]
     out_PN = a_PL.new_empty(P, N)
@@ -38,7 +37,7 @@ def grouped_product(kernel: Kernel, a_PL: Tensor, b_EXY: Tensor, routes: TokenIn
 
 
 def described(x: Tensor, block_shape: list[int], tma: bool) -> Any:
-    """Returns a contiguous `x` as a kernel argument: a descriptor with tiles of `block_shape` if `tma`, else `x` itself."""
+    """Returns a descriptor of `x` with tiles of `block_shape` if `tma`, else `x` itself. `x` must be contiguous."""
     return TensorDescriptor.from_tensor(x, block_shape) if tma else x
 
 
@@ -46,16 +45,15 @@ def weight_gradient(
     tokens_TG: Tensor, rows_PO: Tensor, token_P: Tensor, routes: TokenIndex, *, rows_first: bool, into: Tensor,
     accumulate: bool,
 ) -> Tensor:  # fmt: skip
-    """Computes for each expert the sum over its rows of the outer product of the row's token and the row of `rows_PO`.
+    """Sums, over the rows p of each expert, the outer products of `tokens_TG[token_P[p]]` and `rows_PO[p]`.
 
-    The result is [E, G, O], or [E, O, G] with `rows_first`. The function writes the result to `into`, or adds it there
-    if `accumulate`, and returns `into`. One program computes a tile of an expert's gradient and writes each element
-    once, so the bits are the same every time.
+    The result is [E, G, O], or [E, O, G] if `rows_first`. Adds the result to `into` if `accumulate`, else overwrites
+    `into`. Returns `into`.
     """
     E, M, N = into.shape
     t = tiles("weight_gradient", rows_PO, M, N, routes.row_tile)
     work = E * triton.cdiv(M, t.rows) * triton.cdiv(N, t.columns)
-    # The kernel creates descriptors that end at the expert's last row, in memory that Triton allocates for the launch.
+    # The kernel creates its descriptors in memory from this allocator.
     triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=into.device))
     _weight_gradient[(programs(rows_PO, work),)](
         tokens_TG, rows_PO, into, token_P, routes.offset_E1, E, M=M, N=N, ROWS_FIRST=rows_first,
@@ -67,8 +65,7 @@ def weight_gradient(
 
 @triton.jit
 def within(columns, N: tl.constexpr, COLUMNS: tl.constexpr):
-    """Clamps column indices to at most N - 1. If `COLUMNS` divides N, returns the indices unchanged, so that loads stay
-    contiguous."""
+    """Clamps column indices to at most N - 1."""
     if N % COLUMNS == 0:
         return columns
     else:
@@ -134,7 +131,6 @@ def _weight_gradient(
 ):  # fmt: skip
     tiles_n: tl.constexpr = (N + TILE_N - 1) // TILE_N
     tiles_mn: tl.constexpr = (M + TILE_M - 1) // TILE_M * tiles_n
-    # Sizes of the rows' operand (O) and of the gathered operand (G).
     O: tl.constexpr = M if ROWS_FIRST else N
     G: tl.constexpr = N if ROWS_FIRST else M
     TILE_O: tl.constexpr = TILE_M if ROWS_FIRST else TILE_N
@@ -169,6 +165,7 @@ def _weight_gradient(
                 sums = tl.dot(of_rows.T, gathered, sums, input_precision=PRECISION)
             else:
                 sums = tl.dot(gathered.T, of_rows, sums, input_precision=PRECISION)
+        # Stores half a tile at a time: a second whole tile may not fit into the registers.
         left, right = halves(sums, TILE_M, TILE_N // 2)
         _put(left, into, m, first_n, end > start, M, N, ACCUMULATE, IN_MEMORY, TILE_N // 2)
         _put(right, into, m, first_n + TILE_N // 2, end > start, M, N, ACCUMULATE, IN_MEMORY, TILE_N // 2)
@@ -179,11 +176,7 @@ def _put(
     sums, into_MN, m, first_n, any_rows, M: tl.constexpr, N: tl.constexpr, ACCUMULATE: tl.constexpr,
     IN_MEMORY: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Writes columns of a tile, or adds the columns in place if `ACCUMULATE`. With `IN_MEMORY`, the memory adds, so the
-    program neither reads nor waits.
-
-    The caller passes half a tile at a time, because a second whole tile does not fit into the registers.
-    """
+    """Writes columns of a tile. With `ACCUMULATE`, adds the columns instead, by atomics if `IN_MEMORY`."""
     n = first_n + tl.arange(0, COLUMNS)
     at, inside = into_MN + (m[:, None] * N + n[None, :]), (m < M)[:, None] & (n < N)[None, :]
     if ACCUMULATE:

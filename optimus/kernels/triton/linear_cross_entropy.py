@@ -1,9 +1,9 @@
 """Output layer and cross-entropy, a block of rows at a time; see `kernels.linear_cross_entropy` for the method.
 
-torch computes the matmuls. Between the matmuls, one kernel replaces a block's logits by their gradient in place.
-
 Legend: T rows (tokens), H hidden, V vocabulary.
 """
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from optimus.kernels.matmul import matmul
 
-_BLOCK_ELEMENTS = 1 << 27  # maximum number of logits of one block (256 MB in bf16), unless one row has more
-_COLUMNS = 4096  # columns of a row that a program reads per step
+_BLOCK_ELEMENTS = 1 << 27  # maximum number of logits of one block, unless one row has more; 256 MiB in bf16
+_COLUMNS = 4096  # maximum number of columns that a program reads per step
 
 
 def in_blocks(
@@ -26,19 +26,22 @@ def in_blocks(
     cap: float | None,
     rows_T: Tensor | None,
 ) -> Tensor:
-    """Returns the loss of `kernels.linear_cross_entropy`, and fills the given `gradients` of x and w.
+    """Returns the loss of `kernels.linear_cross_entropy`.
 
-    The gradient of w must be fp32 and initially zero.
+    Fills `gradients[0]` with the gradient of x, and adds the gradient of w to `gradients[1]`. Skips a gradient that is
+    None.
     """
     V = len(w_VH)
     block = max(1, _BLOCK_ELEMENTS // V)
     target_T = target_T.contiguous()
-    loss_T = x_TH.new_empty(len(x_TH), dtype=torch.float32) if rows_T is None else rows_T
+    fits = rows_T is not None and rows_T.dtype == torch.float32 and rows_T.is_contiguous()
+    loss_T = rows_T if rows_T is not None and fits else x_TH.new_empty(len(x_TH), dtype=torch.float32)
+    scale = 1 / count if count else math.inf
     for start in range(0, len(x_TH), block):
         rows = slice(start, start + block)
         logits = F.linear(x_TH[rows], w_VH)
         _softmax_gradient[(len(logits),)](
-            logits, target_T[rows], loss_T[rows], 1 / count, V=V, CAP=cap or 0.0, WITH_GRADIENT=gradients is not None,
+            logits, target_T[rows], loss_T[rows], scale, V=V, CAP=cap or 0.0, WITH_GRADIENT=gradients is not None,
             COLUMNS=min(_COLUMNS, triton.next_power_of_2(V)),
         )  # fmt: skip
         if gradients is not None:
@@ -46,12 +49,13 @@ def in_blocks(
                 torch.mm(logits, w_VH, out=gradients[0][rows])
             if gradients[1] is not None:
                 matmul(logits.T, x_TH[rows], out=gradients[1], add=True)
+    if rows_T is not None and not fits:
+        rows_T.copy_(loss_T)
     return loss_T.sum() / count
 
 
 @triton.jit
 def _tanh_capped(logits, CAP: tl.constexpr):
-    """Returns CAP * tanh(logits / CAP) in fp32, or the logits if CAP is 0."""
     logits = logits.to(tl.float32)
     if CAP > 0:
         logits = CAP * (2 * tl.sigmoid(logits * (2 / CAP)) - 1)
@@ -63,8 +67,7 @@ def _softmax_gradient(
     logits_TV, target_T, loss_T, scale,
     V: tl.constexpr, CAP: tl.constexpr, WITH_GRADIENT: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Stores the row's loss; if `WITH_GRADIENT`, replaces the row's logits by `scale` times the gradient of the
-    loss."""
+    """Stores a row's loss; if `WITH_GRADIENT`, replaces the row's logits by `scale` times the loss's gradient."""
     t = tl.program_id(0)
     row = logits_TV + t.to(tl.int64) * V
     # The first loop's barriers make all threads load the target's logit before any thread overwrites logits.
@@ -79,7 +82,7 @@ def _softmax_gradient(
         larger = tl.maximum(largest, tl.max(logits, axis=0))
         total = total * tl.exp(largest - larger) + tl.sum(tl.exp(logits - larger), axis=0)
         largest = larger
-    # The loss comes from the logits, because an unlikely target's probability may underflow in fp32.
+    # The loss comes from the logits: an unlikely target's probability may underflow in fp32.
     loss = largest - target_logit + tl.log(total)
     tl.store(loss_T + t, tl.where(counted, loss, 0.0))
     scale = tl.where(counted, scale, 0.0)

@@ -1,8 +1,6 @@
-"""RMSNorm of the residual stream, or of queries and keys; see `kernels.rms_norm`.
+"""RMSNorm; see `kernels.rms_norm`.
 
-In the backward pass, each of at most `_PROGRAMS` programs computes a partial sum of the weight's gradient.
-
-Legend: T rows, H their length, B programs.
+Legend: T rows, H columns, B programs.
 """
 
 import torch
@@ -15,10 +13,7 @@ _BLOCK_ELEMENTS = 4096
 
 
 def rms_norm(x_TH: Tensor, w_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns (x normalised over its last dim and scaled, 1 / sqrt(mean(x^2) + eps) of each row).
-
-    `x_TH` has any number of dims, and must be contiguous.
-    """
+    """Returns (normalised and scaled x, 1 / sqrt(mean(x^2) + eps) of each row); x and w must be contiguous."""
     T, H = x_TH.numel() // len(w_H), len(w_H)
     y_TH, r_T = torch.empty_like(x_TH), x_TH.new_empty(T, dtype=torch.float32)
     rows, blocks = _blocks(T, H)
@@ -29,7 +24,7 @@ def rms_norm(x_TH: Tensor, w_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def rms_norm_backward(
     y_grad_TH: Tensor, x_TH: Tensor, w_H: Tensor, r_T: Tensor, weight_gradient: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the gradient of x and, if `weight_gradient`, the gradient of w, which is in fp32.
+    """Returns (gradient of x, fp32 gradient of w). Without `weight_gradient`, the gradient of w is None.
 
     All tensors must be contiguous.
     """
@@ -45,7 +40,6 @@ def rms_norm_backward(
 
 
 def _blocks(T: int, H: int) -> tuple[int, int]:
-    """Returns (rows per block, number of blocks)."""
     rows = max(1, min(32, _BLOCK_ELEMENTS // triton.next_power_of_2(H)))
     return rows, max(1, triton.cdiv(T, rows))
 

@@ -1,7 +1,4 @@
-"""Rotary position embedding; see `kernels.rotary`, which also computes the table.
-
-The kernel reads strided inputs without a contiguous copy, for example queries and keys that are views of one
-projection.
+"""Rotary position embedding of strided inputs; see `kernels.rotary`.
 
 Legend: B batch, S sequence, N heads, D head size.
 """
@@ -11,12 +8,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK_ELEMENTS = 2048  # pairs per program
+_BLOCK_ELEMENTS = 2048  # maximum number of pairs per program, unless one head has more
 
 
 def turn(x_BSND: Tensor, cos_SD: Tensor, sin_SD: Tensor, sign: float) -> Tensor:
-    """Rotates every head of `x_BSND` by the angles of the token's position, or back with a `sign` of -1. The result has
-    the dtype of x."""
+    """Returns `x_BSND` with every head rotated by `sign` times the angles of the token's position, computed in fp32.
+
+    `cos_SD` and `sin_SD` have D/2 columns, one per pair. The result is contiguous.
+    """
     B, S, N, D = x_BSND.shape
     y_BSND = torch.empty(x_BSND.shape, dtype=x_BSND.dtype, device=x_BSND.device)
     pairs = triton.next_power_of_2(D // 2)

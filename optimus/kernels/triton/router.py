@@ -1,8 +1,6 @@
-"""The router after its projection: softmax, choice of experts and the sums for the router losses, one kernel per pass.
+"""The router after its projection: softmax, choice of experts and the sums for the router losses.
 
-The forward kernel is the local part of stage 1 (Algorithm 1 of the Optimus paper, lines 8-9). Each program writes the sums
-over its tokens, and torch then sums over the programs in a fixed order. Autograd saves only the logits and the choices; the
-backward pass recomputes the probabilities.
+The forward kernel implements lines 8-9 (in stage 1) of Algorithm 1 in the Optimus paper.
 
 Legend: T tokens, E experts, K experts per token, B blocks of tokens.
 """
@@ -20,11 +18,11 @@ _BLOCK_ELEMENTS = 2048  # maximum number of logits per program, unless one token
 
 
 class Routed(NamedTuple):
-    """The results that `model.moe.router.Router` computes from its logits."""
+    """The router's choices, and sums over the tokens."""
 
     weights_TK: Tensor  # in the logits' dtype
     indices_TK: Tensor  # int64
-    counts_E: Tensor  # number of choices of each expert; fp32, no gradient
+    counts_E: Tensor  # number of tokens that chose each expert; fp32, no gradient
     probabilities_E: Tensor  # probabilities summed over tokens; fp32
     z: Tensor  # squared log-sum-exp, summed over tokens; fp32 scalar
 
@@ -34,9 +32,8 @@ def router(
 ) -> Routed:
     """Computes a softmax over E in fp32 and chooses the experts with the K largest probabilities.
 
-    With `forced_T` (int64), a token with number f gets the experts f*K ... f*K + K-1 modulo E instead. Of experts with
-    equal probabilities, the kernel chooses the expert with the lower index. `renormalise` makes a token's weights sum
-    to 1. Gradients flow from weights, probabilities and z to the logits.
+    A token with f in `forced_T` gets the experts (f*K + k) modulo E for k < K instead. `renormalise` makes a token's
+    weights sum to 1. Gradients flow from weights, probabilities and z to the logits.
     """
     return Routed(*_Router.apply(logits_TE, experts_per_token, forced_T, renormalise))
 
@@ -78,14 +75,16 @@ class _Router(torch.autograd.Function):
 
 
 def _blocks(T: int, E: int) -> tuple[int, int]:
-    """Returns (tokens per program, number of programs)."""
     tokens = max(1, min(64, _BLOCK_ELEMENTS // triton.next_power_of_2(E)))
     return tokens, max(1, triton.cdiv(T, tokens))
 
 
 @triton.jit
 def _softmax(logits_TE, t, T, E: tl.constexpr, EXPERTS: tl.constexpr):
-    """Returns (probabilities [TOKENS, EXPERTS], log-sum-exp [TOKENS], logits) in fp32; 0 past the last expert and token."""
+    """Returns (probabilities [TOKENS, EXPERTS], log-sum-exp [TOKENS], logits [TOKENS, EXPERTS]) in fp32.
+
+    TOKENS is the number of tokens per program, and EXPERTS is E rounded up to a power of 2. Padding is 0.
+    """
     e = tl.arange(0, EXPERTS)
     real = (t < T)[:, None] & (e < E)[None, :]
     at = logits_TE + t.to(tl.int64)[:, None] * E + e[None, :]
@@ -106,10 +105,10 @@ def _route(
     t = block * TOKENS + tl.arange(0, TOKENS)
     e = tl.arange(0, EXPERTS)
     p, lse, logits = _softmax(logits_TE, t, T, E, EXPERTS)
-    # Renormalised weights are a softmax of the chosen logits: the chosen probabilities may all underflow in fp32.
+    # Renormalised weights are a softmax of the chosen logits: the chosen probabilities may underflow in fp32.
     weighed = logits if RENORMALISE else p
-    # Comparisons with NaN are false, so threads could find different maxima. Therefore NaN counts as 0 here. -1 marks
-    # experts that are already chosen or do not exist.
+    # NaN counts as 0 here: comparisons with NaN are false, and threads could find different maxima. -1 marks experts
+    # that are already chosen or do not exist.
     candidates = tl.where((e < E)[None, :], tl.where(p == p, p, 0.0), -1.0)
     hits = tl.zeros((TOKENS, EXPERTS), dtype=tl.int32)
     j = tl.arange(0, CHOICES)[None, :]
@@ -148,8 +147,8 @@ def _route_backward(
     e = tl.arange(0, EXPERTS)
     p, lse, logits = _softmax(logits_TE, t, T, E, EXPERTS)
     p_grad = tl.load(probabilities_grad_E + e, mask=e < E, other=0)[None, :] + tl.zeros_like(p)
-    direct = tl.zeros_like(p)  # the part of the logits' gradient that bypasses the probabilities
-    if RENORMALISE:  # weights w are a softmax of the chosen logits, whose gradient is w * (g - sum(g * w))
+    direct = tl.zeros_like(p)  # the logits' gradient through renormalised weights
+    if RENORMALISE:  # w = softmax(chosen logits); for the gradient g of w, the logits' gradient is w * (g - sum(g * w))
         chosen = tl.zeros_like(p)
         given = tl.zeros_like(p)
         for k in range(K):

@@ -1,4 +1,4 @@
-"""Sums of squares in one pass over memory: one partial sum per program, then the sum of the partial sums."""
+"""Sums of squares in one pass over memory."""
 
 import torch
 import triton
@@ -9,7 +9,7 @@ _BLOCK = 8192  # elements per program
 
 
 def square_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns `kernels.square_sum.square_sum` of x, accumulated in `dtype`, always in the same order."""
+    """Returns the sum of the squares of x, accumulated in `dtype`."""
     x = x.flatten()
     sum_B = x.new_empty(triton.cdiv(x.numel(), _BLOCK), dtype=dtype)
     if len(sum_B):

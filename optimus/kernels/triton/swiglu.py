@@ -1,4 +1,4 @@
-"""SwiGLU, one kernel per pass; see `kernels.activation`. The experts' kernels apply the same functions to their tiles.
+"""SwiGLU, one kernel per pass; see `kernels.activation`.
 
 Legend: T rows, I intermediate, J = 2 I: gate, then up.
 """
@@ -10,12 +10,12 @@ from torch import Tensor
 
 from optimus.kernels.limits import LIMIT, SLOPE
 
-_BLOCK = 1024  # columns per program
+_BLOCK = 1024  # maximum number of columns per program
 _SLOPE, _LIMIT = tl.constexpr(SLOPE), tl.constexpr(LIMIT)
 
 
 def swiglu(z_TJ: Tensor) -> Tensor:
-    """Returns silu(gate) * up, where gate and up are the halves of the last dim; [..., I]."""
+    """Returns silu(gate) * up [..., I]; gate and up are the halves of the last dim."""
     h_TI = z_TJ.new_empty(*z_TJ.shape[:-1], z_TJ.shape[-1] // 2)
     if h_TI.numel():
         grid, sizes = _programs(h_TI)
@@ -34,7 +34,6 @@ def swiglu_backward(h_grad_TI: Tensor, z_TJ: Tensor) -> Tensor:
 
 
 def _programs(h_TI: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
-    """Returns (grid, size arguments) of a kernel for the activations `h_TI`."""
     I = h_TI.shape[-1]
     block = min(_BLOCK, triton.next_power_of_2(I))
     return (h_TI.numel() // I, triton.cdiv(I, block)), {"I": I, "BLOCK": block}
@@ -42,7 +41,7 @@ def _programs(h_TI: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
 
 @triton.jit
 def swiglu_tile(gate, up, CLAMPED: tl.constexpr = False):
-    """Returns silu(gate) * up, or the gated `clamped_silu` if `CLAMPED`. NaN stays NaN. The arguments must be fp32."""
+    """Returns silu(gate) * up, or the gated `clamped_silu` if `CLAMPED`. `gate` and `up` must be fp32."""
     if CLAMPED:
         gate, up = _clamped(gate, up)
         return gate * tl.sigmoid(gate * _SLOPE) * up
@@ -65,6 +64,7 @@ def swiglu_tile_backward(h_grad, gate, up, CLAMPED: tl.constexpr = False):
 
 @triton.jit
 def _clamped(gate, up):
+    # Keeps NaN, which `tl.minimum` would drop.
     up = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up))
     return tl.where(gate > _LIMIT, _LIMIT, gate), up + 1
 

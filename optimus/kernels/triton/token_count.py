@@ -1,9 +1,6 @@
 """Stage 2, token counting (Algorithm 1 of the Optimus paper, lines 15-43): counts the rows of each expert.
 
-A program compares each choice of a block of tokens with every expert. The column sums of the hits are the program's
-partial counts. One prefix sum over (expert, block) then gives the first row of each block's choices of each expert.
-
-Legend: T tokens, K experts per token, E experts of this rank, B blocks of tokens.
+Legend: T tokens, K experts per token, E experts of this rank (E1: E + 1), B blocks of tokens.
 """
 
 from typing import NamedTuple
@@ -15,22 +12,22 @@ from torch import Tensor
 
 from optimus.kernels.triton.tuning import pow2
 
-_BITMAP = 8192  # maximum of (tokens of a block) x (experts), unless 16 tokens have more
+_BITMAP = 8192  # maximum of (tokens of a block) x (experts); a block of 16 tokens, the least, may exceed it
 
 
 class TokenCounts(NamedTuple):
-    """The first rows of experts and blocks when rows are sorted by expert; int32."""
+    """The positions at which the rows of each expert and of each block begin, if rows are sorted by expert, and the
+    number of tokens per block."""
 
-    base_EB: Tensor  # the first row of each block's choices of each expert
+    base_EB: Tensor  # for each expert and block: the first row of the block's tokens
     offset_E1: Tensor  # the first row of each expert, and the end of the last expert's rows
     tokens: int  # number of tokens per block
 
 
 def token_count(indices_TK: Tensor, experts: int) -> TokenCounts:
-    """Counts the choices of `experts` local experts.
+    """Counts how often the tokens of each block chose each of `experts` local experts, and returns the running sums.
 
-    `indices_TK` (int32 or int64) numbers experts from 0; choices outside [0, experts) belong to other ranks and do not
-    count.
+    Indices outside [0, experts) do not count.
     """
     indices_TK = indices_TK.contiguous()
     tokens = max(16, min(128, _BITMAP // pow2(experts)))
@@ -50,7 +47,7 @@ def choices_of_block(indices_TK, t, k, T, K):
 
 @triton.jit
 def hits_of_block(indices_TK, t, T, K, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
-    """Returns how often tokens t chose each expert, int32 [TOKENS, EXPERTS]."""
+    """Returns how often each of the tokens t chose each expert, int32 [TOKENS, EXPERTS]."""
     e = tl.arange(0, EXPERTS)
     hits = tl.zeros((TOKENS, EXPERTS), dtype=tl.int32)
     for k in range(K):

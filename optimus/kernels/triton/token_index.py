@@ -1,15 +1,9 @@
 """Stage 3, index generation (Algorithm 1 of the Optimus paper, lines 45-72): maps rows to choices and back.
 
-Rows are the choices (t, k) sorted by expert, stably. `choice_P` gives the choice of a row, hence its token (the paper's
-`input_indices`). The dense inverse `position_TK` gives the row of a choice, in place of the paper's `output_indices`,
-`selected_expert_indices` and `cum_expert_counts`.
+A choice (t, k) is the k-th expert of token t. Rows are the choices of this rank's experts, sorted stably by expert.
 
-In line 32 of the paper's listing, `t` should be `tid`.
-
-Matmuls process tiles of rows of one expert. Only the device knows the number of tiles, so programs read the expert and
-the first row of a tile from a table.
-
-Legend: T tokens, K experts per token, E experts of this rank, P routed rows, R tiles of rows, B blocks of tokens.
+Legend: T tokens, K experts per token, E experts of this rank (E1: E + 1), P rows (the last ones may be unused),
+R tiles of rows, B blocks of tokens.
 """
 
 from typing import NamedTuple
@@ -21,17 +15,21 @@ from torch import Tensor
 from optimus.kernels.triton.token_count import choices_of_block, hits_of_block, token_count
 from optimus.kernels.triton.tuning import pow2
 
-_STEP = 128  # tiles that a program adds to the table per step
+_STEP = 128  # tiles that a program stores per step
 
 
 class TokenIndex(NamedTuple):
-    """The positions of all choices among the rows sorted by expert; int32. Rows from `offset_E1[-1]` on are unused."""
+    """Maps rows to choices and back; int32.
 
-    choice_P: Tensor  # t * K + k of every row
-    position_TK: Tensor  # the row of every choice; -1 if its expert is on another rank
+    Rows from `offset_E1[-1]` on are unused. `position_TK` replaces the paper's `output_indices`,
+    `selected_expert_indices` and `cum_expert_counts`.
+    """
+
+    choice_P: Tensor  # the choice of every row, as t * K + k
+    position_TK: Tensor  # the row of every choice; -1 for an expert of another rank
     offset_E1: Tensor  # the first row of each expert, and the end of the last expert's rows
-    expert_R: Tensor  # the expert of every tile of rows
-    first_R: Tensor  # the first row of every tile
+    expert_R: Tensor
+    first_R: Tensor
     tiles_1: Tensor  # number of tiles; `expert_R` and `first_R` may be longer
     row_tile: int  # number of rows per tile; an expert's last tile may have fewer
 
@@ -41,10 +39,10 @@ class TokenIndex(NamedTuple):
 
 
 def token_index(indices_TK: Tensor, experts: int, row_tile: int, rows: int | None = None) -> TokenIndex:
-    """Sorts the choices of `experts` local experts; see `token_count` for the indices.
+    """Sorts the choices of `experts` local experts; see `token_count`.
 
-    There must be fewer than 2^31 choices. `rows` is the number of local choices, if the host knows it; otherwise buffers
-    are large enough for all choices.
+    There must be fewer than 2^31 choices. `rows` is the number of local choices, if known; with a smaller number, the
+    kernel writes out of bounds.
     """
     indices_TK = indices_TK.contiguous()
     T, K = indices_TK.shape
@@ -58,7 +56,7 @@ def token_index(indices_TK: Tensor, experts: int, row_tile: int, rows: int | Non
     )
     # An expert has at most one partial tile, and no tile is empty.
     tiles = max(1, min(rows, (rows + experts * (row_tile - 1)) // row_tile))
-    # Separate tensors have the same alignment every time, and Triton compiles a kernel for each alignment.
+    # These are separate tensors, not views of one: Triton compiles a kernel for each alignment.
     expert_R, first_R, tiles_1 = (base_EB.new_empty(size) for size in (tiles, tiles, 1))
     _row_tiles[(experts + 1,)](
         offset_E1, expert_R, first_R, tiles_1, experts, EXPERTS=pow2(experts), ROW_TILE=row_tile, STEP=_STEP
@@ -88,7 +86,7 @@ def _index(indices_TK, base_EB, choice_P, position_TK, T, K, E, blocks, TOKENS: 
 def _row_tiles(
     offset_E1, expert_R, first_R, tiles_1, E, EXPERTS: tl.constexpr, ROW_TILE: tl.constexpr, STEP: tl.constexpr
 ):
-    """Lists the tiles of expert e in program e; the program after the last expert stores the total number."""
+    """Lists the tiles of one expert per program; the last program stores the number of all tiles."""
     expert = tl.program_id(0)
     e = tl.arange(0, EXPERTS)
     start = tl.load(offset_E1 + e, mask=e < E, other=0)
@@ -109,9 +107,7 @@ def _row_tiles(
 @triton.jit
 def rows_of_tile(tile, expert, first_R, offset_E1, ROW_TILE: tl.constexpr):
     """Returns (first row, relative rows, relative rows clamped to the expert's rows for loads).
-
-    Rows are relative to the tile's first row, so that element offsets fit into 32 bits and take half as many registers.
-    """
+    Relative rows keep element offsets within 32 bits."""
     first = tl.load(first_R + tile)
     row = tl.arange(0, ROW_TILE)
     last = tl.load(offset_E1 + expert + 1) - 1 - first

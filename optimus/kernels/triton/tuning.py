@@ -1,9 +1,4 @@
-"""Tile sizes of the experts' kernels, from a table by architecture. Training does not measure tile sizes.
-
-Tile sizes depend on the chip, the dtype, the layer's shape and the mean number of rows per expert, rounded up to a
-power of two. `benchmarks/tiles.py` times candidates on a chip; developers copy the fastest candidates into
-`_PREFERRED`.
-"""
+"""Launch settings of the experts' kernels: tile sizes, numbers of programs, and the use of TMA and atomics."""
 
 from typing import Literal, NamedTuple
 
@@ -17,7 +12,7 @@ Kernel = Literal["up", "down", "down_backward", "up_backward", "weight_gradient"
 
 
 class Tiles(NamedTuple):
-    """The shape of one program's matmul [rows, inner] @ [inner, columns], and the compiler's scheduling options."""
+    """The shape of a tile's matmul step [rows, inner] @ [inner, columns], and Triton's `num_warps` and `num_stages`."""
 
     rows: int
     columns: int
@@ -26,10 +21,10 @@ class Tiles(NamedTuple):
     stages: int
 
 
-_LEAST = 16  # the smallest size of a matrix instruction
+_LEAST = 16  # the smallest tile size in each dim, a size that `tl.dot` supports
 
-# Tiles for matmuls in 16 bits that are large in every dim. A tile of 32 K fp32 sums on 8 warps of 32 threads takes half of
-# each thread's registers. A program of "up" computes `columns` columns of gate and the same columns of up.
+# Tiles for matmuls in 16 bits that are large in every dim. A program of "up" computes `columns` columns of gate and the
+# same columns of up.
 _PREFERRED: dict[str, dict[Kernel, Tiles]] = {
     "sm_90": {
         "up": Tiles(128, 128, 64, 8, 4),
@@ -65,10 +60,11 @@ _PREFERRED_FP32 = Tiles(rows=64, columns=64, inner=32, warps=4, stages=3)
 
 
 def tiles(kernel: Kernel, x: Tensor, row_tile: int, columns: int, inner: int) -> Tiles:
-    """Returns the tiles of a matmul in `x`'s dtype with `columns` columns and `inner` summands.
+    """Returns the tiles of the matmul of `kernel` in the dtype of `x`.
 
-    `row_tile` is the tile size of the routed rows (from the function `row_tile`), or for weight gradients the number of
-    rows of the gradient.
+    `columns` is the number of the result's columns (for "up", of gate alone). `inner` is the size of the inner dim, and
+    `row_tile` the number of routed rows per tile. For weight gradients, `row_tile` is the number of rows of the
+    gradient, and `inner` is the number of routed rows per tile.
     """
     chip = devices.chip_of(x.device)
     chosen = preferred(kernel, x.dtype, chip)
@@ -81,17 +77,17 @@ def tiles(kernel: Kernel, x: Tensor, row_tile: int, columns: int, inner: int) ->
 
 
 def row_tile(x: Tensor, choices: int, experts: int) -> int:
-    """Returns the number of routed rows per tile, which the tiled matmuls of a layer share."""
+    """Returns the number of routed rows per tile: at most `pow2` of the mean number of rows per expert."""
     return min(preferred("up", x.dtype, devices.chip_of(x.device)).rows, pow2(choices // experts))
 
 
 def pow2(size: int) -> int:
-    """Returns the smallest power of two that is at least `size` and at least the size of a matrix instruction."""
+    """Returns the smallest power of two that is at least `size` and at least `_LEAST`."""
     return max(_LEAST, 1 << max(0, size - 1).bit_length())
 
 
 def precision() -> str:
-    """Returns the precision of fp32 matmuls, according to `torch.set_float32_matmul_precision`."""
+    """Returns Triton's `input_precision` for torch's fp32 matmul precision: "tf32" for both "high" and "medium"."""
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
@@ -104,27 +100,24 @@ def preferred(kernel: Kernel, dtype: torch.dtype, chip: Chip) -> Tiles:
 
 
 def fitted(chosen: Tiles, kernel: Kernel, element_size: int, chip: Chip) -> Tiles:
-    """Limits the stages to the chip's shared memory; first halves `inner`, but not below 16, until one stage fits."""
+    """Limits the stages to the chip's shared memory; first halves `inner`, down to `_LEAST`, until one stage fits."""
     while stage_bytes(chosen, kernel, element_size) > chip.shared_memory and chosen.inner > _LEAST:
         chosen = chosen._replace(inner=chosen.inner // 2)
     buffers = chip.shared_memory // stage_bytes(chosen, kernel, element_size)
+    # On chips without TMA, the last stage is in registers.
     return chosen._replace(stages=max(1, min(chosen.stages, buffers + (not chip.tma))))
 
 
 def stage_bytes(tiles: Tiles, kernel: Kernel, element_size: int) -> int:
-    """Returns the bytes of shared memory for one pipeline stage of the loads.
-
-    On chips with TMA, matrix instructions read shared memory directly, so all stages are in shared memory. On other chips,
-    the last stage is in registers.
-    """
+    """Returns the bytes of shared memory for one pipeline stage of the loads."""
     return (tiles.rows + (2 if kernel == "up" else 1) * tiles.columns) * tiles.inner * element_size
 
 
 def by_descriptors(*tensors: Tensor) -> bool:
-    """Returns True if the chip's TMA can read tiles of these tensors.
+    """Returns True if kernels may read tiles of these tensors by TMA; False for dtypes that do not have 16 bits.
 
-    Kernels use TMA for 16-bit elements; TMA needs strides and a first address that are multiples of 16 bytes. The last dim
-    must be contiguous.
+    The caller must pass tensors with a contiguous last dim. TMA needs a first address, and strides of the other dims,
+    that are multiples of 16 bytes.
     """
     return devices.chip_of(tensors[0].device).tma and all(
         t.element_size() == 2 and t.numel() and not any(n % 8 for n in (*t.stride()[:-1], t.storage_offset()))
@@ -133,11 +126,14 @@ def by_descriptors(*tensors: Tensor) -> bool:
 
 
 def adds_in_memory(into: Tensor) -> bool:
-    """Returns True if the chip's memory can perform the additions to `into` (atomics)."""
+    """Returns True if `into` is in fp32 and its chip can add fp32 numbers to memory atomically."""
     return into.dtype == torch.float32 and devices.chip_of(into.device).adds
 
 
 def programs(x: Tensor, work: int) -> int:
-    """Returns the number of programs for `work` tiles: at most one per processor if the chip has TMA, else one per tile."""
+    """Returns the number of programs for `work` tiles: one per tile, but at most one per processor on chips with TMA.
+
+    Returns at least 1.
+    """
     chip = devices.chip_of(x.device)
     return max(1, min(work, chip.processors) if chip.tma else work)

@@ -1,7 +1,4 @@
-"""The families of models, one file each. Start with `family.py`; `olmoe.py` is an example.
-
-Every module of this package with a `FAMILY` defines a family, so a new file adds a family. Plugins add further families.
-"""
+"""The families of models. A module of this package with a `FAMILY` defines a family."""
 
 import pkgutil
 from collections.abc import Mapping
@@ -16,7 +13,7 @@ __all__ = ["Choice", "Family", "Field", "Further", "Key", "Multiple", "Same", "f
 
 
 def families() -> Mapping[str, Family]:
-    """Returns all families by name, including the families of plugins."""
+    """Returns all families by name, including plugins' families."""
     return FAMILIES
 
 
@@ -30,7 +27,7 @@ FAMILIES = Table("family", Family, _library_families)
 
 
 def family_named(name: str) -> Family:
-    """Returns the family `name`. Raises `ValueError` with the known names if there is no family of this name."""
+    """Returns the family `name`. Raises `ValueError` if there is no such family."""
     if name not in families():
         raise ValueError(f"family '{name}' is unknown; known are {', '.join(families())}: {nearest(name, families())}")
     return families()[name]

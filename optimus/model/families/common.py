@@ -1,4 +1,4 @@
-"""Fields of config.json and names of tensors that several families share."""
+"""Fields of config.json and names of tensors for several families."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,19 +24,19 @@ OPTIONAL: dict[str, Field] = {
 RMS: dict[str, Field] = {"norm_eps": "rms_norm_eps"}
 BIASES: dict[str, Field] = {"attention_bias": Choice("attention_bias", {False: "none", True: "all"})}
 EXPERTS: dict[str, Field] = {"experts": "num_experts", "experts_per_token": "num_experts_per_tok"}
-ROUTER = ("output_router_logits", "router_aux_loss_coef")  # ignored: the run's configuration sets both values
-QWEN = ("max_window_layers", "sliding_window")  # ignored: both fields have no effect if use_sliding_window is false
+ROUTER = ("output_router_logits", "router_aux_loss_coef")  # fields without effect on the model
+QWEN = ("max_window_layers", "sliding_window")  # fields without effect if use_sliding_window is false
 CONSTANTS: dict[str, Any] = {"hidden_act": "silu", "attention_dropout": 0.0, "quantization_config": None}
 
 
 def affine(ours: str, *theirs: str) -> dict[str, Key]:
-    """Returns the `Key`s of the weight and the bias of the library's module `ours`, published as the modules
-    `theirs`."""
+    """Returns the `Key`s of the weight and the bias of the module `ours`, published as the modules `theirs`."""
     return {f"{ours}.{kind}": Key(tuple(f"{name}.{kind}" for name in theirs)) for kind in ("weight", "bias")}
 
 
 def attention(*, bias: bool = False, norms: bool = False) -> dict[str, Key]:
-    """Returns the `Key`s of the attention's weights, and optionally of its biases and of the norms of q and k."""
+    """Returns the `Key`s of the projections' weights; with `bias` also of the biases, with `norms` also of the query
+    and key norms."""
     q, k, v, out = (f"{ATTENTION}{name}_proj" for name in "qkvo")
     own = "blocks.{i}.attention."
     keys: dict[str, Key] = {}
@@ -51,8 +51,10 @@ def attention(*, bias: bool = False, norms: bool = False) -> dict[str, Key]:
 
 
 def norms(**names: str) -> dict[str, Key]:
-    """Returns the `Key`s of the final norm and of a block's norms. `names` maps the library's names of the block's
-    norms to the published names."""
+    """Returns the `Key`s of the final norm and of a block's norms.
+
+    `names` maps the names of the norms in a block to published names.
+    """
     keys = {f"blocks.{{i}}.{ours}.weight": Key((f"{LAYER}{theirs}.weight",)) for ours, theirs in names.items()}
     return keys | {"final_norm.weight": Key(("model.norm.weight",))}
 
@@ -69,7 +71,7 @@ def mlp(*, bias: bool = False) -> dict[str, Key]:
 def experts(
     layer: str = MLP, *, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
 ) -> dict[str, Key]:
-    """Returns the `Key`s of the sparse feed-forward layer, whose published names begin with `layer`."""
+    """Returns the `Key`s of a sparse feed-forward layer. The names of unfused tensors begin with `layer`."""
     expert = layer + "experts.{e}."
     return {
         "blocks.{i}.moe.router.weight": Key((layer + "gate.weight",), fused=MLP + "gate.weight"),
@@ -86,8 +88,8 @@ VOCABULARY = {"embedding.weight": Key(("model.embed_tokens.weight",)), "head.wei
 
 
 def no_window(raw: Mapping[str, Any], tokens: int) -> str | None:
-    """Returns what `sliding_window` must be for an implementation without windows, or None if the context fits the
-    window."""
+    """Returns None without a `sliding_window`, or if the window hides no token; otherwise describes the values that
+    llama.cpp needs (see `Only`)."""
     window, context = raw.get("sliding_window"), raw.get("max_position_embeddings")
     if window is None or (context is not None and context <= window):
         return None
@@ -95,7 +97,7 @@ def no_window(raw: Mapping[str, Any], tokens: int) -> str | None:
 
 
 def full_attention_every(every: int) -> Only:
-    """Returns the `Only` of `layer_types` for an implementation in which one layer of `every` has full attention."""
+    """Returns an `Only` of `layer_types`: full attention in every `every`-th layer, and in no other layer."""
 
     def only(raw: Mapping[str, Any], tokens: int) -> str | None:
         kinds = raw.get("layer_types") or []

@@ -1,7 +1,4 @@
-"""DeepSeek-V3: latent attention, shared experts, sigmoid scores and balancing biases (DeepSeek-V3, section 2.1).
-
-The library's models leave out the layers for multi-token prediction.
-"""
+"""DeepSeek-V3 (section 2.1 of the report), without the layers for multi-token prediction."""
 
 from collections.abc import Mapping
 from typing import Any

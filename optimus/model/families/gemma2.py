@@ -1,5 +1,4 @@
-"""Gemma 2: norms before and after each module, windows in every other layer, soft caps of scores and logits (Gemma 2,
-section 2)."""
+"""Gemma 2 (Gemma 2: Improving Open Language Models at a Practical Size, section 2)."""
 
 from optimus.model.families.common import BIASES, OPTIONAL, RMS, SIZES, VOCABULARY, attention, mlp, norms
 from optimus.model.families.family import Family

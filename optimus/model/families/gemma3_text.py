@@ -1,5 +1,4 @@
-"""Gemma 3, text only (Gemma 3 Technical Report, section 2). Differs from Gemma 2: windows in five of six layers, a
-separate rotary base for windows, and norms of q and k instead of soft caps."""
+"""Gemma 3, text only (Gemma 3 Technical Report, section 2)."""
 
 from collections.abc import Mapping
 from dataclasses import replace

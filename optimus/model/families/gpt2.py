@@ -1,5 +1,4 @@
-"""GPT-2: learned positions, LayerNorm, GELU, biases in all blocks (Language Models are Unsupervised Multitask
-Learners)."""
+"""GPT-2 (Language Models are Unsupervised Multitask Learners, section 2.3)."""
 
 from collections.abc import Mapping
 from typing import Any

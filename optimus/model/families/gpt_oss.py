@@ -1,6 +1,4 @@
-"""gpt-oss: attention sinks, sliding-window attention in every other layer, experts with biases and a clamped SwiGLU
-(gpt-oss-120b & gpt-oss-20b Model Card, section 2). The published weights are quantised (MXFP4): convert them to bf16 before
-the import."""
+"""gpt-oss (gpt-oss-120b & gpt-oss-20b Model Card, section 2). Convert MXFP4 weights to bf16 before the import."""
 
 from optimus.model.families.common import (
     ATTENTION,

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral with experts; a token's expert weights sum to 1 (Mixtral of Experts, section 2)."""
+"""Mixtral: Mistral with experts (Mixtral of Experts, section 2)."""
 
 from optimus.model.families.common import (
     BEFORE,

@@ -1,4 +1,4 @@
-"""OLMo: dense, LayerNorm without weights, SwiGLU, no biases (OLMo, section 2)."""
+"""OLMo, dense (OLMo, section 2)."""
 
 from optimus.model.families.common import CONSTANTS, OPTIONAL, SIZES, VOCABULARY, attention, mlp
 from optimus.model.families.family import Family

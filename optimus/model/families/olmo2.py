@@ -1,4 +1,4 @@
-"""OLMo 2: RMSNorm after each module, and over all heads of q and of k (2 OLMo 2 Furious, section 3.1)."""
+"""OLMo 2 (2 OLMo 2 Furious, section 3.1)."""
 
 from optimus.model.families.common import AFTER, BIASES, CONSTANTS, OPTIONAL, RMS, SIZES, VOCABULARY, attention, mlp
 from optimus.model.families.family import Family

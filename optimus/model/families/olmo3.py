@@ -1,4 +1,4 @@
-"""OLMo 3: OLMo 2 with windows in three of four layers; rope_scaling does not apply to layers with a window."""
+"""OLMo 3: OLMo 2 with windows in three of four layers."""
 
 from collections.abc import Mapping
 from typing import Any

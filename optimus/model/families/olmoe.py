@@ -1,5 +1,4 @@
-"""OLMoE: RMSNorm, a norm over all heads of q and of k, dropless experts (OLMoE, section 2; the Optimus paper's Mula
-models)."""
+"""OLMoE, also the Mula models of the Optimus paper (OLMoE, section 2)."""
 
 from optimus.model.families.common import (
     BEFORE,

@@ -1,7 +1,4 @@
-"""OPT: GPT-3 (section 2.1 of the OPT paper) with ReLU (section 2.2).
-
-As in `transformers`, the embedding of position 0 is the third row of the learned position embeddings.
-"""
+"""OPT (sections 2.1 and 2.2 of the OPT paper)."""
 
 from optimus.model.families.common import affine
 from optimus.model.families.family import Choice, Family, Key, Same

@@ -1,8 +1,4 @@
-"""PR-MoE: a pyramid of experts; each token goes through a dense layer and one chosen expert (DeepSpeed-MoE, section 4.1).
-
-`transformers` has no class for this family. A sparse block adds the output of the dense layer and the output of the expert
-times the expert's probability.
-"""
+"""PR-MoE: a pyramid of experts, with one shared expert (DeepSpeed-MoE, section 4.1)."""
 
 from optimus.model.families.common import OPTIONAL, RMS, SIZES
 from optimus.model.families.family import unpublished

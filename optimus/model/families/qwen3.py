@@ -1,5 +1,4 @@
-"""Qwen 3, dense: norms of q and k per head, and a head size that need not be hidden / heads (Qwen3 Technical Report,
-section 2)."""
+"""Qwen 3, dense (Qwen3 Technical Report, section 2)."""
 
 from optimus.model.families.common import (
     BEFORE,

@@ -1,1 +1,1 @@
-"""Causal language models of `transformers` and of plugins, adapted to the library."""
+"""Causal language models of `transformers` and of plugins."""

@@ -1,6 +1,6 @@
-"""The base class of the sections `model` for models that run with the modules of `transformers` or of a plugin.
+"""The base class of the sections `model` for models of `transformers` and of plugins.
 
-An import of this module does not import torch. Properties such as `facts` import torch on first use.
+An import of this module does not import torch.
 """
 
 import math
@@ -40,7 +40,7 @@ class AdaptedModel(Section):
 
     @property
     def facts(self) -> "ModelFacts":
-        """Facts about the model, found by runs of the model or of a small copy."""
+        """The facts that training needs, such as the names of modules and the tensor-parallel splits."""
         raise NotImplementedError
 
     @property
@@ -55,11 +55,11 @@ class AdaptedModel(Section):
 
     @property
     def is_adapted(self) -> bool:
-        """Returns True: the modules of `transformers` or of the plugin run."""
+        """Returns True: the modules come from `transformers` or from a plugin."""
         return True
 
     def compared(self, unasked: Set[str]) -> dict[str, Any]:
-        """Returns the settings by which two models are compared."""
+        """Returns all fields, also those in `unasked`, for a comparison of two models."""
         return self.model_dump()
 
     @property
@@ -77,14 +77,24 @@ class AdaptedModel(Section):
             del found["modules"]
         return found
 
+    def expert_tensor(self, asked: int, tensor: int) -> int:
+        """Returns the number of ranks that shard each expert: `tensor` with experts, `asked` for a dense model."""
+        return tensor if self.has_own_experts else asked
+
+    def refuse_expert_ranks(self, ranks: int) -> str | None:
+        """Returns the reason against expert parallelism over `ranks` ranks, or None."""
+        return self.facts.refuse_expert_ranks(ranks) if self.has_own_experts else "the model is dense: remove it"
+
     def refuse_ways(self, ways: int, aligned: int = 8) -> str | None:
         """Returns the reason against tensor parallelism over `ways` ranks, or None. `aligned` is the number of elements
         in 16 bytes."""
         return self.facts.refuse_ways(ways, aligned)
 
     def sharded_sizes(self) -> list[tuple[str, int, int]]:
-        """Returns (name, size, 0) of the sizes in the blocks that tensor parallelism shards over ranks, each size
-        once."""
+        """Returns (description, size, axis) for each distinct size in the blocks that tensor parallelism shards.
+
+        The axis is always 0.
+        """
         facts, found = self.facts, dict[int, str]()
         shapes = self.shapes
         for name, split in facts.splits.items():
@@ -102,7 +112,7 @@ class AdaptedModel(Section):
 
     @property
     def hidden(self) -> int:
-        """The last dim of the residual stream."""
+        """The number of columns of the residual stream."""
         return self.facts.hidden
 
     @property
@@ -112,12 +122,12 @@ class AdaptedModel(Section):
 
     @property
     def heads(self) -> int:
-        """Returns 1: the number of attention heads is not known."""
+        """Returns 1, also for a model with more heads."""
         return 1
 
     @property
     def kv_heads(self) -> int:
-        """Returns 1: the number of key and value heads is not known."""
+        """Returns 1, also for a model with more key heads."""
         return 1
 
     @property
@@ -135,7 +145,7 @@ class AdaptedModel(Section):
         """For each layer, the first layer with the same class, shapes and settings."""
         return list(self.facts.kinds)
 
-    # ---- Experts, positions and initial values ----
+    # ---- Experts, positions, initial values and computed defaults ----
 
     @property
     def experts(self) -> None:
@@ -149,23 +159,23 @@ class AdaptedModel(Section):
 
     @property
     def has_own_experts(self) -> bool:
-        """True if the author's modules have experts."""
+        """True if the facts show experts."""
         facts = self.facts
-        return facts.router is not None or bool(facts.grouped) or "experts" in facts.styles.values()
+        return facts.router is not None or bool(facts.grouped or facts.experts) or "experts" in facts.styles.values()
 
     @property
     def router_bias(self) -> bool:
-        """Returns False: the library balances no router by a bias."""
+        """Returns False, also for a model whose router has a bias."""
         return False
 
     @property
     def learned_positions(self) -> int | None:
-        """The length of the longest sequence that the model can compute; None if no limit is known."""
+        """The length of the longest sequence; None without a known limit."""
         return self.facts.positions
 
     @property
     def positions_key(self) -> str:
-        """The name of the setting or module that limits `learned_positions`."""
+        """The name of the setting or module that limits the sequence length."""
         return f"model.{self.source}{self.facts.positions_key}"
 
     @property
@@ -186,7 +196,7 @@ class AdaptedModel(Section):
 
     @property
     def has_dense_layers(self) -> bool:
-        """Returns True, also for a model with experts."""
+        """Returns True, also for a model with experts in all layers."""
         return True
 
     def experts_of(self, layer: int) -> int:
@@ -194,14 +204,18 @@ class AdaptedModel(Section):
         return 0
 
     def sparse_layers(self, before: int | None = None) -> int:
-        """Returns the number of layers with routers among the first `before` layers, or among all layers; 0 without a
-        balance loss."""
+        """Returns the number of layers with routers among the first `before` layers, by default all layers.
+
+        Returns 0 without a balance loss, or if the layers with routers are unknown.
+        """
         router = self.facts.router
         layers = router.layers if router is not None and router.on else ()
         return sum(layer < (self.layers if before is None else before) for layer in layers)
 
     def router_weights(self, balance: float, z: float) -> tuple[float, float]:
-        """Returns the balance-loss weight of the model's configuration (0 without a balance loss), and 0 for the
-        z-loss."""
+        """Returns (weight of the balance loss, weight of the z-loss), and ignores the arguments.
+
+        The first weight is the model's own, or 0 without a balance loss. The second weight is 0.
+        """
         router = self.facts.router
         return (router.coefficient, 0.0) if router is not None and router.on else (0.0, 0.0)

@@ -1,6 +1,6 @@
-"""The section `model` of a configuration for a model of the package `transformers`.
+"""The configuration section `model` for a model from the package `transformers`.
 
-An import of this module does not import torch. Properties such as `facts` import torch on first use.
+An import of this module does not import torch.
 """
 
 import json
@@ -10,14 +10,37 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import ConfigDict, model_validator
 
 from optimus.model.foreign.adapted import AdaptedModel
+from optimus.model.foreign.code import CAUSAL
 
 if TYPE_CHECKING:
     from optimus.model.foreign.records import ModelFacts
 
 
-# Keys of a config.json that do not change the model's forward pass.
-_SAYS_NOTHING = {"_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "initializer_range"}
+# Keys of a config.json that `compared` leaves out.
+_SAYS_NOTHING = {
+    "_name_or_path",
+    "architectures",
+    "auto_map",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "initializer_range",
+}
 _SAYS_NOTHING |= {"return_dict", "torch_dtype", "transformers_version", "use_cache"}
+
+
+def _telling(section: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in section.items() if key not in _SAYS_NOTHING}
+
+
+def code_folder(model: Any) -> str | None:
+    """Returns the folder `_name_or_path` of a raw section `model` with `trust_remote_code: true`.
+
+    Returns None without this consent, without `auto_map` or without `_name_or_path`.
+    """
+    keys = model.get("transformers") if isinstance(model, Mapping) and model.get("trust_remote_code") is True else None
+    named = isinstance(keys, Mapping) and keys.get("auto_map") and keys.get("_name_or_path")
+    return str(named) if named else None
 
 
 class TransformersModel(AdaptedModel):
@@ -30,18 +53,43 @@ class TransformersModel(AdaptedModel):
     transformers: dict[str, Any]
     """Keys and values of the model's config.json."""
 
+    trust_remote_code: bool | None = None
+    """True runs the model's code in the folder, which `auto_map` of config.json names. False takes the modules of
+    `transformers` instead."""
+
     __hash__ = AdaptedModel.__hash__
 
     @model_validator(mode="before")
     @classmethod
     def _alone(cls, values: Any) -> Any:
-        """Raises `ValueError` for a key beside `transformers`."""
-        if isinstance(values, Mapping) and (beside := [key for key in values if key != "transformers"]):
+        """Raises `ValueError` for an unknown key beside `transformers`."""
+        if isinstance(values, Mapping) and (beside := [key for key in values if key not in cls.model_fields]):
             raise ValueError(
                 f"'{beside[0]}' is beside transformers, which has no further keys: remove it, or set a key of config.json, "
                 "such as model.transformers.num_hidden_layers"
             )
         return values
+
+    @model_validator(mode="after")
+    def _asked(self) -> "TransformersModel":
+        """Removes `auto_map` unless `trust_remote_code` is true.
+
+        Raises `ValueError` for an `auto_map` without `trust_remote_code`, and for an allowed `auto_map` that names no
+        causal model.
+        """
+        named = self.transformers.get("auto_map")
+        if named and self.trust_remote_code is None:
+            raise ValueError(
+                "transformers: auto_map names code in the model's folder: set model.trust_remote_code to true, which runs "
+                "the code, or to false, which takes the modules of `transformers`"
+            )
+        if not named or not self.trust_remote_code:
+            self.transformers.pop("auto_map", None)
+        elif not isinstance(named, Mapping) or CAUSAL not in named:
+            raise ValueError(
+                f"transformers: auto_map names no {CAUSAL}: set model.trust_remote_code to false, or name the class"
+            )
+        return self
 
     @property
     def text(self) -> str:
@@ -49,13 +97,13 @@ class TransformersModel(AdaptedModel):
         return json.dumps(self.transformers, sort_keys=True)
 
     def compared(self, unasked: Set[str]) -> dict[str, Any]:
-        """Returns the keys and values of the config.json that can change the forward pass, as JSON has them: keys of
-        mappings are text."""
-        return {key: value for key, value in json.loads(self.text).items() if key not in _SAYS_NOTHING}
+        """Returns the configuration without the keys in `_SAYS_NOTHING`, also within sections such as `text_config`."""
+        found: dict[str, Any] = json.loads(self.text, object_hook=_telling)
+        return found
 
     @property
     def facts(self) -> "ModelFacts":
-        """Facts about the model, found by runs of a small copy."""
+        """The facts that training needs. Raises `UserError` for an invalid configuration."""
         from optimus.model.foreign.configuration import facts_of_text
 
         return facts_of_text(self.text)
@@ -76,17 +124,19 @@ class TransformersModel(AdaptedModel):
 
     @property
     def family(self) -> str:
-        """The model's type in `transformers`."""
-        return str(self.transformers["model_type"])
+        """The model's type in `transformers`, or "unknown" if the configuration names none."""
+        return str(self.transformers.get("model_type") or "unknown")
 
     @property
     def heads(self) -> int:
-        """The number of attention heads; 1 if the configuration names no number."""
-        return int(self._first("num_attention_heads", "n_head", "num_heads") or 1)
+        """The number of attention heads, or 1 if unknown."""
+        return int(self._first("num_attention_heads", "n_head", "n_heads", "num_heads") or 1)
 
     @property
     def kv_heads(self) -> int:
-        """The number of key and value heads; by default `heads`."""
+        """The number of key and value heads, or `heads` if unknown."""
+        if self.transformers.get("multi_query") and not self.transformers.get("new_decoder_architecture"):
+            return 1  # Falcon and GPT-BigCode
         return int(self._first("num_key_value_heads", "num_kv_heads") or self.heads)
 
     def _first(self, *names: str) -> Any:

@@ -1,7 +1,6 @@
-"""The attention of models of `transformers`: the library's kernels, registered in the attention interface.
+"""The library's attention kernels as an attention function of `transformers`.
 
-Documents and context parallelism come from the running `Passing`, not from arguments. No mask function is registered,
-so `transformers` makes no S x S mask.
+No mask function is registered, so `transformers` makes no S x S mask.
 
 Legend: B batch, N heads, M heads of keys and values, S positions, D head size.
 """
@@ -31,12 +30,11 @@ def _attend(
     s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Returns causal attention, [B, S, N, D] with the head size of the values, and None. Ignores
-    `attention_mask` and `options`."""
+    """Returns (causal attention [B, S, N, D], None). D is the head size of the values. Ignores `attention_mask`."""
     host: Any = module.__dict__["host"]
     split, documents = host.passing.sequence, host.passing.documents
     query, value = q_BNSD.shape[-1], v_BMSD.shape[-1]
-    widest = max(query, value)  # the kernels need queries, keys and values of one head size
+    widest = max(query, value)  # the kernels take one head size
     factor = (query**-0.5 if scaling is None else scaling) * math.sqrt(widest)
     q_BNSD = q_BNSD if abs(factor - 1) < _CLOSE else q_BNSD * factor
     q, k, v = (_padded(each, widest).transpose(1, 2) for each in (q_BNSD, k_BMSD, v_BMSD))

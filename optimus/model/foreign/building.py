@@ -17,8 +17,7 @@ from optimus.model.parameters import Initial, Normal, Uniform, Values
 
 
 def adapted_model(config: TransformersModel | PluginModel) -> ForeignModel:
-    """Builds the `ForeignModel` of `config`. The parameters are uninitialised and on the default device; the buffers
-    have values."""
+    """Builds a model with uninitialised parameters on the default device."""
     device = torch.get_default_device()
     with torch.device("cpu"):
         model = _plugin_model(config) if isinstance(config, PluginModel) else _transformers_model(config)
@@ -46,13 +45,13 @@ def _transformers_model(config: TransformersModel) -> ForeignModel:
 
 def _call_transformers(body: Any, batch: Batch, position_BS: Tensor | None, routes: bool) -> Any:
     options: dict[str, Any] = {} if position_BS is None else {"position_ids": position_BS}
-    if getattr(body.config, "output_router_logits", False) and not routes:  # the author's loss fails without routers
+    # The author's auxiliary loss fails without router logits.
+    if getattr(body.config, "output_router_logits", False) and not routes:
         options["output_router_logits"] = False
     return body(input_ids=batch.tokens_BS, use_cache=False, **options)
 
 
 def _declared(noted: Noted) -> Initial:
-    """Converts recorded initial values to the type that declarations take."""
     if noted.kind == "constant":
         return noted.value
     if noted.kind == "values":

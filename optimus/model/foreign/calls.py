@@ -1,4 +1,4 @@
-"""Calls of modules: records a module's arguments in a forward pass, and runs a module on recorded arguments."""
+"""Records the arguments of modules in a forward pass, and runs modules on recorded arguments."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -16,22 +16,20 @@ class ModuleCall(NamedTuple):
     kwargs: dict[str, Any]
 
     def fresh(self) -> "ModuleCall":
-        """Returns a copy with detached clones of the tensors, which keep `requires_grad`."""
+        """Returns a copy with clones of the tensors that pytree finds. The clones keep `requires_grad`."""
         return ModuleCall(*pytree.tree_map_only(Tensor, _fresh, (self.args, self.kwargs)))
 
     def trained(self) -> list[Tensor]:
-        """Returns the tensors with `requires_grad`."""
+        """Returns the tensors with `requires_grad` that pytree finds."""
         return [each for each in pytree.tree_leaves((self.args, self.kwargs)) if has_gradient(each)]
 
     def nested(self) -> list[Tensor]:
-        """Returns the tensors with `requires_grad` inside containers among the arguments, such as dictionaries or
-        lists."""
+        """Returns the tensors with `requires_grad` that are inside containers only, such as lists."""
         direct = {id(each) for each in (*self.args, *self.kwargs.values())}
         return [each for each in _tensors((self.args, self.kwargs)) if each.requires_grad and id(each) not in direct]
 
 
 def _held(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-    """Returns the ids of the tensors in the arguments."""
     return [id(each) for each in _tensors((args, kwargs))]
 
 
@@ -44,11 +42,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def record_calls(model: nn.Module, names: Iterable[str], arguments: Mapping[str, Any]) -> dict[str, ModuleCall]:
-    """Returns the first call of each of these modules in one forward pass.
-
-    Leaves out a module whose call has a tensor with `requires_grad` inside a container, or changes which tensors its
-    arguments hold.
-    """
+    """Returns the first call of each module of `names` in one forward pass. Leaves out a call that replaces tensors
+    inside its arguments, or has tensors with `requires_grad` in containers."""
     found: dict[str, ModuleCall] = {}
     exchanging: set[str] = set()
 
@@ -81,8 +76,7 @@ def record_calls(model: nn.Module, names: Iterable[str], arguments: Mapping[str,
 
 @dataclass
 class ModuleRun:
-    """One run of a module. `inputs` and `outputs` have each leaf's first input and output tensor; `order` lists the
-    calls of leaves."""
+    """One run of a module, with the first input and output tensor of each leaf module."""
 
     inputs: dict[str, Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)

@@ -1,5 +1,4 @@
-"""Collectives on activations whose columns are sharded over tensor-parallel ranks. `Columns` is for one rank;
-`parallel.columns` has the subclass for several ranks.
+"""Collectives on activations whose columns are sharded over tensor-parallel ranks.
 
 Legend: T tokens, H columns.
 """
@@ -8,7 +7,7 @@ from torch import Tensor
 
 
 class Columns:
-    """Collectives between sharded and replicated modules; on one rank, each returns its input."""
+    """Collectives between sharded and replicated modules, for one rank."""
 
     size: int = 1  # number of ranks that share the columns
 
@@ -17,7 +16,7 @@ class Columns:
         return x
 
     def leave(self, y: Tensor) -> Tensor:
-        """Returns the sum of the ranks' partial sums y."""
+        """Returns the sum of y over the ranks."""
         return y
 
     def mean(self, m: Tensor) -> Tensor:

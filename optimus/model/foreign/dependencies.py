@@ -1,4 +1,4 @@
-"""Finds by gradients the rows of parameters on which each rank's columns depend."""
+"""Finds, from gradients, how ranks can shard the parameters on which their columns of an activation depend."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,8 +10,7 @@ from optimus.model.foreign.records import Split
 
 
 class Dependencies(NamedTuple):
-    """Parameters on which columns depend: in `splits` if each rank's columns depend on other rows, otherwise in
-    `unsplit`."""
+    """Parameters on which columns depend: ranks can shard the parameters in `splits`, but not those in `unsplit`."""
 
     splits: dict[str, Split]
     unsplit: tuple[str, ...]
@@ -49,7 +48,11 @@ def find_dependencies(columns: Sequence[Tensor], module: nn.Module, names: Seque
 
 
 def _disjoint(gradients: Sequence[Tensor]) -> Split | None:
-    """Returns a split along a dim in which no row has nonzero gradients on two ranks; otherwise None."""
+    """Returns a split along the first dim that qualifies, or None.
+
+    Every row of this dim may have nonzero gradients on at most one rank, and the ranks must have equal shares of the
+    rows. At most a quarter of the rows may have only zero gradients.
+    """
     for dim in range(gradients[0].ndim):
         others = [each for each in range(gradients[0].ndim) if each != dim]
         used = [(each != 0).any(dim=others) if others else each != 0 for each in gradients]
@@ -59,7 +62,9 @@ def _disjoint(gradients: Sequence[Tensor]) -> Split | None:
         owner = torch.stack(used).int().argmax(0)
         if int((total == 0).sum()) > len(total) // 4:
             continue
-        for row in (total == 0).nonzero().flatten().tolist():  # rows without a gradient, for example after ReLU
+        # A row without a gradient, for example after ReLU, gets the owner of the row before. At the start, such rows
+        # get the first owner.
+        for row in (total == 0).nonzero().flatten().tolist():
             owner[row] = owner[row - 1] if row else owner[(total > 0).nonzero()[0, 0]]
         pieces = _pieces(owner.tolist(), len(gradients))
         if pieces is not None:
@@ -68,7 +73,7 @@ def _disjoint(gradients: Sequence[Tensor]) -> Split | None:
 
 
 def _pieces(owner: list[int], ranks: int) -> tuple[int, ...] | None:
-    """Returns the sizes of pieces, each divided evenly among the ranks in order; None without such pieces."""
+    """Returns the sizes of consecutive pieces, each divided evenly among the ranks in rank order, or None."""
     runs: list[list[int]] = []
     for rank in owner:
         if runs and runs[-1][0] == rank:

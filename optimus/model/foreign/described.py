@@ -15,7 +15,8 @@ from optimus.errors import UserError, nearest
 from optimus.model.foreign.rows import ModelRow, ModelSpec
 from optimus.model.parameters import Initial, Normal, Uniform, Values
 
-# Attribute names that the library uses in the root module, in blocks, and in every module but the root.
+# Names that `_check_names` refuses: of submodules in the root module, of attributes in blocks, and of attributes in
+# every module but the root.
 _OF_ROOT = ("columns", "config", "facts", "passing", "predict", "sequence", "step", "stored")
 _OF_BLOCKS = ("number", "outputs")
 _OF_MODULES = ("before", "declared", "host", "replaceable", "unit", "vocabulary")
@@ -23,17 +24,16 @@ _NAMED = {"ones": 1.0, "zeros": 0.0}
 
 
 class Described(NamedTuple):
-    """A model as its plugin describes it, and the initial values of its parameters by name."""
+    """A described model, and the initial values of its parameters by name."""
 
     spec: ModelSpec
     initial: dict[str, Initial]
 
 
 def built(row: ModelRow, arguments: Mapping[str, Any], *, values: bool = False) -> Described:
-    """Calls a row's function under random seed 0. Buffers have values; parameters are on the meta device unless
-    `values` is True.
+    """Calls a row's function under random seed 0. Parameters are on the meta device unless `values` is True.
 
-    Raises `UserError` for a function that fails, and for a result that is no valid `ModelSpec`.
+    Raises `UserError` if the function fails, and for an invalid `ModelSpec`.
     """
     on_meta = nullcontext() if values else _parameters_on_meta()
     with torch.device("cpu"), on_meta, torch.random.fork_rng(devices=()):
@@ -51,8 +51,7 @@ def built(row: ModelRow, arguments: Mapping[str, Any], *, values: bool = False) 
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Moves parameters to the meta device when modules register them inside the `with` block. Shared parameters stay
-    shared."""
+    """Moves parameters to the meta device on registration, inside the `with` block."""
     register, made = nn.Module.register_parameter, WeakIdKeyDictionary()
 
     def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -72,17 +71,17 @@ def wrong(row: ModelRow, what: str) -> UserError:
 
 
 def said(error: BaseException) -> str:
-    """Returns an error's class and first line, cut to 200 characters."""
+    """Returns an error's class, and up to 200 characters of the first line of its message."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0][:200]}"
 
 
-# ---- What the description says ----
+# ---- Checks of a `ModelSpec`, and initial values ----
 
 _PARTS: dict[str, type[nn.Module]] = {"blocks": nn.ModuleList, "embedding": nn.Embedding, "head": nn.Linear}
 
 
 def _check_parts(row: ModelRow, spec: ModelSpec) -> None:
-    """Raises `UserError` for invalid part names, invalid parameters or an invalid table `splits`."""
+    """Raises `UserError` for an invalid field of `spec`, attribute name or parameter."""
     body = spec.module
     _check_types(row, spec)
     modules = dict(body.named_modules())
@@ -117,19 +116,23 @@ def _check_parts(row: ModelRow, spec: ModelSpec) -> None:
 
 
 def _check_devices(row: ModelRow, spec: ModelSpec, values: bool) -> None:
-    """Raises `UserError` for a buffer without values and, if parameters must have `values`, for a parameter without."""
     tensors = [*spec.module.named_buffers(), *(spec.module.named_parameters() if values else ())]
     if without := [name for name, tensor in tensors if tensor.is_meta]:
         raise wrong(row, f"{without[0]} lies on the meta device: create the model with values, on the default device")
 
 
 def _check_types(row: ModelRow, spec: ModelSpec) -> None:
-    """Raises `UserError` for a field of another type than `ModelSpec` says, and for a cap that is not above 0."""
+    """Raises `UserError` for a field of a wrong type or value."""
     if not isinstance(spec.module, nn.Module):
         raise wrong(row, f"module is {type(spec.module).__name__}: give the model, an nn.Module")
     for name, value in (("initial", spec.initial), ("splits", spec.splits)):
         if not isinstance(value, Mapping) and (value is not None or name == "initial"):
             raise wrong(row, f"{name} is {type(value).__name__}: give a mapping from patterns of names to values")
+        if without := [pattern for pattern in value or () if not isinstance(pattern, str)]:
+            raise wrong(row, f"{name} has the pattern {without[0]!r}: give a text")
+    for part in _PARTS:
+        if not isinstance(getattr(spec, part), str):
+            raise wrong(row, f"{part} is {getattr(spec, part)!r}: give the name of a module, a text")
     if not callable(spec.forward):
         raise wrong(row, f"forward is {type(spec.forward).__name__}: give a function of the module and the batch")
     cap = spec.logit_cap
@@ -140,7 +143,7 @@ def _check_types(row: ModelRow, spec: ModelSpec) -> None:
 
 
 def _check_names(row: ModelRow, spec: ModelSpec) -> None:
-    """Raises `UserError` if a module has an attribute, or the root a child, with a name that the library uses."""
+    """Raises `UserError` for a name that the library uses itself."""
     for name, module in spec.module.named_modules():
         block = name.startswith(f"{spec.blocks}.") and "." not in name.removeprefix(f"{spec.blocks}.")
         taken = [leaf for leaf in _OF_BLOCKS if block and hasattr(module, leaf)]
@@ -152,7 +155,10 @@ def _check_names(row: ModelRow, spec: ModelSpec) -> None:
 
 
 def _initial(row: ModelRow, spec: ModelSpec, name: str) -> Initial:
-    """Returns the initial values of the parameter `name`. Raises `UserError` without a valid value."""
+    """Returns the value of the first pattern in `spec.initial` that fits the parameter `name`.
+
+    Raises `UserError` if no pattern fits, and for an invalid value.
+    """
     found: Any = next((value for pattern, value in spec.initial.items() if fnmatchcase(name, pattern)), None)
     if found is None:
         raise wrong(row, f"{name} has no initial values: add a pattern to `initial`, such as '*': Normal(0.02)")
@@ -162,4 +168,10 @@ def _initial(row: ModelRow, spec: ModelSpec, name: str) -> Initial:
         raise wrong(row, f"the initial value of {name} is {found!r}: give ones, zeros, normal, a number or Normal(std)")
     if isinstance(found, Normal) and not 0 <= found.std < math.inf:
         raise wrong(row, f"the initial value of {name} has the standard deviation {found.std}: give a number from 0")
+    if (number and not math.isfinite(found)) or (isinstance(found, Normal) and not math.isfinite(found.mean)):
+        raise wrong(row, f"the initial value of {name} is {found}: give finite numbers")
+    if isinstance(found, Uniform) and not -math.inf < found.low <= found.high < math.inf:
+        raise wrong(row, f"the initial value of {name} is {found}: give finite numbers, low not above high")
+    if isinstance(found, Normal) and not found.low <= found.high:
+        raise wrong(row, f"the initial value of {name} is {found}: give low not above high")
     return float(found) if number else found

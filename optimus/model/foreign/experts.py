@@ -1,6 +1,6 @@
-"""The experts of models of `transformers`, computed by the library's grouped kernels where possible.
+"""The experts of models of `transformers`, computed by the grouped kernels of Optimus.
 
-The kernels take `gate_up_proj` [E, 2 I, H], gate before up, and `down_proj` [E, H, I], as in `kernels.expert_mlp`.
+The kernels take `gate_up_proj` [E, 2 I, H], gate before up, and `down_proj` [E, H, I].
 
 Legend: T tokens, K experts per token, E experts, H hidden, I intermediate, J = 2 I.
 """
@@ -34,7 +34,7 @@ def differences(experts: Any) -> list[str]:
         "its experts have biases": experts.has_bias,
         "its weights are stored transposed": experts.is_transposed,
         "its gate and up projections are interleaved": not experts.is_concatenated,
-        # Only newer versions than transformers 5.17 have this attribute.
+        # Older versions of `transformers` do not have this attribute.
         "its experts end in a norm": getattr(experts, "has_post_expert_norm", False),
         "it combines the gate and up projections by its own function": own_gating,
         f"its activation is {getattr(activation, '__name__', type(activation).__name__)}, not SiLU": not (
@@ -51,39 +51,55 @@ def differences(experts: Any) -> list[str]:
 _STACK = "gate_up_proj_stack"
 
 
-class FusedExperts:
-    """Computes experts by the library's kernels. The kernels add a weight's gradient to the weight's buffer, if any.
+Compute = Callable[[Tensor, Tensor, Tensor, int | None], Tensor]
+"""Returns [T, H] from tokens [T, H], weights [T, K], indices [T, K] and the number of indices that are not -1; None if
+the number is unknown."""
 
-    The stored weight is `gate_up_proj` [E, J, H], or `gate_up_proj_stack` [E, 2, I, H] if gate and up are sharded
-    separately.
+
+def on_this_rank(x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, compute: Compute) -> Tensor:
+    """Dispatches tokens to the experts of this rank, which has all experts."""
+    return compute(x_TH, weights_TK, indices_TK, None)
+
+
+class FusedExperts:
+    """Computes experts by the kernels of Optimus.
+
+    The stored weight of gate and up is `gate_up_proj` [E, J, H], or `gate_up_proj_stack` [E, 2, I, H] if gate and up
+    are sharded separately.
     """
 
-    replaceable: ClassVar[tuple[str, ...]] = ("gradients", "step", "kernel")
+    replaceable: ClassVar[tuple[str, ...]] = ("gradients", "step", "kernel", "expert_dispatch")
+    expert_count: int  # of the whole layer
+    expert_dispatch: Callable[..., Tensor]  # called like `on_this_rank`
     gradients: Mapping[nn.Parameter, GradientBuffer]
     step: StepContext
-    kernel: Callable[..., Tensor]  # `expert_mlp`, or a stand-in
+    kernel: Callable[..., Tensor]  # called like `expert_mlp`
     _parameters: dict[str, nn.Parameter]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Returns the weighted sum of the chosen experts' outputs, [T, H]. An index of E or more adds nothing."""
+        """Returns the weighted sum of the chosen experts' outputs, [T, H]. An index >= `expert_count` adds nothing."""
+        dtype = self._parameters["down_proj"].dtype
+        indices_TK = top_k_index.masked_fill(top_k_index >= self.expert_count, -1)
+        x_TH, weights_TK = hidden_states.to(dtype), top_k_weights.to(dtype)
+        return self.expert_dispatch(x_TH, weights_TK, indices_TK, self._computed).to(hidden_states.dtype)
+
+    def _computed(self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, choices: int | None) -> Tensor:
         parameters = self._parameters
         gate_up, down = parameters[_STACK if _STACK in parameters else "gate_up_proj"], parameters["down_proj"]
         buffers = self.gradients.get(gate_up), self.gradients.get(down)
         gate_up_EJH = gate_up.flatten(1, 2) if gate_up.ndim == 4 else gate_up
-        indices_TK = top_k_index.masked_fill(top_k_index >= len(down), -1)
-        x_TH, weights_TK = hidden_states.to(down.dtype), top_k_weights.to(down.dtype)
-        y_TH = self.kernel(x_TH, weights_TK, indices_TK, gate_up_EJH, down, buffers, self.step.forms)
-        return y_TH.to(hidden_states.dtype)
+        routing = x_TH, weights_TK, indices_TK
+        return self.kernel(*routing, gate_up_EJH, down, buffers, self.step.forms, choices=choices)
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Returns True for fused experts, recognised by the attributes `is_concatenated` and `has_gate`."""
+    """Returns True for a module with the attributes of fused experts."""
     return hasattr(module, "is_concatenated") and hasattr(module, "has_gate")
 
 
 def choose_experts(body: nn.Module) -> tuple[list[nn.Module], tuple[str, ...]]:
-    """Returns the modules of experts that the kernels can compute, and notes about all other experts. The other experts
-    get an implementation of `transformers`."""
+    """Returns (experts that the kernels can compute, lines for the user about the others). Switches these others to
+    `_FALLBACK`."""
     fused, notes = [], dict[str, None]()
     for module in filter(is_experts, body.modules()):
         found = differences(module)

@@ -1,4 +1,7 @@
-"""Finds the facts of a causal model of `transformers` by running a twin, which has the same class and small sizes."""
+"""Finds facts about a causal `transformers` model by running a small model of the same class.
+
+Legend: B sequences, S positions, T tokens, E experts.
+"""
 
 import itertools
 import math
@@ -40,8 +43,8 @@ __all__ = ["STYLES", "ModelFacts", "RouterFacts", "ScoredColumns", "Split", "Sty
 
 _LAYER = re.compile(r"layer_?(idx|id|number|index|num)$|^idx$|^index$")
 _RANDOM = re.compile(r"drop|jitter")  # settings that make training random
-_POSITIONS = re.compile(r"position|(^|_)seq\w*_len|n_ctx$|max_length$")  # settings that may limit sequences
-_SHORT = 32  # positions of a twin that shows such a limit
+_POSITIONS = re.compile(r"position|(^|_)seq\w*_len|n_ctx$|max_length$")  # settings that may limit the sequence length
+_SHORT = 32  # value at which `_positions` tests a setting
 _GRADIENTS = 3e-4  # relative tolerance for loss and gradients between ranks and one process
 _FAILURES = (
     RuntimeError,
@@ -58,10 +61,11 @@ _FAILURES = (
 
 
 def facts_of(config: Any, module: nn.Module | None = None, initial: Mapping[str, Initial] | None = None) -> ModelFacts:
-    """Returns the facts of a model. Raises `UserError` if no twin runs, or if the model names no output layer.
+    """Finds the blocks, splits, attention and routers of a model.
 
-    `config` has the real sizes. `module` is the model on the meta device, by default a new one. `initial` has the
-    model's initial values, by default those of `initial_values`.
+    Raises `UserError` if the model lacks a list of blocks or an output layer, or if no small model runs.
+
+    `config` has the real sizes. `module` is the model on the meta device; by default, this function builds the model.
     """
     real = _real_model(config) if module is None else module
     _require_parts(real)
@@ -73,11 +77,10 @@ def facts_of(config: Any, module: nn.Module | None = None, initial: Mapping[str,
 
 
 def _real_model(config: Any) -> nn.Module:
-    """Returns the model without values. Raises `UserError`, which names a setting if one is known to be wrong, if
-    `transformers` cannot build it."""
+    """Builds the model on the meta device. Raises `UserError` if the build fails."""
     try:
         return build(config, "sdpa", "meta")
-    except Exception as error:  # the authors' code
+    except Exception as error:  # the model's own code can raise any exception
         settings = config.get_text_config().to_dict()
         pad, vocab = settings.get("pad_token_id"), settings.get("vocab_size")
         cure = "check the sizes in its configuration"
@@ -102,8 +105,7 @@ def _require_parts(real: nn.Module) -> None:
 
 
 def _twin_of(config: Any, real: nn.Module) -> tuple[Any, nn.Module]:
-    """Returns the configuration of a twin, and the twin. Tries several numbers of layers to include every kind of the
-    real model's layers. Raises `UserError` if no twin runs."""
+    """Returns (configuration, model) of a small model. Raises `UserError` if no small model runs."""
     blocks = find_blocks(real)
     kinds = {signature(layer) for layer in layers_of(real, blocks)}
     made: tuple[Any, nn.Module, int] | None = None
@@ -116,7 +118,7 @@ def _twin_of(config: Any, real: nn.Module) -> tuple[Any, nn.Module]:
             enlarge(twin)
             with torch.no_grad():
                 probes.logits_of(twin, twin_tokens(twin))
-        except Exception as error:  # the authors' code
+        except Exception as error:  # the model's own code can raise any exception
             problem = problem or error
             continue
         if made is None or len(kinds - present) < made[2]:
@@ -134,8 +136,10 @@ def _twin_of(config: Any, real: nn.Module) -> tuple[Any, nn.Module]:
 
 
 def signature(layer: nn.Module) -> Any:
-    """Returns a key that is equal for layers of the same kind in a twin and in the real model. The key has classes,
-    parameter names and settings; of a number, the key only tells zero from nonzero."""
+    """Returns a key of a layer's classes, settings and parameter names, without sizes.
+
+    Layers with equal keys are of one kind, even if one layer is in the small model and the other in the real model.
+    """
     found = set()
     for name, each in layer.named_modules():
         settings = (
@@ -149,7 +153,6 @@ def signature(layer: nn.Module) -> Any:
 
 
 def _setting(key: str) -> bool:
-    """Returns True for the attribute name of a setting. Private names, dropout and layer numbers are no settings."""
     return not (key.startswith("_") or key in ("training", "p") or _RANDOM.search(key) or _LAYER.search(key))
 
 
@@ -183,7 +186,6 @@ class _Analysis:
     twin: nn.Module
 
     def facts(self, no_initial: tuple[str, ...]) -> ModelFacts:
-        """Returns the facts of the real model."""
         self.names = {id(each): name for name, each in self.real.named_modules()}
         self.blocks = find_blocks(self.real)
         self.layers = layers_of(self.real, self.blocks)
@@ -243,10 +245,12 @@ class _Analysis:
             positions=positions,
             positions_key=positions_key,
             shares=tensor.shares,
+            experts_per_token=self._experts_per_token()[1],
+            experts=self._experts(),
             grouped=self._grouped(tensor.splits),
         )
 
-    # ---- Output layer, blocks, logits and residual stream ----
+    # ---- Output layer, blocks, logits, residual stream and causal mask ----
 
     def _head(self) -> str:
         head = self.real.get_output_embeddings()  # type: ignore[operator]
@@ -271,7 +275,7 @@ class _Analysis:
         return scale, cap
 
     def _stream(self, seen: Pass, weight: Tensor) -> tuple[int, ...]:
-        """Returns the real sizes of the residual stream's dims after [B, S]; empty if the last size is not known."""
+        """Returns the real dims of the residual stream after [B, S]; empty if unknown."""
         shape = seen.stream_shape()
         if not shape:
             return ()
@@ -292,7 +296,7 @@ class _Analysis:
         return (*known, int(width)) if isinstance(width, int) else ()
 
     def _block_parts(self) -> dict[int, tuple[BlockPart, ...]]:
-        """Returns the parts of each real layer's block; empty if the twin lacks the layer's kind."""
+        """Returns the parts of each block of the real model; an empty tuple for unknown parts."""
         layers = layers_of(self.twin, self.blocks)
         try:
             found = parts_of_blocks([*layers], probes.CUT, lambda: probes.logits_of(self.twin, self.tokens_BS))
@@ -329,7 +333,7 @@ class _Analysis:
         return found
 
     def _scored(self, attention: AttentionFacts) -> dict[int, ScoredColumns | None]:
-        """Returns each layer's attention with real sizes; None if the twin shows none."""
+        """Returns each layer's attention with real sizes; None if a layer's attention is unknown."""
         twins = self._twin_layers
         found: dict[int, ScoredColumns | None] = {}
         for number, twin in enumerate(twins):
@@ -349,18 +353,18 @@ class _Analysis:
             real_window if window is not None else None,
         )
 
-    # ---- Layers and parameters of the twin, and the real ones ----
+    # ---- Layers and parameters of the small model and of the real model ----
 
     @cached_property
     def _twin_layers(self) -> list[int | None]:
-        """For each layer of the real model, the number of the twin's first layer of the same kind, or None."""
+        """For each layer of the real model, the number of the small model's first layer of the same kind, or None."""
         first: dict[Any, int] = {}
         for number, layer in enumerate(layers_of(self.twin, self.blocks)):
             first.setdefault(signature(layer), number)
         return [first.get(signature(layer)) for layer in self.layers]
 
     def _unknown_layers(self) -> None:
-        """Adds a refusal if the twin lacks a kind of the real model's layers."""
+        """Adds a refusal if the small model lacks a kind of the real model's layers."""
         missing = [str(number) for number, twin in enumerate(self._twin_layers) if twin is None]
         if missing:
             self.refusals["layers"] = (
@@ -369,8 +373,10 @@ class _Analysis:
             )
 
     def _names_by_layer(self, found: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-        """Returns entries by the twin's layer, then by the name inside the layer (see `_known_as`). The value is None
-        where entries of one name differ."""
+        """Groups the entries of `found` in the blocks by layer of the small model, then by `_known_as` inside the layer.
+
+        A name that stands for differing entries gets None.
+        """
         made: dict[int, dict[str, Any]] = {}
         for name, value in found.items():
             if match := self._inside(name):
@@ -379,7 +385,7 @@ class _Analysis:
         return made
 
     def _inside(self, name: str) -> re.Match[str] | None:
-        """Finds the number of a layer and the name inside the layer; None for a name outside the layers."""
+        """Returns a match (number of the layer, name inside the layer) for a name in the blocks, otherwise None."""
         return re.fullmatch(rf"{re.escape(self.blocks)}\.(\d+)(?:\.(.*))?", name)
 
     def _known_as(self, inner: str) -> str:
@@ -388,7 +394,7 @@ class _Analysis:
 
     @cached_property
     def _unlike(self) -> set[str]:
-        """The starred names that stand for several classes or shapes inside one layer of the twin."""
+        """The starred names that stand for several classes or shapes inside one layer of the small model."""
         shapes: dict[tuple[str, str], set[Any]] = {}
         named: list[tuple[str, Any]] = [(name, tuple(each.shape)) for name, each in self.twin.named_parameters()]
         for name, module in self.twin.named_modules():
@@ -400,14 +406,16 @@ class _Analysis:
         return {inner for (_, inner), found in shapes.items() if len(found) > 1}
 
     def _real_names(self, found: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-        """Returns entries of the twin by the names of the real model."""
+        """Returns the small model's entries `found` by the real model's `names`. Leaves out names without an entry."""
         return self._names_of_layers(found, names, self._twin_layers)
 
     def _names_of_layers(
         self, found: Mapping[str, Any], names: Iterable[str], twins: Sequence[int | None]
     ) -> dict[str, Any]:
-        """Returns the entries of `found` for `names`. For each layer in `names`, `twins` has the number of the layer in
-        `found` or None."""
+        """Returns the entries of `found` for `names`, without names that have no entry.
+
+        `twins` maps layers of `names` to layers of `found`.
+        """
         by_layer, made = self._names_by_layer(found), {}
         for name in names:
             match = self._inside(name)
@@ -436,8 +444,7 @@ class _Analysis:
     # ---- Tensor parallelism ----
 
     def _tensor(self, embedding: str, head: str, width: int) -> "_Tensor":
-        """Returns the real model's partition: the twin's partition in the blocks, and sharded rows of the embedding and
-        the head."""
+        """Returns the real model's partition, which shards the rows of the embedding and of the head."""
         plan, parameters = published_plan(self.real), dict(self.real.named_parameters())
         modules = [name for name, _ in self.real.named_modules()]
         units, of_twin, ways = self._proved_partition(plan, width)
@@ -458,8 +465,10 @@ class _Analysis:
     def _proved_partition(
         self, plan: Mapping[str, str], width: int
     ) -> tuple[list[ProvedUnit], TensorPartition, tuple[int, ...]]:
-        """Returns the twin's units, the twin's partition, and the numbers of ranks with which the whole partition is
-        proved."""
+        """Returns (units, partition, proved numbers of ranks) of the small model.
+
+        Adds a refusal and returns empty values if the partition is not proved for 2 ranks.
+        """
         twin, tokens_BS = self._in_double()
         units = self._units(twin, tokens_BS, width)
         partition = self._twin_partition(units, plan)
@@ -480,7 +489,7 @@ class _Analysis:
         return [], TensorPartition({}, {}, {}), ()
 
     def _in_double(self) -> tuple[nn.Module, Tensor]:
-        """Returns the twin and tokens. Converts the twin to double precision if its code allows."""
+        """Converts the small model to double precision if its code allows. Returns (small model, tokens)."""
         tokens_BS = tokens_of_twin(self.twin_config, 3)
         try:
             with torch.no_grad():
@@ -496,20 +505,19 @@ class _Analysis:
             return math.inf, str(error)
 
     def _first_layers(self) -> list[int]:
-        """Returns, for each layer of the twin, the number of the first layer of the same kind."""
+        """Returns, for each layer of the small model, the number of the first layer of the same kind."""
         first: dict[Any, int] = {}
         return [first.setdefault(signature(each), n) for n, each in enumerate(layers_of(self.twin, self.blocks))]
 
     def _units(self, twin: nn.Module, tokens_BS: Tensor, width: int) -> list[ProvedUnit]:
-        """Returns the proved units of the first layer of each kind of the twin."""
+        """Returns the small model's proved units, only for the first layer of each kind."""
         blocks = [f"{self.blocks}.{number}" for number in sorted({*self._first_layers()})]
         names = [name for block in blocks for name, _ in twin.get_submodule(block).named_modules(prefix=block)]
         calls = record_calls(twin, names, {"input_ids": tokens_BS, **arguments_of(twin)})
         return [unit for block in blocks for unit in prove_units(twin, block, calls, width)]
 
     def _twin_partition(self, units: Iterable[ProvedUnit], plan: Mapping[str, str]) -> TensorPartition:
-        """Returns the twin's partition: the units' partition in all layers of their kind, and the linear layers of
-        `gathered_by_plan`."""
+        """Returns the units' partition, repeated in all layers of the same kind and extended by `gathered_by_plan`."""
         first = self._first_layers()
         parameters = [name for name, _ in self.twin.named_parameters()]
         modules = [name for name, _ in self.twin.named_modules()]
@@ -523,8 +531,16 @@ class _Analysis:
             splits | gathered, styles | gather_styles, self._names_of_layers(divided, modules, first)
         )
 
+    def _experts(self) -> dict[str, int]:
+        """Returns, by module, the number of experts that the library's kernels compute."""
+        named: Iterable[tuple[str, Any]] = self.real.named_modules()
+        return {name: len(each.down_proj) for name, each in named if is_experts(each) and not differences(each)}
+
     def _grouped(self, splits: Mapping[str, Split]) -> tuple[tuple[str, int, bool], ...]:
-        """Returns the columns of experts that `transformers` computes, and True if tensor parallelism divides them."""
+        """Returns (parameter, columns, divided) for both matrix dims of expert weights that `transformers` multiplies.
+
+        `columns` is the size of the dim, and `divided` is True if tensor parallelism divides the dim.
+        """
         experts = [each for each in self.real.named_modules() if is_experts(each[1]) and differences(each[1])]
         return tuple(
             (f"{name}.{leaf}", parameter.shape[dim], splits[f"{name}.{leaf}"].dim == dim)
@@ -563,8 +579,7 @@ class _Analysis:
         proved: set[str],
         planned: Iterable[str],
     ) -> dict[str, float]:
-        """Returns divided shares of the blocks' elements: `plan` by the published plan, `proof` by proof, `both` in the
-        final partition."""
+        """Returns the shares of the blocks' elements that the plan, the proof and the final partition divide."""
         total, planned = Counter[str](), {*planned}
         for name, parameter in parameters.items():
             if name.startswith(f"{self.blocks}."):
@@ -575,10 +590,10 @@ class _Analysis:
                 total["both"] += count if real[name].dim is not None else 0
         return {key: round(total[key] / max(1, total["all"]), 4) for key in ("plan", "proof", "both")}
 
-    # ---- Settings ----
+    # ---- Settings and routers ----
 
     def _dropout(self) -> dict[str, float]:
-        """Returns the dropout and jitter settings above 0, and adds a refusal if there are any."""
+        """Returns the dropout and jitter settings above 0, except those of classifiers and summaries."""
         found = {}
         for key, value in self.config.get_text_config().to_dict().items():
             unused = key.startswith(("classifier", "summary"))
@@ -590,11 +605,7 @@ class _Analysis:
         return found
 
     def _positions(self) -> tuple[int | None, str]:
-        """Returns the number of tokens of the longest sequence, and the name of the setting that limits the length; None
-        if no setting does.
-
-        Twins with `_SHORT` positions show the limit: they run on as many tokens as the setting leaves, and fail on more.
-        """
+        """Returns (length of the longest sequence, text that names the limiting setting); (None, "") if unknown."""
         text = self.twin_config.get_text_config()
         for key, value in text.to_dict().items():
             real = getattr(self.config.get_text_config(), key, None)
@@ -608,7 +619,7 @@ class _Analysis:
         return None, ""
 
     def _runs_with(self, key: str, value: int, length: int) -> bool:
-        """Returns True if a twin whose setting `key` is `value` runs on sequences of `length` tokens."""
+        """Returns True if a small model whose setting `key` is `value` runs on sequences of `length` tokens."""
         config = type(self.twin_config).from_dict(self.twin_config.to_dict())
         try:
             setattr(config.get_text_config(), key, value)
@@ -617,6 +628,14 @@ class _Analysis:
         except _FAILURES:
             return False
         return True
+
+    def _experts_per_token(self) -> tuple[str, int | None]:
+        """Returns (name, value) of the setting for the number of experts per token; ("", None) if unknown."""
+        text = self.config.get_text_config()
+        for key in ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k", "top_k"):
+            if type(value := getattr(text, key, None)) is int:
+                return key, value
+        return "", None
 
     def _router(self) -> RouterFacts | None:
         arguments = arguments_of(self.twin, output_router_logits=True)
@@ -631,24 +650,22 @@ class _Analysis:
         if not isinstance(logits, tuple | list) or not logits or not isinstance(logits[0], Tensor):
             return None
         text, of_twin = self.config.get_text_config(), self.twin_config.get_text_config()
-        experts = self.sizes.one(logits[0].shape[-1], "experts")
-        top = next((key for key in ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k")
-                    if isinstance(getattr(text, key, None), int)), None)  # fmt: skip
+        experts, (key, top) = self.sizes.one(logits[0].shape[-1], "experts"), self._experts_per_token()
         if experts is None or top is None:
             return None
-        score = self._score(out, logits, getattr(of_twin, top))
+        score = self._score(out, logits, getattr(of_twin, key))
         if score is None:
             return None
         coefficient = float(getattr(text, "router_aux_loss_coef", 0.0) or 0.0)
         on = bool(getattr(text, "output_router_logits", False)) and coefficient > 0
         layers = self._layers_of([made.get(id(each), "") for each in logits])
-        return RouterFacts(
-            experts, getattr(text, top), score, "router_logits", coefficient, on and bool(layers), layers
-        )
+        return RouterFacts(experts, top, score, "router_logits", coefficient, on and bool(layers), layers)
 
     def _layers_of(self, names: Iterable[str]) -> tuple[int, ...]:
-        """Returns the real layers of the same kinds as the twin's layers that contain the modules `names`; empty if a
-        module is outside the blocks."""
+        """Returns the real layers of the same kinds as the small model's layers that contain the modules `names`.
+
+        Returns no layers if one of `names` is outside the blocks.
+        """
         found = [re.match(rf"{re.escape(self.blocks)}\.(\d+)\.", name) for name in names]
         if not all(found):
             return ()
@@ -656,7 +673,7 @@ class _Analysis:
         return tuple(layer for layer, twin in enumerate(self._twin_layers) if twin in self._first_alike(numbers))
 
     def _first_alike(self, numbers: set[int]) -> set[int | None]:
-        """Returns the numbers of the twin's first layers of the same kinds as the twin's layers `numbers`."""
+        """Maps the small model's layers `numbers` to the first layers of their kinds."""
         first: dict[Any, int] = {}
         layers = layers_of(self.twin, self.blocks)
         for number, layer in enumerate(layers):
@@ -664,7 +681,7 @@ class _Analysis:
         return {first[signature(layers[number])] for number in numbers}
 
     def _score(self, out: Any, logits: Any, top_k: int) -> Any:
-        """Returns the name of the score function that reproduces the model's own balance loss; None without a match."""
+        """Returns the name of the score function that reproduces the model's own balance loss, or None."""
         loss = getattr(out, "aux_loss", None)
         if not isinstance(loss, Tensor):
             return None

@@ -1,17 +1,23 @@
-"""Norms over all columns of sharded activations."""
+"""Reads the epsilon and the gain of RMS norms, and defines an RMS norm with a constant statistic."""
 
 import torch
 from torch import Tensor, nn
 
+from optimus.kernels.backend import compute_dtype
+
 
 def epsilon_of(module: nn.Module) -> float:
-    """Returns the first float attribute with `eps` in its name; 1e-6 without one."""
+    """Returns the module's first float attribute with `eps` in its name; without one, torch's default for an
+    `nn.RMSNorm`, and 1e-6 for any other module."""
     values = [value for key, value in vars(module).items() if "eps" in key and isinstance(value, float)]
+    if not values and isinstance(module, nn.RMSNorm):
+        weight = module.weight  # None without elementwise_affine
+        return torch.finfo(torch.float32 if weight is None else compute_dtype(weight.dtype)).eps
     return values[0] if values else 1e-6
 
 
 def rms_gain(module: nn.Module, weight: Tensor, x: Tensor, y: Tensor) -> Tensor | None:
-    """Returns the gain of an RMS norm that maps x to y: `weight` or 1 + `weight`; None for another module."""
+    """Returns the gain of `module`, `weight` or 1 + `weight`; None if `module` is no RMS norm that maps x to y."""
     scaled = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon_of(module))
     for gain in (weight, 1 + weight):
         if torch.allclose(scaled * gain, y.detach().to(scaled), rtol=1e-4, atol=1e-4):
@@ -20,8 +26,11 @@ def rms_gain(module: nn.Module, weight: Tensor, x: Tensor, y: Tensor) -> Tensor 
 
 
 class ConstantNorm(nn.Module):
-    """An RMS norm whose statistic has no gradient. `statistics`, if given, replaces the computed statistic of each
-    call, in order."""
+    """An RMS norm whose statistic has no gradient. The gain is `weight` + `plus`.
+
+    If given, `statistics` replaces the computed statistics: each call takes the next item, and the first item follows
+    the last. `seen` has the statistic of every call.
+    """
 
     def __init__(self, weight: nn.Parameter, eps: float, plus: float, statistics: list[Tensor] | None = None) -> None:
         super().__init__()

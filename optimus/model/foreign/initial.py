@@ -1,4 +1,4 @@
-"""Initial values of models of `transformers`, recorded while the models' own code initialises parameters."""
+"""Initial values of the parameters of `transformers` models, found by running the models' own code."""
 
 import copy
 import math
@@ -19,10 +19,7 @@ _Note = Callable[..., "Initial | None"]
 
 @dataclass(frozen=True, eq=False)
 class Initial:
-    """The initial values of a parameter: normal or uniform random numbers, a constant, or given values.
-
-    `low` and `high` bound random numbers; a normal distribution is truncated.
-    """
+    """The initial values of a parameter. `low` and `high` bound random numbers."""
 
     kind: Literal["normal", "uniform", "constant", "values"]
     mean: float = 0.0
@@ -43,10 +40,8 @@ class Initial:
 def initial_values(module: nn.Module, seed: int = 0) -> dict[str, Initial]:
     """Returns the initial values of parameters by name, and fills buffers.
 
-    `module` is on the meta device. The function runs the module's own `initialize_weights`, records calls of
-    initialisers for parameters, and executes the calls for buffers. `seed` seeds random values that the model's code
-    computes. A parameter that is not in the result has no known values; a floating-point buffer without known values
-    becomes NaN.
+    The parameters of `module` must be on the meta device. Parameters without known values are not in the result. `seed`
+    seeds random values that the model's code computes.
     """
     with torch.random.fork_rng(devices=[]), _untied(module):
         torch.manual_seed(seed)
@@ -63,16 +58,13 @@ def initial_values(module: nn.Module, seed: int = 0) -> dict[str, Initial]:
 
 def without_initial(module: nn.Module, found: Mapping[str, Initial]) -> tuple[str, ...]:
     """Returns the names of parameters that are not in `found`, and of buffers full of NaN."""
-    unknown = [name for name, each in module.named_buffers() if each.is_floating_point() and bool(each.isnan().all())]
+    buffers = ((name, each) for name, each in module.named_buffers() if each.numel() and each.is_floating_point())
+    unknown = [name for name, each in buffers if bool(each.isnan().all())]
     return tuple([name for name, _ in module.named_parameters() if name not in found] + unknown)
 
 
 class _Listener:
-    """Notes the calls of initialisers for parameters, and executes the calls for buffers.
-
-    Calls for the parameters `filled`, which have storage, are executed too. `fill`, if given, then replaces every
-    initialiser but `copy_`.
-    """
+    """Notes the calls of initialisers for parameters. Buffers and `filled` parameters also get values."""
 
     def __init__(
         self,
@@ -95,7 +87,7 @@ class _Listener:
         return [name for name, each in self.module.named_buffers() if id(each) in unset]
 
     def run(self) -> dict[str, Initial]:
-        """Runs the module's initialisation. Returns the recorded initial values by parameter name."""
+        """Runs the module's initialisation. Returns initial values by parameter name."""
         from transformers import initialization
 
         self.unset = _forget(self.module)
@@ -141,7 +133,7 @@ class _Listener:
 
 
 def _computed(module: nn.Module, missing: Iterable[str]) -> dict[str, Initial]:
-    """Returns the values that the model's code computes for small parameters, which get storage for this run."""
+    """Returns the values that the model's code computes for small parameters."""
     small = [name for name in missing if module.get_parameter(name).numel() <= _SMALL]
     with _stored(module, {name: tuple(module.get_parameter(name).shape) for name in small}) as filled:
         with torch.no_grad():
@@ -153,11 +145,7 @@ def _computed(module: nn.Module, missing: Iterable[str]) -> dict[str, Initial]:
 
 
 def _scaled(module: nn.Module, missing: Iterable[str]) -> dict[str, Initial]:
-    """Returns the initial values of parameters that are random numbers times a factor.
-
-    A small tensor stands for each parameter. Initialisers fill the tensor with one, then with two; the results show the
-    factor.
-    """
+    """Returns the initial values of parameters that are random numbers times a factor."""
     shapes = {name: tuple(min(size, 2) for size in module.get_parameter(name).shape) for name in missing}
     results, last = [], {}
     for value in (1.0, 2.0):
@@ -175,8 +163,9 @@ def _scaled(module: nn.Module, missing: Iterable[str]) -> dict[str, Initial]:
         linear = torch.allclose(one * 2, results[1][name]) and bool((one == factor).all())
         if linear and factor and name in last:
             base = last[name]
-            low, high = (None if each is None else each * factor for each in (base.low, base.high))
-            found[name] = Initial(base.kind, base.mean * factor, base.std * factor, low, high)
+            bounds = (base.low, base.high) if factor > 0 else (base.high, base.low)
+            low, high = (None if each is None else each * factor for each in bounds)
+            found[name] = Initial(base.kind, base.mean * factor, base.std * abs(factor), low, high)
     return found
 
 
@@ -190,7 +179,7 @@ def _constructed(module: nn.Module, missing: Iterable[str]) -> dict[str, Initial
             made = _NOTES[kind](tensor, *args, **kwargs)
             if made is not None:
                 noted[id(tensor)] = made
-            constants.append(tensor)  # so that no other tensor gets its id
+            constants.append(tensor)  # keeps the id in use
             return tensor
 
         return listen
@@ -204,7 +193,7 @@ def _constructed(module: nn.Module, missing: Iterable[str]) -> dict[str, Initial
 
 
 def _constants(module: nn.Module, missing: Iterable[str]) -> dict[str, Initial]:
-    """Returns the constants that parameters have in two twins with different seeds."""
+    """Returns the constants that parameters have in two small models with different seeds."""
     config: Any = module.config
     found: dict[str, set[float]] = {}
     for seed in range(2):
@@ -219,7 +208,7 @@ def _constants(module: nn.Module, missing: Iterable[str]) -> dict[str, Initial]:
 
 @contextmanager
 def _untied(module: nn.Module) -> Iterator[None]:
-    """Replaces each use of a tied parameter but the first by a parameter of its own inside the `with` block."""
+    """Replaces repeated uses of a parameter by new parameters inside the `with` block."""
     seen: set[int] = set()
     tied: list[tuple[nn.Module, str, nn.Parameter]] = []
     for owner in module.modules():
@@ -239,11 +228,8 @@ def _untied(module: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def _fill_buffers(module: nn.Module, names: Iterable[str]) -> None:
-    """Fills the buffers `names` from the buffers of the same names in a twin: copies a buffer of the same shape, or
-    repeats a constant.
-
-    Other floating-point buffers become NaN.
-    """
+    """Fills buffers from a small model: copies buffers of the same name and shape, and expands constant buffers. Other
+    floating-point buffers become NaN."""
     config: Any = module.config
     of_twin: dict[str, list[Tensor]] = {}
     for name, each in build_small(config).named_buffers():
@@ -285,7 +271,7 @@ def _is_finite(made: Initial) -> bool:
 
 
 def _forget(module: nn.Module) -> set[int]:
-    """Marks nothing as initialised, and fills buffers without storage with zeros. Returns the ids of these buffers."""
+    """Removes marks of initialisation. Replaces buffers on the meta device by zeros, and returns ids of the zeros."""
     unset = set()
     for owner in module.modules():
         for leaf, buffer in owner._buffers.items():
@@ -297,7 +283,7 @@ def _forget(module: nn.Module) -> set[int]:
     return unset
 
 
-# ---- One note for each initialiser ----
+# ---- Initial values by initialiser ----
 
 
 def _normal(tensor: Tensor, mean: float = 0.0, std: float = 1.0, generator: Any = None) -> Initial:

@@ -1,9 +1,9 @@
-"""Adapts causal language models of `transformers` and of plugins to the protocol `CausalModel`.
+"""Adapts causal language models of `transformers` and of plugins to `CausalModel`.
 
-The author's code is the code of the model in `transformers` or in a plugin. Every stage runs the author's whole forward
-pass. Blocks of other stages return their input. The first block of a later stage takes the received residual stream.
+Every stage runs the whole forward pass of the author's code, in `transformers` or in a plugin. Blocks of other stages
+pass their input on.
 
-Legend: B batch, S sequence, H hidden, T = B * S tokens.
+Legend: B batch, S sequence, H hidden, T tokens (in `router_stats`, once per layer), E experts.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -22,7 +22,7 @@ from optimus.model.batch import Batch, moved
 from optimus.model.causal import BlockRow, CausalModel
 from optimus.model.foreign.architecture import TransformersModel
 from optimus.model.foreign.columns import WHOLE, Columns
-from optimus.model.foreign.experts import FusedExperts, choose_experts
+from optimus.model.foreign.experts import FusedExperts, choose_experts, on_this_rank
 from optimus.model.foreign.modules import (
     LOCAL,
     AuthorsLinear,
@@ -55,7 +55,7 @@ from optimus.model.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class ForeignPositions:
-    """The positions and documents of a batch, as `ForeignStage` takes them."""
+    """The positions of a batch. `documents` is True if the batch has documents."""
 
     sequence: SequenceSplit
     documents: bool
@@ -63,7 +63,7 @@ class ForeignPositions:
 
 
 class Stored(NamedTuple):
-    """The stored parameters that replace one parameter of the author's code."""
+    """The stored parameters that hold one parameter of the author's code."""
 
     names: tuple[str, ...]  # names of the stored parameters, end to end along `dim`
     dim: int | None
@@ -74,7 +74,7 @@ class ForeignRow(list[nn.Module]):
     """Blocks of a foreign model, in order."""
 
     def run_in(self, size: int, run: Callable[..., Any]) -> None:
-        """Makes each block with parts run by one call of `run`. Any other block is itself a unit, of the kind `block`."""
+        """Sets `run` as the runner of each block whose children are units. Ignores `size`."""
         for block in self:
             if isinstance(block, BlockOfParts):
                 block.__dict__["again"] = run
@@ -117,11 +117,10 @@ class ForeignStage:
 class ForeignModel(Storage, CausalModel):
     """A causal language model with its author's modules.
 
-    `body` is the author's module, with parameters on the meta device and buffers with values. `initial` has the
-    parameters' initial values, by name. Modules have their names in the author's code; `stored` maps the names of the
-    author's parameters to the stored parameters. `call(body, batch, position_BS, routes)` runs the author's forward
-    pass; without positions, every sequence has the positions from 0. `routes` is True if the pass has routers whose
-    loss counts. `caches` is True if the body takes and returns `past_key_values`.
+    `body` is the author's module, with parameters on the meta device. `initial` maps the author's parameter
+    names to initialisations, and `stored` maps these names to stored parameters. `call(body, batch, position_BS,
+    routes)` runs the author's forward pass, with router logits if `routes` is True. `caches` is True if the body
+    accepts `past_key_values`.
     """
 
     replaceable = ("sequence", "step", "columns", "tokens")
@@ -140,7 +139,7 @@ class ForeignModel(Storage, CausalModel):
         self.config, self.facts, self.call, self.caches = config, config.facts, call, caches
         facts = self.facts
         self._modules.update(body._modules)
-        self.__dict__["_buffers"] = body._buffers  # one dictionary, so that both have the same tensors
+        self.__dict__["_buffers"] = body._buffers  # one dictionary, so that model and body have the same buffers
         self.__dict__["_non_persistent_buffers_set"] = body._non_persistent_buffers_set
         self.__dict__["_body"] = body
         self._columns: Columns = WHOLE
@@ -167,11 +166,11 @@ class ForeignModel(Storage, CausalModel):
             names = ", ".join(sorted(self.untrained)[:3])
             self.notes += (f"model: {len(self.untrained)} parameters get no gradient and stay frozen ({names})",)
 
-    # ---- Parts ----
+    # ---- Modules, stages and parameters ----
 
     @property
     def body(self) -> Any:
-        """The author's module; this model has the same children."""
+        """The author's module."""
         return self.__dict__["_body"]
 
     @property
@@ -238,7 +237,7 @@ class ForeignModel(Storage, CausalModel):
         return super().train(mode)
 
     def author_tensors(self) -> dict[str, Tensor]:
-        """Returns the parameters and the persistent buffers, with the names and shapes that the author's code has."""
+        """Returns the parameters and the persistent buffers with the author's names and shapes."""
         found: dict[str, Tensor] = {}
         for name, (names, dim, shape) in self.stored.items():
             parts = [self.get_parameter(each).detach() for each in names]
@@ -247,7 +246,10 @@ class ForeignModel(Storage, CausalModel):
 
     @torch.no_grad()
     def fill_from(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fills the parameters, and the persistent buffers that `tensors` has, by their names in the author's code."""
+        """Copies `tensors`, by the author's names, to the parameters and the persistent buffers.
+
+        `tensors` must have every parameter, and may lack buffers.
+        """
         for name, buffer in stored_buffers(self):
             if name in tensors:
                 buffer.copy_(tensors[name])
@@ -263,7 +265,7 @@ class ForeignModel(Storage, CausalModel):
     # ---- Passes ----
 
     def entered(self, x: Tensor) -> Tensor:
-        """Returns `columns.enter(x)`, the same tensor for consecutive calls with the same `x`."""
+        """Returns `columns.enter(x)`, cached for consecutive calls with the same `x`."""
         if self._columns.size == 1 or x.is_inference():
             return self._columns.enter(x)
         last = self._entered
@@ -281,11 +283,10 @@ class ForeignModel(Storage, CausalModel):
             self.passing, self._entered = before, None
 
     def continued(self, tokens_BS: Tensor, cache: Any) -> tuple[Tensor, Any]:
-        """Returns the input of the output layer, [B, S, H], and the cache with `tokens_BS` added. None begins a new
-        sequence.
+        """Returns (input of the output layer [B, S, H], cache with `tokens_BS` added).
 
-        The cache is the `past_key_values` of the author's code. For a model without caches, the cache is all tokens so
-        far, and S counts these tokens.
+        A `cache` of None is empty. If the body returns no `past_key_values`, the cache is the tensor of all tokens so
+        far, and S is the number of these tokens.
         """
         passing = Passing(range(len(self.blocks)), True, True, SequenceSplit(), False, None)
         with self.running(passing):
@@ -294,15 +295,14 @@ class ForeignModel(Storage, CausalModel):
                 made = self.body(input_ids=tokens_BS, past_key_values=cache, use_cache=True).get("past_key_values")
             if made is not None:
                 cache = made
-            else:  # without `past_key_values`, `cache` has the tokens so far
+            else:
                 cache = tokens_BS if cache is None else torch.cat([cache, tokens_BS], 1)
                 self.call(self.body, Batch(cache), None, False)
         assert passing.hidden_BSH is not None
         return passing.hidden_BSH, cache
 
     def router_stats(self, made: Any) -> RouterStats | None:
-        """Returns statistics of the router logits in the author's outputs; None without such logits or without a
-        balance loss."""
+        """Returns statistics of the router logits in the author's outputs, or None."""
         router = self.facts.router
         if router is None or not router.on or not made[router.output]:
             return None
@@ -329,7 +329,7 @@ class ForeignModel(Storage, CausalModel):
 
 
 def _part(name: str, facts: ModelFacts) -> str:
-    """Returns the part of a parameter outside the blocks: embedding, before, behind or head."""
+    """Returns the model part of a name outside the blocks: embedding, before, behind or head."""
     for part, module in (("embedding", facts.embedding), ("head", facts.head)):
         if name.startswith(f"{module}."):
             return part
@@ -342,13 +342,15 @@ def _part(name: str, facts: ModelFacts) -> str:
 def _compose(
     model: ForeignModel, facts: ModelFacts, initial: Mapping[str, Initial], fused: Iterable[nn.Module]
 ) -> None:
-    """Changes the classes of the body's modules, and declares their parameters. Raises `UserError` for a style `gather`
-    or `scatter` of a module other than a linear layer."""
+    """Changes the classes of the body's modules, and declares their parameters."""
     body: nn.Module = model.body
     embedding, head = body.get_submodule(facts.embedding), body.get_submodule(facts.head)
     model.stored |= _declare_all(body, facts, initial)
     for module in fused:
-        become(module, FusedExperts, gradients={}, step=model.step, kernel=expert_mlp)
+        experts: Any = module
+        count = len(experts.down_proj)
+        parts = {"gradients": {}, "step": model.step, "kernel": expert_mlp}
+        become(module, FusedExperts, **parts, expert_count=count, expert_dispatch=on_this_rank)
     for name, module in list(body.named_modules()):
         inside = name.startswith(f"{facts.blocks}.")
         if inside and (type(module) is nn.Linear or _is_conv1d(module)):
@@ -386,7 +388,7 @@ def _compose(
             child = block.get_submodule(part.name)
             unit = _unit(part.kind, child)
             become(child, StagedPart, unit=unit, outputs=part.outputs)
-            block.__dict__[f"{part.name}_unit"] = unit  # `units_of` finds it here
+            block.__dict__[f"{part.name}_unit"] = unit  # read by `units_of`
     become(head, HeadModule, vocabulary=Vocabulary(), factor=facts.logit_scale, cap=facts.logit_cap)
     model.__dict__["embedding"], model.__dict__["head"] = embedding, head
     model.predict = Unit("head", head)
@@ -398,7 +400,7 @@ def _at_once(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _share_inputs(body: nn.Module) -> None:
-    """Marks column-parallel layers that may have their input in common: siblings with as many inputs, and pieces."""
+    """Marks column-parallel layers that may share their input with other products."""
     siblings: dict[tuple[str, int], list[Any]] = {}
     for name, module in body.named_modules():
         layer: Any = module
@@ -421,7 +423,7 @@ _SHARDED: dict[Style, type] = {
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """Returns True for GPT-2's linear layer of `transformers`, whose weight is [inputs, outputs]."""
+    """Returns True for `Conv1D` of `transformers`, whose weight is [inputs, outputs]."""
     return any(kind.__module__ == "transformers.pytorch_utils" for kind in type(module).__mro__)
 
 
@@ -437,7 +439,7 @@ def _look_up(module: nn.Module, authors: type[nn.Module]) -> None:
 
 
 def _declare_all(body: nn.Module, facts: ModelFacts, initial: Mapping[str, Initial]) -> dict[str, Stored]:
-    """Stores and declares every parameter (see `_store`). Returns the storage by the names in the author's code."""
+    """Stores and declares every parameter. Returns `Stored` records by the author's parameter names."""
     named = {name for name, _ in body.named_parameters()}
     of_head = {id(each) for each in body.get_submodule(facts.head)._parameters.values()}
     stored: dict[str, Stored] = {}
@@ -452,7 +454,8 @@ def _declare_all(body: nn.Module, facts: ModelFacts, initial: Mapping[str, Initi
             tied = id(parameter) in of_head and owner_name != facts.embedding  # such as BERT's `cls.predictions.bias`
             role = "head" if tied else _role(name, owner, parameter, facts)
             projects = isinstance(owner, nn.Linear) or _is_conv1d(owner)
-            leaves = _store(owner, leaf, parameter, split, role, first, projects=projects)
+            dims = _dims(role, parameter.ndim, split, spread=owner_name in facts.experts)
+            leaves = _store(owner, leaf, parameter, split, role, dims, first, projects=projects)
             if name in named:  # a tied parameter is listed once
                 names = tuple(name.removesuffix(leaf) + each for each in leaves)
                 stored[name] = Stored(names, split.dim, tuple(parameter.shape))
@@ -464,23 +467,31 @@ def _role(name: str, owner: nn.Module, parameter: Tensor, facts: ModelFacts) -> 
         if isinstance(owner, nn.Embedding):
             return "embedding"
         return "head" if _part(name, facts) == "head" else "vector"
-    if facts.styles.get(name.rpartition(".")[0]) == "experts" and parameter.ndim == 3:
+    module = name.rpartition(".")[0]
+    if parameter.ndim == 3 and (module in facts.experts or facts.styles.get(module) == "experts"):
         return "expert"
     return "matrix" if parameter.ndim == 2 else "vector"
 
 
 def _store(
-    owner: nn.Module, leaf: str, parameter: nn.Parameter, split: Split, role: Role, initial: Initial, *, projects: bool
+    owner: nn.Module,
+    leaf: str,
+    parameter: nn.Parameter,
+    split: Split,
+    role: Role,
+    dims: tuple[Dim, ...],
+    initial: Initial,
+    *,
+    projects: bool,
 ) -> list[str]:
     """Stores and declares a parameter: whole, as a stack of equal pieces, or as one parameter per piece. Returns the
     names of the stored parameters in `owner`."""
     declared: dict[str, Declaration] = owner.__dict__.setdefault("declared", {})
-    shape, dim = tuple(parameter.shape), split.dim
-    dims = _dims(role, len(shape), split)
+    dim = split.dim
 
     def store(name: str, tensor: Tensor, dims: tuple[Dim, ...], initial: Initial) -> str:
         owner._parameters[name] = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor)
-        # A scalar has no dims: `factor_of` says whether it acts on sharded activations.
+        # A scalar has no dims, so `scales` says if the scalar acts on sharded activations.
         scales: tuple[Dim, ...] = () if dims else ("head" if split.partial or split.share else "latent",)
         declared[name] = Declaration(dims, role, initial, scales)
         return name
@@ -489,7 +500,6 @@ def _store(
         if not split.share:
             return [store(leaf, parameter, dims, initial)]
         del owner._parameters[leaf]
-        # Each rank uses the parameter divided by the number of ranks.
         computed(owner, leaf, lambda self: self._parameters[f"{leaf}_sum"] / self.host.columns.size)
         return [store(f"{leaf}_sum", parameter, dims, initial)]
     if len({*split.pieces}) == 1 and not (projects and dim != 0):
@@ -512,8 +522,10 @@ def _store(
     ]
 
 
-def _dims(role: Role, ndim: int, split: Split) -> tuple[Dim, ...]:
-    """Returns logical dims that give the parameter its layout."""
+def _dims(role: Role, ndim: int, split: Split, *, spread: bool) -> tuple[Dim, ...]:
+    """Returns the parameter's logical dims. `spread` is True for experts that expert parallelism can shard."""
+    if spread:
+        return "experts", *("expert_ffn" if dim == split.dim else "latent" for dim in range(1, ndim))
     if role in ("embedding", "head"):
         rows: Dim = "vocab" if split.dim == 0 else "positions"
         return (rows, "residual")[:ndim]

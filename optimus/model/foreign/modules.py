@@ -1,11 +1,11 @@
-"""The base classes that modules of a foreign model get.
+"""The base classes that modules of a `ForeignModel` get.
 
-A module changes its class in place, as in FSDP2: its name, its attributes and `isinstance` stay. The author's code is
-the code of the model in `transformers` or in a plugin.
+`become` changes the class of a module in place, as FSDP2 does.
 
 Legend: B batch, S sequence, T tokens, H hidden, L inputs and N outputs of a weight.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar, cast
@@ -17,6 +17,7 @@ from optimus.kernels.backend import compute_dtype
 from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.kernels.linear import MatrixProduct, TransposedMatrixProduct
 from optimus.model.foreign.columns import Columns
+from optimus.model.foreign.full_norms import epsilon_of
 from optimus.model.foreign.passing import ModelHost
 from optimus.model.head import OutputHead
 from optimus.model.linear import Factored, Product
@@ -33,7 +34,7 @@ def become(module: nn.Module, *kinds: type, **attributes: Any) -> None:
 
 
 class Calls(nn.Module):
-    """Runs the given call of `module`, as the only step of a foreign module's unit."""
+    """Lets a `Unit` run a `call` of `module` that the caller passes as an argument."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -44,18 +45,18 @@ class Calls(nn.Module):
 
 
 class _Staged:
-    """A module that runs as a unit in its own stage only."""
+    """A module that runs as its `unit`, unless a subclass overrides `_run`."""
 
     host: ModelHost
     unit: Unit
     _modules: dict[str, nn.Module | None]
 
     def _run(self, x: Tensor, call: Callable[[Tensor], Any]) -> Any:
-        """Runs the module as a unit."""
         return self.unit(x, self._within(call))
 
     def _within(self, call: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        """Returns a function that runs `call` with the same `Passing`, also during recomputation."""
+        """Returns a function that runs `call` with the present `Passing` of the model, also during
+        recomputation."""
         host, passing = self.host, self.host.passing
 
         def run(x: Tensor) -> Any:
@@ -66,10 +67,10 @@ class _Staged:
 
 
 class Storage:
-    """A module whose `get_parameter` finds stored parameters only, not computed attributes."""
+    """A module whose `get_parameter` ignores computed attributes."""
 
     def get_parameter(self, target: str) -> nn.Parameter:
-        """Returns the parameter `target`. Raises `AttributeError` if there is none."""
+        """Raises `AttributeError` if there is no parameter `target`."""
         owner, _, leaf = target.rpartition(".")
         found = self.get_submodule(owner)._parameters.get(leaf)  # type: ignore[attr-defined]
         if found is None:
@@ -78,14 +79,14 @@ class Storage:
 
 
 class StagedBlock(_Staged, Storage):
-    """A block. The first block of a later stage replaces its first argument by the received residual stream."""
+    """A block of the author's model. The first block of a later stage takes the received residual stream."""
 
     number: int
-    outputs: int  # entries of the tuple or list that the block returns; 0: it returns a tensor
+    outputs: int  # entries of the returned tuple or list; 0 for a tensor
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         passing = self.host.current
-        x, rest = _first(args, options)
+        x, rest = _first(self.forward, args, options)  # type: ignore[attr-defined]
         if not passing.blocks:  # a stage without blocks
             x = x if passing.received_BSH is None else passing.received_BSH
             passing.stream_BSH = x
@@ -99,14 +100,14 @@ class StagedBlock(_Staged, Storage):
             return tuple(made) if isinstance(made, list) else made
 
         made = self._run(x, call)
-        if self.outputs and not isinstance(made, tuple):  # a unit returns the element of a tuple of one
+        if self.outputs and not isinstance(made, tuple):  # a unit unpacks a tuple of one element
             made = (made,)
         passing.stream_BSH = made[0] if self.outputs else made
         return made
 
 
 class BlockOfParts(StagedBlock):
-    """A block whose children are units. `again` runs the block, and recomputes the block if the run recomputes blocks."""
+    """A block whose children are units. `again` runs the block, with or without recomputation."""
 
     again: Callable[..., Any]
 
@@ -115,25 +116,25 @@ class BlockOfParts(StagedBlock):
 
 
 class StagedPart(_Staged):
-    """A child of a block that is a unit."""
+    """A module that runs as a unit inside a block."""
 
-    outputs: int  # entries of the tuple that the module returns; 0: it returns a tensor
+    outputs: int  # entries of the returned tuple; 0 for a tensor
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        x, rest = _first(args, options)
+        x, rest = _first(self.forward, args, options)  # type: ignore[attr-defined]
         made = self._run(x, lambda x: super(StagedPart, self).__call__(x, *rest, **options))  # type: ignore[misc]
-        # A unit returns the element of a tuple of one.
+        # A unit unpacks a tuple of one element.
         return (made,) if self.outputs and not isinstance(made, tuple) else made
 
 
 class StagedModule(_Staged):
-    """A module with parameters outside the blocks. `before` is True if the module runs before the blocks."""
+    """A module that has parameters and is outside the blocks. `before` is True if the module runs before the blocks."""
 
     before: bool
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         passing = self.host.current
-        x, rest = _first(args, options)
+        x, rest = _first(self.forward, args, options)  # type: ignore[attr-defined]
         if not (passing.first if self.before else passing.last):
             received = passing.received_BSH
             if isinstance(self, nn.Embedding) and received is not None:
@@ -142,12 +143,16 @@ class StagedModule(_Staged):
         return self._run(x, lambda x: super(StagedModule, self).__call__(x, *rest, **options))  # type: ignore[misc]
 
 
-def _first(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
-    """Returns the first argument of a call and the other positional arguments. Removes a first argument given by name
-    from `options`."""
+def _first(function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+    """Returns the first argument of a call of `function`, and the other positional arguments.
+
+    Without positional arguments, the first argument is the one in `options` that comes first in the signature, or else
+    the first entry of `options`. The function removes this entry from `options`.
+    """
     if args:
         return args[0], args[1:]
-    return options.pop(next(iter(options))), ()
+    named = (name for name in inspect.signature(function).parameters if name in options)
+    return options.pop(next(named, next(iter(options)))), ()
 
 
 class Lookup(nn.Embedding):
@@ -158,14 +163,14 @@ class Lookup(nn.Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x_TH = self.vocabulary.embed(tokens.flatten(), cast(nn.Parameter, self.weight))
-        if self.padding_idx is not None:  # the row of the padding token gets no gradient, like in `nn.Embedding`
+        if self.padding_idx is not None:  # the row of the padding token gets no gradient, as in `nn.Embedding`
             x_TH = torch.where((tokens == self.padding_idx).flatten()[:, None], x_TH.detach(), x_TH)
         return x_TH.view(*tokens.shape, -1)
 
 
 class HeadModule(OutputHead):
-    """The output layer. In the author's forward pass, this module stores its input and returns the input's first
-    column, detached."""
+    """The output layer. During a stage's pass, a call stores the input, and returns the first column
+    of the input, detached."""
 
     replaceable: ClassVar[tuple[str, ...]] = ("vocabulary",)
     host: ModelHost
@@ -190,9 +195,9 @@ _COMMUNICATES = "column", "row", "gather", "scatter"
 
 
 class AuthorsLinear(Factored):
-    """A linear layer. `pieces` and `biases` are the names of the weights and biases, whose outputs are concatenated.
+    """A linear layer that concatenates the outputs of its weights `pieces`.
 
-    `transposed` is True if the weight is [inputs, outputs] (GPT-2's `Conv1D`).
+    `transposed` is True if the weights are [inputs, outputs].
     """
 
     replaceable: ClassVar[tuple[str, ...]] = ("product", "gradients")
@@ -203,7 +208,7 @@ class AuthorsLinear(Factored):
     pieces: tuple[str, ...]
     biases: tuple[str, ...]
     transposed: bool
-    shares: bool = False  # True if other products have the same input, whose gradients are summed before the all-reduce
+    shares: bool = False  # True if other products may have the same input
 
     @property
     def takes_factors(self) -> bool:
@@ -212,7 +217,7 @@ class AuthorsLinear(Factored):
 
     @property
     def dims(self) -> tuple[Dim, Dim]:
-        """The logical dims of the outputs and of the inputs; `latent` for a style without collectives."""
+        """The logical dims of the outputs and of the inputs; `latent` for both if `product` needs no collectives."""
         if self.style not in _COMMUNICATES or self.shares:
             return "latent", "latent"
         *_, outputs, inputs = declaration(self, self.pieces[0]).dims  # type: ignore[arg-type]
@@ -228,7 +233,6 @@ class AuthorsLinear(Factored):
         return y_TN.view(*x.shape[:-1], -1)
 
     def _all_columns(self, x: Tensor) -> Tensor:
-        """Returns the concatenated products of all pieces, plus the biases."""
         parameters: dict[str, Any] = self._parameters
         made = [self._multiply(x, parameters[name]) for name in self.pieces]
         y = made[0] if len(made) == 1 else torch.cat(made, -1)
@@ -262,7 +266,7 @@ def _entered(columns: Columns, value: Any) -> Any:
 
 
 class ColumnLeaf:
-    """A module, such as a convolution, of which a rank computes some columns of the output."""
+    """A module whose output columns are sharded."""
 
     host: ModelHost
 
@@ -271,8 +275,7 @@ class ColumnLeaf:
 
 
 class RowLeaf:
-    """A module whose input columns are sharded. `forward` all-reduces the output without the bias, then adds the
-    bias."""
+    """A module whose input columns are sharded."""
 
     host: ModelHost
     bias: Tensor | None
@@ -286,7 +289,7 @@ class RowLeaf:
 
 
 class SharedOut:
-    """A module whose equal results on all ranks enter a sum. `forward` divides the result by the number of ranks."""
+    """A module whose output is equal on all ranks. `forward` divides the output by the number of ranks."""
 
     host: ModelHost
 
@@ -306,12 +309,9 @@ class NormOverAll:
         columns = self.host.columns
         if columns.size == 1:
             return made
-        eps = next(float(getattr(self, name)) for name in _EPSILONS if hasattr(self, name))
+        eps = epsilon_of(self)  # type: ignore[arg-type]
         own = x.to(compute_dtype(x.dtype)).square().mean(-1, keepdim=True)
         return made * ((own + eps) / (columns.mean(own) + eps)).sqrt().to(made.dtype)
-
-
-_EPSILONS = "variance_epsilon", "eps", "epsilon", "norm_eps"
 
 
 def computed(owner: nn.Module, leaf: str, compute: Callable[[Any], Tensor]) -> None:

@@ -1,12 +1,13 @@
 """The version check of `transformers`, and a context manager that silences the package."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 
 from optimus.errors import UserError, how_to_install
 
-_LEAST = (5, 17)  # the oldest version with the interfaces for attention, experts and initial values
+_LEAST = (5, 17)  # the oldest supported version
 
 
 def needed_transformers() -> None:
@@ -18,10 +19,15 @@ def needed_transformers() -> None:
         raise UserError(
             f"model.transformers needs the package transformers, version {least} or newer: {how_to_install('hf')}"
         ) from None
-    if tuple(int(part) for part in found.split(".")[:2]) < _LEAST:
+    if release_of(found) < _LEAST:
         raise UserError(
             f"model.transformers needs transformers {least} or newer, and {found} is installed: {how_to_install('hf')}"
         )
+
+
+def release_of(version: str) -> tuple[int, ...]:
+    """Returns the first two numbers of a version, such as (5, 17) of "5.17rc1"."""
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
 @contextmanager

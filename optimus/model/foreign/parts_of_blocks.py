@@ -1,4 +1,4 @@
-"""Finds the children of a twin's blocks that can run as units: gathered, recomputed and resharded by themselves."""
+"""Runs a small model to find out if the children of its blocks can run as units."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,12 +14,12 @@ from optimus.model.foreign.records import BlockPart
 
 @dataclass
 class _Child:
-    """The calls of a child of a block in one pass."""
+    """A child module of a block, and facts about its calls in one forward pass."""
 
     name: str
     module: nn.Module
     calls: int = 0
-    fits: bool = True  # False if an argument or a result has an unsuitable type
+    fits: bool = True  # False if the arguments or the result do not suit a unit
     outputs: int = 0
     x: Tensor | None = None
     y: Tensor | None = None
@@ -28,11 +28,11 @@ class _Child:
 def parts_of_blocks(
     layers: Sequence[nn.Module], cut: int, run: Callable[[], Tensor]
 ) -> Mapping[int, tuple[BlockPart, ...]]:
-    """Returns the parts of the blocks `layers`, by number. `run` runs the model and returns its logits.
+    """Returns the parts of the suitable blocks of `layers`, by number. `run` runs the model and returns its logits.
 
-    Leaves out a block with parameters outside of its children, or whose children do not run once each on a tensor.
-    Returns nothing if the logits change when the parameters of each child are NaN while the child does not run.
-    Positions before `cut` decide whether a child mixes positions.
+    A block is suitable if each parameter is in exactly one child, and if each of these children runs once and `fits`.
+    Returns no parts if the model uses a child's parameters outside the child. `cut` is the position at which `_mixes`
+    divides sequences.
     """
     children = {number: found for number, layer in enumerate(layers) if (found := _children(layer))}
     order: list[_Child] = []
@@ -60,7 +60,7 @@ def parts_of_blocks(
 
 
 def _children(layer: nn.Module) -> list[_Child]:
-    """Returns the children with parameters; none if they do not have all parameters of the block, each in one child."""
+    """Returns the children with parameters; none unless each parameter of the block is in exactly one child."""
     children = [
         _Child(name, module) for name, module in layer.named_children() if next(module.parameters(), None) is not None
     ]
@@ -71,8 +71,6 @@ def _children(layer: nn.Module) -> list[_Child]:
 
 @contextmanager
 def _recorded(child: _Child, order: list[_Child]) -> Iterator[None]:
-    """Records the calls of a child inside the `with` block."""
-
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         child.calls += 1
         order.append(child)
@@ -130,7 +128,8 @@ def _kind(child: _Child, cut: int) -> Literal["norm", "attention", "mlp"]:
 
 
 def _mixes(child: _Child, cut: int) -> bool:
-    """Returns True if the result depends on earlier positions of the child's input, or if that is not known."""
+    """Returns True if the child's output from position `cut` on depends on its input before `cut`, or if this is
+    unknown."""
     x, y = child.x, child.y
     if x is None or y is None or not (x.requires_grad and y.requires_grad) or x.ndim < 3 or x.shape[:2] != y.shape[:2]:
         return True

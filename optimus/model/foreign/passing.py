@@ -1,4 +1,4 @@
-"""The state of a forward pass through a foreign model, which its modules read and write.
+"""The state of a forward pass through a `ForeignModel`, and the interface of the model to its modules.
 
 Legend: B batch, S sequence, H hidden.
 """
@@ -16,7 +16,7 @@ from optimus.step_context import StepContext
 
 @dataclass
 class Passing:
-    """The state of one forward pass through a stage, which the modules read and write."""
+    """The state of one forward pass through a stage."""
 
     blocks: range
     first: bool
@@ -43,7 +43,7 @@ class ModelHost(Protocol):
         """The state of the running forward pass."""
 
     def entered(self, x: Tensor) -> Tensor:
-        """Returns `columns.enter(x)`, the same tensor for consecutive calls with the same `x`."""
+        """Returns `columns.enter(x)`, cached for consecutive calls with the same `x`."""
 
     def running(self, passing: Passing | None) -> AbstractContextManager[None]:
         """Makes the modules read and write `passing` inside the `with` block."""

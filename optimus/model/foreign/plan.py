@@ -1,4 +1,4 @@
-"""Plans of tensor parallelism that configurations of `transformers` have as `base_model_tp_plan`."""
+"""Reads the tensor-parallel plans (`base_model_tp_plan`) in configurations of `transformers`."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -13,14 +13,17 @@ _GATHERS: dict[str, Style] = {"colwise_gather_output": "gather", "rowwise_split_
 
 
 def published_plan(model: nn.Module) -> dict[str, str]:
-    """Returns the published styles by the last components of module or parameter names, with stars for numbers."""
+    """Returns the plan in the model's configuration: styles by name pattern. Empty if the configuration has no plan."""
     config: Any = model.config
     plan = getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
     return {key: style for key, style in plan.items() if isinstance(style, str)}
 
 
 def style_of(plan: Mapping[str, str], name: str) -> str | None:
-    """Returns the style of a parameter, or else of its module; None if the plan has neither."""
+    """Returns the style of a parameter, or else of the parameter's module; None if the plan has neither.
+
+    Replaces each index in the name by `*`, and takes the style of the longest suffix that is a pattern of the plan.
+    """
     parts = _STAR.sub("*", name).split(".")
     for words in (parts, parts[:-1]):
         for start in range(len(words)):
@@ -30,7 +33,7 @@ def style_of(plan: Mapping[str, str], name: str) -> str | None:
 
 
 def published_splits(plan: Mapping[str, str], names: Iterable[str]) -> set[str]:
-    """Returns the names of the parameters that the plan divides."""
+    """Returns the names of the parameters that the plan shards; biases of row-wise layers stay unsharded."""
     found = set()
     for name in names:
         style = style_of(plan, name) or ""
@@ -43,7 +46,11 @@ def published_splits(plan: Mapping[str, str], names: Iterable[str]) -> set[str]:
 def gathered_by_plan(
     plan: Mapping[str, str], twin: nn.Module, splits: Mapping[str, Split], styles: Mapping[str, Style]
 ) -> tuple[dict[str, Split], dict[str, Style]]:
-    """Returns splits and styles of linear layers that the plan gathers or scatters and that `splits` does not have."""
+    """Returns (splits by parameter, styles by module) of linear layers.
+
+    The plan gathers the outputs of these layers, or scatters their inputs. Leaves out layers in `splits` or
+    `styles`, and layers inside modules with the style `sums` or `experts`.
+    """
     found: dict[str, Split] = {}
     chosen: dict[str, Style] = {}
     inside = tuple(f"{name}." for name, style in styles.items() if style in ("sums", "experts"))

@@ -1,6 +1,6 @@
 """The section `model` of a configuration for a model that a plugin describes.
 
-An import of this module does not import torch. Properties such as `facts` and `shapes` import torch on first use.
+An import of this module does not import torch.
 """
 
 import json
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 
 class PluginModel(AdaptedModel):
-    """A causal language model that a function of a plugin describes; all keys except `plugin` are the function's
-    arguments."""
+    """A causal language model that a function of a plugin describes."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
     source: ClassVar[str] = "plugin"
@@ -52,7 +51,7 @@ class PluginModel(AdaptedModel):
 
     @property
     def facts(self) -> "ModelFacts":
-        """Facts about the model, found by runs of the model or of a small copy."""
+        """The facts that training needs. Raises `UserError` if the plugin's model fails a check."""
         from optimus.model.foreign.plugin_facts import facts_of_row
 
         return facts_of_row(MODELS[self.plugin], json.dumps(self.arguments, sort_keys=True))
@@ -66,5 +65,5 @@ class PluginModel(AdaptedModel):
 
     @property
     def family(self) -> str:
-        """The name of the plugin's model: the value of the key `plugin`."""
+        """The name of the plugin's model."""
         return self.plugin

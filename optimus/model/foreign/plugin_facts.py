@@ -1,9 +1,6 @@
-"""Facts of a model that a plugin describes.
+"""Finds facts about a plugin's model, and checks the model.
 
-A forward pass on the meta device shows the order of modules and the shapes. A copy with values, which may be small,
-shows the factor of the logits, causality, documents and tensor parallelism.
-
-Legend: B batch, S sequence, V vocabulary.
+Legend: B batch, S sequence.
 """
 
 import json
@@ -34,12 +31,12 @@ from optimus.model.foreign.twin import LENGTH, ROWS, enlarge
 from optimus.model.init import initialize_parameter
 
 _LARGEST = 100_000_000  # maximum number of parameters of a model without `small` arguments
-_LONGEST = 1 << 14  # tokens of the longest passes on the meta device
+_LONGEST = 1 << 14  # largest buffer size that `_positions` tries as a sequence length
 _TOLERANCE = 1e-4
 
 
 class Copy(nn.Module):
-    """A described model that takes `input_ids` and returns an object with `logits`, as models of `transformers` do."""
+    """Wraps a plugin's model: takes `input_ids`, and returns an object with `logits` as `transformers` does."""
 
     def __init__(self, row: ModelRow, spec: ModelSpec) -> None:
         super().__init__()
@@ -56,8 +53,8 @@ class Copy(nn.Module):
 
 @lru_cache(maxsize=16)
 def facts_of_row(row: ModelRow, text: str) -> ModelFacts:
-    """Returns the facts of the model of `row` whose arguments are the JSON `text`. Raises `UserError` for a model that
-    fails a check."""
+    """Returns the facts of the model of `row` with the JSON arguments `text`. Raises `UserError` for a model that fails
+    a check."""
     arguments = json.loads(text)
     shapes = built(row, arguments)
     shapes.spec.module.to("meta")
@@ -79,7 +76,7 @@ def facts_of_row(row: ModelRow, text: str) -> ModelFacts:
 
 @lru_cache(maxsize=16)
 def shapes_of_row(row: ModelRow, text: str) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the parameters of the model of `row` whose arguments are the JSON `text`."""
+    """Returns the shapes of the parameters by name. `text` has the arguments as JSON."""
     module = built(row, json.loads(text)).spec.module
     return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
 
@@ -92,7 +89,6 @@ class _Facts:
     small: ModelSpec
 
     def found(self) -> ModelFacts:
-        """Returns the facts of the real model. Raises `UserError` if a check fails."""
         spec, module = self.real, self.real.module
         self.refusals: dict[str, str] = {}
         vocab, hidden = self._embedding(spec).shape
@@ -154,12 +150,12 @@ class _Facts:
         )
 
     def _block_parts(self) -> dict[int, tuple[BlockPart, ...]]:
-        """Returns the parts of each real block; no entry for a block of a kind that the copy lacks."""
+        """Returns the parts of the real model's blocks, by block number."""
         run = partial(probes.logits_of, self.copy, self.tokens_BS)
         try:
             with torch.enable_grad():
                 found = parts_of_blocks(self._layers(self.small), CUT, run)
-        except Exception:  # the user's code may look at its parameters
+        except Exception:  # the user's code may refuse NaN, which `parts_of_blocks` writes into parameters
             return {}
         return {number: found.get(like, ()) for number, like in self._pairs()}
 
@@ -177,7 +173,7 @@ class _Facts:
     def _wrong(self, what: str) -> UserError:
         return wrong(self.row, what)
 
-    # ---- The pass without values ----
+    # ---- Calls of modules ----
 
     def _observe(self, spec: ModelSpec, tokens_BS: Tensor, vocab: int) -> Pass:
         shape = list(tokens_BS.shape)
@@ -199,8 +195,8 @@ class _Facts:
         return seen
 
     def _check_calls(self, seen: Pass) -> None:
-        """Raises `UserError` if no block runs, if a module with parameters outside the blocks does not run once, or if
-        such a module runs after the output layer."""
+        """Raises `UserError` if no block runs, a module with parameters outside the blocks does not run exactly once,
+        or a block or such a module runs after the output layer."""
         spec = self.real
         if spec.blocks not in seen.order:
             raise self._wrong(f"its forward pass does not call the blocks of '{spec.blocks}': call each of them")
@@ -216,7 +212,7 @@ class _Facts:
         if seen.order[-1] != spec.head:
             raise self._wrong(f"{seen.order[-1]} runs after the output layer '{spec.head}': it must run before it")
 
-    # ---- Passes with values ----
+    # ---- Logits and positions ----
 
     def _check_values(self) -> None:
         """Raises `UserError` for a model that is random or not causal, has a parameter without a gradient, or mixes
@@ -252,11 +248,9 @@ class _Facts:
                 )
 
     def _positions(self) -> tuple[int | None, str]:
-        """Returns the number of tokens of the longest sequence, and the module or buffer that limits the length; None if
-        none does.
+        """Returns (maximum sequence length, text for messages that names the limiting module or buffer).
 
-        In the copy, an embedding of positions gets the numbers from 0. On the meta device, passes show the buffers whose
-        size limits sequences.
+        Without a known limit, returns (None, "").
         """
         found: dict[str, int] = {}
         counted = torch.arange(LENGTH)
@@ -276,7 +270,7 @@ class _Facts:
             self._run(torch.zeros_like(self.tokens_BS))
         sizes = {
             size: name
-            for name, each in reversed([*self.real.module.named_buffers()])  # of equal sizes the first counts
+            for name, each in reversed([*self.real.module.named_buffers()])  # the first buffer of a size counts
             for size in each.shape
             if LENGTH < size <= _LONGEST
         }
@@ -288,7 +282,7 @@ class _Facts:
 
     @torch.no_grad()
     def _fits(self, length: int) -> bool:
-        """Returns True if the real model runs on the meta device on sequences of `length` tokens."""
+        """Returns True if the real model runs a sequence of `length` tokens on the meta device."""
         try:
             Copy(self.row, self.real)(torch.zeros(1, length, dtype=torch.int64, device="meta"))
         except Exception:  # the user's code
@@ -306,8 +300,7 @@ class _Facts:
         return logits
 
     def _logits(self) -> tuple[float, float | None]:
-        """Returns the factor and the cap of the logits. Raises `UserError` for any other operation after the output
-        layer."""
+        """Returns (factor of the logits, cap of the logits or None)."""
         seen = self._observe(self.small, self.tokens_BS, self._embedding(self.small).shape[0])
         scale, cap, why = probes.head_facts(seen, self.real.logit_cap)
         if why is not None:
@@ -324,8 +317,7 @@ class _Facts:
     def _tensor(
         self,
     ) -> tuple[dict[str, Split], dict[str, Style], dict[str, tuple[str, ...]], dict[str, int], tuple[int, ...]]:
-        """Returns the splits, styles, divided attributes and head counts of the real model, and the numbers of ranks with
-        which all units are proved."""
+        """Returns `splits`, `styles`, `divided`, `heads` and `ways` of `ModelFacts`, and may add to `refusals`."""
         units = [unit for unit in self._units() if self._supported(unit)]
         splits: dict[str, Split] = {}
         styles: dict[str, Style] = {}
@@ -373,8 +365,8 @@ class _Facts:
         return splits, styles, divided, heads, tuple(sorted(ways))
 
     def _wanted(self) -> dict[str, str]:
-        """Returns `colwise` or `rowwise` by the names of linear layers, from the table `splits`. Raises `UserError` for
-        a module of another class or outside the blocks."""
+        """Returns the styles of `ModelSpec.splits` by module name. Raises `UserError` if a pattern matches a module
+        that is no `nn.Linear` in the blocks."""
         found: dict[str, str] = {}
         for pattern, style in (self.real.splits or {}).items():
             for name, module in self.real.module.named_modules():
@@ -385,8 +377,7 @@ class _Facts:
         return found
 
     def _pairs(self) -> list[tuple[int, int]]:
-        """Returns pairs of a real block's number and the number of the copy's first block of the same kind. Leaves out
-        real blocks of a kind that the copy lacks."""
+        """Returns pairs (number of a real block, number of the copy's first block with the same `signature`)."""
         first: dict[Any, int] = {}
         for number, layer in enumerate(self._layers(self.small)):
             first.setdefault(signature(layer), number)
@@ -394,7 +385,7 @@ class _Facts:
         return [(number, like) for number, like in found if like is not None]
 
     def _units(self) -> list[ProvedUnit]:
-        """Returns the proved units of the copy's blocks. Runs the copy in double precision if its code allows."""
+        """Returns the proved units of the copy's blocks in `_pairs`."""
         blocks = [f"{self.small.blocks}.{like}" for like in dict.fromkeys(like for _, like in self._pairs())]
         names = [name for block in blocks for name, _ in self.copy.get_submodule(block).named_modules(prefix=block)]
         arguments, width = {"input_ids": self._tokens(ROWS + 1)}, self._embedding(self.small).shape[1]
@@ -405,7 +396,7 @@ class _Facts:
         return [unit for block in blocks for unit in prove_units(self.copy, block, calls, width)]
 
     def _supported(self, unit: ProvedUnit) -> bool:
-        """Returns True if the modules of a unit have the classes that its collectives need."""
+        """Returns True if the modules of a unit have the classes and attributes that the unit's collectives need."""
         for name, style in unit.styles.items():
             module = self.copy.get_submodule(name)
             if style in ("column", "row") and type(module) is not nn.Linear:
@@ -415,7 +406,6 @@ class _Facts:
         return True
 
     def _attribute(self, name: str, key: str) -> int:
-        """Returns the real model's value of the attribute `key` of the module `name`."""
         owner: Any = self.real.module.get_submodule(name)
         value: int = getattr(owner.config if key.startswith("config.") else owner, key.removeprefix("config."))
         return value
@@ -423,7 +413,7 @@ class _Facts:
     def _atoms(
         self, unit: ProvedUnit, splits: Mapping[str, Split], shapes: Mapping[str, Sequence[int]], names: "_Renamed"
     ) -> int:
-        """Returns a number of equal parts, such as heads, that the number of ranks must divide."""
+        """Returns a number, such as the number of heads, that the number of ranks must divide."""
         arguments = {**self.arguments, **self.row.small}
         real = {self.arguments[name] for name, value in arguments.items() if value == unit.atoms}
         if len(real) == 1:
@@ -434,7 +424,7 @@ class _Facts:
 
 
 class _Renamed(NamedTuple):
-    """Changes names of one block's modules and parameters to those of another block."""
+    """Changes names of modules and parameters in the block `before` to names in the block `after`."""
 
     before: str
     after: str
@@ -448,7 +438,7 @@ def _inside(name: str, block: str) -> bool:
 
 
 def _scaled(split: Split, shape: Sequence[int]) -> Split | None:
-    """Scales the pieces of a split to a parameter of `shape`; None if a piece would be no integer."""
+    """Scales the pieces of a split to a parameter of `shape`. Returns None if a piece would not be an integer."""
     if split.dim is None or not split.pieces:
         return split
     total, size = sum(split.pieces), shape[split.dim]

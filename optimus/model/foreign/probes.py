@@ -1,6 +1,7 @@
-"""Observation of a twin's forward passes: blocks, output layer, attention, documents and causality.
+"""Observes the forward passes and the gradients of small models.
 
-Legend: B batch, S positions, N heads, M heads of keys and values, D head size, V vocabulary.
+Legend: B batch, S positions, N query heads, M heads of keys and values, D columns of a head (values may have another
+number than queries and keys).
 """
 
 import re
@@ -22,12 +23,15 @@ from optimus.model.foreign.twin import arguments_of, configurations_of, layers_o
 from optimus.model.sequence import SequenceSplit
 
 _NAME = "optimus_twin"  # name of the attention function that probes register
-CUT = 11  # tokens of the first of two documents
+CUT = 11  # position at which probes divide a row in two
 _TOLERANCE = 1e-4
 
 
 def find_blocks(module: nn.Module) -> str:
-    """Returns the name of the outermost `nn.ModuleList` with the most parameters. Raises `ValueError` without one."""
+    """Returns the name of the `nn.ModuleList` with the most parameters, among lists that are in no other list.
+
+    Raises `ValueError` if `module` has no `nn.ModuleList` with modules.
+    """
     found: dict[str, int] = {}
     for name, child in module.named_modules():
         outer = any(name.startswith(f"{other}.") for other in found)
@@ -40,20 +44,21 @@ def find_blocks(module: nn.Module) -> str:
 
 @dataclass
 class Pass:
-    """One forward pass of a twin."""
+    """One forward pass of a small model."""
 
-    order: list[str] = field(default_factory=list)  # modules outside the blocks, and the list of blocks per block
+    # Names of called modules with parameters of their own, in order. A called block has the name of the block list.
+    order: list[str] = field(default_factory=list)
     entered: list[int] = field(default_factory=list)  # numbers of blocks, in the order of their calls
     streams: list[Any] = field(default_factory=list)  # first argument of each block
     made: list[Any] = field(default_factory=list)  # outputs of blocks
     beside: set[str] = field(default_factory=set)  # names of further block arguments with gradients
     product: list[Tensor] = field(default_factory=list)  # outputs of the output layer
     logits: Tensor | None = None
-    tokens: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()  # shape of the tokens, (B, S)
 
     @property
     def outputs(self) -> int:
-        """Number of entries of a block's output; 0 for a tensor."""
+        """Length of the first block's output; 0 if the output is a tensor or no block runs."""
         return 0 if not self.made or isinstance(self.made[0], Tensor) else len(self.made[0])
 
     def width(self) -> int:
@@ -61,7 +66,7 @@ class Pass:
         return next((each.shape[-1] for each in self.streams if isinstance(each, Tensor)), 0)
 
     def stream_shape(self) -> tuple[int, ...] | None:
-        """Returns the residual stream's dims after [B, S]; None if the stream does not begin with [B, S]."""
+        """Returns the residual stream's dims after [B, S]; None if the stream is not a tensor [B, S, ...]."""
         first = self.streams[0] if self.streams else None
         if not isinstance(first, Tensor) or first.ndim < 3 or first.shape[:2] != self.tokens:
             return None
@@ -69,7 +74,7 @@ class Pass:
 
 
 def observe(twin: nn.Module, blocks: str, head: str, tokens_BS: Tensor) -> Pass:
-    """Runs a twin's forward pass, and records the calls of modules, the residual stream and the logits."""
+    """Runs a small model's forward pass, and records the calls of modules, the residual stream and the logits."""
     seen = Pass(tokens=tuple(tokens_BS.shape))
     layers = layers_of(twin, blocks)
     with ExitStack() as stack:
@@ -109,7 +114,7 @@ def _leaf_name(path: Any) -> str:
 
 
 def logits_of(twin: nn.Module, tokens_BS: Tensor, **more: Any) -> Tensor:
-    """Returns the logits of a forward pass without cache."""
+    """Returns the logits of a forward pass without a KV cache. Ignores arguments in `more` that the model lacks."""
     out = twin(input_ids=tokens_BS, **arguments_of(twin, **more))
     logits = out.logits if hasattr(out, "logits") else first_of(tuple(out.values()))
     assert isinstance(logits, Tensor)
@@ -134,7 +139,10 @@ def broken_chain(seen: Pass, blocks: str, layers: int) -> str | None:
 
 
 def head_facts(seen: Pass, cap: float | None) -> tuple[float, float | None, str | None]:
-    """Returns the factor and the cap that map the output layer's result to logits, and the reason if they do not."""
+    """Returns (factor of the logits, cap of the logits or None, None).
+
+    Returns (1.0, None, reason) if neither a factor nor `cap` turns the output layer's product into the logits.
+    """
     assert seen.logits is not None
     if len(seen.product) != 1 or seen.product[0].shape != seen.logits.shape:
         return 1.0, None, "logits are not the output layer's product"
@@ -154,7 +162,7 @@ def head_facts(seen: Pass, cap: float | None) -> tuple[float, float | None, str 
 @dataclass
 class _Calls:
     documents: Documents | None = None
-    seen: list[tuple[Any, ...]] = field(default_factory=list)  # per call: module, heads, columns, window
+    seen: list[tuple[Any, ...]] = field(default_factory=list)  # (module, heads, query columns, value columns, window)
 
 
 _calls: ContextVar[_Calls | None] = ContextVar("_calls", default=None)
@@ -169,7 +177,7 @@ def _attend(
     scaling: Any = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Computes the library's attention for the interface of `transformers`, and records the call. Ignores the mask."""
+    """Computes the library's causal attention, ignores `attention_mask`, and records the call."""
     calls = _calls.get()
     assert calls is not None
     size = q_BNSD.shape[-1]
@@ -177,7 +185,7 @@ def _attend(
     window = options.get("sliding_window")
     calls.seen.append((module, q_BNSD.shape[1], size, v_BMSD.shape[-1], window))
     columns = v_BMSD.shape[-1]
-    if columns != size:  # the kernels take one head size; zeros change no score
+    if columns != size:  # the kernels take one head size; `factor` corrects the scale for the padded size
         most = max(size, columns)
         factor *= (most / size) ** 0.5
         q_BNSD, k_BMSD, v_BMSD = (F.pad(each, (0, most - each.shape[-1])) for each in (q_BNSD, k_BMSD, v_BMSD))
@@ -188,7 +196,7 @@ def _attend(
 
 @contextmanager
 def our_attention(twin: nn.Module, documents: Documents | None = None) -> Iterator[_Calls]:
-    """Makes a twin use the library's attention, without masks, inside the `with` block."""
+    """Makes a small model use the library's attention inside the `with` block."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(_NAME, _attend)
@@ -207,20 +215,24 @@ def our_attention(twin: nn.Module, documents: Documents | None = None) -> Iterat
 
 @dataclass(frozen=True)
 class AttentionFacts:
-    """Results of a twin's runs with the library's attention."""
+    """Results of a small model's runs with the library's attention."""
 
-    used: bool  # True if the model calls the interface or the run fails
+    used: bool  # True if the model calls the attention interface of `transformers`, or the run fails
     equal: bool  # True if the library's attention gives the same logits as the model's own
     documents: bool  # True if two documents in one row do not influence each other
     why: str  # the reason if `documents` is False
-    scored: Mapping[int, tuple[int, int, int, int | None]]  # by layer: heads, columns of query and value, window
+    scored: Mapping[int, tuple[int, int, int, int | None]]  # by layer: (heads, query columns, value columns, window)
 
 
 @torch.no_grad()
 def attention_facts(
     twin: nn.Module, blocks: str, tokens_BS: Tensor, expected: Tensor, position_ids: bool
 ) -> AttentionFacts:
-    """Compares the twin's logits `expected` with those of the library's attention, without and with documents."""
+    """Compares the small model's logits `expected` with its logits from the library's attention.
+
+    If the logits are equal, compares two documents in one row with each document alone. `position_ids` is True if the
+    model takes an argument of this name.
+    """
     try:
         with our_attention(twin) as calls:
             ours = logits_of(twin, tokens_BS)
@@ -238,7 +250,7 @@ def attention_facts(
 
 
 def _documents(twin: nn.Module, blocks: str, tokens_1S: Tensor, position_ids: bool) -> tuple[bool, str]:
-    """Returns True if two documents in one row do not influence each other; otherwise False and the reason."""
+    """Returns (True, "") if two documents in one row do not influence each other; otherwise (False, reason)."""
     length = tokens_1S.shape[1]
     documents = Documents([CUT, length - CUT], 1)
     more = {"position_ids": documents.positions()[None]} if position_ids else {}
@@ -270,7 +282,7 @@ def _documents(twin: nn.Module, blocks: str, tokens_1S: Tensor, position_ids: bo
 
 
 def _mixers(twin: nn.Module, blocks: str) -> dict[str, nn.Module]:
-    """Returns the first child of blocks of each name and class, by `name (class)`."""
+    """Maps `name (class)` to the first child with this name and class in any block."""
     found: dict[str, nn.Module] = {}
     for layer in layers_of(twin, blocks):
         for name, child in layer.named_children():
@@ -305,6 +317,9 @@ def _leaking(seen: Mapping[str, tuple[Tensor, Tensor]]) -> list[str]:
     return found
 
 
+# ---- Causality, gradients and outputs ----
+
+
 def is_causal(twin: nn.Module, tokens_BS: Tensor) -> bool:
     """Returns True if changed tokens from `CUT` on leave the earlier logits equal."""
     with torch.no_grad():
@@ -316,7 +331,7 @@ def is_causal(twin: nn.Module, tokens_BS: Tensor) -> bool:
 
 
 def untrained(twin: nn.Module, tokens_BS: Tensor) -> set[str]:
-    """Returns the names of the parameters that get no gradient from the cross-entropy loss."""
+    """Returns the names of the trainable parameters that get no gradient from the cross-entropy loss."""
     logits = logits_of(twin, tokens_BS)
     loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens_BS[:, 1:].flatten())
     named = [(name, each) for name, each in twin.named_parameters() if each.requires_grad]
@@ -333,13 +348,16 @@ def _short(error: Exception) -> str:
 
 
 def twin_tokens(twin: nn.Module) -> Tensor:
-    """Returns token ids for a twin, [`ROWS`, `LENGTH`]."""
+    """Returns token ids for a small model, [`ROWS`, `LENGTH`]."""
     return tokens_of_twin(twin.config)
 
 
 @contextmanager
 def outputs_of_modules(model: nn.Module) -> Iterator[dict[int, str]]:
-    """Collects, by id, the tensors that modules return inside the `with` block, with the name of the innermost module."""
+    """Yields a mapping from the id of a tensor to the name of the first module that returned the tensor.
+
+    Forward passes inside the `with` block fill the mapping.
+    """
     found: dict[int, str] = {}
     alive: list[Any] = []
 

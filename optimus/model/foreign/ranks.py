@@ -1,10 +1,11 @@
-"""Compares a divided twin, whose ranks are threads, with one process: the loss and the gradients.
+"""Compares the loss and the gradients of a small model under tensor parallelism with those of the undivided model.
 
-All modules run with the collectives of their styles (`records.STYLES`).
+Each rank is a thread.
 """
 
+import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ _Change = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class TensorPartition:
-    """The partition of a twin: splits by parameter, styles and divided attributes by module."""
+    """The partition of a small model: splits by parameter, styles and divided attributes by module."""
 
     splits: Mapping[str, Split]
     styles: Mapping[str, Style]
@@ -46,7 +47,6 @@ class _Exchange:
         return found
 
     def sum(self, rank: int, x: Tensor) -> Tensor:
-        """Returns the sum of the ranks' tensors `x`."""
         return torch.stack(self.gather(rank, x)).sum(0)
 
 
@@ -75,13 +75,12 @@ class _SummedNorm(nn.Module):
         self.sum_over_ranks, self.ways = sum_over_ranks, ways
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalises the rank's columns."""
         total = self.sum_over_ranks(x.pow(2).sum(-1, keepdim=True))
         return x * torch.rsqrt(total / (x.shape[-1] * self.ways) + self.eps) * (self.weight + self.plus)
 
 
 class _Rank:
-    """One rank's twin: sliced, with collectives around its modules."""
+    """One rank's small model: sliced, with collectives around its modules."""
 
     def __init__(self, twin: nn.Module, partition: TensorPartition, exchange: _Exchange, rank: int) -> None:
         self.ways = exchange.ranks
@@ -149,23 +148,25 @@ def loss_of(model: nn.Module, tokens_BS: Tensor) -> Tensor:
 
 
 def largest_difference(twin: nn.Module, partition: TensorPartition, tokens_BS: Tensor, ways: int) -> tuple[float, str]:
-    """Returns the largest relative difference between ranks and one process, and the name of the parameter or "the
-    loss".
+    """Compares the ranks' losses and gradients with those of `twin`. Returns (largest relative difference, its origin).
 
-    Raises `RuntimeError` if a rank fails, and `ValueError` if the partition does not divide evenly.
+    The origin is the name of a parameter or "the loss".
     """
     named = {name: each for name, each in twin.named_parameters() if each.requires_grad}
     loss = loss_of(twin, tokens_BS)
     expected = dict(zip(named, torch.autograd.grad(loss, [*named.values()], allow_unused=True)))
     losses, gradients = _run_ranks(twin, partition, tokens_BS, ways)
-    found = [(max(float((each - loss.detach()).abs() / loss.detach().abs()) for each in losses), "the loss")]
+    found = [(_largest((each - loss.detach()).abs() / loss.detach().abs() for each in losses), "the loss")]
     norms = [float(each.norm()) for each in expected.values() if each is not None]
     smallest = 1e-4 * sum(each**2 for each in norms) ** 0.5
     for name, gradient in expected.items():
-        if gradient is not None:
-            local = [torch.zeros(()) if each[name] is None else each[name] for each in gradients]
-            worst = _difference(gradient, local, partition.splits.get(name, Split()))
-            found.append((worst / (float(gradient.abs().max()) + smallest), name))
+        own = [each[name] for each in gradients]
+        if gradient is None and all(each is None for each in own):
+            continue
+        gradient = torch.zeros_like(named[name]) if gradient is None else gradient
+        local = [torch.zeros(()) if each is None else each for each in own]
+        worst = _difference(gradient, local, partition.splits.get(name, Split()))
+        found.append((worst / (float(gradient.abs().max()) + smallest), name))
     return max(found)
 
 
@@ -199,16 +200,22 @@ def _run_ranks(
 
 
 def _difference(expected: Tensor, local: list[Tensor], split: Split) -> float:
-    """Returns the largest absolute difference between the expected gradient and the ranks' gradients."""
+    """Returns the largest absolute difference between the ranks' gradients and the matching parts of `expected`.
+
+    Combines partial gradients over the ranks first.
+    """
     ways = len(local)
     if split.partial:
-        return float((sum(local) / (ways if split.share else 1) - expected).abs().max())
+        return _largest([sum(local) / (ways if split.share else 1) - expected])
     if split.dim is None:
-        return max(float((each - expected).abs().max()) for each in local)
+        return _largest(each - expected for each in local)
     pieces = split.pieces or (expected.shape[split.dim],)
     wholes = expected.split([*pieces], split.dim)
-    worst = 0.0
-    for rank, gradient in enumerate(local):
-        parts = torch.cat([each.chunk(ways, split.dim)[rank] for each in wholes], split.dim)
-        worst = max(worst, float((gradient - parts).abs().max()))
-    return worst
+    parts = (torch.cat([each.chunk(ways, split.dim)[rank] for each in wholes], split.dim) for rank in range(ways))
+    return _largest(gradient - part for gradient, part in zip(local, parts))
+
+
+def _largest(differences: Iterable[Tensor]) -> float:
+    """Returns the largest absolute value of all elements; infinity if an element is NaN."""
+    found = [float(each.abs().max()) for each in differences]
+    return math.inf if any(map(math.isnan, found)) else max(found)

@@ -6,7 +6,7 @@ from typing import Literal
 
 Style = Literal["column", "row", "gather", "scatter", "experts", "sums", "share", "norm_all"]
 
-# The collectives of a module under tensor parallelism, by style.
+# Descriptions of the styles of modules under tensor parallelism.
 STYLES: dict[Style, str] = {
     "column": "its parameters are divided by outputs; the gradient of its first argument is all-reduced",
     "row": "its parameters are divided by inputs; its output is all-reduced, then its bias is added",
@@ -24,9 +24,9 @@ STYLES: dict[Style, str] = {
 class Split:
     """The partition of one parameter by tensor parallelism.
 
-    `pieces`, such as gate and up, lie end to end along `dim`; each piece is sharded by itself. A `partial` parameter is
-    not divided; its gradient is a sum over the ranks. With `share`, each rank uses the parameter divided by the number
-    of ranks.
+    `pieces` are the sizes along `dim` of parts, such as gate and up, that are sharded separately. With `partial`,
+    each rank has a partial sum of the parameter's gradient. With `share`, each rank computes with the parameter's
+    values divided by the number of ranks.
     """
 
     dim: int | None = None
@@ -47,15 +47,11 @@ class ScoredColumns:
 
 @dataclass(frozen=True)
 class BlockPart:
-    """A child of a block that runs once in a pass of the block, alone uses its parameters, and can recompute by itself.
-
-    `kind` is `norm` for a norm, `attention` for a module that mixes positions, and `mlp` for all other modules. `outputs`
-    is the number of entries of its output; 0: a tensor.
-    """
+    """A submodule of a block that can run as a unit. A submodule that may mix positions has the kind `attention`."""
 
     name: str
     kind: Literal["norm", "attention", "mlp"]
-    outputs: int
+    outputs: int  # length of the output tuple; 0: the output is a tensor
 
 
 @dataclass(frozen=True)
@@ -72,16 +68,16 @@ class RouterFacts:
     output: str
     coefficient: float
     on: bool
-    layers: tuple[int, ...] = ()  # the layers with a router
+    layers: tuple[int, ...] = ()  # the layers with a router; empty: unknown
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts about a causal language model of `transformers` or of a plugin."""
+    """Facts about a language model."""
 
     blocks: str  # name of the list of blocks
     layers: int
-    outputs: int  # entries of a block's output; 0: a tensor
+    outputs: int  # length of a block's output; 0: the output is a tensor
     kinds: tuple[int, ...]  # by layer, the first layer with the same class, shapes and settings
     embedding: str
     head: str
@@ -93,13 +89,14 @@ class ModelFacts:
     logit_cap: float | None
     splits: Mapping[str, Split]
     styles: Mapping[str, Style]
-    divided: Mapping[str, tuple[str, ...]]  # by module, attributes that a rank divides; "config.x": x of the config
+    # By module, attributes to divide by the number of ranks; "config.x" is x of the config.
+    divided: Mapping[str, tuple[str, ...]]
     heads: Mapping[str, int]  # by name, a number that the number of ranks must divide, such as key heads
-    ways: tuple[int, ...]  # numbers of ranks that the splits were proved with
+    ways: tuple[int, ...]  # numbers of ranks for which the splits are proved
     documents: bool
     position_ids: bool
     attention: bool
-    scored: Mapping[int, ScoredColumns | None]  # by layer; None: no attention through the interface
+    scored: Mapping[int, ScoredColumns | None]  # by layer; None: no attention is known
     router: RouterFacts | None
     chain: str | None
     dropout: Mapping[str, float]
@@ -108,18 +105,34 @@ class ModelFacts:
     refusals: Mapping[str, str]
     stream: tuple[int, ...] = ()  # dims of the residual stream after [B, S]
     causal: bool = True
-    # By layer, the parts of its block in order; empty if parameters of the block are in no part.
+    # By layer, the parts of the block in order.
     block_parts: Mapping[int, tuple[BlockPart, ...]] = field(default_factory=dict)
-    shares: Mapping[str, float] = field(default_factory=dict)  # divided share of block elements: plan, proof, both
+    # Sharded share of the blocks' elements: by the published plan (plan), by proof (proof), and by `splits` (both).
+    shares: Mapping[str, float] = field(default_factory=dict)
     positions: int | None = None  # tokens of the longest sequence; None: no limit is known
-    positions_key: str = ""  # the setting behind `positions`, with a dot before, or the module
-    grouped: tuple[tuple[str, int, bool], ...] = ()  # parameters and columns of grouped products; True: divided
+    positions_key: str = ""  # text for messages: the setting or module that limits `positions`
+    grouped: tuple[tuple[str, int, bool], ...] = ()  # grouped matmuls: weight, size of a dim, True if sharded
+    experts_per_token: int | None = None  # None: unknown
+    # By module, the number of experts; only modules whose experts run in this library's kernels.
+    experts: Mapping[str, int] = field(default_factory=dict)
+
+    def refuse_expert_ranks(self, ranks: int) -> str | None:
+        """Returns why expert parallelism over `ranks` ranks is not possible, or None."""
+        if self.grouped:
+            return (
+                f"the experts of {self.grouped[0][0].rpartition('.')[0]} run by `transformers`, which needs all of them on "
+                "each rank: remove it, or set parallel.tensor"
+            )
+        if not self.experts:
+            return "the model has no fused experts: remove it"
+        for name, experts in self.experts.items():
+            if experts % ranks:
+                return f"{ranks} ranks do not divide the {experts} experts of {name}: choose a divisor of {experts}"
+        return None
 
     def refuse_ways(self, ways: int, aligned: int = 8) -> str | None:
-        """Returns why tensor parallelism over `ways` ranks is not possible, or None.
-
-        `aligned` is the number of elements in 16 bytes, which must divide the columns of grouped products.
-        """
+        """Returns why tensor parallelism over `ways` ranks is not possible, or None. `aligned` is the number of
+        elements in 16 bytes."""
         for name, columns, divided in self.grouped:
             fits = [n for n in range(1, ways + 1) if columns % ((n if divided else 1) * aligned) == 0]
             if ways not in fits:

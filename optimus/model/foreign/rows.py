@@ -1,7 +1,4 @@
-"""The table of models that plugins describe, and the description of such a model. This module does not import torch.
-
-A plugin lists `ModelRow`s in `ROWS`. The function of a row returns a `ModelSpec`.
-"""
+"""The records by which plugins describe models, and the table `MODELS`. This module does not import torch."""
 
 import inspect
 import json
@@ -26,7 +23,7 @@ _NAMED = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
 
 def call_with_tokens(module: Any, batch: "Batch") -> "Tensor":
-    """Returns the logits of `module(tokens)`."""
+    """Calls `module` with the batch's tokens only; the default `forward` of a `ModelSpec`."""
     logits: Tensor = module(batch.tokens_BS)
     return logits
 
@@ -35,20 +32,18 @@ def call_with_tokens(module: Any, batch: "Batch") -> "Tensor":
 class ModelSpec:
     """A causal language model of the user's own.
 
-    `module` is the model. `blocks` names the `nn.ModuleList` of blocks. A block maps the residual stream [B, S, ...],
-    its first argument, to a tensor or to a tuple that begins with a tensor. `embedding` names the `nn.Embedding` of
-    tokens, and `head` the output layer, an `nn.Linear`. `forward(module, batch)` returns logits [B, S, V];
-    `batch.tokens_BS` has the tokens. After the output layer, `forward` may only multiply by a factor, or apply
-    `logit_cap` * tanh(x / `logit_cap`).
+    `blocks` names the `nn.ModuleList` of blocks. A block maps the residual stream [B, S, ...], its first argument, to a
+    tensor or to a tuple that begins with a tensor. `embedding` names the `nn.Embedding` of tokens, and `head` the
+    output layer, an `nn.Linear`. `forward(module, batch)` returns logits [B, S, V]; `batch.tokens_BS` has the tokens.
+    After the output layer, `forward` may only multiply by a factor, or apply `logit_cap` * tanh(x / `logit_cap`).
 
     `initial` maps shell patterns of parameter names to initial values: ones, zeros, normal (standard deviation 0.02), a
     number, `Normal(std)` or `Uniform(low, high)`. The first pattern that fits a parameter counts.
 
-    `splits` maps shell patterns of linear layers in the blocks to colwise (divided by outputs) or rowwise (divided by
-    inputs) for tensor parallelism. By default, the library looks for such layers. The library divides a layer only if
-    the results of the parts add up.
+    `splits` maps shell patterns of module names to colwise (divided by outputs) or rowwise (divided by inputs), for
+    tensor parallelism of linear layers in the blocks. By default, the library finds the layers that it can divide.
 
-    `documents` is True if the model keeps the documents in `batch.document_BS` apart.
+    `documents` is True if no token's logits depend on other documents in `batch.document_BS`.
     """
 
     module: "nn.Module"
@@ -67,8 +62,9 @@ class ModelSpec:
 class ModelRow:
     """A model that configurations choose by `model.plugin`.
 
-    `make` returns the `ModelSpec`; the other keys of the section `model` are the function's arguments. The library
-    checks the model on a copy. `small` has the arguments that the copy changes, such as sizes.
+    `make` returns the `ModelSpec` from the other keys of the section `model`. `small` has arguments that replace the
+    configuration's arguments in a smaller copy of the model. Checks that need values
+    run on this copy. Other checks run on the model itself, on the meta device.
     """
 
     name: str
@@ -77,9 +73,7 @@ class ModelRow:
 
     def complete(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Returns all arguments of `make` as values of JSON: `values`, and defaults for the others.
-
-        Raises `ValueError` for an argument that is unknown, missing or of the wrong type.
-        """
+        Raises `ValueError` for an unknown or missing argument, and for a JSON value of the wrong type."""
         parameters = inspect.signature(self.make).parameters
         if unknown := [name for name in values if name not in parameters]:
             raise ValueError(
@@ -93,10 +87,7 @@ class ModelRow:
         return {name: plain[name] for name in parameters}
 
     def typed(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Converts `arguments`, which are values of JSON, to the types of `make`'s annotations.
-
-        Raises `ValueError` for an argument of the wrong type.
-        """
+        """Converts `arguments`, which are values of JSON, to the types of `make`'s annotations."""
         parameters = inspect.signature(self.make, eval_str=True).parameters
         return {name: _typed(name, value, parameters[name].annotation) for name, value in arguments.items()}
 
@@ -113,7 +104,7 @@ def _typed(name: str, value: Any, annotation: Any) -> Any:
 
 
 def _check(row: ModelRow) -> None:
-    """Raises `ValueError` for a row with an invalid name, function, argument, default or `small`."""
+    """Raises `ValueError` for an invalid row."""
     if not isinstance(row.name, str) or not row.name:
         raise ValueError(f"its name is {row.name!r}: give a text")
     if not callable(row.make):

@@ -1,4 +1,4 @@
-"""Sizes of the real model for sizes found on a twin: products of settings with equal values in the twin."""
+"""Maps the sizes of a small model to the sizes of the real model."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class RealSizes:
-    """The integer settings by name, each with the twin's value and the real value."""
+    """Holds integer settings by name, each with the small model's value and the real value."""
 
     def __init__(self, config: Any, twin: Any) -> None:
         real, small = (dict(_settings(each.to_dict())) for each in (config, twin))
@@ -17,7 +17,7 @@ class RealSizes:
             self.pairs["derived.head_dim"] = (derived[0], derived[1])
 
     def named(self, value: int, *words: str) -> set[int]:
-        """Returns the real values of settings that have this value in the twin and one of the words in their name."""
+        """Returns the real values of the settings with this value in the small model and one of `words` in the name."""
         return {real for key, (small, real) in self.pairs.items() if small == value and any(w in key for w in words)}
 
     def common(self, value: int, *words: str) -> int | None:
@@ -31,8 +31,10 @@ class RealSizes:
         return found.pop() if len(found) == 1 else None
 
     def of_pieces(self, pieces: Sequence[int], real: int) -> tuple[int, ...] | None:
-        """Returns the real sizes of a twin's pieces, which add up to `real`; None if the settings leave the sizes
-        open."""
+        """Returns the sizes of a real dim's pieces from the sizes `pieces` in the small model; None if unknown.
+
+        `real` is the size of the real dim.
+        """
         if not pieces:
             return ()
         if len({*pieces}) == 1:
@@ -67,7 +69,6 @@ class RealSizes:
 
 
 def _derived(config: Any) -> int | None:
-    """Returns `hidden_size` // `num_attention_heads`; None if either is missing."""
     names = {stored: name for name, stored in getattr(config, "attribute_map", {}).items()}
     named = {names.get(key, key): value for key, value in config.to_dict().items()}
     hidden, heads = named.get("hidden_size"), named.get("num_attention_heads")

@@ -1,4 +1,4 @@
-"""One rank's part of a module: parameters sliced, attributes divided."""
+"""Makes one rank's part of a module: slices parameters, and divides attributes such as the number of heads."""
 
 import copy
 from collections.abc import Mapping
@@ -23,10 +23,9 @@ def _slice(tensor: Tensor, split: Split, rank: int, ways: int) -> Tensor | None:
 def rank_part(
     module: nn.Module, splits: Mapping[str, Split], divided: Mapping[str, tuple[str, ...]], rank: int, ways: int
 ) -> nn.Module | None:
-    """Returns a copy of `module` for one of `ways` ranks; None if `ways` does not divide a size evenly.
+    """Returns a copy of `module` for one of `ways` ranks; None if `ways` does not divide a size or attribute.
 
-    By `splits`, the copy slices parameters, or divides parameters by `ways` (`Split.share`). `divided` has, by module
-    name, the attributes that the copy divides by `ways`.
+    `divided` has the attributes to divide by `ways`, by module name.
     """
     memo: dict[int, Any] = {id(each.config): each.config for each in module.modules() if hasattr(each, "config")}
     states = (value for each in module.modules() for value in vars(each).values() if isinstance(value, Tensor))
@@ -62,6 +61,6 @@ def _divide(module: nn.Module, names: tuple[str, ...], ways: int) -> bool:
 
 
 def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Returns the parent of the parameter or module `name`, and the last component of the name."""
+    """Returns (parent module, last component of `name`) for the parameter or submodule `name`."""
     owner, _, leaf = name.rpartition(".")
     return module.get_submodule(owner), leaf

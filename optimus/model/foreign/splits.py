@@ -1,9 +1,4 @@
-"""Tensor parallelism of a foreign module, found by dependencies and proved by sums.
-
-The input columns of a module's last product are divided among the ranks. Gradients show on which rows of earlier
-parameters each rank's columns depend. For the proof, each rank's sliced module runs by itself; the results must add up
-to the result of the whole module.
-"""
+"""Finds tensor-parallel splits of a module's parameters from gradients, and checks that the ranks' outputs add up."""
 
 import itertools
 import re
@@ -20,7 +15,7 @@ from optimus.model.foreign.full_norms import ConstantNorm, epsilon_of, offset_of
 from optimus.model.foreign.records import Split, Style
 from optimus.model.foreign.slicing import owner_of, rank_part
 
-_TOLERANCE = 2e-5  # of a sum over ranks, relative to the largest element of the whole result
+_TOLERANCE = 2e-5  # maximum error of a sum over ranks, relative to the largest expected magnitude
 _COUNTS = re.compile(r"(num|n)_\w*heads?$|^\w*heads$|^n_?heads?$|n_groups$|num_groups$|n_head$")
 _NO_WIDTH = re.compile(r"head_?(dim|size)|kernel|layer|top_?k|experts|rank|state|eps|_id$|idx|groups")
 _GROUPED = re.compile(r"groups$|n_rep$")
@@ -28,24 +23,19 @@ _GROUPED = re.compile(r"groups$|n_rep$")
 
 @dataclass(frozen=True)
 class ProvedUnit:
-    """A module whose parts were proved to add up. Names are those of the twin's parameters and modules."""
+    """A checked tensor-parallel division of the module `name`."""
 
     name: str
     splits: Mapping[str, Split]
     styles: Mapping[str, Style]
     divided: Mapping[str, tuple[str, ...]]
-    atoms: int  # number of equal groups of columns that depend on different rows
+    atoms: int  # number of equal groups of columns; each group stays on one rank
     columns: int  # input columns of the last product
     ways: tuple[int, ...]
 
 
 def prove_units(model: nn.Module, block: str, calls: Mapping[str, ModuleCall], width: int) -> list[ProvedUnit]:
-    """Returns the proved units of one block. Tries the block's children first, then modules inside, and the block
-    itself last.
-
-    `width` is the number of columns of the residual stream. The last product of a unit without fused experts returns
-    `width` columns.
-    """
+    """Returns the proved units of one block. `width` is the number of columns of the residual stream."""
     units: list[ProvedUnit] = []
     taken: set[str] = set()
     for name in sorted(_containers(model, block), key=lambda each: (each == block, each.count("."))):
@@ -72,7 +62,7 @@ class _Attempt:
 
     module: nn.Module
     call: ModuleCall
-    names: list[str]  # parameters that are in no unit yet
+    names: list[str]  # trainable parameters that no earlier unit has taken
     leaves: list[str]
     last: str  # leaf with the last product; "" for a parameter of the module itself
     weight: str
@@ -81,8 +71,7 @@ class _Attempt:
 
 
 def _prove_unit(module: nn.Module, name: str, call: ModuleCall, taken: set[str], width: int) -> ProvedUnit | None:
-    """Returns a proved unit of the parameters inside a module that are in no unit yet; None without one. Names are
-    absolute."""
+    """Returns a proved unit of parameters that are not in `taken`, or None."""
     prefix = f"{name}." if name else ""
     named = module.named_parameters()
     names = [each for each, parameter in named if parameter.requires_grad and prefix + each not in taken]
@@ -105,8 +94,7 @@ def _prove_unit(module: nn.Module, name: str, call: ModuleCall, taken: set[str],
 def _attempts(
     module: nn.Module, call: ModuleCall, names: list[str], leaves: list[str], trace: ModuleRun
 ) -> Iterator[_Attempt]:
-    """Yields candidates for the last product: parameters of the module itself with at least 3 dims, then leaves in
-    reverse order."""
+    """Yields candidates for the last product."""
     own = [each for each in names if "." not in each and module.get_parameter(each).ndim >= 3]
     if len(own) >= 2:
         for weight in reversed(own):
@@ -122,7 +110,7 @@ def _attempts(
 
 
 def _input_dim(module: nn.Module, leaf: str, weight: str, trace: ModuleRun) -> int | None:
-    """Returns the dim of a weight that the product with the leaf's input sums over, or None."""
+    """Returns the input dim of a leaf's weight: the product sums over this dim. Returns None if no dim qualifies."""
     parameter, columns = module.get_parameter(weight), trace.inputs[leaf].shape[-1]
     output = trace.outputs[leaf]
     if parameter.ndim < 2 or columns not in parameter.shape or not output.requires_grad:
@@ -161,8 +149,7 @@ def _prove(attempt: _Attempt, trace: ModuleRun, alone: bool) -> ProvedUnit | Non
 def _without_statistics(
     attempt: _Attempt, trace: ModuleRun, found: Dependencies, norms: tuple[str, ...]
 ) -> tuple[_Attempt, ModuleRun, Dependencies]:
-    """Returns the attempt, its run and its dependencies with constant statistics in `norms` if more elements are
-    divided then; otherwise the arguments."""
+    """Holds the statistics of divided `norms` constant, if ranks can then divide more elements."""
 
     def again(norms: tuple[str, ...]) -> tuple[_Attempt, ModuleRun, Dependencies]:
         constant = _with_constant_norms(attempt, norms)
@@ -184,7 +171,7 @@ def _others(attempt: _Attempt) -> list[str]:
 
 
 def _full_norms(attempt: _Attempt, trace: ModuleRun, found: Dependencies) -> tuple[str, ...]:
-    """Returns the leaves that are RMS norms over their whole input; empty if `found.unsplit` has no matrix."""
+    """Returns the leaves that are RMS norms over all columns of their input; empty if `found.unsplit` has no matrix."""
     norms: list[str] = []
     if not any(attempt.module.get_parameter(name).ndim >= 2 for name in found.unsplit):
         return ()
@@ -201,7 +188,7 @@ def _full_norms(attempt: _Attempt, trace: ModuleRun, found: Dependencies) -> tup
 
 
 def _with_constant_norms(attempt: _Attempt, norms: tuple[str, ...]) -> _Attempt:
-    """Returns an attempt on a copy of the module in which these norms have constant statistics."""
+    """Returns the attempt with a copy of the module. In the copy, these norms have constant statistics."""
     module = rank_part(attempt.module, {}, {}, 0, 1)
     assert module is not None
     for name in norms:
@@ -220,10 +207,10 @@ class _Proof:
     trace: ModuleRun
     splits: dict[str, Split]
     unsplit: tuple[str, ...]
-    expected: Tensor  # output of the last product
+    expected: Tensor  # required sum of the ranks' outputs
 
     def unit(self, alone: bool) -> ProvedUnit | None:
-        """Returns the unit, with relative names; None if the parts do not add up."""
+        """Returns the unit, with names relative to the module, or None."""
         attempt = self.attempt
         shared = [each for each in attempt.names if each.rpartition(".")[0] == attempt.last and each != attempt.weight]
         self.splits |= {each: Split(share=True) for each in shared}
@@ -249,7 +236,7 @@ class _Proof:
         return self.attempt.module.get_parameter(self.attempt.weight).shape[self.attempt.dim]
 
     def part(self, rank: int, ways: int, divided: Mapping[str, tuple[str, ...]]) -> nn.Module | None:
-        """Returns a rank's module; None if a size does not divide evenly."""
+        """Returns a rank's part of the module; None if `ways` does not divide a size or attribute."""
         own = rank_part(self.attempt.module, self.splits, divided, rank, ways)
         if own is not None:
             for name in self.attempt.norms:
@@ -260,7 +247,7 @@ class _Proof:
         return own
 
     def runs(self, ways: int, divided: Mapping[str, tuple[str, ...]]) -> Iterator[ModuleRun]:
-        """Yields the run of each rank's module. Raises `ValueError` if a size does not divide evenly."""
+        """Yields the run of each rank's module. Raises `ValueError` if `part` returns None."""
         for rank in range(ways):
             own = self.part(rank, ways, divided)
             if own is None:
@@ -281,10 +268,10 @@ class _Proof:
             return False
         return equal([each.result.detach() for each in self.runs(2, divided)], self.trace.result.detach())
 
-    # ---- Attributes that a rank divides ----
+    # ---- Attributes that a rank divides, and groups of columns ----
 
     def _trials(self) -> Iterator[dict[str, tuple[str, ...]]]:
-        """Yields sets of attributes to try to divide."""
+        """Yields candidates for the attributes to divide, by module."""
         owned, counts, widths, grouped = self._attributes()
         options = [[], counts, counts + widths, widths, grouped, counts + grouped, counts + widths + grouped]
         options = [[], *([*owned, *each] for each in options)]
@@ -310,8 +297,7 @@ class _Proof:
         return [(name, "groups") for name, each in found if isinstance(each, nn.Conv1d) and each.groups > 1]
 
     def _attributes(self) -> tuple[list[tuple[str, str]], ...]:
-        """Returns attributes that a rank may divide, in four lists: sizes in divided leaves, numbers of heads, widths,
-        and group sizes."""
+        """Returns attributes that a rank may divide: sizes in divided leaves, numbers of heads, widths, group sizes."""
         sizes = self._sizes()
         owned, counts, widths, grouped = [], [], [], []
         leaves = self._divided_leaves()
@@ -334,8 +320,7 @@ class _Proof:
         return owned, counts, widths, grouped
 
     def _sizes(self, leaf: str | None = None) -> set[int]:
-        """Returns the sizes of divided dims, of pieces, and of adjacent pieces together. `leaf` restricts the
-        parameters to one leaf."""
+        """Returns the sizes of divided dims, of pieces, and of adjacent pieces together."""
         sizes = set()
         for name, split in self.splits.items():
             if split.dim is None or (leaf is not None and name.rpartition(".")[0] != leaf):
@@ -362,7 +347,7 @@ class _Proof:
         return counts, widths
 
     def _fewest(self, divided: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-        """Returns `divided` without the attributes that the sum does not need."""
+        """Returns `divided` without attributes that `adds_up` does not need; keeps all attributes of `_groups`."""
         fixed = {*self._groups()}
         for name, key in [(name, key) for name, keys in divided.items() for key in keys]:
             if (name, key) in fixed:
@@ -374,7 +359,7 @@ class _Proof:
         return divided
 
     def _atoms(self) -> int:
-        """Returns the largest number found of equal groups of columns that depend on different rows, at least 2."""
+        """Returns a number of equal column groups. The first group shares no parameter rows with the others."""
         inner = self.trace.inputs[self.attempt.last]
         columns = inner.shape[-1]
         values = {columns, *_numbers(self.attempt.module)}
@@ -461,7 +446,7 @@ def _gradients(output: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def equal(parts: Sequence[Tensor], expected: Tensor) -> bool:
-    """Returns True if parts have the shape of `expected` and add up to it within `_TOLERANCE`."""
+    """Returns True if `parts` add up to `expected` within `_TOLERANCE`, and `expected` is not zero."""
     if any(each.shape != expected.shape for each in parts):
         return False
     total = torch.stack([*parts]).sum(0)
@@ -470,7 +455,7 @@ def equal(parts: Sequence[Tensor], expected: Tensor) -> bool:
 
 
 def _numbers(module: nn.Module) -> set[int]:
-    """Returns the integers among attributes and settings of modules, such as numbers of heads."""
+    """Returns the integers among attributes and settings of modules."""
     found = set()
     for each in module.modules():
         found |= {value for value in vars(each).values() if type(value) is int}
@@ -479,7 +464,7 @@ def _numbers(module: nn.Module) -> set[int]:
     return found
 
 
-# ---- Fused experts: parameters [E, ., .] of the module itself ----
+# ---- Fused experts: parameters of the module itself with at least 3 dims ----
 
 
 def _prove_experts(attempt: _Attempt) -> ProvedUnit | None:
@@ -525,23 +510,21 @@ def _experts_unit(attempt: _Attempt, found: Dependencies) -> ProvedUnit | None:
 
 
 class _Shared(nn.Module):
-    """Divides an input that all ranks share by the number of ranks."""
+    """Divides a replicated input by the number of ranks."""
 
     def __init__(self, ways: int) -> None:
         super().__init__()
         self.ways = ways
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns x divided by the number of ranks."""
         return x / self.ways
 
 
 @dataclass
 class _ExpertsProof(_Proof):
-    identities: tuple[str, ...] = ()  # names of `nn.Identity` modules, which every rank runs
+    identities: tuple[str, ...] = ()  # names of `nn.Identity` modules
 
     def part(self, rank: int, ways: int, divided: Mapping[str, tuple[str, ...]]) -> nn.Module | None:
-        """Returns a rank's module; None if a size does not divide evenly."""
         part = super().part(rank, ways, divided)
         if part is not None:
             for name in self.identities:

@@ -1,7 +1,4 @@
-"""Models of a real model's class with small sizes: twins.
-
-A twin has few layers. The windows and chunks of a twin are shorter than its sequences.
-"""
+"""Builds models from `transformers` configurations, in full size or small."""
 
 import math
 import re
@@ -10,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from optimus.model.foreign.code import model_class
 
 LENGTH, ROWS, VOCABULARY = 24, 2, 320
 _WINDOW, _CHUNK, _LAYERS, _MOST_LAYERS = 5, 8, 2, 16
@@ -20,13 +19,14 @@ _LAYERS_TOO = ("num_layers", "n_layers", "n_layer")
 _WHOLE_HEAD = re.compile(r"head_?(dim|size)$|d_head$|d_kv$|dim_head$")
 _WIDTH = re.compile(r"(size|dim|width|rank|inner|ffn|d_ff|d_model|d_ssm|n_embd|channels|hidden\w*|d_inner)(_\w+)?$")
 _COUNT = re.compile(r"(size|dim|kernel|conv|rank|block|patch|factor|width|type_vocab)")
+_OF_THE_FOLDER = ("_name_or_path", "auto_map")
 _OF_LAYERS = re.compile(r"(interval|pattern|step|period|frequency|every|freq)(_\w+)?$")
 
 
 def small(config: Any, layers: int | None = None) -> Any:
-    """Returns the configuration of a twin: the class of `config` with small sizes, without dropout.
+    """Returns the configuration of a small model of the same class, without dropout.
 
-    The twin has the first `layers` layers; by default, the layers that `_Shrink` chooses.
+    `layers` limits the number of layers; by default, `_Shrink` chooses the layers.
     """
     data = config.to_dict()
     shrunk = _Shrink(config, layers).of_mapping(data)
@@ -35,19 +35,21 @@ def small(config: Any, layers: int | None = None) -> Any:
 
 
 def build(config: Any, attention: str = "sdpa", device: str = "cpu") -> nn.Module:
-    """Builds the model of a configuration in fp32 and evaluation mode. Runs no remote code. Falls back to eager
-    attention if the model has no `sdpa`."""
+    """Builds the model of a configuration in fp32 and evaluation mode. Runs remote code only by `model_class`."""
     from transformers import AutoModelForCausalLM
 
-    fresh = type(config).from_dict(config.to_dict())
-    options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}
+    fresh, written = type(config).from_dict(config.to_dict()), model_class(config)
+    options: dict[str, Any] = {"dtype": torch.float32}
+    if written is None:
+        options["trust_remote_code"] = False
+    make = AutoModelForCausalLM.from_config if written is None else written._from_config
     with torch.device(device):
         try:
-            model = AutoModelForCausalLM.from_config(fresh, attn_implementation=attention, **options)
+            model = make(fresh, attn_implementation=attention, **options)
         except (ValueError, ImportError):
             if attention != "sdpa":
                 raise
-            model = AutoModelForCausalLM.from_config(fresh, attn_implementation="eager", **options)
+            model = make(fresh, attn_implementation="eager", **options)
     for each in configurations_of(model):
         vars(each)["_experts_implementation_internal"] = "eager"
     return with_embedding_first(model).eval()
@@ -65,8 +67,10 @@ def with_embedding_first(model: nn.Module) -> nn.Module:
 
 
 def build_small(config: Any) -> nn.Module:
-    """Builds a twin with its own initial values. Tries several numbers of layers; raises the first error if no number
-    works."""
+    """Builds a small model with the initial values of `transformers`.
+
+    Tries other numbers of layers after a failure, and raises the first error if all fail.
+    """
     problem: Exception | None = None
     for layers in (None, 2, 4, 8):
         try:
@@ -78,14 +82,14 @@ def build_small(config: Any) -> nn.Module:
 
 
 def layers_of(model: nn.Module, blocks: str) -> nn.ModuleList:
-    """Returns the list of blocks of a model."""
+    """Returns the model's blocks, a module list with the name `blocks`."""
     found = model.get_submodule(blocks)
     assert isinstance(found, nn.ModuleList)
     return found
 
 
 def general(name: str) -> str:
-    """Replaces list numbers in a name by stars."""
+    """Replaces the indices of list elements in a module or parameter name by `*`."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", name)
 
 
@@ -97,8 +101,10 @@ def configurations_of(model: nn.Module) -> list[Any]:
 
 @torch.no_grad()
 def enlarge(model: nn.Module) -> None:
-    """Replaces a twin's matrices by normal numbers of standard deviation 1.5 / sqrt(last dim), and adds normal numbers
-    of standard deviation 0.2 to vectors."""
+    """Adds normally distributed values of standard deviation 0.2 to parameters with at most one dim above 1.
+
+    Overwrites all other parameters with normally distributed values of standard deviation 1.5 / sqrt(last dim).
+    """
     generator = torch.Generator().manual_seed(0)
     for _, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -109,19 +115,19 @@ def enlarge(model: nn.Module) -> None:
 
 
 def tokens_of_twin(config: Any, rows: int = ROWS, length: int = LENGTH) -> Tensor:
-    """Returns token ids for a twin, [rows, length]."""
+    """Returns token ids for a small model, [rows, length]. Each call with the same arguments returns the same ids."""
     generator = torch.Generator().manual_seed(1)
     vocab = vocabulary_of(config)
     return torch.randint(min(16, vocab // 2), vocab - 1, (rows, length), generator=generator)
 
 
 def vocabulary_of(config: Any) -> int:
-    """Returns the vocabulary size of a configuration; by default `VOCABULARY`."""
+    """Returns the vocabulary size of a configuration, or `VOCABULARY` for a configuration without `vocab_size`."""
     return int(getattr(config.get_text_config(), "vocab_size", VOCABULARY))
 
 
 def arguments_of(model: nn.Module, **more: Any) -> dict[str, Any]:
-    """Returns those of the arguments `use_cache=False` and `more` that the model's forward pass takes."""
+    """Returns `use_cache=False` and `more`, without the names that are not parameters of `model.forward`."""
     import inspect
 
     taken = inspect.signature(model.forward).parameters
@@ -129,15 +135,11 @@ def arguments_of(model: nn.Module, **more: Any) -> dict[str, Any]:
 
 
 class _Shrink:
-    """The rules by which sizes shrink.
-
-    Numbers of heads are divided by `heads`, head sizes by `columns`, and widths by the product of both factors, where
-    the numbers divide evenly.
-    """
+    """The rules by which sizes shrink. `heads` divides numbers of heads, and `columns` head sizes."""
 
     def __init__(self, config: Any, layers: int | None) -> None:
         text = config.get_text_config()
-        data = text.to_dict()
+        data = {key: value for key, value in text.to_dict().items() if key not in _OF_THE_FOLDER}
         self.names = {stored: name for name, stored in getattr(text, "attribute_map", {}).items()}
         named = {self.names.get(key, key): value for key, value in data.items()}
         numbers = (named.get(key) for key in ("num_hidden_layers", *_LAYERS_TOO))
@@ -157,7 +159,7 @@ class _Shrink:
         self.windows: dict[int, int] = {}
 
     def _layers(self, data: Mapping[str, Any], layers: int | None) -> list[int]:
-        """Returns the numbers of the real layers that the twin has."""
+        """Returns the indices of the real model's layers that the small model keeps."""
         if layers is not None:
             return [*range(min(layers, self.depth))]
         lists = [value for value in data.values() if self._by_layer(value) and len({*map(str, value)}) <= 6]
@@ -179,12 +181,12 @@ class _Shrink:
         return isinstance(value, list | tuple | str) and len(value) == self.depth > 1
 
     def of_mapping(self, data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-        """Returns the fields with small values."""
         return {key: self.small_value(key, value, f"{prefix}{key}") for key, value in data.items()}
 
     def small_value(self, key: str, value: Any, path: str) -> Any:
-        """Returns the value of the field `key` in the small copy. `path` is the key, after the keys of the fields that
-        contain the field."""
+        """Returns the small value of a field. `path` is the field's full key."""
+        if key in _OF_THE_FOLDER:
+            return value
         name = self.names.get(key, key)
         if _of_single_layers(value):
             return self._by_number(value, path)
@@ -249,20 +251,20 @@ class _Shrink:
         return integers and [*value] == sorted({*value}) and max(value) <= self.depth
 
     def _by_number(self, value: Mapping[Any, Any], path: str) -> dict[Any, Any]:
-        """Returns the small settings of single layers, by the twin's layer numbers."""
+        """Returns small settings of the chosen layers. The keys are the small model's layer numbers."""
         of_layer = {int(number): each for number, each in value.items()}
         chosen = {where: of_layer[layer] for where, layer in enumerate(self.chosen) if layer in of_layer}
         return {where: self.of_mapping(each, f"{path}.") for where, each in chosen.items()}
 
     def _listed(self, key: str, value: Any, path: str) -> Any:
-        """Returns a list of layer numbers for the twin's layers, or another list with small elements."""
+        """Translates a list of layer numbers to layers of the small model. Returns other lists with small elements."""
         if self._indices(key, value):
             offset = 0 if max(value) < self.depth else 1
             return [where + offset for where, layer in enumerate(self.chosen) if layer + offset in value]
         return [self.small_value(key, each, path) for each in value]
 
     def _rotary(self, value: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns small settings of rotary embeddings."""
+        """Returns settings of rotary embeddings for small heads."""
         made: dict[str, Any] = {}
         for key, each in value.items():
             if isinstance(each, Mapping):
@@ -325,6 +327,6 @@ def _integers(data: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
 
 
 def factors_of(config: Any) -> tuple[int, int]:
-    """Returns the factors by which numbers of heads and head sizes shrink."""
+    """Returns (divisor of the numbers of heads, divisor of the head sizes) for the small model."""
     shrink = _Shrink(config, None)
     return shrink.heads, shrink.columns

@@ -1,4 +1,4 @@
-"""Choices of experts: the settings by which a router chooses, and functions on indices of chosen experts.
+"""Settings of routers, and functions on indices of chosen experts.
 
 Legend: T tokens, K experts per token.
 """
@@ -12,7 +12,7 @@ from optimus.model.architecture import ModelConfig
 
 
 class RouterConfig(NamedTuple):
-    """The settings by which a router scores, chooses and weighs experts; see `Router`."""
+    """The settings of a router; see `Router`."""
 
     score: Literal["softmax", "sigmoid"] = "softmax"
     renormalise: bool = False
@@ -24,7 +24,7 @@ class RouterConfig(NamedTuple):
 
     @classmethod
     def from_config(cls, config: ModelConfig) -> "RouterConfig":
-        """Returns the settings of a model."""
+        """Returns the settings of a model's routers."""
         return cls(
             score=config.router_score,
             renormalise=config.renormalise,
@@ -40,8 +40,7 @@ SOFTMAX = RouterConfig()
 
 
 def local_indices(indices_TK: Tensor, first: int, count: int) -> Tensor:
-    """Returns the choices as indices among the `count` experts of a rank, which begin at expert `first`; -1 for other
-    experts."""
+    """Returns expert indices relative to `first`; -1 for experts other than `first` ... `first + count - 1`."""
     local_TK = indices_TK - first
     return local_TK.masked_fill((local_TK < 0) | (local_TK >= count), -1)
 
@@ -49,7 +48,7 @@ def local_indices(indices_TK: Tensor, first: int, count: int) -> Tensor:
 def choices_of(indices: Tensor, count: int) -> Tensor:
     """Counts how often each of 0 ... count - 1 occurs in `indices`: [count], int64. Ignores -1.
 
-    The host does not wait for the device, unlike in `torch.bincount`, whose result has a data-dependent length.
+    The host does not wait for the device, unlike in `torch.bincount`.
     """
     found = torch.zeros(1 + count, dtype=torch.int64, device=indices.device)
     targets = indices.flatten().long() + 1

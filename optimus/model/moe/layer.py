@@ -1,6 +1,7 @@
 """Dropless Mixture-of-Experts feed-forward layer.
 
-Legend: T tokens, H hidden, K experts per token, U tokens that this rank processes, E experts, I intermediate, J = 2 I.
+Legend: T tokens, H hidden, K experts per token, U tokens that this rank processes, E experts (in `Experts`, of
+this rank), I intermediate, J = 2 I.
 """
 
 from collections.abc import Mapping
@@ -23,10 +24,7 @@ from optimus.step_context import StepContext
 
 
 class Experts(nn.Module):
-    """The weights of this rank's experts: stacked gate and up projections, and the down projection.
-
-    With `bias`, gate and up have biases here; `MoeLayer` has the bias of the down projection.
-    """
+    """The feed-forward networks of this rank's experts, without the biases of the down projections."""
 
     replaceable = "gradients", "step"
 
@@ -51,7 +49,7 @@ class Experts(nn.Module):
     def forward(self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, choices: int | None = None) -> Tensor:
         """Returns the sum over the K chosen experts of weight times expert output; [T, H]. Skips choices of -1.
 
-        `choices` is the number of choices that are not -1, if the host knows it.
+        `choices` is the number of choices that are not -1, if the host knows the number.
         """
         bias_EJ = None if self.bias is None else self.bias.flatten(1)
         buffers = self.gradients.get(self.gate_up), self.gradients.get(self.down)
@@ -61,11 +59,10 @@ class Experts(nn.Module):
 
 
 class MoeLayer(nn.Module):
-    """A router with its experts, and a shared expert for every token unless the shared expert's width is 0.
+    """A router with its experts, and an optional shared expert.
 
-    With `expert_bias`, the router and the projections of the experts have biases. Every rank has the down projection's
-    biases of all experts, and the layer adds the biases on the token's rank, after the dispatch. `tokens` selects the
-    tokens that this device processes, and `dispatch` sends the tokens to their experts.
+    If the experts have biases, each rank has the biases `down_bias` of all experts. The rank adds the weighted biases
+    of the chosen experts after the combine.
     """
 
     replaceable = "tokens", "dispatch"
@@ -73,7 +70,7 @@ class MoeLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer: int = 0, force_balanced: bool = False) -> None:
         super().__init__()
         hidden, experts, kind = config.hidden, config.experts_of(layer), config.activation
-        self.expert_count = experts  # number of experts of the whole layer, over all ranks
+        self.expert_count = experts  # experts of the layer on all ranks
         self.router = Router(
             hidden, experts, config.experts_per_token or 0, force_balanced, RouterConfig.from_config(config)
         )
@@ -84,13 +81,13 @@ class MoeLayer(nn.Module):
         self.down_bias = declare(self, "down_bias", *sizes, role="vector", initial=0.0) if biased else None
         self.tokens: TokenSplit = TokenSplit()
         self.dispatch: TokenDispatcher = local_dispatch
-        # `RouterStats.among` needs the configuration if layers have different numbers of experts.
+        # The argument of `RouterStats.among`; None if all sparse layers have the same number of experts.
         self._model = config if len(config.expert_counts) > 1 else None
 
     def forward(self, x_TH: Tensor, position_T: Tensor | None = None) -> tuple[Tensor, RouterStats]:
-        """Returns (output in the shape of x, which may have any leading dims; statistics over the whole microbatch).
+        """Returns (output in the shape of x, statistics over the whole microbatch).
 
-        `position_T` is the position of every token in its sequence or document; by default all tokens are one sequence.
+        `position_T` is the position of each token in its sequence or document; by default all tokens are one sequence.
         """
         x_UH = self.tokens.take(x_TH.flatten(0, -2))
         position_U = None if position_T is None else self.tokens.local_values(position_T)
@@ -107,9 +104,6 @@ class MoeLayer(nn.Module):
 
 
 class _SharedExpert(OverlappedWork):
-    """The shared expert's computation in two parts, which an all-to-all dispatcher overlaps with the dispatch and with
-    the combine."""
-
     def __init__(self, mlp: DenseMlp, x_TH: Tensor) -> None:
         self._mlp, self._x_TH = mlp, x_TH
 

@@ -1,6 +1,6 @@
-"""The router: chooses each token's experts and their weights, and sums the statistics for the router losses.
+"""The router, which chooses each token's experts.
 
-Legend: T tokens, H hidden, E experts, K experts per token, G groups of experts.
+Legend: T tokens, H hidden, E experts (after G: experts of a group), K experts per token, G groups of experts.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,23 +18,20 @@ from optimus.step_context import StepContext
 
 
 class Router(ProjectionModule):
-    """Scores all experts and chooses K experts per token. By default, these experts have the largest scores, which are
-    their weights.
+    """Scores the experts, and chooses K experts and their weights for each token.
 
     `router_config` has these settings:
 
     - `score`: scores are a softmax or a sigmoid of the logits.
-    - `groups`: a token chooses experts only in the `groups_per_token` groups whose two largest scores have the largest
-      sums.
-    - `renormalise` and `scale`: the router normalises the weights of a token to sum to 1, and multiplies the weights by
-      `scale`.
+    - `groups`: number of groups of experts. The router ranks the groups by the sum of each group's two largest scores.
+      A token chooses experts only in the first `groups_per_token` groups.
+    - `renormalise`: the router divides the weights of a token by their sum.
+    - `scale`: factor of the weights.
     - `bias`: the router adds a bias per expert to the scores, for the choice only (DeepSeek-V3, section 2.1.2).
-      `move_biases` updates the bias.
     - `logit_bias`: the projection has a bias, which is a parameter.
 
-    `force_balanced` forces the uniform routing of the Optimus paper (section 2.3), with the router's scores as weights:
-    token t of a sequence or document goes to experts t*K ... t*K + K-1 modulo E. In each sequence or document, the
-    numbers of tokens of any two experts differ by at most one.
+    `force_balanced` forces the uniform routing of the Optimus paper (section 2.3), with weights from the scores: token
+    t of a sequence or document goes to experts t*K ... t*K + K-1 modulo E.
     """
 
     replaceable = (*ProjectionModule.replaceable, "step")
@@ -59,15 +56,12 @@ class Router(ProjectionModule):
         self.router_config, self._plain = router_config, router_config == usual
         self.experts_per_token = experts_per_token
         self.force_balanced = force_balanced
-        self._chosen_E: Tensor | None = (
-            None  # number of choices of each expert in training since the last `take_choices`
-        )
+        self._chosen_E: Tensor | None = None  # the result of the next `take_choices`
 
     def forward(self, x_TH: Tensor, position_T: Tensor | None = None) -> tuple[Tensor, Tensor, RouterStats]:
-        """Returns (weights_TK in x's dtype, expert indices_TK int64, statistics). Scores and statistics are at least
-        fp32.
+        """Returns (weights_TK in x's dtype, expert indices_TK int64, statistics).
 
-        `position_T` is the position of every token in its sequence or document; by default all tokens are one sequence.
+        `position_T` is the position of each token in its sequence or document; by default all tokens are one sequence.
         """
         logits_TE = self.product(x_TH, self.weight, self.gradients.get(self.weight))
         if self.logit_bias is not None:
@@ -94,7 +88,7 @@ class Router(ProjectionModule):
         else:
             indices_TK = self._best(scores_TE)
             weights_TK = scores_TE.gather(1, indices_TK)
-        if renormalise and softmax:  # a softmax of the chosen logits: their probabilities may all underflow in fp32
+        if renormalise and softmax:  # softmax of the chosen logits: the chosen scores may all underflow in fp32
             weights_TK = logits_TE.gather(1, indices_TK).softmax(-1)
         elif renormalise:
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
@@ -113,7 +107,7 @@ class Router(ProjectionModule):
         return weights_TK.to(x_TH.dtype), indices_TK, stats
 
     def _best(self, scores_TE: Tensor) -> Tensor:
-        """Returns the indices [T, K] of the experts that the tokens choose by score, bias and group."""
+        """Returns the indices [T, K] of the experts chosen by score, bias and group."""
         groups, chosen = self.router_config.groups, self.router_config.groups_per_token
         if self.bias is not None:
             scores_TE = scores_TE.detach() + self.bias
@@ -125,16 +119,16 @@ class Router(ProjectionModule):
         return scores_TE.topk(self.experts_per_token, dim=-1)[1]
 
     def take_choices(self) -> Tensor:
-        """Returns the number of choices of each expert in training since the last call; [E], int64.
+        """Returns how often each expert was chosen with gradients enabled since the last call: [E], int64.
 
-        With recomputation of the router, every forward pass counts twice.
+        The router must have `bias`.
         """
         assert self.bias is not None
         chosen_E, self._chosen_E = self._chosen_E, None
         return torch.zeros_like(self.bias, dtype=torch.int64) if chosen_E is None else chosen_E
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
-        """Leaves the bias in fp32 for any dtype of the weights, because `move_biases` changes it in small steps."""
+        """Leaves the bias in fp32 for any dtype of the weights, because `move_biases` adds small steps to the bias."""
         bias = self.bias
         super()._apply(fn, recurse)
         if bias is not None and self.bias is not None:
@@ -142,7 +136,7 @@ class Router(ProjectionModule):
         return self
 
     def _forced(self, x_TH: Tensor, position_T: Tensor | None) -> Tensor | None:
-        """Returns the positions [T] of the tokens, which determine their experts, with `force_balanced`; else None."""
+        """Returns the positions [T] of the tokens if `force_balanced`, else None."""
         if not self.force_balanced:
             return None
         return torch.arange(len(x_TH), device=x_TH.device) if position_T is None else position_T
@@ -152,9 +146,8 @@ class Router(ProjectionModule):
 def move_biases(routers: Sequence[Router], rate: float, add_up: Callable[[Tensor], None]) -> None:
     """Moves each expert's bias by `rate`: up if the expert was chosen less often than the mean, down if more often.
 
-    The method is auxiliary-loss-free balancing (DeepSeek-V3, section 2.1.2). `add_up` sums the counts of choices in place
-    over ranks, to the counts of the global batch. If every choice counts several times, equally often, the result is the
-    same. A `rate` of 0 discards the choices.
+    The method is auxiliary-loss-free balancing (DeepSeek-V3, section 2.1.2). `add_up` sums the counts in place over the
+    ranks.
     """
     chosen = [router.take_choices() for router in routers]
     if not rate or not chosen:

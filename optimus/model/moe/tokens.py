@@ -1,5 +1,4 @@
-"""The tokens that one device processes in a sparse layer: here all tokens. `parallel.tokens` splits the tokens over
-ranks.
+"""The tokens that one device processes in a sparse layer.
 
 Legend: T tokens, H hidden, U tokens processed on this rank.
 """
@@ -10,21 +9,20 @@ from optimus.model.moe.statistics import RouterStats
 
 
 class TokenSplit:
-    """Maps the residual stream to the whole tokens that this device processes, and back. Here the device processes all
-    tokens."""
+    """Maps the residual stream to the whole tokens that this device processes, here all tokens, and back."""
 
     def take(self, x_TH: Tensor) -> Tensor:
         """Returns the whole tokens that this device processes [U, H]."""
         return x_TH
 
     def local_values(self, values_T: Tensor) -> Tensor:
-        """Selects the values [U] of the tokens of `take` from `values_T`, one value per token of the microbatch."""
+        """Selects the values [U] of this device's tokens from `values_T`, one value per token of the microbatch."""
         return values_T
 
     def restore_rows(self, y_UH: Tensor) -> Tensor:
-        """Returns `y_UH` as rows of the residual stream [T, H], sharded like the input of `take`."""
+        """Returns `y_UH` as rows of the residual stream [T, H]."""
         return y_UH
 
     def sum(self, stats: RouterStats) -> RouterStats:
-        """Sums the statistics over the tokens of all devices that share a microbatch."""
+        """Returns the statistics summed over the devices that share a microbatch."""
         return stats

@@ -1,7 +1,4 @@
-"""All-gather dispatch: every rank gets every token and runs its own experts (stage 1 of the Optimus paper, section
-3.1).
-
-For any routing, a rank receives the tokens of N - 1 other ranks.
+"""All-gather dispatch: every rank gets every token and runs its own experts (Optimus paper, section 3.1, stage 1).
 
 Legend: N ranks of the group, T tokens of this rank, A = N * T, H hidden, K experts per token.
 """
@@ -15,10 +12,10 @@ from optimus.model.moe.dispatch import NOTHING, OverlappedWork
 
 
 class AllGatherDispatch:
-    """A `TokenDispatcher` over the ranks of `group`; this rank holds `experts_per_rank` experts from `first` on.
+    """A `TokenDispatcher` over the ranks of `group`; this rank holds `experts_per_rank` experts from `first` on, or
+    shards of these experts.
 
-    For each token, a reduce-scatter sums the results of the ranks, which have different experts or shards of the same
-    expert. T must be equal on all ranks.
+    T must be equal on all ranks.
     """
 
     def __init__(self, group: Group, first: int, experts_per_rank: int) -> None:
@@ -33,10 +30,10 @@ class AllGatherDispatch:
         experts: nn.Module,
         overlapped: OverlappedWork = NOTHING,
     ) -> Tensor:
-        """Runs Algorithm 1 of the Optimus paper: lines 11-13, then the experts, then line 116. The result is [T, H]."""
+        """Returns the combined outputs of all experts [T, H] (Optimus paper, Algorithm 1, lines 11-13 and 116)."""
         x_AH = all_gather_rows(x_TH, self.group)
         weights_AK = all_gather_rows(weights_TK, self.group)
-        indices_AK = all_gather_rows(indices_TK.int(), self.group)  # half the bytes
+        indices_AK = all_gather_rows(indices_TK.int(), self.group)  # half the bytes of int64
         local_AK = local_indices(indices_AK, self.first, self.experts_per_rank)
         choices = cached(lambda: self.count_local_choices(local_AK), self.group)
         y_TH = reduce_scatter_rows(experts(x_AH, weights_AK, local_AK, choices), self.group)

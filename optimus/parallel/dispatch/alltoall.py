@@ -1,7 +1,6 @@
 """All-to-all dispatch: each token goes once to every rank that holds any of the token's experts.
 
-A rank sends a token with all routing weights and choices of the token. A rank with experts returns one row per received
-token: the weighted sum over the rank's experts. The token's rank adds these rows in rank order.
+A rank returns one row per received token: the weighted sum over the rank's experts.
 
 Legend: N ranks of the group, T tokens of this rank, S copies sent, R copies received, H hidden, K experts per token, P
 ranks of `parts`.
@@ -29,29 +28,30 @@ from optimus.model.moe.choices import choices_of, local_indices
 from optimus.model.moe.dispatch import NOTHING, OverlappedWork
 
 Compute = Callable[[Tensor, Tensor, Tensor, int], Tensor]
-"""A module with experts or another dispatcher, which maps (tokens, weights, local choices, number of local choices) to
-weighted sums of the experts' outputs."""
+"""A function that maps (tokens, weights, local choices, number of local choices) to weighted sums of the experts'
+outputs."""
 
 
 class Copies(NamedTuple):
-    """The copies of tokens to send, by rank and then by token, and the index of each token's copies."""
+    """The copies of tokens to send, sorted by (rank, token)."""
 
     token_S: Tensor  # the token of each copy
-    copy_S: Tensor  # copies by token, then by rank
+    copy_S: Tensor  # the indices of the copies, sorted by (token, rank)
     first_T: Tensor  # index in `copy_S` of each token's first copy
 
 
 def needed_by(rank_TK: Tensor, ranks: int) -> Tensor:
-    """Returns a mask [T, N] of the ranks that each token goes to. `rank_TK` is the rank of each choice, or -1 for none.
-
-    Several choices on one rank need only one copy of the token.
-    """
+    """Returns a mask [T, N] of the ranks that each token goes to. `rank_TK` is the rank of each choice, or -1 for no
+    rank."""
     needed_TN = torch.zeros(len(rank_TK), 1 + ranks, dtype=torch.bool, device=rank_TK.device)
     return needed_TN.scatter_(1, rank_TK + 1, True)[:, 1:]
 
 
 def make_copies(needed_TN: Tensor, number: int) -> Copies:
-    """Makes the index of `number` copies. The caller passes the number, so the host does not wait for the device."""
+    """Returns the copies for the mask `needed_TN`. The host does not wait for the device.
+
+    `number` must be the number of True elements of the mask.
+    """
     tokens, ranks = needed_TN.shape
     needed_NT = needed_TN.T
     number_NT = needed_NT.flatten().cumsum(0).view(ranks, tokens) - 1
@@ -65,17 +65,17 @@ def make_copies(needed_TN: Tensor, number: int) -> Copies:
 
 
 def _selected(values: Tensor, chosen: Tensor, number: int) -> Tensor:
-    """Returns the `number` values at which the mask `chosen` is true, in order."""
     target = (chosen.flatten().cumsum(0) - 1).masked_fill_(~chosen.flatten(), number)
     return values.new_empty(number + 1).scatter_(0, target, values.flatten())[:number]
 
 
 class ExchangeCounts(NamedTuple):
-    """Counts of an exchange, on the host.
+    """The counts for one dispatch and combine, on the host.
 
-    `send` and `receive` are the numbers of rows for and from each rank. `tokens` are the numbers of tokens that each
-    rank with shards of the same experts received. `choices` is the number of choices of local experts among these
-    tokens.
+    `send` and `receive` are the numbers of rows sent to and received from each rank. `tokens` are the numbers of tokens
+    that each rank with shards of the same experts receives; with `duplicates`, the number of this rank alone. `choices`
+    is the number of these tokens' choices of local experts. Between nodes, `TwoLevelDispatch` uses neither `tokens` nor
+    `choices`.
     """
 
     send: list[int]
@@ -87,12 +87,9 @@ class ExchangeCounts(NamedTuple):
 class AllToAllDispatch:
     """A `TokenDispatcher` over the ranks of `group`, which hold `experts_per_rank` experts each, in rank order.
 
-    The group `parts` may shard the experts; the ranks of `parts` have different groups `group`. The ranks of `parts`
-    all-gather the received tokens, and sum the results of the shards of the experts (dissertation on AxoNN, section 7.3.1).
-    With `duplicates`, all ranks of `parts` send and receive the same tokens, so the ranks only sum.
-
-    T may differ between ranks, and may be 0. `overlapped` computation runs during communication (Megatron-Core's
-    overlap of shared experts).
+    The group `parts` may shard the experts (dissertation on AxoNN, section 7.3.1). With `duplicates`, all ranks of
+    `parts` send and receive the same tokens. T may differ between ranks, and may be 0. `overlapped` computation runs
+    during communication (Megatron-Core's overlap of shared experts).
     """
 
     def __init__(self, group: Group, experts_per_rank: int, parts: Group, *, duplicates: bool = False) -> None:
@@ -108,9 +105,9 @@ class AllToAllDispatch:
         experts: Compute,
         overlapped: OverlappedWork = NOTHING,
     ) -> Tensor:
-        """Dispatches and combines by five all-to-alls over `group`: counts, tokens, weights, choices, and results.
+        """Returns [T, H], by five all-to-alls over `group`. The host waits for the counts.
 
-        The host waits for the counts. The result is [T, H].
+        Recomputation with a collective cache needs neither the all-to-alls nor the wait.
         """
         rank_TK = indices_TK // self.experts_per_rank
         rows_N = needed_by(rank_TK, self.group.size).sum(0)
@@ -121,8 +118,8 @@ class AllToAllDispatch:
     def exchange_counts(self, send_N2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Exchanges the counts (rows, choices) with each rank.
 
-        Returns the sent counts, the received counts, and the received total of each rank of `parts`, or with
-        `duplicates` of this rank alone.
+        Returns the sent counts, the received counts, and the received totals of the ranks of `parts`; with `duplicates`
+        the total of this rank alone.
         """
         receive_N2 = self.group.all_to_all(send_N2)
         totals_P2 = receive_N2.sum(0, keepdim=True)
@@ -163,7 +160,6 @@ class AllToAllDispatch:
         tokens: Sequence[int],
         choices: int,
     ) -> Tensor:
-        """Returns the outputs of whole experts for the received tokens, summed over the shards of the experts."""
         if self.parts.size == 1:
             return experts(x_RH, weights_RK, local_RK, choices)
         if self.duplicates:
@@ -176,7 +172,7 @@ class AllToAllDispatch:
 
 
 def read_counts(*exchanges: tuple[Tensor, Tensor, Tensor]) -> tuple[ExchangeCounts, ...]:
-    """Copies the results of `exchange_counts` to the host, which waits for the device once for all exchanges."""
+    """Copies the results of `exchange_counts` to the host, which waits for the device once."""
     flat = [each.flatten() for exchange in exchanges for each in exchange]
     numbers = [each.tolist() for each in torch.cat(flat).cpu().split([len(each) for each in flat])]
     return tuple(
@@ -186,7 +182,8 @@ def read_counts(*exchanges: tuple[Tensor, Tensor, Tensor]) -> tuple[ExchangeCoun
 
 
 class _Copied(torch.autograd.Function):
-    """Maps [T, ...] to [S, ...], one row per copy; with `collects`, maps back and sums a token's copies in rank order."""
+    """Maps rows [T, ...] to their copies [S, ...]; with `collects`, maps [S, H] to [T, H]: sums each token's copies in
+    rank order."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, copies: Copies, collects: bool) -> Tensor:

@@ -1,12 +1,10 @@
-"""Chooses the faster dispatcher, from measured or simulated times of the collectives (`comm/costs.py`).
-
-An all-gather sends each token to all ranks. An all-to-all sends each token only to ranks that hold the token's experts.
-"""
+"""Chooses the faster dispatcher, from measured or simulated times of the collectives (`comm/costs.py`), and builds the
+dispatchers of layers."""
 
 from math import comb
 from typing import Literal
 
-from optimus.comm import Groups
+from optimus.comm import Group, Groups
 from optimus.comm.algorithms import CollectiveKind, Measured
 from optimus.comm.costs import expected
 from optimus.comm.groups import shape_of
@@ -36,9 +34,9 @@ def dispatcher(
 ) -> Dispatcher:
     """Returns the configured dispatcher `asked`; for "auto", the dispatcher with the shorter expected time.
 
-    For "auto", dense models, single ranks and groups that are unevenly divided among nodes get "alltoall". With
-    `measured`, "allgather" also needs a time below `GAIN` times the time of "alltoall". `tokens` is the number of a
-    rank's tokens, whose elements have `itemsize` bytes. All arguments must be the same on all ranks.
+    `tokens` is the number of tokens of a rank, and `itemsize` the bytes of an element. With `measured` times,
+    "allgather" needs a time below `GAIN` times the time of "alltoall". "auto" gives "alltoall" for a dense
+    model, a single rank, and groups without a `Shape` (`shape_of`). All arguments must be the same on all ranks.
     """
     if asked != "auto":
         return asked
@@ -72,20 +70,30 @@ def dispatcher(
 
 
 def copies(experts: int, parts: int, chosen: int) -> float:
-    """Divides the experts into `parts` equal parts, and returns the expected number of parts with any of a token's
-    `chosen` random experts."""
+    """Returns the expected number of copies of a token: one for each part with any of the token's experts.
+
+    The experts are divided into `parts` equal parts. A token's experts are `chosen` different random experts.
+    """
     elsewhere = comb(experts - experts // parts, chosen) / comb(experts, chosen)
     return parts * (1 - elsewhere)
 
 
-def dispatch_of(groups: Groups, options: StageOptions, experts: int) -> TokenDispatcher:
+def dispatch_of(
+    groups: Groups,
+    options: StageOptions,
+    experts: int,
+    parts: Group | None = None,
+    local: TokenDispatcher = local_dispatch,
+) -> TokenDispatcher:
     """Returns the dispatcher of a layer with `experts` experts.
 
-    Raises `UserError` if the number of expert-parallel ranks does not divide `experts`.
+    `parts` are the ranks that shard each expert, by default along `etp`. `local` is the dispatcher if this rank has all
+    experts, unsharded. Raises `UserError` if the number of expert-parallel ranks does not divide `experts`.
     """
-    ranks, parts = groups.along("ep"), groups.along("etp")
+    ranks = groups.along("ep")
+    parts = groups.along("etp") if parts is None else parts
     if ranks.size * parts.size == 1:
-        return local_dispatch
+        return local
     each, rest = divmod(experts, ranks.size)
     if rest:
         raise UserError(
@@ -96,4 +104,5 @@ def dispatch_of(groups: Groups, options: StageOptions, experts: int) -> TokenDis
         return TwoLevelDispatch(*levels, each, parts, duplicates=options.duplicates)
     if options.dispatch == "alltoall":
         return AllToAllDispatch(ranks, each, parts, duplicates=options.duplicates)
-    return AllGatherDispatch(groups.along("ep", "etp"), ranks.rank * each, each)
+    everyone = groups.along("ep", "etp") if parts.size > 1 else ranks
+    return AllGatherDispatch(everyone, ranks.rank * each, each)

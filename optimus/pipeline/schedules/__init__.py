@@ -1,8 +1,4 @@
-"""The pipeline schedules by name. Start with `row.py`; `gpipe.py` is an example.
-
-Every module of this package with a constant `ROWS` registers its schedules: a new schedule needs only a new file. Each
-generator lists the computations of every rank; `transfers.with_transfers` adds the sends and receives.
-"""
+"""The pipeline schedules by name. Every module of this package with a constant `ROWS` registers its schedules."""
 
 import math
 import pkgutil
@@ -12,12 +8,21 @@ from importlib import import_module
 from optimus.errors import UserError
 from optimus.pipeline.schedule import Schedule
 from optimus.pipeline.schedules.gpipe import forward_only
-from optimus.pipeline.schedules.row import ScheduleRow, Sizes
+from optimus.pipeline.schedules.row import ScheduleRow, Sizes, naming_schedule
 from optimus.pipeline.schedules.vocabulary import AHEAD, with_vocabulary
 from optimus.pipeline.transfers import with_transfers
 from optimus.plugins import Table
 
-__all__ = ["DEFAULT", "ScheduleRow", "Sizes", "forward_only", "make_schedule", "schedules", "with_vocabulary"]
+__all__ = [
+    "DEFAULT",
+    "ScheduleRow",
+    "Sizes",
+    "forward_only",
+    "make_schedule",
+    "naming_schedule",
+    "schedules",
+    "with_vocabulary",
+]
 
 DEFAULT = "1f1b"
 
@@ -45,34 +50,34 @@ def make_schedule(
     vocabulary: bool = False,
     transfers: bool = True,
 ) -> Schedule:
-    """Makes the schedule `name`: the actions of every rank for one step.
+    """Makes the schedule `name` for one step.
 
     Args:
         name: a key of `schedules()`.
         ranks: the number of ranks of the pipeline.
-        microbatches: the number of microbatches of a step.
-        stages_per_rank: the number of stages of each rank; the default is the smallest number that the schedule supports.
-        warmup_factor: multiplies the number of live activations that a stage may have; only some schedules support a
-            factor other than 1.
-        vocabulary: True if every rank has a shard of the vocabulary; 1F1B and interleaved 1F1B then run up to two
-            more forward passes in the warm-up.
+        stages_per_rank: the number of stages of each rank; the default is the smallest supported number.
+        warmup_factor: multiplies the number of live activations that a stage may have.
+        vocabulary: True if every rank has a shard of the vocabulary.
         transfers: True if the schedule includes sends and receives.
 
-    Raises `UserError` for an unknown name and for numbers that the schedule does not support.
+    Raises `UserError` for an unknown name, for numbers that the schedule does not support, and if the function `make`
+    of the schedule raises an exception or does not return a `Schedule`.
     """
     row = _SCHEDULES.named(name)
     per_rank = row.stages if stages_per_rank is None else stages_per_rank
     sizes = Sizes(ranks, microbatches, per_rank, warmup_factor, AHEAD if vocabulary else 0)
     if problem := _problem(row, sizes):
         raise UserError(f"schedule {name}: {problem}")
-    made = row.make(sizes)
+    with naming_schedule(name, "make"):
+        made = row.make(sizes)
+    if not isinstance(made, Schedule):
+        raise UserError(f"schedule {name}: its function make returns a {type(made).__name__}: return a Schedule")
     made = with_vocabulary(made) if vocabulary else made
     return with_transfers(made) if transfers else made
 
 
 def _problem(row: ScheduleRow, sizes: Sizes) -> str | None:
-    """Explains why the schedule of `row` does not support these sizes, and suggests other sizes or schedules; returns
-    None if the schedule supports the sizes."""
+    """Explains why the schedule of `row` does not support these sizes; returns None for supported sizes."""
     ranks, microbatches, per_rank, warmup_factor, _ = sizes
     for what, value in (("ranks", ranks), ("microbatches", microbatches), ("stages per rank", per_rank)):
         if value < 1:

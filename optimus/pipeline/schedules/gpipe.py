@@ -1,4 +1,7 @@
-"""Runs all forward passes, then all backward passes (GPipe, Huang et al. 2019, figure 2c)."""
+"""Makes the GPipe schedule and schedules of forward passes.
+
+GPipe runs all forward passes, then all backward passes (Huang et al. 2019, figure 2c).
+"""
 
 from dataclasses import replace
 
@@ -11,8 +14,7 @@ from optimus.pipeline.transfers import with_transfers
 def gpipe(sizes: Sizes) -> Schedule:
     """Makes the GPipe schedule: every stage saves the activations of all microbatches.
 
-    If all stages take equal times and messages take no time, the bubble is (ranks - 1) / microbatches. The backward
-    passes process the microbatches in the order of the forward passes.
+    For equal stages and instant messages, the bubble is (ranks - 1) / microbatches of the computation time.
     """
     ranks, microbatches = sizes.ranks, sizes.microbatches
     orders = [
@@ -23,11 +25,7 @@ def gpipe(sizes: Sizes) -> Schedule:
 
 
 def forward_only(placement: Schedule, microbatches: int, *, vocabulary: bool = False) -> Schedule:
-    """Makes a schedule of forward passes alone; with `vocabulary`, the schedule also has embedding passes.
-
-    `placement` maps stages to ranks. A rank with several stages runs all microbatches through one stage before the next
-    stage.
-    """
+    """Makes a schedule of forward passes; with `vocabulary`, the schedule also has embedding passes."""
     orders = [
         [Action(Kind.FORWARD, stage, number) for stage in placement.stages_of(rank) for number in range(microbatches)]
         for rank in range(placement.ranks)
@@ -36,5 +34,5 @@ def forward_only(placement: Schedule, microbatches: int, *, vocabulary: bool = F
     return with_transfers(with_vocabulary(made, backward=False) if vocabulary else made)
 
 
-# GPipe is dominated: 1F1B takes about the same time with at most as many live activations.
+# 1F1B dominates GPipe.
 ROWS = (ScheduleRow("gpipe", gpipe, dominated=True, live=lambda sizes, rank: sizes.microbatches),)

@@ -10,11 +10,8 @@ from optimus.pipeline.schedules.row import ScheduleRow, Sizes
 def interleaved(sizes: Sizes) -> Schedule:
     """Makes interleaved 1F1B: stage s is on rank s mod ranks.
 
-    A round has as many microbatches as there are ranks. If all stages take equal times, messages take no time and all
-    rounds are whole, the bubble is (ranks - 1) / (stages per rank * microbatches). A rank runs the forward passes of a
-    round through its first stage, then through its second stage and so on, and then begins the next round. Backward
-    passes go through the stages in reverse order. For an incomplete last round, the function makes the schedule of
-    whole rounds and removes the missing microbatches. The warm-up of every rank has up to `ahead` more forward passes.
+    If stages take equal times, messages take no time and microbatches are a multiple of ranks, the bubble is
+    (ranks - 1) / (stages per rank * microbatches) of the compute time.
     """
     ranks, microbatches, stages_per_rank, _, ahead = sizes
     rounds = [range(first, first + ranks) for first in range(0, microbatches, ranks)]

@@ -9,11 +9,11 @@ from optimus.pipeline.schedules.row import ScheduleRow, Sizes
 
 
 def one_f_one_b(sizes: Sizes) -> Schedule:
-    """Makes 1F1B, in which stage s by default saves the activations of at most ranks - s microbatches.
+    """Makes the 1F1B schedule. By default, stage s saves the activations of at most `ranks - s` microbatches.
 
-    If all stages take equal times and messages take no time, the bubble is (ranks - 1) / microbatches. With a
-    `warmup_factor` c > 1, stage s runs up to c * (ranks - s) forward passes before its first backward pass. Stage s
-    then saves the activations of at most as many microbatches. `ahead` adds to this number of microbatches.
+    If stages take equal times and messages no time, the bubble is (ranks - 1) / microbatches of the compute
+    time. A `warmup_factor` multiplies the number of microbatches with saved activations, and `ahead` adds to this
+    number.
 
     Raises `UserError` for a `warmup_factor` below 1.
     """
@@ -32,8 +32,8 @@ def one_f_one_b(sizes: Sizes) -> Schedule:
 
 
 def take_turns(forwards: Sequence[Action], backwards: Sequence[Action], live: int) -> list[Action]:
-    """Orders the passes: first `live` - 1 forward passes, then alternately one forward and one backward pass, until both
-    lists end."""
+    """Orders the passes: first `live` - 1 forward passes, then alternately one forward and one backward pass, and last
+    the remaining backward passes."""
     first = min(live - 1, len(forwards))
     turns = zip_longest(forwards[first:], backwards)
     return [*forwards[:first], *(action for turn in turns for action in turn if action is not None)]

@@ -1,17 +1,19 @@
-"""The properties of a schedule: one row of the table `schedules()`."""
+"""The sizes, the generator and the properties of a schedule."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from optimus.errors import UserError, said
 from optimus.pipeline.schedule import Placement, Schedule
 
 
 class Sizes(NamedTuple):
-    """The sizes of a schedule.
+    """The numbers from which `ScheduleRow.make` generates a schedule.
 
     `warmup_factor` multiplies the number of live activations that a stage may have. `ahead` is the number of additional
-    forward passes in the warm-up, for 1F1B and interleaved 1F1B.
+    forward passes in the warm-up of 1F1B and interleaved 1F1B.
     """
 
     ranks: int
@@ -23,10 +25,7 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class ScheduleRow:
-    """The generator and the properties of a schedule.
-
-    `make` lists the computations of every rank in order; `with_transfers` adds sends and receives later.
-    """
+    """The generator and the properties of a schedule. `make` must return a schedule without sends and receives."""
 
     name: str
     make: Callable[[Sizes], Schedule]
@@ -34,19 +33,28 @@ class ScheduleRow:
     stages: int = 1  # number of stages per rank; with `any_stages`, the minimum
     any_stages: bool = False
     in_rounds: bool = False
-    """True if the schedule runs rounds of as many microbatches as ranks. Such a schedule needs at least one round."""
+    """True if the schedule runs in rounds of `ranks` microbatches. A step then needs at least `ranks` microbatches."""
     deepens: bool = False  # True if the schedule supports a `warmup_factor` other than 1
-    # True if another schedule takes about the same time with at most as many live activations; searches then skip this
-    # schedule.
-    dominated: bool = False
+    dominated: bool = False  # True if another schedule is about as fast with no more live activations
     idle: Callable[[float, float], float] = lambda forward, all_passes: all_passes
-    """Returns a lower bound on the idle time that a stage causes on the later ranks in a step. The arguments are the seconds
-    of the stage's forward pass, and the seconds of all its passes, of one microbatch."""
-    splits_backward: bool = False  # True if the gradients of inputs and of weights are separate actions
+    """Returns a lower bound on the idle time that a stage causes on later ranks in a step. The arguments are seconds of
+    one microbatch: of the stage's forward pass, and of all its passes."""
+    splits_backward: bool = False  # separate actions for the gradients of inputs and of weights
     live: Callable[[Sizes, int], int] | None = None
-    """Returns, for a schedule of one stage per rank, the peak live activations of a rank if there are enough microbatches.
-    None means that callers count live activations from the order of actions."""
+    """Returns a rank's peak number of microbatches with saved activations, for one stage per rank. Callers limit the
+    result to the number of microbatches."""
 
     def without_actions(self, ranks: int, stages_per_rank: int) -> Schedule:
         """Returns a schedule without actions, which maps stages to ranks."""
         return Schedule(self.name, ranks, 0, (), stages_per_rank, self.placement, self.splits_backward)
+
+
+@contextmanager
+def naming_schedule(name: str, function: str) -> Iterator[None]:
+    """Turns an error in `function` of the schedule `name` into a `UserError`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:  # code of a plugin may raise anything
+        raise UserError(f"schedule {name}: its function {function} failed ({said(error)}): correct its code") from error

@@ -1,8 +1,6 @@
-"""Adds the passes of the embedding and of the output layer on all ranks; each rank has a shard of the vocabulary.
+"""Adds the passes of the embedding and of the output layer to a schedule; every rank has a shard of the vocabulary.
 
-Source: Balancing Pipeline Parallelism with Vocabulary Parallelism, Yeung et al. 2024, algorithm 1. A rank's logits pass (S)
-needs the last stage's output. A rank's loss pass (T) needs the softmax normaliser, which combines the results of all ranks.
-The last stage's backward pass needs the sum of the gradients from all ranks.
+Source: Balancing Pipeline Parallelism with Vocabulary Parallelism, Yeung et al. 2024, algorithm 1.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,22 +17,15 @@ _BEFORE = (Kind.LOSS, Kind.LOGITS, Kind.EMBED)  # passes for which other computa
 _HELD = 2  # maximum number of ready embedding gradients that a rank defers
 
 AHEAD = 2
-"""The number of additional microbatches by which the forward passes of 1F1B must run ahead. The last stage's backward
-pass waits for S and then T on all ranks, which overlap with the last stage's next forward passes (section 5.2)."""
+"""The number of additional forward passes in the warm-up of 1F1B with a split vocabulary (section 5.2)."""
 
 
 def with_vocabulary(schedule: Schedule, *, backward: bool = True) -> Schedule:
     """Inserts the vocabulary passes into `schedule`, which must contain only computations.
 
-    The order of the other computations does not change. Without `backward`, the schedule must contain only forward
-    passes, and the function inserts only the embedding passes.
-
-    The function simulates the computations with the times `USUAL`. A rank runs the computation that can begin earliest.
-    Among computations that can begin at the same time, passes for which other computations wait come first. The
-    gradients of the embedding, for which no rank waits, come last. On a rank with more than `_HELD` ready gradients
-    of the embedding, these gradients come first.
-
-    Raises `ScheduleError` when a computation can never run.
+    Without `backward`, the schedule must contain only forward passes, and the function inserts only the embedding
+    passes. The new order is the result of a simulation with the times `USUAL`: the computation that can begin earliest
+    runs next. Raises `ScheduleError` when a computation can never run.
     """
     playing = _Playing(replace(schedule, splits_vocabulary=True), backward)
     while playing.remaining:
@@ -46,7 +37,7 @@ def with_vocabulary(schedule: Schedule, *, backward: bool = True) -> Schedule:
 
 
 class _Option(NamedTuple):
-    """A possible next action of a rank. The smallest option runs first."""
+    """A possible next action of a rank; the smallest option runs first."""
 
     start: float
     priority: int
@@ -55,10 +46,7 @@ class _Option(NamedTuple):
 
 
 class _Playing:
-    """The state of the simulation. One queue has the first option of each rank.
-
-    A rank's first option changes only after actions of this rank, or of a rank for which this rank waits.
-    """
+    """The state of the simulation, with a queue of the first option of each rank."""
 
     def __init__(self, schedule: Schedule, backward: bool) -> None:
         self.schedule = schedule
@@ -72,7 +60,7 @@ class _Playing:
         self._position = [0] * schedule.ranks
         self._free = [0.0] * schedule.ranks
         self._end_times: dict[Action, float] = {}
-        # For each vocabulary pass: the number of ranks that have run it, and the latest end.
+        # (number of ranks that have run the pass, latest end), by vocabulary pass
         self._passes: dict[tuple[Kind, int], tuple[int, float]] = {}
         self._queue: list[_Option] = []
         self._first: list[_Option | None] = [None] * schedule.ranks
@@ -81,7 +69,7 @@ class _Playing:
     def step(self) -> bool:
         """Runs the action that can begin first; returns False if no action can run."""
         while self._queue and self._queue[0] is not self._first[self._queue[0].rank]:
-            heappop(self._queue)  # outdated: the rank has another first option
+            heappop(self._queue)  # outdated
         if not self._queue:
             return False
         start, _, rank, action = heappop(self._queue)
@@ -98,10 +86,6 @@ class _Playing:
         return True
 
     def _touched(self, rank: int, action: Action) -> Iterable[int]:
-        """Returns the ranks whose first option may change after `action` of `rank`.
-
-        All ranks may wait for the first and the last stage, and for the last rank that runs a vocabulary pass.
-        """
         stages = self.schedule.stages
         if action.kind.is_vocabulary:
             done, _ = self._passes[action.kind, action.microbatch]
@@ -132,10 +116,6 @@ class _Playing:
                 yield _Option(max(self._free[rank], ready), priority, rank, action)
 
     def _ready(self, action: Action) -> float | None:
-        """Returns the end of the last computation for which `action` waits, or 0 if there is none.
-
-        Returns None if one of these computations has not run yet.
-        """
         sources, of_all = self.schedule.waits_for(action)
         times = [self._end_times.get(source) for source in sources]
         if of_all is not None:

@@ -1,7 +1,7 @@
-"""Splits backward passes into two actions, one for inputs and one for weights, and defers the action for weights.
+"""Schedules with two actions per backward pass: the gradient of the input, and the gradients of the weights.
 
-Source: Zero Bubble Pipeline Parallelism, Qi et al. 2023: ZB-H1 (section 2.1) and ZBV (section 6). "I" below is the paper's
-"B".
+Source: Zero Bubble Pipeline Parallelism, Qi et al. 2023: ZB-H1 (section 2.1) and ZBV (section 6). "I" below is the
+paper's "B".
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,17 +13,15 @@ F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHTS
 
 
 def zb_h1(sizes: Sizes) -> Schedule:
-    """Makes ZB-H1, which is 1F1B with deferred weight parts.
+    """Makes ZB-H1, which is 1F1B with deferred weight gradients.
 
-    Stage s runs the weight part of microbatch m right after the input part of microbatch m + s, if there is one.
-    Therefore every stage saves the activations of at most `ranks` microbatches, the maximum of 1F1B. If the three
-    passes take equal times, messages take no time and there are at least `ranks` microbatches, the bubble is
-    (ranks - 1) / (3 * microbatches).
+    Every stage saves the activations of at most `ranks` microbatches. If the three passes take equal times, messages
+    take no time and there are at least `ranks` microbatches, the bubble is (ranks - 1) / (3 * microbatches).
     """
     ranks, microbatches = sizes.ranks, sizes.microbatches
 
     def order(rank: int) -> Iterator[Action]:
-        ahead = ranks - rank - 1  # number of turns below 0, which run only forward passes
+        ahead = ranks - rank - 1  # number of turns with forward passes alone
         for turn in range(-ahead, microbatches + rank):
             for kind, microbatch in ((F, turn + ahead), (I, turn), (W, turn - rank)):
                 if 0 <= microbatch < microbatches:
@@ -35,21 +33,16 @@ def zb_h1(sizes: Sizes) -> Schedule:
 def zbv(sizes: Sizes) -> Schedule:
     """Makes ZBV: rank r has stages r and 2 * ranks - 1 - r.
 
-    A rank has at most 2 * ranks live activations, each of one stage and one microbatch. These activations have as many
-    bytes as the maximum of 1F1B, whose stages are twice as large. If the three passes take equal times, messages take
-    no time and there are at least `ranks` microbatches, the bubble is (ranks - 1) / (6 * microbatches).
+    A rank has at most 2 * ranks live activations, each of one stage and one microbatch. If the three passes take equal
+    times, messages take no time and there are at least `ranks` microbatches, the bubble is (ranks - 1) / (6 *
+    microbatches).
 
-    The order comes from a simulation with equal times: an idle rank runs the first possible action in a fixed order of
-    preference. First comes a forward pass, of the second stage if possible, unless the rank has 2 * ranks live activations.
-    Next come the input part and then the weight part of a backward pass of the first stage, and last these two parts of the
-    second stage.
-
-    The paper shows the order only in a picture.
+    The order comes from a simulation with equal times; the paper shows the order only in a picture.
     """
     ranks, microbatches = sizes.ranks, sizes.microbatches
     schedule = Schedule("zbv", ranks, microbatches, (), stages_per_rank=2, placement="v", splits_backward=True)
     last = schedule.stages - 1
-    # The number of finished microbatches of each stage, by pass; every stage processes microbatches in ascending order.
+    # Number of finished microbatches of each stage, by pass.
     done = {kind: [0] * schedule.stages for kind in (F, I, W)}
     forward, backward, weights = done.values()
     live = [0] * ranks
@@ -72,7 +65,7 @@ def zbv(sizes: Sizes) -> Schedule:
         return (W, second) if weights[second] < backward[second] else None
 
     while sum(weights) < schedule.stages * microbatches:
-        # Copies of the counts at the beginning of this turn, in which every rank runs at most one action.
+        # The counts at the beginning of the turn, for all ranks.
         there = forward.copy(), backward.copy()
         for rank in range(ranks):
             if (chosen := choose(rank, *there)) is not None:
@@ -83,7 +76,7 @@ def zbv(sizes: Sizes) -> Schedule:
     return schedule.in_order(orders)
 
 
-ROWS = (  # weight passes fill the bubble at the end of a step
+ROWS = (
     ScheduleRow("zb-h1", zb_h1, splits_backward=True, idle=lambda forward, all_passes: forward),
     ScheduleRow("zbv", zbv, placement="v", stages=2, splits_backward=True, idle=lambda forward, all_passes: 0.0),
 )

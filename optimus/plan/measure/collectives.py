@@ -1,8 +1,4 @@
-"""Measures collectives with several algorithms on the available ranks, and writes the table from which a run chooses.
-
-The table is a part of a machine file. One measured group has all ranks. With several nodes of several ranks, the
-ranks of a node and the ranks with the same local rank are groups too. All groups of the same shape communicate at once.
-"""
+"""Measures collectives with several algorithms on the available ranks, and writes the results into a machine file."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -27,11 +23,11 @@ from optimus.plan.measure.timing import Clock, Extent, collective_call
 from optimus.plugins import load_plugins
 
 SIZES = tuple(4096 * 16**i for i in range(5))  # bytes: 4 KiB to 256 MiB
-_HELD = 4  # memory that a rank needs, as a multiple of the tensor's size: parts, received data, partial sums
+_HELD = 4  # memory that a rank needs, as a multiple of the tensor's size
 
 
 class Measurement(NamedTuple):
-    """The measured seconds of a collective, by one algorithm, of a tensor of `size` bytes in a group of a `shape`."""
+    """The measured seconds of a collective on a tensor of `size` bytes, in a group with this `shape`."""
 
     kind: CollectiveKind
     shape: str
@@ -41,12 +37,11 @@ class Measurement(NamedTuple):
 
 
 def measure(ranks: int, path: Path, plugins: Sequence[str] = ()) -> list[dict[str, Any]] | None:
-    """Measures on `ranks` fresh ranks of this machine, or on torchrun's ranks, and writes the results into a machine
-    file.
+    """Measures on `ranks` fresh ranks of this machine, or on torchrun's ranks, and writes the results into the existing
+    machine file `path`.
 
-    Returns a row for each measurement; None on all ranks of torchrun but the first. The function does not change the file's
-    earlier results for other shapes. `plugins` names plugins with further algorithms. Before measuring, raises `UserError`
-    for an invalid file or number of ranks.
+    Returns a row for each measurement; under torchrun, None on all ranks but the first. `plugins` names plugins with
+    further algorithms.
     """
     load_plugins(plugins)
     before = _existing(path)
@@ -58,10 +53,7 @@ def measure(ranks: int, path: Path, plugins: Sequence[str] = ()) -> list[dict[st
 
 
 def measure_rank(per: int, extent: Extent | None = None, plugins: Sequence[str] = ()) -> list[Measurement]:
-    """Measures as one rank of a process group with `per` ranks on each node. All ranks return the same measurements.
-
-    `extent` sets the sizes, and the duration of each measurement. `plugins` names plugins with further algorithms.
-    """
+    """Measures as one rank of a process group with `per` ranks on each node. All ranks return the same measurements."""
     load_plugins(plugins)
     device = use_device("auto", "the device", dist.get_rank() % per)
     extent = extent or replace(Extent.for_device(device.type), sizes=SIZES)
@@ -75,8 +67,6 @@ def measure_rank(per: int, extent: Extent | None = None, plugins: Sequence[str] 
 
 
 def _free(device: torch.device, per: int) -> int:
-    """Returns the bytes that each rank may use: half of the rank's part of the free memory, as the minimum over all
-    ranks."""
     ranks_sharing_memory = per if device.type == "cpu" else 1
     least = torch.tensor(free_memory(device) // ranks_sharing_memory // 2, device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN)
@@ -84,7 +74,7 @@ def _free(device: torch.device, per: int) -> int:
 
 
 def _contestants(per: int) -> Iterator[tuple[CollectiveKind, Shape, str, Group]]:
-    """Yields (kind of collective, shape of the group, algorithm, group that uses only this algorithm) to measure."""
+    """Yields (kind of collective, shape of the group, algorithm, group that uses only this algorithm)."""
     ranks = dist.get_world_size()
     mesh = Mesh(dp=ranks, ranks_per_node=per)
     parts = {Shape(ranks // per, per): RankPartition.from_groups([range(ranks)])}
@@ -102,12 +92,6 @@ def _contestants(per: int) -> Iterator[tuple[CollectiveKind, Shape, str, Group]]
 
 
 def _tried(kind: CollectiveKind, shape: Shape) -> list[str]:
-    """Returns the algorithms to measure; for all-to-alls, only the backend's algorithm.
-
-    With Gloo, the list leaves out the backend's slow algorithm for all-gathers and reduce-scatters. With other
-    backends, the list has the backend's algorithm and, for several nodes with several ranks, direct rounds on two
-    levels.
-    """
     if kind == "all_to_all":
         return [OWN]
     if dist.get_backend() != "gloo":
@@ -116,7 +100,7 @@ def _tried(kind: CollectiveKind, shape: Shape) -> list[str]:
 
 
 def always(algorithm: str, shape: Shape) -> Measured:
-    """Returns a table with which groups of `shape` choose `algorithm`, for the kinds of collectives that support it."""
+    """Returns a table that makes groups of `shape` choose `algorithm` for each collective with this algorithm."""
     curve = {str(shape): {algorithm: Curve(sizes=[1.0], seconds=[1.0])}}
     return Measured.model_validate({kind: curve for kind in KINDS if algorithm in names(kind, shape)})
 
@@ -129,7 +113,7 @@ def _calls(
         yield x.nbytes, collective_call(kind, x, group)
 
 
-# ---- The file ----
+# ---- The table of measurements, and the machine file ----
 
 
 def table(found: list[Measurement]) -> Measured:
@@ -145,16 +129,16 @@ def table(found: list[Measurement]) -> Measured:
 
 
 def merged(before: Measured, now: Measured) -> Measured:
-    """Returns the measurements `now`, and the measurements `before` for other shapes and kinds."""
+    """Returns the measurements `now`, and the measurements `before` for other pairs of kind and shape."""
     return Measured.model_validate({kind: {**getattr(before, kind), **getattr(now, kind)} for kind in KINDS})
 
 
-# Matches the section's key and indented lines, and the blank lines and unindented comments between these lines.
+# Matches the section, with the blank lines and unindented comments between its lines.
 _SECTION = r"^collectives:.*(?:\n(?:(?:[ \t]*|#.*)\n)*[ \t]+\S.*)*\n?"
 
 
 def write(path: Path, measured: Measured) -> None:
-    """Replaces or adds the section `collectives` of the file. The other sections stay the same, with their comments."""
+    """Replaces or adds the section `collectives` of the file. The other sections keep their comments."""
     section = yaml.safe_dump(
         {"collectives": measured.model_dump(exclude_defaults=True)}, sort_keys=False, width=120, default_flow_style=None
     )
@@ -164,7 +148,6 @@ def write(path: Path, measured: Measured) -> None:
 
 
 def _existing(path: Path) -> Machine:
-    """Returns the machine of the file. Raises `UserError` when the file is missing or invalid."""
     if path.suffix not in (".yaml", ".yml") or not path.is_file():
         raise UserError(
             f"--write {path}: there is no such machine file; `optimus bench machine --output {path}` writes one"

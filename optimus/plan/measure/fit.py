@@ -1,8 +1,4 @@
-"""Fits a machine's figures to timings.
-
-The fit minimizes the sum of squares of log(predicted / measured). The predictions call the formulas of `Machine` and
-`plan.collectives`.
-"""
+"""Fits a machine's figures to timings, by least squares of log(predicted / measured)."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,14 +15,16 @@ from optimus.plan.measure.timing import Observations, Observed, Talked
 
 Floats = NDArray[np.float64]
 
-# Largest factor by which a fitted rate may be above or below the best measured rate.
+# Largest factor between a fitted rate and the best measured rate.
 _BEST = 1.25
-_DIFFERS = 0.05  # relative difference above which the file gets a bandwidth of a group, or a pace
+# Relative difference from the node's bandwidth, or from the predicted times of collectives, above which figures of a
+# group or of a collective are kept.
+_DIFFERS = 0.05
 _DIGITS = 4
 
 
 class FitPoint(NamedTuple):
-    """A measured time, and the prediction from the machine's file."""
+    """A measured time and its prediction, in seconds."""
 
     what: str
     shape: str
@@ -40,21 +38,19 @@ class FitPoint(NamedTuple):
 
 
 def fit(seen: Observations, *, name: str, source: str, peaks: Mapping[str, float] | None = None) -> Machine:
-    """Returns the machine that fits the observations. `peaks` are the vendor's FLOP/s by precision, by default the best
-    measured rates."""
+    """Returns the machine that fits the observations. `peaks` are the vendor's FLOP/s by precision."""
     moved = fmean(math.log(each.bytes / each.seconds) for each in seen.moved)
     machine = _fit_products(_start(seen, name, source, math.exp(moved)), seen)
     return _fit_network(_fit_node(_fit_attention(machine, seen, peaks or {}), seen), seen)
 
 
 def points(machine: Machine, seen: Observations) -> list[FitPoint]:
-    """Returns every measurement, with the prediction of `machine`."""
+    """Returns a point for each measured kernel and collective, with the prediction of `machine`."""
     every = [*seen.kernels, *seen.moved, *seen.attended, *seen.talked]
     return [FitPoint(*each.what, each.seconds, each.predicted(machine)) for each in every]
 
 
 def _start(seen: Observations, name: str, source: str, memory_bandwidth: float) -> Machine:
-    """Returns the machine with which the fit begins: guesses for the fitted figures, observations for all other figures."""
     best: dict[str, float] = {}
     for each in seen.products:
         rate = 2 * each.rows * each.columns * each.inner / each.seconds
@@ -90,10 +86,9 @@ def _start(seen: Observations, name: str, source: str, memory_bandwidth: float) 
 
 
 def _fit_products(machine: Machine, seen: Observations) -> Machine:
-    """Fits the rates, tile, depth and latency of kernels to the times of matmuls and of the tiny kernel.
+    """Fits the rates, tile and depth of matmuls, the kernel latency and, on an accelerator, the cores.
 
-    On a CPU, the cores are the threads of a rank. On an accelerator, the function also fits the number of cores, rounds
-    this number, and then fits all other figures again. Each fit begins with several tiles to avoid local minima.
+    The best of several fits, each from another start, avoids local minima.
     """
     precisions = list(machine.arithmetic)
     best = [machine.arithmetic[precision].achieved for precision in precisions]
@@ -132,11 +127,9 @@ def _fit_products(machine: Machine, seen: Observations) -> Machine:
 
 
 def _fit_attention(machine: Machine, seen: Observations, stated: Mapping[str, float]) -> Machine:
-    """Fits the peaks, the share of the peak of 16 bits that attention reaches, and the length of a sequence that reaches
-    half of that share.
+    """Sets the peaks, and fits `Machine.attention` and `Machine.attention_half`.
 
-    A peak is the highest of the vendor's figure, if known, and the measured rates of matmuls and, in bf16, of
-    attention.
+    If attention is faster than the bf16 peak, raises this peak to the fitted rate of attention.
     """
     best = {name: max(rates.achieved, stated.get(name, 0.0)) for name, rates in machine.arithmetic.items()}
 
@@ -157,12 +150,8 @@ def _fit_attention(machine: Machine, seen: Observations, stated: Mapping[str, fl
 
 
 def _fit_node(machine: Machine, seen: Observations) -> Machine:
-    """Fits the bandwidth and latency of the node, and then refines the fit.
-
-    The first fit is over all groups on the node. The second fit adds a bandwidth for each size and stride of groups.
-    The last fit adds a pace for each kind of collective that needs a pace. The result omits bandwidths that differ from
-    the node's bandwidth by at most the share `_DIFFERS`.
-    """
+    """Fits the node's bandwidth and latency. Groups (by size and stride) and collectives that differ by more than
+    `_DIFFERS` get fitted figures of their own."""
     inside = [talk for talk in seen.talked if talk.group.nodes(machine.ranks_per_node) == 1]
     if not inside:
         return machine
@@ -200,7 +189,6 @@ def _with_node(machine: Machine, node: Node) -> Machine:
 
 
 def _pace(machine: Machine, node: Node, talked: Sequence[Talked]) -> Pace | None:
-    """Returns the pace of one kind of collective, or None if the pace hardly changes the predictions."""
     kind, latency = talked[0].kind, node.latency
 
     def off(x: Sequence[float]) -> list[float]:
@@ -216,8 +204,6 @@ def _pace(machine: Machine, node: Node, talked: Sequence[Talked]) -> Pace | None
 
 
 def _fit_network(machine: Machine, seen: Observations) -> Machine:
-    """Fits the bandwidth and latency between nodes. With one node, the network gets the figures of the links within the
-    node."""
     node = machine.node
     across = [talk for talk in seen.talked if talk.group.nodes(machine.ranks_per_node) > 1]
     if not across:
@@ -227,7 +213,7 @@ def _fit_network(machine: Machine, seen: Observations) -> Machine:
     def made(x: Sequence[float]) -> Machine:
         return machine.model_copy(update={"network": Network.model_construct(bandwidth=x[0], latency=x[1])})
 
-    # The residuals hardly depend on the figures of a network that is far too fast, so the fit begins with a slow network.
+    # The fit begins with a slow network, because far too fast networks have flat residuals.
     start = [node.bandwidth / 4, 2 * node.latency]
     low, high = [start[0] / 1e4, start[1] / 1e3], [start[0] * 1e4, start[1] * 1e3]
     bandwidth, latency = least_squares(lambda x: _off(made(x), across), start, low, high)
@@ -246,8 +232,7 @@ def least_squares(
 ) -> list[float]:
     """Searches near `start` for positive numbers between `low` and `high` that minimise the sum of squared residuals.
 
-    The method is Levenberg-Marquardt on the logarithms, with at most `steps` steps and with finite differences for
-    derivatives. A number whose bounds are equal stays fixed.
+    The method is Levenberg-Marquardt on the logarithms. A number whose bounds are equal stays fixed.
     """
     lower, upper = np.log(low), np.log(high)
     x = np.clip(np.log(start), lower, upper)
@@ -276,7 +261,6 @@ def least_squares(
 
 
 def _off(machine: Machine, seen: Iterable[Observed]) -> list[float]:
-    """Returns, for each observation, the logarithm of predicted over measured seconds."""
     return [math.log(each.predicted(machine) / each.seconds) for each in seen]
 
 

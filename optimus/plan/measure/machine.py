@@ -1,8 +1,4 @@
-"""Measures the machine on which the command runs, and writes the machine's file for the planner.
-
-All ranks measure at the same time (`timing.py`). `fit.py` then fits the machine's figures to the measured times.
-Under torchrun on several nodes, the ranks also measure the links between nodes.
-"""
+"""Measures the machine on which the command runs, and writes the machine's file for the planner."""
 
 import os
 from collections.abc import Sequence
@@ -25,11 +21,9 @@ from optimus.plan.measure.timing import Extent, Observations, observe_rank
 
 
 def run(ranks: int, output: Path, *, name: str | None = None) -> dict[str, Any] | None:
-    """Measures the machine, writes `output`, and prints the errors of the file's predictions. Under torchrun, only the first
-    rank writes and prints.
+    """Measures the machine, writes `output`, and prints the errors of the file's predictions.
 
-    Returns the report on the first rank, and None on all other ranks. `name` is the machine's name, by default the
-    file's stem. Raises `UserError` as `check_output` and `on_ranks` do.
+    Returns the report on the first rank, and None on all other ranks. `name` is by default the file's stem.
     """
     name = name or output.stem
     check_output(output, name)
@@ -54,11 +48,7 @@ def run(ranks: int, output: Path, *, name: str | None = None) -> dict[str, Any] 
 
 
 def measure(ranks: int, name: str = "measured", extent: Extent | None = None) -> Machine:
-    """Measures this machine with `ranks` ranks on one node. `extent` sets the measurements to make; the default depends on
-    the device.
-
-    Raises `UserError` for a number of ranks that the machine does not have, and under torchrun.
-    """
+    """Measures this machine with `ranks` ranks on one node. Raises `UserError` under torchrun."""
     if under_launcher():
         raise UserError(
             "measure() starts its own ranks: call measure() without torchrun, or use `optimus bench machine` under torchrun"
@@ -69,14 +59,12 @@ def measure(ranks: int, name: str = "measured", extent: Extent | None = None) ->
 
 
 def observe(ranks: int, extent: Extent | None = None) -> Observations | None:
-    """Measures the times of operations on `ranks` ranks of each node. Returns None on all ranks of torchrun but the
-    first."""
+    """Measures operations on `ranks` ranks of each node. Under torchrun, all ranks but the first return None."""
     return on_ranks(observe_rank, ranks, extent)
 
 
 def fit_machine(seen: Observations, name: str) -> Machine:
-    """Returns the machine that fits the observations, with the source of the figures and, if known, the vendor's
-    peaks."""
+    """Returns the machine that fits the observations of this machine, with the vendor's 16-bit peak if known."""
     peak = None if seen.threads is not None else peak_flops(find_device("auto", "the device"))
     return fit(seen, name=name, source=_source(seen, peak), peaks={"bf16": peak, "fp16": peak} if peak else None)
 
@@ -89,7 +77,7 @@ def write(machine: Machine, path: Path) -> None:
 
 
 def rows(found: Sequence[FitPoint]) -> list[dict[str, Any]]:
-    """Returns a row for each matmul and other kernel. A collective has one row for each size and stride of groups."""
+    """Returns a row for each kernel and shape, and for each collective, group size and group stride."""
     table: dict[tuple[str, str], list[FitPoint]] = {}
     for point in found:
         table.setdefault((point.what, "" if _is_talk(point) else point.shape), []).append(point)
@@ -144,7 +132,7 @@ def _source(seen: Observations, peak: float | None) -> str:
 
 
 def check_output(output: Path, name: str) -> None:
-    """Raises `UserError` when `output` has no YAML suffix, exists or has no writable folder, or `name` is a known
+    """Raises `UserError` when `output` has no YAML suffix, exists or has no writable folder, or when `name` is a known
     machine."""
     if output.suffix not in (".yaml", ".yml"):
         raise UserError(

@@ -1,7 +1,4 @@
-"""Runs a function on ranks in fresh processes, or on the ranks of torchrun.
-
-In fresh processes, earlier calls do not affect the function's memory and speed.
-"""
+"""Runs a function on ranks in fresh processes, or on the ranks of torchrun."""
 
 import gc
 import os
@@ -28,8 +25,7 @@ def on_ranks(function: Callable[..., T], ranks: int, *args: Any) -> T | None:
     """Runs `function(ranks, *args)` on `ranks` fresh ranks of this machine, and returns the result of the first rank.
 
     Under torchrun, the function runs on the ranks of torchrun, and all ranks but the first return None. Raises
-    `UserError` for a number of ranks that the machine does not have and, under torchrun, for a number other than the
-    ranks of a node.
+    `UserError` for a number of ranks that this machine cannot have or, under torchrun, that a node does not have.
     """
     check_ranks(ranks)
     if not under_launcher():
@@ -58,13 +54,11 @@ def check_ranks(ranks: int) -> None:
 
 
 def under_launcher() -> bool:
-    """True if torchrun, or another launcher that sets the same variables, has started this process."""
+    """True if torchrun, or a launcher that sets the same variables, has started this process."""
     return "LOCAL_WORLD_SIZE" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def _backend_of_device() -> str:
-    """Returns the backend of collectives on this machine's device. Raises `UserError` when torch has no backend for the
-    device."""
     device = find_device("auto", "the device")
     try:
         return str(dist.get_default_backend_for_device(device))
@@ -73,17 +67,13 @@ def _backend_of_device() -> str:
 
 
 def run_fresh(function: Callable[..., T], ranks: int, *args: Any, backend: str = "gloo") -> list[T]:
-    """Runs `function(*args)` on every rank of a process group on this machine, by default with Gloo, and returns the results
-    by rank.
-
-    `function` must be at the top level of a module. The ranks divide the machine's cores; each rank has at least one thread.
+    """Runs `function(*args)` on every rank of a process group on this machine, and returns the results by rank.
 
     Raises:
-        torch.multiprocessing.ProcessRaisedException: a rank raised an exception, or lost a peer that raised an
-            exception; the message is the rank's traceback.
+        UserError: `function` or `args` cannot be pickled.
+        torch.multiprocessing.ProcessRaisedException: a rank raised an exception.
     """
     work = functions.dumps((function, args), f"the arguments of {function.__name__}")
-    # A fork server that has imported the function's module starts fresh processes faster.
     multiprocessing.set_forkserver_preload([getattr(function, "__module__", "torch")])
     with TemporaryDirectory() as folder:
         multiprocessing.start_processes(_rank, (ranks, folder, work, backend), nprocs=ranks, start_method="forkserver")

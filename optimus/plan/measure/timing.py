@@ -1,7 +1,4 @@
-"""Measures a machine as one rank: times matmuls, memory, attention and collectives while the other ranks also measure.
-
-A rank of a real run shares memory, links and, on a CPU, cores with the other ranks. So all ranks begin together and repeat
-a call for a while; the time ends when the last rank has finished.
+"""Times matmuls, memory, attention, links, disks and collectives on one of the ranks that measure a machine.
 
 Legend: matmuls [M, K] x [K, N].
 """
@@ -35,21 +32,20 @@ from optimus.state.disk import PAGE, StateFile
 from optimus.state.transfers import Transfers
 
 Talk = CollectiveKind | Literal["shift"]
-"""Kinds of measured collectives. In a `shift`, every rank sends to the next rank of the group, and receives from the
-previous rank."""
+"""Kinds of measured collectives. In a `shift`, every rank sends to the next rank of the group."""
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FORMS: tuple[Form, ...] = (
     "NT",
     "NN",
     "TN",
-)  # forms of a layer's three matmuls: forward, gradients of input and weight
-_LONG = 1.0  # seconds above which a clock repeats a window only once
-_COLD = {"cpu": 1 << 25}  # bytes of different operands that calls use in turn
+)  # forward, gradients of input and weight
+_LONG = 1.0  # seconds; after a longer first round, at most one more round runs
+_COLD = {"cpu": 1 << 25}  # target bytes of the operands that calls use in turn
 _COLD_ACCELERATOR = 1 << 28
-_SETS = 64  # maximum number of sets of operands
-_MIDDLE = 512  # rows and columns of a matmul that neither latency nor memory bounds
-_WORD = 4  # bytes of an element that collectives move
+_SETS = 64
+_MIDDLE = 512  # rows, columns and inner size of a matmul of medium size
+_WORD = 4  # bytes of an fp32 element, the type in collectives
 
 
 @dataclass(frozen=True)
@@ -58,14 +54,14 @@ class Extent:
 
     shapes: Sequence[tuple[int, int, int]]  # rows, columns and inner size of matmuls
     attention: Sequence[tuple[int, int, int, int]]  # sequences, tokens of a sequence, heads, size of a head
-    memory: int  # bytes of a tensor in copies and additions
+    memory: int  # bytes of a tensor in memory kernels and of a file; a copy between host and device has a quarter
     sizes: Sequence[int] = tuple(4096 * 4**i for i in range(8))  # bytes of collectives: 4 KiB to 64 MiB
-    window: float = 0.05  # seconds for which a clock repeats a call
-    rounds: int = 3  # maximum number of windows per measurement; the fastest window counts
+    window: float = 0.05  # minimum seconds of the first round; a round times repeated calls
+    rounds: int = 3  # maximum number of rounds per measurement
 
     @classmethod
     def for_device(cls, device: str) -> "Extent":
-        """Returns the extent for a type of device; an accelerator gets larger matrices."""
+        """Returns smaller shapes and sizes for `cpu` than for accelerators."""
         shapes = [(n, n, n) for n in (16, 64, 128, 256, 512, 1024)]
         shapes += [(2048, 256, 256), (2048, 1024, 256), (2048, 256, 1024), (256, 1024, 2048)]
         shapes += [(8, 1024, 1024), (1024, 8, 1024), (1024, 1024, 8), (64, 512, 512), (512, 64, 512)]
@@ -77,7 +73,7 @@ class Extent:
 
 
 class MatmulTime(NamedTuple):
-    """A matmul [rows, inner] x [inner, columns], and its mean seconds over the forms NT, NN and TN."""
+    """A matmul [rows, inner] x [inner, columns], and its mean seconds over `_FORMS`."""
 
     rows: int
     columns: int
@@ -91,12 +87,12 @@ class MatmulTime(NamedTuple):
         return f"matmul {self.precision}", f"{self.rows}x{self.columns}x{self.inner}"
 
     def predicted(self, machine: Machine) -> float:
-        """Returns the seconds that a machine's file predicts."""
+        """Returns the seconds that `machine` predicts."""
         return machine.matmul_seconds(self.rows, self.columns, self.inner, self.precision)
 
 
 class Moved(NamedTuple):
-    """A memory-bound kernel."""
+    """A kernel that reads and writes `bytes` bytes in total. `bytes` is 0 for the tiny kernel."""
 
     name: str
     bytes: int
@@ -111,7 +107,7 @@ class Moved(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """Causal attention in bf16, forward and backward, by this library's kernel."""
+    """Causal attention in bf16, forward and backward."""
 
     sequences: int
     context: int
@@ -131,8 +127,10 @@ class Attended(NamedTuple):
 
 
 class Talked(NamedTuple):
-    """A collective in all groups of one size and stride at once. `nbytes` has the meaning of `collective_seconds`; for
-    a shift, `nbytes` is the size of a message."""
+    """A collective in all groups of one size and stride at once.
+
+    `nbytes` is the argument of `collective_seconds`; for a shift, `nbytes` is the size of a message.
+    """
 
     kind: Talk
     nbytes: int
@@ -161,7 +159,7 @@ class Observations:
     device: str
     backend: str
     threads: int | None  # threads of a rank on a CPU; None on an accelerator
-    cores: int  # cores of a rank: threads on a CPU, or the number that an accelerator reports
+    cores: int  # cores of a rank; threads on a CPU
     memory: float  # memory of a rank
     host_memory: float  # host memory of a node
     products: list[MatmulTime] = field(default_factory=list)
@@ -169,11 +167,11 @@ class Observations:
     moved: list[Moved] = field(default_factory=list)
     link: float | None = None  # bytes/s between host and device; None on a CPU
     host_bandwidth: float | None = None  # bytes/s of a node's host memory; None on a CPU
-    read: float | None = None  # bytes/s that a node reads from its disks; None on a CPU
-    write: float | None = None  # bytes/s that a node writes to its disks; None on a CPU
+    read: float | None = None  # bytes/s that a node reads from a disk; None on a CPU
+    write: float | None = None  # bytes/s that a node writes to a disk; None on a CPU
     attended: list[Attended] = field(default_factory=list)
-    alone: float = 1.0  # speedup of a rank on a CPU while the other ranks wait
-    overlap: float = 1.0  # share of computation that a collective overlaps
+    alone: float = 1.0  # speedup of a rank while the other ranks wait
+    overlap: float = 1.0  # time that an all-reduce and matmuls save together, relative to the shorter of the two
     talked: list[Talked] = field(default_factory=list)
 
     @property
@@ -183,10 +181,7 @@ class Observations:
 
 
 def observe_rank(ranks_per_node: int, extent: Extent | None) -> Observations:
-    """Measures as one rank of a process group, while the other ranks also measure. All ranks return the same times.
-
-    OMP_NUM_THREADS sets the number of threads of a process, as for a training run.
-    """
+    """Runs the measurements on this rank. All ranks must call this function, and get the same times."""
     device = use_device("auto", "the device", dist.get_rank() % ranks_per_node)
     if device.type == "cpu" and (threads := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
         torch.set_num_threads(int(threads))
@@ -219,7 +214,7 @@ class Clock:
         self._device, self._window, self._rounds = device, extent.window, extent.rounds
 
     def seconds(self, call: Callable[[], Any]) -> float:
-        """Returns the seconds from a call until the last rank has finished: the mean of a window, in the fastest round."""
+        """Returns the mean seconds of a call in the fastest round; the slowest rank counts."""
         self._run(call, 1)
         repeats, took = 1, self._run(call, 1)
         while took < self._window:
@@ -229,7 +224,6 @@ class Clock:
         return min([took, *(self._run(call, repeats) for _ in range(more))]) / repeats
 
     def _run(self, call: Callable[[], Any], repeats: int) -> float:
-        """Returns the seconds in which the slowest rank makes all calls."""
         dist.barrier()
         self._finish()
         began = time.perf_counter()
@@ -283,11 +277,10 @@ def _itself(device: torch.device, ranks_per_node: int) -> Observations:
 
 
 def _fitting(size: int, seen: Observations) -> int:
-    """Limits `size` to a sixteenth of the smaller of a rank's memory and the rank's part of the host memory."""
     return min(size, int(min(seen.memory, seen.host_memory / seen.ranks_per_node) / 16))
 
 
-# ---- Computation ----
+# ---- Matmuls, memory, links, disks and attention ----
 
 
 def _products(clock: Clock, extent: Extent, device: torch.device) -> Iterator[MatmulTime]:
@@ -298,15 +291,12 @@ def _products(clock: Clock, extent: Extent, device: torch.device) -> Iterator[Ma
 
 
 def _precisions(clock: Clock, device: torch.device) -> list[str]:
-    """Returns the precisions to measure: fp32, bf16, and fp16 if fp16 is at least as fast as fp32."""
     n, names = 256, ["fp32", "bf16"]
     wide, half = (clock.seconds(_product(n, n, n, _TYPES[name], device)) for name in ("fp32", "fp16"))
     return [*names, "fp16"] if half <= wide else names
 
 
 def _product(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
-    """Returns a call that computes a matmul in each form. Consecutive calls use different operands, unless two pairs
-    of operands exceed the limit of the device (`_COLD`)."""
     held = _COLD.get(device.type, _COLD_ACCELERATOR)
     number = min(_SETS, max(1, held // ((m * k + k * n) * dtype.itemsize)))
     pairs = [
@@ -327,7 +317,6 @@ def _tiny(clock: Clock, device: torch.device) -> float:
 
 
 def _moved(clock: Clock, extent: Extent, device: torch.device) -> Iterator[Moved]:
-    """Yields the times to copy and to add tensors in fp32 and bf16, the types of a training step."""
     for dtype in (torch.float32, torch.bfloat16):
         n = extent.memory // dtype.itemsize
         x, y, z = (torch.ones(n, dtype=dtype, device=device) for _ in range(3))
@@ -347,14 +336,13 @@ def _link(clock: Clock, extent: Extent, device: torch.device) -> float | None:
 
 
 def host_bandwidth(clock: Clock, size: int) -> float:
-    """Returns the bytes/s of a rank's part of the host memory. The traffic is like an update's: the call reads two
-    tensors of `size` bytes and writes a third tensor."""
+    """Returns a rank's share of the host memory bandwidth, in bytes/s."""
     x, y, z = (torch.ones(size // 4) for _ in range(3))
     return 3 * x.nbytes / clock.seconds(lambda: torch.add(x, y, out=z))
 
 
 def disk_rates(clock: Clock, size: int, folder: Path) -> tuple[float, float]:
-    """Returns the bytes/s that a rank (reads from, writes to) a file in `folder`, by the transfers of state on a disk."""
+    """Returns (read rate, write rate) of one rank for a file in `folder`, in bytes/s."""
     file = StateFile(folder, Transfers(torch.device("cpu")))
     size = -(-size // PAGE) * PAGE
     file.assign(size)
@@ -376,18 +364,20 @@ def _attended(clock: Clock, extent: Extent, device: torch.device) -> Iterator[At
         yield Attended(*shape, clock.seconds(call))
 
 
-# ---- Shared cores ----
+# ---- Shared cores and overlap ----
 
 
 def _alone(clock: Clock, device: torch.device) -> float:
-    """Returns the speedup of a matmul on one rank while the other ranks wait, relative to all ranks at once."""
     call = _product(_MIDDLE, _MIDDLE, _MIDDLE, torch.float32, device)
     together, alone = clock.seconds(call), clock.seconds(call if dist.get_rank() == 0 else lambda: None)
     return max(1.0, together / alone)
 
 
 def _overlap(clock: Clock, device: torch.device) -> float:
-    """Returns the share of the time of matmuls that an all-reduce of about equal duration overlaps."""
+    """Times an all-reduce and matmuls that take at least as long, alone and together.
+
+    Returns the time that they save together, relative to the shorter of the two.
+    """
     group, x = Groups(Mesh(dp=dist.get_world_size())).world, torch.ones(_MIDDLE * _MIDDLE * 4, device=device)
     call = _product(_MIDDLE, _MIDDLE, _MIDDLE, torch.float32, device)
     moving, once = clock.seconds(lambda: group.all_reduce(x)), clock.seconds(call)
@@ -418,7 +408,6 @@ def _talked(clock: Clock, extent: Extent, device: torch.device) -> Iterator[Talk
     kinds: list[Talk] = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
     for form, groups_of_form in planned.items():
         group = groups.group_of(groups_of_form.partition)
-        # Measures shifts in groups of two ranks only.
         for kind in [*kinds, "shift"] if form.size == 2 else kinds:
             for size in extent.sizes:
                 elements = -(-size // (_WORD * form.size)) * form.size
@@ -428,7 +417,7 @@ def _talked(clock: Clock, extent: Extent, device: torch.device) -> Iterator[Talk
 
 
 def collective_call(kind: Talk, x: Tensor, group: Group) -> Callable[[], Any]:
-    """Returns a call of the library's collective on the whole tensor `x`, like the calls of training."""
+    """Returns a function that runs the collective on `x`. For an all-gather, `x` is the output."""
     if kind == "all_reduce":
         return lambda: group.all_reduce(x)
     if kind == "all_to_all":

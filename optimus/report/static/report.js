@@ -5,7 +5,7 @@ const KIND_COLOURS = { forward: "#8fb8de", backward: "#f2b880", backward_input: 
   embed: "#c9c9c9", logits: "#c8a2c8", loss: "#a880b8", embed_backward: "#a9a9a9" };
 const BYTES = Array.from({ length: 50 }, (_, power) => 2 ** power);  // between the ticks of an axis of memory
 const HEIGHT = 240;  // pixels of a chart
-const FEW = 40;  // points: a curve with at most this many shows each point and is not smoothed
+const FEW = 40;  // a curve with fewer points shows each point and is not smoothed
 const AXES = { step: "steps", tokens: "tokens", seconds: "training time", share: "share of the run" };
 let axis = "step", smoothing = 0.9, drawn = [];
 const views = new Map();  // zoom and hidden curves of charts by their labels, to restore when a chart is drawn again
@@ -249,12 +249,14 @@ function heat(box, run) {
   const select = make("select", {}), said = attributes(make("p", { className: "soft" }), { "aria-live": "polite" });
   layers.forEach((layer, index) => select.append(make("option", { value: index }, "layer " + layer)));
   let column = step.length - 1, row = 0;
+  const most = () => Math.max(...load.map(each => each[+select.value].length));
   const say = () => {
     const values = load[column][+select.value];
-    said.textContent = `step ${text(step[column])}, expert ${row}: ${(values[row] / 100).toFixed(2)} times the mean (maximum of this layer ${(Math.max(...values) / 100).toFixed(2)})`;
+    said.textContent = `step ${text(step[column])}, expert ${row}: ` + (row < values.length
+      ? `${(values[row] / 100).toFixed(2)} times the mean (maximum of this layer ${(Math.max(...values) / 100).toFixed(2)})` : "no load in this step");
   };
   const draw = () => {
-    const layer = +select.value, experts = Math.max(...load.map(each => each[layer].length)), tall = Math.max(1, Math.ceil(150 / experts));
+    const layer = +select.value, experts = most(), tall = Math.max(1, Math.ceil(150 / experts));
     const across = Math.max(1, Math.ceil(600 / step.length)), context = canvas.getContext("2d");
     canvas.width = across * step.length; canvas.height = tall * experts;
     const image = context.createImageData(canvas.width, canvas.height);
@@ -270,7 +272,7 @@ function heat(box, run) {
     say();
   };
   canvas.addEventListener("mousemove", event => {
-    const place = canvas.getBoundingClientRect(), experts = load[0][+select.value].length;
+    const place = canvas.getBoundingClientRect(), experts = most();
     column = Math.min(step.length - 1, Math.max(0, Math.floor((event.clientX - place.left) / place.width * step.length)));
     row = Math.min(experts - 1, Math.max(0, Math.floor((event.clientY - place.top) / place.height * experts)));
     say();
@@ -279,7 +281,7 @@ function heat(box, run) {
     const move = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];
     if (!move) return;
     column = Math.min(step.length - 1, Math.max(0, column + move[0]));
-    row = Math.min(load[column][+select.value].length - 1, Math.max(0, row + move[1]));
+    row = Math.min(most() - 1, Math.max(0, row + move[1]));
     event.preventDefault(); say();
   });
   select.onchange = draw;
@@ -296,9 +298,10 @@ function pale(colour, white) {
   const parts = [1, 3, 5].map(at => parseInt(colour.slice(at, at + 2), 16));
   return `rgb(${parts.map(part => Math.round(part + (255 - part) * white))})`;
 }
+const takesTime = events => events?.some(event => KIND_COLOURS[event[1]] && event[5] > Math.max(0, event[4]));
 function lanes(box, title, ranks, events) {
   const NS = "http://www.w3.org/2000/svg", computed = events.filter(event => KIND_COLOURS[event[1]]);
-  const end = Math.max(...computed.map(event => event[5])), tall = 20, left = 56, wide = 1200;
+  const end = computed.reduce((last, event) => Math.max(last, event[5]), 0), tall = 20, left = 56, wide = 1200;
   const busy = computed.reduce((sum, event) => sum + event[5] - event[4], 0), bubble = (ranks * end - busy) / busy;
   const svg = attributes(document.createElementNS(NS, "svg"), { class: "lanes", viewBox: `0 0 ${left + wide} ${ranks * tall + 22}`, role: "img",
     "aria-label": `${title}: ${ranks} ranks, ${duration(end)}, bubble ${(100 * bubble).toFixed(1)} % of the computing time` });
@@ -398,10 +401,10 @@ function draw() {
   const what = "tokens of an expert, relative to the mean of its layer";
   if (routed.length && alone) heat(panel(details ??= section("Memory, time and experts"), "Load of the experts", what), alone);
   else if (routed.length) { const rest = section("Load of the experts"); routed.forEach(run => heat(panel(rest, run.name, what), run)); }
-  data.runs.filter(run => run.timeline?.events.length).forEach(run => {
+  data.runs.filter(run => takesTime(run.timeline?.events)).forEach(run => {
     const box = panel(section("Pipeline of " + run.name), "Timeline of a step", "numbers are microbatches; later stages of a rank are paler", true);
     const kinds = lanes(box, "measured", run.timeline.ranks, run.timeline.events);
-    if (run.timeline.simulated) lanes(box, "simulated, with the measured times of the passes", run.timeline.ranks, run.timeline.simulated);
+    if (takesTime(run.timeline.simulated)) lanes(box, "simulated, with the measured times of the passes", run.timeline.ranks, run.timeline.simulated);
     box.append(make("ul", { className: "keys" }, ...[...kinds].map(kind => make("li", {}, swatch(KIND_COLOURS[kind]), kind.replaceAll("_", " ")))));
   });
   const eventful = data.runs.filter(run => run.events.length);

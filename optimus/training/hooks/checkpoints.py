@@ -6,7 +6,7 @@ from optimus.training.trainer import Hook, Order, Trainer
 
 class Checkpoints(Hook):
     """Saves checkpoints at configured intervals and at the end of the run. After an error, saves a checkpoint if the
-    newest full checkpoint is older than the last completed step. Runs on all ranks."""
+    newest full checkpoint is older than the last completed step."""
 
     order = Order.SAVE
 

@@ -27,7 +27,11 @@ from optimus.training.trainer import Hook
 
 
 def hooks_of(run: Run, node: str | None = None, holder: str | None = None) -> list[Hook]:
-    """Returns the library's hooks that `run` needs on this rank. See `launch.rank.run_rank` for `node` and `holder`."""
+    """Returns the library's hooks that `run` needs on this rank. With `node`, enables the watch for non-finite
+    tensors.
+
+    `node` is the name of the node under `optimus launch`. `holder` is the token of the lease on the run folder, if any.
+    """
     config = run.config
     run.groups.watch.enabled = node is not None  # only SoftFailures needs the watch
     chosen: Sequence[tuple[bool, type[Hook], tuple[object, ...]]] = [

@@ -4,20 +4,20 @@ import threading
 import time
 from collections.abc import Callable
 
-from optimus.checkpoint.copying import CHECKPOINTS, copier, newest_local
+from optimus.checkpoint.copying import CHECKPOINTS, Copier, checkpoints_to_copy
 from optimus.errors import UserError
+from optimus.training.checks import check_copies
 from optimus.training.record import StepRecord
 from optimus.training.trainer import Hook, Order, Trainer
 
-_GRACE = 20.0  # seconds that a run waits for its copies after a signal
+_GRACE = 20.0  # maximum seconds that a run waits for its copies after a signal
 
 
 class CopyCheckpoints(Hook):
-    """Copies the newest complete checkpoints in a thread of the first rank, one copy at a time, the full checkpoint
-    before the weights.
+    """Copies the newest complete full checkpoint, and weights that are not outdated, in threads of the first rank.
 
-    The hook shows a line to the user when a copy ends or fails. At the end of the run, the hook waits for the copy of
-    the newest checkpoints, but after a signal for about 20 seconds at most. After an error, the hook does not wait.
+    One copy runs at a time. After a success, the hook tries failed copies again. At the end of the run, the hook waits
+    for the copies: after a signal, for about 20 seconds at most; after an error before the last step, not at all.
     """
 
     order = Order.LAST
@@ -25,16 +25,23 @@ class CopyCheckpoints(Hook):
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._outcome: tuple[str, str] | None = None  # (checkpoint, failure) of a copy that has ended
-        self._seen = 0  # modification time of the checkpoint folder when the hook last found no newer checkpoint
-        self._tried: dict[str, str] = {}  # by kind, the last checkpoint whose copy the hook has begun
-        self._copying = ""  # the checkpoint in `_thread`
-        self._copy: Callable[[str], str] | None = None
+        self._outcome: tuple[bool, str] | None = None  # (copied, failure); (False, "") if the URL had the copy
+        self._seen = 0  # modification time of the checkpoint folder when it last had no new checkpoint
+        self._tried: set[str] = set()  # the checkpoints whose copy has begun; a success removes failed ones
+        self._failed: set[str] = set()  # the checkpoints whose copy has failed since the last success
+        self._copying = ""
+        self._copy: Callable[[str], bool] | None = None
 
     def before_training(self, trainer: Trainer) -> None:
         section = trainer.config.checkpoint
         assert section.copy_to is not None
-        self._copy = copier(section.copy_to, str(trainer.folder), section.keep, section.weights_keep)
+        self._copy = Copier(
+            str(section.copy_to),
+            trainer.folder,
+            section.keep,
+            section.weights_interval,
+            lambda: check_copies(trainer.config, trainer.run.data),
+        ).copy
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         self._go_on(trainer)
@@ -44,7 +51,7 @@ class CopyCheckpoints(Hook):
             return
         signalled = trainer.ending is not None and trainer.ending.signal
         limit = time.monotonic() + _GRACE if signalled else None
-        self._seen = -1  # the hook lists the folder again, since two changes may have the same time
+        self._seen = -1  # lists the folder again: two changes may have the same time
         while self._go_on(trainer) and (limit is None or time.monotonic() < limit):
             if self._thread is not None:
                 self._thread.join(0.1)
@@ -52,40 +59,43 @@ class CopyCheckpoints(Hook):
             trainer.say(f"checkpoint.copy_to: {self._copying} is not copied, as the run was stopped")
 
     def _go_on(self, trainer: Trainer) -> bool:
-        """Reports a copy that has ended, and begins to copy a newer checkpoint, if any. Returns True if a copy is in
-        progress."""
+        """Reports a copy that has ended, and begins the next copy, if any. Returns True if a copy is in progress."""
         if self._thread is not None and self._thread.is_alive():
             return True
         self._thread = None
         if self._outcome is not None:
-            name, failure = self._outcome
+            (copied, failure), name = self._outcome, self._copying
             self._outcome = None
             if failure:
+                self._failed.add(name)
                 trainer.say(
                     f"checkpoint.copy_to: {name} is not copied: {failure}; the run goes on, and copies the next one"
                 )
             else:
+                self._tried -= self._failed
+                self._failed.clear()
+            if copied:
                 trainer.say(f"{name} is copied to {trainer.config.checkpoint.copy_to}")
         folder = trainer.folder / CHECKPOINTS
         changed = folder.stat().st_mtime_ns if folder.exists() else 0
-        if changed == self._seen:  # avoids listing the folder in each step
+        if changed == self._seen:
             return False
-        newer = newest_local(trainer.folder).items() - self._tried.items()
-        if not newer:
+        names = checkpoints_to_copy(trainer.folder, trainer.config.checkpoint.weights_interval)
+        untried = [each for each in names if each not in self._tried]
+        if not untried:
             self._seen = changed
             return False
-        kind, name = min(newer)  # the full checkpoint first
-        self._tried[kind] = self._copying = name
-        self._thread = threading.Thread(target=self._run, args=(name,), name="optimus copy", daemon=True)
+        self._copying = untried[0]
+        self._tried.add(self._copying)
+        self._thread = threading.Thread(target=self._run, args=(self._copying,), name="optimus copy", daemon=True)
         self._thread.start()
         return True
 
     def _run(self, name: str) -> None:
         assert self._copy is not None
         try:
-            self._copy(name)
-            self._outcome = name, ""
+            self._outcome = self._copy(name), ""
         except UserError as error:
-            self._outcome = name, str(error)
-        except Exception as error:  # for example, the run has removed the checkpoint meanwhile
-            self._outcome = name, f"{type(error).__name__}: {error}"
+            self._outcome = False, str(error)
+        except Exception as error:  # the run may have removed the checkpoint
+            self._outcome = False, f"{type(error).__name__}: {error}"

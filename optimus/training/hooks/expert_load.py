@@ -13,7 +13,7 @@ from optimus.training.trainer import Hook, Order, Trainer
 
 class ExpertLoad(Hook):
     """Measures each expert's number of tokens over all ranks, relative to the mean of the expert's layer, every
-    `observe.log_every` steps. Runs on all ranks."""
+    `observe.log_every` steps."""
 
     order = Order.MEASURE
 

@@ -1,4 +1,4 @@
-"""Guarded calls of users' hooks. If a hook fails, the error message of the run names the hook."""
+"""Guarded calls of users' hooks: if a hook fails, the error message of the run names the hook."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from optimus.comm import CollectiveError
 from optimus.comm.discipline import RefuseCollectives, RollCall
-from optimus.errors import UserError
+from optimus.errors import UserError, said
 from optimus.resilience.exits import EndedError, Exit
 from optimus.training.record import StepRecord, added_values, is_number
 from optimus.training.trainer import Hook, Trainer
@@ -20,19 +20,14 @@ T = TypeVar("T")
 
 
 class GuardedHook(Hook):
-    """Calls a user's hook.
-
-    If the hook raises an error in a step, the run ends on all ranks after a checkpoint of the last completed step. The
-    guard does not call the failed hook again. A failed collective, an `EndedError` or a `KeyboardInterrupt` ends the
-    rank at once.
-    """
+    """Calls a user's hook. If the hook raises an error, the run ends on all ranks."""
 
     def __init__(self, hook: Hook, name: str) -> None:
         self._hook, self._name = hook, name
         self.order, self.ranks = hook.order, hook.ranks
         self._failure: UserError | None = None
         self._roll_call: RollCall | None = None
-        self._state: dict[str, Any] = {}  # the last result of the hook's `state_dict`, or the state from the checkpoint
+        self._state: dict[str, Any] = {}
 
     @property
     def name(self) -> str:
@@ -45,7 +40,7 @@ class GuardedHook(Hook):
         self._call(trainer, "before_step", lambda: self._hook.before_step(trainer), None)
 
     def loss_limit(self, trainer: Trainer) -> float:
-        """Returns the lowest limit of all ranks, so that all ranks skip the same updates."""
+        """Returns the lowest limit of all ranks."""
         usual = super().loss_limit(trainer)
         if type(self._hook).loss_limit is Hook.loss_limit:
             return usual
@@ -97,7 +92,7 @@ class GuardedHook(Hook):
             if together and self.ranks == "together":
                 self._all_back(trainer)
         except CollectiveError as error:
-            if self._failure is not None:  # the other ranks wait for this rank in a collective of the hook
+            if self._failure is not None:  # the other ranks may wait for this rank in a collective of the hook
                 raise EndedError(Exit.USER, f"{self._failure}; the other ranks waited for this rank") from error
             raise CollectiveError(
                 f"hook {self.name}, {event}: {error}: a hook must call the same collectives on all ranks"
@@ -123,8 +118,8 @@ class GuardedHook(Hook):
             return otherwise
 
     def _all_back(self, trainer: Trainer) -> None:
-        """Waits until all ranks have returned from the hook, so that a collective of the hook on one rank cannot pair
-        with a collective of the library on another rank."""
+        """Waits until all ranks have returned from the hook, so that collectives of the hook cannot pair with
+        collectives of the library."""
         if self._roll_call is None:
             seconds = trainer.config.resilience.timeout
             self._roll_call = RollCall(self.name, trainer.groups.world.size, seconds)
@@ -134,10 +129,10 @@ class GuardedHook(Hook):
 
 @contextmanager
 def _protecting_state(trainer: Trainer) -> Iterator[None]:
-    """Restores the progress and the working directory after a hook. Raises `UserError` if the hook has changed the
-    progress or the directory."""
+    """Restores `trainer.progress` and the working directory after the block. Raises `UserError` if the block returns
+    after a change of the progress or the directory."""
     progress, folder = trainer.progress, _working_folder()
-    before = replace(progress)
+    before = replace(progress, phases=[*progress.phases])
     try:
         yield
     finally:
@@ -154,7 +149,6 @@ def _protecting_state(trainer: Trainer) -> Iterator[None]:
 
 
 def _working_folder() -> str | None:
-    """Returns the working directory, or None if the directory no longer exists."""
     try:
         return os.getcwd()
     except OSError:
@@ -169,12 +163,3 @@ def _limit(value: Any) -> float:
     if not is_number(value) or math.isnan(value):
         raise UserError(f"it returns {value!r}: return a number, or math.inf for no limit")
     return float(value)
-
-
-def said(error: BaseException) -> str:
-    """Formats an exception of a user's code for a message of the library."""
-    try:
-        text = str(error).replace("`", "'")  # messages of the library put arguments in backticks
-    except Exception:
-        text = ""
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -15,8 +15,8 @@ _TURN = 3.0  # seconds that the ranks of healthy nodes wait, so that the ranks o
 
 
 class Hangs(Hook):
-    """Ends all ranks if no step completes for `resilience.hang` seconds. If a single node is at fault, the ranks of
-    that node end with `BAD_NODE`. All other ranks end with `LOST`."""
+    """Ends all ranks if no step completes for `resilience.hang` seconds. If all culprit ranks are on one node,
+    the ranks of that node end with `BAD_NODE`. All other ranks end with `LOST`."""
 
     order = Order.WATCH
 
@@ -37,20 +37,20 @@ class Hangs(Hook):
     def after_training(self, trainer: Trainer) -> None:
         self._dog.stop()
         if self._rank == 0:
-            clear(trainer.folder)  # deletes the reports of earlier hangs
+            clear(trainer.folder)
 
     def _end(self, verdict: Verdict) -> None:
-        """Ends this rank from the watchdog's thread. The launcher reads the exit code.
+        """Ends this rank from the watchdog's thread.
 
-        One rank, not a culprit if possible, records the verdict. Ranks end after `_TURN` seconds. If all culprits are
-        on one node, the ranks of that node end earlier, once the verdict is recorded.
+        If all culprits are on one node, the ranks of that node end as soon as the verdict is recorded, at the latest
+        after `_TURN` seconds. All other ranks end after `_TURN` seconds.
         """
         told = self._folder / "told"
         culprits = {self._names[rank] for rank in verdict.culprits}
         speaker = next((rank for rank in range(self._trainer.groups.mesh.size) if rank not in verdict.culprits), 0)
         if self._rank == speaker:
-            self._tell(verdict)
-            with suppress(OSError):
+            with suppress(OSError):  # a rank that cannot write must end too
+                self._tell(verdict)
                 told.touch()
         at_fault = self._node in culprits and len(culprits) == 1
         deadline = time.monotonic() + _TURN

@@ -1,4 +1,4 @@
-"""A hook that ends a run on Ctrl-C and similar signals."""
+"""A hook that ends a run on SIGINT, SIGTERM or SIGHUP."""
 
 import signal
 import threading
@@ -12,8 +12,10 @@ from optimus.training.trainer import Hook, Order, Trainer
 
 
 class Interrupt(Hook):
-    """Lets the step finish on Ctrl-C, on a termination signal or when the terminal closes; then the run saves a checkpoint
-    and ends."""
+    """Lets the step finish on one of `ending_signals`, such as Ctrl-C; then the run saves a checkpoint and ends.
+
+    Has no effect outside the main thread.
+    """
 
     order = Order.SIGNALS
 

@@ -8,10 +8,7 @@ from optimus.training.trainer import Hook, Order, Trainer
 
 
 class LeaseCheck(Hook):
-    """Ends the run without another checkpoint if another run has taken the folder over.
-
-    Runs on rank 0, before the hooks that measure and save. Checks the lease after a step, at most every `BEAT` seconds.
-    """
+    """Ends the run without another checkpoint if another run has taken the folder over."""
 
     order = Order.FIRST
     ranks = "first"

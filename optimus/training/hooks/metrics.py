@@ -14,7 +14,7 @@ from optimus.training.trainer import Hook, Order, Trainer
 
 
 class Metrics(Hook):
-    """Writes a record of every step to the run's metrics and shows the progress. Runs on rank 0."""
+    """Writes a record of every step to the run's metrics and shows the progress."""
 
     order = Order.RECORD
     ranks = "first"
@@ -22,9 +22,9 @@ class Metrics(Hook):
     def before_training(self, trainer: Trainer) -> None:
         self._writer = MetricsWriter(trainer.folder, trainer.config, trainer.progress.step)
         self._scores = NewScores(trainer.folder)
-        self._saved = 0.0  # total seconds of waiting for checkpoints at the previous record
+        self._saved = 0.0  # seconds of waiting for checkpoints, in total until the previous record
         self._peak = peak_flops(trainer.run.device)
-        self._memory: int | None = None  # bytes that this rank used at the last measurement
+        self._memory: int | None = None
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         display, phase = trainer.display, trainer.progress.phase
@@ -80,14 +80,12 @@ class Metrics(Hook):
         self._writer.close()
 
     def _pass_scores(self) -> None:
-        """Writes new scores of `optimus evaluate --watch` to the sinks."""
         for scores in self._scores.read():
             self._writer.sinks.write(scores)
+        self._scores.note()
 
 
 def _by_source(trainer: Trainer, record: StepRecord) -> dict[str, float]:
-    """Returns the step's losses by source, if any. With several sources, also returns the number of tokens read from
-    each source so far; with phases, also the number of the phase."""
     tokens = trainer.run.data.tokens_by_source(trainer.progress.step)
     phase = {"phase": trainer.progress.phase.number} if trainer.progress.phase.name else {}
     read = {f"tokens/{name}": count for name, count in tokens.items() if len(tokens) > 1}

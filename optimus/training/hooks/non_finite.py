@@ -1,4 +1,4 @@
-"""A hook that ends a run after several consecutive steps that are unfit for an update."""
+"""Ends a run after too many consecutive steps with a loss or gradients unfit for an update."""
 
 from optimus.errors import UserError
 from optimus.training.record import StepRecord

@@ -1,8 +1,4 @@
-"""A hook that detects that more threads compete for cores than the machine has.
-
-The threads of a matmul wait for each other, so that one preempted thread delays the whole matmul. A step can then take
-many times as long.
-"""
+"""A hook that warns when too many threads compete for a CPU's cores."""
 
 import os
 import statistics
@@ -16,18 +12,15 @@ from optimus.resolve.ranks import ranks_sharing_memory
 from optimus.training.record import StepRecord
 from optimus.training.trainer import Hook, Order, Trainer
 
-WINDOW = 10  # steps per window; the hook compares the median step times of windows
-FACTOR = 3.0  # a window more than this many times slower than the run's fastest window is slow
+WINDOW = 10  # steps between two checks; a check takes the median step time
+FACTOR = 3.0  # steps are slow if the median is above this multiple of the lowest median before
 _CROWDED = 1.25  # more runnable threads per core than this are too many
 _STARVED = 0.5  # minimum mean CPU time of a thread, relative to the wall-clock time
-_AGAIN = 1.5  # the run has recovered once a window is at most this many times slower than the fastest window
+_AGAIN = 1.5  # a new warning needs a median, since the last warning, of at most this multiple of the lowest
 
 
 def threads_wanted() -> float:
-    """Returns the number of the machine's threads that run or wait for a core.
-
-    Where the system does not provide the current number, returns the average of the last minute.
-    """
+    """Returns the number of the machine's runnable threads; without /proc/loadavg, the load average of a minute."""
     try:
         return float(Path("/proc/loadavg").read_text(encoding="ascii").split()[3].split("/")[0])
     except (OSError, ValueError, IndexError):
@@ -35,11 +28,9 @@ def threads_wanted() -> float:
 
 
 class Oversubscription(Hook):
-    """Warns when steps on a CPU are more than three times slower than the run's fastest steps. Also warns when the mean
-    CPU time of this rank's threads is less than half of the wall-clock time.
+    """Warns when CPU steps are much slower than the fastest steps, or a rank's several threads get little CPU time.
 
-    Warns only if the machine's runnable threads, or the threads of the run's ranks on this machine, exceed 1.25 per
-    core. Warns again only after the run has recovered. Runs on rank 0.
+    Warns only if the machine's runnable threads, or the threads of its ranks, exceed 1.25 per core.
     """
 
     order = Order.MEASURE

@@ -1,4 +1,4 @@
-"""A hook that writes the pipeline's timeline of one step."""
+"""A hook that writes measured and simulated timelines of the pipeline for one step."""
 
 import time
 
@@ -10,7 +10,8 @@ from optimus.training.trainer import Hook, Order, Trainer
 
 
 class PipelineTimeline(Hook):
-    """Writes the start and end of the pipeline's computations in one step, on the ranks of rank 0's pipeline."""
+    """Writes timeline.json: the start and end of each computation in step `observe.timeline`, measured on the ranks of
+    rank 0's pipeline and simulated without message times."""
 
     order = Order.MEASURE
 

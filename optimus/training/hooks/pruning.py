@@ -1,4 +1,4 @@
-"""A hook that prunes after configured steps."""
+"""A hook that prunes parameters."""
 
 from collections.abc import Mapping
 
@@ -14,8 +14,7 @@ _DRAWS = 5  # number of consecutive mask distances that must be small (You et al
 
 
 class Pruning(Hook):
-    """Prunes parameters after configured steps. With early-bird, prunes once the masks of several successive choices
-    hardly differ. Runs on all ranks, before the checkpoint hook."""
+    """Prunes parameters after configured steps or, with early-bird, once successive masks hardly differ."""
 
     order = Order.CHANGE
 

@@ -8,8 +8,7 @@ from optimus.training.trainer import Hook, Order, Trainer
 
 
 class Recovered(Hook):
-    """Records the run's recovery from failures, if any, in the event log after the first step of this process. Runs on
-    rank 0."""
+    """Records the run's recovery from failures, if any, in the event log after the first step of this process."""
 
     order = Order.RECORD
     ranks = "first"

@@ -9,23 +9,23 @@ from optimus.training.record import StepRecord
 from optimus.training.rollback import ended_by
 from optimus.training.trainer import Hook, Order, Trainer
 
-WINDOW = 10  # steps per window; the median over a window ignores occasional disturbances by other programs
-OFTEN = 3  # the hook reports a rank that is slow in this many consecutive windows
+WINDOW = 10  # steps between two checks
+OFTEN = 3  # the hook reports a rank that is slow in this many consecutive checks
 
 
 class SlowRanks(Hook):
     """Reports ranks whose step time, without waiting for other ranks, is persistently longer than normal.
 
-    With `resilience.exclude_slow`, ends the run under `optimus launch`, so that the launcher replaces the node.
+    A report ends the run under `optimus launch` with `resilience.exclude_slow`.
     """
 
     order = Order.WATCH
 
     def __init__(self, node: str | None = None) -> None:
         self._node = node
-        self._in_a_row = Counter[int]()  # number of consecutive windows in which a rank was slow
-        self._steps: list[float] = []  # seconds of each step of the window, without waiting for other ranks
-        self._usual: dict[int, float] = {}  # for ranks without peers: lowest ratio so far to the median of all ranks
+        self._in_a_row = Counter[int]()
+        self._steps: list[float] = []  # seconds of each step since the last check, without waiting for other ranks
+        self._usual: dict[int, float] = {}  # the lowest result of `alone` so far, by rank
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         self._steps.append(record.times.total - record.times.waited)
@@ -34,7 +34,7 @@ class SlowRanks(Hook):
         told = trainer.groups.world.all_gather_object((statistics.median(self._steps), self._node))
         self._steps.clear()
         seconds = {rank: own for rank, (own, _) in enumerate(told)}
-        peers = list(trainer.groups.mesh.groups(("dp", "cp", "tp")))  # the ranks of one stage have about equal work
+        peers = list(trainer.groups.mesh.groups(("dp", "cp", "tp")))  # ranks of one stage
         found = find_slow(seconds, peers, trainer.config.resilience.slow, self._usual)
         for rank, relation in alone(seconds, peers).items():
             self._usual[rank] = min(relation, self._usual.get(rank, relation))
@@ -59,15 +59,18 @@ def find_slow(
 ) -> dict[int, float]:
     """Returns the slow ranks, each with a slowdown factor, in descending order of the factors.
 
-    `seconds` are the computation times per step, without waiting (MegaScale; C4). `peers` are groups of ranks with
-    equal work, such as the ranks of one pipeline stage. A rank is slow if its time exceeds the lower median of its
-    group by more than `percent`. A rank without peers is slow if its time relative to all ranks (see `alone`) exceeds
-    the rank's lowest ratio so far, in `usual`, by more than `percent`.
+    `seconds` are the computation times per step, without waiting. `peers` are groups of ranks with equal work. A rank
+    with peers is slow if the rank's time exceeds the lower median of the group by more than `percent`. A rank without
+    peers is slow if its result of `alone` exceeds its entry in `usual` by more than `percent`.
+
+    Sources: MegaScale (Jiang et al. 2024) and C4 (Dong et al. 2024).
     """
     times = {
-        rank: seconds[rank] / statistics.median_low(seconds[r] for r in group) for group in peers for rank in group
+        rank: _relative(seconds[rank], statistics.median_low(seconds[r] for r in group))
+        for group in peers
+        for rank in group
     }
-    times |= {rank: relation / usual.get(rank, relation) for rank, relation in alone(seconds, peers).items()}
+    times |= {rank: _relative(relation, usual.get(rank, relation)) for rank, relation in alone(seconds, peers).items()}
     return {
         rank: times[rank] for rank in sorted(times, key=lambda rank: -times[rank]) if times[rank] > 1 + percent / 100
     }
@@ -76,4 +79,9 @@ def find_slow(
 def alone(seconds: Mapping[int, float], peers: Sequence[Sequence[int]]) -> dict[int, float]:
     """Returns the time of each rank without peers, relative to the lower median of all ranks."""
     middle = statistics.median_low(seconds.values())
-    return {group[0]: seconds[group[0]] / middle for group in peers if len(group) == 1}
+    return {group[0]: _relative(seconds[group[0]], middle) for group in peers if len(group) == 1}
+
+
+def _relative(value: float, usual: float) -> float:
+    """Returns the ratio, or 1 if `usual` is not positive: a rank may spend a whole step waiting."""
+    return value / usual if usual > 0 else 1.0

@@ -14,14 +14,12 @@ _SIGN = "not finite"  # text in the details of this hook's events
 
 
 class SoftFailures(Hook):
-    """Ends the run after a step with a non-finite loss or gradient norm, so that the launcher can restart the run
-    without the faulty node or from earlier weights.
+    """Ends the run after a step with a non-finite loss or gradient norm.
 
-    A node is at fault if the non-finite numbers originate on this node alone and no earlier attempt had non-finite
-    numbers in the same step. The ranks of a node at fault end with `BAD_NODE`, all other ranks with `LOST`. Without a
-    node at fault, the training counts as diverged. The run then goes back to earlier saved weights (see `go_back`), and
-    all ranks end with `DIVERGED`. After `resilience.max_rollbacks` rollbacks, or without earlier weights, the run
-    fails.
+    A node is at fault if all origins of the non-finite numbers are on this node, and the hook has not found such
+    numbers at the same step before. The ranks of the node at fault end with `BAD_NODE`, all other ranks with `LOST`.
+    Without a node at fault, the hook calls `go_back`, and then all ranks end with `DIVERGED`, unless `go_back` raises
+    `UserError`.
     """
 
     order = Order.WATCH
@@ -35,7 +33,7 @@ class SoftFailures(Hook):
         events = EventLog(trainer.folder)
         told = trainer.groups.world.all_gather_object((*_origin(trainer), self._node))
         earlier = trainer.groups.world.on_first(lambda: [event for event in events.read() if _SIGN in event["detail"]])
-        # If ranks own damaged shards, ranks that all-gather the damaged parameters are not the origin.
+        # Ranks that only all-gather damaged parameters are not the origin.
         damaged = any(of_parameters for _, of_parameters, _ in told)
         origins = {
             rank: (what, node)
@@ -56,8 +54,7 @@ class SoftFailures(Hook):
 
 
 def _origin(trainer: Trainer) -> tuple[str | None, bool]:
-    """Returns (the origin of non-finite numbers on this rank or None, True if the origin is a parameter shard of this
-    rank)."""
+    """Returns (origin of non-finite numbers on this rank or None, True if the origin is a parameter shard)."""
     origin = trainer.groups.origin()
     for chunk in trainer.state.chunks:
         with chunk.states() as states:

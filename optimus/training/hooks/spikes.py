@@ -20,9 +20,12 @@ class Spikes(Hook):
     """Handles spikes: losses more than `resilience.spike` standard deviations above the mean of the latest normal
     losses.
 
-    The trainer skips the update of a step with a spike. With `on_spike: rollback`, the run then goes back to earlier
-    saved weights. If the loss stays high for more than `resilience.max_skipped` steps, the hook accepts the high losses
-    as normal.
+    With `on_spike: rollback`, the hook prepares a restart from earlier saved weights, and raises `EndedError` under
+    `optimus launch`, otherwise `UserError`. Without earlier weights, or after `resilience.max_rollbacks` rollbacks, the
+    hook only raises `UserError`.
+
+    After more than `resilience.max_skipped` spikes without a normal loss between them, the hook forgets all losses, and
+    accepts any loss until the hook has `LEAST` new losses.
     """
 
     order = Order.JUDGE
@@ -43,7 +46,8 @@ class Spikes(Hook):
         self._limit = math.inf
         if len(self._losses) >= LEAST and self._in_a_row <= trainer.config.resilience.max_skipped:
             spread = statistics.stdev(self._losses)
-            self._limit = statistics.mean(self._losses) + trainer.config.resilience.spike * spread
+            if spread:  # equal losses say nothing about the usual deviation
+                self._limit = statistics.mean(self._losses) + trainer.config.resilience.spike * spread
         return self._limit
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:

@@ -10,7 +10,7 @@ _STEPS_TO_KNOW = 3  # steps measured before the estimate
 
 
 class TimeLeft(Hook):
-    """Reports the probable end of the run, after three steps of this process. Runs on rank 0."""
+    """Reports the probable end of the run, after three steps of this process."""
 
     order = Order.RECORD
     ranks = "first"

@@ -10,8 +10,7 @@ from optimus.training.trainer import Hook, Order, Trainer
 
 
 class Trace(Hook):
-    """Profiles one step on all ranks. Writes a trace for each rank, and a merged trace of the ranks whose traces are in
-    rank 0's run folder."""
+    """Profiles one step on all ranks. Each rank writes a trace, and rank 0 merges the traces that it can read."""
 
     order = Order.LAST
 
@@ -54,5 +53,5 @@ class Trace(Hook):
             self._profile.start()
 
     def after_training(self, trainer: Trainer) -> None:
-        if self._profile is not None:  # the step has failed or has not run
+        if self._profile is not None:
             self._profile.stop()

@@ -1,5 +1,4 @@
-"""A hook that times the forms (NN, NT, TN) of the model's matmuls in the first step and caches the timings per chip (AxoNN,
-section 5.1.3)."""
+"""A hook that times the forms (NN, NT, TN) of large matmuls and caches the timings per chip (AxoNN, section 5.1.3)."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -14,10 +13,7 @@ _WORD = "matmul"  # prefix of a measurement's name, before the shape
 
 
 class TuneMatmuls(Hook):
-    """Times, in the first step of a process, all forms of each large matmul without a measurement for this chip.
-
-    All ranks use the same forms, from the cache of the first rank and the new timings.
-    """
+    """Times, in the first step of a process, all forms of each large matmul without a measurement for this chip."""
 
     order = Order.CHANGE
 
@@ -68,7 +64,7 @@ def named(product: MatmulShape) -> str:
 
 
 def matmuls(known: Mapping[str, Timings]) -> dict[MatmulShape, FormTimings]:
-    """Selects the matmuls' measurements with timings of all forms."""
+    """Returns the measurements of matmuls by shape. Ignores a measurement without timings of all forms."""
     found: dict[MatmulShape, FormTimings] = {}
     for name, timings in known.items():
         word, *fields = name.split()
@@ -83,10 +79,7 @@ def matmuls(known: Mapping[str, Timings]) -> dict[MatmulShape, FormTimings]:
 
 def describe(timings: Mapping[MatmulShape, FormTimings], known: int = 0) -> list[str]:
     """Returns a line about all matmuls, of which `known` were measured before. Also returns a line for each matmul that
-    runs faster in another form than its own.
-
-    The line of a matmul compares the median time of the chosen form with the best time of the matmul's own form.
-    """
+    runs faster in another form than its own."""
     chosen = {product: clear_choice(product.form, each) for product, each in timings.items()}
     other = [product for product, form in chosen.items() if form != product.form]
     before = f", {known} measured before" if known else ""

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from optimus.errors import UserError, nearest
+from optimus.errors import UserError, nearest, said
 from optimus.plugins import Table, imported
-from optimus.training.hooks.guarded import GuardedHook, said
+from optimus.training.hooks.guarded import GuardedHook
 from optimus.training.trainer import Hook, Order
 
 _EVENTS = {
@@ -24,7 +24,7 @@ _EVENTS = {
 
 @dataclass(frozen=True)
 class HookRow:
-    """A hook of a plugin, which `train.hooks` chooses by `name`."""
+    """A plugin's hook. `train.hooks` chooses the hook by `name`."""
 
     name: str
     kind: type[Hook]
@@ -37,8 +37,8 @@ def users_hooks(named: Sequence[str], hooks: Sequence[Any] = (), rank: int = 0) 
     """Returns the users' hooks on this rank. `named` has names of plugins' hooks or of classes (package.module.Class).
     `hooks` has classes, instances or names.
 
-    Raises `UserError` for a hook that the run cannot import, that is not a `Hook`, or that the trainer could not call.
-    Raises `UserError` for a hook with the name of another hook, or with a name without a dot.
+    Raises `UserError` for a hook that the run cannot import or create, that is not a `Hook`, or that has invalid
+    attributes or methods. Raises `UserError` for a `Hook.name` that two hooks share or that has no dot.
     """
     if isinstance(hooks, str | bytes) or not isinstance(hooks, Iterable):
         raise UserError(f"hooks={hooks!r}: give a list of hooks, such as `optimus.train(..., hooks=[MyHook])`")
@@ -74,12 +74,11 @@ def _made(entry: Any) -> Hook:
         return GuardedHook(hook, _name_of(hook, where))
     except UserError:
         raise
-    except (Exception, SystemExit) as error:  # for example, a property of the hook raised an error
+    except (Exception, SystemExit) as error:
         raise UserError(f"{where}: one of its attributes cannot be read ({said(error)}): correct its class") from error
 
 
 def _name_of(hook: Hook, where: str) -> str:
-    """Returns the `name` that the hook defines; by default, the qualified name of the hook's class."""
     kind = type(hook)
     name = hook.name if kind.name is not Hook.name else f"{kind.__module__}.{kind.__qualname__}"
     if not isinstance(name, str) or not name:

@@ -1,4 +1,4 @@
-"""A hook that measures validation text and tasks during a run."""
+"""A hook that measures validation sets and tasks, and continues prompts, during a run."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -13,15 +13,13 @@ from optimus.errors import UserError
 from optimus.training.record import StepRecord
 from optimus.training.trainer import Hook, Order, Trainer
 
-_SAMPLE_TOKENS = 64  # maximum length of a prompt's continuation: a few lines
+_SAMPLE_TOKENS = 64  # maximum number of tokens of a prompt's continuation
 
 
 class Validation(Hook):
-    """Measures validation sets and tasks at configured intervals and at the last step.
+    """Measures validation sets and tasks, and continues prompts, at configured intervals and at the last step.
 
-    Measures bits per byte, and the loss of validation sets with a name. Continues prompts after measuring a validation
-    set, and at the last step. Runs on all ranks, but only rank 0 reads the text and the tasks. Rank 0 measures alone
-    unless forward passes are collective. A read error on rank 0 ends the run on all ranks.
+    Rank 0 reads the validation sets and the tasks. A read error on rank 0 ends the run on all ranks.
     """
 
     order = Order.MEASURE
@@ -41,7 +39,6 @@ class Validation(Hook):
             trainer.say(f"step {record.step}: validation {name} {value:.4f}")
 
     def _found(self, trainer: Trainer, step: int) -> dict[str, float]:
-        """Returns the values of the measurements that are due after `step`, by name."""
         section, found, due = trainer.config.evaluate, dict[str, float](), partial(_is_due, trainer, step)
         for each in trainer.config.validation:
             if due(each.every):
@@ -56,14 +53,14 @@ class Validation(Hook):
         return found
 
     def _is_sampled(self, trainer: Trainer, step: int) -> bool:
-        """Returns True if there are prompts, and if `step` is the last step or the hook measures a validation set after
-        `step`."""
         every = (None, *(each.every for each in trainer.config.validation))
         return bool(trainer.config.evaluate.prompts) and any(_is_due(trainer, step, each) for each in every)
 
     def _samples(self, trainer: Trainer) -> list[dict[str, str]]:
-        """Returns the `prompt` and its continuation `text` for each prompt. A prompt loses its beginning if prompt and
-        continuation might exceed the sequence length."""
+        """Returns each `prompt` with the continuation `text`.
+
+        Continues a long prompt from its last tokens, so that prompt and continuation fit the sequence length.
+        """
         from optimus.evaluation.generation import continuations, decode
 
         prompts, world = trainer.config.evaluate.prompts, trainer.groups.world
@@ -98,8 +95,7 @@ class Validation(Hook):
             return world.on_first(lambda: measure(trainer.model, parts))
 
     def _tasks(self, trainer: Trainer) -> dict[str, float]:
-        """Returns the scores of all tasks, as `tasks/NAME/METRIC`. If forward passes are collective, all ranks score
-        the requests of rank 0. Otherwise rank 0 alone scores its requests."""
+        """Returns the scores of all tasks, as `tasks/NAME/METRIC`."""
         from optimus.evaluation.score import score
 
         model, world = trainer.model, trainer.groups.world
@@ -107,13 +103,13 @@ class Validation(Hook):
             if not trainer.run.forward_is_collective:
                 return world.on_first(lambda: self._ask(trainer, partial(score, model)))
             if world.rank > 0:
-                windows: Any
-                while (windows := world.broadcast_object(None)) is not None:
-                    score(model, windows)
+                batch: Any
+                while (batch := world.broadcast_object(None)) is not None:
+                    score(model, *batch)
                 return world.on_first(dict)
 
-            def together(windows: Any, tokens_per_batch: int) -> Any:
-                return score(model, world.broadcast_object(windows), tokens_per_batch)
+            def together(*batch: Any) -> Any:  # windows, tokens per batch
+                return score(model, *world.broadcast_object(batch))
 
             def asked() -> dict[str, float]:
                 try:
@@ -150,14 +146,15 @@ class Validation(Hook):
         )  # fmt: skip
 
     def _encoder(self, trainer: Trainer) -> Any:
-        """Returns the `tokenizers.Tokenizer` of the data. Only rank 0, which reads the text, calls the method."""
         data = trainer.run.data.first_folder
         return tokenizer.load(data.tokenizer_path, parse_special=data.parse_special)
 
     def _rows(self, trainer: Trainer, config: ValidationConfig) -> Iterator[Any]:
         from optimus.evaluation.text import read_rows
 
-        yield from read_rows(Shards(str(config.path), trainer.config.train.data_cache), config.tokens)
+        shards = Shards(str(config.path), trainer.config.train.data_cache)
+        documents = trainer.progress.phase.config.data.documents == "mask"
+        yield from read_rows(shards, config.tokens, documents=documents)
 
 
 def _is_due(trainer: Trainer, step: int, every: int | None) -> bool:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.sweep import in_turns
 from optimus.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 
 pytest.importorskip("triton")
@@ -17,7 +18,7 @@ Random = Callable[..., Tensor]
 
 @pytest.mark.parametrize("cap", [None, 2.0])
 @pytest.mark.parametrize("columns", [4096, 32])
-@pytest.mark.parametrize("block", [1 << 21, 700])
+@pytest.mark.parametrize("block", in_turns([1 << 21, 700], 2))
 def test_equals_the_definition(
     block: int,
     columns: int,
@@ -63,6 +64,24 @@ def test_without_gradients_the_same_loss(device: torch.device, random: Random) -
         loss = linear_cross_entropy(x, w, target)
     assert not loss.requires_grad
     torch.testing.assert_close(loss, linear_cross_entropy_reference(x, w, target).detach())
+
+
+@pytest.mark.parametrize("kind", ["stride", "float64"])
+def test_rows_of_any_memory(kind: str, device: torch.device, random: Random) -> None:
+    x, w = random(8, 4, dtype=torch.float32), random(16, 4, dtype=torch.float32)
+    target = torch.arange(8, device=device)
+    held = torch.full((16,), 7.0, device=device, dtype=torch.float64 if kind == "float64" else torch.float32)
+    rows = held[::2] if kind == "stride" else held[:8]
+    loss, plain = linear_cross_entropy(x, w, target, rows_T=rows), torch.empty(8, device=device)
+    torch.testing.assert_close(linear_cross_entropy(x, w, target, rows_T=plain), loss)
+    assert torch.equal(rows.float(), plain)
+    assert bool(((held[1::2] if kind == "stride" else held[8:]) == 7).all())
+
+
+def test_no_counted_rows_give_nan(device: torch.device, random: Random) -> None:
+    """The loss equals that of the CPU."""
+    x, w = random(8, 4, dtype=torch.float32).requires_grad_(), random(16, 4, dtype=torch.float32)
+    assert linear_cross_entropy(x, w, torch.full((8,), -1, device=device), 0.0).isnan()
 
 
 def test_hopeless_targets_are_exact(device: torch.device) -> None:

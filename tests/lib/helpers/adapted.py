@@ -95,6 +95,23 @@ LAYOUTS = {
     "pipeline x zero3 x offload": Layout(
         4, {"parallel": {"pipeline": 2}, "state": _SHARDED | {"offload": "optimizer"}}
     ),
+    "expert": Layout(2, {"parallel": {"expert": 2}}),
+    "expert x tensor x zero3 x offload": Layout(
+        4, {"parallel": {"expert": 2, "tensor": 2}, "state": _SHARDED | {"offload": "all"}}
+    ),
+    "expert x pipeline x recompute": Layout(
+        4,
+        {
+            "parallel": {"expert": 2, "pipeline": 2, "stages_per_rank": 2, "schedule": "zbv"},
+            "recompute": "block",
+        },
+    ),
+    "expert x pruning x zero3": Layout(
+        4,
+        {"parallel": {"expert": 2}, "state": _SHARDED, "pruning": {"sparsity": 0.6, "at": [1, 2], "method": "random"}},
+        changed=True,
+    ),
+    "expert x muon": Layout(2, {"parallel": {"expert": 2}, "optimizer": {"name": "muon"}}, changed=True),
     "disk": Layout(2, {"state": _SHARDED | {"offload": "disk"}}),
     "pruning": Layout(2, {"state": _SHARDED, "pruning": {"sparsity": 0.6, "at": 0}}, changed=True),
     "pruning x tensor": Layout(
@@ -103,6 +120,8 @@ LAYOUTS = {
     "muon x zero3": Layout(2, {"state": _SHARDED, "optimizer": {"name": "muon"}}, changed=True),
 }
 _OWN_ATTENTION = "camembert", "openai-gpt"  # positions of its own; attention that is not behind the interface
+_DISPATCHED = "granitemoe", "qwen3_moe", "qwen3_next", "kimi_linear"  # experts that the kernels compute
+_WITHOUT_PARTS = "openai-gpt", "deepseek_v4"  # attention that returns a list; gradients between children of a block
 LEAKING = "falcon_h1", "nemotron_h", "qwen3_next", "kimi_linear", "deepseek_v4"  # states of one position reach the next
 
 
@@ -152,7 +171,9 @@ def refused(family: str, layout: str) -> str | None:
     """Returns a pattern of the error with which the configuration refuses the layout for the family, or None."""
     if layout in ("context", "ulysses") and family in (*LEAKING, *_OWN_ATTENTION):
         return r"parallel\.context: "
-    if layout in ("recompute attention", "recompute modules x tensor") and family == "deepseek_v4":
+    if layout.startswith("expert") and family not in _DISPATCHED:
+        return r"parallel\.expert 2: the (model is dense|experts of .* run by `transformers`)"
+    if layout in ("recompute attention", "recompute modules x tensor") and family in _WITHOUT_PARTS:
         return "recomputes whole blocks only"
     return None
 

@@ -91,6 +91,8 @@ def drawn(number: int) -> Case:
         draw.set("checkpoint.scattered", True, False)
         draw.set("checkpoint.keep", 1, 2)
         draw.set("checkpoint.every", 1, 2)
+    if family == "granitemoe" and data * context % 2 == 0:
+        draw.set("parallel.expert", 1, 2)
     return Case(family, together * data, draw.overrides, stop)
 
 

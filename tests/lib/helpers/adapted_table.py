@@ -26,6 +26,13 @@ GROUPS = {
     "Ring, Ulysses": ("context", "ulysses"),
     "Recomputation": ("recompute", "recompute attention", "recompute modules x tensor"),
     "Three mixtures": ("tensor x pipeline", "tensor x zero3 x recompute", "pipeline x zero3 x offload"),
+    "Experts on 2 ranks, in five forms": (
+        "expert",
+        "expert x tensor x zero3 x offload",
+        "expert x pipeline x recompute",
+        "expert x pruning x zero3",
+        "expert x muon",
+    ),
     "Pruning, with ZeRO-3 and tensor 2": ("pruning", "pruning x tensor"),
     "Muon with ZeRO-3": ("muon x zero3",),
 }
@@ -52,7 +59,7 @@ def cell(rows: list[dict[str, Any]]) -> str:
     if any("failed" in row for row in rows):
         return "failed"
     if all("refused" in row for row in rows):
-        return "refused: states pass on"
+        return "refused"
     return " / ".join(f"{max(row[kind] for row in rows if kind in row):.0e}" for kind in ("loss", "norm"))
 
 

@@ -1,5 +1,6 @@
 """Models of a user's own, as a plugin describes them: right ones of several kinds, and one for each mistake."""
 
+import math
 import sys
 from collections.abc import Callable
 from typing import Any, Literal
@@ -8,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from optimus.extend import ModelRow, ModelSpec, Normal
+from optimus.extend import ModelRow, ModelSpec, Normal, Uniform
 from optimus.model.batch import Batch
 
 INITIAL: dict[str, Any] = {"*norm.weight": "ones", "*bias": "zeros", "*bias_??_l0": "zeros", "*": Normal(0.05)}
@@ -263,6 +264,16 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "a word": (lambda: _with(initial={"*": "one"}), "is 'one': give ones, zeros, normal, a number or Normal"),
     "a text": (lambda: described("model"), "module is str: give the model, an nn.Module"),  # type: ignore[arg-type]
     "a list": (lambda: _with(initial=[("*", 1)]), "initial is list: give a mapping from patterns of names to values"),
+    "a number as pattern": (lambda: _with(initial={1: 0.0}), "initial has the pattern 1: give a text"),
+    "a split of a number": (lambda: _with(splits={1: "colwise"}), "splits has the pattern 1: give a text"),
+    "a list of blocks": (lambda: _with(blocks=["body"]), "blocks is ['body']: give the name of a module, a text"),
+    "a list as head": (lambda: _with(head=["head"]), "head is ['head']: give the name of a module, a text"),
+    "not a number": (lambda: _with(initial={"*": math.nan}), "is nan: give finite numbers"),
+    "an infinity": (lambda: _with(initial={"*": math.inf}), "is inf: give finite numbers"),
+    "a mean": (lambda: _with(initial={"*": Normal(0.1, math.nan)}), "mean=nan, low=-inf, high=inf): give finite"),
+    "a range": (lambda: _with(initial={"*": Uniform(1.0, 0.0)}), "is Uniform(low=1.0, high=0.0): give finite numbers"),
+    "an open range": (lambda: _with(initial={"*": Uniform(0.0, math.inf)}), "high=inf): give finite numbers"),
+    "a cut": (lambda: _with(initial={"*": Normal(0.1, 0.0, 1.0, -1.0)}), "high=-1.0): give low not above high"),
     "two lists": (lambda: _with(splits=["*.up"]), "splits is list: give a mapping from patterns of names to values"),
     "no function": (lambda: _with(forward="forward"), "forward is str: give a function of the module and the batch"),
     "exits": (lambda: sys.exit("no width"), "the function raises SystemExit: no width"),

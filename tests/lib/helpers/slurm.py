@@ -1,4 +1,8 @@
-"""A Slurm of four nodes on this machine: munge, slurmctld, and one slurmd per node (Debian's `slurm-wlm`)."""
+"""A Slurm of four nodes on this machine: munge, slurmctld, and one slurmd per node (Debian's `slurm-wlm`).
+
+With its programs for users of PBS (Debian's `slurm-wlm-torque`) and MPICH's `mpiexec`, it also runs scripts for PBS, of
+which no free version is packaged.
+"""
 
 import os
 import re
@@ -42,6 +46,28 @@ AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
 """
 
+PBS_PROGRAMS = ("qsub", "qdel", "generate_pbs_nodefile", "mpiexec.mpich")
+# What PBS tells a batch script. A bash script reads this file first.
+_PBS_ENV = """
+if [ -n "${SLURM_JOB_ID-}" ] && [ -z "${PBS_JOBID-}" ]; then
+    export PBS_JOBID=$SLURM_JOB_ID.server PBS_NODEFILE=$(SLURM_NODELIST=$SLURM_JOB_NODELIST generate_pbs_nodefile)
+fi
+"""
+# MPICH gives the tasks the name of the first node, and PBS has no name of the node in the environment at all.
+_MPIEXEC = """#!/bin/bash
+exec mpiexec.mpich "${@:1:6}" "$(dirname "$0")/task" "${@:7}"
+"""
+_TASK = """#!/bin/bash
+export SLURMD_NODENAME=$(tr '\\0' '\\n' <"/proc/$PPID/environ" | sed -n 's/^SLURMD_NODENAME=//p')
+exec "$@"
+"""
+
+
+def missing_for_pbs() -> str:
+    """Returns the reason why this machine's Slurm cannot run scripts for PBS, or an empty string."""
+    absent = [program for program in PBS_PROGRAMS if shutil.which(program) is None]
+    return f"{', '.join(absent)} not installed (Debian: apt-get install slurm-wlm-torque mpich)" if absent else ""
+
 
 def missing() -> str:
     """Returns the reason why this machine cannot run Slurm, or an empty string."""
@@ -84,6 +110,29 @@ class Slurm:
             "sbatch", "--parsable", f"--output={self.folder}/job-%j.out", "--open-mode=append", *options, str(script)
         )
         assert done.returncode == 0, done.stderr
+        return int(done.stdout)
+
+    def submit_to_pbs(self, script: Path) -> int:
+        """Submits a batch script for PBS, and returns the number of the job."""
+        programs = self.folder / "pbs"
+        if not programs.exists():
+            programs.mkdir()
+            (programs / "env").write_text(_PBS_ENV)
+            for name, text in (("mpiexec", _MPIEXEC), ("task", _TASK)):
+                (programs / name).write_text(text)
+                (programs / name).chmod(0o755)
+        # Slurm ignores `-W tolerate_node_failures=all`, and runs one `mpiexec` at a time.
+        more = {"BASH_ENV": str(programs / "env"), "SBATCH_NO_KILL": "set", "SLURM_OVERLAP": "1"}
+        path = f"{programs}:{self.environment['PATH']}"
+        output = f"{self.folder}/job-%j.out"
+        done = subprocess.run(
+            ["qsub", "-o", output, "-j", "oe", str(script)],
+            capture_output=True,
+            text=True,
+            env=self.environment | more | {"PATH": path},
+            cwd=self.folder,
+        )
+        assert done.stdout.strip().isdigit(), done.stdout + done.stderr
         return int(done.stdout)
 
     def output(self, job: int) -> str:

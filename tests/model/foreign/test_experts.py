@@ -10,8 +10,12 @@ from optimus.config import load_config
 from optimus.config.tree import RunConfig
 from optimus.errors import UserError
 from optimus.model.build import causal_model
+from optimus.model.count import count_parameters
+from optimus.model.foreign.architecture import TransformersModel
 from optimus.model.foreign.experts import FusedExperts, choose_experts, is_experts
 from optimus.model.init import initialize
+from optimus.parallel.dispatch.two_level import TwoLevelDispatch
+from optimus.resolve.ranks import least_ranks, mesh_of
 from optimus.testing import run_ranks
 from optimus.testing.steps import Steps, random_batch
 
@@ -30,6 +34,7 @@ _LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "zero3": (2, {"state": {"shard": "parameters"}}),
     "tensor": (2, {"parallel": {"tensor": 2}}),
+    "experts": (2, {"parallel": {"expert": 2}}),
 }
 _STEPS = 3
 
@@ -46,13 +51,15 @@ def tree(kind: str, more: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
     schedule = {"lr": 1e-3, "warmup_steps": 0, "name": "constant"}
     return {
-        "model": {"transformers": config_of(kind).to_dict()}, "data": {"path": "/nonexistent"}, "train": train,
-        "lr_schedule": schedule, **more,
+        "model": {"transformers": config_of(kind).to_dict()}, "data": {"path": "/nonexistent"},
+        "lr_schedule": schedule, **more, "train": train | more.get("train", {}),
     }  # fmt: skip
 
 
-def trained(kind: str, more: dict[str, Any]) -> list[tuple[float, float]]:
-    steps = Steps(tree(kind, more))
+def trained(kind: str, more: dict[str, Any], per_node: int | None = None) -> list[tuple[float, float]]:
+    steps = Steps(tree(kind, more), per_node)
+    dispatchers = [module.expert_dispatch for module in steps.model.modules() if isinstance(module, FusedExperts)]
+    assert per_node is None or all(isinstance(each, TwoLevelDispatch) for each in dispatchers)
     assert any(isinstance(module, FusedExperts) for module in steps.model.modules())
     found = [steps.train() for _ in range(_STEPS)]
     return [(each.loss, each.grad_norm) for each in found]
@@ -102,6 +109,15 @@ def test_losses_are_those_of_eager_experts(
         assert norm == pytest.approx(right_norm, rel=1e-5)
 
 
+@pytest.mark.in_turn(0, 2)
+def test_tokens_go_once_to_each_node(expected: dict[str, list[tuple[float, float]]]) -> None:
+    more = {"parallel": {"expert": 4}, "recompute": "block", "train": {"micro_batch": 1}}
+    found = run_ranks(trained, 4, "qwen3", more, 2)[0]
+    for (loss, norm), (right_loss, right_norm) in zip(found, expected["qwen3"], strict=True):
+        assert loss == pytest.approx(right_loss, rel=1e-6)
+        assert norm == pytest.approx(right_norm, rel=1e-5)
+
+
 def test_grouped_products_of_transformers_need_aligned_columns() -> None:
     more = {"parallel": {"tensor": 4}}
     wide = tree("gpt_oss", more)
@@ -113,6 +129,65 @@ def test_grouped_products_of_transformers_need_aligned_columns() -> None:
     wide["model"]["transformers"]["intermediate_size"] = 42
     with pytest.raises(UserError, match=r"the 42 columns of .*choose another size"):
         load_config(wide | {"parallel": {}})
+
+
+def _with_ignored_choices(ranks: int) -> tuple[Tensor, Tensor]:
+    """Returns the output of a layer of experts, and the gradient of its tokens."""
+    steps = Steps(tree("granite", {"parallel": {"expert": ranks}}))
+    layer: Any = next(module for module in steps.model.modules() if isinstance(module, FusedExperts))
+    assert layer.expert_count == 4
+    layer.__dict__["gradients"] = {}
+    x_TH = torch.randn(6, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    indices_TK = torch.tensor([[0, 3], [4, 1], [4, 4], [2, 0], [3, 5], [1, 2]])  # there are no experts 4 and 5
+    y_TH = layer(x_TH, indices_TK, torch.full((6, 2), 0.5))
+    (gradient_TH,) = torch.autograd.grad(y_TH.square().sum(), x_TH)
+    return y_TH.detach(), gradient_TH
+
+
+def test_choices_of_no_expert_add_nothing_on_any_rank() -> None:
+    alone, ranks = _with_ignored_choices(1), run_ranks(_with_ignored_choices, 2, 2)
+    assert not alone[0][2].any()
+    for found in ranks:
+        for here, right in zip(found, alone, strict=True):
+            torch.testing.assert_close(here, right, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "parallel", "message"),
+    [
+        ("granite", {"expert": 3}, r"expert 3: 3 ranks do not divide the 4 experts of .*: choose a divisor of 4"),
+        (
+            "gpt_oss",
+            {"expert": 2},
+            r"expert 2: the experts of .* run by `transformers`, .*: remove it, or set .*tensor",
+        ),
+        (
+            "granite",
+            {"tensor": 4, "expert_tensor": 2},
+            r"expert_tensor 2: parallel\.tensor divides each expert: remove",
+        ),
+    ],
+)
+def test_layouts_that_experts_cannot_have(kind: str, parallel: dict[str, int], message: str) -> None:
+    with pytest.raises(UserError, match=rf"parallel\.{message}"):
+        load_config(tree(kind, {"parallel": parallel}))
+
+
+@pytest.mark.parametrize(
+    ("family", "billions", "active"),
+    [("deepseek_v3", 671.0, 37.6), ("kimi_linear", 49.1, 3.5), ("qwen3_moe", 15.4, 1.8)],
+)
+def test_chosen_experts_are_active(family: str, billions: float, active: float) -> None:
+    """The sizes are the makers' defaults. Only Qwen3 has router logits in its output."""
+    found = count_parameters(TransformersModel(transformers=transformers.AutoConfig.for_model(family).to_dict()))
+    assert [round(each / 1e9, 1) for each in found] == [billions, active]
+
+
+def test_ranks_that_experts_need() -> None:
+    for parallel, ranks in (({"expert": 2}, 2), ({"expert": 2, "tensor": 2}, 4), ({"tensor": 2}, 2)):
+        config = load_config(tree("granite", {"parallel": parallel}))
+        assert least_ranks(config) == ranks
+        assert mesh_of(config, ranks).etp == parallel.get("tensor", 1)
 
 
 def test_experts_that_the_kernels_cannot_compute_run_by_grouped_mm_and_a_note_says_why() -> None:

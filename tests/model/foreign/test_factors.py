@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import optimus
 from helpers.adapted import config_json, config_of
+from helpers.sweep import in_turns
 from optimus.errors import UserError
 from optimus.testing.ranks import run_ranks
 from optimus.testing.steps import Steps
@@ -30,12 +31,16 @@ def trained(family: str, sections: dict[str, Any]) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [
-        ("llama", "tensor"),
-        ("llama", "zero-bubble"),
-        ("olmo2", "tensor x pipeline x recompute"),
-        ("granitemoe", "zero3"),
-    ],
+    in_turns(
+        [
+            ("llama", "tensor"),
+            ("llama", "zero-bubble"),
+            ("olmo2", "tensor x pipeline x recompute"),
+            ("granitemoe", "zero3"),
+        ],
+        3,
+        always=1,
+    ),
 )
 def test_layouts_equal_one_process(family: str, layout: str) -> None:
     ranks, sections = LAYOUTS[layout]
@@ -46,6 +51,7 @@ def test_layouts_equal_one_process(family: str, layout: str) -> None:
         assert norm == pytest.approx(expected_norm, rel=1e-4)
 
 
+@pytest.mark.in_turn(1, 3)
 def test_a_run_resumes_and_exports_the_sum(small_run: dict[str, Any], tmp_path: Path) -> None:
     train = small_run["train"] | {"precision": "float32", "lora_rank": 2, "freeze": ["matrix", "embedding", "head"]}
     raw = config_json("llama") | {"max_position_embeddings": 64}
@@ -64,5 +70,12 @@ def test_a_run_resumes_and_exports_the_sum(small_run: dict[str, Any], tmp_path: 
 
 def test_transposed_weights_have_no_factors() -> None:
     """GPT-2's layers have weights [inputs, outputs]."""
-    with pytest.raises(UserError, match=r"adds factors to frozen projections, but train\.freeze matches none"):
+    with pytest.raises(UserError, match=r"frozen projections, such as .*, whose weights are transposed or in pieces"):
         Steps(config_of("gpt2", train={"lora_rank": 2, "freeze": ["matrix"]}))
+
+
+def test_weights_in_pieces_have_no_factors_and_a_note_says_so() -> None:
+    """Phi-3 stores query, key and value of different sizes in pieces."""
+    steps = Steps(config_of("phi3", train={"lora_rank": 2, "freeze": ["matrix"]}))
+    (note,) = steps.resolved.model.notes
+    assert note.startswith("train.lora_rank: no factors for 4 frozen projections, such as model.layers.0.self_attn.qkv")

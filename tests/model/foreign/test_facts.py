@@ -8,6 +8,7 @@ import torch
 from helpers.model_facts import FILE, configuration, read, row
 from helpers.sweep import in_turns
 from optimus.errors import UserError
+from optimus.model.foreign.architecture import TransformersModel
 from optimus.model.foreign.facts import ModelFacts, facts_of
 from optimus.model.foreign.sizes import RealSizes
 
@@ -64,15 +65,19 @@ def test_twelve_families_are_divided_and_have_a_chain(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "option", "name"),
-    [
-        ("falcon_h1", "documents", "mamba"),
-        ("mamba2", "documents", "mixer"),
-        ("lfm2_moe", "documents", "conv"),
-        ("zamba", "pipeline", "further tensors"),
-        ("zaya", "pipeline", "further tensors"),
-        ("gemma3n_text", "pipeline", "further tensors"),
-        ("hrm_text", "pipeline", "order"),
-    ],
+    in_turns(
+        [
+            ("falcon_h1", "documents", "mamba"),
+            ("mamba2", "documents", "mixer"),
+            ("lfm2_moe", "documents", "conv"),
+            ("zamba", "pipeline", "further tensors"),
+            ("zaya", "pipeline", "further tensors"),
+            ("gemma3n_text", "pipeline", "further tensors"),
+            ("hrm_text", "pipeline", "order"),
+        ],
+        3,
+        always=2,
+    ),
 )
 def test_refusals_name_what_is_in_the_way_and_what_works(kind: str, option: str, name: str) -> None:
     narrow = {"mamba_n_heads": 16, "mamba_d_head": 64} if kind == "falcon_h1" else {}
@@ -121,6 +126,38 @@ def test_a_model_that_is_not_causal_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("raw", "heads", "kv_heads"),
+    [
+        ({"model_type": "mpt", "n_heads": 4}, 4, 4),
+        ({"model_type": "falcon", "n_head": 71, "multi_query": True}, 71, 1),
+        ({"model_type": "falcon", "n_head": 8, "multi_query": False}, 8, 8),
+        (
+            {"model_type": "falcon", "n_head": 8, "num_kv_heads": 2, "multi_query": True}
+            | {"new_decoder_architecture": True},
+            8,
+            2,
+        ),
+        ({"model_type": "gpt_bigcode", "n_head": 8, "multi_query": True}, 8, 1),
+        ({"num_attention_heads": 8, "num_key_value_heads": 2}, 8, 2),
+    ],
+)
+def test_the_numbers_of_heads(raw: dict[str, Any], heads: int, kv_heads: int) -> None:
+    model = TransformersModel(transformers=raw)
+    assert (model.heads, model.kv_heads) == (heads, kv_heads)
+    assert model.family == raw.get("model_type", "unknown")
+
+
+def test_a_type_within_a_section_makes_no_other_model() -> None:
+    """The type of the weights says nothing about the model, whether inside or outside a section."""
+    one, other, wider = (
+        TransformersModel(transformers={"dtype": dtype, "text_config": {"dtype": dtype, "hidden_size": width}})
+        for dtype, width in (("float32", 8), ("bfloat16", 8), ("bfloat16", 16))
+    )
+    assert one.compared(set()) == other.compared(set()) == {"text_config": {"hidden_size": 8}}
+    assert wider.compared(set()) != one.compared(set())
+
+
+@pytest.mark.parametrize(
     ("kind", "positions", "key"),
     [
         ("gpt2", 1024, ".n_positions"),
@@ -141,6 +178,7 @@ def test_a_model_without_a_list_of_blocks_is_refused() -> None:
         facts_of(configuration("gpt2"), type("Bare", (torch.nn.Module,), {})())
 
 
+@pytest.mark.in_turn(1, 3)
 def test_a_residual_stream_of_unknown_size_has_no_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stream of DeepSeek-V4 has a dim of copies, whose number the twin may have shrunk."""
     assert len(facts("deepseek_v4").stream) == 2

@@ -37,6 +37,7 @@ def test_losses_are_those_of_a_plain_loop(family: str, layout: str) -> None:
         assert norm == pytest.approx(expected_norm, rel=NORM)
 
 
+@pytest.mark.in_turn(0, 3)
 def test_buffers_begin_with_the_values_of_the_model() -> None:
     steps = Steps(config_of("minimax"))
     expected = dict(stored_buffers(causal_model(steps.config.model)))
@@ -66,6 +67,7 @@ def test_a_folder_keeps_buffers(small_run: dict[str, Any], tmp_path: Path) -> No
     torch.testing.assert_close(again(tokens_BS).logits, expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.in_turn(0, 3)
 @pytest.mark.usefixtures("warm_ranks")
 def test_a_pipeline_stores_the_buffers_of_a_block_once(small_run: dict[str, Any], tmp_path: Path) -> None:
     run = small_run | {"model": {"transformers": config_json("minimax")}, "checkpoint": {"every": 2}}

@@ -87,6 +87,35 @@ def test_residual_projections_of_gpt2_are_scaled() -> None:
     assert noted["transformer.h.0.ln_1.weight"].value == 1.0
 
 
+class Scaled(torch.nn.Module):
+    """Parameters too large to compute, which are random numbers times a negative factor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("normal", "truncated", "uniform"):
+            setattr(self, name, torch.nn.Parameter(torch.empty(2048, 2048, device="meta")))
+
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        from transformers import initialization
+
+        initialization.normal_(self.normal, 1.0, 0.5)
+        initialization.trunc_normal_(self.truncated, 0.0, 0.5, -1.0, 3.0)
+        initialization.uniform_(self.uniform, 1.0, 2.0)
+        for each in self.parameters():
+            initialization.copy_(each, -2 * each)
+
+
+def test_a_negative_factor_mirrors_the_distribution() -> None:
+    noted = initial_values(Scaled())
+    expected = {
+        "normal": Initial("normal", -2.0, 1.0),
+        "truncated": Initial("normal", 0.0, 1.0, -6.0, 2.0),
+        "uniform": Initial("uniform", -3.0, 2 / math.sqrt(12), -4.0, -2.0),
+    }
+    assert {name for name, each in noted.items() if each.same_as(expected[name])} == {*expected}
+
+
 def test_random_values_follow_the_seed() -> None:
     config = small(configuration("kimi_linear"))
     first, again, other = (initial_values(build(config, device="meta"), seed) for seed in (1, 1, 2))
@@ -108,3 +137,10 @@ def test_values_that_nothing_sets_are_named() -> None:
     with torch.device("meta"):
         model.model.layers[0].extra = torch.nn.Parameter(torch.empty(3))
     assert without_initial(model, initial_values(model)) == ("model.layers.0.extra",)
+
+
+def test_empty_buffers_have_their_values() -> None:
+    model = torch.nn.Module()
+    model.register_buffer("empty", torch.empty(0))
+    model.register_buffer("unset", torch.full((2,), math.nan))
+    assert without_initial(model, {}) == ("unset",)

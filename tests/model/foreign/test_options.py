@@ -66,7 +66,7 @@ def factors(case: Case) -> dict[str, str]:
         "phases": said.get("phases", "none"),
         "pruning.at": said.get("pruning.at", "never"),
         "pruning.rewind": said.get("pruning.rewind", "never"),
-        **{axis: said.get(f"parallel.{axis}", "1") for axis in ("tensor", "pipeline", "context")},
+        **{axis: said.get(f"parallel.{axis}", "1") for axis in ("tensor", "pipeline", "context", "expert")},
     }
 
 
@@ -132,7 +132,7 @@ def differences(case: Case, data: Path, folder: Path) -> dict[str, float]:
 
 
 @pytest.mark.usefixtures("warm_ranks")
-@pytest.mark.parametrize("number", in_turns(cases(), 20, always=2))
+@pytest.mark.parametrize("number", in_turns(cases(), 20, always=1))
 def test_options(number: int, documents: Path, tmp_path: Path) -> None:
     case = drawn(number)
     bounds = bounds_of(case)

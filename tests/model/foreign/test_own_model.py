@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
@@ -33,6 +33,7 @@ from optimus.model.init import initialize
 from optimus.observe.metrics import read_metrics
 from optimus.testing.ranks import run_ranks
 from optimus.testing.steps import Steps, random_batch
+from optimus.training.resolving import resolve_before_launch
 
 ROOT = Path(__file__).resolve().parents[3]
 STEPS, LENGTH, SEQUENCES = 4, 32, 4
@@ -253,6 +254,19 @@ def test_buffers_are_exported_exactly_and_imported_again(
     assert all(torch.equal(found[name].to(tensor), tensor) for name, tensor in stored.items())
 
 
+def test_masks_of_weights_that_are_not_zero_are_refused(tmp_path: Path, run: dict[str, Any]) -> None:
+    config = load_config(run | {"plugins": ["helpers.own_models"], "model": {"plugin": "buffered", "vocab": 320}})
+    model = causal_model(config.model)
+    initialize(model, 0, 0.02)
+    export_model(model, tmp_path / "folder", context=32, tokenizer=None, eos_id=None)
+    name, parameter = next(iter(model.named_parameters()))
+    save_file(
+        {f"mask.{name}": torch.zeros(parameter.shape, dtype=torch.uint8)}, tmp_path / "folder" / "masks.safetensors"
+    )
+    with pytest.raises(UserError, match=rf"mask\.{name} prunes weights that are not zero: it belongs to another model"):
+        optimus.import_folder(tmp_path / "folder", tmp_path / "imported")
+
+
 def test_wider_weights_than_the_model_are_refused(tmp_path: Path, run: dict[str, Any]) -> None:
     config = load_config(run | {"plugins": ["helpers.own_models"], "model": {"plugin": "buffered", "vocab": 320}})
     model = causal_model(config.model)
@@ -265,7 +279,13 @@ def test_wider_weights_than_the_model_are_refused(tmp_path: Path, run: dict[str,
 # ---- Refusals ----
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+def test_recomputation_is_chosen_for_a_model_whose_parts_have_no_matrices_of_attention() -> None:
+    """The example's convolutions mix positions without two-dimensional weights."""
+    config = resolve_before_launch(load_config(run_of("mixer") | {"recompute": "auto"}), 1).config
+    assert config.recompute == []
+
+
+@pytest.mark.parametrize("mistake", in_turns([*MISTAKES], 3, always=4))
 def test_a_wrong_description_is_one_message(mistake: str) -> None:
     with pytest.raises(UserError) as error:
         load_config(

@@ -124,6 +124,7 @@ def test_families_have_parts(family: str, kinds: list[str]) -> None:
         assert [kind for unit in units_of(block) for kind, _ in unit.steps] == kinds
 
 
+@pytest.mark.in_turn(2, 3)
 def test_a_block_with_parameters_of_its_own_recomputes_as_one() -> None:
     """DeepSeek-V4's blocks return streams whose connections have gradients between its children."""
     with pytest.raises(UserError, match="recomputes whole blocks only"):

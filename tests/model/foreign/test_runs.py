@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import optimus
 from helpers.adapted import config_json, config_of
 from helpers.model_facts import configuration
+from helpers.sweep import in_turns
 from optimus.config import load_config
 from optimus.errors import UserError
 from optimus.evaluation.generation import Request, generation
@@ -45,6 +46,7 @@ def weights(checkpoint: str | Path) -> dict[str, torch.Tensor]:
     return dict(optimus.load_model(checkpoint).named_parameters())
 
 
+@pytest.mark.in_turn(0, 4)
 def test_a_stopped_run_goes_on_bit_for_bit_and_on_another_layout(run: dict[str, Any], tmp_path: Path) -> None:
     optimus.train(run)
     expected = weights(run["train"]["output"])
@@ -59,6 +61,27 @@ def test_a_stopped_run_goes_on_bit_for_bit_and_on_another_layout(run: dict[str, 
         optimus.train(run, [*output, *layout], ranks=ranks, resume=True)
         for parameter, tensor in weights(tmp_path / name).items():
             torch.testing.assert_close(tensor, expected[parameter], rtol=0, atol=tolerance, msg=f"{name}: {parameter}")
+
+
+@pytest.mark.in_turn(1, 2)
+def test_experts_move_between_ranks_when_a_run_resumes(run: dict[str, Any], tmp_path: Path) -> None:
+    """Experts on two ranks become experts of one rank, with sharded state, and parts of experts."""
+    run = run | {"model": {"transformers": config_json("qwen3_moe")}}
+    optimus.train(run)
+    expected = weights(run["train"]["output"])
+    for name, layout in (("sharded", [*SHARDED, "parallel.expert=2"]), ("tensor", ["parallel.tensor=2"])):
+        output = [f"train.output={tmp_path / name}"]
+        optimus.train(run, [*output, "parallel.expert=2", "train.stop_at=3"], ranks=2)
+        optimus.train(run, [*output, *layout], ranks=2, resume=True)
+        for parameter, tensor in weights(tmp_path / name).items():
+            torch.testing.assert_close(tensor, expected[parameter], rtol=0, atol=1e-5, msg=f"{name}: {parameter}")
+    made = optimus.export(tmp_path / "sharded", tmp_path / "exported")
+    model, author = (
+        optimus.load_model(tmp_path / "sharded"),
+        AutoModelForCausalLM.from_pretrained(made["output"], experts_implementation="eager"),
+    )
+    tokens_BS = torch.arange(24).view(2, 12)
+    torch.testing.assert_close(model(tokens_BS), author(tokens_BS).logits, rtol=1e-5, atol=1e-5)
 
 
 def test_numbers_as_keys_are_those_of_the_checkpoint(run: dict[str, Any]) -> None:
@@ -94,7 +117,7 @@ def test_from_training_to_a_folder_and_back(run: dict[str, Any], tmp_path: Path)
     assert losses(tmp_path / "again")[0] == pytest.approx(losses(output)[-1], abs=0.2)  # not that of fresh weights
 
 
-@pytest.mark.parametrize("family", ["bert", "camembert"])
+@pytest.mark.parametrize("family", in_turns(["bert", "camembert"], 2))
 def test_tied_tensors_are_written_and_read_again(family: str, run: dict[str, Any], tmp_path: Path) -> None:
     """BERT's bias of the output layer has two names; Camembert's output layer is registered before its embedding."""
     raw = config_json(family) | {"max_position_embeddings": 66}
@@ -136,7 +159,8 @@ def test_weights_are_read_exactly_whatever_the_dtype_in_config_json(run: dict[st
 
 
 @pytest.mark.parametrize(
-    ("family", "name"), [("afmoe", "mlp.expert_bias"), ("ernie4_5_moe", "gate.moe_statics.e_score_correction_bias")]
+    ("family", "name"),
+    in_turns([("afmoe", "mlp.expert_bias"), ("ernie4_5_moe", "gate.moe_statics.e_score_correction_bias")], 2, always=1),
 )
 def test_parameters_without_gradients_stay_as_they_are(family: str, name: str) -> None:
     steps = Steps(config_of(family))
@@ -149,6 +173,7 @@ def test_parameters_without_gradients_stay_as_they_are(family: str, name: str) -
     assert any("get no gradient and stay frozen" in note for note in causal_model(config_of(family).model).notes)
 
 
+@pytest.mark.in_turn(2, 3)
 def test_infinities_of_a_folder_are_read_and_written(run: dict[str, Any], tmp_path: Path) -> None:
     """`transformers` writes the infinity among the settings of Nemotron-H as a mapping."""
     folder = tmp_path / "nemotron"
@@ -202,7 +227,11 @@ def test_a_preset_trains_with_the_modules_of_transformers(run: dict[str, Any], t
         ({}, ["parallel.expert=2"], "parallel.expert 2: the model is dense"),
         ({"resid_pdrop": 0.1}, [], r"model.transformers: .*resid_pdrop: 0.1\): set it to 0"),
         ({}, ["model.layers=2"], "'layers' is beside transformers, which has no further keys: remove it"),
-        ({"auto_map": {"AutoModel": "x.Y"}}, [], "auto_map names code outside of `transformers`, which is never run"),
+        (
+            {"auto_map": {"AutoModel": "x.Y"}},
+            [],
+            "auto_map names code .*: set model.trust_remote_code to true, which runs",
+        ),
         (
             {"model_type": "phi-unknown"},
             [],
@@ -251,8 +280,8 @@ def test_an_empty_auto_map_names_no_code(run: dict[str, Any]) -> None:
             "moe: the model has its author's experts and router: remove the section moe",
         ),
         (
-            {"parallel": {"expert": 2}},
-            "parallel.expert 2: parallel.tensor divides the author's experts: set parallel.tensor instead",
+            {"parallel": {"tensor": 4, "expert_tensor": 2}},
+            "parallel.expert_tensor 2: parallel.tensor divides each expert: remove it",
         ),
     ],
 )

@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +12,11 @@ from torch import Tensor, nn
 
 from helpers.model_facts import configuration
 from helpers.sweep import in_turns
+from optimus.model.foreign import ranks
 from optimus.model.foreign.calls import ModuleCall
 from optimus.model.foreign.facts import ModelFacts, Split, facts_of
+from optimus.model.foreign.full_norms import epsilon_of
+from optimus.model.foreign.modules import NormOverAll, StagedPart, become
 from optimus.model.foreign.ranks import TensorPartition, largest_difference
 from optimus.model.foreign.splits import prove_units
 from optimus.model.foreign.twin import build, enlarge, small, tokens_of_twin
@@ -68,6 +73,39 @@ def test_a_gradient_that_is_not_summed_shows() -> None:
     assert (difference > 1e-2, where) == (True, name)
 
 
+class Table(nn.Module):
+    """A model of one matrix, with a parameter that one process does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.idle = nn.Parameter(torch.rand(4, 4)), nn.Parameter(torch.ones(2))
+
+    def forward(self, input_ids: Tensor) -> Any:
+        return SimpleNamespace(logits=self.weight[input_ids])
+
+
+@pytest.mark.parametrize("split", [Split(0), Split(), Split(partial=True, share=True)])
+def test_gradients_that_are_nan_or_of_unused_parameters_show(split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens_BS = Table(), torch.tensor([[0, 1, 2, 3]])
+    loss = ranks.loss_of(model, tokens_BS)
+    (expected,) = torch.autograd.grad(loss, [model.weight])
+    partition = TensorPartition({"weight": split}, {}, {})
+
+    def difference(weight: Tensor, idle: Tensor | None, losses: list[Tensor]) -> tuple[float, str]:
+        local = expected.chunk(2)[0] if split.dim == 0 else expected
+        other = weight.chunk(2)[1] if split.dim == 0 else weight
+        gradients = [{"weight": local, "idle": None}, {"weight": other, "idle": idle}]
+        monkeypatch.setattr(ranks, "_run_ranks", lambda *_: (losses, gradients))
+        return largest_difference(model, partition, tokens_BS, 2)
+
+    same = [loss.detach()] * 2
+    assert difference(expected, None, same)[0] == 0
+    assert difference(expected * math.nan, None, same) == (math.inf, "weight")
+    assert difference(expected, None, [same[0], same[0] * math.nan]) == (math.inf, "the loss")
+    found, where = difference(expected, torch.ones(2), same)
+    assert (found > 1, where) == (True, "idle")
+
+
 def test_heads_that_a_module_counts_itself_are_divided() -> None:
     model, _, partition, tokens_BS = divided_twin("stablelm")
     assert partition.divided["model.layers.0.self_attn"] == ("num_heads", "num_key_value_heads")
@@ -77,14 +115,18 @@ def test_heads_that_a_module_counts_itself_are_divided() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "module", "style"),
-    [
-        ("olmo2", "self_attn.q_norm", "norm_all"),
-        ("deepseek_v3", "self_attn", "sums"),
-        ("qwen3_moe", "mlp.experts", "experts"),
-        ("longcat_flash", "mlp.experts.identity_expert", "share"),
-        ("gpt2", "attn.c_attn", "column"),
-        ("opt", "fc2", "row"),
-    ],
+    in_turns(
+        [
+            ("olmo2", "self_attn.q_norm", "norm_all"),
+            ("deepseek_v3", "self_attn", "sums"),
+            ("qwen3_moe", "mlp.experts", "experts"),
+            ("longcat_flash", "mlp.experts.identity_expert", "share"),
+            ("gpt2", "attn.c_attn", "column"),
+            ("opt", "fc2", "row"),
+        ],
+        3,
+        always=3,
+    ),
 )
 def test_styles(kind: str, module: str, style: Any) -> None:
     facts = facts_of(small(configuration(kind)))
@@ -158,3 +200,53 @@ def test_a_single_key_head_stays_whole_with_partial_gradients() -> None:
     assert facts.splits["model.layers.0.self_attn.q_proj.weight"] == Split(0)
     assert facts.styles["model.layers.0.self_attn"] == "sums"
     assert facts.heads["model.layers.0.self_attn"] == 32
+
+
+class Gating(nn.Module):
+    """A module that a model may call by the names of its arguments, in any order."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x * mask
+
+
+def test_the_stream_is_the_first_argument_whatever_the_order_of_the_names() -> None:
+    module, entered = Gating(), list[Tensor]()
+
+    def unit(x: Tensor, call: Any) -> Any:
+        entered.append(x)
+        return call(x)
+
+    host = SimpleNamespace(passing=None, running=lambda passing: nullcontext())
+    become(module, StagedPart, unit=unit, host=host, outputs=0)
+    x, mask = torch.rand(3), torch.zeros(3)
+    for options in ({"mask": mask, "x": x}, {"x": x, "mask": mask}):
+        assert torch.equal(module(**options), x * mask)
+        assert entered.pop() is x
+
+
+class SmallNorm(nn.Module):
+    """An RMS norm with its epsilon under a name of its own."""
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.weight, self.layer_norm_eps = nn.Parameter(torch.ones(columns)), 1e-5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + self.layer_norm_eps).rsqrt() * self.weight
+
+
+def test_a_norm_without_weight_has_the_default_epsilon() -> None:
+    bare = nn.RMSNorm(8, elementwise_affine=False)
+    assert epsilon_of(bare) == epsilon_of(nn.RMSNorm(8)) == torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("kind", [SmallNorm, nn.RMSNorm])
+def test_a_norm_over_all_ranks_has_the_authors_epsilon(kind: Any) -> None:
+    torch.manual_seed(0)
+    x = 1e-3 * torch.randn(3, 8)
+    part = kind(4)
+    part.__class__ = type("OverAll", (NormOverAll, kind), {})
+    part.__dict__["host"] = SimpleNamespace(
+        columns=SimpleNamespace(size=2, mean=lambda own: x.square().mean(-1, keepdim=True))
+    )
+    torch.testing.assert_close(part(x[:, :4]), kind(8)(x)[:, :4])

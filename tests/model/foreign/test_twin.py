@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from helpers.model_facts import configuration
+from optimus.errors import UserError
 from optimus.model.foreign.facts import signature
 from optimus.model.foreign.probes import find_blocks, logits_of
 from optimus.model.foreign.sizes import RealSizes
@@ -56,7 +57,8 @@ def test_a_small_configuration_stays_as_it_is() -> None:
 def test_code_that_a_folder_brings_does_not_run() -> None:
     config = small(configuration("llama"))
     config.auto_map = {"AutoModelForCausalLM": "elsewhere.Model"}
-    assert type(build(config)).__name__ == "LlamaForCausalLM"
+    with pytest.raises(UserError, match=r"elsewhere.py in a folder, runs only if you name its folder"):
+        build(config)
 
 
 class Settings:
