@@ -245,8 +245,10 @@ def _with_own_modules(config: RunConfig, path: Path) -> RunConfig:
     have."""
     model, changed = read_model(path), dict[str, Any]()
     if model.experts is not None:
-        none = dict.fromkeys(("balance_coefficient", "z_coefficient", "bias_rate"), 0.0)
-        changed["moe"] = config.moe.model_copy(update=none)
+        bias = ["bias_rate"] if model.router_bias else []
+        changed["moe"] = config.moe.model_copy(
+            update=dict.fromkeys(["balance_coefficient", "z_coefficient", *bias], 0.0)
+        )
     return config.model_copy(update={"model": model, **changed})
 
 
