@@ -1,4 +1,4 @@
-"""The CPU cores that a process may use."""
+"""The CPU cores and the memory that a process may use."""
 
 import os
 from pathlib import Path
@@ -12,3 +12,12 @@ def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
         return max(1, min(cores, round(int(allowed) / int(period))))
     except (OSError, ValueError):  # no limit
         return cores
+
+
+def usable_memory(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
+    """Returns the bytes of the machine's memory, or fewer if the cgroup file `limit` sets a lower limit."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        return min(total, int(limit.read_text(encoding="ascii")))
+    except (OSError, ValueError):  # no limit
+        return total

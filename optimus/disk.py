@@ -93,9 +93,14 @@ def write_json(path: Path, content: Any) -> None:
     replace_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
+def temporary_name(path: Path) -> Path:
+    """Returns a name beside `path` that no other process uses, also on another machine."""
+    return path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
+
+
 def replace_text(path: Path, text: str) -> None:
     """Replaces the content of the file at `path` atomically with `text`, synced to disk."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary = temporary_name(path)
     try:
         with temporary.open("w", encoding="utf-8", newline="") as file:
             file.write(text)

@@ -82,10 +82,10 @@ class _Piece(NamedTuple):
 
 
 def read_batches(
-    sources: Sources, start: Position, text_field: str | TextField, encode: Encode
+    sources: Sources, start: Position, text_field: str | TextField, encode: Encode, stop: int | None = None
 ) -> Iterator[DocumentBatch]:
-    """Yields all batches from `start` on. Raises `BadFileError` for a bad file, and another `UserError` if a disk or a
-    server fails.
+    """Yields all batches from `start` on, of the last file up to the offset `stop`. Raises `BadFileError` for a bad file,
+    and another `UserError` if a disk or a server fails.
 
     `encode` returns the tokens of a text.
     """
@@ -98,7 +98,8 @@ def read_batches(
         if pending.texts and source.input != pending.input:
             yield pending
             pending = DocumentBatch(source.input)
-        for part in _parts(source, position, text_field, encode):
+        is_last = number == len(sources.files) - 1
+        for part in _parts(source, position, text_field, encode, stop if is_last else None):
             if isinstance(part, DocumentBatch):
                 if pending.texts:
                     yield pending
@@ -123,13 +124,13 @@ def read_batches(
 
 
 def _parts(
-    source: Source, start: Position, text_field: str | TextField, encode: Encode
+    source: Source, start: Position, text_field: str | TextField, encode: Encode, stop: int | None
 ) -> "Iterator[DocumentBatch | _Piece]":
     read = next((row.read for row in READERS.values() if files.ends_in(source.path, row.suffixes)), None)
     with naming_bad_file(str(source.path)):
         if read is None:
             raise UserError(files.unsupported(source.path))
-        yield from read(source, start, text_field, encode)
+        yield from read(source, start, text_field, encode, *([] if stop is None else [stop]))
 
 
 @contextmanager
@@ -234,17 +235,41 @@ def _slices(text: str) -> Iterator[str]:
 
 
 def _read_lines(
-    source: Source, start: Position, text_field: str | TextField, encode: Encode
+    source: Source, start: Position, text_field: str | TextField, encode: Encode, stop: int | None = None
 ) -> Iterator[DocumentBatch | _Piece]:
     path = str(source.path)
     offset, line = start.offset, start.line
     with open_bytes(source) as (stream, raw):
         files.skip(stream, offset)
-        for block in _line_blocks(path, stream, line):
+        for block in _line_blocks(path, stream, line, None if stop is None else stop - offset):
             first_line, offset, line = line + 1, offset + len(block), line + block.count(b"\n")
             after = Position(start.file, offset, line)
             batch = DocumentBatch(source.input, block, path, first_line, after=after, read=raw.tell())
             yield from _line_parts(batch, text_field, encode)
+
+
+def _divide_lines(source: Source, share: float) -> int | None:
+    """Returns the beginning of the first line at or after a share of the file; 0 for a file that must be read from its
+    beginning."""
+    wanted = int(source.size * share)
+    if not wanted or source.encoding != "utf-8" or files.ends_in(source.path, (".gz", ".zst")):
+        return 0 if share < 0.5 else None
+    with open_bytes(source) as (stream, _):
+        stream.seek(wanted - 1)
+        while data := stream.read(BLOCK):
+            if newline := data.find(b"\n") + 1:
+                found = stream.tell() - len(data) + newline
+                return found if found < source.size else None
+    return None
+
+
+def lines_before(source: Source, offset: int) -> int:
+    """Counts the lines of a file of JSON lines before a byte."""
+    count = 0
+    with open_bytes(source) as (stream, _):
+        while offset and (data := stream.read(min(offset, files.READ))):
+            count, offset = count + data.count(b"\n"), offset - len(data)
+    return count
 
 
 def _line_parts(batch: DocumentBatch, text_field: str | TextField, encode: Encode) -> Iterator[DocumentBatch | _Piece]:
@@ -366,11 +391,13 @@ class _JsonText:
         return len(parts) > 1
 
 
-def _line_blocks(path: str, stream: BinaryIO, line: int) -> Iterator[bytes]:
-    """Yields blocks of whole lines. A block of more than twice `BLOCK` bytes is one line."""
+def _line_blocks(path: str, stream: BinaryIO, line: int, left: int | None) -> Iterator[bytes]:
+    """Yields blocks of whole lines, of the next `left` bytes or to the end. A block of more than twice `BLOCK` bytes is
+    one line."""
     carried: list[bytes] = []  # the beginning of a line whose end is in a later chunk
     size = 0
-    while chunk := stream.read(BLOCK):
+    while chunk := stream.read(BLOCK if left is None else min(BLOCK, left)):
+        left = None if left is None else left - len(chunk)
         newline = chunk.rfind(b"\n") + 1
         if newline:
             # A long carried line is a separate block.
@@ -419,15 +446,30 @@ def parse_line(line: bytes, path: str, number: int, text_field: str | TextField)
     return field_of(text_field).conversation(record, f"{path}:{number}")
 
 
+def _divide_parquet(source: Source, share: float) -> int | None:
+    """Returns the first row of the row group nearest to a share of the rows."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with source.path.open("rb") as raw:
+            metadata = pq.ParquetFile(raw, pre_buffer=False).metadata
+            groups = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+    except (pa.ArrowException, OSError):
+        return 0  # the task that reads the file names the fault
+    first = min(itertools.accumulate(groups, initial=0), key=lambda row: abs(row - share * sum(groups)))
+    return first if first < sum(groups) else None
+
+
 def _read_parquet(
-    source: Source, start: Position, text_field: str | TextField, encode: Encode
+    source: Source, start: Position, text_field: str | TextField, encode: Encode, stop: int | None = None
 ) -> Iterator[DocumentBatch | _Piece]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with source.path.open("rb") as raw, pq.ParquetFile(raw, buffer_size=files.READ, pre_buffer=False) as file:
-            field, row = field_of(text_field), 0
+            field, row, ends = field_of(text_field), 0, 0
             columns = field.columns(
                 file.schema_arrow.names, str(source.path), lambda: _first_record(source, file.iter_batches(1))
             )
@@ -436,8 +478,9 @@ def _read_parquet(
                 rows = file.metadata.row_group(group).num_rows
                 if row + rows <= start.offset and not groups:
                     row += rows
-                else:
+                elif stop is None or ends < stop:
                     groups.append(group)
+                ends += rows
             batches = file.iter_batches(PARQUET_ROWS, row_groups=groups, columns=columns, use_threads=False)
             yield from _row_pieces(source, _records(source, batches, row, start), start, field, raw, encode)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -559,8 +602,8 @@ def _named_failures(records: Callable[[], Iterable[Any]], reader: str, source: S
 
 TEXT = ReaderRow("text", files.TEXT_SUFFIXES, _read_text)
 HTML = ReaderRow("html", files.HTML_SUFFIXES, _read_page)
-JSON_LINES = ReaderRow("json-lines", files.LINES_SUFFIXES, _read_lines)
+JSON_LINES = ReaderRow("json-lines", files.LINES_SUFFIXES, _read_lines, _divide_lines)
 JSON = ReaderRow("json", files.ARRAY_SUFFIXES, _read_json)
 TABLE = ReaderRow("table", files.TABLE_SUFFIXES, _read_table)
-PARQUET = ReaderRow("parquet", (".parquet",), _read_parquet)
+PARQUET = ReaderRow("parquet", (".parquet",), _read_parquet, _divide_parquet)
 ARROW = ReaderRow("arrow", (".arrow",), _read_arrow)

@@ -3,10 +3,10 @@
 `prepare` must sync the token stream to disk before the journal counts the stream's tokens.
 """
 
-import errno
 import fcntl
 import json
 import os
+import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +23,8 @@ from optimus.errors import UserError
 
 FILE = "journal.json"
 LOCK = ".lock"
+FILES = "files"  # the setting that identifies the input files of all tasks
+_TRIES = 5  # attempts to lock, as another process may be looking
 EXCLUSIONS = ("too_short", "too_long", "duplicates")  # fields of `Counts`: reasons to exclude a document
 
 
@@ -76,16 +78,15 @@ class Journal:
     settings: dict[str, Any]
     mark: Mark
     file_mark: Mark
-    instances: int | None = None
-    shards: dict[str, str] = field(default_factory=dict)  # checksums of the finished shards, by name
-    packed: dict[str, int] = field(default_factory=dict)  # numbers of padding tokens and cut documents
+    complete: bool = False  # True if the mark is at the end of the inputs
+    read: float = 0.0  # share of the inputs before the mark
     looked_at: str = ""  # identity digest of the files that passed the check
     bad: list[BadFile] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
         """True if deleting the journal loses no tokens."""
-        return self.instances is None and not self.mark.tokens
+        return not self.complete and not self.mark.tokens
 
     def write(self, folder: Path) -> None:
         content = asdict(self)
@@ -120,7 +121,7 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
     """Describes the settings in `now` that differ from `before`."""
     before = {**EARLIER, **before}
     return ", ".join(
-        "other input files" if name == "inputs" else f"{name} {before.get(name)} there and {now[name]} here"
+        "other input files" if name in ("inputs", FILES) else f"{name} {before.get(name)} there and {now[name]} here"
         for name in now
         if before.get(name) != now[name]
     )
@@ -131,13 +132,25 @@ def locked(folder: Path) -> Iterator[None]:
     """Creates `folder` if it is absent, and holds its lock. Raises `UserError` if another run holds the lock or
     has just finished."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / LOCK
-    with path.open("w") as file:
+    for left in reversed(range(_TRIES)):
+        with held(folder) as lock:
+            if lock:
+                yield
+                return
+        if left:
+            time.sleep(0.1)
+    raise UserError(f"another run uses {folder}. Wait for its end, or choose another `output`.")
+
+
+@contextmanager
+def held(folder: Path, shared: bool = False) -> Iterator[bool]:
+    """Holds the lock of `folder`, with other readers if `shared`. Yields False if another process holds it, or has
+    finished its work in the folder."""
+    with (folder / LOCK).open("w") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The run that held the lock may have finished and deleted the lock file since this process opened it.
-            if not os.fstat(file.fileno()).st_nlink:
-                raise BlockingIOError(errno.EWOULDBLOCK, "finished meanwhile")
-        except BlockingIOError as error:
-            raise UserError(f"another run uses {folder}. Wait for its end, or choose another `output`.") from error
-        yield
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        # The process that held the lock may have finished and deleted the file since this process opened it.
+        yield os.fstat(file.fileno()).st_nlink > 0

@@ -5,7 +5,8 @@ End-of-text tokens pad a row.
 Legend: N documents, D pieces of documents, B rows, S tokens of a row.
 """
 
-import os
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,32 +16,33 @@ from numpy.typing import NDArray
 from optimus.data.shards import BEGINS, NOT_PREDICTED
 
 _READ = 16 << 20  # tokens per read
-_SMALLEST = 1 << 20  # bytes of the write buffer
 
 
 class Packed(NamedTuple):
-    """The numbers of rows, of padding tokens, and of documents longer than a row."""
+    """Rows of pieces of documents.
 
-    instances: int
-    padding_tokens: int
+    Row b has the pieces `bounds_B[b]` to `bounds_B[b + 1] - 1`, which begin at token `start_D` of all streams and have
+    `length_D` tokens. `cut_documents` is the number of documents longer than a row.
+    """
+
+    bounds_B: NDArray[np.int64]  # [B + 1]
+    start_D: NDArray[np.int64]
+    length_D: NDArray[np.int64]
     cut_documents: int
 
+    @property
+    def instances(self) -> int:
+        return len(self.bounds_B) - 1
 
-def pack(stream: Path, target: Path, *, context: int, eos_id: int, dtype: str, tokens: int) -> Packed:
-    """Packs the first `tokens` of `stream` into rows of `context` tokens in `target`. `eos_id` ends a document."""
-    start_D, length_D, cut = _pieces(_document_ends(stream, eos_id, dtype, tokens), context)
+
+def pack(ends: Sequence[NDArray[np.int64]], context: int) -> Packed:
+    """Packs the documents of token streams into rows of `context` tokens. `ends` has the ends of the documents of each
+    stream, from its beginning."""
+    before = accumulate((int(end_N[-1]) if len(end_N) else 0 for end_N in ends), initial=0)
+    start_D, length_D, cut = _pieces(np.concatenate([end_N + start for end_N, start in zip(ends, before)]), context)
     rows = best_fit(length_D, context)
-    item, temporary = np.dtype(dtype).itemsize, target.with_name(f"{target.name}.tmp")
-    with stream.open("rb", buffering=0) as source, temporary.open("wb", buffering=_SMALLEST) as packed:
-        for row in rows:
-            for piece in row:
-                packed.write(os.pread(source.fileno(), int(length_D[piece]) * item, int(start_D[piece]) * item))
-            padding = context - int(length_D[row].sum())
-            packed.write(np.full(padding, eos_id, dtype=dtype).tobytes())
-        packed.flush()
-        os.fsync(packed.fileno())
-    temporary.replace(target)
-    return Packed(len(rows), len(rows) * context - tokens, cut)
+    order_D = np.fromiter((piece for row in rows for piece in row), np.int64, len(length_D))
+    return Packed(np.cumsum([0, *map(len, rows)]), start_D[order_D], length_D[order_D], cut)
 
 
 def best_fit(length_D: NDArray[np.int64], capacity: int) -> list[list[int]]:
@@ -77,7 +79,7 @@ def _fill(
     rows_by_free[free].append(row)
 
 
-def _document_ends(stream: Path, eos_id: int, dtype: str, tokens: int) -> NDArray[np.int64]:
+def document_ends(stream: Path, eos_id: int, dtype: str, tokens: int) -> NDArray[np.int64]:
     """Finds the position after each document. A last document without an end-of-text token ends after `tokens`
     tokens."""
     found: list[NDArray[np.int64]] = []

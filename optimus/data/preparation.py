@@ -1,9 +1,13 @@
 """`prepare` turns raw text into a folder of shuffled token shards.
 
 1. Tokenise: write the documents as one stream of tokens, `<output>.partial/tokens.bin`.
-   With `pack` "best-fit", also pack the documents into the instances of `packed.bin`.
-2. Shuffle: instance j of the output is instance `permutation(j)` of the stream, or with "best-fit" of `packed.bin`.
-3. Shard: write the instances in this order into shard files.
+2. Remove duplicates from the stream, and with `pack` "best-fit" pack the documents into rows; see `joining.py`.
+3. Shuffle and shard: instance j of the output is instance `permutation(j)` of the stream, or with "best-fit" row
+   `permutation(j)`.
+
+Several tasks divide the inputs into contiguous ranges. Task k writes the stream of its range into the folder
+`<output>.partial/task-k`. All streams together, in order, are the stream of a call without tasks, so the output is the
+same. The tasks share steps 2 and 3.
 
 The Optimus paper (section 4) cuts instances from the tokens of each file separately, and drops the tail of each file.
 Here one stream runs through all files.
@@ -11,10 +15,11 @@ Here one stream runs through all files.
 
 import errno
 import os
+import re
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -27,29 +32,32 @@ import numpy as np
 
 from optimus.config.sizes import size_text
 from optimus.copies import copied, is_url
-from optimus.cores import usable_cores
+from optimus.cores import usable_cores, usable_memory
 from optimus.data import files, journal, shards
 from optimus.data import tokenizer as tokenizers
-from optimus.data.documents import DocumentBatch, Encode, Position, read_batches, read_texts
+from optimus.data.documents import DocumentBatch, Encode, Position, lines_before, read_batches, read_texts
+from optimus.data.duplicates import RECORDS, STREAM, record, record_type
 from optimus.data.fields import CHAT, ChatField, TextField, chat_field, field_of
 from optimus.data.files import BadFile, BadFileError
+from optimus.data.gather import DIGEST, SUMS
 from optimus.data.helpers import Helpers
 from optimus.data.inspection import FULL_CHECK_BYTES, listing, look, looked_at, with_encoding
+from optimus.data.joining import Joint, Plan, TooFewTokensError, make_plan, shards_of, write_shards
 from optimus.data.journal import EXCLUSIONS, Counts, Journal, Mark
-from optimus.data.packing import pack as pack_documents
-from optimus.data.selection import Dedup, Document, Selection, Signatures
+from optimus.data.ranges import Range, numbers_of_task, ranges
+from optimus.data.selection import Dedup, Document, Selection
+from optimus.data.tasks import SETTINGS, TASKS, begin_tasks, noting_failure, prepare_status, status_text, task_name
 from optimus.data.tokenizer import TokenizerInfo
-from optimus.data.work import SUMS, Encoded, encoder, tokenizer_trainer, write_shard
-from optimus.disk import printable, sync, user_path, write_json
+from optimus.data.units import EndedElsewhereError
+from optimus.data.work import Encoded, encoder, tokenizer_trainer
+from optimus.disk import printable, sync, temporary_name, user_path, write_json
 from optimus.errors import UserError
 from optimus.plugins import load_plugins
 
 Progress = Callable[[str, int, int | None], None]
 Item = TypeVar("Item")
 
-STREAM = "tokens.bin"
-PACKED = "packed.bin"
-
+Stage = Literal["all", "streams", "shards"]
 Pack = Literal["concatenate", "best-fit"]
 SHARD_SIZE = 512 * 10**6
 COMMIT_SECONDS = 5.0
@@ -80,7 +88,17 @@ class _Run:
     selection: Selection
     skip_bad: bool
     fields: TextField  # the parsed `text_field`
+    memory: int
+    range: Range
+    task: tuple[int, int] | None  # number of tasks, and the number of this task
     bad: list[BadFile] = field(default_factory=list)
+    inputs: files.Sources = field(init=False)  # the files of all tasks
+
+    def __post_init__(self) -> None:
+        self.inputs = self.sources
+        self.sources = files.Sources(
+            self.sources.inputs, self.sources.files[self.range.first : self.range.last], self.sources.skipped
+        )
 
     @property
     def masked(self) -> bool:
@@ -88,15 +106,33 @@ class _Run:
         return self.text_field.startswith(CHAT)
 
     @property
-    def rows(self) -> Path:
-        """The file whose rows step 2 shuffles."""
-        return self.partial / (STREAM if self.pack == "concatenate" else PACKED)
+    def tasks(self) -> int:
+        return self.task[0] if self.task else 1
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the stream of this task."""
+        return self.partial if self.task is None else self.partial / task_name(self.task[1])
+
+    @property
+    def folders(self) -> list[Path]:
+        """The folders of the streams of all tasks."""
+        return [self.partial] if self.task is None else [self.partial / task_name(k) for k in range(self.tasks)]
+
+    @property
+    def start(self) -> Position:
+        """The position where this task begins to read. A beginning inside a file counts as its second line."""
+        return Position(0, self.range.start, int(self.range.start > 0))
+
+    @property
+    def is_finished(self) -> bool:
+        return (self.output / shards.INDEX).exists()
 
     def leave_out(self, bad: Sequence[tuple[files.Source, str]], partly: bool = False) -> None:
         """Removes the `bad` files from the sources. Raises `UserError` for bad files without `skip_bad`, or if no other
         file remains. `partly` is True if the check has read some files only in part."""
         total = len(self.sources.files) + len(self.bad)
-        if bad and (not self.skip_bad or len(bad) == len(self.sources.files)):
+        if bad and (not self.skip_bad or (len(bad) == len(self.sources.files) and self.task is None)):
             raise UserError(listing(bad, total, partly))
         excluded = [BadFile.from_source(*each) for each in bad]
         self.bad += excluded
@@ -125,6 +161,10 @@ def prepare(
     split: str | None = None,
     skip_bad: bool = False,
     plugins: Sequence[str] = (),
+    tasks: int | Literal["array"] | None = None,
+    task: int | None = None,
+    stage: Stage = "all",
+    memory: int | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Tokenises, shuffles and shards `inputs` into the folder `output`, and returns the content of the folder's
@@ -150,7 +190,14 @@ def prepare(
     `encoding` applies to files that are not valid UTF-8. `split` chooses a dataset of a folder that
     `DatasetDict.save_to_disk` wrote. With `skip_bad`, `prepare` excludes unreadable files, and the
     index lists these files as `bad_files`. `plugins` names plugins with readers for other types of files. `prepare`
-    calls `progress(stage, done, total)` now and then; `total` may be None.
+    calls `progress(stage, done, total)` now and then; `total` may be None. `memory` is the maximum number of bytes for
+    removing duplicates and for shuffling, by default a quarter of the machine's.
+
+    `tasks` processes on any number of machines can prepare one output, in a folder that all of them see: each call has
+    another `task`, from 0 to `tasks - 1`. "array", or a missing `task`, takes the numbers of an array job of Slurm, PBS or
+    Kubernetes. A task tokenises its range of the inputs (`stage` "streams"). When all ranges are done, one or more tasks
+    write the shards ("shards"). With "all", a task does what can be done. The output has the same bytes as without
+    tasks. Until it is complete, the result is the dictionary of `prepare_status`.
 
     A new call resumes an interrupted call. If `output` is already complete with the same settings, the call returns the
     existing index. Raises `UserError` for bad input, too little disk space, or an `output` with other content.
@@ -160,12 +207,26 @@ def prepare(
         index["tokens"]
     """
     arguments = {**locals()}
+    numbers = numbers_of_task(tasks, task)
+    if stage not in get_args(Stage):
+        raise UserError(f"`stage` is {stage!r}: it must be one of {', '.join(get_args(Stage))}")
+    if is_url(output) and numbers:
+        raise UserError(
+            f"`tasks` need an `output` in a folder that all of them see, not {output}: copy it there afterwards"
+        )
     if is_url(output):
         return copied(output, shards.INDEX, lambda folder: prepare(**(arguments | {"output": folder})), again=True)
     loaded = load_plugins(plugins)
     output = Path(os.path.abspath(user_path(output)))
     workers = usable_cores() if workers is None else workers
-    _check(tokenizer, train_tokenizer, pack, context=context, workers=workers, shard_size=shard_size)
+    memory = usable_memory() // 4 if memory is None else memory
+    sizes = {"context": context, "workers": workers, "shard_size": shard_size, "memory": memory}
+    _check(tokenizer, train_tokenizer, pack, **sizes)
+    if numbers and skip_bad and train_tokenizer is not None:
+        raise UserError(
+            "`tasks` with `skip_bad` cannot train a tokenizer, which depends on all good files: train it first, in a call "
+            "with a part of the text, and give its `tokenizer`"
+        )
     selection = Selection(min_characters, max_characters, min_tokens, max_tokens, dedup)
     selection.check()
     field = field_of(text_field)
@@ -203,12 +264,24 @@ def prepare(
         selection=selection,
         skip_bad=skip_bad,
         fields=field,
+        memory=memory // workers,
+        # With `skip_bad`, the task that reads a file must find all its faults.
+        range=ranges(sources, numbers[0], divide=not skip_bad)[numbers[1]] if numbers else _everything(sources),
+        task=numbers,
     )
     with _disk_errors(run):
         if output.exists() and not (output.is_dir() and not any(output.iterdir())):
             return _finished_before(run, settings)
+        if numbers:
+            return _take_part(run, settings, info, stage)
+        if (partial / SETTINGS).exists():
+            raise UserError(f"{partial} was begun with tasks: give `tasks`, or delete it to start over.")
         with journal.locked(run.partial):
             return _prepare(run, settings, info)
+
+
+def _everything(sources: files.Sources) -> Range:
+    return Range(0, 0, len(sources.files), None, 0, sum(source.size for source in sources.files))
 
 
 def _check(tokenizer: str | Path | None, train_tokenizer: int | None, pack: str, **sizes: int) -> None:
@@ -243,7 +316,7 @@ def _differences(run: _Run, index: dict[str, Any], settings: dict[str, Any]) -> 
     """Describes how this run differs from the settings of an index. If `skip_bad` is set, the comparison ignores the
     bad files of the index."""
     excluded = [(bad["input"], bad["name"]) for bad in index.get("bad_files", ()) if run.skip_bad]
-    inputs = run.sources.without(excluded).content_digest()
+    inputs = run.inputs.without(excluded).content_digest()
     return journal.differences(index["settings"], settings | {"inputs": inputs})
 
 
@@ -270,30 +343,106 @@ def _prepare(run: _Run, settings: dict[str, Any], info: TokenizerInfo | None) ->
         index = shards.read_index(run.partial)
         _refuse(run, _differences(run, index, settings))
         return _finish(run, index)
+    state, made = _write_stream(run, settings, info)
+    return _complete(run, [state], *_join(run, [state], made))
+
+
+def _write_stream(run: _Run, settings: dict[str, Any], info: TokenizerInfo | None) -> tuple[Journal, TokenizerInfo]:
+    """Writes the rest of the stream of this task (step 1)."""
     state = _open_journal(run, settings)
-    for stale in run.partial.glob("*.tmp"):
+    for stale in run.folder.glob("*.tmp"):
         stale.unlink()
     while True:
         try:
             made = _install_tokenizer(run, info)
-            if state.instances is None:
+            if not state.complete:
                 _tokenise(run, state, made)
-            break
+            return state, made
         except BadFileError as error:
             state = _without_bad_file(run, state, error)
-    instances = state.instances or _pack(run, state, made)
-    _shard(run, state, instances, made)
-    _join_sums(run, instances, made)
-    index = _index(run, state, instances, made)
+
+
+def _join(run: _Run, states: Sequence[Journal], info: TokenizerInfo) -> tuple[Joint, Plan]:
+    """Writes the shards of the streams of all tasks (steps 2 and 3)."""
+    joint = Joint(
+        run.partial,
+        run.folders,
+        [state.mark.counts for state in states],
+        info,
+        run.context,
+        run.seed,
+        run.shard_size,
+        run.pack == "best-fit",
+        run.selection.dedup,
+        run.workers,
+        run.memory,
+        first=run.task[1] if run.task else 0,
+        is_finished=lambda: run.is_finished,
+    )
+    try:
+        plan = make_plan(joint, run.progress)
+    except TooFewTokensError:
+        shutil.rmtree(run.partial)
+        raise
+    missing = [name for name, *_ in shards_of(joint, plan.instances) if not (run.partial / f"{name}{DIGEST}").exists()]
+    if missing:
+        _check_disk(run, 2 * plan.instances * run.context * joint.item)
+        write_shards(joint, plan, run.progress)
+    return joint, plan
+
+
+def _complete(run: _Run, states: Sequence[Journal], joint: Joint, plan: Plan) -> dict[str, Any]:
+    _join_sums(joint, plan)
+    index = _index(run, states, joint, plan)
     write_json(run.partial / shards.INDEX, index)
     return _finish(run, index)
+
+
+def _take_part(run: _Run, settings: dict[str, Any], info: TokenizerInfo | None, stage: Stage) -> dict[str, Any]:
+    """Does the part of one task, and of the second stage what is possible."""
+    begin_tasks(run.partial, _settings_of_tasks(run, settings))
+    if stage != "shards":
+        with journal.locked(run.folder), noting_failure(run.folder):
+            _write_stream(run, _settings_of_tasks(run, settings), info)
+    status = prepare_status(run.output)
+    if stage == "streams" or (stage == "all" and status["missing"]):
+        return status
+    if status["missing"]:
+        raise UserError(f"not all tasks of {run.output} have written their streams:\n{status_text(status)}")
+    try:
+        return _join_tasks(run)
+    except (OSError, UserError, EndedElsewhereError):
+        if not run.is_finished:
+            raise
+    return shards.read_index(run.output)
+
+
+def _settings_of_tasks(run: _Run, settings: dict[str, Any]) -> dict[str, Any]:
+    return {**settings, TASKS: run.tasks, journal.FILES: run.inputs.identity_digests[-1]}
+
+
+def _join_tasks(run: _Run) -> dict[str, Any]:
+    states = [state for folder in run.folders if (state := journal.read(folder)) is not None]
+    run.bad = [bad for state in states for bad in state.bad]
+    info = replace(tokenizers.inspect(run.partial / tokenizers.FILE), masked=run.masked)
+    joined = _join(run, states, info)
+    while not run.is_finished:
+        with journal.held(run.partial) as lock:
+            if lock:
+                return _complete(run, states, *joined)
+        time.sleep(0.1)
+    return shards.read_index(run.output)
 
 
 def _without_bad_file(run: _Run, state: Journal, error: BadFileError) -> Journal:
     """Excludes the bad file of `error` from the sources, and returns the journal to resume from. Raises `UserError`
     without `skip_bad`."""
-    number = next(k for k, source in enumerate(run.sources.files) if str(source.path) == error.path)
-    bad = [(run.sources.files[number], with_encoding(run.sources.files[number], error.what))]
+    number = next((k for k, source in enumerate(run.sources.files) if str(source.path) == error.path), None)
+    if number is None:  # a file of another task, in the sample that trains a tokenizer
+        raise UserError(str(error)) from error
+    source = run.sources.files[number]
+    what = error.what if number else _with_line_of_file(source, error.what, run.start)
+    bad = [(source, with_encoding(source, what))]
     if not run.skip_bad:
         bad += _look(run, run.sources.files[number + 1 :], full=True)[0]
     run.leave_out(bad)
@@ -302,14 +451,23 @@ def _without_bad_file(run: _Run, state: Journal, error: BadFileError) -> Journal
         return _new_journal(run, settings)
     state.settings, state.mark, state.bad = settings, state.file_mark, run.bad
     state.looked_at = run.sources.identity_digests[-1]
-    state.write(run.partial)
+    state.write(run.folder)
     return state
+
+
+def _with_line_of_file(source: files.Source, what: str, start: Position) -> str:
+    """Counts the line in the description of a fault from the beginning of the file, not from the position `start`."""
+    found = re.match(r":(\d+):", what)
+    if not start.offset or found is None:
+        return what
+    return f":{int(found[1]) - start.line + lines_before(source, start.offset)}:{what[found.end() :]}"
 
 
 def _look_at_all(run: _Run) -> None:
     """Checks all files and excludes the bad files; see `_Run.leave_out`."""
     # A new tokenizer must depend on good files alone.
-    bad, partly = _look(run, run.sources.files, full=run.train_tokenizer is not None)
+    first = 1 if run.range.start else 0  # another task checks the beginning of this file
+    bad, partly = _look(run, run.sources.files[first:], full=run.train_tokenizer is not None and run.task is None)
     if bad and not run.skip_bad and sum(source.size for source in partly) <= FULL_CHECK_BYTES:
         bad += _look(run, partly, full=True)[0]
         order = {source.path: number for number, source in enumerate(run.sources.files)}
@@ -341,7 +499,7 @@ def _look(
 def _refuse(run: _Run, different: str) -> None:
     if different:
         raise UserError(
-            f"{run.partial} holds an unfinished run with other settings ({different}). "
+            f"{run.folder} holds an unfinished run with other settings ({different}). "
             "Delete it to start over, or choose another `output`."
         )
 
@@ -349,11 +507,11 @@ def _refuse(run: _Run, different: str) -> None:
 def _open_journal(run: _Run, settings: dict[str, Any]) -> Journal:
     """Opens the journal of an interrupted run, at the last mark that is still valid, or starts a new journal. Excludes
     bad files from the sources."""
-    state = journal.read(run.partial)
+    state = journal.read(run.folder)
     if state is None:
-        others = [path.name for path in run.partial.iterdir() if path.name != journal.LOCK]
+        others = [path.name for path in run.folder.iterdir() if path.name != journal.LOCK]
         if not all(name.endswith(".tmp") for name in others):
-            raise UserError(f"{run.partial} exists and is not an unfinished run. Choose another `output`.")
+            raise UserError(f"{run.folder} exists and is not an unfinished run. Choose another `output`.")
     elif different := journal.differences({**state.settings, "inputs": ""}, settings):
         if not state.is_empty:
             _refuse(run, different)
@@ -368,7 +526,7 @@ def _open_journal(run: _Run, settings: dict[str, Any]) -> Journal:
     if state is None or (state.is_empty and journal.differences(state.settings, settings)):
         return _new_journal(run, settings)
     # Unread files may change before their tokenisation, unless a trained tokenizer depends on all files.
-    reading = state.instances is None and run.train_tokenizer is None
+    reading = not state.complete and run.train_tokenizer is None
     before = {**state.settings, "inputs": settings["inputs"]} if reading else state.settings
     _refuse(run, journal.differences(before, settings))
     if not state.mark.holds(run.sources):
@@ -381,12 +539,11 @@ def _open_journal(run: _Run, settings: dict[str, Any]) -> Journal:
 
 def _new_journal(run: _Run, settings: dict[str, Any]) -> Journal:
     """Deletes the files of an earlier run, and writes a new journal."""
-    for path in run.partial.iterdir():
-        if path.name != journal.LOCK:
-            path.unlink()
-    nothing = Mark(Position(0), [Counts() for _ in run.sources.inputs])
+    _empty(run.folder, {journal.LOCK})
+    files_read = run.sources.identity_digests[run.start.files_read]
+    nothing = Mark(run.start, [Counts() for _ in run.sources.inputs], files_read)
     state = Journal(settings, nothing, nothing, looked_at=run.sources.identity_digests[-1], bad=run.bad)
-    state.write(run.partial)
+    state.write(run.folder)
     return state
 
 
@@ -396,7 +553,7 @@ def _install_tokenizer(run: _Run, info: TokenizerInfo | None) -> TokenizerInfo:
     path = run.partial / tokenizers.FILE
     if not path.exists():
         if info:
-            temporary = path.with_suffix(".tmp")
+            temporary = temporary_name(path)
             shutil.copyfile(info.path, temporary)
             temporary.replace(path)
         else:
@@ -416,13 +573,14 @@ def _train_tokenizer(run: _Run, path: Path) -> None:
 
 
 def _training_sample(run: _Run) -> Iterator[str]:
-    """Yields texts to train a tokenizer on, from the beginning of each file."""
-    total_bytes = sum(source.text_bytes_estimate for source in run.sources.files)
+    """Yields texts to train a tokenizer on, from the beginning of each file of all tasks."""
+    sources = run.sources if run.task is None else run.inputs
+    total_bytes = sum(source.text_bytes_estimate for source in sources.files)
     share = min(1.0, TRAINING_SAMPLE / max(1.0, total_bytes))
     total, done = int(total_bytes * share), 0
-    for source in run.sources.files:
+    for source in sources.files:
         remaining = int(source.text_bytes_estimate * share)
-        one = files.Sources(run.sources.inputs, (source,))
+        one = files.Sources(sources.inputs, (source,))
         for text, _ in read_texts(one, run.text_field):
             yield text[: max(0, remaining)]
             remaining -= len(text)
@@ -437,21 +595,22 @@ def _tokenise(run: _Run, state: Journal, info: TokenizerInfo) -> None:
     """Writes the token stream, from the journal's mark to the end of the inputs."""
     item = np.dtype(info.dtype).itemsize
     encode = tokenizers.encoder(tokenizers.load(info.path, parse_special=run.parse_special))
-    total = sum(source.size for source in run.sources.files)
+    total = run.range.size
     run.progress("tokenise", 0, total)
-    _check_disk(run, _estimate(run, encode, item))
-    (run.partial / STREAM).touch()
-    with (run.partial / STREAM).open("r+b") as stream:
+    _check_disk(run, _estimate(run, encode, item) / run.tasks)
+    (run.folder / STREAM).touch()
+    with (run.folder / STREAM).open("r+b") as stream:
         if stream.seek(0, os.SEEK_END) < state.mark.tokens * item:
-            raise UserError(f"{run.partial / STREAM} is shorter than its journal says. Delete {run.partial}.")
+            raise UserError(f"{run.folder / STREAM} is shorter than its journal says. Delete {run.folder}.")
         stream.seek(state.mark.tokens * item)
         writer = _StreamWriter(run, state, stream, item)
-        batches = read_batches(run.sources, state.mark.position, run.fields, encode)
+        batches = read_batches(run.sources, state.mark.position, run.fields, encode, run.range.stop)
         try:
             with Helpers(run.workers, encoder, info, run.fields, run.parse_special, run.selection.dedup) as helpers:
                 for batch, encoded in _in_order(helpers, batches):
                     writer.write(batch, encoded)
-                    run.progress("tokenise", batch.read, total)
+                    run.progress("tokenise", min(max(0, batch.read - run.range.before), total), total)
+            state.complete = True
             writer.commit()
         except (UserError, KeyboardInterrupt):
             writer.commit()
@@ -494,7 +653,8 @@ class _StreamWriter:
         self._item = item
         self._counts = [replace(counts) for counts in state.mark.counts]
         self._document = replace(state.mark.document)
-        self._signatures = Signatures(run.partial, run.selection.dedup, state.mark.documents)
+        self._records = _open_records(run, state.mark.documents)
+        self._read = state.read
         self._reached = (state.mark, state.file_mark)
         self._committed = time.monotonic()
 
@@ -506,69 +666,61 @@ class _StreamWriter:
             self._document.add(piece, self._run.selection.dedup)
             start = stop
             if piece.ends_document:
-                self._end_document(self._counts[batch.input])
+                self._end_document(batch.input)
         if batch.after is None:
             return
         files_read = self._run.sources.identity_digests[batch.after.files_read]
         mark = Mark(batch.after, [replace(counts) for counts in self._counts], files_read, replace(self._document))
         self._reached = (mark, mark if batch.after.offset == 0 else self._reached[1])
+        self._read = min(1.0, max(0, batch.read - self._run.range.before) / max(1, self._run.range.size))
         if time.monotonic() - self._committed >= COMMIT_SECONDS:
             self.commit()
 
-    def _end_document(self, counts: Counts) -> None:
+    def _end_document(self, input_: int) -> None:
         """Counts the current document as included, empty or excluded.
 
         Does not truncate the stream, because the last journal may count tokens of an excluded document.
         """
         document, self._document = self._document, Document()
+        counts = self._counts[input_]
         if not document.text_bytes:
             counts.empty_documents += 1
             return
         misfit = self._run.selection.misfit(document)
-        if misfit is None and self._signatures.is_new(bytes.fromhex(document.signature)):
-            counts.documents += 1
-            counts.text_bytes += document.text_bytes
-            counts.tokens += document.tokens
+        if misfit is not None:
+            setattr(counts, misfit, getattr(counts, misfit) + 1)
+            self._stream.seek(-document.tokens * self._item, os.SEEK_CUR)
             return
-        why = misfit or "duplicates"
-        setattr(counts, why, getattr(counts, why) + 1)
-        self._stream.seek(-document.tokens * self._item, os.SEEK_CUR)
+        counts.documents += 1
+        counts.text_bytes += document.text_bytes
+        counts.tokens += document.tokens
+        if self._records is not None:
+            self._records.write(record(document, input_))
 
     def close(self) -> None:
-        self._signatures.close()
+        if self._records is not None:
+            self._records.close()
 
     def commit(self) -> None:
-        self._signatures.sync()
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
+        for file in filter(None, (self._records, self._stream)):
+            file.flush()
+            os.fsync(file.fileno())
         self._state.mark, self._state.file_mark = self._reached
-        self._state.write(self._run.partial)
+        self._state.read = self._read
+        self._state.write(self._run.folder)
         self._committed = time.monotonic()
 
 
-def _pack(run: _Run, state: Journal, info: TokenizerInfo) -> int:
-    """Packs the stream if `pack` is "best-fit". Returns the number of instances. If the stream has fewer tokens than
-    one instance, deletes the folder and raises `UserError`."""
-    tokens = state.mark.tokens
-    if tokens < run.context:
-        for path in run.partial.iterdir():
-            path.unlink()
-        run.partial.rmdir()
-        what = f"only {tokens} tokens, too few for one instance of {run.context}" if tokens else "no text"
-        cure = "Give more text, or a smaller `context`." if tokens else "Every document is empty or left out."
-        raise UserError(f"the input contains {what}. {cure}")
-    if run.pack == "concatenate":
-        state.instances = tokens // run.context
-    else:
-        run.progress("pack", 0, None)
-        packed = pack_documents(
-            run.partial / STREAM, run.rows, context=run.context, eos_id=info.eos_id, dtype=info.dtype, tokens=tokens
-        )
-        sync(run.partial)
-        state.instances, *_ = packed
-        state.packed = {"padding_tokens": packed.padding_tokens, "cut_documents": packed.cut_documents}
-    state.write(run.partial)
-    return state.instances
+def _open_records(run: _Run, saved: int) -> BinaryIO | None:
+    """Opens the records of the documents after the first `saved`; None without deduplication."""
+    if run.selection.dedup == "none":
+        return None
+    path, size = run.folder / RECORDS, saved * record_type(run.selection.dedup).itemsize
+    path.touch()
+    if path.stat().st_size < size:
+        raise UserError(f"{path} is shorter than its journal says. Delete {run.folder}.")
+    os.truncate(path, size)
+    return path.open("ab")
 
 
 def _estimate(run: _Run, encode: Encode, item: int) -> float:
@@ -578,14 +730,14 @@ def _estimate(run: _Run, encode: Encode, item: int) -> float:
         sample += text[: SIZE_SAMPLE - len(sample)]
         if len(sample) == SIZE_SAMPLE:
             break
-    text_bytes = sum(source.text_bytes_estimate for source in run.sources.files)
+    text_bytes = sum(source.text_bytes_estimate for source in run.inputs.files)
     return 2 * item * text_bytes * len(encode(sample)) / max(1, len(sample.encode()))
 
 
 def _check_disk(run: _Run, needed: float) -> None:
     """Raises `UserError` unless the disk has room for `needed` bytes, less the bytes that this run has already
     written."""
-    missing = needed - sum(path.stat().st_size for path in run.partial.iterdir())
+    missing = needed - sum(path.stat().st_size for each in {run.partial, run.folder} for path in each.iterdir())
     free = shutil.disk_usage(run.partial).free
     if missing > free:
         raise UserError(
@@ -594,62 +746,27 @@ def _check_disk(run: _Run, needed: float) -> None:
         )
 
 
-def _shard(run: _Run, state: Journal, instances: int, info: TokenizerInfo) -> None:
-    """Writes the shards that are missing from the journal or the folder."""
-    plan = _shard_plan(run, instances, info)
-    missing = [
-        (name, start, stop)
-        for name, start, stop in plan
-        if name not in state.shards or not all((run.partial / f).exists() for f in (name, f"{name}{SUMS}"))
-    ]
-    if not missing:
-        return
-    size = instances * run.context * np.dtype(info.dtype).itemsize
-    if not run.rows.exists() or run.rows.stat().st_size < size:
-        raise UserError(f"{run.rows} is shorter than its journal says. Delete {run.partial}.")
-    if run.pack != "concatenate":
-        (run.partial / STREAM).unlink(missing_ok=True)
-    _check_disk(run, 2 * size)
-    gathered = run.rows, run.partial, instances, run.context, info.dtype, run.seed
-    done = instances - sum(stop - start for _, start, stop in missing)
-    run.progress("shard", done, instances)
-    with Helpers(min(run.workers, len(missing)), partial, write_shard, *gathered) as helpers:
-        futures = [helpers.submit(*shard) for shard in missing]
-        for (name, start, stop), future in zip(missing, futures):
-            state.shards[name] = future.result()
-            sync(run.partial)
-            state.write(run.partial)
-            done += stop - start
-            run.progress("shard", done, instances)
-
-
-def _join_sums(run: _Run, instances: int, info: TokenizerInfo) -> None:
+def _join_sums(joint: Joint, plan: Plan) -> None:
     """Writes the checksums of all instances as one array."""
-    temporary = run.partial / f"{shards.SUMS}.tmp"
+    temporary = joint.folder / f"{shards.SUMS}.tmp"
     with temporary.open("wb") as file:
-        header = {"descr": "<u4", "fortran_order": False, "shape": (instances,)}
+        header = {"descr": "<u4", "fortran_order": False, "shape": (plan.instances,)}
         np.lib.format.write_array_header_1_0(file, header)
-        for name, _, _ in _shard_plan(run, instances, info):
-            file.write((run.partial / f"{name}{SUMS}").read_bytes())
+        for name, _, _ in shards_of(joint, plan.instances):
+            file.write((joint.folder / f"{name}{SUMS}").read_bytes())
         file.flush()
         os.fsync(file.fileno())
-    temporary.replace(run.partial / shards.SUMS)
+    temporary.replace(joint.folder / shards.SUMS)
 
 
-def _shard_plan(run: _Run, instances: int, info: TokenizerInfo) -> list[tuple[str, int, int]]:
-    """Lists the shards as (name, first row, row after the last row)."""
-    rows = max(1, run.shard_size // (run.context * np.dtype(info.dtype).itemsize))
-    starts = range(0, instances, rows)
-    return [(f"shard-{k:05d}.npy", start, min(start + rows, instances)) for k, start in enumerate(starts)]
-
-
-def _index(run: _Run, state: Journal, instances: int, info: TokenizerInfo) -> dict[str, Any]:
-    counts = state.mark.counts
-    used = instances * run.context
+def _index(run: _Run, states: Sequence[Journal], joint: Joint, plan: Plan) -> dict[str, Any]:
+    counts, info, used = plan.counts, joint.info, plan.instances * run.context
+    good = run.inputs.without((bad.input, bad.name) for bad in run.bad)
+    settings = {name: value for name, value in states[0].settings.items() if name not in (TASKS, journal.FILES)}
     return {
         "format": shards.FORMAT,
         "version": shards.VERSION,
-        "settings": state.settings,
+        "settings": settings | {"inputs": good.content_digest()},
         "tokenizer": {
             "file": tokenizers.FILE,
             "sha256": info.sha256,
@@ -662,10 +779,10 @@ def _index(run: _Run, state: Journal, instances: int, info: TokenizerInfo) -> di
         "dtype": info.dtype,
         **({"masked": True} if run.masked else {}),
         **({"chat": run.fields.template.written()} if isinstance(run.fields, ChatField) else {}),
-        "instances": instances,
+        "instances": plan.instances,
         "tokens": used,
-        "dropped_tokens": max(0, state.mark.tokens - used),
-        **state.packed,
+        "dropped_tokens": max(0, plan.tokens - used),
+        **plan.packed,
         "documents": sum(c.documents for c in counts),
         "empty_documents": sum(c.empty_documents for c in counts),
         **{name: sum(getattr(c, name) for c in counts) for name in EXCLUSIONS},
@@ -674,12 +791,16 @@ def _index(run: _Run, state: Journal, instances: int, info: TokenizerInfo) -> di
         "skipped_by_ending": run.sources.skipped,
         "bad_files": [bad.entry() for bad in sorted(run.bad, key=lambda bad: (bad.input, bad.name))],
         "sources": [
-            {"name": name, "files": sum(source.input == k for source in run.sources.files), **asdict(counts[k])}
+            {"name": name, "files": sum(source.input == k for source in good.files), **asdict(counts[k])}
             for k, name in enumerate(run.sources.inputs)
         ],
         "shards": [
-            {"file": name, "instances": stop - start, "sha256": state.shards[name]}
-            for name, start, stop in _shard_plan(run, instances, info)
+            {
+                "file": name,
+                "instances": stop - start,
+                "sha256": (run.partial / f"{name}{DIGEST}").read_text(encoding="ascii"),
+            }
+            for name, start, stop in shards_of(joint, plan.instances)
         ],
         "sums": shards.SUMS,
     }
@@ -688,9 +809,7 @@ def _index(run: _Run, state: Journal, instances: int, info: TokenizerInfo) -> di
 def _finish(run: _Run, index: dict[str, Any]) -> dict[str, Any]:
     """Deletes the files that only an unfinished run needs, and renames the folder to `output`."""
     keep = {shards.INDEX, shards.SUMS, tokenizers.FILE, *(shard["file"] for shard in index["shards"])}
-    for path in run.partial.iterdir():
-        if path.name not in keep and path.name != journal.LOCK:
-            path.unlink()
+    _empty(run.partial, keep | {journal.LOCK})
     sync(run.partial)
     run.partial.rename(run.output)
     # The lock stays until after the rename, because another run could otherwise write into the folder.
@@ -698,3 +817,10 @@ def _finish(run: _Run, index: dict[str, Any]) -> dict[str, Any]:
     sync(run.output)
     sync(run.output.parent)
     return index
+
+
+def _empty(folder: Path, keep: Container[str]) -> None:
+    """Deletes all that is in a folder, but for the names in `keep`."""
+    for path in folder.iterdir():
+        if path.name not in keep:
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)

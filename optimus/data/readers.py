@@ -13,11 +13,15 @@ class ReaderRow:
 
     `read(source, start, text_field, encode)` yields batches or pieces of the file `source` from position `start` on.
     `documents.record_reader` makes a row from a function that yields records.
+
+    `divide(source, share)` returns a `Position.offset` near this share of the file, where `read` can begin and end; None
+    for the end of the file. `read` then takes `stop`, the offset where it ends, as its fifth argument.
     """
 
     name: str
     suffixes: tuple[str, ...]
     read: Callable[..., Iterator[Any]]
+    divide: Callable[[Any, float], int | None] | None = None
 
 
 READERS: Table[ReaderRow] = Table(

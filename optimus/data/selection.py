@@ -3,31 +3,28 @@
 Exact duplicates are equal in normalised text: Unicode NFKC, case folded, each run of white space as one space, no white
 space at the ends. Near-duplicates have an estimated Jaccard similarity of at least 0.8. The estimate comes from 128
 MinHashes of five-word shingles (Broder 1997; Lee et al. 2022, "Deduplicating Training Data Makes Language Models
-Better", section 4). The LSH index may miss some near-duplicates.
+Better", section 4). A document is excluded if it resembles any earlier document, also an excluded one. The comparison by
+bands (`duplicates.py`) may miss some near-duplicates.
 """
 
 import hashlib
 import importlib.util
-import os
 import re
 import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
 from optimus.errors import UserError, how_to_install
 
-FILE = "signatures.bin"
-
 Dedup = Literal["none", "exact", "minhash"]
-_SIMILAR = 0.8
-_HASHES = 128
+SIMILAR = 0.8  # least similarity of near-duplicates
+HASHES = 128
 _RUN = 5  # words of a shingle
 _BLOCK = 4096  # characters of normalised text in one hash
-_BYTES = {"none": 0, "exact": 16, "minhash": 4 * _HASHES}  # bytes of a signature
+BYTES = {"none": 0, "exact": 16, "minhash": 4 * HASHES}  # bytes of a signature
 
 
 @dataclass(frozen=True)
@@ -117,10 +114,10 @@ def signer(dedup: Dedup) -> Callable[[str, bool], bytes]:
         return _exact
     from datasketch import MinHash
 
-    permutations = MinHash(_HASHES, scheme="affine32").permutations
+    permutations = MinHash(HASHES, scheme="affine32").permutations
 
     def sign(text: str, alone: bool) -> bytes:
-        words, hashes = _folded(text).split(), MinHash(_HASHES, permutations=permutations, scheme="affine32")
+        words, hashes = _folded(text).split(), MinHash(HASHES, permutations=permutations, scheme="affine32")
         starts = range(max(1, len(words) - _RUN + 1))
         hashes.update_batch([" ".join(words[start : start + _RUN]).encode() for start in starts])
         return bytes(hashes.hashvalues.astype("<u4").tobytes())
@@ -149,69 +146,4 @@ def _folded(text: str) -> str:
 
 
 def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=_BYTES["exact"]).digest()
-
-
-class Signatures:
-    """The signatures of the selected documents, in memory and in the file `FILE` of `folder`.
-
-    A resumed run continues with the first `saved` signatures.
-    """
-
-    def __init__(self, folder: Path, dedup: Dedup, saved: int) -> None:
-        self._size = _BYTES[dedup]
-        self._find = _Near() if dedup == "minhash" else _Same()
-        path = folder / FILE
-        path.touch()
-        if path.stat().st_size < saved * self._size:
-            raise UserError(f"{path} is shorter than its journal says. Delete {folder}.")
-        self._file = path.open("r+b")
-        for _ in range(saved if self._size else 0):
-            self._find.is_new(self._file.read(self._size))
-        self._file.truncate()
-
-    def is_new(self, signature: bytes) -> bool:
-        """Stores a signature and returns True if no earlier signature matches. Always returns True without
-        deduplication."""
-        new = not self._size or self._find.is_new(signature)
-        if new:
-            self._file.write(signature)
-        return new
-
-    def sync(self) -> None:
-        """Syncs the file of signatures to the disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class _Same:
-    def __init__(self) -> None:
-        self._seen: set[bytes] = set()
-
-    def is_new(self, signature: bytes) -> bool:
-        before = len(self._seen)
-        self._seen.add(signature)
-        return len(self._seen) > before
-
-
-class _Near:
-    def __init__(self) -> None:
-        from datasketch import MinHashLSH
-
-        self._index: Any = MinHashLSH(_SIMILAR, _HASHES)
-        self._seen: list[bytes] = []
-
-    def is_new(self, signature: bytes) -> bool:
-        from datasketch import MinHash
-
-        hashes = np.frombuffer(signature, "<u4")
-        sketch = MinHash(_HASHES, hashvalues=hashes, scheme="affine32")
-        near = self._index.query(sketch)
-        if any((np.frombuffer(self._seen[number], "<u4") == hashes).mean() >= _SIMILAR for number in near):
-            return False
-        self._index.insert(len(self._seen), sketch)
-        self._seen.append(signature)
-        return True
+    return hashlib.blake2b(data, digest_size=BYTES["exact"]).digest()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from optimus.disk import parse_json
+from optimus.disk import parse_json, temporary_name
 from optimus.errors import UserError
 
 FILE = "tokenizer.json"
@@ -139,7 +139,7 @@ def train(texts: Iterable[str], vocab_size: int, path: Path) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    temporary = path.with_suffix(".tmp")
+    temporary = temporary_name(path)
     temporary.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     temporary.replace(path)
 

@@ -1,8 +1,5 @@
 """The functions of the helper processes of `prepare`."""
 
-import hashlib
-import os
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +11,9 @@ from optimus.data import tokenizer as tokenizers
 from optimus.data.chat import Conversation
 from optimus.data.documents import DocumentBatch, parse_lines
 from optimus.data.fields import ChatField, TextField
-from optimus.data.permutation import Permutation
 from optimus.data.selection import Dedup, DocumentPiece, signer
 from optimus.data.shards import INSIDE, NOT_PREDICTED
 from optimus.data.tokenizer import TokenizerInfo
-
-GATHER = 32 << 20  # approximate bytes that `write_shard` writes at once
-SUMS = ".crc32"
 
 
 @dataclass(frozen=True)
@@ -101,43 +94,3 @@ def tokenizer_trainer(vocab_size: int, path: Path) -> Callable[..., None]:
             tokenizers.train(held, vocab_size, path)
 
     return take
-
-
-def write_shard(
-    stream: Path, folder: Path, instances: int, context: int, dtype: str, seed: int, name: str, start: int, stop: int
-) -> str:
-    """Writes output rows `start` to `stop - 1` as the NumPy file `name` in `folder`. Returns the SHA-256 of the file.
-
-    Output row j is row p(j) of the file `stream`; `seed` determines the permutation p of all `instances` rows. Writes
-    the CRC-32 of each row to the file `name` + `SUMS`.
-    """
-    temporary = folder / f"{name}.{os.getpid()}.tmp"  # a helper of a killed run may still write this shard
-    row_bytes = context * np.dtype(dtype).itemsize
-    permutation = Permutation(instances, "shuffle", seed)
-    digest = hashlib.sha256()
-    sums_N = np.empty(stop - start, dtype="<u4")
-    with stream.open("rb", buffering=0) as tokens, temporary.open("wb+") as shard:
-        header = {"descr": dtype, "fortran_order": False, "shape": (stop - start, context)}
-        np.lib.format.write_array_header_1_0(shard, header)
-        shard.seek(0)
-        digest.update(shard.read())
-        rows = max(1, GATHER // row_bytes)
-        for first in range(start, stop, rows):
-            source = permutation(np.arange(first, min(first + rows, stop)))
-            block = memoryview(bytearray(len(source) * row_bytes))
-            for row in np.argsort(source).tolist():  # reads in the order of the stream
-                data = os.pread(tokens.fileno(), row_bytes, int(source[row]) * row_bytes)
-                block[row * row_bytes : (row + 1) * row_bytes] = data
-                sums_N[first - start + row] = zlib.crc32(data)
-            digest.update(block)
-            shard.write(block)
-        shard.flush()
-        os.fsync(shard.fileno())
-    sums = temporary.with_suffix(f"{SUMS}.tmp")
-    with sums.open("wb") as file:
-        file.write(sums_N.tobytes())
-        file.flush()
-        os.fsync(file.fileno())
-    sums.replace(folder / f"{name}{SUMS}")
-    temporary.replace(folder / name)
-    return digest.hexdigest()

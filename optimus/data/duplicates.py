@@ -1,0 +1,272 @@
+"""Finds duplicate documents of several token streams, in memory that does not grow with the streams.
+
+Each stream has a file of records, one for each document. Step 1 sorts the keys of the records, in runs that fit into
+memory. Step 2 merges a part of the keys of all runs, and finds the documents that equal or resemble an earlier document.
+Step 3 removes them from the stream. Streams and parts are independent, so several processes can share the work.
+
+For exact duplicates, the key is the signature. For near-duplicates, each band of MinHashes has a key (Leskovec, Rajaraman,
+Ullman, "Mining of Massive Datasets", section 3.4), and documents with a common key are compared. The numbers of bands and
+of MinHashes in a band are those of `datasketch.MinHashLSH`.
+"""
+
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from optimus.data.journal import Counts
+from optimus.data.selection import BYTES, HASHES, SIMILAR, Dedup, Document
+from optimus.disk import parse_json, sync, temporary_name, write_json
+
+RECORDS = "documents.bin"
+RUNS = "runs.json"  # ends step 1
+STREAM = "tokens.bin"
+UNIQUE = "unique.bin"  # the stream without duplicates, if it has any
+COUNTED = "unique.json"  # ends step 3
+
+_COPY = 8 << 20  # bytes of a read
+_PAIRS = 1 << 13  # signatures compared at once
+_BYTES_OF_KEY = 160  # memory for a key while it is sorted
+_NUMBERS = struct.Struct("<QQI")
+_Keys = NDArray[np.uint64]
+
+
+def record_type(dedup: Dedup) -> np.dtype[Any]:
+    """Returns the type of the records: the document's numbers of tokens and bytes, its input, and its signature."""
+    return np.dtype([("tokens", "<u8"), ("text_bytes", "<u8"), ("input", "<u4"), ("signature", f"V{BYTES[dedup]}")])
+
+
+def record(document: Document, input_: int) -> bytes:
+    """Returns the record of a document, as of `record_type`."""
+    return _NUMBERS.pack(document.tokens, document.text_bytes, input_) + bytes.fromhex(document.signature)
+
+
+class Found(NamedTuple):
+    """The parts that step 2 has found: files of pairs (stream, document), sorted."""
+
+    folder: Path
+    parts: int
+
+    def marker(self, part: int) -> Path:
+        """The file that ends the work on a part."""
+        return self.folder / f"found-{part:05d}.json"
+
+    def pairs(self) -> Iterator[NDArray[np.uint64]]:
+        """Yields arrays [2, N] of streams and documents, on disk."""
+        for part in range(self.parts):
+            for number in range(parse_json(self.marker(part).read_bytes())["files"]):
+                yield np.load(self.folder / f"found-{part:05d}-{number:05d}.npy", mmap_mode="r")
+
+
+def sort_keys(folder: Path, dedup: Dedup, memory: int) -> None:
+    """Writes the sorted keys of a stream's documents, in runs of about `memory` bytes (step 1)."""
+    kind = record_type(dedup)
+    total = (folder / RECORDS).stat().st_size // kind.itemsize
+    bands = _bands(dedup)
+    size = max(1, memory // (3 * kind.itemsize + _BYTES_OF_KEY))
+    starts = range(0, total, size)
+    for number, start in enumerate(starts):
+        records = np.fromfile(folder / RECORDS, kind, min(size, total - start), offset=start * kind.itemsize)
+        values_NC = np.ascontiguousarray(records["signature"]).view("<u4").reshape(len(records), -1)
+        document_N = np.arange(start, start + len(records), dtype=np.uint64)
+        del records
+        # Of equal signatures in a run, only the first can be the first of all, and stands for the others.
+        high_N, low_N = _fingerprint(values_NC)
+        order = np.lexsort((document_N, low_N, high_N))
+        again = np.zeros(len(order), dtype=bool)
+        again[1:] = (np.diff(high_N[order]) == 0) & (np.diff(low_N[order]) == 0)
+        _write(folder / f"repeated-{number:05d}.npy", np.sort(document_N[order[again]]))
+        first_N = np.sort(order[~again])
+        for band, columns in enumerate(bands):
+            high_N, low_N = _key(values_NC[first_N], dedup, columns)
+            order = np.lexsort((first_N, low_N, high_N))
+            keys = np.stack([high_N[order], low_N[order], document_N[first_N[order]]])
+            _write(folder / f"run-{number:05d}-{band:02d}.npy", keys)
+    write_json(folder / RUNS, {"runs": len(starts)})
+
+
+def find_duplicates(folders: Sequence[Path], found: Found, part: int, dedup: Dedup, memory: int) -> None:
+    """Writes the duplicates with keys in one part of `found.parts` equal parts of all keys (step 2)."""
+    runs = [
+        (number, folder / f"run-{run:05d}-{band:02d}.npy", band)
+        for number, folder in enumerate(folders)
+        for run in range(parse_json((folder / RUNS).read_bytes())["runs"])
+        for band in range(len(_bands(dedup)))
+    ]
+    low, high = (number * (1 << 64) // found.parts for number in (part, part + 1))
+    keys = sum(_between(np.load(path, mmap_mode="r"), low, high)[1] for _, path, _ in runs)
+    pieces = max(1, -(-keys * _BYTES_OF_KEY // memory))
+    borders = [low + (high - low) * number // pieces for number in range(pieces + 1)]
+    for number, (begin, end) in enumerate(pairwise(borders)):
+        pairs = [
+            _duplicates(folders, [run[:2] for run in runs if run[2] == band], begin, end, dedup)
+            for band in range(len(_bands(dedup)))
+        ]
+        stream_N, document_N = np.unique(np.concatenate(pairs, axis=1), axis=1)
+        _write(found.folder / f"found-{part:05d}-{number:05d}.npy", np.stack([stream_N, document_N]))
+    write_json(found.marker(part), {"files": pieces})
+
+
+def remove_duplicates(
+    folder: Path, number: int, found: Found, counts: list[Counts], item: int, dedup: Dedup, memory: int
+) -> None:
+    """Writes the stream `number` without its duplicates, and its numbers of tokens and documents (step 3).
+
+    `counts` are those of the stream with all documents, by input. `item` is the size of a token in bytes.
+    """
+    kind = record_type(dedup)
+    total, position = (folder / RECORDS).stat().st_size // kind.itemsize, 0
+    lists = [np.load(path, mmap_mode="r") for path in sorted(folder.glob("repeated-*.npy"))]
+    for pairs in found.pairs():
+        start, stop = np.searchsorted(pairs[0], np.array([number, number + 1], dtype=np.uint64))
+        lists.append(pairs[1, start:stop])
+    counts, removed = [replace(each) for each in counts], any(map(len, lists))
+    size = max(1, memory // (4 * kind.itemsize))
+    temporary = temporary_name(folder / UNIQUE)
+    with (folder / STREAM).open("rb") as stream, temporary.open("wb") as unique:
+        for start in range(0, total if removed else 0, size):
+            records = np.fromfile(folder / RECORDS, kind, min(size, total - start), offset=start * kind.itemsize)
+            drop_N = np.zeros(len(records), dtype=bool)
+            for documents in lists:
+                inside = np.searchsorted(documents, np.array([start, start + len(records)], dtype=np.uint64))
+                drop_N[(documents[inside[0] : inside[1]] - np.uint64(start)).astype(np.int64)] = True
+            for input_ in np.unique(records["input"][drop_N]).tolist():
+                lost = records[drop_N & (records["input"] == input_)]
+                counts[input_].documents -= len(lost)
+                counts[input_].duplicates += len(lost)
+                counts[input_].tokens -= int(lost["tokens"].sum())
+                counts[input_].text_bytes -= int(lost["text_bytes"].sum())
+            ends_N = position + np.cumsum(records["tokens"].astype(np.int64)) * item
+            borders = np.flatnonzero(
+                np.diff(drop_N.astype(np.int8), prepend=1, append=1)
+            )  # keep begins, ends, begins ...
+            for first, last in borders.reshape(-1, 2).tolist():
+                _copy(stream, int(ends_N[first - 1]) if first else position, int(ends_N[last - 1]), unique)
+            position = int(ends_N[-1])
+        unique.flush()
+        os.fsync(unique.fileno())
+    if removed:
+        temporary.replace(folder / UNIQUE)
+    else:
+        temporary.unlink()
+    sync(folder)
+    write_json(folder / COUNTED, {"file": UNIQUE if removed else STREAM, "counts": [asdict(each) for each in counts]})
+    for path in [folder / RECORDS, *([folder / STREAM] if removed else [])]:
+        path.unlink(missing_ok=True)
+
+
+def _copy(source: Any, start: int, stop: int, target: Any) -> None:
+    source.seek(start)
+    while start < stop:
+        data = source.read(min(_COPY, stop - start))
+        if not data:
+            raise EOFError(f"{source.name} ends at byte {start}")
+        target.write(data)
+        start += len(data)
+
+
+def _bands(dedup: Dedup) -> list[slice]:
+    """Returns the MinHashes of each band; one band without MinHashes for exact duplicates."""
+    if dedup == "exact":
+        return [slice(0, 0)]
+    from datasketch import MinHashLSH
+
+    index: Any = MinHashLSH(SIMILAR, HASHES)
+    return [slice(start, start + index.r) for start in range(0, index.b * index.r, index.r)]
+
+
+def _key(values_NC: NDArray[np.uint32], dedup: Dedup, columns: slice) -> tuple[_Keys, _Keys]:
+    return _fingerprint(values_NC if dedup == "exact" else values_NC[:, columns])
+
+
+def _fingerprint(values_NC: NDArray[np.uint32]) -> tuple[_Keys, _Keys]:
+    """Hashes the rows of an array of 32-bit numbers to 128 bits. Four numbers are their own hash: a signature of exact
+    duplicates is random already."""
+    if values_NC.shape[1] == 4:
+        pair_N2 = np.ascontiguousarray(values_NC).view("<u8")
+        return pair_N2[:, 0].copy(), pair_N2[:, 1].copy()
+    multipliers = np.random.Generator(np.random.PCG64(20)).integers(0, 1 << 64, (2, values_NC.shape[1]), np.uint64) | 1
+    hashes = []
+    for row in multipliers.astype(np.uint64):
+        total_N = np.zeros(len(values_NC), dtype=np.uint64)
+        for column, multiplier in enumerate(row):
+            total_N ^= total_N >> np.uint64(29)
+            total_N = (total_N + values_NC[:, column].astype(np.uint64)) * multiplier
+        hashes.append(total_N ^ (total_N >> np.uint64(32)))
+    return hashes[0], hashes[1]
+
+
+def _between(keys: NDArray[np.uint64], low: int, high: int) -> tuple[int, int]:
+    """Returns the first key at least `low`, and the number of keys from there below `high`."""
+    start = int(np.searchsorted(keys[0], np.uint64(low)))
+    stop = keys.shape[1] if high == 1 << 64 else int(np.searchsorted(keys[0], np.uint64(high)))
+    return start, stop - start
+
+
+def _duplicates(
+    folders: Sequence[Path], runs: Sequence[tuple[int, Path]], low: int, high: int, dedup: Dedup
+) -> NDArray[np.uint64]:
+    """Returns the duplicates [2, N] with keys from `low` to `high - 1` in the runs, as pairs (stream, document)."""
+    parts = [np.empty((4, 0), dtype=np.uint64)]
+    for stream, path in runs:
+        keys = np.load(path, mmap_mode="r")
+        start, count = _between(keys, low, high)
+        part = np.empty((4, count), dtype=np.uint64)
+        part[0], part[1], part[2], part[3] = (
+            *(keys[row, start : start + count] for row in (0, 1)),
+            stream,
+            keys[2, start : start + count],
+        )
+        parts.append(part)
+    high_N, low_N, stream_N, document_N = np.concatenate(parts, axis=1)
+    order = np.lexsort((document_N, stream_N, low_N, high_N))
+    again_N = np.zeros(len(order), dtype=bool)
+    again_N[1:] = (np.diff(high_N[order]) == 0) & (np.diff(low_N[order]) == 0)
+    pairs = np.stack([stream_N[order], document_N[order]])
+    if dedup == "minhash":
+        again_N = _similar(folders, pairs, again_N)
+    return np.asarray(pairs[:, again_N])
+
+
+def _similar(folders: Sequence[Path], pairs: NDArray[np.uint64], again_N: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Marks the documents that resemble an earlier document of their group. A group begins where `again_N` is False."""
+    start_N = np.maximum.accumulate(np.where(again_N, 0, np.arange(len(again_N))))
+    rank_N = np.arange(len(again_N)) - start_N
+    similar_N = np.zeros(len(again_N), dtype=bool)
+    rank, candidates = 0, np.flatnonzero(again_N)
+    while len(candidates):
+        for at in range(0, len(candidates), _PAIRS):
+            chunk = candidates[at : at + _PAIRS]
+            one, other = (_signatures(folders, pairs[:, which]) for which in (chunk, start_N[chunk] + rank))
+            similar_N[chunk] = (one == other).mean(axis=1) >= SIMILAR
+        rank += 1
+        candidates = candidates[~similar_N[candidates] & (rank_N[candidates] > rank)]
+    return similar_N
+
+
+def _signatures(folders: Sequence[Path], pairs: NDArray[np.uint64]) -> NDArray[np.uint32]:
+    """Reads the MinHashes [N, HASHES] of documents."""
+    kind = record_type("minhash")
+    at = kind.fields["signature"][1]  # type: ignore[index]
+    signature_NC = np.empty((pairs.shape[1], HASHES), dtype="<u4")
+    for stream in np.unique(pairs[0]).tolist():
+        with (folders[stream] / RECORDS).open("rb", buffering=0) as records:
+            for row in np.flatnonzero(pairs[0] == stream).tolist():
+                data = os.pread(records.fileno(), 4 * HASHES, int(pairs[1, row]) * kind.itemsize + at)
+                signature_NC[row] = np.frombuffer(data, "<u4")
+    return signature_NC
+
+
+def _write(path: Path, array: NDArray[np.uint64]) -> None:
+    temporary = temporary_name(path)
+    with temporary.open("wb") as file:
+        np.save(file, array)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

@@ -1,0 +1,230 @@
+"""The second stage of `prepare`: makes shards of the token streams of all tasks.
+
+1. With `dedup`, remove the duplicates from each stream; see `duplicates.py`.
+2. With `pack` "best-fit", find the ends of the documents of each stream.
+3. Plan: count the instances, and with "best-fit" pack the documents into rows.
+4. Write the shards.
+
+Each step consists of units, which several processes can share.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from optimus.data.duplicates import (
+    COUNTED,
+    RUNS,
+    STREAM,
+    Found,
+    find_duplicates,
+    remove_duplicates,
+    sort_keys,
+)
+from optimus.data.gather import DIGEST, Stream, shard_writer, write_packed
+from optimus.data.journal import Counts
+from optimus.data.packing import document_ends, pack
+from optimus.data.selection import Dedup
+from optimus.data.tokenizer import TokenizerInfo
+from optimus.data.units import Unit, do_units
+from optimus.disk import parse_json, sync, temporary_name, write_json
+from optimus.errors import UserError
+
+ENDS = "ends.npy"
+PLAN = "plan.json"
+PACKED = "packed.npy"
+
+Done = Callable[[Unit], None]
+
+
+class TooFewTokensError(UserError):
+    """Raised for streams with fewer tokens than an instance."""
+
+
+@dataclass
+class Plan:
+    """The numbers of instances, of tokens and of documents (by input), and the streams of the instances."""
+
+    instances: int
+    tokens: int
+    counts: list[Counts]
+    streams: list[Stream]
+    packed: dict[str, int] = field(default_factory=dict)  # numbers of padding tokens and cut documents
+
+    def write(self, folder: Path) -> None:
+        """Writes the plan into `folder`, which contains the streams."""
+        streams = [[str(stream.path.relative_to(folder)), stream.tokens] for stream in self.streams]
+        write_json(folder / PLAN, {**asdict(self), "streams": streams})
+
+    @classmethod
+    def read(cls, folder: Path) -> "Plan":
+        stored = parse_json((folder / PLAN).read_bytes())
+        stored["counts"] = [Counts(**each) for each in stored["counts"]]
+        stored["streams"] = [Stream(folder / name, tokens) for name, tokens in stored["streams"]]
+        return cls(**stored)
+
+
+@dataclass
+class Joint:
+    """What the steps need to know.
+
+    `folders` contain the streams, and `counts` has the counts of the documents of each stream by input.
+    `memory` is in bytes, for each of the `workers`. Units begin with number `first`.
+    """
+
+    folder: Path
+    folders: Sequence[Path]
+    counts: Sequence[list[Counts]]
+    info: TokenizerInfo
+    context: int
+    seed: int
+    shard_size: int
+    best_fit: bool
+    dedup: Dedup
+    workers: int
+    memory: int
+    first: int
+    is_finished: Callable[[], bool]
+
+    @property
+    def item(self) -> int:
+        return np.dtype(self.info.dtype).itemsize
+
+    def do(self, units: Sequence[Unit], make: Callable[..., Any], *setup: Any, done: Done = lambda unit: None) -> None:
+        do_units(
+            self.folder,
+            units,
+            self.workers,
+            make,
+            *setup,
+            first=self.first % max(1, len(units)),
+            is_finished=self.is_finished,
+            done=done,
+        )
+
+
+def make_plan(joint: Joint, progress: Callable[[str, int, int | None], None]) -> Plan:
+    """Does steps 1 to 3. Raises `TooFewTokensError` if the streams have fewer tokens than one instance."""
+    if not (joint.folder / PLAN).exists():
+        if joint.dedup != "none":
+            _find_duplicates(joint, progress)
+        chosen = [_stream(*each, joint.dedup) for each in zip(joint.folders, joint.counts)]
+        plan = _counted(joint, chosen)
+        if joint.best_fit:
+            progress("pack", 0, None)
+            ends = [Unit(each / ENDS, (stream, each / ENDS)) for each, stream in zip(joint.folders, plan.streams)]
+            joint.do(ends, partial, _write_ends, joint.info)
+        unit = Unit(joint.folder / PLAN, (plan, [*joint.folders], joint.context, joint.best_fit))
+        joint.do([unit], partial, _write_plan, joint.folder)
+    return Plan.read(joint.folder)
+
+
+def _find_duplicates(joint: Joint, progress: Callable[[str, int, int | None], None]) -> None:
+    setup, found = (joint.dedup, joint.memory), Found(joint.folder, len(joint.folders))
+    finished, total = 0, 3 * len(joint.folders)
+
+    def done(unit: Unit) -> None:
+        nonlocal finished
+        finished += 1
+        progress("find duplicates", min(finished, total), total)
+
+    progress("find duplicates", 0, total)
+    joint.do([Unit(each / RUNS, (each,)) for each in joint.folders], _sorter, *setup, done=done)
+    parts = [Unit(found.marker(part), (part,)) for part in range(found.parts)]
+    joint.do(parts, _finder, [*joint.folders], found, *setup, done=done)
+    numbered = enumerate(zip(joint.folders, joint.counts))
+    streams = [Unit(each / COUNTED, (each, number, counts)) for number, (each, counts) in numbered]
+    joint.do(streams, _remover, found, joint.item, *setup, done=done)
+
+
+def _sorter(dedup: Dedup, memory: int) -> Callable[[Path], None]:
+    return partial(sort_keys, dedup=dedup, memory=memory)
+
+
+def _finder(folders: Sequence[Path], found: Found, dedup: Dedup, memory: int) -> Callable[[int], None]:
+    return lambda part: find_duplicates(folders, found, part, dedup, memory)
+
+
+def _remover(found: Found, item: int, dedup: Dedup, memory: int) -> Callable[[Path, int, list[Counts]], None]:
+    return lambda folder, number, counts: remove_duplicates(folder, number, found, counts, item, dedup, memory)
+
+
+def _stream(folder: Path, counts: list[Counts], dedup: Dedup) -> tuple[Stream, list[Counts]]:
+    """Returns the stream of one task without duplicates, and its counts."""
+    name = STREAM
+    if dedup != "none":
+        stored = parse_json((folder / COUNTED).read_bytes())
+        name, counts = stored["file"], [Counts(**each) for each in stored["counts"]]
+    return Stream(folder / name, sum(each.tokens for each in counts)), counts
+
+
+def _counted(joint: Joint, chosen: Sequence[tuple[Stream, list[Counts]]]) -> Plan:
+    """Returns the plan for documents that are not packed."""
+    for stream, _ in chosen:
+        if stream.path.stat().st_size < stream.tokens * joint.item:
+            raise UserError(f"{stream.path} is shorter than its journal says. Delete {joint.folder}.")
+    streams = [stream for stream, _ in chosen]
+    tokens = sum(stream.tokens for stream in streams)
+    if tokens < joint.context:
+        what = f"only {tokens} tokens, too few for one instance of {joint.context}" if tokens else "no text"
+        cure = "Give more text, or a smaller `context`." if tokens else "Every document is empty or left out."
+        raise TooFewTokensError(f"the input contains {what}. {cure}")
+    return Plan(tokens // joint.context, tokens, add_counts([counts for _, counts in chosen]), streams)
+
+
+def add_counts(tables: Sequence[Sequence[Counts]]) -> list[Counts]:
+    """Adds tables of counts by input."""
+    return [
+        Counts(*(sum(getattr(each, name) for each in column) for name in asdict(Counts())))
+        for column in zip(*tables, strict=True)
+    ]
+
+
+def _write_ends(info: TokenizerInfo, stream: Stream, path: Path) -> None:
+    ends_N = document_ends(stream.path, info.eos_id, info.dtype, stream.tokens)
+    temporary = temporary_name(path)
+    with temporary.open("wb") as file:
+        np.save(file, ends_N)
+    sync(temporary)
+    temporary.replace(path)
+
+
+def _write_plan(folder: Path, plan: Plan, folders: Sequence[Path], context: int, best_fit: bool) -> None:
+    if best_fit:
+        packed = pack([np.load(each / ENDS) for each in folders], context)
+        write_packed(folder / PACKED, packed)
+        plan.instances = packed.instances
+        plan.packed = {
+            "padding_tokens": packed.instances * context - plan.tokens,
+            "cut_documents": packed.cut_documents,
+        }
+    plan.write(folder)
+
+
+def shards_of(joint: Joint, instances: int) -> list[tuple[str, int, int]]:
+    """Lists the shards as (name, first row, row after the last row)."""
+    rows = max(1, joint.shard_size // (joint.context * joint.item))
+    starts = range(0, instances, rows)
+    return [(f"shard-{k:05d}.npy", start, min(start + rows, instances)) for k, start in enumerate(starts)]
+
+
+def write_shards(joint: Joint, plan: Plan, progress: Callable[[str, int, int | None], None]) -> None:
+    """Writes the missing shards (step 4)."""
+    shards = shards_of(joint, plan.instances)
+    units = [Unit(joint.folder / f"{shard[0]}{DIGEST}", shard) for shard in shards]
+    rows = {unit.result: shard[2] - shard[1] for unit, shard in zip(units, shards)}
+    finished = sum(rows[unit.result] for unit in units if unit.result.exists())
+
+    def done(unit: Unit) -> None:
+        nonlocal finished
+        finished += rows[unit.result]
+        progress("shard", finished, plan.instances)
+
+    progress("shard", finished, plan.instances)
+    packed = joint.folder / PACKED if joint.best_fit else None
+    setup = plan.instances, joint.context, joint.info.dtype, joint.info.eos_id, joint.seed, joint.memory
+    joint.do(units, shard_writer, joint.folder, plan.streams, packed, *setup, done=done)

@@ -1,0 +1,97 @@
+"""Does units of work that several processes share through a folder.
+
+A unit is done once its result exists. A process claims a unit with a file lock, which ends with the process. Units are
+deterministic and replace their results atomically, so it does no harm if two processes do the same unit.
+"""
+
+import fcntl
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from optimus.data.helpers import Helpers
+from optimus.errors import UserError
+
+CLAIMS = "claims"
+PATIENCE = 60.0  # seconds after which a process also does a unit that another process has claimed
+_PAUSE = 0.2  # seconds between looks at the claims of others
+
+
+class Unit(NamedTuple):
+    result: Path
+    arguments: tuple[Any, ...]  # the function's, in a helper process
+
+
+class EndedElsewhereError(Exception):
+    """Raised when another process has finished the output."""
+
+
+def do_units(
+    folder: Path,
+    units: Sequence[Unit],
+    workers: int,
+    make: Callable[..., Callable[..., Any]],
+    *setup: Any,
+    first: int = 0,
+    is_finished: Callable[[], bool] = lambda: False,
+    done: Callable[[Unit], None] = lambda unit: None,
+) -> None:
+    """Does the missing units in up to `workers` helper processes, and waits for the units of other processes.
+
+    Begins with unit number `first`, and calls `done` after each unit. The arguments `make` and `setup` are those of
+    `Helpers`. Raises `EndedElsewhereError` if `is_finished` becomes true.
+    """
+    missing = [unit for unit in [*units[first:], *units[:first]] if not unit.result.exists()]
+    if not missing:
+        return
+    (folder / CLAIMS).mkdir(exist_ok=True)
+    with Helpers(min(workers, len(missing)), make, *setup) as helpers, ExitStack() as claims:
+        running, patience = dict[Future[Any], tuple[Unit, ExitStack]](), time.monotonic() + PATIENCE
+        while missing or running:
+            claimed = None
+            for unit in [*missing] if len(running) < helpers.count else ():
+                if unit.result.exists():  # by another process
+                    missing.remove(unit)
+                    done(unit)
+                elif (claim := _claim(folder / CLAIMS / unit.result.name, time.monotonic() > patience)) is not None:
+                    claimed = unit, claims.enter_context(claim)
+                    break
+            if claimed is not None:
+                missing.remove(claimed[0])
+                running[helpers.submit(*claimed[0].arguments)] = claimed
+                patience = time.monotonic() + PATIENCE
+            elif running:
+                wait(running, _PAUSE, FIRST_COMPLETED)
+            elif missing:
+                time.sleep(_PAUSE)
+            for future in [future for future in running if future.done()]:
+                unit, claim = running.pop(future)
+                _take(future, unit)
+                claim.close()
+                done(unit)
+            if is_finished():
+                raise EndedElsewhereError
+
+
+def _take(future: "Future[Any]", unit: Unit) -> None:
+    """Raises the exception of a failed unit, unless another process has done it and gone on."""
+    try:
+        future.result()
+    except (UserError, OSError):
+        if not unit.result.exists():
+            raise
+
+
+def _claim(path: Path, anyway: bool) -> ExitStack | None:
+    """Claims a unit until the result is closed. Returns None if another process has claimed it, unless `anyway`."""
+    with ExitStack() as stack:
+        file = stack.enter_context(path.open("w"))
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not anyway:
+                return None
+        return stack.pop_all()
