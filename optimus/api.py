@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from optimus.data.preparation import prepare
     from optimus.data.preview import preview
     from optimus.data.sample import sample_text
+    from optimus.data.tasks import prepare_status
     from optimus.evaluation.run import evaluate
     from optimus.evaluation.run import generate_text as generate
     from optimus.evaluation.watch import watch
@@ -57,6 +58,7 @@ __all__ = [
     "models",
     "plan",
     "prepare",
+    "prepare_status",
     "preview",
     "register_experts",
     "report",
@@ -93,6 +95,7 @@ __getattr__, __dir__ = lazy_exports(
         "models": "optimus.config.models",
         "plan": "optimus.plan.job_builder",
         "prepare": "optimus.data.preparation",
+        "prepare_status": "optimus.data.tasks",
         "preview": "optimus.data.preview",
         "register_experts": "optimus.hub",
         "report": "optimus.report.page:write_report",

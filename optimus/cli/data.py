@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from typer import Argument, Option
 
 from optimus.cli.common import Json, ParseSpecial, Plugins, app, but, show, with_options
+from optimus.errors import UserError
 
 _OPEN, _CLOSE = "\N{LEFT DOUBLE ANGLE BRACKET}", "\N{RIGHT DOUBLE ANGLE BRACKET}"  # around what the model predicts
 _SHOWN = 1600  # characters of a document that `--preview` prints
@@ -28,7 +29,7 @@ def sample_text(
 @app.command()
 def prepare(
     inputs: Annotated[list[str], Argument(metavar="INPUT", help="Files, folders or globs of text, or their URLs.")],
-    output: Annotated[Path, Option(help="Folder to create.")],
+    output: Annotated[Path | None, Option(help="Folder to create. Not needed with --preview and --status.")] = None,
     tokenizer: Annotated[Path | None, Option(help="tokenizer.json, or a folder that contains one.")] = None,
     train_tokenizer: Annotated[int | None, Option(help="Train a tokenizer with this vocabulary size.")] = None,
     context: Annotated[int, Option(help="Tokens per training sequence.")] = 2048,
@@ -62,16 +63,42 @@ def prepare(
     ] = None,
     skip_bad: Annotated[bool, Option("--skip-bad", help="Skip files that cannot be read, and list them.")] = False,
     plugins: Plugins = None,
+    tasks: Annotated[
+        str | None,
+        Option(
+            metavar="N",
+            help="Number of processes, on any machines, that prepare this output together; array: from the job.",
+        ),
+    ] = None,
+    task: Annotated[
+        int | None, Option(metavar="I", help="Number of this task, from 0. Default: from the array job that runs it.")
+    ] = None,
+    stage: Annotated[
+        Literal["all", "streams", "shards"],
+        Option(help="Tasks only tokenise (streams), or only write shards (shards). Default: what can be done."),
+    ] = "all",
+    memory: Annotated[
+        str | None,
+        Option(metavar="SIZE", help="Memory for duplicates and the shuffle. Default: a quarter of the machine's."),
+    ] = None,
+    status: Annotated[
+        bool, Option("--status", help="Print the progress of the tasks whose output is the folder INPUT.")
+    ] = False,
     preview: Annotated[
         bool, Option("--preview", help="Print three documents as the model reads them, and write nothing.")
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Tokenise, shuffle and shard text into training data."""
-    given = but(locals(), "shard_size", "as_json", "preview")
+    given = but(locals(), "shard_size", "as_json", "preview", "status", "tasks", "memory")
+    if status:
+        _status(inputs, as_json)
+        return
     if preview:
         _preview(given, as_json)
         return
+    if output is None:
+        raise UserError("no output: give the folder to create (--output FOLDER)")
     from optimus.api import prepare as run
     from optimus.config.sizes import counted, parse_size
     from optimus.copies import url_text
@@ -80,7 +107,16 @@ def prepare(
 
     say = "stopping; the progress is saved, and the same command continues it"
     with ended_by_signals(say), ProgressBar() as progress:
-        index = run(**given, shard_size=parse_size(shard_size), progress=progress.update)
+        index = run(
+            **given,
+            shard_size=parse_size(shard_size),
+            memory=None if memory is None else parse_size(memory),
+            tasks=_number_of_tasks(tasks),
+            progress=progress.update,
+        )
+    if "states" in index:
+        _show_status(index, as_json)
+        return
     rest = f"the last {index['dropped_tokens']} tokens do not fill a sequence and are dropped"
     if pack == "best-fit":
         padding = index["padding_tokens"]
@@ -93,6 +129,37 @@ def prepare(
         f"{counted(index['instances'], 'sequence')} of {context}, {counted(len(index['shards']), 'shard')}; "
         f"{rest}{_template(index)}{_omissions(index)}",
     )
+
+
+def _number_of_tasks(text: str | None) -> int | Literal["array"] | None:
+    if text is None or text == "array":
+        return None if text is None else "array"
+    if not text.isdecimal():
+        raise UserError(f"--tasks is {text}: give a number, or array to take it from the array job")
+    return int(text)
+
+
+def _status(folders: list[str], as_json: bool) -> None:
+    from optimus.api import prepare_status
+
+    if len(folders) != 1:
+        raise UserError(f"--status takes one folder, not {len(folders)}: give the output of the tasks")
+    _show_status(prepare_status(folders[0]), as_json)
+
+
+def _show_status(status: dict[str, Any], as_json: bool) -> None:
+    from optimus.config.sizes import counted
+    from optimus.data.tasks import status_text
+
+    done = status["tasks"] - len(status["missing"])
+    text = f"{done} of {counted(status['tasks'], 'task')} done"
+    if status["complete"]:
+        text = f"complete: {counted(status['shards'], 'shard')}"
+    elif status["missing"]:
+        text += f"\n{status_text(status)}"
+    else:
+        text += f"; {counted(status['shards'], 'shard')} written: any task writes the rest (--stage shards)"
+    show(status, as_json, text)
 
 
 def _preview(arguments: dict[str, Any], as_json: bool) -> None:

@@ -153,11 +153,15 @@ def naming_bad_file(path: str) -> Iterator[None]:
 
 
 def read_texts(
-    sources: Sources, text_field: str | TextField, encode: Encode = lambda text: []
+    sources: Sources,
+    text_field: str | TextField,
+    encode: Encode = lambda text: [],
+    start: Position | None = None,
+    stop: int | None = None,
 ) -> Iterator[tuple[str, bool]]:
-    """Yields the text of all documents as (text, True if the text ends its document). The default `encode` accepts
-    every cut."""
-    for batch in read_batches(sources, Position(0), text_field, encode):
+    """Yields the text of all documents from `start` to `stop` as (text, True if the text ends its document). The default
+    `encode` accepts every cut."""
+    for batch in read_batches(sources, start or Position(0), text_field, encode, stop):
         yield from zip(batch.texts, batch.ends_document)
         if batch.lines:
             for document in parse_lines(batch, text_field):

@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -308,6 +308,8 @@ def _finished_before(run: _Run, settings: dict[str, Any]) -> dict[str, Any]:
     index = shards.read_index(run.output)
     if different := _differences(run, index, settings):
         raise UserError(f"{run.output} is the output of another run ({different}). Choose another `output`.")
+    if (run.output / journal.LOCK).exists():
+        _delete_rest(run.output, index)
     run.progress("already complete", 1, 1)
     return index
 
@@ -344,7 +346,7 @@ def _prepare(run: _Run, settings: dict[str, Any], info: TokenizerInfo | None) ->
         _refuse(run, _differences(run, index, settings))
         return _finish(run, index)
     state, made = _write_stream(run, settings, info)
-    return _complete(run, [state], *_join(run, [state], made))
+    return _complete(run, *_join(run, [state], made))
 
 
 def _write_stream(run: _Run, settings: dict[str, Any], info: TokenizerInfo | None) -> tuple[Journal, TokenizerInfo]:
@@ -356,13 +358,14 @@ def _write_stream(run: _Run, settings: dict[str, Any], info: TokenizerInfo | Non
         try:
             made = _install_tokenizer(run, info)
             if not state.complete:
-                _tokenise(run, state, made)
+                with _naming_lines(run):
+                    _tokenise(run, state, made)
             return state, made
         except BadFileError as error:
             state = _without_bad_file(run, state, error)
 
 
-def _join(run: _Run, states: Sequence[Journal], info: TokenizerInfo) -> tuple[Joint, Plan]:
+def _join(run: _Run, states: Sequence[Journal], info: TokenizerInfo) -> tuple[Sequence[Journal], Joint, Plan]:
     """Writes the shards of the streams of all tasks (steps 2 and 3)."""
     joint = Joint(
         run.partial,
@@ -388,7 +391,7 @@ def _join(run: _Run, states: Sequence[Journal], info: TokenizerInfo) -> tuple[Jo
     if missing:
         _check_disk(run, 2 * plan.instances * run.context * joint.item)
         write_shards(joint, plan, run.progress)
-    return joint, plan
+    return states, joint, plan
 
 
 def _complete(run: _Run, states: Sequence[Journal], joint: Joint, plan: Plan) -> dict[str, Any]:
@@ -410,9 +413,16 @@ def _take_part(run: _Run, settings: dict[str, Any], info: TokenizerInfo | None, 
     if status["missing"]:
         raise UserError(f"not all tasks of {run.output} have written their streams:\n{status_text(status)}")
     try:
-        return _join_tasks(run)
+        joined = None if (run.partial / shards.INDEX).exists() else _join(run, *_streams(run))
+        while not run.is_finished:
+            with journal.held(run.partial) as lock:
+                if lock and joined is not None:
+                    return _complete(run, *joined)
+                if lock:
+                    return _finish(run, shards.read_index(run.partial))
+            time.sleep(0.1)
     except (OSError, UserError, EndedElsewhereError):
-        if not run.is_finished:
+        if not run.is_finished:  # another task has renamed the folder
             raise
     return shards.read_index(run.output)
 
@@ -421,17 +431,11 @@ def _settings_of_tasks(run: _Run, settings: dict[str, Any]) -> dict[str, Any]:
     return {**settings, TASKS: run.tasks, journal.FILES: run.inputs.identity_digests[-1]}
 
 
-def _join_tasks(run: _Run) -> dict[str, Any]:
+def _streams(run: _Run) -> tuple[list[Journal], TokenizerInfo]:
+    """Returns the journals and the tokenizer of the complete streams of all tasks."""
     states = [state for folder in run.folders if (state := journal.read(folder)) is not None]
     run.bad = [bad for state in states for bad in state.bad]
-    info = replace(tokenizers.inspect(run.partial / tokenizers.FILE), masked=run.masked)
-    joined = _join(run, states, info)
-    while not run.is_finished:
-        with journal.held(run.partial) as lock:
-            if lock:
-                return _complete(run, states, *joined)
-        time.sleep(0.1)
-    return shards.read_index(run.output)
+    return states, replace(tokenizers.inspect(run.partial / tokenizers.FILE), masked=run.masked)
 
 
 def _without_bad_file(run: _Run, state: Journal, error: BadFileError) -> Journal:
@@ -441,8 +445,7 @@ def _without_bad_file(run: _Run, state: Journal, error: BadFileError) -> Journal
     if number is None:  # a file of another task, in the sample that trains a tokenizer
         raise UserError(str(error)) from error
     source = run.sources.files[number]
-    what = error.what if number else _with_line_of_file(source, error.what, run.start)
-    bad = [(source, with_encoding(source, what))]
+    bad = [(source, with_encoding(source, error.what))]
     if not run.skip_bad:
         bad += _look(run, run.sources.files[number + 1 :], full=True)[0]
     run.leave_out(bad)
@@ -455,12 +458,17 @@ def _without_bad_file(run: _Run, state: Journal, error: BadFileError) -> Journal
     return state
 
 
-def _with_line_of_file(source: files.Source, what: str, start: Position) -> str:
-    """Counts the line in the description of a fault from the beginning of the file, not from the position `start`."""
-    found = re.match(r":(\d+):", what)
-    if not start.offset or found is None:
-        return what
-    return f":{int(found[1]) - start.line + lines_before(source, start.offset)}:{what[found.end() :]}"
+@contextmanager
+def _naming_lines(run: _Run) -> Iterator[None]:
+    """Counts the line in a `BadFileError` of the block from the beginning of the file, not of the range."""
+    try:
+        yield
+    except BadFileError as error:
+        source, found = run.sources.files[0], re.match(r":(\d+):", error.what)
+        if not run.range.start or found is None or error.path != str(source.path):
+            raise
+        line = int(found[1]) - run.start.line + lines_before(source, run.range.start)
+        raise BadFileError(error.path, f":{line}:{error.what[found.end() :]}") from error
 
 
 def _look_at_all(run: _Run) -> None:
@@ -726,7 +734,7 @@ def _open_records(run: _Run, saved: int) -> BinaryIO | None:
 def _estimate(run: _Run, encode: Encode, item: int) -> float:
     """Estimates the bytes of the token stream and the shards together."""
     sample = ""
-    for text, _ in read_texts(run.sources, run.fields):
+    for text, _ in read_texts(run.sources, run.fields, start=run.start, stop=run.range.stop):
         sample += text[: SIZE_SAMPLE - len(sample)]
         if len(sample) == SIZE_SAMPLE:
             break
@@ -737,7 +745,10 @@ def _estimate(run: _Run, encode: Encode, item: int) -> float:
 def _check_disk(run: _Run, needed: float) -> None:
     """Raises `UserError` unless the disk has room for `needed` bytes, less the bytes that this run has already
     written."""
-    missing = needed - sum(path.stat().st_size for each in {run.partial, run.folder} for path in each.iterdir())
+    missing = needed
+    for path in [path for each in {run.partial, run.folder} for path in each.iterdir()]:
+        with suppress(FileNotFoundError):  # another task has renamed it
+            missing -= path.stat().st_size
     free = shutil.disk_usage(run.partial).free
     if missing > free:
         raise UserError(
@@ -807,16 +818,21 @@ def _index(run: _Run, states: Sequence[Journal], joint: Joint, plan: Plan) -> di
 
 
 def _finish(run: _Run, index: dict[str, Any]) -> dict[str, Any]:
-    """Deletes the files that only an unfinished run needs, and renames the folder to `output`."""
-    keep = {shards.INDEX, shards.SUMS, tokenizers.FILE, *(shard["file"] for shard in index["shards"])}
-    _empty(run.partial, keep | {journal.LOCK})
+    """Renames the unfinished folder to `output`, and deletes the files that only an unfinished run needs."""
     sync(run.partial)
-    run.partial.rename(run.output)
-    # The lock stays until after the rename, because another run could otherwise write into the folder.
-    (run.output / journal.LOCK).unlink()
-    sync(run.output)
+    run.partial.rename(run.output)  # other tasks find no folder from now on, and write nothing more
     sync(run.output.parent)
+    _delete_rest(run.output, index)
     return index
+
+
+def _delete_rest(output: Path, index: dict[str, Any]) -> None:
+    """Deletes all that is not part of a complete output, and the lock last: a lock shows that this is not yet done."""
+    keep = {shards.INDEX, shards.SUMS, tokenizers.FILE, *(shard["file"] for shard in index["shards"])}
+    _empty(output, keep | {journal.LOCK})
+    sync(output)
+    (output / journal.LOCK).unlink(missing_ok=True)
+    sync(output)
 
 
 def _empty(folder: Path, keep: Container[str]) -> None:

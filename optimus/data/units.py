@@ -51,6 +51,8 @@ def do_units(
     with Helpers(min(workers, len(missing)), make, *setup) as helpers, ExitStack() as claims:
         running, patience = dict[Future[Any], tuple[Unit, ExitStack]](), time.monotonic() + PATIENCE
         while missing or running:
+            if is_finished():
+                raise EndedElsewhereError
             claimed = None
             for unit in [*missing] if len(running) < helpers.count else ():
                 if unit.result.exists():  # by another process
@@ -72,8 +74,6 @@ def do_units(
                 _take(future, unit)
                 claim.close()
                 done(unit)
-            if is_finished():
-                raise EndedElsewhereError
 
 
 def _take(future: "Future[Any]", unit: Unit) -> None:

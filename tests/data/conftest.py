@@ -4,14 +4,44 @@ import gzip
 import json
 import sysconfig
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from optimus.data import preparation, tokenizer
+from optimus.data import preparation, tokenizer, units
 from optimus.data.inspection import Look
 from optimus.data.preparation import prepare
+from optimus.errors import UserError
+
+
+class Here:
+    """Stands in for helper processes, which take a second to start."""
+
+    def __init__(self, count: int, make: Callable[..., Callable[..., Any]], *args: Any, threads: int = 1) -> None:
+        self.count, self._serve = count, make(*args)
+
+    def submit(self, *args: Any) -> "Future[Any]":
+        future = Future[Any]()
+        try:
+            future.set_result(self._serve(*args))
+        except (UserError, OSError) as error:
+            future.set_exception(error)
+        return future
+
+    def __enter__(self) -> "Here":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def no_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets `prepare` work in this process alone."""
+    monkeypatch.setattr(preparation, "Helpers", Here)
+    monkeypatch.setattr(units, "Helpers", Here)
 
 
 @pytest.fixture(scope="session")

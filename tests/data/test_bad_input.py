@@ -18,6 +18,7 @@ import pytest
 import zstandard
 
 from optimus.data import preparation
+from optimus.data.helpers import Helpers
 from optimus.data.preparation import prepare
 from optimus.data.tokenizer import inspect
 from optimus.errors import UserError
@@ -317,8 +318,8 @@ def test_disk_that_fills_up_meanwhile(
         if place == "stream":
             patch.setattr(preparation._StreamWriter, "write", fail)
         else:
-            submit = preparation.Helpers.submit  # called with a batch, or with the name and rows of a shard
-            patch.setattr(preparation.Helpers, "submit", lambda self, *a: submit(self, *a) if len(a) == 1 else fail())
+            submit = Helpers.submit  # called with a batch, with a plan, or with the name and rows of a shard
+            patch.setattr(Helpers, "submit", lambda self, *a: fail() if len(a) == 3 else submit(self, *a))
         with pytest.raises(UserError, match=r"disk full while writing .*out\.partial.*run the same command again"):
             run("a.jsonl", GOOD * 100)
     assert run("a.jsonl", GOOD * 100)["documents"] == 100

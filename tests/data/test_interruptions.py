@@ -4,8 +4,6 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
@@ -14,32 +12,13 @@ from typing import Any
 import pytest
 
 from helpers.sweep import part_of
-from optimus.data import cutting, documents, journal, preparation
+from optimus.data import cutting, documents, duplicates, gather, joining, journal, preparation
 from optimus.data.preparation import prepare
 
 
-class Here:
-    """Stands in for helper processes, which take a second to start."""
-
-    def __init__(self, count: int, make: Callable[..., Callable[..., Any]], *args: Any, threads: int = 1) -> None:
-        self.count, self._serve = count, make(*args)
-
-    def submit(self, *args: Any) -> "Future[Any]":
-        future = Future[Any]()
-        future.set_result(self._serve(*args))
-        return future
-
-    def __enter__(self) -> "Here":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
 @pytest.fixture
-def inputs(tmp_path: Path, sources: list[str], monkeypatch: pytest.MonkeyPatch) -> Path:
+def inputs(tmp_path: Path, sources: list[str], no_helpers: None, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Documents of many pieces in files for every reader; half of them duplicate others with different white space."""
-    monkeypatch.setattr(preparation, "Helpers", Here)
     monkeypatch.setattr(os, "fsync", lambda file: None)  # a process kill needs no fsync
     for module, name, value in ((cutting, "PIECE", 300), (documents, "PIECE", 300), (cutting, "WINDOW", 40)):
         monkeypatch.setattr(module, name, value)
@@ -55,7 +34,7 @@ def inputs(tmp_path: Path, sources: list[str], monkeypatch: pytest.MonkeyPatch) 
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def moments(partial: Path, copies: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,8 +65,13 @@ def moments(partial: Path, copies: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     watched(preparation, "write_json")
     watched(preparation, "sync")
     watched(preparation._StreamWriter, "_end_document")
-    watched(preparation, "pack_documents")
-    watched(preparation, "write_shard")
+    for module, names in (
+        (duplicates, ("sync", "write_json", "_write", "_copy")),
+        (joining, ("sync", "write_json", "write_packed", "sort_keys", "find_duplicates", "remove_duplicates")),
+        (gather, ("_replace", "_end")),
+    ):
+        for name in names:
+            watched(module, name)
 
 
 @pytest.mark.parametrize(

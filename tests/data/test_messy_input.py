@@ -252,7 +252,7 @@ def test_a_run_that_skipped_goes_on_after_an_interruption(
     write(tmp_path / "in", {**GOOD, "b.jsonl": lines(TEXT) + b"bad\n"})
     write(tmp_path / "good", GOOD)
     with monkeypatch.context() as patch:
-        patch.setattr(preparation, "_pack", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(preparation, "_join", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             run(skip_bad=True)
     with pytest.raises(UserError, match=r"in/b\.jsonl:2: not valid JSON.*`skip_bad=True` skips this file\."):
