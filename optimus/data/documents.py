@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from optimus.data import files
 from optimus.data.chat import Conversation
@@ -19,6 +19,7 @@ from optimus.data.cutting import LIMIT as PIECE_LIMIT
 from optimus.data.cutting import PIECE, UncuttableError, pieces
 from optimus.data.fields import ChatField, TextField, field_of, kind_of
 from optimus.data.files import BadFileError, Source, Sources, open_as_stored, open_bytes
+from optimus.data.hub_datasets import HubShard
 from optimus.data.markup import page_text
 from optimus.data.readers import READERS, ReaderRow
 from optimus.data.tables import records
@@ -39,7 +40,8 @@ class Position(NamedTuple):
     """A position in file number `file`.
 
     For plain text and JSON lines, `offset` counts the bytes of decompressed UTF-8 text before the position. For JSON
-    arrays, tables and the files of `record_reader`, `offset` counts the elements, rows or records before the position.
+    arrays, tables, data sets and the files of `record_reader`, `offset` counts the elements, rows or records before
+    the position.
 
     For JSON lines, `line` counts the lines before the position.
     """
@@ -72,6 +74,10 @@ class DocumentBatch:
     ends_document: list[bool] = field(default_factory=list)
     after: Position | None = None
     read: int = 0
+
+
+class _Tells(Protocol):
+    def tell(self) -> int: ...
 
 
 class _Piece(NamedTuple):
@@ -126,6 +132,8 @@ def _parts(
     source: Source, start: Position, text_field: str | TextField, encode: Encode
 ) -> "Iterator[DocumentBatch | _Piece]":
     read = next((row.read for row in READERS.values() if files.ends_in(source.path, row.suffixes)), None)
+    if isinstance(source.path, HubShard):
+        read = _read_hub
     with naming_bad_file(str(source.path)):
         if read is None:
             raise UserError(files.unsupported(source.path))
@@ -274,7 +282,7 @@ def _row_lines(
     rows: Iterable[Any],
     start: Position,
     text_field: str | TextField,
-    raw: BinaryIO,
+    raw: _Tells,
     encode: Encode,
 ) -> Iterator[DocumentBatch | _Piece]:
     """Yields `rows`, which begin at the position `start`, as JSON lines. Positions count rows."""
@@ -465,6 +473,39 @@ def _read_arrow(
         raise UserError(f"{source.path}: not a readable Arrow file ({error}). Download or write it again.") from error
 
 
+class _Progress:
+    """Estimates the bytes of a data set's file that are read, by the bytes of the rows in memory."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._read = size, 0
+
+    def add(self, table: Any) -> Any:
+        self._read = min(self._size, self._read + table.nbytes)
+        return table
+
+    def tell(self) -> int:
+        return self._read
+
+
+def _read_hub(
+    source: Source, start: Position, text_field: str | TextField, encode: Encode
+) -> Iterator[DocumentBatch | _Piece]:
+    """Reads a file of a data set of the Hugging Face Hub. Positions count rows."""
+    assert isinstance(source.path, HubShard)
+    field, progress = field_of(text_field), _Progress(source.size)
+    tables = map(progress.add, source.path.tables(start.offset))
+    first = next(tables, None)
+    if first is None:
+        return
+    columns = field.columns(first.schema.names, str(source.path), lambda: _first_record(source, [first]))
+    # A file of JSON lines may lack a column in some of its tables.
+    chosen = (
+        table.select([name for name in columns if name in table.schema.names])
+        for table in itertools.chain([first], tables)
+    )
+    yield from _row_pieces(source, _records(source, chosen, start.offset, start), start, field, progress, encode)
+
+
 def _first_record(source: Source, batches: Iterable[Any]) -> dict[str, Any]:
     return next((record for _, record in _records(source, batches, 0, Position(0))), {})
 
@@ -487,7 +528,7 @@ def _row_pieces(
     rows: Iterable[tuple[int, Mapping[str, Any]]],
     start: Position,
     field: TextField,
-    raw: BinaryIO,
+    raw: _Tells,
     encode: Encode,
 ) -> Iterator[DocumentBatch | _Piece]:
     """Yields the texts or conversations of `rows`, pairs of a row's number (from 1) and the row's record."""
