@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple
 
 from optimus.data import files
 from optimus.data.chat import Conversation
@@ -74,10 +74,6 @@ class DocumentBatch:
     ends_document: list[bool] = field(default_factory=list)
     after: Position | None = None
     read: int = 0
-
-
-class _Tells(Protocol):
-    def tell(self) -> int: ...
 
 
 class _Piece(NamedTuple):
@@ -198,7 +194,7 @@ def _read_table(
             raise UserError(f"{source.path}: a cell has a text, no conversation. Give JSON, JSON lines or Parquet.")
         rows = enumerate(records(stream, str(source.path), field, delimiter), start=1)
         behind = ((row, record) for row, record in rows if row > start.offset)
-        yield from _row_pieces(source, behind, start, field, raw, encode)
+        yield from _row_pieces(source, behind, start, field, raw.tell, encode)
 
 
 def decode(source: Source, stream: BinaryIO, offset: int) -> Iterator[str]:
@@ -274,7 +270,7 @@ def _read_json(
     """Yields the elements of a JSON array as JSON lines."""
     with open_bytes(source) as (stream, raw):
         elements = itertools.islice(_elements(str(source.path), decode(source, stream, 0)), start.offset, None)
-        yield from _row_lines(source, elements, start, text_field, raw, encode)
+        yield from _row_lines(source, elements, start, text_field, raw.tell, encode)
 
 
 def _row_lines(
@@ -282,7 +278,7 @@ def _row_lines(
     rows: Iterable[Any],
     start: Position,
     text_field: str | TextField,
-    raw: _Tells,
+    bytes_read: Callable[[], int],
     encode: Encode,
 ) -> Iterator[DocumentBatch | _Piece]:
     """Yields `rows`, which begin at the position `start`, as JSON lines. Positions count rows."""
@@ -290,7 +286,7 @@ def _row_lines(
 
     def batch() -> DocumentBatch:
         after = Position(start.file, first + len(lines))
-        return DocumentBatch(source.input, b"".join(lines), path, first + 1, after=after, read=raw.tell())
+        return DocumentBatch(source.input, b"".join(lines), path, first + 1, after=after, read=bytes_read())
 
     for row in rows:
         line = json.dumps(row, default=str).encode() + b"\n"
@@ -447,7 +443,7 @@ def _read_parquet(
                 else:
                     groups.append(group)
             batches = file.iter_batches(PARQUET_ROWS, row_groups=groups, columns=columns, use_threads=False)
-            yield from _row_pieces(source, _records(source, batches, row, start), start, field, raw, encode)
+            yield from _row_pieces(source, _records(source, batches, row, start), start, field, raw.tell, encode)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{source.path}: not a readable parquet file ({error}). Download or write it again.") from error
 
@@ -468,32 +464,25 @@ def _read_arrow(
                 reader.schema.names, str(source.path), lambda: _first_record(source, (b[:1] for b in batches))
             )
             rows = _records(source, (batch.select(columns) for batch in batches), 0, start)
-            yield from _row_pieces(source, rows, start, field, raw, encode)
+            yield from _row_pieces(source, rows, start, field, raw.tell, encode)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{source.path}: not a readable Arrow file ({error}). Download or write it again.") from error
-
-
-class _Progress:
-    """Estimates the bytes of a data set's file that are read, by the bytes of the rows in memory."""
-
-    def __init__(self, size: int) -> None:
-        self._size, self._read = size, 0
-
-    def add(self, table: Any) -> Any:
-        self._read = min(self._size, self._read + table.nbytes)
-        return table
-
-    def tell(self) -> int:
-        return self._read
 
 
 def _read_hub(
     source: Source, start: Position, text_field: str | TextField, encode: Encode
 ) -> Iterator[DocumentBatch | _Piece]:
-    """Reads a file of a data set of the Hugging Face Hub. Positions count rows."""
+    """Reads a file of a data set of the Hugging Face Hub. Positions count rows. The bytes of the rows in memory estimate
+    how much of the file is read."""
     assert isinstance(source.path, HubShard)
-    field, progress = field_of(text_field), _Progress(source.size)
-    tables = map(progress.add, source.path.tables(start.offset))
+    field, size = field_of(text_field), 0
+
+    def counted(table: Any) -> Any:
+        nonlocal size
+        size += table.nbytes
+        return table
+
+    tables = map(counted, source.path.tables(start.offset))
     first = next(tables, None)
     if first is None:
         return
@@ -503,7 +492,9 @@ def _read_hub(
         table.select([name for name in columns if name in table.schema.names])
         for table in itertools.chain([first], tables)
     )
-    yield from _row_pieces(source, _records(source, chosen, start.offset, start), start, field, progress, encode)
+    yield from _row_pieces(
+        source, _records(source, chosen, start.offset, start), start, field, lambda: min(size, source.size), encode
+    )
 
 
 def _first_record(source: Source, batches: Iterable[Any]) -> dict[str, Any]:
@@ -528,17 +519,17 @@ def _row_pieces(
     rows: Iterable[tuple[int, Mapping[str, Any]]],
     start: Position,
     field: TextField,
-    raw: _Tells,
+    bytes_read: Callable[[], int],
     encode: Encode,
 ) -> Iterator[DocumentBatch | _Piece]:
     """Yields the texts or conversations of `rows`, pairs of a row's number (from 1) and the row's record."""
     if isinstance(field, ChatField):
-        yield from _row_lines(source, (_present(row) for _, row in rows), start, field, raw, encode)
+        yield from _row_lines(source, (_present(row) for _, row in rows), start, field, bytes_read, encode)
         return
     for number, record in rows:
         where, after = f"{source.path}: row {number}", Position(start.file, number)
         for piece, last in _checked_pieces(where, _slices(field.text(record, where)), encode):
-            yield _Piece(piece, last, after if last else None, raw.tell())
+            yield _Piece(piece, last, after if last else None, bytes_read())
 
 
 def _present(value: Any) -> Any:
@@ -572,7 +563,7 @@ def record_reader(
             later = (
                 (row, {"text": each} if isinstance(each, str) else each) for row, each in rows if row > start.offset
             )
-            yield from _row_pieces(source, later, start, field, raw, encode)
+            yield from _row_pieces(source, later, start, field, raw.tell, encode)
 
     return ReaderRow(name, suffixes, read)
 

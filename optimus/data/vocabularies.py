@@ -128,7 +128,7 @@ def _in_folder(folder: Path) -> Path:
 
 
 def _from_hub(name: str) -> Path:
-    """Downloads the tokenizer's files of a repository, or finds them in the cache of the Hub. Returns their folder."""
+    """Returns the folder with the tokenizer's files of a repository: downloaded, or from the cache of the Hub."""
     missing = f"tokenizer not found: {name} is no file or folder of this machine"
     try:
         from huggingface_hub import errors, snapshot_download

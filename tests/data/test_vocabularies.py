@@ -11,9 +11,11 @@ import importlib.util
 import json
 import random
 import struct
+import sys
 import sysconfig
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import regex
@@ -468,6 +470,40 @@ def test_hub_name(tmp_path, hub, monkeypatch):
     (tmp_path / "org").mkdir()
     with pytest.raises(UserError, match=r"tokenizer not found: org/plain\. Give a tokenizer.json"):
         inspect(Path("org/plain"))  # a folder org is here, so this is a path
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("GatedRepoError", "org/name is gated on the Hugging Face Hub: ask for access"),
+        ("RepositoryNotFoundError", "no repository of the Hugging Face Hub that you may read: check the name"),
+        ("HfHubHTTPError", r"the Hugging Face Hub failed \(HfHubHTTPError"),
+    ],
+)
+def test_the_hub_refuses(monkeypatch, name, message):
+    import huggingface_hub
+
+    def refuse(*args: object, **options: object) -> str:
+        response = SimpleNamespace(headers={}, request=None, status_code=403)
+        raise getattr(huggingface_hub.errors, name)("refused", response=response)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(UserError, match=message):
+        inspect(Path("org/name"))
+
+
+def test_without_the_hub(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(UserError, match=r"org/name is no file or folder .*install.*hf"):
+        inspect(Path("org/name"))
+
+
+def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "a.model").write_bytes(Pieces(pieces(BPE), BPE, prefix=True, shrink=False, fallback=True).file())
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(UserError, match=r"cannot write .*set XDG_CACHE_HOME to another folder"):
+        inspect(tmp_path)
 
 
 def test_other_forms_go_through_transformers(tmp_path, hub):
