@@ -114,7 +114,7 @@ def expand(named: str, split: str | None) -> Iterator[tuple[HubShard, str]]:
     splits = [str(each) for each in files or infos]
     if split not in splits:
         given = "" if split is None else f", but not {split}"
-        raise UserError(f"{named} has the splits {', '.join(splits)}{given}: choose one with `split` (--split)")
+        raise UserError(f"{named} has the splits {', '.join(splits)}{given}: choose one with `split`")
     revision = _revision(dataset, builder)
     with _naming(f"cannot read {named}"):
         count = builder.as_streaming_dataset(split=split).num_shards
