@@ -28,9 +28,16 @@ def sample_text(
 
 @app.command()
 def prepare(
-    inputs: Annotated[list[str], Argument(metavar="INPUT", help="Files, folders or globs of text, or their URLs.")],
+    inputs: Annotated[
+        list[str], Argument(metavar="INPUT", help="Files, folders or globs of text, their URLs, or hf:org/name:config.")
+    ],
     output: Annotated[Path | None, Option(help="Folder to create. Not needed with --preview and --status.")] = None,
-    tokenizer: Annotated[Path | None, Option(help="tokenizer.json, or a folder that contains one.")] = None,
+    tokenizer: Annotated[
+        Path | None,
+        Option(
+            help="tokenizer.json, sentencepiece model, tiktoken vocabulary, a folder with one, or org/name on the Hub."
+        ),
+    ] = None,
     train_tokenizer: Annotated[int | None, Option(help="Train a tokenizer with this vocabulary size.")] = None,
     context: Annotated[int, Option(help="Tokens per training sequence.")] = 2048,
     seed: Annotated[int, Option(help="Seed of the shuffle.")] = 0,
@@ -59,7 +66,11 @@ def prepare(
     ] = "none",
     encoding: Annotated[str, Option(help="Encoding of files that are not UTF-8, such as cp1252 or utf-16.")] = "utf-8",
     split: Annotated[
-        str | None, Option(metavar="NAME", help="Split of a folder that DatasetDict.save_to_disk wrote, such as train.")
+        str | None,
+        Option(
+            metavar="NAME",
+            help="Split of an hf: data set, or of a folder that DatasetDict.save_to_disk wrote, such as train.",
+        ),
     ] = None,
     skip_bad: Annotated[bool, Option("--skip-bad", help="Skip files that cannot be read, and list them.")] = False,
     plugins: Plugins = None,

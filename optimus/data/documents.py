@@ -19,6 +19,7 @@ from optimus.data.cutting import LIMIT as PIECE_LIMIT
 from optimus.data.cutting import PIECE, UncuttableError, pieces
 from optimus.data.fields import ChatField, TextField, field_of, kind_of
 from optimus.data.files import BadFileError, Source, Sources, open_as_stored, open_bytes
+from optimus.data.hub_datasets import HubShard
 from optimus.data.markup import page_text
 from optimus.data.readers import READERS, ReaderRow
 from optimus.data.tables import records
@@ -39,7 +40,8 @@ class Position(NamedTuple):
     """A position in file number `file`.
 
     For plain text and JSON lines, `offset` counts the bytes of decompressed UTF-8 text before the position. For JSON
-    arrays, tables and the files of `record_reader`, `offset` counts the elements, rows or records before the position.
+    arrays, tables, data sets and the files of `record_reader`, `offset` counts the elements, rows or records before
+    the position.
 
     For JSON lines, `line` counts the lines before the position.
     """
@@ -127,6 +129,8 @@ def _parts(
     source: Source, start: Position, text_field: str | TextField, encode: Encode, stop: int | None
 ) -> "Iterator[DocumentBatch | _Piece]":
     read = next((row.read for row in READERS.values() if files.ends_in(source.path, row.suffixes)), None)
+    if isinstance(source.path, HubShard):
+        read = _read_hub
     with naming_bad_file(str(source.path)):
         if read is None:
             raise UserError(files.unsupported(source.path))
@@ -195,7 +199,7 @@ def _read_table(
             raise UserError(f"{source.path}: a cell has a text, no conversation. Give JSON, JSON lines or Parquet.")
         rows = enumerate(records(stream, str(source.path), field, delimiter), start=1)
         behind = ((row, record) for row, record in rows if row > start.offset)
-        yield from _row_pieces(source, behind, start, field, raw, encode)
+        yield from _row_pieces(source, behind, start, field, raw.tell, encode)
 
 
 def decode(source: Source, stream: BinaryIO, offset: int) -> Iterator[str]:
@@ -295,7 +299,7 @@ def _read_json(
     """Yields the elements of a JSON array as JSON lines."""
     with open_bytes(source) as (stream, raw):
         elements = itertools.islice(_elements(str(source.path), decode(source, stream, 0)), start.offset, None)
-        yield from _row_lines(source, elements, start, text_field, raw, encode)
+        yield from _row_lines(source, elements, start, text_field, raw.tell, encode)
 
 
 def _row_lines(
@@ -303,7 +307,7 @@ def _row_lines(
     rows: Iterable[Any],
     start: Position,
     text_field: str | TextField,
-    raw: BinaryIO,
+    bytes_read: Callable[[], int],
     encode: Encode,
 ) -> Iterator[DocumentBatch | _Piece]:
     """Yields `rows`, which begin at the position `start`, as JSON lines. Positions count rows."""
@@ -311,7 +315,7 @@ def _row_lines(
 
     def batch() -> DocumentBatch:
         after = Position(start.file, first + len(lines))
-        return DocumentBatch(source.input, b"".join(lines), path, first + 1, after=after, read=raw.tell())
+        return DocumentBatch(source.input, b"".join(lines), path, first + 1, after=after, read=bytes_read())
 
     for row in rows:
         line = json.dumps(row, default=str).encode() + b"\n"
@@ -486,7 +490,7 @@ def _read_parquet(
                     groups.append(group)
                 ends += rows
             batches = file.iter_batches(PARQUET_ROWS, row_groups=groups, columns=columns, use_threads=False)
-            yield from _row_pieces(source, _records(source, batches, row, start), start, field, raw, encode)
+            yield from _row_pieces(source, _records(source, batches, row, start), start, field, raw.tell, encode)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{source.path}: not a readable parquet file ({error}). Download or write it again.") from error
 
@@ -507,9 +511,37 @@ def _read_arrow(
                 reader.schema.names, str(source.path), lambda: _first_record(source, (b[:1] for b in batches))
             )
             rows = _records(source, (batch.select(columns) for batch in batches), 0, start)
-            yield from _row_pieces(source, rows, start, field, raw, encode)
+            yield from _row_pieces(source, rows, start, field, raw.tell, encode)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{source.path}: not a readable Arrow file ({error}). Download or write it again.") from error
+
+
+def _read_hub(
+    source: Source, start: Position, text_field: str | TextField, encode: Encode
+) -> Iterator[DocumentBatch | _Piece]:
+    """Reads a file of a data set of the Hugging Face Hub. Positions count rows. The bytes of the rows in memory estimate
+    how much of the file is read."""
+    assert isinstance(source.path, HubShard)
+    field, size = field_of(text_field), 0
+
+    def counted(table: Any) -> Any:
+        nonlocal size
+        size += table.nbytes
+        return table
+
+    tables = map(counted, source.path.tables(start.offset))
+    first = next(tables, None)
+    if first is None:
+        return
+    columns = field.columns(first.schema.names, str(source.path), lambda: _first_record(source, [first]))
+    # A file of JSON lines may lack a column in some of its tables.
+    chosen = (
+        table.select([name for name in columns if name in table.schema.names])
+        for table in itertools.chain([first], tables)
+    )
+    yield from _row_pieces(
+        source, _records(source, chosen, start.offset, start), start, field, lambda: min(size, source.size), encode
+    )
 
 
 def _first_record(source: Source, batches: Iterable[Any]) -> dict[str, Any]:
@@ -534,17 +566,17 @@ def _row_pieces(
     rows: Iterable[tuple[int, Mapping[str, Any]]],
     start: Position,
     field: TextField,
-    raw: BinaryIO,
+    bytes_read: Callable[[], int],
     encode: Encode,
 ) -> Iterator[DocumentBatch | _Piece]:
     """Yields the texts or conversations of `rows`, pairs of a row's number (from 1) and the row's record."""
     if isinstance(field, ChatField):
-        yield from _row_lines(source, (_present(row) for _, row in rows), start, field, raw, encode)
+        yield from _row_lines(source, (_present(row) for _, row in rows), start, field, bytes_read, encode)
         return
     for number, record in rows:
         where, after = f"{source.path}: row {number}", Position(start.file, number)
         for piece, last in _checked_pieces(where, _slices(field.text(record, where)), encode):
-            yield _Piece(piece, last, after if last else None, raw.tell())
+            yield _Piece(piece, last, after if last else None, bytes_read())
 
 
 def _present(value: Any) -> Any:
@@ -578,7 +610,7 @@ def record_reader(
             later = (
                 (row, {"text": each} if isinstance(each, str) else each) for row, each in rows if row > start.offset
             )
-            yield from _row_pieces(source, later, start, field, raw, encode)
+            yield from _row_pieces(source, later, start, field, raw.tell, encode)
 
     return ReaderRow(name, suffixes, read)
 

@@ -16,7 +16,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from optimus.data import remote
+from optimus.data import hub_datasets, remote
+from optimus.data.hub_datasets import HubShard
 from optimus.data.readers import suffixes
 from optimus.data.remote import RemoteFile
 from optimus.disk import parse_json, plain_name, printable, user_path
@@ -42,6 +43,8 @@ EXPANSION = {".gz": 4.0, ".zst": 4.0, ".parquet": 3.0, ".html": 0.5, ".htm": 0.5
 _HEAD = 4096  # number of first bytes in which a JSON array must begin
 READ = 1 << 20
 
+AnyPath = Path | RemoteFile | HubShard
+
 
 @dataclass(frozen=True)
 class Source:
@@ -51,7 +54,7 @@ class Source:
     file's own folder if the input is the file. `encoding` is the encoding of the file's text if the text is not UTF-8.
     """
 
-    path: Path | RemoteFile
+    path: AnyPath
     input: int
     name: str
     size: int
@@ -135,27 +138,30 @@ def resolve(
     encoding: str = "utf-8",
     split: str | None = None,
 ) -> Sources:
-    """Finds the files of all inputs, each file once. An input is a file, a folder, a glob, or a URL that fsspec reads.
+    """Finds the files of all inputs, each file once. An input is a file, a folder, a glob, a URL that fsspec reads, or
+    `hf:` with the name of a data set of the Hugging Face Hub.
 
-    Takes the dataset `split` of a folder that `DatasetDict.save_to_disk` wrote. Ignores the contents of the folders
-    `leave_out`. Raises `UserError` if a folder, glob or URL has no supported files, or if `inputs` is empty.
+    Takes the `split` of such a data set, and of a folder that `DatasetDict.save_to_disk` wrote. Ignores the contents of
+    the folders `leave_out`. Raises `UserError` if a folder, glob or URL has no supported files, or if `inputs` is empty.
     """
     hidden = [folder.resolve() for folder in leave_out]
-    found: dict[Path | RemoteFile, Source] = {}
-    skipped: set[Path | RemoteFile] = set()
+    found: dict[AnyPath, Source] = {}
+    skipped: set[AnyPath] = set()
     for number, given in enumerate(inputs):
         matches = 0
-        named = None if remote.is_remote(given) else user_path(given)
+        is_path = not remote.is_remote(given) and not hub_datasets.is_hub_dataset(given)
+        named = user_path(given) if is_path else None
         with naming_read_errors(Path(given)):
             for path, name in _expand(given, split):
                 real = _real(path)
                 if any(real.is_relative_to(folder) for folder in hidden):
                     continue
-                if path != named and not (ends_in(path, suffixes()) and _is_input(path, given)):
+                is_named = path == named or isinstance(path, HubShard)
+                if not is_named and not (ends_in(path, suffixes()) and _is_input(path, given)):
                     skipped.add(real)
                     continue
                 matches += 1
-                if isinstance(path, RemoteFile):
+                if not isinstance(path, Path):
                     source = Source(path, number, name, path.size, path.version, encoding)
                 elif path.is_file():
                     source = Source(path, number, name, path.stat().st_size, path.stat().st_mtime_ns, encoding)
@@ -167,19 +173,23 @@ def resolve(
     if not found:
         raise UserError("no input given: name files, folders or globs")
     folders = {path.parent.parent for path in found if isinstance(path, Path)}
-    if split is not None and not any((folder / _SPLITS).is_file() for folder in folders):
-        raise UserError(f"`split` is {split}, but no input has splits (a DatasetDict with {_SPLITS}): remove it")
+    has_splits = any(isinstance(path, HubShard) for path in found)
+    if split is not None and not has_splits and not any((folder / _SPLITS).is_file() for folder in folders):
+        raise UserError(
+            f"`split` is {split}, but no input has splits (a data set hf:org/name, or a DatasetDict with {_SPLITS}): "
+            "remove it"
+        )
     by_ending = Counter(map(_ending, skipped))
     return Sources(
         tuple(printable(Path(given).name) for given in inputs), tuple(found.values()), dict(sorted(by_ending.items()))
     )
 
 
-def _is_input(path: Path | RemoteFile, named: str | Path) -> bool:
+def _is_input(path: AnyPath, named: str | Path) -> bool:
     """Returns False for a .json file of the folder or glob `named` if it is remote or does not begin with an array."""
     if not ends_in(path, ARRAY_SUFFIXES):
         return True
-    if isinstance(path, RemoteFile):
+    if not isinstance(path, Path):
         return str(named).lower().endswith(ARRAY_SUFFIXES) and not glob.has_magic(str(named))
     with path.open("rb") as file:
         return file.read(_HEAD).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
@@ -201,7 +211,7 @@ def check_encoding(encoding: str) -> str:
     return name
 
 
-def unsupported(path: Path | RemoteFile) -> str:
+def unsupported(path: AnyPath) -> str:
     """Returns the message for a file whose ending is not supported, with the cure."""
     cures = {".pdf": "extract its text into a .txt file"}
     cure = cures.get(_ending(path), f"supported types are {_supported()}")
@@ -216,21 +226,26 @@ def _supported() -> str:
     )
 
 
-def ends_in(path: Path | RemoteFile, suffixes: tuple[str, ...]) -> bool:
-    return path.name.lower().endswith(suffixes)
+def ends_in(path: AnyPath, suffixes: tuple[str, ...]) -> bool:
+    """Returns True for a file whose name ends in one of `suffixes`. Returns False for the files of a data set of the Hub,
+    which `datasets` reads, whatever their names are."""
+    return not isinstance(path, HubShard) and path.name.lower().endswith(suffixes)
 
 
-def _ending(path: Path | RemoteFile) -> str:
+def _ending(path: AnyPath) -> str:
     """Returns the ending of a file's name, with the inner ending of a compressed file."""
     last = path.suffix.lower()
     within = Path(path.stem).suffix.lower() if last in (".gz", ".zst", ".bz2", ".xz") else ""
     return f"{within}{last}" or "no ending"
 
 
-def _expand(path_or_url: str | Path, split: str | None) -> Iterator[tuple[Path | RemoteFile, str]]:
+def _expand(path_or_url: str | Path, split: str | None) -> Iterator[tuple[AnyPath, str]]:
     """Yields the files of one input, each with the file's `Source.name`."""
     if remote.is_remote(path_or_url):
         yield from remote.expand(str(path_or_url), suffixes())
+        return
+    if hub_datasets.is_hub_dataset(path_or_url):
+        yield from hub_datasets.expand(str(path_or_url), split)
         return
     path = user_path(path_or_url)
     if path.is_dir():
@@ -250,9 +265,9 @@ def _expand(path_or_url: str | Path, split: str | None) -> Iterator[tuple[Path |
                 yield file, file.relative_to(root).as_posix()
 
 
-def _real(path: Path | RemoteFile) -> Path | RemoteFile:
+def _real(path: AnyPath) -> AnyPath:
     """Resolves the links of a path. For a broken or circular link, returns the absolute path of the link."""
-    return path.resolve() if isinstance(path, RemoteFile) or path.exists() else path.absolute()
+    return path.resolve() if not isinstance(path, Path) or path.exists() else path.absolute()
 
 
 def _fixed_part(pattern: Path) -> Path:

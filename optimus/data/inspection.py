@@ -15,7 +15,6 @@ from optimus.data import files
 from optimus.data.documents import Position, decode, naming_bad_file, parse_lines, read_batches, read_texts
 from optimus.data.fields import TextField
 from optimus.data.files import BadFileError, Source, Sources, open_as_stored, open_bytes
-from optimus.data.remote import RemoteFile
 from optimus.disk import printable
 from optimus.errors import UserError
 
@@ -52,7 +51,7 @@ _CONTROLS = bytes({*range(32), 127} - {*b"\t\n\v\f\r\b\x1b\x1a"})
 
 def looked_at(source: Source, full: bool) -> int:
     """Estimates how many bytes of a file the check reads."""
-    limit = REMOTE_LIMIT if isinstance(source.path, RemoteFile) else LIMIT
+    limit = LIMIT if isinstance(source.path, Path) else REMOTE_LIMIT
     return source.size if full else min(source.size, limit)
 
 
@@ -116,7 +115,7 @@ def _no_file(source: Source) -> str | None:
 
 def _read(source: Source, text_field: TextField, full: bool) -> bool:
     """Reads a file up to the limit of the check. Returns True if the file ends before the limit."""
-    remaining = float("inf") if full else REMOTE_LIMIT if isinstance(source.path, RemoteFile) else LIMIT
+    remaining = float("inf") if full else LIMIT if isinstance(source.path, Path) else REMOTE_LIMIT
     if files.ends_in(source.path, files.HTML_SUFFIXES):  # any decodable text is a valid page
         with open_bytes(source) as (stream, _):
             for text in decode(source, stream, 0):

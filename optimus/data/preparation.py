@@ -170,11 +170,12 @@ def prepare(
     """Tokenises, shuffles and shards `inputs` into the folder `output`, and returns the content of the folder's
     `index.json`.
 
-    `inputs` are files, folders, globs and URLs that fsspec reads. `output` may be a URL that fsspec writes. The caller
-    sets either `tokenizer` (a tokenizer.json, or a folder that contains one) or `train_tokenizer` (the vocabulary size
-    of a new tokenizer). `context` is the length of a training instance in tokens. `shard_size` is in bytes. `workers`
-    defaults to the number of cores of this process. Without `parse_special`, the spelling of a special token stays
-    ordinary text.
+    `inputs` are files, folders, globs, URLs that fsspec reads, and data sets of the Hugging Face Hub
+    (`hf:org/name:config`). `output` may be a URL that fsspec writes. The caller sets either `tokenizer` or
+    `train_tokenizer` (the vocabulary size of a new tokenizer). `tokenizer` is a tokenizer.json, a sentencepiece model, a
+    tiktoken vocabulary, a folder with one of them, or the name of a repository on the Hub. `context` is the length of a
+    training instance in tokens. `shard_size` is in bytes. `workers` defaults to the number of cores of this process.
+    Without `parse_special`, the spelling of a special token stays ordinary text.
 
     `text_field` is a field of JSON lines or a column of tables, a nested field `meta.body`, or a template of several
     fields, `{question}\\n{answer}`. `chat:messages` names a field with conversations. The model predicts
@@ -188,9 +189,9 @@ def prepare(
     normalisation. With "minhash", `prepare` also excludes near-duplicates.
 
     `encoding` applies to files that are not valid UTF-8. `split` chooses a dataset of a folder that
-    `DatasetDict.save_to_disk` wrote. With `skip_bad`, `prepare` excludes unreadable files, and the
-    index lists these files as `bad_files`. `plugins` names plugins with readers for other types of files. `prepare`
-    calls `progress(stage, done, total)` now and then; `total` may be None. `memory` is the maximum number of bytes for
+    `DatasetDict.save_to_disk` wrote, or a split of a data set of the Hub. With `skip_bad`, `prepare` excludes unreadable
+    files, and the index lists these files as `bad_files`. `plugins` names plugins with readers for other types of
+    files. `prepare` calls `progress(stage, done, total)` now and then; `total` may be None. `memory` is the maximum number of bytes for
     removing duplicates and for shuffling, by default a quarter of the machine's.
 
     `tasks` processes on any number of machines can prepare one output, in a folder that all of them see: each call has

@@ -125,11 +125,14 @@ class RemoteFolder:
         (self.local / plain_path(name)).unlink(missing_ok=True)
 
 
-def put(path: Path, write: Callable[[Path], object]) -> Path:
-    """Writes a file of the cache atomically, unless it exists; `write` gets a temporary path. Returns `path`."""
+def put(path: Path, write: Callable[[Path], object], cure: str = "set train.data_cache to another folder") -> Path:
+    """Writes a file of a cache atomically, unless it exists; `write` gets a temporary path. Returns `path`.
+
+    A message about a full disk ends with `cure`, the way to another folder.
+    """
     if path.exists():
         return path
-    with naming_disk_errors(path, "Free some space, or set train.data_cache to another folder"):
+    with naming_disk_errors(path, f"Free some space, or {cure}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_name(f".{path.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from optimus.data import vocabularies
 from optimus.disk import parse_json, temporary_name
 from optimus.errors import UserError
 
-FILE = "tokenizer.json"
+FILE = vocabularies.FILE
 _LARGEST = (1 << 29) - 1  # three of the 32 bits are flags: `NOT_PREDICTED`, `INSIDE` and `BEGINS` (`shards.py`)
 TRAINED_EOS = "<|endoftext|>"
 # End-of-text tokens to look for, in order.
@@ -59,14 +60,13 @@ def encoder(tokenizer: Any) -> Any:
 
 
 def inspect(file_or_folder: Path) -> TokenizerInfo:
-    """Describes the tokenizer in a file, or in a folder that contains `tokenizer.json`.
+    """Describes the tokenizer in a file or a folder, or of the repository with this name on the Hugging Face Hub.
 
-    Raises `UserError` if the file is missing or invalid, if there is no end-of-text token, or if a token id is too
-    large.
+    A file is a tokenizer.json, a sentencepiece model or a tiktoken vocabulary; `path` of the result is then a converted
+    tokenizer.json. Raises `UserError` if the file is missing or invalid, if there is no end-of-text token, or if a token
+    id is too large.
     """
-    path = file_or_folder / FILE if file_or_folder.is_dir() else file_or_folder
-    if not path.is_file():
-        raise UserError(f"tokenizer not found: {path}. Give a tokenizer.json, or a folder that contains one.")
+    path = vocabularies.tokenizer_json(file_or_folder)
     vocabulary: dict[str, int] = load(path).get_vocab(with_added_tokens=True)
     eos_token, largest = _eos_token(path, vocabulary), max(vocabulary.values())
     if largest >= _LARGEST:
