@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         StepRecord,
         Trainer,
         UserError,
+        describe_data,
         evaluate,
         export,
         generate,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
         preview,
         register_experts,
         sample_text,
+        show_row,
         train,
     )
 
@@ -52,6 +54,7 @@ __all__ = [
     "StepRecord",
     "Trainer",
     "UserError",
+    "describe_data",
     "evaluate",
     "export",
     "generate",
@@ -63,6 +66,7 @@ __all__ = [
     "preview",
     "register_experts",
     "sample_text",
+    "show_row",
     "train",
 ]
 
