@@ -26,6 +26,7 @@ from optimus.data.permutation import Permutation
 from optimus.data.remote import is_remote
 from optimus.data.shards import BEGINS, CACHE, INDEX, NOT_PREDICTED, Shards
 from optimus.data.token_files import TokenFileRows, open_token_files
+from optimus.data.token_formats import TOKEN_FORMATS
 from optimus.disk import printable
 from optimus.errors import UserError
 from optimus.plugins import load_plugins
@@ -53,9 +54,10 @@ class Piece(NamedTuple):
 
 
 class DescribedRows(NamedTuple):
-    """Rows with their stream of documents. `ends_of` returns the ends of documents in a block of the stream; None for rows without a stream.
+    """Rows with their stream of documents. `ends_of` returns the ends of documents in a block of the stream; None for
+    rows without a stream.
 
-    `block_of` returns the block of a row. An end is a position in the stream, that behind the last token.
+    `block_of` returns the block of a row. An end is the position in the stream behind the last token of a document.
     """
 
     name: str
@@ -241,12 +243,13 @@ def _opened(
         return DescribedRows(
             name, shards, follow, block_of, shards.instances, shards.instances * shards.context, remote
         )
-    if tokenizer is None:
+    if tokenizer is None and form in TOKEN_FORMATS:
         raise UserError(f"{name} has token ids alone: name the tokenizer that made them with `tokenizer`")
     context = _CONTEXT if context is None else context
     if context < 1:
         raise UserError(f"`context` must be at least 1, not {context}")
-    files = open_token_files(str(path), tokenizer=str(tokenizer), context=context, seed=seed or 0, cache=CACHE)
+    named = None if tokenizer is None else str(tokenizer)
+    files = open_token_files(str(path), tokenizer=named, context=context, seed=seed or 0, cache=CACHE)
     files.index["seed"] = seed or 0
     file_order = Permutation(files.instances, "shuffle", seed or 0)
     blocks = -(-files.stream_tokens // context)

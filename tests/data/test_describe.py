@@ -421,6 +421,7 @@ def test_a_damaged_folder(joined: Path, tmp_path: Path, damage: Callable[[Path],
         (["npy:{}/x"], "token ids alone: name the tokenizer that made them with `tokenizer`"),
         (["npy:{}/x", "--tokenizer", "{}", "--context", "0"], "`context` must be at least 1"),
         (["npy:{}/x", "--tokenizer", "{}"], "names no file"),
+        (["c4:v1"], "token format 'c4' does not exist; valid: mds, megatron, npy"),
     ],
 )
 def test_bad_arguments(joined: Path, arguments: list[str], message: str) -> None:
