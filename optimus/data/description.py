@@ -200,7 +200,7 @@ def length_line(lengths: dict[str, Any]) -> str:
     cut = lengths["cut"]
     if lengths["unit"] == "documents":
         text = f"{counted(lengths['count'], 'document')} that begin in {sampled} rows"
-        return text + (f"; the ends of {cut:,} were not read, and they are longer than counted" if cut else "")
+        return text + (f"; of {cut:,} the end was not read: longer than counted" if cut else "")
     text = f"{counted(lengths['count'], 'document')} in {sampled} rows"
     return text + (f"; {cut:,} may go on in other rows, and count as long as they are here" if cut else "")
 
