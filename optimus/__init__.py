@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         StepRecord,
         Trainer,
         UserError,
+        describe_data,
         evaluate,
         export,
         generate,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
         preview,
         register_experts,
         sample_text,
+        show_row,
         train,
     )
 
@@ -53,6 +55,7 @@ __all__ = [
     "StepRecord",
     "Trainer",
     "UserError",
+    "describe_data",
     "evaluate",
     "export",
     "generate",
@@ -65,6 +68,7 @@ __all__ = [
     "preview",
     "register_experts",
     "sample_text",
+    "show_row",
     "train",
 ]
 

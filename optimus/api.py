@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from optimus.config import RunConfig
     from optimus.config.migrate import migrate
     from optimus.config.models import models
+    from optimus.data.description import show_row
     from optimus.data.preparation import prepare
     from optimus.data.preview import preview
     from optimus.data.sample import sample_text
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from optimus.hub import export_checkpoint as export
     from optimus.observe.doctor import examine as doctor
     from optimus.plan.job_builder import plan
+    from optimus.report.data_page import describe_data
     from optimus.report.listing import runs
     from optimus.report.page import write_report as report
     from optimus.training.record import StepRecord
@@ -44,6 +46,7 @@ __all__ = [
     "UserError",
     "config",
     "convert_checkpoint",
+    "describe_data",
     "doctor",
     "evaluate",
     "export",
@@ -66,6 +69,7 @@ __all__ = [
     "runs",
     "sample_text",
     "show_checkpoint",
+    "show_row",
     "train",
     "verify_checkpoints",
     "watch",
@@ -80,6 +84,7 @@ __getattr__, __dir__ = lazy_exports(
         "StepRecord": "optimus.training.record",
         "Trainer": "optimus.training.trainer",
         "convert_checkpoint": "optimus.checkpoint.inspect:convert",
+        "describe_data": "optimus.report.data_page",
         "doctor": "optimus.observe.doctor:examine",
         "evaluate": "optimus.evaluation.run",
         "export": "optimus.hub:export_checkpoint",
@@ -103,6 +108,7 @@ __getattr__, __dir__ = lazy_exports(
         "runs": "optimus.report.listing",
         "sample_text": "optimus.data.sample",
         "show_checkpoint": "optimus.checkpoint.inspect:show",
+        "show_row": "optimus.data.description",
         "verify_checkpoints": "optimus.checkpoint.inspect:verify_all",
     },
 )

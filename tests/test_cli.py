@@ -405,8 +405,8 @@ def commands() -> dict[str, typer.core.TyperCommand]:
 
 
 def test_every_command_has_the_same_options() -> None:
-    """All commands name equal options equally: `--json` is a flag, and `--output` (besides `--plot`) names written
-    files.
+    """All commands name equal options equally: `--json` is a flag, and `--output` (besides `--plot` and `--html`) names
+    written files.
 
     `bench collectives --write` adds to an existing machine file.
     """
@@ -425,7 +425,7 @@ ADDS = {"bench collectives": {"--write"}}
 FUNCTIONS = {  # functions of `optimus.api` with other names than their commands
     "import": "import_folder", "sample-text": "sample_text", "config show": "config", "checkpoint list": "list_checkpoints",
     "checkpoint show": "show_checkpoint", "checkpoint verify": "verify_checkpoints",
-    "checkpoint convert": "convert_checkpoint", "config migrate": "migrate",
+    "checkpoint convert": "convert_checkpoint", "config migrate": "migrate", "data": "describe_data",
 }  # fmt: skip
 NO_FUNCTIONS = {  # commands without functions, with the reason
     "launch": "a program on each node", "rendezvous": "a program of its own", "lab": "a rehearsal of programs",
@@ -444,7 +444,7 @@ def test_every_command_is_a_function() -> None:
 
 # Commands that write nothing, or only into folders named by the configuration.
 WRITES_NOTHING = {
-    "config diff", "config migrate", "config show", "doctor", "runs",
+    "config diff", "config migrate", "config show", "data", "doctor", "runs",
     "train", "generate", "models", "rollback", "lab", "rendezvous", "checkpoint list", "checkpoint verify",
     "checkpoint show",
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The commands `sample-text` and `prepare`."""
+"""The commands `sample-text`, `prepare` and `data`."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -190,12 +190,19 @@ def _shown(example: dict[str, Any]) -> str:
     share = sum(end - start for start, end in spans) / max(1, len(text))
     is_all = spans == [[0, len(text)]]
     said = "all predicted" if is_all else f"predicted: {100 * share:.0f} %, in {_OPEN} {_CLOSE}"
-    for start, end in [] if is_all else reversed(spans):
-        text = f"{text[:start]}{_OPEN}{text[start:end]}{_CLOSE}{text[end:]}"
-    if len(text) > _SHOWN:
-        text = f"{text[: _SHOWN // 2]}\n... {len(text) - _SHOWN:,} characters ...\n{text[-_SHOWN // 2 :]}"
-    lines = "\n".join(f"  {printable(line, keep=chr(9))}" for line in text.splitlines())
+    lines = _bracketed(text, [] if is_all else spans, _SHOWN)
     return f"{printable(example['source'])}: {size}, {said}\n{lines}"
+
+
+def _bracketed(text: str, spans: list[list[int]], most: int | None) -> str:
+    """Returns indented lines of a text with the spans in brackets, and at most about `most` characters."""
+    from optimus.disk import printable
+
+    for start, end in reversed(spans):
+        text = f"{text[:start]}{_OPEN}{text[start:end]}{_CLOSE}{text[end:]}"
+    if most is not None and len(text) > most:
+        text = f"{text[: most // 2]}\n... {len(text) - most:,} characters ...\n{text[-most // 2 :]}"
+    return "\n".join(f"  {printable(line, keep=chr(9))}" for line in text.splitlines())
 
 
 def _template(index: dict[str, Any]) -> str:
@@ -226,3 +233,119 @@ def _omissions(index: dict[str, Any]) -> str:
         f"{count:,} {printable(ending)}" for ending, count in sorted(by_ending.items(), key=lambda one: -one[1])
     )
     return f"{said}\nskipped: {index['skipped_files']:,} file(s) of other kinds ({counts})"
+
+
+_BAR = 40  # characters of the longest bar
+_SOURCES = 20  # sources that `data` prints
+_DOCUMENTS = 4  # documents of a sample row that `data` prints
+
+
+@app.command(name="data")
+def describe_data(
+    folder: Annotated[
+        str,
+        Argument(
+            metavar="FOLDER",
+            help="Folder that `prepare` wrote, or its URL; or token files: megatron:PREFIX, npy:GLOB, mds:FOLDER.",
+        ),
+    ],
+    row: Annotated[int | None, Option(help="Print only this row (from 0), in full.")] = None,
+    rows: Annotated[
+        int | None,
+        Option(
+            help="Rows in which lengths are measured. Default: 4,096, or fewer if rows are long.", show_default=False
+        ),
+    ] = None,
+    html: Annotated[Path | None, Option(help="Also write an HTML page, which needs no network.")] = None,
+    tokenizer: Annotated[Path | None, Option(help="Tokenizer of token files: tokenizer.json, or its folder.")] = None,
+    context: Annotated[
+        int | None, Option(help="Tokens per row of token files. Default: 2048.", show_default=False)
+    ] = None,
+    seed: Annotated[
+        int | None, Option(help="Seed of the order of token files. Default: 0.", show_default=False)
+    ] = None,
+    plugins: Plugins = None,
+    as_json: Json = False,
+) -> None:
+    """Show what prepared data consists of: counts, sources, lengths of documents, and rows as text."""
+    from optimus.api import describe_data as run
+    from optimus.api import show_row
+    from optimus.errors import UserError
+
+    opened: dict[str, Any] = {"tokenizer": tokenizer, "context": context, "seed": seed, "plugins": plugins or ()}
+    if row is not None:
+        if html is not None or rows is not None:
+            raise UserError("`row` prints one row alone: leave out `html` and `rows`")
+        shown = show_row(folder, row, **opened)
+        show(shown, as_json, _row_text(shown, None))
+        return
+    found = run(folder, rows=rows, html=html, **opened)
+    written = "" if html is None else f"\n\n{html}: open it in a browser; it needs no network"
+    show(found, as_json, "" if as_json else f"{_description(found)}{written}")
+
+
+def _description(found: dict[str, Any]) -> str:
+    """Returns the result of `describe_data` as lines."""
+    from optimus.data.description import fact_lines, length_line
+
+    facts = [f"{label:<12}{text}" for label, text in fact_lines(found)]
+    lengths = found["lengths"]
+    parts = ["\n".join([found["path"], *facts])]
+    if sources := _source_lines(found["sources"]):
+        parts.append("\n".join(["tokens by source", *sources]))
+    about = [f"tokens of a document, end of text included ({length_line(lengths)})"]
+    if lengths["count"]:
+        quantiles = [
+            f"{'median' if each == '50' else f'{each} %'} {value:,}" for each, value in lengths["quantiles"].items()
+        ]
+        ends = f"{lengths['min']:,} to {lengths['max']:,}, mean {lengths['mean']:,.1f}"
+        about.append(f"  {ends}; {', '.join(quantiles)}")
+        about += _histogram(lengths["histogram"])
+    parts.append("\n".join(about))
+    return "\n\n".join([*parts, *(_row_text(each, _DOCUMENTS) for each in found["rows"])])
+
+
+def _source_lines(sources: list[dict[str, Any]]) -> list[str]:
+    from optimus.config.sizes import counted, size_text
+
+    shown = sorted(sources, key=lambda each: -each["tokens"])[:_SOURCES]
+    lines = [
+        f"  {100 * each['share']:5.1f} %  {each['name']}: {each['tokens']:,} tokens, "
+        f"{counted(each['documents'], 'document')}, {counted(each['files'], 'file')}, {size_text(each['text_bytes'])}"
+        for each in shown
+    ]
+    more = len(sources) - len(shown)
+    return [*lines, f"  and {counted(more, 'more source')}"] if more else lines
+
+
+def _histogram(bins: list[dict[str, int]]) -> list[str]:
+    labels = [
+        f"{each['from']:,}" if each["from"] == each["to"] else f"{each['from']:,}-{each['to']:,}" for each in bins
+    ]
+    most, width = max(each["count"] for each in bins), max(map(len, labels))
+    digits = len(f"{most:,}")
+    return [
+        f"  {label:>{width}}  {each['count']:>{digits},}  {chr(0x2588) * -(-_BAR * each['count'] // most)}".rstrip()
+        for label, each in zip(labels, bins)
+    ]
+
+
+def _row_text(row: dict[str, Any], most: int | None) -> str:
+    """Returns a row of `show_row` as text with borders, in full if `most` (documents) is None."""
+    from optimus.config.sizes import counted
+    from optimus.data.description import border_text
+
+    predicted, real = row["predicted_tokens"], row["tokens"] - row["padding_tokens"]
+    said = f", predicted: {predicted:,} of them, in {_OPEN} {_CLOSE}" if predicted < real else ""
+    lines = [f"row {row['row']:,}: {row['file']}, byte {row['byte']:,}; {counted(real, 'token')}{said}"]
+    for number, each in enumerate(row["documents"][:most], 1):
+        text, spans = each["text"], each["predicted"]
+        begin = f"--- document {number} of {len(row['documents']):,}: {counted(each['tokens'], 'token')}, "
+        lines.append(f"{begin}{border_text(each)} ---")
+        shown = _bracketed(text, [] if spans == [[0, len(text)]] else spans, None if most is None else _SHOWN // 4)
+        lines += [shown] if shown else []
+    if most is not None and len(row["documents"]) > most:
+        lines.append(f"--- and {len(row['documents']) - most:,} more: --row {row['row']} prints all ---")
+    if row["padding_tokens"]:
+        lines.append(f"--- padding: {counted(row['padding_tokens'], 'token')} ---")
+    return "\n".join(lines)

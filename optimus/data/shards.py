@@ -121,10 +121,12 @@ class Shards:
     Opening checks the index and the tokenizer, and reading checks the checksums. The constructor and the reads raise
     `UserError` for damaged data.
 
-    For a folder at a URL, the constructor and the reads copy files into `cache`.
+    For a folder at a URL, the constructor and the reads copy files into `cache`. With `read_ahead`, a read also copies
+    the shard after its own.
     """
 
-    def __init__(self, folder: str | Path, cache: str | Path = CACHE) -> None:
+    def __init__(self, folder: str | Path, cache: str | Path = CACHE, *, read_ahead: bool = True) -> None:
+        self._read_ahead = read_ahead
         self._remote = RemoteFolder(str(folder), cache, INDEX) if is_remote(folder) else None
         self.folder = user_path(folder) if self._remote is None else self._remote.local
         self.index = read_index(self.folder)
@@ -178,6 +180,13 @@ class Shards:
             parts.append(part)
             start = end
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def locate(self, row: int) -> tuple[Path, int]:
+        """Returns (file, offset of the first byte) of instance `row`."""
+        shard = bisect_right(self._starts, row) - 1
+        array = self._array(shard)
+        first = getattr(array, "offset", 0)  # `np.load` maps the file behind the header
+        return self.folder / self.index["shards"][shard]["file"], first + (row - self._starts[shard]) * array.strides[0]
 
     def check_model(self, context: int, vocab_size: int) -> None:
         """Raises `UserError` unless `context` divides the length of a row and `vocab_size` is at least the
@@ -241,11 +250,12 @@ class Shards:
             )
 
     def _array(self, shard: int) -> NDArray[np.unsignedinteger[Any]]:
-        """Returns a shard. For a remote folder, fetches the shard and starts to fetch the next shard."""
+        """Returns a shard. For a remote folder, fetches the shard, and with `read_ahead` starts to fetch the next."""
         if self._fetcher is None:
             return self._arrays[shard]
         with self._lock:
-            for each in (shard, (shard + 1) % len(self.index["shards"])):
+            following = (shard + 1) % len(self.index["shards"])
+            for each in (shard, following) if self._read_ahead else (shard,):
                 if each not in self._fetched or _failed(self._fetched[each]):
                     self._fetched[each] = self._fetcher.submit(self._open, each)
             fetched = self._fetched[shard]

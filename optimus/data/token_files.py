@@ -48,6 +48,34 @@ class TokenFileRows(UnshardedRows):
         beyond the vocabulary."""
         return np.stack([self._row(part) for part in self._order(np.arange(start, stop)).tolist()])
 
+    @property
+    def stream_tokens(self) -> int:
+        """Number of tokens of all documents, also of those that fill no row."""
+        return self._stream.tokens
+
+    @property
+    def documents(self) -> int | None:
+        """Number of documents; None if no index has it."""
+        return self._stream.documents
+
+    @property
+    def files(self) -> list[Path]:
+        """The files on which the rows depend."""
+        return self._stream.files
+
+    def locate(self, row: int) -> tuple[Path, int]:
+        """Returns (file, offset of the first byte) of row `row`. Its last tokens may be in another file."""
+        return self._stream.locate(int(self._order(np.array([row]))[0]) * self.context)
+
+    def document_ends(self, part: int) -> NDArray[np.int64]:
+        """Returns the positions in the stream behind the documents that end in part `part` of `context` tokens."""
+        first = part * self.context
+        stop = min(first + self.context, self._stream.tokens)
+        if not self._stream.indexed:
+            return np.flatnonzero(self._read(first, stop) == self.eos_id) + first + 1
+        ends = np.unique(self._stream.begins(first + 1, min(stop + 1, self._stream.tokens)))
+        return np.append(ends, stop) if stop == self._stream.tokens else ends
+
     def _row(self, part: int) -> NDArray[np.uint32]:
         first = part * self.context
         ids_S = self._read(first, first + self.context)

@@ -56,6 +56,7 @@ class TokenStream:
     """The tokens of all parts, in order. Unless `indexed`, an end-of-text token ends a document."""
 
     indexed = False  # True if an index knows where documents begin
+    documents: int | None = None  # the number of documents; None if no index has it
 
     def __init__(self, parts: Sequence[TokenFile]) -> None:
         self.parts = [part for part in parts if part.tokens]
@@ -81,11 +82,16 @@ class TokenStream:
             start = end
         return found[0] if len(found) == 1 else np.concatenate(found)
 
-    def where(self, token: int) -> str:
-        """Returns the file and the byte of a token, for messages."""
+    def locate(self, token: int) -> tuple[Path, int]:
+        """Returns (file, offset of the first byte) of a token."""
         number = bisect_right(self.starts, token) - 1
         part = self.parts[number]
-        return f"{part.path}, byte {part.byte(token - self.starts[number]):,}"
+        return part.path, part.byte(token - self.starts[number])
+
+    def where(self, token: int) -> str:
+        """Returns the file and the byte of a token, for messages."""
+        path, byte = self.locate(token)
+        return f"{path}, byte {byte:,}"
 
     def begins(self, start: int, stop: int) -> NDArray[np.int64]:
         """Returns the positions, from `start` to `stop - 1`, at which documents begin; only for an `indexed` stream."""
@@ -149,6 +155,7 @@ class _Megatron(TokenStream):
         self._sizes_Q = _table(self._index, "<i4", 34, sequences)
         self._bytes_Q = _table(self._index, "<i8", 34 + 4 * sequences, sequences)
         self._borders_B = _table(self._index, "<i8", 34 + 12 * sequences, borders)
+        self.documents = borders - 1
         if (self._bytes_Q[0], self._borders_B[0], self._borders_B[-1]) != (0, 0, sequences):
             raise UserError(f"{self._index}: the documents do not cover all sequences: write the index again")
         end = int(self._bytes_Q[-1]) + int(self._sizes_Q[-1]) * self._item

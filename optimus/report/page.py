@@ -113,14 +113,16 @@ def report_data(runs: Sequence[str | Path], *, ended: bool = False) -> dict[str,
     }
 
 
-def render(data: Mapping[str, Any], script: str = "report.js", refresh: float = 0.0) -> str:
+def render(data: Mapping[str, Any], script: str = "report.js", refresh: float = 0.0, *, curves: bool = True) -> str:
     """Renders the page with `data` from `report_data` and a `script` from `static/`.
 
-    `refresh` is the interval in seconds between requests for new data, or 0 for a page without requests.
+    `refresh` is the interval in seconds between requests for new data, or 0 for a page without requests. `curves` is
+    True if the script draws curves with uPlot.
     """
     text = json.dumps({**data, "refresh": refresh}, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
     embedded = text.replace("<", "\\u003c")  # no text can end the script tag
-    return str(_templates().get_template("page.html").render(title=data["title"], data=embedded, script=script))
+    template = _templates().get_template("page.html")
+    return str(template.render(title=data["title"], data=embedded, script=script, curves=curves))
 
 
 @cache

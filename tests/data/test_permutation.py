@@ -80,3 +80,13 @@ def test_shape_is_kept_and_range_checked() -> None:
     assert permutation(np.arange(6).reshape(2, 3)).shape == (2, 3)
     with pytest.raises(IndexError):
         permutation(np.array([10]))
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 64, 65, 4097, 100_000])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_inverse_maps_images_back(size: int, seed: int) -> None:
+    permutation, numbers = Permutation(size, "shuffle", seed), np.arange(size)
+    assert np.array_equal(permutation.inverse(permutation(numbers)), numbers)
+    assert np.array_equal(permutation(permutation.inverse(numbers)), numbers)
+    with pytest.raises(IndexError):
+        permutation.inverse(np.array([size]))
