@@ -16,9 +16,12 @@ import yaml
 from typer.testing import CliRunner
 
 from optimus import cli
+from optimus.data.preparation import prepare
+from optimus.data.tokenizer import train
 from optimus.errors import UserError
 from optimus.resilience.arrays import ArrayJob, ArrayScheduler, write_array_job
 
+ROOT = Path(__file__).resolve().parents[2]
 BATCH: list[Literal["slurm", "pbs"]] = ["slurm", "pbs"]
 
 # Both run a job at once, task by task, far from the folder in which it is submitted, and let a job wait for another one as
@@ -128,18 +131,22 @@ class Cluster:
         return found
 
 
+def programs(folder: Path, play: Path, texts: dict[str, str]) -> dict[str, str]:
+    """Writes programs, and returns the environment in which they come first."""
+    for path in (folder, play):
+        path.mkdir(parents=True)
+    for name, text in texts.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}")
+        (folder / name).chmod(0o755)
+    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PLAY": str(play)}
+
+
 @pytest.fixture(params=BATCH)
 def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Cluster:
     home = tmp_path / "it's a home"
-    programs, play = home / "bin", home / "play"
-    for folder in (programs, play):
-        folder.mkdir(parents=True)
-    for name, text in PROGRAMS.items():
-        (programs / name).write_text(f"#!/bin/bash\n{text}")
-        (programs / name).chmod(0o755)
-    job = ArrayJob(ARGUMENTS, "the out", 3, 2, folder=home, programs=programs)
-    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "PLAY": str(play)}
-    return Cluster(request.param, job, home / "my job.sh", play, environment)
+    environment = programs(home / "bin", home / "play", PROGRAMS)
+    job = ArrayJob(ARGUMENTS, "the out", 3, 2, folder=home, programs=home / "bin")
+    return Cluster(request.param, job, home / "my job.sh", home / "play", environment)
 
 
 def both(tasks: int, shard_tasks: int) -> list[tuple[str, str]]:
@@ -430,3 +437,41 @@ def test_jobset(tmp_path: Path) -> None:
         assert pod["restartPolicy"] == "Never"  # what a policy for failures needs
         assert spec["podFailurePolicy"]["rules"][1]["onExitCodes"]["containerName"] == container["name"]
     assert "&" not in path.read_text()  # no anchors
+
+
+# ---- With `optimus prepare` itself ----
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("scheduler", get_args(ArrayScheduler))
+def test_both_arrays_prepare_the_data_of_one_call(scheduler: ArrayScheduler, tmp_path: Path) -> None:
+    """Two tasks tokenise and one writes the shards: the folder is that of one call, byte for byte."""
+    text = tmp_path / "a text.jsonl"
+    lines = [json.dumps({"text": f"{n} times {n} is {n * n}, says line {n % 7}"}) for n in range(300)]
+    text.write_text("\n".join(lines))
+    train((json.loads(line)["text"] for line in lines), 300, tmp_path / "tokenizer.json")
+    prepare([text], tmp_path / "one", tokenizer=tmp_path / "tokenizer.json", context=32, workers=1, dedup="exact")
+    words = [str(text), "--output", str(tmp_path / "many"), "--tokenizer", str(tmp_path / "tokenizer.json")]
+    words += ["--context", "32", "--workers", "1", "--dedup", "exact"]
+    usual = [f"--directive=claim=data:{tmp_path}", "--directive=image=x"] if scheduler == "jobset" else []
+    path = tmp_path / "job"
+    options = [f"--scheduler={scheduler}", "--tasks=2", "--shard-tasks=1", f"--output={path}"]
+    code, said = launched(*options, *usual, "--", *words)
+    assert code == 0, said
+    optimus = f'PYTHONPATH={shlex.quote(str(ROOT))} OMP_NUM_THREADS=1 exec {sys.executable} -m optimus "$@"'
+    environment = programs(tmp_path / "bin", tmp_path / "play", PROGRAMS | {"optimus": optimus})
+    if scheduler == "jobset":
+        for replicated in yaml.safe_load(path.read_text())["spec"]["replicatedJobs"]:
+            job = replicated["template"]["spec"]
+            command = job["template"]["spec"]["containers"][0]["command"]
+            for number in range(job["completions"]):
+                subprocess.run(command, env=environment | {"JOB_COMPLETION_INDEX": str(number)}, check=True)
+    else:
+        done = subprocess.run(["bash", str(path)], env=environment, capture_output=True, text=True)
+        logged = tmp_path / "play" / "said"
+        assert (done.returncode, done.stderr) == (0, ""), logged.read_text()
+        assert (tmp_path / "play" / "job-101").read_text() == "0\n", logged.read_text()
+    assert contents(tmp_path / "many") == contents(tmp_path / "one")
