@@ -446,32 +446,60 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("scheduler", get_args(ArrayScheduler))
-def test_both_arrays_prepare_the_data_of_one_call(scheduler: ArrayScheduler, tmp_path: Path) -> None:
-    """Two tasks tokenise and one writes the shards: the folder is that of one call, byte for byte."""
-    text = tmp_path / "a text.jsonl"
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A folder that one call has prepared, and the arguments that prepare another one the same way, but for --output."""
+    folder = tmp_path_factory.mktemp("prepared")
+    text, tokenizer = folder / "a text.jsonl", folder / "tokenizer.json"
     lines = [json.dumps({"text": f"{n} times {n} is {n * n}, says line {n % 7}"}) for n in range(300)]
     text.write_text("\n".join(lines))
-    train((json.loads(line)["text"] for line in lines), 300, tmp_path / "tokenizer.json")
-    prepare([text], tmp_path / "one", tokenizer=tmp_path / "tokenizer.json", context=32, workers=1, dedup="exact")
-    words = [str(text), "--output", str(tmp_path / "many"), "--tokenizer", str(tmp_path / "tokenizer.json")]
-    words += ["--context", "32", "--workers", "1", "--dedup", "exact"]
+    train((json.loads(line)["text"] for line in lines), 300, tokenizer)
+    prepare([text], folder / "data", tokenizer=tokenizer, context=32, workers=1, dedup="exact")
+    words = [str(text), "--tokenizer", str(tokenizer), "--context", "32", "--workers", "1", "--dedup", "exact"]
+    return folder / "data", words
+
+
+@pytest.mark.parametrize("scheduler", get_args(ArrayScheduler))
+def test_the_calls_of_both_arrays_prepare_the_data_of_one_call(
+    scheduler: ArrayScheduler, prepared: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is that of one call, byte for byte. The calls run in this process, in the order of the batch system."""
     usual = [f"--directive=claim=data:{tmp_path}", "--directive=image=x"] if scheduler == "jobset" else []
-    path = tmp_path / "job"
+    path, play = tmp_path / "job", tmp_path / "play"
     options = [f"--scheduler={scheduler}", "--tasks=2", "--shard-tasks=1", f"--output={path}"]
-    code, said = launched(*options, *usual, "--", *words)
+    code, said = launched(*options, *usual, "--", *prepared[1], "--output", str(tmp_path / "data"))
     assert code == 0, said
-    optimus = f'PYTHONPATH={shlex.quote(str(ROOT))} OMP_NUM_THREADS=1 exec {sys.executable} -m optimus "$@"'
-    environment = programs(tmp_path / "bin", tmp_path / "play", PROGRAMS | {"optimus": optimus})
+    calls: list[tuple[str, list[str]]] = []  # JOB_COMPLETION_INDEX and the arguments of `optimus`
     if scheduler == "jobset":
         for replicated in yaml.safe_load(path.read_text())["spec"]["replicatedJobs"]:
             job = replicated["template"]["spec"]
             command = job["template"]["spec"]["containers"][0]["command"]
-            for number in range(job["completions"]):
-                subprocess.run(command, env=environment | {"JOB_COMPLETION_INDEX": str(number)}, check=True)
+            calls += [(str(number), command[1:]) for number in range(job["completions"])]
     else:
-        done = subprocess.run(["bash", str(path)], env=environment, capture_output=True, text=True)
-        logged = tmp_path / "play" / "said"
-        assert (done.returncode, done.stderr) == (0, ""), logged.read_text()
-        assert (tmp_path / "play" / "job-101").read_text() == "0\n", logged.read_text()
-    assert contents(tmp_path / "many") == contents(tmp_path / "one")
+        environment = programs(tmp_path / "bin", play, PROGRAMS)
+        (play / "play").touch()
+        subprocess.run(["bash", str(path)], env=environment, check=True, capture_output=True)
+        calls += [("", shlex.split(line)) for line in (play / "calls").read_text().splitlines()]
+    assert len(calls) == 3
+    for index, words in calls:
+        assert not (tmp_path / "data").exists()
+        if index:
+            monkeypatch.setenv("JOB_COMPLETION_INDEX", index)
+        done = CliRunner().invoke(cli.app, words, catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+    assert contents(tmp_path / "data") == contents(prepared[0])
+
+
+@pytest.mark.in_turn(1, 4)
+def test_an_array_runs_prepare(prepared: tuple[Path, list[str]], tmp_path: Path) -> None:
+    """Every task is a process: two that tokenise, and one that writes the shards."""
+    options = ["--scheduler=slurm", "--tasks=2", "--shard-tasks=1", f"--output={tmp_path / 'job'}"]
+    code, said = launched(*options, "--", *prepared[1], "--output", str(tmp_path / "data"))
+    assert code == 0, said
+    program = f'PYTHONPATH={shlex.quote(str(ROOT))} OMP_NUM_THREADS=1 exec {sys.executable} -m optimus "$@"'
+    environment = programs(tmp_path / "bin", tmp_path / "play", PROGRAMS | {"optimus": program})
+    done = subprocess.run(["bash", str(tmp_path / "job")], env=environment, capture_output=True, text=True)
+    logged = (tmp_path / "play" / "said").read_text()
+    assert (done.returncode, done.stderr) == (0, ""), logged
+    assert (tmp_path / "play" / "job-101").read_text() == "0\n", logged
+    assert contents(tmp_path / "data") == contents(prepared[0])
