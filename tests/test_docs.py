@@ -58,6 +58,7 @@ OF_OTHER_PROGRAMS = {
     "--kill-on-bad-exit": "srun",
     "--logdir": "tensorboard",
     "--lora-modules": "vllm",
+    "--mem": "sbatch",
     "--model-path": "sglang",
     "--nproc-per-node": "torchrun",
     "--ntasks-per-node": "srun",
