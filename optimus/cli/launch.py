@@ -155,7 +155,7 @@ def _write_prepare(context: typer.Context, as_json: bool) -> None:
         words = ["--workers", str(cores), *words]
     job = ArrayJob(
         words,
-        parsed["output"],
+        str(parsed["output"]),
         tasks,
         shard_tasks,
         folder=Path.cwd(),
@@ -182,7 +182,11 @@ def _parse_prepare(words: list[str]) -> dict[str, Any]:
     parsed: dict[str, Any] = command.make_context("optimus prepare", [*words]).params  # says what is wrong, and exits
     if (parsed["tokenizer"] is None) == (parsed["train_tokenizer"] is None):
         raise UserError("give either --tokenizer or --train-tokenizer after --")
-    parse_size(parsed["shard_size"])
+    if parsed["output"] is None:
+        raise UserError("give --output FOLDER after --, too: the folder that `prepare` creates")
+    for size in ("shard_size", "memory"):
+        if parsed.get(size) is not None:
+            parse_size(parsed[size])
     return parsed
 
 

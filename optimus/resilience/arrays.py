@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, NamedTuple
 
-from optimus.copies import is_url
+from optimus.copies import is_url, url_text
 from optimus.errors import UserError
 from optimus.resilience.manifests import (
     check_names,
@@ -84,7 +84,7 @@ def _check(job: ArrayJob) -> None:
         raise UserError(f"--shard-tasks {job.shard_tasks}: give at most the {job.tasks} of --tasks")
     if is_url(job.output):
         raise UserError(
-            f"--output {job.output}: tasks meet in a folder that all nodes see: give one, and copy it to the URL afterwards"
+            f"--output {url_text(job.output)}: tasks meet in a folder that all nodes see: give one, and copy it to the URL afterwards"
         )
 
 

@@ -357,6 +357,7 @@ def test_the_command_line(scheduler: str, tmp_path: Path, monkeypatch: pytest.Mo
         ([], ["--tokenizer", "t", "--train-tokenizer", "300"], "give either --tokenizer or --train-tokenizer after --"),
         ([], [], "give either --tokenizer or --train-tokenizer after --"),
         ([], ["--tokenizer", "t", "--shard-size", "big"], "big"),
+        ([], ["--tokenizer", "t", "--output", "s3://bucket/o"], "--output s3://bucket/o: tasks meet in a folder"),
         *(
             ([], ["--tokenizer", "t", *words], f"{words[0].split('=')[0]} after --: leave it out")
             for words in (
@@ -387,6 +388,18 @@ def test_bad_options(
         code, said = error.code, str(error)
     assert code == 2
     assert message in " ".join(said.replace("│", " ").split())
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_folder_of_prepare_is_missing(tmp_path: Path) -> None:
+    """The option before -- names the file alone."""
+    options = ["--scheduler=slurm", "--tasks=2", f"--output={tmp_path / 'job'}"]
+    try:
+        code, said = launched(*options, "--", "a", "--tokenizer", "t")
+    except UserError as error:
+        code, said = error.code, str(error)
+    assert code == 2
+    assert "--output" in said
     assert not list(tmp_path.iterdir())
 
 
