@@ -84,7 +84,8 @@ def _check(job: ArrayJob) -> None:
         raise UserError(f"--shard-tasks {job.shard_tasks}: give at most the {job.tasks} of --tasks")
     if is_url(job.output):
         raise UserError(
-            f"--output {url_text(job.output)}: tasks meet in a folder that all nodes see: give one, and copy it to the URL afterwards"
+            f"--output {url_text(job.output)}: tasks meet in a folder that all nodes see: "
+            "give one, and copy it to the URL afterwards"
         )
 
 
