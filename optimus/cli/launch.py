@@ -14,7 +14,9 @@ from optimus.errors import UserError
 @app.command()
 def launch(
     context: typer.Context,
-    config: Annotated[Path, Argument(metavar="CONFIG", help="YAML file.")],
+    config_or_input: Annotated[
+        str, Argument(metavar="CONFIG", help="YAML file; with --prepare, arguments of `prepare` after --.")
+    ],
     overrides: Overrides = None,
     settings: Settings = None,
     nodes: Annotated[int, Option(help="Number of nodes that train.")] = 1,
@@ -41,17 +43,36 @@ def launch(
         list[str] | None,
         Option(help="Batch directive ('--account=physics') or, for a manifest, NAME=VALUE (image=...); repeatable."),
     ] = None,
+    as_prepare: Annotated[
+        bool,
+        Option(
+            "--prepare", help="With --scheduler: write array jobs of `optimus prepare` with the arguments after --."
+        ),
+    ] = False,
+    tasks: Annotated[int | None, Option(help="With --prepare: number of tasks that tokenise.")] = None,
+    shard_tasks: Annotated[
+        int | None, Option(help="With --prepare: number of tasks that write the shards. Default: as --tasks.")
+    ] = None,
+    cpus_per_task: Annotated[
+        int | None, Option(help="With --prepare: cores of a task. Default: all of a node.")
+    ] = None,
     check: Annotated[bool, Option("--check", help="Validate without starting or contacting anything.")] = False,
     verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
     """Run one node of a training job with spares; start the command on every node and every spare."""
+    if as_prepare:
+        _write_prepare(context, as_json)
+        return
     from optimus.launch.launchers import check_alone
     from optimus.training.reading import read_run
 
     check_alone("optimus launch")
     overrides = [*(overrides or []), *(settings or []), *(["observe.verbose=true"] if verbose else [])]
 
+    if given := _explicit(context, "tasks", "shard_tasks", "cpus_per_task"):
+        raise UserError(f"--{given[0].replace('_', '-')}: it needs --prepare")
+    config = Path(config_or_input)
     read_run(config, overrides)  # before the slow import of torch
     from optimus.launch import nodes as launcher
 
@@ -97,6 +118,76 @@ def launch(
     show({"outcome": "finished" if outcome is None else outcome.value}, as_json, "")
     if outcome is not None:
         raise typer.Exit(launcher.exit_code(outcome))
+
+
+# Parameters of `launch` with --prepare.
+_WITH_PREPARE = {
+    *("config_or_input", "overrides", "as_prepare", "scheduler", "output", "time", "directive", "as_json"),
+    *("tasks", "shard_tasks", "cpus_per_task"),
+}
+# Options of `prepare` that the jobs choose, or have no use for.
+_NOT_OF_TASKS = ("--tasks", "--task", "--stage", "--status", "--preview", "--json")
+
+
+def _write_prepare(context: typer.Context, as_json: bool) -> None:
+    """Writes the array jobs of `optimus prepare`. The parameters of `launch` are in `context`."""
+    from optimus.resilience.arrays import ArrayJob, write_array_job
+
+    options = context.params
+    for param in context.command.params:
+        if param.name not in _WITH_PREPARE and _explicit(context, str(param.name)):
+            raise UserError(f"{param.opts[0]}: leave it out with --prepare, which trains nothing")
+    scheduler, path, tasks = options["scheduler"], options["output"], options["tasks"]
+    if scheduler not in ("slurm", "pbs", "jobset"):
+        raise UserError("--prepare needs --scheduler slurm, pbs or jobset")
+    if path is None:
+        raise UserError("--prepare needs --output PATH before --, for the file to write")
+    if tasks is None:
+        raise UserError("--prepare needs --tasks N: the number of tasks that tokenise")
+    if scheduler == "jobset" and _explicit(context, "time"):
+        raise UserError("--time: a manifest for jobset has no time limit: leave it out")
+    shard_tasks = tasks if options["shard_tasks"] is None else options["shard_tasks"]
+    cores = options["cpus_per_task"]
+    words = [options["config_or_input"], *(options["overrides"] or [])]
+    parsed = _parse_prepare(words)
+    if cores is not None and parsed["workers"] is None:
+        # Not every batch system confines a job to its cores, and a worker for each core of the node would be too many.
+        words = ["--workers", str(cores), *words]
+    job = ArrayJob(
+        words,
+        str(parsed["output"]),
+        tasks,
+        shard_tasks,
+        folder=Path.cwd(),
+        programs=Path(sys.executable).parent,
+        cores=cores,
+        time=options["time"],
+        directives=options["directive"] or [],
+    )
+    submit = write_array_job(job, scheduler, path)
+    result = {"output": str(path), "submit": submit, "tasks": tasks, "shard_tasks": shard_tasks}
+    counts = f"tasks that tokenise: {tasks}, that write the shards: {shard_tasks}"
+    show(result, as_json, f"{path}: {counts}; submit it with: {submit}")
+
+
+def _parse_prepare(words: list[str]) -> dict[str, Any]:
+    """Parses arguments of `optimus prepare`, and returns the values of its parameters."""
+    from optimus.config.sizes import parse_size
+
+    for word in words:
+        if (option := word.split("=")[0]) in _NOT_OF_TASKS:
+            raise UserError(f"{option} after --: leave it out, the written file chooses what each task does")
+    group = typer.main.get_command(app)
+    command = group.commands["prepare"]  # type: ignore[attr-defined]
+    parsed: dict[str, Any] = command.make_context("optimus prepare", [*words]).params  # says what is wrong, and exits
+    if (parsed["tokenizer"] is None) == (parsed["train_tokenizer"] is None):
+        raise UserError("give either --tokenizer or --train-tokenizer after --")
+    if parsed["output"] is None:
+        raise UserError("give --output FOLDER after --, too: the folder that `prepare` creates")
+    for size in ("shard_size", "memory"):
+        if parsed.get(size) is not None:
+            parse_size(parsed[size])
+    return parsed
 
 
 def _explicit(context: typer.Context, *names: str) -> list[str]:

@@ -1,7 +1,6 @@
 """Launch of a run on several nodes with spares: directly on each node, by a batch script, or by a manifest."""
 
 import platform as machine
-import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from optimus.launch.store import own_address
 from optimus.observe.machine import find_device
 from optimus.observe.signals import ended_by_signals
 from optimus.resilience.exits import Exit
-from optimus.resilience.manifests import PLATFORMS, Manifest, Platform, manifest, parse_directives
+from optimus.resilience.manifests import PLATFORMS, Manifest, Platform, manifest, manifest_name, parse_directives
 from optimus.resilience.policy import Do
 from optimus.resilience.scheduler import BatchJob, Scheduler, write_new, write_script
 from optimus.resolve.microbatches import check_batches, micro_batch
@@ -137,10 +136,9 @@ def write_manifest(
     `directives` are NAME=VALUE; `manifests.PLATFORMS` contains the names of each platform.
     """
     tree = _fitting(job)
-    name = re.sub(r"[^a-z0-9]+", "-", Path(tree.train.output).name.lower()).strip("-") or "run"
     numbers = job.nodes, job.spares, job.ranks_per_node
     about = Manifest(
-        f"optimus-{name}"[:40].rstrip("-"),
+        manifest_name(Path(tree.train.output)),
         str(job.config),
         job.overrides,
         *numbers,

@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -58,17 +58,30 @@ def manifest(platform: Platform, job: Manifest, path: Path) -> tuple[str, str]:
     Raises `UserError` for an invalid or missing directive, and for spares on a platform without spares.
     """
     row = PLATFORMS[platform]
-    for name in job.directives:
-        if name not in row.directives:
-            raise UserError(f"--directive {name}=...: {nearest(name, row.directives)}")
-    if missing := [name for name in row.needed if name not in job.directives]:
-        raise UserError(f"--scheduler {platform} needs --directive {missing[0]}=...: {row.directives[missing[0]]}")
+    check_names(platform, job.directives, row.directives, row.needed)
     if job.spares and not row.launches:
         raise UserError(
             f"--scheduler {platform} has no spares, because it starts the ranks by itself: leave --spares out"
         )
     submit = row.submit.format(shlex.quote(str(path)))
     return f"# Written by `optimus launch --scheduler {platform}`; submit it with `{submit}`.\n{row.write(job)}", submit
+
+
+def check_names(platform: str, found: Iterable[str], valid: Mapping[str, str], needed: Sequence[str]) -> None:
+    """Raises `UserError` for a directive that `valid`, names to meanings, does not have, and for one of `needed` that is
+    not found."""
+    found = list(found)
+    for name in found:
+        if name not in valid:
+            raise UserError(f"--directive {name}=...: {nearest(name, valid)}")
+    if missing := [name for name in needed if name not in found]:
+        raise UserError(f"--scheduler {platform} needs --directive {missing[0]}=...: {valid[missing[0]]}")
+
+
+def manifest_name(folder: Path) -> str:
+    """Returns a name for the job about `folder` that platforms accept: lower-case letters, digits and dashes."""
+    name = re.sub(r"[^a-z0-9]+", "-", folder.name.lower()).strip("-") or "run"
+    return f"optimus-{name}"[:40].rstrip("-")
 
 
 def parse_directives(texts: Sequence[str]) -> dict[str, str]:
@@ -89,7 +102,11 @@ def _jobset(job: Manifest) -> str:
     node = [*job.launch, "--rendezvous", f"{job.name}-store-0-0.{job.name}:{PORT}", "--node", "$(POD_NAME)"]
     count = job.nodes + job.spares
     replicated = [
-        {"name": "store", "replicas": 1, "template": {"spec": {"backoffLimit": 0, "template": _pod(job, store, {})}}},
+        {
+            "name": "store",
+            "replicas": 1,
+            "template": {"spec": {"backoffLimit": 0, "template": _node_pod(job, store, {})}},
+        },
         {
             "name": "node",
             "replicas": 1,
@@ -101,50 +118,65 @@ def _jobset(job: Manifest) -> str:
                     # The job fails if it loses more nodes than it has spares.
                     "backoffLimitPerIndex": 0,
                     "maxFailedIndexes": job.spares,
-                    "template": _pod(job, node, _limits(job)),
+                    "template": _node_pod(job, node, _limits(job)),
                 }
             },
         },
     ]
-    return _yaml(
+    return jobset_text(
+        job.name,
         {
-            "apiVersion": "jobset.x-k8s.io/v1alpha2",
-            "kind": "JobSet",
-            "metadata": {"name": job.name},
-            "spec": {
-                "network": {"enableDNSHostnames": True, "subdomain": job.name},
-                "successPolicy": {"operator": "All", "targetReplicatedJobs": ["node"]},
-                "failurePolicy": {"maxRestarts": 10},
-                "replicatedJobs": replicated,
-            },
-        }
+            "network": {"enableDNSHostnames": True, "subdomain": job.name},
+            "successPolicy": {"operator": "All", "targetReplicatedJobs": ["node"]},
+            "failurePolicy": {"maxRestarts": 10},
+            "replicatedJobs": replicated,
+        },
     )
 
 
-def _pod(job: Manifest, command: Sequence[str], limits: Mapping[str, str]) -> dict[str, Any]:
-    container: dict[str, Any] = {
-        "name": "optimus",
-        "image": job.directives["image"],
-        "command": list(command),
-        "env": [
-            {"name": name, "valueFrom": {"fieldRef": {"fieldPath": field}}}
-            for name, field in (("POD_IP", "status.podIP"), ("POD_NAME", "metadata.name"))
-        ],
-    }
+def jobset_text(name: str, spec: Mapping[str, Any]) -> str:
+    """Returns a JobSet as YAML."""
+    kind = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet"}
+    return _yaml(kind | {"metadata": {"name": name}, "spec": dict(spec)})
+
+
+def _node_pod(job: Manifest, command: Sequence[str], limits: Mapping[str, str]) -> dict[str, Any]:
+    fields = {"POD_IP": "status.podIP", "POD_NAME": "metadata.name"}
+    env = [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": field}}} for name, field in fields.items()]
+    return pod_template(job.directives, command, limits, env=env)
+
+
+def pod_template(
+    directives: Mapping[str, str],
+    command: Sequence[str],
+    limits: Mapping[str, str],
+    *,
+    env: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
+    """Returns the template of a pod with one container, named "optimus", that runs `command`.
+
+    `directives` have the container's image and, as CLAIM:/PATH, the claim of its volume. `limits` are the container's
+    limits of resources, `env` its environment variables. Raises `UserError` for a claim that is not CLAIM:/PATH.
+    """
+    container: dict[str, Any] = {"name": "optimus", "image": directives["image"], "command": list(command)}
+    if env:
+        container["env"] = list(env)
     if limits:
         container["resources"] = {"limits": dict(limits)}
     spec: dict[str, Any] = {"restartPolicy": "Never", "containers": [container]}
-    if "claim" in job.directives:
-        claim, path = _claim(job)
+    if "claim" in directives:
+        claim, path = parse_claim(directives)
         container["volumeMounts"] = [{"name": "shared", "mountPath": path}]
         spec["volumes"] = [{"name": "shared", "persistentVolumeClaim": {"claimName": claim}}]
     return {"spec": spec}
 
 
-def _claim(job: Manifest) -> tuple[str, str]:
-    claim, _, path = job.directives["claim"].partition(":")
+def parse_claim(directives: Mapping[str, str]) -> tuple[str, str]:
+    """Returns (name of the volume claim, path at which pods see the volume) of `directives`. Raises `UserError` for a
+    claim that is not CLAIM:/PATH."""
+    claim, _, path = directives["claim"].partition(":")
     if not claim or not path.startswith("/"):
-        raise UserError(f"--directive claim={job.directives['claim']}: give CLAIM:/PATH")
+        raise UserError(f"--directive claim={directives['claim']}: give CLAIM:/PATH")
     return claim, path
 
 
@@ -167,7 +199,7 @@ def _trainjob(job: Manifest) -> str:
         "trainer": trainer,
     }
     if "claim" in job.directives:
-        claim, path = _claim(job)
+        claim, path = parse_claim(job.directives)
         pod = {
             "volumes": [{"name": "shared", "persistentVolumeClaim": {"claimName": claim}}],
             "containers": [{"name": "node", "volumeMounts": [{"name": "shared", "mountPath": path}]}],

@@ -6,7 +6,7 @@ The template is `job.sh` in this folder; `slurm.sh` and `pbs.sh` contain the fun
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -40,10 +40,17 @@ class BatchJob:
 def write_script(job: BatchJob, path: Path) -> str:
     """Writes the script, and returns the command that submits the script."""
     path = user_path(path)
-    write_new(path, script(job, submit := f"{_SUBMIT[job.scheduler]} {shlex.quote(str(path))}"))
+    submit = f"{_SUBMIT[job.scheduler]} {shlex.quote(str(path))}"
+    write_executable(path, script(job, submit))
+    return submit
+
+
+def write_executable(path: Path, text: str) -> None:
+    """Creates the program `path` with `text`. Raises `UserError` as `write_new` does."""
+    path = user_path(path)
+    write_new(path, text)
     with naming_disk_errors(path, "Give --output another path"):
         path.chmod(0o755)
-    return submit
 
 
 def write_new(path: Path, text: str) -> None:
@@ -68,7 +75,7 @@ def write_new(path: Path, text: str) -> None:
 def script(job: BatchJob, submit: str) -> str:
     """Returns the text of the script. `submit` is the command that submits the script."""
     _check(job)
-    filled = {
+    values = {
         "DIRECTIVES": "\n".join(_directives(job)),
         "SCHEDULER": job.scheduler,
         "SUBMIT": f"`{submit}`",
@@ -79,11 +86,16 @@ def script(job: BatchJob, submit: str) -> str:
         "COMMAND": shlex.join(job.command),
         "UNWARNED": str(_seconds(job.time) - _WARNING),
     }
-    text = _part("job").replace("@SYSTEM@", _part(job.scheduler))
-    return re.sub("@([A-Z]+)@", lambda found: filled[found[1]], text)
+    return fill_template("job", job.scheduler, values)
 
 
 _SUBMIT = {"slurm": "sbatch", "pbs": "qsub"}
+
+
+def fill_template(name: str, system: str, values: Mapping[str, str]) -> str:
+    """Returns the text of `name`.sh in this folder, with `system`.sh at @SYSTEM@ and a value at each other @NAME@."""
+    text = _part(name).replace("@SYSTEM@", _part(system))
+    return re.sub("@([A-Z]+)@", lambda found: values[found[1]], text)
 
 
 def _part(name: str) -> str:
@@ -91,15 +103,10 @@ def _part(name: str) -> str:
 
 
 def _check(job: BatchJob) -> None:
-    if not re.fullmatch(r"\d+:[0-5]\d:[0-5]\d", job.time):
-        raise UserError(f"--time {job.time}: give HOURS:MINUTES:SECONDS, such as 12:00:00")
+    check_time_and_directives(job.time, job.directives)
     if _seconds(job.time) <= 2 * _WARNING:
         raise UserError(f"--time {job.time}: give more than {2 * _WARNING} s; the last {_WARNING} are for saving")
     for text in job.directives:
-        if printable(text, keep="\t") != text or text.startswith("#") or not text:
-            raise UserError(f"--directive {text!r}: give one line without #SBATCH or #PBS, such as '--account=physics'")
-        if re.search(r"(?:^|\s)(?:--time(?=[\s=]|$)|-t|-l *(?:\S*,)?walltime\b)", text):
-            raise UserError(f"--directive '{text}': give --time instead, so that the script knows when to save")
         nodes = re.search(r"(?:^|\s)(?:--nodes[=\s]\s*|-N\s*)(\S+)", text) if job.scheduler == "slurm" else None
         if nodes is not None and nodes[1] != str(job.nodes + job.spares):
             raise UserError(
@@ -107,14 +114,28 @@ def _check(job: BatchJob) -> None:
             )
 
 
+def check_time_and_directives(time: str, directives: Sequence[str]) -> None:
+    """Raises `UserError` for a time limit that is not HOURS:MINUTES:SECONDS, and for a directive that is not one line
+    for the batch system or sets a time limit."""
+    if not re.fullmatch(r"\d+:[0-5]\d:[0-5]\d", time):
+        raise UserError(f"--time {time}: give HOURS:MINUTES:SECONDS, such as 12:00:00")
+    for text in directives:
+        if printable(text, keep="\t") != text or text.startswith("#") or not text:
+            raise UserError(f"--directive {text!r}: give one line without #SBATCH or #PBS, such as '--account=physics'")
+        if re.search(r"(?:^|\s)(?:--time(?=[\s=]|$)|-t|-l *(?:\S*,)?walltime\b)", text):
+            raise UserError(f"--directive '{text}': give --time instead, so that the script knows when to save")
+
+
+def job_name(folder: Path) -> str:
+    """Returns a name of a job about `folder`, which every batch system accepts."""
+    return f"o-{re.sub(r'[^A-Za-z0-9]+', '-', folder.name).strip('-')}"[:15]  # the limit of some versions of PBS
+
+
 def _directives(job: BatchJob) -> list[str]:
-    """Returns the lines for the batch system. A user's directive replaces the default for the same option."""
     count = job.nodes + job.spares
-    name = f"o-{re.sub(r'[^A-Za-z0-9]+', '-', job.run.name).strip('-')}"[:15]  # the limit of some versions of PBS
     if job.scheduler == "slurm":
-        head = "#SBATCH"
-        ours = [
-            f"--job-name={name}",
+        defaults = [
+            f"--job-name={job_name(job.run)}",
             f"--nodes={count}",
             "--ntasks-per-node=1",
             "--exclusive",
@@ -123,30 +144,38 @@ def _directives(job: BatchJob) -> list[str]:
             "--no-kill",  # keep the job alive when a node fails
         ]
     else:
-        head = "#PBS"
-        ours = [
+        defaults = [
             "-S /bin/bash",
-            f"-N {name}",
+            f"-N {job_name(job.run)}",
             f"-l select={count}",
             "-l place=scatter:excl",
             f"-l walltime={job.time}",
             "-W tolerate_node_failures=all",
             "-j oe",
         ]
-    given = {option for text in job.directives for option in _options(job.scheduler, text)}
-    ours = [text for text in ours if given.isdisjoint(_options(job.scheduler, text))]
-    return [f"{head} {text}" for text in [*ours, *job.directives]]
+    return directive_lines(job.scheduler, defaults, job.directives)
 
 
-_LONG = {"-J": "--job-name", "-N": "--nodes", "-t": "--time"}  # names of Slurm's short options
+def directive_lines(scheduler: Scheduler, defaults: Sequence[str], directives: Sequence[str]) -> list[str]:
+    """Returns the lines for the batch system. A user's directive replaces the default for the same option."""
+    replaced = {option for text in directives for option in directive_options(scheduler, text)}
+    remaining = [text for text in defaults if replaced.isdisjoint(directive_options(scheduler, text))]
+    return [f"{_HEADS[scheduler]} {text}" for text in [*remaining, *directives]]
 
 
-def _options(scheduler: Scheduler, text: str) -> set[str]:
+_HEADS = {"slurm": "#SBATCH", "pbs": "#PBS"}
+# Names of Slurm's short options, and of options that exclude one another.
+_NAMES = {"-J": "--job-name", "-N": "--nodes", "-t": "--time", "-a": "--array", "-d": "--dependency", "-n": "--ntasks"}
+_NAMES |= {"-c": "--cpus-per-task", "--mem-per-cpu": "--mem", "--mem-per-gpu": "--mem"}
+
+
+def directive_options(scheduler: Scheduler, text: str) -> set[str]:
     """Returns the names of the options in a directive; PBS's -l and -W are options per name of their values."""
     found, words = set[str](), text.split()
     for word, following in zip(words, [*words[1:], ""]):
         if scheduler == "slurm" and word.startswith("-"):
-            found.add(word.split("=")[0] if word.startswith("--") else _LONG.get(word[:2], word[:2]))
+            option = word.split("=")[0] if word.startswith("--") else word[:2]
+            found.add(_NAMES.get(option, option))
         elif word.startswith(("-l", "-W")):
             found |= {f"{word[:2]} {value.split('=')[0]}" for value in (word[2:] or following).split(",")}
         elif word.startswith("-"):
