@@ -191,8 +191,8 @@ def prepare(
     `encoding` applies to files that are not valid UTF-8. `split` chooses a dataset of a folder that
     `DatasetDict.save_to_disk` wrote, or a split of a data set of the Hub. With `skip_bad`, `prepare` excludes unreadable
     files, and the index lists these files as `bad_files`. `plugins` names plugins with readers for other types of
-    files. `prepare` calls `progress(stage, done, total)` now and then; `total` may be None. `memory` is the maximum number of bytes for
-    removing duplicates and for shuffling, by default a quarter of the machine's.
+    files. `prepare` calls `progress(stage, done, total)` now and then; `total` may be None. `memory` is the maximum
+    number of bytes for removing duplicates and for shuffling, by default a quarter of the machine's.
 
     `tasks` processes on any number of machines can prepare one output, in a folder that all of them see: each call has
     another `task`, from 0 to `tasks - 1`. "array", or a missing `task`, takes the numbers of an array job of Slurm, PBS or
