@@ -2,7 +2,7 @@
 
 1. With `dedup`, remove the duplicates from each stream; see `duplicates.py`.
 2. With `pack` "best-fit", find the ends of the documents of each stream.
-3. Plan: count the instances, and with "best-fit" pack the documents into rows.
+3. ShardPlan: count the instances, and with "best-fit" pack the documents into rows.
 4. Write the shards.
 
 Each step consists of units, which several processes can share.
@@ -30,7 +30,7 @@ from optimus.data.journal import Counts
 from optimus.data.packing import document_ends, pack
 from optimus.data.selection import Dedup
 from optimus.data.tokenizer import TokenizerInfo
-from optimus.data.units import Unit, do_units
+from optimus.data.units import WorkUnit, do_units
 from optimus.disk import parse_json, sync, temporary_name, write_json
 from optimus.errors import UserError
 
@@ -38,7 +38,7 @@ ENDS = "ends.npy"
 PLAN = "plan.json"
 PACKED = "packed.npy"
 
-Done = Callable[[Unit], None]
+Done = Callable[[WorkUnit], None]
 
 
 class TooFewTokensError(UserError):
@@ -46,7 +46,7 @@ class TooFewTokensError(UserError):
 
 
 @dataclass
-class Plan:
+class ShardPlan:
     """The numbers of instances, of tokens and of documents (by input), and the streams of the instances."""
 
     instances: int
@@ -61,7 +61,7 @@ class Plan:
         write_json(folder / PLAN, {**asdict(self), "streams": streams})
 
     @classmethod
-    def read(cls, folder: Path) -> "Plan":
+    def read(cls, folder: Path) -> "ShardPlan":
         stored = parse_json((folder / PLAN).read_bytes())
         stored["counts"] = [Counts(**each) for each in stored["counts"]]
         stored["streams"] = [Stream(folder / name, tokens) for name, tokens in stored["streams"]]
@@ -70,7 +70,7 @@ class Plan:
 
 @dataclass
 class Joint:
-    """What the steps need to know.
+    """The facts that the steps need.
 
     `folders` contain the streams, and `counts` has the counts of the documents of each stream by input.
     `memory` is in bytes, for each of the `workers`. Units begin with number `first`.
@@ -94,7 +94,9 @@ class Joint:
     def item(self) -> int:
         return np.dtype(self.info.dtype).itemsize
 
-    def do(self, units: Sequence[Unit], make: Callable[..., Any], *setup: Any, done: Done = lambda unit: None) -> None:
+    def do(
+        self, units: Sequence[WorkUnit], make: Callable[..., Any], *setup: Any, done: Done = lambda unit: None
+    ) -> None:
         do_units(
             self.folder,
             units,
@@ -107,7 +109,7 @@ class Joint:
         )
 
 
-def make_plan(joint: Joint, progress: Callable[[str, int, int | None], None]) -> Plan:
+def make_plan(joint: Joint, progress: Callable[[str, int, int | None], None]) -> ShardPlan:
     """Does steps 1 to 3. Raises `TooFewTokensError` if the streams have fewer tokens than one instance."""
     if not (joint.folder / PLAN).exists():
         if joint.dedup != "none":
@@ -116,28 +118,28 @@ def make_plan(joint: Joint, progress: Callable[[str, int, int | None], None]) ->
         plan = _counted(joint, chosen)
         if joint.best_fit:
             progress("pack", 0, None)
-            ends = [Unit(each / ENDS, (stream, each / ENDS)) for each, stream in zip(joint.folders, plan.streams)]
+            ends = [WorkUnit(each / ENDS, (stream, each / ENDS)) for each, stream in zip(joint.folders, plan.streams)]
             joint.do(ends, partial, _write_ends, joint.info)
-        unit = Unit(joint.folder / PLAN, (plan, [*joint.folders], joint.context, joint.best_fit))
+        unit = WorkUnit(joint.folder / PLAN, (plan, [*joint.folders], joint.context, joint.best_fit))
         joint.do([unit], partial, _write_plan, joint.folder)
-    return Plan.read(joint.folder)
+    return ShardPlan.read(joint.folder)
 
 
 def _find_duplicates(joint: Joint, progress: Callable[[str, int, int | None], None]) -> None:
     setup, found = (joint.dedup, joint.memory), Found(joint.folder, len(joint.folders))
     finished, total = 0, 3 * len(joint.folders)
 
-    def done(unit: Unit) -> None:
+    def done(unit: WorkUnit) -> None:
         nonlocal finished
         finished += 1
         progress("find duplicates", min(finished, total), total)
 
     progress("find duplicates", 0, total)
-    joint.do([Unit(each / RUNS, (each,)) for each in joint.folders], _sorter, *setup, done=done)
-    parts = [Unit(found.marker(part), (part,)) for part in range(found.parts)]
+    joint.do([WorkUnit(each / RUNS, (each,)) for each in joint.folders], _sorter, *setup, done=done)
+    parts = [WorkUnit(found.marker(part), (part,)) for part in range(found.parts)]
     joint.do(parts, _finder, [*joint.folders], found, *setup, done=done)
     numbered = enumerate(zip(joint.folders, joint.counts))
-    streams = [Unit(each / COUNTED, (each, number, counts)) for number, (each, counts) in numbered]
+    streams = [WorkUnit(each / COUNTED, (each, number, counts)) for number, (each, counts) in numbered]
     joint.do(streams, _remover, found, joint.item, *setup, done=done)
 
 
@@ -162,7 +164,7 @@ def _stream(folder: Path, counts: list[Counts], dedup: Dedup) -> tuple[Stream, l
     return Stream(folder / name, sum(each.tokens for each in counts)), counts
 
 
-def _counted(joint: Joint, chosen: Sequence[tuple[Stream, list[Counts]]]) -> Plan:
+def _counted(joint: Joint, chosen: Sequence[tuple[Stream, list[Counts]]]) -> ShardPlan:
     """Returns the plan for documents that are not packed."""
     for stream, _ in chosen:
         if stream.path.stat().st_size < stream.tokens * joint.item:
@@ -173,7 +175,7 @@ def _counted(joint: Joint, chosen: Sequence[tuple[Stream, list[Counts]]]) -> Pla
         what = f"only {tokens} tokens, too few for one instance of {joint.context}" if tokens else "no text"
         cure = "Give more text, or a smaller `context`." if tokens else "Every document is empty or left out."
         raise TooFewTokensError(f"the input contains {what}. {cure}")
-    return Plan(tokens // joint.context, tokens, add_counts([counts for _, counts in chosen]), streams)
+    return ShardPlan(tokens // joint.context, tokens, add_counts([counts for _, counts in chosen]), streams)
 
 
 def add_counts(tables: Sequence[Sequence[Counts]]) -> list[Counts]:
@@ -193,7 +195,7 @@ def _write_ends(info: TokenizerInfo, stream: Stream, path: Path) -> None:
     temporary.replace(path)
 
 
-def _write_plan(folder: Path, plan: Plan, folders: Sequence[Path], context: int, best_fit: bool) -> None:
+def _write_plan(folder: Path, plan: ShardPlan, folders: Sequence[Path], context: int, best_fit: bool) -> None:
     if best_fit:
         packed = pack([np.load(each / ENDS) for each in folders], context)
         write_packed(folder / PACKED, packed)
@@ -212,14 +214,14 @@ def shards_of(joint: Joint, instances: int) -> list[tuple[str, int, int]]:
     return [(f"shard-{k:05d}.npy", start, min(start + rows, instances)) for k, start in enumerate(starts)]
 
 
-def write_shards(joint: Joint, plan: Plan, progress: Callable[[str, int, int | None], None]) -> None:
+def write_shards(joint: Joint, plan: ShardPlan, progress: Callable[[str, int, int | None], None]) -> None:
     """Writes the missing shards (step 4)."""
     shards = shards_of(joint, plan.instances)
-    units = [Unit(joint.folder / f"{shard[0]}{DIGEST}", shard) for shard in shards]
+    units = [WorkUnit(joint.folder / f"{shard[0]}{DIGEST}", shard) for shard in shards]
     rows = {unit.result: shard[2] - shard[1] for unit, shard in zip(units, shards)}
     finished = sum(rows[unit.result] for unit in units if unit.result.exists())
 
-    def done(unit: Unit) -> None:
+    def done(unit: WorkUnit) -> None:
         nonlocal finished
         finished += rows[unit.result]
         progress("shard", finished, plan.instances)

@@ -42,7 +42,7 @@ from optimus.data.files import BadFile, BadFileError
 from optimus.data.gather import DIGEST, SUMS
 from optimus.data.helpers import Helpers
 from optimus.data.inspection import FULL_CHECK_BYTES, listing, look, looked_at, with_encoding
-from optimus.data.joining import Joint, Plan, TooFewTokensError, make_plan, shards_of, write_shards
+from optimus.data.joining import Joint, ShardPlan, TooFewTokensError, make_plan, shards_of, write_shards
 from optimus.data.journal import EXCLUSIONS, Counts, Journal, Mark
 from optimus.data.ranges import Range, numbers_of_task, ranges
 from optimus.data.selection import Dedup, Document, Selection
@@ -366,7 +366,7 @@ def _write_stream(run: _Run, settings: dict[str, Any], info: TokenizerInfo | Non
             state = _without_bad_file(run, state, error)
 
 
-def _join(run: _Run, states: Sequence[Journal], info: TokenizerInfo) -> tuple[Sequence[Journal], Joint, Plan]:
+def _join(run: _Run, states: Sequence[Journal], info: TokenizerInfo) -> tuple[Sequence[Journal], Joint, ShardPlan]:
     """Writes the shards of the streams of all tasks (steps 2 and 3)."""
     joint = Joint(
         run.partial,
@@ -395,7 +395,7 @@ def _join(run: _Run, states: Sequence[Journal], info: TokenizerInfo) -> tuple[Se
     return states, joint, plan
 
 
-def _complete(run: _Run, states: Sequence[Journal], joint: Joint, plan: Plan) -> dict[str, Any]:
+def _complete(run: _Run, states: Sequence[Journal], joint: Joint, plan: ShardPlan) -> dict[str, Any]:
     _join_sums(joint, plan)
     index = _index(run, states, joint, plan)
     write_json(run.partial / shards.INDEX, index)
@@ -758,7 +758,7 @@ def _check_disk(run: _Run, needed: float) -> None:
         )
 
 
-def _join_sums(joint: Joint, plan: Plan) -> None:
+def _join_sums(joint: Joint, plan: ShardPlan) -> None:
     """Writes the checksums of all instances as one array."""
     temporary = joint.folder / f"{shards.SUMS}.tmp"
     with temporary.open("wb") as file:
@@ -771,7 +771,7 @@ def _join_sums(joint: Joint, plan: Plan) -> None:
     temporary.replace(joint.folder / shards.SUMS)
 
 
-def _index(run: _Run, states: Sequence[Journal], joint: Joint, plan: Plan) -> dict[str, Any]:
+def _index(run: _Run, states: Sequence[Journal], joint: Joint, plan: ShardPlan) -> dict[str, Any]:
     counts, info, used = plan.counts, joint.info, plan.instances * run.context
     good = run.inputs.without((bad.input, bad.name) for bad in run.bad)
     settings = {name: value for name, value in states[0].settings.items() if name not in (TASKS, journal.FILES)}
