@@ -120,8 +120,10 @@ def make_plan(joint: Joint, progress: Callable[[str, int, int | None], None]) ->
             progress("pack", 0, None)
             ends = [WorkUnit(each / ENDS, (stream, each / ENDS)) for each, stream in zip(joint.folders, plan.streams)]
             joint.do(ends, partial, _write_ends, joint.info)
-        unit = WorkUnit(joint.folder / PLAN, (plan, [*joint.folders], joint.context, joint.best_fit))
-        joint.do([unit], partial, _write_plan, joint.folder)
+            unit = WorkUnit(joint.folder / PLAN, (plan, [*joint.folders], joint.context))
+            joint.do([unit], partial, _write_packed_plan, joint.folder)
+        else:
+            plan.write(joint.folder)
     return ShardPlan.read(joint.folder)
 
 
@@ -195,15 +197,12 @@ def _write_ends(info: TokenizerInfo, stream: Stream, path: Path) -> None:
     temporary.replace(path)
 
 
-def _write_plan(folder: Path, plan: ShardPlan, folders: Sequence[Path], context: int, best_fit: bool) -> None:
-    if best_fit:
-        packed = pack([np.load(each / ENDS) for each in folders], context)
-        write_packed(folder / PACKED, packed)
-        plan.instances = packed.instances
-        plan.packed = {
-            "padding_tokens": packed.instances * context - plan.tokens,
-            "cut_documents": packed.cut_documents,
-        }
+def _write_packed_plan(folder: Path, plan: ShardPlan, folders: Sequence[Path], context: int) -> None:
+    packed = pack([np.load(each / ENDS) for each in folders], context)
+    write_packed(folder / PACKED, packed)
+    plan.instances = packed.instances
+    padding = packed.instances * context - plan.tokens
+    plan.packed = {"padding_tokens": padding, "cut_documents": packed.cut_documents}
     plan.write(folder)
 
 

@@ -390,7 +390,7 @@ def _join(run: _Run, states: Sequence[Journal], info: TokenizerInfo) -> tuple[Se
         raise
     missing = [name for name, *_ in shards_of(joint, plan.instances) if not (run.partial / f"{name}{DIGEST}").exists()]
     if missing:
-        _check_disk(run, 2 * plan.instances * run.context * joint.item)
+        _check_disk(run, 2 * plan.instances * run.context * joint.item, run.folders)
         write_shards(joint, plan, run.progress)
     return states, joint, plan
 
@@ -606,7 +606,7 @@ def _tokenise(run: _Run, state: Journal, info: TokenizerInfo) -> None:
     encode = tokenizers.encoder(tokenizers.load(info.path, parse_special=run.parse_special))
     total = run.range.size
     run.progress("tokenise", 0, total)
-    _check_disk(run, _estimate(run, encode, item) / run.tasks)
+    _check_disk(run, _estimate(run, encode, item) / run.tasks, [run.folder])
     (run.folder / STREAM).touch()
     with (run.folder / STREAM).open("r+b") as stream:
         if stream.seek(0, os.SEEK_END) < state.mark.tokens * item:
@@ -743,11 +743,11 @@ def _estimate(run: _Run, encode: Encode, item: int) -> float:
     return 2 * item * text_bytes * len(encode(sample)) / max(1, len(sample.encode()))
 
 
-def _check_disk(run: _Run, needed: float) -> None:
+def _check_disk(run: _Run, needed: float, folders: Sequence[Path]) -> None:
     """Raises `UserError` unless the disk has room for `needed` bytes, less the bytes that this run has already
     written."""
     missing = needed
-    for path in [path for each in {run.partial, run.folder} for path in each.iterdir()]:
+    for path in [path for each in {run.partial, *folders} for path in each.iterdir()]:
         with suppress(FileNotFoundError):  # another task has renamed it
             missing -= path.stat().st_size
     free = shutil.disk_usage(run.partial).free
