@@ -98,7 +98,7 @@ def test_a_kill_at_any_moment_changes_nothing(
         moments(tmp_path / "out.partial", tmp_path / "copies", watching)
         index = prepare([inputs], tmp_path / "out", **given)
     assert index["duplicates"] + index["too_long"] >= 3
-    assert index["contaminated"] == (5 if "exclude" in selection else 0)
+    assert index["contaminated"] == (6 if "exclude" in selection else 0)
     expected, copies = contents(tmp_path / "out"), sorted((tmp_path / "copies").iterdir())
     for number, copy in enumerate(part_of(copies, 3)):
         copy.rename(tmp_path / "again.partial")
