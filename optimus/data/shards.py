@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from optimus.data import tokenizer as tokenizers
 from optimus.data.chat import ChatTemplate
+from optimus.data.contamination import WORDS
 from optimus.data.remote import RemoteFolder, is_remote
 from optimus.data.selection import Selection
 from optimus.disk import parse_json, plain_name, user_path
@@ -33,7 +34,15 @@ CACHE = "~/.cache/optimus/data"  # default folder for copies of files at URLs
 FORMAT = "optimus-tokens"
 VERSION = 1
 # Values of the settings that an index from an earlier version lacks.
-EARLIER = {"parse_special": True, "pack": "concatenate", "encoding": "utf-8", "plugins": {}, **asdict(Selection())}
+EARLIER = {
+    "parse_special": True,
+    "pack": "concatenate",
+    "encoding": "utf-8",
+    "plugins": {},
+    "exclude": None,
+    "exclude_words": WORDS,
+    **asdict(Selection()),
+}
 
 
 class Rows(Protocol):
