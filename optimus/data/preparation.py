@@ -65,6 +65,7 @@ TRAINING_SAMPLE = 64 << 20  # approximate bytes of text to train a tokenizer on
 TEXTS_AT_ONCE = 64  # maximum number of texts in a message to the process that trains a tokenizer
 LOOKED_AT_HERE = 16 << 20  # if the check reads at most this many bytes, the main process checks without helpers
 SIZE_SAMPLE = 1 << 17  # characters of text from which `_estimate` extrapolates
+LEAST_MEMORY = 10**6  # bytes for a worker; with less, the sorted runs are very many files
 SMALLEST_VOCABULARY = 257  # all bytes, and the end-of-text token
 
 
@@ -211,6 +212,8 @@ def prepare(
     numbers = numbers_of_task(tasks, task)
     if stage not in get_args(Stage):
         raise UserError(f"`stage` is {stage!r}: it must be one of {', '.join(get_args(Stage))}")
+    if stage != "all" and numbers is None:
+        raise UserError(f"`stage` {stage!r} is a part of the work of tasks: give the number of `tasks`")
     if is_url(output) and numbers:
         raise UserError(
             f"`tasks` need an `output` in a folder that all of them see, not {output}: copy it there afterwards"
@@ -220,9 +223,14 @@ def prepare(
     loaded = load_plugins(plugins)
     output = Path(os.path.abspath(user_path(output)))
     workers = usable_cores() if workers is None else workers
-    memory = usable_memory() // 4 if memory is None else memory
+    memory = max(usable_memory() // 4, workers * LEAST_MEMORY) if memory is None else memory
     sizes = {"context": context, "workers": workers, "shard_size": shard_size, "memory": memory}
     _check(tokenizer, train_tokenizer, pack, **sizes)
+    if memory < workers * LEAST_MEMORY:
+        raise UserError(
+            f"`memory` is {memory}: it must be at least {size_text(workers * LEAST_MEMORY)}, "
+            f"{size_text(LEAST_MEMORY)} for each of the `workers`"
+        )
     if numbers and skip_bad and train_tokenizer is not None:
         raise UserError(
             "`tasks` with `skip_bad` cannot train a tokenizer, which depends on all good files: train it first, in a call "
@@ -331,7 +339,9 @@ def _disk_errors(run: _Run) -> Iterator[None]:
         raise
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            path = error.filename or run.partial
+            path = Path(error.filename or run.partial)
+            if isinstance(error, FileNotFoundError) and path.is_relative_to(run.partial):
+                raise UserError(f"{path} is missing. Delete {path.parent} and run again.") from error
             raise UserError(
                 f"cannot write {path}: {error.strerror or error}. Choose another `output`, or make it writable."
             ) from error
@@ -353,8 +363,9 @@ def _prepare(run: _Run, settings: dict[str, Any], info: TokenizerInfo | None) ->
 def _write_stream(run: _Run, settings: dict[str, Any], info: TokenizerInfo | None) -> tuple[Journal, TokenizerInfo]:
     """Writes the rest of the stream of this task (step 1)."""
     state = _open_journal(run, settings)
-    for stale in run.folder.glob("*.tmp"):
-        stale.unlink()
+    if not state.complete:  # later, processes of the second stage write into the folder
+        for stale in run.folder.glob("*.tmp"):
+            stale.unlink()
     while True:
         try:
             made = _install_tokenizer(run, info)
