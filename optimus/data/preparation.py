@@ -46,7 +46,16 @@ from optimus.data.joining import Joint, Plan, TooFewTokensError, make_plan, shar
 from optimus.data.journal import EXCLUSIONS, Counts, Journal, Mark
 from optimus.data.ranges import Range, numbers_of_task, ranges
 from optimus.data.selection import Dedup, Document, Selection
-from optimus.data.tasks import SETTINGS, TASKS, begin_tasks, noting_failure, prepare_status, status_text, task_name
+from optimus.data.tasks import (
+    SETTINGS,
+    SKIP_BAD,
+    TASKS,
+    begin_tasks,
+    noting_failure,
+    prepare_status,
+    status_text,
+    task_name,
+)
 from optimus.data.tokenizer import TokenizerInfo
 from optimus.data.units import EndedElsewhereError
 from optimus.data.work import Encoded, encoder, tokenizer_trainer
@@ -440,7 +449,8 @@ def _take_part(run: _Run, settings: dict[str, Any], info: TokenizerInfo | None, 
 
 
 def _settings_of_tasks(run: _Run, settings: dict[str, Any]) -> dict[str, Any]:
-    return {**settings, TASKS: run.tasks, journal.FILES: run.inputs.identity_digests[-1]}
+    # `skip_bad` determines the borders of the ranges.
+    return {**settings, TASKS: run.tasks, SKIP_BAD: run.skip_bad, journal.FILES: run.inputs.identity_digests[-1]}
 
 
 def _streams(run: _Run) -> tuple[list[Journal], TokenizerInfo]:
@@ -785,7 +795,9 @@ def _join_sums(joint: Joint, plan: Plan) -> None:
 def _index(run: _Run, states: Sequence[Journal], joint: Joint, plan: Plan) -> dict[str, Any]:
     counts, info, used = plan.counts, joint.info, plan.instances * run.context
     good = run.inputs.without((bad.input, bad.name) for bad in run.bad)
-    settings = {name: value for name, value in states[0].settings.items() if name not in (TASKS, journal.FILES)}
+    settings = {
+        name: value for name, value in states[0].settings.items() if name not in (TASKS, SKIP_BAD, journal.FILES)
+    }
     return {
         "format": shards.FORMAT,
         "version": shards.VERSION,

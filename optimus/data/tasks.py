@@ -12,6 +12,7 @@ from optimus.errors import UserError
 
 SETTINGS = "tasks.json"
 TASKS = "tasks"  # the setting with the number of tasks
+SKIP_BAD = "skip_bad"  # the setting of tasks that leave out bad files
 _FAILED = "failed.json"
 
 
