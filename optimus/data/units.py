@@ -58,7 +58,7 @@ def do_units(
                 if unit.result.exists():  # by another process
                     missing.remove(unit)
                     done(unit)
-                elif (claim := _claim(folder / CLAIMS / unit.result.name, time.monotonic() > patience)) is not None:
+                elif (claim := _claim(_claim_of(folder, unit), time.monotonic() > patience)) is not None:
                     claimed = unit, claims.enter_context(claim)
                     break
             if claimed is not None:
@@ -74,6 +74,11 @@ def do_units(
                 _take(future, unit)
                 claim.close()
                 done(unit)
+
+
+def _claim_of(folder: Path, unit: Unit) -> Path:
+    """Returns the lock of a unit. Results of the same name in the folders of several tasks are separate units."""
+    return folder / CLAIMS / "-".join(unit.result.relative_to(folder).parts)
 
 
 def _take(future: "Future[Any]", unit: Unit) -> None:
