@@ -80,6 +80,12 @@ def prepare(
         ),
     ] = None,
     skip_bad: Annotated[bool, Option("--skip-bad", help="Skip files that cannot be read, and list them.")] = False,
+    to: Annotated[
+        Literal["optimus", "megatron", "npy"],
+        Option(
+            help="Write the documents in order for another trainer: Megatron-LM's .bin and .idx, or OLMo-core's .npy."
+        ),
+    ] = "optimus",
     plugins: Plugins = None,
     tasks: Annotated[
         str | None,
@@ -135,6 +141,9 @@ def prepare(
     if "states" in index:
         _show_status(index, as_json)
         return
+    if to != "optimus":
+        show(index, as_json, f"{_token_files(url_text(output), index)}{_omissions(index)}")
+        return
     rest = f"the last {index['dropped_tokens']} tokens do not fill a sequence and are dropped"
     if pack == "best-fit":
         padding = index["padding_tokens"]
@@ -147,6 +156,17 @@ def prepare(
         f"{counted(index['instances'], 'sequence')} of {context}, {counted(len(index['shards']), 'shard')}; "
         f"{rest}{_template(index)}{_omissions(index)}",
     )
+
+
+def _token_files(output: str, index: dict[str, Any]) -> str:
+    """Returns lines about the token files of another trainer in `output`."""
+    from optimus.config.sizes import counted
+    from optimus.data.token_formats import WRITTEN
+
+    files = {each["file"] for each in index["blocks"]}
+    counts = f"{index['tokens']:,} tokens of {counted(index['documents'], 'document')} in {counted(len(files), 'file')}"
+    path = f"{index['to']}:{output}/{WRITTEN[index['to']]}"
+    return f"{output}: {counts}; train on them with data.path={path} data.tokenizer={output}"
 
 
 def _number_of_tasks(text: str | None) -> int | Literal["array"] | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,7 +82,7 @@ def shard_writer(
     def write(name: str, start: int, stop: int) -> None:
         temporary = temporary_name(folder / name)  # others may write the same shard
         digest, sums_N = hashlib.sha256(), np.empty(stop - start, dtype="<u4")
-        with _Reader(streams, np.dtype(dtype).itemsize) as reader, temporary.open("wb+") as shard:
+        with StreamReader(streams, np.dtype(dtype).itemsize) as reader, temporary.open("wb+") as shard:
             header = {"descr": dtype, "fortran_order": False, "shape": (stop - start, context)}
             np.lib.format.write_array_header_1_0(shard, header)
             shard.seek(0)
@@ -105,7 +105,7 @@ def shard_writer(
     return write
 
 
-class _Reader:
+class StreamReader:
     """Reads extents of several streams as if they were one, in the order of the disk."""
 
     def __init__(self, streams: Sequence[Stream], item: int) -> None:
@@ -113,11 +113,18 @@ class _Reader:
         self._starts = np.array([0, *accumulate(stream.tokens for stream in streams)])
         self._files: dict[int, BinaryIO] = {}
 
-    def __enter__(self) -> "_Reader":
+    def __enter__(self) -> "StreamReader":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
+
+    def values(self, start: int, stop: int, dtype: str) -> NDArray[Any]:
+        """Returns items `start` to `stop - 1` [stop - start], which have the type `dtype`."""
+        values_N = np.empty(stop - start, dtype)
+        extents = _Extents(np.array([start]), np.array([stop - start]), np.array([0]))
+        self.read(extents, values_N.data.cast("B"))
+        return values_N
 
     def read(self, extents: _Extents, block: memoryview) -> None:
         """Copies the tokens of `extents` into the bytes of a block."""

@@ -1,9 +1,9 @@
 """The second stage of `prepare`: makes shards of the token streams of all tasks.
 
 1. With `dedup`, remove the duplicates from each stream; see `duplicates.py`.
-2. With `pack` "best-fit", find the ends of the documents of each stream.
-3. ShardPlan: count the instances, and with "best-fit" pack the documents into rows.
-4. Write the shards.
+2. With `pack` "best-fit", and with `to`, find the ends of the documents of each stream.
+3. Plan: count the instances, and with "best-fit" pack the documents into rows.
+4. Write the shards. With `to`, write the documents in their order instead; see `token_writers.py`.
 
 Each step consists of units, which several processes can share.
 """
@@ -30,12 +30,13 @@ from optimus.data.gather import DIGEST, PLAN, Stream, shard_writer, write_packed
 from optimus.data.journal import Counts
 from optimus.data.packing import document_ends, pack
 from optimus.data.selection import Dedup
+from optimus.data.token_writers import ENDS_TYPE, Block, TokenFilePlan, block_writer, file_borders, written_type
 from optimus.data.tokenizer import TokenizerInfo
-from optimus.data.units import WorkUnit, do_units, naming_damage, read_array
+from optimus.data.units import WorkUnit, do_units, naming_damage
 from optimus.disk import parse_json, sync, temporary_name, write_json
 from optimus.errors import UserError
 
-ENDS = "ends.npy"
+ENDS = "ends.bin"  # of the documents of a stream, as `ENDS_TYPE`
 PACKED = "packed.npy"
 
 Done = Callable[[WorkUnit], None]
@@ -54,6 +55,7 @@ class ShardPlan:
     counts: list[Counts]
     streams: list[Stream]
     packed: dict[str, int] = field(default_factory=dict)  # numbers of padding tokens and cut documents
+    borders: list[int] = field(default_factory=list)  # first tokens of token files, and the end of the last one
 
     def write(self, folder: Path) -> None:
         """Writes the plan into `folder`, which contains the streams."""
@@ -74,7 +76,8 @@ class Joint:
     """The facts that the steps need.
 
     `folders` contain the streams, and `counts` has the counts of the documents of each stream by input.
-    `memory` is in bytes, for each of the `workers`. Units begin with number `first`.
+    `to` is a format of token files, which have no instances, or "optimus". `memory` is in bytes, for each of the
+    `workers`. Units begin with number `first`.
     """
 
     folder: Path
@@ -90,10 +93,16 @@ class Joint:
     memory: int
     first: int
     is_finished: Callable[[], bool]
+    to: str = "optimus"
 
     @property
     def item(self) -> int:
         return np.dtype(self.info.dtype).itemsize
+
+    @property
+    def file_type(self) -> str:
+        """The type of the tokens in token files."""
+        return written_type(self.to, self.info.vocab_size)
 
     def do(
         self, units: Sequence[WorkUnit], make: Callable[..., Any], *setup: Any, done: Done = lambda unit: None
@@ -117,12 +126,14 @@ def make_plan(joint: Joint, progress: Callable[[str, int, int | None], None]) ->
             _find_duplicates(joint, progress)
         chosen = [_stream(*each, joint.dedup) for each in zip(joint.folders, joint.counts)]
         plan = _counted(joint, chosen)
-        if joint.best_fit:
-            progress("pack", 0, None)
+        if joint.best_fit or joint.to != "optimus":
+            progress("pack" if joint.best_fit else "find documents", 0, None)
             ends = [WorkUnit(each / ENDS, (stream, each / ENDS)) for each, stream in zip(joint.folders, plan.streams)]
             joint.do(ends, partial, _write_ends, joint.info)
-            unit = WorkUnit(joint.folder / PLAN, (plan, [*joint.folders], joint.context))
-            joint.do([unit], partial, _write_packed_plan, joint.folder)
+            setup: tuple[Any, ...] = (_write_packed_plan, joint.context)
+            if joint.to != "optimus":
+                setup = (_write_borders, joint.to, joint.shard_size // np.dtype(joint.file_type).itemsize)
+            joint.do([WorkUnit(joint.folder / PLAN, (joint.folder, plan, [*joint.folders]))], partial, *setup)
         else:
             plan.write(joint.folder)
     return ShardPlan.read(joint.folder)
@@ -190,11 +201,12 @@ def _counted(joint: Joint, chosen: Sequence[tuple[Stream, list[Counts]]]) -> Sha
             )
     streams = [stream for stream, _ in chosen]
     tokens = sum(stream.tokens for stream in streams)
-    if tokens < joint.context:
+    if tokens < (joint.context if joint.to == "optimus" else 1):
         what = f"only {tokens} tokens, too few for one instance of {joint.context}" if tokens else "no text"
         cure = "Give more text, or a smaller `context`." if tokens else "Every document is empty or left out."
         raise TooFewTokensError(f"the input contains {what}. {cure}")
-    return ShardPlan(tokens // joint.context, tokens, add_counts([counts for _, counts in chosen]), streams)
+    instances = tokens // joint.context if joint.to == "optimus" else 0
+    return ShardPlan(instances, tokens, add_counts([counts for _, counts in chosen]), streams)
 
 
 def add_counts(tables: Sequence[Sequence[Counts]]) -> list[Counts]:
@@ -206,20 +218,31 @@ def add_counts(tables: Sequence[Sequence[Counts]]) -> list[Counts]:
 
 
 def _write_ends(info: TokenizerInfo, stream: Stream, path: Path) -> None:
-    ends_N = document_ends(stream.path, info.eos_id, info.dtype, stream.tokens)
     temporary = temporary_name(path)
     with temporary.open("wb") as file:
-        np.save(file, ends_N)
+        for ends_N in document_ends(stream.path, info.eos_id, info.dtype, stream.tokens):
+            file.write(ends_N.astype(ENDS_TYPE).tobytes())
     sync(temporary)
     temporary.replace(path)
 
 
-def _write_packed_plan(folder: Path, plan: ShardPlan, folders: Sequence[Path], context: int) -> None:
-    packed = pack([read_array(each / ENDS, each / ENDS) for each in folders], context)
+def _write_packed_plan(context: int, folder: Path, plan: ShardPlan, folders: Sequence[Path]) -> None:
+    ends = [np.fromfile(each / ENDS, ENDS_TYPE) for each in folders]
+    for each, stream, ends_N in zip(folders, plan.streams, ends):
+        if not len(ends_N) or ends_N[-1] != stream.tokens:
+            raise UserError(f"{each / ENDS} is damaged. Delete {each / ENDS} and run again.")
+    packed = pack(ends, context)
     write_packed(folder / PACKED, packed)
     plan.instances = packed.instances
     padding = packed.instances * context - plan.tokens
     plan.packed = {"padding_tokens": padding, "cut_documents": packed.cut_documents}
+    plan.write(folder)
+
+
+def _write_borders(to: str, most: int, folder: Path, plan: ShardPlan, folders: Sequence[Path]) -> None:
+    plan.borders = [0, plan.tokens]
+    if to != "megatron":
+        plan.borders = file_borders(plan.streams, [each / ENDS for each in folders], max(1, most))
     plan.write(folder)
 
 
@@ -246,3 +269,29 @@ def write_shards(joint: Joint, plan: ShardPlan, progress: Callable[[str, int, in
     packed = joint.folder / PACKED if joint.best_fit else None
     setup = plan.instances, joint.context, joint.info.dtype, joint.info.eos_id, joint.seed, joint.memory
     joint.do(units, shard_writer, joint.folder, plan.streams, packed, *setup, done=done)
+
+
+def token_blocks(joint: Joint, plan: ShardPlan) -> list[Block]:
+    """Lists the blocks of the token files, in order."""
+    return _token_files(joint, plan).blocks()
+
+
+def write_token_files(joint: Joint, plan: ShardPlan, progress: Callable[[str, int, int | None], None]) -> None:
+    """Writes the missing blocks of the token files (step 4)."""
+    blocks = token_blocks(joint, plan)
+    units = [WorkUnit(block.digest(joint.folder), (block,)) for block in blocks]
+    sizes = {unit.result: block.stop - block.start for unit, block in zip(units, blocks)}
+    finished, total = sum(sizes[unit.result] for unit in units if unit.result.exists()), sum(sizes.values())
+
+    def done(unit: WorkUnit) -> None:
+        nonlocal finished
+        finished += sizes[unit.result]
+        progress("write", finished, total)
+
+    progress("write", finished, total)
+    joint.do(units, block_writer, joint.folder, _token_files(joint, plan), done=done)
+
+
+def _token_files(joint: Joint, plan: ShardPlan) -> TokenFilePlan:
+    ends = [each / ENDS for each in joint.folders]
+    return TokenFilePlan(joint.to, plan.streams, ends, plan.borders, joint.info.dtype, joint.file_type)

@@ -5,7 +5,7 @@ End-of-text tokens pad a row.
 Legend: N documents, D pieces of documents, B rows, S tokens of a row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -79,16 +79,18 @@ def _fill(
     rows_by_free[free].append(row)
 
 
-def document_ends(stream: Path, eos_id: int, dtype: str, tokens: int) -> NDArray[np.int64]:
-    """Finds the position after each document. A last document without an end-of-text token ends after `tokens`
-    tokens."""
-    found: list[NDArray[np.int64]] = []
+def document_ends(stream: Path, eos_id: int, dtype: str, tokens: int) -> Iterator[NDArray[np.int64]]:
+    """Yields the positions after the documents, in order. A last document without an end-of-text token ends after
+    `tokens` tokens."""
+    last = 0
     with stream.open("rb") as file:
         for start in range(0, tokens, _READ):
             part = np.fromfile(file, dtype=dtype, count=min(_READ, tokens - start))
-            found.append(np.flatnonzero((part == eos_id) | (part == (eos_id | NOT_PREDICTED))) + start + 1)
-    ends = np.concatenate(found) if found else np.empty(0, dtype=np.int64)
-    return ends if len(ends) and ends[-1] == tokens else np.append(ends, tokens)
+            ends_N = np.flatnonzero((part == eos_id) | (part == (eos_id | NOT_PREDICTED))) + start + 1
+            last = int(ends_N[-1]) if len(ends_N) else last
+            yield ends_N
+    if last < tokens:
+        yield np.array([tokens])
 
 
 def _pieces(end_N: NDArray[np.int64], context: int) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:

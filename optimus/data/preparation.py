@@ -5,6 +5,8 @@
 3. Shuffle and shard: instance j of the output is instance `permutation(j)` of the stream, or with "best-fit" row
    `permutation(j)`.
 
+With `to`, step 3 writes the documents in their order instead, as token files of another trainer.
+
 Several tasks divide the inputs into contiguous ranges. Task k writes the stream of its range into the folder
 `<output>.partial/task-k`. All streams together, in order, are the stream of a call without tasks, so the output is the
 same. The tasks share steps 2 and 3.
@@ -44,7 +46,16 @@ from optimus.data.files import BadFile, BadFileError
 from optimus.data.gather import DIGEST, SUMS
 from optimus.data.helpers import Helpers
 from optimus.data.inspection import FULL_CHECK_BYTES, listing, look, looked_at, with_encoding
-from optimus.data.joining import Joint, ShardPlan, TooFewTokensError, make_plan, shards_of, write_shards
+from optimus.data.joining import (
+    Joint,
+    ShardPlan,
+    TooFewTokensError,
+    make_plan,
+    shards_of,
+    token_blocks,
+    write_shards,
+    write_token_files,
+)
 from optimus.data.journal import EXCLUSIONS, Counts, Journal, Mark
 from optimus.data.ranges import Range, numbers_of_task, ranges
 from optimus.data.selection import Dedup, Document, Selection
@@ -70,6 +81,8 @@ Item = TypeVar("Item")
 
 Stage = Literal["all", "streams", "shards"]
 Pack = Literal["concatenate", "best-fit"]
+To = Literal["optimus", "megatron", "npy"]
+CONTEXT = 2048
 SHARD_SIZE = 512 * 10**6
 COMMIT_SECONDS = 5.0
 TRAINING_SAMPLE = 64 << 20  # approximate bytes of text to train a tokenizer on
@@ -98,6 +111,7 @@ class _Run:
     parse_special: bool
     pack: Pack
     encoding: str
+    to: To
     selection: Selection
     excluded: NgramIndex | None  # the n-grams of the evaluation sets
     skip_bad: bool
@@ -159,7 +173,7 @@ def prepare(
     *,
     tokenizer: str | Path | None = None,
     train_tokenizer: int | None = None,
-    context: int = 2048,
+    context: int = CONTEXT,
     seed: int = 0,
     workers: int | None = None,
     shard_size: int = SHARD_SIZE,
@@ -176,6 +190,7 @@ def prepare(
     encoding: str = "utf-8",
     split: str | None = None,
     skip_bad: bool = False,
+    to: To = "optimus",
     plugins: Sequence[str] = (),
     tasks: int | Literal["array"] | None = None,
     task: int | None = None,
@@ -215,6 +230,11 @@ def prepare(
     files. `prepare` calls `progress(stage, done, total)` now and then; `total` may be None. `memory` is the maximum
     number of bytes for removing duplicates and for shuffling, by default a quarter of the machine's.
 
+    With `to`, `prepare` writes the documents in their order for another trainer. "megatron" writes `text_document.bin`
+    and `text_document.idx` of Megatron-LM. "npy" writes flat files `part-00000.npy` of OLMo-core, which end where
+    documents end, with at most `shard_size` bytes unless one document is larger. Conversations, `pack` and other
+    values of `context` and `seed` are then refused.
+
     `tasks` processes on any number of machines can prepare one output, in a folder that all of them see: each call has
     another `task`, from 0 to `tasks - 1`. "array", or a missing `task`, takes the numbers of an array job of Slurm, PBS or
     Kubernetes. A task tokenises its range of the inputs (`stage` "streams"). When all ranges are done, one or more tasks
@@ -251,6 +271,7 @@ def prepare(
             f"`memory` is {memory}: it must be at least {size_text(workers * LEAST_MEMORY)}, "
             f"{size_text(LEAST_MEMORY)} for each of the `workers`"
         )
+    _check_to(to, text_field, context=context, seed=seed, pack=pack, shard_size=shard_size)
     if numbers and skip_bad and train_tokenizer is not None:
         raise UserError(
             "`tasks` with `skip_bad` cannot train a tokenizer, which depends on all good files: train it first, in a call "
@@ -276,6 +297,7 @@ def prepare(
         "parse_special": parse_special,
         "pack": pack,
         "encoding": encoding,
+        "to": to,
     }
     trained_or_given = info.sha256 if info else f"trained to {train_tokenizer}"
     read_with = {"plugins": {plugin.name: plugin.sha256 for plugin in loaded}}
@@ -342,12 +364,31 @@ def _check(tokenizer: str | Path | None, train_tokenizer: int | None, pack: str,
         raise UserError(f"`pack` is {pack!r}: it must be one of {', '.join(get_args(Pack))}")
 
 
+def _check_to(to: str, text_field: str, **options: Any) -> None:
+    """Raises `UserError` for an unknown `to`, and for options without effect on the token files that it names."""
+    if to not in get_args(To):
+        raise UserError(f"`to` is {to!r}: it must be one of {', '.join(get_args(To))}")
+    if to == "optimus":
+        return
+    if text_field.startswith(CHAT):
+        raise UserError(
+            f"`to` {to} has no room for what the model predicts in the conversations of {text_field}: leave out `to`, or "
+            "name the fields with text, such as '{prompt}\\n{completion}' (`text_field`)"
+        )
+    defaults = {"context": CONTEXT, "seed": 0, "pack": "concatenate"}
+    if to == "megatron":
+        defaults["shard_size"] = SHARD_SIZE
+    if changed := [f"`{name}`" for name, default in defaults.items() if options[name] != default]:
+        what = "in one file, neither cut nor shuffled" if to == "megatron" else "neither cut nor shuffled"
+        raise UserError(f"`to` {to} writes the documents in their order, {what}: leave out {', '.join(changed)}")
+
+
 def _finished_before(run: _Run, settings: dict[str, Any]) -> dict[str, Any]:
     """Returns the index of an `output` that exists. Raises `UserError` unless a run with the same settings made the
     output."""
     if not (run.output / shards.INDEX).exists():
         raise UserError(f"{run.output} exists and is not prepared data. Choose another `output`.")
-    index = shards.read_index(run.output)
+    index = shards.read_index(run.output, token_files=True)
     if different := _differences(run, index, settings):
         raise UserError(f"{run.output} is the output of another run ({different}). Choose another `output`.")
     if (run.output / journal.LOCK).exists():
@@ -386,7 +427,7 @@ def _disk_errors(run: _Run) -> Iterator[None]:
 
 def _prepare(run: _Run, settings: dict[str, Any], info: TokenizerInfo | None) -> dict[str, Any]:
     if (run.partial / shards.INDEX).exists():  # only `_finish` is missing
-        index = shards.read_index(run.partial)
+        index = shards.read_index(run.partial, token_files=True)
         _refuse(run, _differences(run, index, settings))
         return _finish(run, index)
     state, made = _write_stream(run, settings, info)
@@ -426,12 +467,19 @@ def _join(run: _Run, states: Sequence[Journal], info: TokenizerInfo) -> tuple[Se
         run.memory,
         first=run.task[1] if run.task else 0,
         is_finished=lambda: run.is_finished,
+        to=run.to,
     )
     try:
         plan = make_plan(joint, run.progress)
     except TooFewTokensError:
         shutil.rmtree(run.partial)
         raise
+    if run.to != "optimus":
+        missing_blocks = [each for each in token_blocks(joint, plan) if not each.digest(run.partial).exists()]
+        if missing_blocks:
+            _check_free(run, sum(each.stop - each.start for each in missing_blocks))
+            write_token_files(joint, plan, run.progress)
+        return states, joint, plan
     missing = [name for name, *_ in shards_of(joint, plan.instances) if not (run.partial / f"{name}{DIGEST}").exists()]
     if missing:
         _check_disk(run, 2 * plan.instances * run.context * joint.item, run.folders)
@@ -440,8 +488,13 @@ def _join(run: _Run, states: Sequence[Journal], info: TokenizerInfo) -> tuple[Se
 
 
 def _complete(run: _Run, states: Sequence[Journal], joint: Joint, plan: ShardPlan) -> dict[str, Any]:
-    _join_sums(joint, plan)
     index = _index(run, states, joint, plan)
+    if run.to == "optimus":
+        _join_sums(joint, plan)
+    else:
+        index = _token_file_index(run, index, joint, plan)
+        # The tokenizer.json alone does not always tell its end-of-text token.
+        write_json(run.partial / tokenizers.CONFIG, {"eos_token": joint.info.eos_token})
     write_json(run.partial / shards.INDEX, index)
     return _finish(run, index)
 
@@ -458,18 +511,18 @@ def _take_part(run: _Run, settings: dict[str, Any], info: TokenizerInfo | None, 
     if status["missing"]:
         raise UserError(f"not all tasks of {run.output} have written their streams:\n{status_text(status)}")
     try:
-        joined = None if (run.partial / shards.INDEX).exists() else _join(run, *_streams(run))
+        joined = None if (run.partial / shards.INDEX).exists() else _join(run, *_streams(run, info))
         while not run.is_finished:
             with journal.held(run.partial) as lock:
                 if lock and joined is not None:
                     return _complete(run, *joined)
                 if lock:
-                    return _finish(run, shards.read_index(run.partial))
+                    return _finish(run, shards.read_index(run.partial, token_files=True))
             time.sleep(0.1)
     except (OSError, UserError, EndedElsewhereError):
         if not run.is_finished:  # another task has renamed the folder
             raise
-    return shards.read_index(run.output)
+    return shards.read_index(run.output, token_files=True)
 
 
 def _settings_of_tasks(run: _Run, settings: dict[str, Any]) -> dict[str, Any]:
@@ -477,11 +530,12 @@ def _settings_of_tasks(run: _Run, settings: dict[str, Any]) -> dict[str, Any]:
     return {**settings, TASKS: run.tasks, SKIP_BAD: run.skip_bad, journal.FILES: run.inputs.identity_digests[-1]}
 
 
-def _streams(run: _Run) -> tuple[list[Journal], TokenizerInfo]:
+def _streams(run: _Run, info: TokenizerInfo | None) -> tuple[list[Journal], TokenizerInfo]:
     """Returns the journals and the tokenizer of the complete streams of all tasks."""
     states = [state for folder in run.folders if (state := journal.read(folder)) is not None]
     run.bad = [bad for state in states for bad in state.bad]
-    return states, replace(tokenizers.inspect(run.partial / tokenizers.FILE), masked=run.masked)
+    path = run.partial / tokenizers.FILE
+    return states, replace(info or tokenizers.inspect(path), path=path, masked=run.masked)
 
 
 def _without_bad_file(run: _Run, state: Journal, error: BadFileError) -> Journal:
@@ -814,11 +868,16 @@ def _check_disk(run: _Run, needed: float, folders: Sequence[Path]) -> None:
     for path in [path for each in {run.partial, *folders} for path in each.iterdir()]:
         with suppress(FileNotFoundError):  # another task has renamed it
             missing -= path.stat().st_size
+    _check_free(run, missing, " (tokens, and as much again for the shards)")
+
+
+def _check_free(run: _Run, missing: float, what: str = "") -> None:
+    """Raises `UserError`, in which `what` describes the bytes, unless the disk has `missing` free bytes."""
     free = shutil.disk_usage(run.partial).free
     if missing > free:
         raise UserError(
-            f"too little disk space for {run.output}: about {size_text(missing)} needed (tokens, and as much again "
-            f"for the shards), {size_text(free)} free. Free some space, or choose an `output` on another disk."
+            f"too little disk space for {run.output}: about {size_text(missing)} needed{what}, "
+            f"{size_text(free)} free. Free some space, or choose an `output` on another disk."
         )
 
 
@@ -911,6 +970,28 @@ def _excluded_entries(run: _Run, excluded: NgramIndex, states: Sequence[Journal]
     ]
 
 
+def _token_file_index(run: _Run, index: dict[str, Any], joint: Joint, plan: ShardPlan) -> dict[str, Any]:
+    """Returns the index of token files, where `index` is that of prepared data without shards."""
+    absent = ("context", "seed", "instances", "dropped_tokens", "shards", "sums")
+    blocks = [
+        {
+            "file": block.file,
+            "start": block.start,
+            "bytes": block.stop - block.start,
+            "sha256": block.digest(run.partial).read_text(encoding="ascii"),
+        }
+        for block in token_blocks(joint, plan)
+    ]
+    return {
+        **{name: value for name, value in index.items() if name not in absent},
+        "format": shards.TOKEN_FILES,
+        "to": run.to,
+        "dtype": joint.file_type,
+        "tokens": plan.tokens,
+        "blocks": blocks,
+    }
+
+
 def _finish(run: _Run, index: dict[str, Any]) -> dict[str, Any]:
     """Renames the unfinished folder to `output`, and deletes the files that only an unfinished run needs."""
     sync(run.partial)
@@ -922,7 +1003,8 @@ def _finish(run: _Run, index: dict[str, Any]) -> dict[str, Any]:
 
 def _delete_rest(output: Path, index: dict[str, Any]) -> None:
     """Deletes all that is not part of a complete output, and the lock last: a lock shows that this is not yet done."""
-    keep = {shards.INDEX, shards.SUMS, tokenizers.FILE, *(shard["file"] for shard in index["shards"])}
+    named = (shards.INDEX, shards.SUMS, tokenizers.FILE, tokenizers.CONFIG)
+    keep = {*named, *(each["file"] for each in shards.parts_of(index))}
     _empty(output, keep | {journal.LOCK})
     sync(output)
     (output / journal.LOCK).unlink(missing_ok=True)

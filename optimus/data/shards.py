@@ -21,6 +21,7 @@ from optimus.data.chat import ChatTemplate
 from optimus.data.contamination import WORDS
 from optimus.data.remote import RemoteFolder, is_remote
 from optimus.data.selection import Selection
+from optimus.data.token_formats import WRITTEN
 from optimus.disk import parse_json, plain_name, user_path
 from optimus.errors import UserError, naming_read_errors
 
@@ -32,6 +33,7 @@ BEGINS = 1 << 29  # a bit of a document's first token after a token other than e
 ENDLESS = 1 << 62  # `Rows.instances` of a stream, whose length is unknown
 CACHE = "~/.cache/optimus/data"  # default folder for copies of files at URLs
 FORMAT = "optimus-tokens"
+TOKEN_FILES = "optimus-token-files"  # the format of an index of token files of another trainer
 VERSION = 1
 # Values of the settings that an index from an earlier version lacks.
 EARLIER = {
@@ -41,6 +43,7 @@ EARLIER = {
     "plugins": {},
     "exclude": None,
     "exclude_words": WORDS,
+    "to": "optimus",
     **asdict(Selection()),
 }
 
@@ -72,9 +75,14 @@ class Rows(Protocol):
         """Raises `UserError` for rows that differ from their checksums."""
 
 
-def read_index(folder: Path) -> dict[str, Any]:
+def parts_of(index: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the entries of the shards, or of the blocks of token files."""
+    return list(index["blocks" if index["format"] == TOKEN_FILES else "shards"])
+
+
+def read_index(folder: Path, *, token_files: bool = False) -> dict[str, Any]:
     """Reads the content of `index.json`. Raises `UserError` if the file is absent, damaged, or of another format or
-    version."""
+    version; also for the index of token files, unless `token_files`."""
     path = folder / INDEX
     if not path.is_file():
         raise UserError(
@@ -84,9 +92,11 @@ def read_index(folder: Path) -> dict[str, Any]:
         with naming_read_errors(path):
             index = parse_json(path.read_bytes())
         form, version = index["format"], index["version"]
-        if form != FORMAT:
+        if form == TOKEN_FILES:
+            _check_token_files(path, index, token_files)
+        elif form != FORMAT:
             raise ValueError(f"its format is {form!r}, not {FORMAT!r}")
-        if version == VERSION:
+        elif version == VERSION:
             _check_index(index)
     except (ValueError, KeyError, TypeError) as error:
         what = f"no entry {error}" if isinstance(error, KeyError) else str(error)
@@ -94,6 +104,21 @@ def read_index(folder: Path) -> dict[str, Any]:
     if version != VERSION:
         raise UserError(f"{path} has version {version}; this Optimus reads version {VERSION}. Prepare the data again.")
     return dict(index)
+
+
+def _check_token_files(path: Path, index: dict[str, Any], wanted: bool) -> None:
+    """Raises `UserError` unless token files are `wanted`, and `KeyError`, `TypeError` or `ValueError` for a missing or
+    wrong entry."""
+    name = WRITTEN[index["to"]]
+    if not wanted:
+        folder = path.parent
+        raise UserError(
+            f"{folder} has token files of another trainer ({index['to']}), not shards: name them as "
+            f"{index['to']}:{folder}/{name}, with data.tokenizer {folder}"
+        )
+    for block in index["blocks"]:
+        plain_name(block["file"])
+    dict(index["settings"])
 
 
 def _check_index(index: dict[str, Any]) -> None:

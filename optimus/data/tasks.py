@@ -66,7 +66,8 @@ def prepare_status(output: str | Path) -> dict[str, Any]:
 
     The result has `complete` (of the output), `tasks`, and `missing` (the numbers of tasks that have not written their
     streams). `states` has for each task `task`, `state`, `read` (the share of its inputs), `tokens` and `error`. The
-    states are "not begun", "at work", "stopped", "failed" and "done". `shards` is the number of finished shards.
+    states are "not begun", "at work", "stopped", "failed" and "done". `shards` is the number of finished shards,
+    or of finished blocks of token files.
 
     Raises `UserError` if no tasks prepare `output`.
 
@@ -81,7 +82,7 @@ def prepare_status(output: str | Path) -> dict[str, Any]:
             "tasks": 0,
             "missing": [],
             "states": [],
-            "shards": len(shards.read_index(output)["shards"]),
+            "shards": len(shards.parts_of(shards.read_index(output, token_files=True))),
         }
     if not (partial / SETTINGS).exists():
         raise UserError(f"no tasks prepare {output}: {partial / SETTINGS} does not exist")
@@ -92,7 +93,7 @@ def prepare_status(output: str | Path) -> dict[str, Any]:
         "tasks": tasks,
         "missing": [each["task"] for each in states if each["state"] != "done"],
         "states": states,
-        "shards": len([*partial.glob("shard-*.sha256")]),
+        "shards": len([*partial.glob("*.sha256")]),
     }
 
 

@@ -18,6 +18,9 @@ class TokenFormatRow:
     open: Callable[..., Any]
 
 
+# The path in an output of `prepare` with `to`, by format: what follows `NAME:` after the folder.
+WRITTEN = {"megatron": "text_document", "npy": "part-*.npy"}
+
 TOKEN_FORMATS: Table[TokenFormatRow] = Table(
     "token format",
     TokenFormatRow,

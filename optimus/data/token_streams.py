@@ -28,9 +28,9 @@ from optimus.errors import UserError, naming_read_errors
 
 Tokens = NDArray[np.integer[Any]]
 
-_MEGATRON = b"MMIDIDX\x00\x00"
+MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 # Types of tokens in Megatron-LM's index, by code.
-_MEGATRON_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+MEGATRON_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _NPY = b"\x93NUMPY"
 _COLUMNS = ("tokens", "input_ids")  # names of the column with tokens, as in LLM Foundry
 # Types of values in the encoding "ndarray" of MDS, by code.
@@ -137,7 +137,7 @@ class _Megatron(TokenStream):
                 )
         with naming_read_errors(self._index), self._index.open("rb") as file:
             head = file.read(34)
-        if len(head) < 34 or head[:9] != _MEGATRON or head[17] not in _MEGATRON_TYPES:
+        if len(head) < 34 or head[:9] != MEGATRON_MAGIC or head[17] not in MEGATRON_TYPES:
             raise UserError(f"{self._index} is not an index of Megatron-LM (MMIDIDX, with integers): write it again")
         version, sequences, borders = (int.from_bytes(head[at : at + 8], "little") for at in (9, 18, 26))
         size = self._index.stat().st_size
@@ -146,9 +146,9 @@ class _Megatron(TokenStream):
                 f"{self._index} has version {version} and {size:,} bytes, but version 1 with {sequences:,} sequences and "
                 f"{borders - 1:,} documents has {34 + 12 * sequences + 8 * borders:,}: it is truncated or damaged"
             )
-        flat = _Flat(data, _MEGATRON_TYPES[head[17]])
+        flat = _Flat(data, MEGATRON_TYPES[head[17]])
         super().__init__([flat])
-        self._item = np.dtype(_MEGATRON_TYPES[head[17]]).itemsize
+        self._item = np.dtype(MEGATRON_TYPES[head[17]]).itemsize
         if not sequences or borders < 2:
             raise UserError(f"{self._index} has no documents")
         # NumPy copies unaligned arrays as a whole for many operations: only index, slice and bisect these.
@@ -217,10 +217,15 @@ def _open_npy(path: str, vocab_size: int, cache: str | Path) -> TokenStream:
     return TokenStream([_npy_file(each, vocab_size) for each in paths])
 
 
+def flat_type(vocab_size: int) -> str:
+    """Returns the type of tokens in files of OLMo-core: the smallest unsigned integers that the vocabulary needs."""
+    return np.dtype(np.min_scalar_type(vocab_size - 1)).newbyteorder("<").str
+
+
 def _npy_file(path: Path, vocab_size: int) -> _Flat:
     with naming_read_errors(path), path.open("rb") as file:
         if file.read(len(_NPY)) != _NPY:
-            return _Flat(path, np.dtype(np.min_scalar_type(vocab_size - 1)).newbyteorder("<").str)
+            return _Flat(path, flat_type(vocab_size))
         try:
             file.seek(0)
             version = np.lib.format.read_magic(file)

@@ -11,6 +11,7 @@ from optimus.disk import parse_json, temporary_name
 from optimus.errors import UserError
 
 FILE = vocabularies.FILE
+CONFIG = "tokenizer_config.json"
 _LARGEST = (1 << 29) - 1  # three of the 32 bits are flags: `NOT_PREDICTED`, `INSIDE` and `BEGINS` (`shards.py`)
 TRAINED_EOS = "<|endoftext|>"
 # End-of-text tokens to look for, in order.
@@ -103,7 +104,7 @@ def _unknown_token(path: Path) -> int | None:
 
 def _eos_token(path: Path, vocabulary: dict[str, int]) -> str:
     # `tokenizer_config.json` and `special_tokens_map.json` describe only the `tokenizer.json` of their folder.
-    for config in ("tokenizer_config.json", "special_tokens_map.json") if path.name == FILE else ():
+    for config in (CONFIG, "special_tokens_map.json") if path.name == FILE else ():
         file = path.parent / config
         if not file.is_file():
             continue

@@ -62,7 +62,7 @@ def do_units(
                 if unit.result.exists():  # by another process
                     missing.remove(unit)
                     done(unit)
-                elif (claim := _claim(folder / CLAIMS / unit.result.name, time.monotonic() > patience)) is not None:
+                elif (claim := _claim(_claim_of(folder, unit), time.monotonic() > patience)) is not None:
                     claimed = unit, claims.enter_context(claim)
                     break
             if claimed is not None:
@@ -103,6 +103,11 @@ def read_array(path: Path, marker: Path) -> NDArray[Any]:
     """Opens an array that the unit with this `marker` wrote. Raises `UserError` for a damaged file."""
     with naming_damage(path, marker):
         return np.load(path, mmap_mode="r")
+
+
+def _claim_of(folder: Path, unit: WorkUnit) -> Path:
+    """Returns the lock of a unit. Results of the same name in the folders of several tasks are separate units."""
+    return folder / CLAIMS / "-".join(unit.result.relative_to(folder).parts)
 
 
 def _take(future: "Future[Any]", unit: WorkUnit) -> None:

@@ -1,0 +1,206 @@
+"""Writes the documents of token streams, in their order, as token files of Megatron-LM and of OLMo-core.
+
+A file consists of tables of integers. Several processes write its blocks, each at its place in the file: a block depends
+only on the streams, so that the bytes are the same for any number of processes. Blocks begin at multiples of the largest
+page, because machines that write the same page of a file on NFS may overwrite each other's bytes.
+"""
+
+import hashlib
+import os
+import struct
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from optimus.data.gather import DIGEST, Stream, StreamReader
+from optimus.data.token_formats import WRITTEN
+from optimus.data.token_streams import MEGATRON_MAGIC, MEGATRON_TYPES, flat_type
+from optimus.disk import replace_text
+from optimus.errors import UserError
+
+ENDS_TYPE = "<i8"  # of the files with the ends of the documents of a stream
+BLOCK = 512 << 20  # bytes of a block, a multiple of the pages of all processors
+_AT_ONCE = 1 << 20  # integers made at once
+_LARGEST_UINT16 = 65500  # vocabulary from which Megatron-LM writes 32 bits
+_LONGEST = (1 << 31) - 1  # tokens of a sequence in an index of Megatron-LM
+
+
+class Block(NamedTuple):
+    """The bytes `start` to `stop - 1` of a file."""
+
+    file: str
+    start: int
+    stop: int
+
+    def digest(self, folder: Path) -> Path:
+        """Returns the file with the SHA-256 of the block, which is written last."""
+        return folder / f"{self.file}-{self.start}{DIGEST}"
+
+
+class TokenFilePlan(NamedTuple):
+    """The files of the format `to` that are to be written from `streams`.
+
+    Each file in `ends` has the ends of the documents of a stream, from its beginning. `borders` are the first tokens of
+    the files, and the end of the last one.
+    """
+
+    to: str
+    streams: Sequence[Stream]
+    ends: Sequence[Path]
+    borders: Sequence[int]
+    stream_type: str  # of the tokens in the streams
+    dtype: str  # of the tokens in the files
+
+    @property
+    def documents(self) -> list[Stream]:
+        """The files with ends, with the number of the documents of each stream."""
+        return [Stream(path, path.stat().st_size // np.dtype(ENDS_TYPE).itemsize) for path in self.ends]
+
+    def blocks(self) -> list[Block]:
+        """Returns the blocks of all files, in order."""
+        return [
+            Block(name, start, min(start + BLOCK, size))
+            for name, size in self.sizes().items()
+            for start in range(0, size, BLOCK)
+        ]
+
+    def sizes(self) -> dict[str, int]:
+        """Returns the size of each file in bytes."""
+        item, name = np.dtype(self.dtype).itemsize, WRITTEN[self.to]
+        if self.to == "megatron":
+            documents = sum(each.tokens for each in self.documents)
+            return {f"{name}.bin": self.borders[-1] * item, f"{name}.idx": 34 + 12 * documents + 8 * (documents + 1)}
+        digits = max(5, len(str(len(self.borders) - 2)))  # the order of the names is that of the documents
+        pairs = enumerate(pairwise(self.borders))
+        return {name.replace("*", f"{number:0{digits}}"): (stop - start) * item for number, (start, stop) in pairs}
+
+
+class _IntegerTable(NamedTuple):
+    """`length` integers of a file. `values` returns those from `first` to `last - 1`."""
+
+    dtype: str
+    length: int
+    values: Callable[[int, int], NDArray[Any]]
+
+
+def written_type(to: str, vocab_size: int) -> str:
+    """Returns the type of the tokens, as the writer of the format `to` chooses it from the size of the vocabulary."""
+    if to == "megatron":
+        return "<u2" if vocab_size < _LARGEST_UINT16 else "<i4"
+    return flat_type(vocab_size)
+
+
+def file_borders(streams: Sequence[Stream], ends: Sequence[Path], most: int) -> list[int]:
+    """Returns the first token of each file, and the end of the last one.
+
+    A file has as many documents as fit into `most` tokens, but at least one.
+    """
+    starts = [0, *accumulate(stream.tokens for stream in streams)]
+    files = [np.memmap(path, ENDS_TYPE, "r") if path.stat().st_size else np.empty(0, ENDS_TYPE) for path in ends]
+
+    def number_of(token: int) -> int:
+        return min(bisect_right(starts, token), len(streams)) - 1
+
+    borders = [0]
+    while borders[-1] < starts[-1]:
+        limit = min(borders[-1] + most, starts[-1])
+        number = number_of(limit)
+        count = int(np.searchsorted(files[number], limit - starts[number], "right"))
+        border = starts[number] + (int(files[number][count - 1]) if count else 0)
+        if border <= borders[-1]:  # a document that is longer than a file
+            number = number_of(borders[-1])
+            after = int(np.searchsorted(files[number], borders[-1] - starts[number], "right"))
+            border = starts[number] + int(files[number][after])
+        borders.append(border)
+    return borders
+
+
+def block_writer(folder: Path, plan: TokenFilePlan) -> Callable[[Block], None]:
+    """Returns a function that writes a block into its file in `folder`, and then its SHA-256 into `Block.digest`.
+
+    The function raises `UserError` for a document that the format cannot hold.
+    """
+    starts = dict(zip(plan.sizes(), plan.borders))
+
+    def write(block: Block) -> None:
+        digest = hashlib.sha256()
+        with ExitStack() as stack:
+            tokens = stack.enter_context(StreamReader(plan.streams, np.dtype(plan.stream_type).itemsize))
+            if block.file.endswith(".idx"):
+                ends = stack.enter_context(StreamReader(plan.documents, np.dtype(ENDS_TYPE).itemsize))
+                tables = _megatron_index(plan, ends)
+            else:
+                first = starts[block.file]
+                tables = [
+                    _IntegerTable(
+                        plan.dtype,
+                        plan.borders[-1] - first,
+                        lambda start, stop: tokens.values(first + start, first + stop, plan.stream_type),
+                    )
+                ]
+            # Others may write blocks of the same file, or this block.
+            descriptor = os.open(folder / block.file, os.O_WRONLY | os.O_CREAT, 0o666)
+            file = stack.enter_context(os.fdopen(descriptor, "wb"))
+            file.seek(block.start)
+            for data in _bytes(tables, block.start, block.stop):
+                digest.update(data)
+                file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        replace_text(block.digest(folder), digest.hexdigest())
+
+    return write
+
+
+def _megatron_index(plan: TokenFilePlan, ends: StreamReader) -> list[_IntegerTable]:
+    """Returns the tables of an .idx file: the head, and of each document its length, its first byte and its number."""
+    streams, item = plan.documents, np.dtype(plan.dtype).itemsize
+    documents = sum(each.tokens for each in streams)
+    first_S = np.array([0, *accumulate(each.tokens for each in streams)])  # number of the first document
+    before_S = np.array([0, *accumulate(each.tokens for each in plan.streams)])
+
+    def borders(first: int, last: int) -> NDArray[np.int64]:
+        """Returns the positions in front of documents `first` to `last - 1`, and behind the last of them."""
+        number_N = np.arange(max(0, first - 1), last)
+        stream_N = np.searchsorted(first_S, number_N, side="right") - 1
+        ends_N = ends.values(int(number_N[0]), last, ENDS_TYPE) + before_S[stream_N]
+        return np.append(0, ends_N) if first == 0 else ends_N
+
+    def lengths(first: int, last: int) -> NDArray[np.int64]:
+        length_N = np.diff(borders(first, last))
+        if length_N.max() > _LONGEST:
+            raise UserError(
+                f"document {first + int(length_N.argmax()):,} has {length_N.max():,} tokens, but an index of Megatron-LM "
+                f"holds lengths up to {_LONGEST:,}: leave it out with `max_tokens`"
+            )
+        return length_N
+
+    code = {kind: code for code, kind in MEGATRON_TYPES.items()}[plan.dtype]
+    head = np.frombuffer(MEGATRON_MAGIC + struct.pack("<QBQQ", 1, code, documents, documents + 1), "u1")
+    return [
+        _IntegerTable("u1", len(head), lambda first, last: head[first:last]),
+        _IntegerTable("<i4", documents, lengths),
+        _IntegerTable("<i8", documents, lambda first, last: borders(first, last)[:-1] * item),
+        _IntegerTable("<i8", documents + 1, np.arange),
+    ]
+
+
+def _bytes(tables: Sequence[_IntegerTable], start: int, stop: int) -> Iterator[memoryview]:
+    """Yields the bytes `start` to `stop - 1` of tables that follow one another."""
+    position = 0
+    for table in tables:
+        item = np.dtype(table.dtype).itemsize
+        begin, end = max(start, position) - position, min(stop, position + table.length * item) - position
+        while begin < end:
+            first = begin // item
+            last = min(first + _AT_ONCE, -(-end // item))
+            data = table.values(first, last).astype(table.dtype).data.cast("B")
+            yield data[begin - first * item : end - first * item]
+            begin = last * item
+        position += table.length * item
