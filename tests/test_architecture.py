@@ -156,7 +156,7 @@ def test_what_is_imported_is_installed() -> None:
         "evaluation/signals.py": "plot", "pipeline/draw.py": "plot", "plan/scaling.py": "plot",
         "evaluation": "evaluate", "hub/drop_in.py": "evaluate", "observe/wandb.py": "wandb", "observe/mlflow.py": "mlflow",
         "model/foreign": "hf", "hub/foreign.py": "hf", "data/hub_datasets.py": "hf", "data/vocabularies.py": "hf",
-        "data/selection.py": "dedup", "data/remote.py": "remote", "copies.py": "remote",
+        "data/selection.py": "dedup", "data/duplicates.py": "dedup", "data/remote.py": "remote", "copies.py": "remote",
     }  # fmt: skip
     missing = []
     for file in files():

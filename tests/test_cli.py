@@ -123,6 +123,27 @@ def test_prepare_says_what_it_left_alone(
     assert out.splitlines()[1:] == ["skipped: 3 file(s) of other kinds (2 .jpg, 1 .pdf)"]
 
 
+def test_prepare_says_what_is_contaminated(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, prepared: Path, tmp_path: Path
+) -> None:
+    question = "Which of these tall trees loses all its broad leaves when the cold weather begins in late autumn?"
+    for name in ("trees", "Other"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"q": question.replace("trees", name)}))
+    texts = ["some words " * 50, f"{question} A beech.", "a text", question.upper()]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    words = ("prepare", tmp_path / "in.jsonl", "--tokenizer", prepared, "--context", 8, "--workers", 1)
+    sets = [word for name in ("Other", "trees") for word in ("--exclude", tmp_path / f"{name}.jsonl")]
+    code, out, _ = here(capsys, monkeypatch, *words, *sets, "--exclude-words", 9, "--output", tmp_path / "out")
+    assert code == 0
+    assert " tokens of 2 documents in " in out
+    assert out.splitlines()[1:] == [
+        "left out: documents 2 contaminated",
+        '  trees.jsonl: 2 contaminated, such as document 2 of in.jsonl: "which of these tall trees loses all its broad"',
+    ]
+    code, out, _ = here(capsys, monkeypatch, "data", tmp_path / "out")
+    assert "2 contaminated" in out
+
+
 def test_prepare_lists_what_cannot_be_read(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, prepared: Path, tmp_path: Path
 ) -> None:

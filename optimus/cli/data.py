@@ -64,6 +64,13 @@ def prepare(
         Literal["none", "exact", "minhash"],
         Option(help="Keep only the first of equal (exact) or nearly equal (minhash) documents."),
     ] = "none",
+    exclude: Annotated[
+        list[str] | None,
+        Option(
+            metavar="PATH", help="Leave out documents with text of this evaluation set, or folder of sets; repeated."
+        ),
+    ] = None,
+    exclude_words: Annotated[int, Option(help="Number of words in a row that are text of an evaluation set.")] = 13,
     encoding: Annotated[str, Option(help="Encoding of files that are not UTF-8, such as cp1252 or utf-16.")] = "utf-8",
     split: Annotated[
         str | None,
@@ -107,7 +114,7 @@ def prepare(
     as_json: Json = False,
 ) -> None:
     """Tokenise, shuffle and shard text into training data."""
-    given = but(locals(), "shard_size", "as_json", "preview", "status", "tasks", "memory")
+    given = but(locals(), "shard_size", "as_json", "preview", "status", "tasks", "memory") | {"exclude": exclude or ()}
     if status:
         _status(inputs, as_json)
         return
@@ -238,11 +245,17 @@ def _template(index: dict[str, Any]) -> str:
 def _omissions(index: dict[str, Any]) -> str:
     """Returns lines about omitted documents and skipped files."""
     from optimus.config.sizes import counted
+    from optimus.data.journal import EXCLUSIONS
     from optimus.disk import printable
 
-    reasons = ("too_short", "too_long", "duplicates")
-    omitted = ", ".join(f"{index[why]:,} {why.replace('_', ' ')}" for why in reasons if index.get(why))
+    omitted = ", ".join(f"{index[why]:,} {why.replace('_', ' ')}" for why in EXCLUSIONS if index.get(why))
     said = f"\nleft out: documents {omitted}" if omitted else ""
+    for each in index.get("excluded_sets", []):
+        if each["examples"]:
+            first = each["examples"][0]
+            where = f"document {first['document']:,} of {printable(first['source'])}"
+            said += f"\n  {each['name']}: {each['contaminated']:,} contaminated, such as {where}: "
+            said += f'"{printable(first["ngram"])}"'
     if bad := index.get("bad_files", []):
         said += f"\nskipped: {counted(len(bad), 'file')} that cannot be read"
         said += "".join(f"\n  {each['name']}: {printable(with_options(each['what']))}" for each in bad)

@@ -33,7 +33,7 @@ class Stream(NamedTuple):
 
 
 class _Extents(NamedTuple):
-    """Places of tokens in one block of rows: `length` tokens from `source` of all streams go to `target`."""
+    """The extents of one block of rows: `length` tokens from `source` of all streams go to `target`."""
 
     source: NDArray[np.int64]
     length: NDArray[np.int64]
@@ -129,19 +129,19 @@ class StreamReader:
         source, length, target = (array[order] for array in (source, length, target))
         stream_D = np.searchsorted(self._starts, source, side="right") - 1
         begin_D = (source - self._starts[stream_D]) * self._item
-        end_D, place_D = begin_D + length * self._item, target * self._item
+        end_D, target_D = begin_D + length * self._item, target * self._item
         spans = [*_spans(stream_D, begin_D, end_D)]
         for number, (first, last) in enumerate(spans):
             for later in spans[number + _AHEAD - 1 : number + _AHEAD] if number else spans[:_AHEAD]:
                 self._announce(int(stream_D[later[0]]), int(begin_D[later[0]]), int(end_D[later[1] - 1]))
             start = int(begin_D[first])
             data = self._bytes(int(stream_D[first]), start, int(end_D[last - 1]))
-            for begin, end, place in zip(
+            for begin, end, to in zip(
                 (begin_D[first:last] - start).tolist(),
                 (end_D[first:last] - start).tolist(),
-                place_D[first:last].tolist(),
+                target_D[first:last].tolist(),
             ):
-                block[place : place + end - begin] = data[begin:end]
+                block[to : to + end - begin] = data[begin:end]
 
     def _divided(self, extents: _Extents) -> _Extents:
         """Divides extents at the borders of streams."""

@@ -31,7 +31,7 @@ from optimus.data.packing import document_ends, pack
 from optimus.data.selection import Dedup
 from optimus.data.token_writers import ENDS_TYPE, Block, TokenFilePlan, block_writer, file_borders, written_type
 from optimus.data.tokenizer import TokenizerInfo
-from optimus.data.units import Unit, do_units
+from optimus.data.units import WorkUnit, do_units
 from optimus.disk import parse_json, sync, temporary_name, write_json
 from optimus.errors import UserError
 
@@ -39,7 +39,7 @@ ENDS = "ends.bin"  # of the documents of a stream, as `ENDS_TYPE`
 PLAN = "plan.json"
 PACKED = "packed.npy"
 
-Done = Callable[[Unit], None]
+Done = Callable[[WorkUnit], None]
 
 
 class TooFewTokensError(UserError):
@@ -47,7 +47,7 @@ class TooFewTokensError(UserError):
 
 
 @dataclass
-class Plan:
+class ShardPlan:
     """The numbers of instances, of tokens and of documents (by input), and the streams of the instances."""
 
     instances: int
@@ -63,7 +63,7 @@ class Plan:
         write_json(folder / PLAN, {**asdict(self), "streams": streams})
 
     @classmethod
-    def read(cls, folder: Path) -> "Plan":
+    def read(cls, folder: Path) -> "ShardPlan":
         stored = parse_json((folder / PLAN).read_bytes())
         stored["counts"] = [Counts(**each) for each in stored["counts"]]
         stored["streams"] = [Stream(folder / name, tokens) for name, tokens in stored["streams"]]
@@ -72,7 +72,7 @@ class Plan:
 
 @dataclass
 class Joint:
-    """What the steps need to know.
+    """The facts that the steps need.
 
     `folders` contain the streams, and `counts` has the counts of the documents of each stream by input.
     `to` is a format of token files, which have no instances, or "optimus". `memory` is in bytes, for each of the
@@ -103,7 +103,9 @@ class Joint:
         """The type of the tokens in token files."""
         return written_type(self.to, self.info.vocab_size)
 
-    def do(self, units: Sequence[Unit], make: Callable[..., Any], *setup: Any, done: Done = lambda unit: None) -> None:
+    def do(
+        self, units: Sequence[WorkUnit], make: Callable[..., Any], *setup: Any, done: Done = lambda unit: None
+    ) -> None:
         do_units(
             self.folder,
             units,
@@ -116,7 +118,7 @@ class Joint:
         )
 
 
-def make_plan(joint: Joint, progress: Callable[[str, int, int | None], None]) -> Plan:
+def make_plan(joint: Joint, progress: Callable[[str, int, int | None], None]) -> ShardPlan:
     """Does steps 1 to 3. Raises `TooFewTokensError` if the streams have fewer tokens than one instance."""
     if not (joint.folder / PLAN).exists():
         if joint.dedup != "none":
@@ -125,31 +127,32 @@ def make_plan(joint: Joint, progress: Callable[[str, int, int | None], None]) ->
         plan = _counted(joint, chosen)
         if joint.best_fit or joint.to != "optimus":
             progress("pack" if joint.best_fit else "find documents", 0, None)
-            ends = [Unit(each / ENDS, (stream, each / ENDS)) for each, stream in zip(joint.folders, plan.streams)]
+            ends = [WorkUnit(each / ENDS, (stream, each / ENDS)) for each, stream in zip(joint.folders, plan.streams)]
             joint.do(ends, partial, _write_ends, joint.info)
-        unit = Unit(joint.folder / PLAN, (joint.folder, plan, [*joint.folders]))
-        setup: tuple[Any, ...] = (_write_plan, joint.context, joint.best_fit)
-        if joint.to != "optimus":
-            setup = (_write_borders, joint.to, joint.shard_size // np.dtype(joint.file_type).itemsize)
-        joint.do([unit], partial, *setup)
-    return Plan.read(joint.folder)
+        if joint.best_fit:
+            unit = WorkUnit(joint.folder / PLAN, (plan, [*joint.folders], joint.context))
+            joint.do([unit], partial, _write_packed_plan, joint.folder)
+        else:
+            plan.borders = _borders(joint, plan)
+            plan.write(joint.folder)
+    return ShardPlan.read(joint.folder)
 
 
 def _find_duplicates(joint: Joint, progress: Callable[[str, int, int | None], None]) -> None:
     setup, found = (joint.dedup, joint.memory), Found(joint.folder, len(joint.folders))
     finished, total = 0, 3 * len(joint.folders)
 
-    def done(unit: Unit) -> None:
+    def done(unit: WorkUnit) -> None:
         nonlocal finished
         finished += 1
         progress("find duplicates", min(finished, total), total)
 
     progress("find duplicates", 0, total)
-    joint.do([Unit(each / RUNS, (each,)) for each in joint.folders], _sorter, *setup, done=done)
-    parts = [Unit(found.marker(part), (part,)) for part in range(found.parts)]
+    joint.do([WorkUnit(each / RUNS, (each,)) for each in joint.folders], _sorter, *setup, done=done)
+    parts = [WorkUnit(found.marker(part), (part,)) for part in range(found.parts)]
     joint.do(parts, _finder, [*joint.folders], found, *setup, done=done)
     numbered = enumerate(zip(joint.folders, joint.counts))
-    streams = [Unit(each / COUNTED, (each, number, counts)) for number, (each, counts) in numbered]
+    streams = [WorkUnit(each / COUNTED, (each, number, counts)) for number, (each, counts) in numbered]
     joint.do(streams, _remover, found, joint.item, *setup, done=done)
 
 
@@ -174,7 +177,7 @@ def _stream(folder: Path, counts: list[Counts], dedup: Dedup) -> tuple[Stream, l
     return Stream(folder / name, sum(each.tokens for each in counts)), counts
 
 
-def _counted(joint: Joint, chosen: Sequence[tuple[Stream, list[Counts]]]) -> Plan:
+def _counted(joint: Joint, chosen: Sequence[tuple[Stream, list[Counts]]]) -> ShardPlan:
     """Returns the plan for documents that are not packed."""
     for stream, _ in chosen:
         if stream.path.stat().st_size < stream.tokens * joint.item:
@@ -186,7 +189,7 @@ def _counted(joint: Joint, chosen: Sequence[tuple[Stream, list[Counts]]]) -> Pla
         cure = "Give more text, or a smaller `context`." if tokens else "Every document is empty or left out."
         raise TooFewTokensError(f"the input contains {what}. {cure}")
     instances = tokens // joint.context if joint.to == "optimus" else 0
-    return Plan(instances, tokens, add_counts([counts for _, counts in chosen]), streams)
+    return ShardPlan(instances, tokens, add_counts([counts for _, counts in chosen]), streams)
 
 
 def add_counts(tables: Sequence[Sequence[Counts]]) -> list[Counts]:
@@ -206,23 +209,23 @@ def _write_ends(info: TokenizerInfo, stream: Stream, path: Path) -> None:
     temporary.replace(path)
 
 
-def _write_plan(context: int, best_fit: bool, folder: Path, plan: Plan, folders: Sequence[Path]) -> None:
-    if best_fit:
-        packed = pack([np.fromfile(each / ENDS, ENDS_TYPE) for each in folders], context)
-        write_packed(folder / PACKED, packed)
-        plan.instances = packed.instances
-        plan.packed = {
-            "padding_tokens": packed.instances * context - plan.tokens,
-            "cut_documents": packed.cut_documents,
-        }
+def _write_packed_plan(folder: Path, plan: ShardPlan, folders: Sequence[Path], context: int) -> None:
+    packed = pack([np.fromfile(each / ENDS, ENDS_TYPE) for each in folders], context)
+    write_packed(folder / PACKED, packed)
+    plan.instances = packed.instances
+    padding = packed.instances * context - plan.tokens
+    plan.packed = {"padding_tokens": padding, "cut_documents": packed.cut_documents}
     plan.write(folder)
 
 
-def _write_borders(to: str, most: int, folder: Path, plan: Plan, folders: Sequence[Path]) -> None:
-    plan.borders = [0, plan.tokens]
-    if to != "megatron":
-        plan.borders = file_borders(plan.streams, [each / ENDS for each in folders], max(1, most))
-    plan.write(folder)
+def _borders(joint: Joint, plan: ShardPlan) -> list[int]:
+    """Returns the first tokens of the token files, and the end of the last one."""
+    if joint.to == "optimus":
+        return []
+    if joint.to == "megatron":
+        return [0, plan.tokens]
+    most = max(1, joint.shard_size // np.dtype(joint.file_type).itemsize)
+    return file_borders(plan.streams, [each / ENDS for each in joint.folders], most)
 
 
 def shards_of(joint: Joint, instances: int) -> list[tuple[str, int, int]]:
@@ -232,14 +235,14 @@ def shards_of(joint: Joint, instances: int) -> list[tuple[str, int, int]]:
     return [(f"shard-{k:05d}.npy", start, min(start + rows, instances)) for k, start in enumerate(starts)]
 
 
-def write_shards(joint: Joint, plan: Plan, progress: Callable[[str, int, int | None], None]) -> None:
+def write_shards(joint: Joint, plan: ShardPlan, progress: Callable[[str, int, int | None], None]) -> None:
     """Writes the missing shards (step 4)."""
     shards = shards_of(joint, plan.instances)
-    units = [Unit(joint.folder / f"{shard[0]}{DIGEST}", shard) for shard in shards]
+    units = [WorkUnit(joint.folder / f"{shard[0]}{DIGEST}", shard) for shard in shards]
     rows = {unit.result: shard[2] - shard[1] for unit, shard in zip(units, shards)}
     finished = sum(rows[unit.result] for unit in units if unit.result.exists())
 
-    def done(unit: Unit) -> None:
+    def done(unit: WorkUnit) -> None:
         nonlocal finished
         finished += rows[unit.result]
         progress("shard", finished, plan.instances)
@@ -250,19 +253,19 @@ def write_shards(joint: Joint, plan: Plan, progress: Callable[[str, int, int | N
     joint.do(units, shard_writer, joint.folder, plan.streams, packed, *setup, done=done)
 
 
-def token_blocks(joint: Joint, plan: Plan) -> list[Block]:
+def token_blocks(joint: Joint, plan: ShardPlan) -> list[Block]:
     """Lists the blocks of the token files, in order."""
     return _token_files(joint, plan).blocks()
 
 
-def write_token_files(joint: Joint, plan: Plan, progress: Callable[[str, int, int | None], None]) -> None:
+def write_token_files(joint: Joint, plan: ShardPlan, progress: Callable[[str, int, int | None], None]) -> None:
     """Writes the missing blocks of the token files (step 4)."""
     blocks = token_blocks(joint, plan)
-    units = [Unit(block.digest(joint.folder), (block,)) for block in blocks]
+    units = [WorkUnit(block.digest(joint.folder), (block,)) for block in blocks]
     sizes = {unit.result: block.stop - block.start for unit, block in zip(units, blocks)}
     finished, total = sum(sizes[unit.result] for unit in units if unit.result.exists()), sum(sizes.values())
 
-    def done(unit: Unit) -> None:
+    def done(unit: WorkUnit) -> None:
         nonlocal finished
         finished += sizes[unit.result]
         progress("write", finished, total)
@@ -271,6 +274,6 @@ def write_token_files(joint: Joint, plan: Plan, progress: Callable[[str, int, in
     joint.do(units, block_writer, joint.folder, _token_files(joint, plan), done=done)
 
 
-def _token_files(joint: Joint, plan: Plan) -> TokenFilePlan:
+def _token_files(joint: Joint, plan: ShardPlan) -> TokenFilePlan:
     ends = [each / ENDS for each in joint.folders]
     return TokenFilePlan(joint.to, plan.streams, ends, plan.borders, joint.info.dtype, joint.file_type)

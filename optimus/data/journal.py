@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from optimus.data.contamination import Contamination, DocumentScan
 from optimus.data.documents import Position
 from optimus.data.files import BadFile, Sources
 from optimus.data.selection import Document
@@ -25,7 +26,8 @@ FILE = "journal.json"
 LOCK = ".lock"
 FILES = "files"  # the setting that identifies the input files of all tasks
 _TRIES = 5  # attempts to lock, as another process may be looking
-EXCLUSIONS = ("too_short", "too_long", "duplicates")  # fields of `Counts`: reasons to exclude a document
+# Fields of `Counts`: reasons to exclude a document.
+EXCLUSIONS = ("too_short", "too_long", "contaminated", "duplicates")
 
 
 @dataclass
@@ -37,9 +39,15 @@ class Counts:
     empty_documents: int = 0
     text_bytes: int = 0
     tokens: int = 0
-    too_short: int = 0  # number of excluded documents, as in the next two fields
+    too_short: int = 0  # number of excluded documents, as in the next three fields
     too_long: int = 0
+    contaminated: int = 0
     duplicates: int = 0
+
+    @property
+    def documents_read(self) -> int:
+        """Number of documents, also empty and excluded ones."""
+        return self.documents + self.empty_documents + sum(getattr(self, name) for name in EXCLUSIONS)
 
 
 @dataclass
@@ -47,13 +55,15 @@ class Mark:
     """A position that reading can resume from.
 
     `files` identifies the files read, wholly or partly, up to the position. `document` describes a document that
-    continues at the position.
+    continues at the position. `contamination` has the examples of contaminated documents: `input` is the number of their
+    input, and `document` counts the documents of the input that this task reads, from 1.
     """
 
     position: Position
     counts: list[Counts]  # one entry per input
     files: str = ""
     document: Document = field(default_factory=Document)
+    contamination: Contamination = field(default_factory=Contamination)
 
     @property
     def tokens(self) -> int:
@@ -106,7 +116,10 @@ def read(folder: Path) -> Journal | None:
             mark = stored[name]
             counts = [Counts(**count) for count in mark["counts"]]
             document = Document(**mark.get("document", {}))
-            stored[name] = Mark(Position(*mark["position"]), counts, mark["files"], document)
+            if isinstance(document.scan, dict):  # absent in a journal of an earlier version
+                document.scan = DocumentScan(**document.scan)
+            contamination = Contamination(**mark.get("contamination", {}))
+            stored[name] = Mark(Position(*mark["position"]), counts, mark["files"], document, contamination)
         stored["bad"] = [BadFile(**bad) for bad in stored.get("bad", ())]
         return Journal(**stored)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -120,8 +133,13 @@ def _sum(content: dict[str, Any]) -> int:
 def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
     """Describes the settings in `now` that differ from `before`."""
     before = {**EARLIER, **before}
+    digests = {
+        "inputs": "other input files",
+        FILES: "other input files",
+        "exclude": "other evaluation sets (`exclude`)",
+    }
     return ", ".join(
-        "other input files" if name in ("inputs", FILES) else f"{name} {before.get(name)} there and {now[name]} here"
+        digests.get(name, f"{name} {before.get(name)} there and {now[name]} here")
         for name in now
         if before.get(name) != now[name]
     )

@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -37,6 +38,7 @@ from optimus.copies import copied, is_url
 from optimus.cores import usable_cores, usable_memory
 from optimus.data import files, journal, shards
 from optimus.data import tokenizer as tokenizers
+from optimus.data.contamination import WORDS, Contamination, NgramIndex, read_sets
 from optimus.data.documents import DocumentBatch, Encode, Position, lines_before, read_batches, read_texts
 from optimus.data.duplicates import RECORDS, STREAM, record, record_type
 from optimus.data.fields import CHAT, ChatField, TextField, chat_field, field_of
@@ -46,7 +48,7 @@ from optimus.data.helpers import Helpers
 from optimus.data.inspection import FULL_CHECK_BYTES, listing, look, looked_at, with_encoding
 from optimus.data.joining import (
     Joint,
-    Plan,
+    ShardPlan,
     TooFewTokensError,
     make_plan,
     shards_of,
@@ -78,6 +80,7 @@ TRAINING_SAMPLE = 64 << 20  # approximate bytes of text to train a tokenizer on
 TEXTS_AT_ONCE = 64  # maximum number of texts in a message to the process that trains a tokenizer
 LOOKED_AT_HERE = 16 << 20  # if the check reads at most this many bytes, the main process checks without helpers
 SIZE_SAMPLE = 1 << 17  # characters of text from which `_estimate` extrapolates
+EXCLUDED = "excluded.npz"  # the n-grams of the evaluation sets
 SMALLEST_VOCABULARY = 257  # all bytes, and the end-of-text token
 
 
@@ -100,6 +103,7 @@ class _Run:
     encoding: str
     to: To
     selection: Selection
+    excluded: NgramIndex | None  # the n-grams of the evaluation sets
     skip_bad: bool
     fields: TextField  # the parsed `text_field`
     memory: int
@@ -171,6 +175,8 @@ def prepare(
     min_tokens: int = 0,
     max_tokens: int | None = None,
     dedup: Dedup = "none",
+    exclude: str | Path | Sequence[str | Path] = (),
+    exclude_words: int = WORDS,
     encoding: str = "utf-8",
     split: str | None = None,
     skip_bad: bool = False,
@@ -202,6 +208,11 @@ def prepare(
     `max_tokens`. The number of tokens includes the end-of-text token. With `dedup` "exact", `prepare` includes only the
     first of several documents with the same text, regardless of case, the amount of white space and Unicode
     normalisation. With "minhash", `prepare` also excludes near-duplicates.
+
+    `exclude` names evaluation sets, as `inputs` does: files, and folders with a file or a folder for each set. `prepare`
+    excludes documents that share an n-gram of `exclude_words` words with a text of these sets, or contain a text that has
+    fewer words, but at least 8. Case, punctuation and white space do not count. The entry `excluded_sets` of the index
+    has for each set the number of its documents, and examples.
 
     `encoding` applies to files that are not valid UTF-8. `split` chooses a dataset of a folder that
     `DatasetDict.save_to_disk` wrote, or a split of a data set of the Hub. With `skip_bad`, `prepare` excludes unreadable
@@ -251,6 +262,8 @@ def prepare(
         )
     selection = Selection(min_characters, max_characters, min_tokens, max_tokens, dedup)
     selection.check()
+    progress = progress or (lambda stage, done, total: None)
+    excluded = _excluded_sets([exclude] if isinstance(exclude, str | Path) else exclude, exclude_words, progress)
     field = field_of(text_field)
     info = tokenizers.inspect(user_path(tokenizer)) if tokenizer is not None else None
     if info is not None and not parse_special:
@@ -259,7 +272,6 @@ def prepare(
     encoding = files.check_encoding(encoding)
     inputs = [inputs] if isinstance(inputs, str | Path) else inputs
     sources = files.resolve(inputs, leave_out=(output, partial), encoding=encoding, split=split)
-    progress = progress or (lambda stage, done, total: None)
     given: dict[str, Any] = {
         "context": context,
         "seed": seed,
@@ -273,6 +285,7 @@ def prepare(
     trained_or_given = info.sha256 if info else f"trained to {train_tokenizer}"
     read_with = {"plugins": {plugin.name: plugin.sha256 for plugin in loaded}}
     settings = {"inputs": "", "tokenizer": trained_or_given, **given, **read_with, **asdict(selection)}
+    settings |= {"exclude": excluded.digest if excluded else None, "exclude_words": exclude_words}
     if isinstance(field, ChatField):
         field = chat_field(text_field, info, parse_special)
         settings["chat_template"] = field.template.digest
@@ -285,6 +298,7 @@ def prepare(
         progress,
         **given,
         selection=selection,
+        excluded=excluded,
         skip_bad=skip_bad,
         fields=field,
         memory=memory // workers,
@@ -305,6 +319,16 @@ def prepare(
 
 def _everything(sources: files.Sources) -> Range:
     return Range(0, 0, len(sources.files), None, 0, sum(source.size for source in sources.files))
+
+
+def _excluded_sets(paths: Sequence[str | Path], words: int, progress: Progress) -> NgramIndex | None:
+    """Reads the evaluation sets, if there are any."""
+    if paths:
+        progress("read evaluation sets", 0, None)
+        return read_sets(paths, words)
+    if words != WORDS:
+        raise UserError(f"`exclude_words` is {words}, but there are no evaluation sets: give `exclude`")
+    return None
 
 
 def _check(tokenizer: str | Path | None, train_tokenizer: int | None, pack: str, **sizes: int) -> None:
@@ -407,7 +431,7 @@ def _write_stream(run: _Run, settings: dict[str, Any], info: TokenizerInfo | Non
             state = _without_bad_file(run, state, error)
 
 
-def _join(run: _Run, states: Sequence[Journal], info: TokenizerInfo) -> tuple[Sequence[Journal], Joint, Plan]:
+def _join(run: _Run, states: Sequence[Journal], info: TokenizerInfo) -> tuple[Sequence[Journal], Joint, ShardPlan]:
     """Writes the shards of the streams of all tasks (steps 2 and 3)."""
     joint = Joint(
         run.partial,
@@ -438,12 +462,12 @@ def _join(run: _Run, states: Sequence[Journal], info: TokenizerInfo) -> tuple[Se
         return states, joint, plan
     missing = [name for name, *_ in shards_of(joint, plan.instances) if not (run.partial / f"{name}{DIGEST}").exists()]
     if missing:
-        _check_disk(run, 2 * plan.instances * run.context * joint.item)
+        _check_disk(run, 2 * plan.instances * run.context * joint.item, run.folders)
         write_shards(joint, plan, run.progress)
     return states, joint, plan
 
 
-def _complete(run: _Run, states: Sequence[Journal], joint: Joint, plan: Plan) -> dict[str, Any]:
+def _complete(run: _Run, states: Sequence[Journal], joint: Joint, plan: ShardPlan) -> dict[str, Any]:
     index = _index(run, states, joint, plan)
     if run.to == "optimus":
         _join_sums(joint, plan)
@@ -660,7 +684,7 @@ def _tokenise(run: _Run, state: Journal, info: TokenizerInfo) -> None:
     encode = tokenizers.encoder(tokenizers.load(info.path, parse_special=run.parse_special))
     total = run.range.size
     run.progress("tokenise", 0, total)
-    _check_disk(run, _estimate(run, encode, item) / run.tasks)
+    _check_disk(run, _estimate(run, encode, item) / run.tasks, [run.folder])
     (run.folder / STREAM).touch()
     with (run.folder / STREAM).open("r+b") as stream:
         if stream.seek(0, os.SEEK_END) < state.mark.tokens * item:
@@ -668,8 +692,12 @@ def _tokenise(run: _Run, state: Journal, info: TokenizerInfo) -> None:
         stream.seek(state.mark.tokens * item)
         writer = _StreamWriter(run, state, stream, item)
         batches = read_batches(run.sources, state.mark.position, run.fields, encode, run.range.stop)
+        exclude = None if run.excluded is None else run.folder / EXCLUDED
+        if run.excluded is not None and exclude is not None:
+            run.excluded.save(exclude)
+        setup = info, run.fields, run.parse_special, run.selection.dedup, exclude
         try:
-            with Helpers(run.workers, encoder, info, run.fields, run.parse_special, run.selection.dedup) as helpers:
+            with Helpers(run.workers, encoder, *setup) as helpers:
                 for batch, encoded in _in_order(helpers, batches):
                     writer.write(batch, encoded)
                     run.progress("tokenise", min(max(0, batch.read - run.range.before), total), total)
@@ -715,7 +743,8 @@ class _StreamWriter:
         self._stream = stream
         self._item = item
         self._counts = [replace(counts) for counts in state.mark.counts]
-        self._document = replace(state.mark.document)
+        self._document = deepcopy(state.mark.document)
+        self._contamination = deepcopy(state.mark.contamination)
         self._records = _open_records(run, state.mark.documents)
         self._read = state.read
         self._reached = (state.mark, state.file_mark)
@@ -726,14 +755,20 @@ class _StreamWriter:
         for piece in encoded.pieces:
             stop = start + piece.tokens * self._item
             self._stream.write(tokens[start:stop])
-            self._document.add(piece, self._run.selection.dedup)
+            self._document.add(piece, self._run.selection.dedup, self._run.excluded)
             start = stop
             if piece.ends_document:
                 self._end_document(batch.input)
         if batch.after is None:
             return
         files_read = self._run.sources.identity_digests[batch.after.files_read]
-        mark = Mark(batch.after, [replace(counts) for counts in self._counts], files_read, replace(self._document))
+        mark = Mark(
+            batch.after,
+            [replace(counts) for counts in self._counts],
+            files_read,
+            deepcopy(self._document),
+            deepcopy(self._contamination),
+        )
         self._reached = (mark, mark if batch.after.offset == 0 else self._reached[1])
         self._read = min(1.0, max(0, batch.read - self._run.range.before) / max(1, self._run.range.size))
         if time.monotonic() - self._committed >= COMMIT_SECONDS:
@@ -749,7 +784,7 @@ class _StreamWriter:
         if not document.text_bytes:
             counts.empty_documents += 1
             return
-        misfit = self._run.selection.misfit(document)
+        misfit = self._run.selection.misfit(document) or self._contaminated(document, input_)
         if misfit is not None:
             setattr(counts, misfit, getattr(counts, misfit) + 1)
             self._stream.seek(-document.tokens * self._item, os.SEEK_CUR)
@@ -759,6 +794,14 @@ class _StreamWriter:
         counts.tokens += document.tokens
         if self._records is not None:
             self._records.write(record(document, input_))
+
+    def _contaminated(self, document: Document, input_: int) -> Literal["contaminated", None]:
+        """Returns the reason to leave out a document that shares an n-gram with an evaluation set, or None."""
+        match = None if self._run.excluded is None else document.scan.end(self._run.excluded)
+        if match is None:
+            return None
+        self._contamination.add(match, input=input_, document=self._counts[input_].documents_read + 1)
+        return "contaminated"
 
     def close(self) -> None:
         if self._records is not None:
@@ -797,11 +840,11 @@ def _estimate(run: _Run, encode: Encode, item: int) -> float:
     return 2 * item * text_bytes * len(encode(sample)) / max(1, len(sample.encode()))
 
 
-def _check_disk(run: _Run, needed: float) -> None:
+def _check_disk(run: _Run, needed: float, folders: Sequence[Path]) -> None:
     """Raises `UserError` unless the disk has room for `needed` bytes, less the bytes that this run has already
     written."""
     missing = needed
-    for path in [path for each in {run.partial, run.folder} for path in each.iterdir()]:
+    for path in [path for each in {run.partial, *folders} for path in each.iterdir()]:
         with suppress(FileNotFoundError):  # another task has renamed it
             missing -= path.stat().st_size
     _check_free(run, missing, " (tokens, and as much again for the shards)")
@@ -817,7 +860,7 @@ def _check_free(run: _Run, missing: float, what: str = "") -> None:
         )
 
 
-def _join_sums(joint: Joint, plan: Plan) -> None:
+def _join_sums(joint: Joint, plan: ShardPlan) -> None:
     """Writes the checksums of all instances as one array."""
     temporary = joint.folder / f"{shards.SUMS}.tmp"
     with temporary.open("wb") as file:
@@ -830,7 +873,7 @@ def _join_sums(joint: Joint, plan: Plan) -> None:
     temporary.replace(joint.folder / shards.SUMS)
 
 
-def _index(run: _Run, states: Sequence[Journal], joint: Joint, plan: Plan) -> dict[str, Any]:
+def _index(run: _Run, states: Sequence[Journal], joint: Joint, plan: ShardPlan) -> dict[str, Any]:
     counts, info, used = plan.counts, joint.info, plan.instances * run.context
     good = run.inputs.without((bad.input, bad.name) for bad in run.bad)
     settings = {name: value for name, value in states[0].settings.items() if name not in (TASKS, journal.FILES)}
@@ -857,6 +900,7 @@ def _index(run: _Run, states: Sequence[Journal], joint: Joint, plan: Plan) -> di
         "documents": sum(c.documents for c in counts),
         "empty_documents": sum(c.empty_documents for c in counts),
         **{name: sum(getattr(c, name) for c in counts) for name in EXCLUSIONS},
+        **({} if run.excluded is None else {"excluded_sets": _excluded_entries(run, run.excluded, states)}),
         "text_bytes": sum(c.text_bytes for c in counts),
         "skipped_files": sum(run.sources.skipped.values()),
         "skipped_by_ending": run.sources.skipped,
@@ -877,7 +921,7 @@ def _index(run: _Run, states: Sequence[Journal], joint: Joint, plan: Plan) -> di
     }
 
 
-def _token_file_index(run: _Run, index: dict[str, Any], joint: Joint, plan: Plan) -> dict[str, Any]:
+def _token_file_index(run: _Run, index: dict[str, Any], joint: Joint, plan: ShardPlan) -> dict[str, Any]:
     """Returns the index of token files, where `index` is that of prepared data without shards."""
     absent = ("context", "seed", "instances", "dropped_tokens", "shards", "sums")
     blocks = [
@@ -897,6 +941,32 @@ def _token_file_index(run: _Run, index: dict[str, Any], joint: Joint, plan: Plan
         "tokens": plan.tokens,
         "blocks": blocks,
     }
+
+
+def _excluded_entries(run: _Run, excluded: NgramIndex, states: Sequence[Journal]) -> list[dict[str, Any]]:
+    """Returns for each evaluation set its size, the number of documents that were left out for it, and examples.
+
+    Documents are counted from the beginning of their input, also where another task reads the beginning.
+    """
+    found, before = Contamination(), [0] * len(run.inputs.inputs)
+    for mark in (state.mark for state in states):
+        numbered = [
+            {**each, "document": before[each["input"]] + each["document"]} for each in mark.contamination.examples
+        ]
+        found.merge(replace(mark.contamination, examples=numbered))
+        before = [count + counts.documents_read for count, counts in zip(before, mark.counts)]
+    return [
+        {
+            **asdict(each),
+            "contaminated": found.counts.get(each.name, 0),
+            "examples": [
+                {"ngram": one["ngram"], "source": run.inputs.inputs[one["input"]], "document": one["document"]}
+                for one in found.examples
+                if one["set"] == each.name
+            ],
+        }
+        for each in excluded.sets
+    ]
 
 
 def _finish(run: _Run, index: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """Selects documents for `prepare` by length, and excludes duplicates and near-duplicates of earlier documents.
 
+The search for the texts of evaluation sets is in `contamination.py`.
+
 Exact duplicates are equal in normalised text: Unicode NFKC, case folded, each run of white space as one space, no white
 space at the ends. Near-duplicates have an estimated Jaccard similarity of at least 0.8. The estimate comes from 128
 MinHashes of five-word shingles (Broder 1997; Lee et al. 2022, "Deduplicating Training Data Makes Language Models
@@ -12,11 +14,12 @@ import importlib.util
 import re
 import unicodedata
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
+from optimus.data.contamination import DocumentScan, NgramIndex, PieceScan
 from optimus.errors import UserError, how_to_install
 
 Dedup = Literal["none", "exact", "minhash"]
@@ -67,7 +70,8 @@ class DocumentPiece(NamedTuple):
     """The facts about a piece of a document. `tokens` includes the end-of-text token of a last piece.
 
     `alone` is True if the piece is certainly a whole document. For exact deduplication of other pieces, `signature` is
-    the piece's normalised text, with a space for white space at an end.
+    the piece's normalised text, with a space for white space at an end. `scan` is what the search for the texts of
+    evaluation sets needs of the piece.
     """
 
     tokens: int
@@ -76,6 +80,7 @@ class DocumentPiece(NamedTuple):
     ends_document: bool
     signature: bytes
     alone: bool = False
+    scan: PieceScan | None = None
 
 
 @dataclass
@@ -87,9 +92,13 @@ class Document:
     text_bytes: int = 0
     signature: str = ""
     unsigned: str = ""  # the end of the normalised text, not yet in the signature
+    scan: DocumentScan = field(default_factory=DocumentScan)
 
-    def add(self, piece: DocumentPiece, dedup: Dedup) -> None:
-        """Adds the next piece, and joins the piece's signature to the document's signature."""
+    def add(self, piece: DocumentPiece, dedup: Dedup, index: NgramIndex | None = None) -> None:
+        """Adds the next piece, and joins the piece's signature to the document's signature.
+
+        `index` has the n-grams of the evaluation sets that `piece.scan` comes from.
+        """
         signature, before = piece.signature, bytes.fromhex(self.signature)
         if dedup == "exact" and not piece.alone:
             text = piece.signature.decode()
@@ -104,6 +113,8 @@ class Document:
         self.characters += piece.characters
         self.text_bytes += piece.text_bytes
         self.signature = signature.hex()
+        if index is not None and piece.scan is not None:
+            self.scan.add(piece.scan, index)
 
 
 def signer(dedup: Dedup) -> Callable[[str, bool], bytes]:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from optimus.data import tokenizer as tokenizers
 from optimus.data.chat import ChatTemplate
+from optimus.data.contamination import WORDS
 from optimus.data.remote import RemoteFolder, is_remote
 from optimus.data.selection import Selection
 from optimus.data.token_formats import WRITTEN
@@ -41,6 +42,8 @@ EARLIER = {
     "encoding": "utf-8",
     "plugins": {},
     "to": "optimus",
+    "exclude": None,
+    "exclude_words": WORDS,
     **asdict(Selection()),
 }
 

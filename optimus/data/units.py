@@ -20,7 +20,7 @@ PATIENCE = 60.0  # seconds after which a process also does a unit that another p
 _PAUSE = 0.2  # seconds between looks at the claims of others
 
 
-class Unit(NamedTuple):
+class WorkUnit(NamedTuple):
     result: Path
     arguments: tuple[Any, ...]  # the function's, in a helper process
 
@@ -31,13 +31,13 @@ class EndedElsewhereError(Exception):
 
 def do_units(
     folder: Path,
-    units: Sequence[Unit],
+    units: Sequence[WorkUnit],
     workers: int,
     make: Callable[..., Callable[..., Any]],
     *setup: Any,
     first: int = 0,
     is_finished: Callable[[], bool] = lambda: False,
-    done: Callable[[Unit], None] = lambda unit: None,
+    done: Callable[[WorkUnit], None] = lambda unit: None,
 ) -> None:
     """Does the missing units in up to `workers` helper processes, and waits for the units of other processes.
 
@@ -49,7 +49,7 @@ def do_units(
         return
     (folder / CLAIMS).mkdir(exist_ok=True)
     with Helpers(min(workers, len(missing)), make, *setup) as helpers, ExitStack() as claims:
-        running, patience = dict[Future[Any], tuple[Unit, ExitStack]](), time.monotonic() + PATIENCE
+        running, patience = dict[Future[Any], tuple[WorkUnit, ExitStack]](), time.monotonic() + PATIENCE
         while missing or running:
             if is_finished():
                 raise EndedElsewhereError
@@ -76,12 +76,12 @@ def do_units(
                 done(unit)
 
 
-def _claim_of(folder: Path, unit: Unit) -> Path:
+def _claim_of(folder: Path, unit: WorkUnit) -> Path:
     """Returns the lock of a unit. Results of the same name in the folders of several tasks are separate units."""
     return folder / CLAIMS / "-".join(unit.result.relative_to(folder).parts)
 
 
-def _take(future: "Future[Any]", unit: Unit) -> None:
+def _take(future: "Future[Any]", unit: WorkUnit) -> None:
     """Raises the exception of a failed unit, unless another process has done it and gone on."""
     try:
         future.result()

@@ -1,5 +1,6 @@
 """The functions of the helper processes of `prepare`."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from optimus.data import tokenizer as tokenizers
-from optimus.data.chat import Conversation
+from optimus.data.chat import Conversation, special_texts
+from optimus.data.contamination import NgramIndex, PieceScan
 from optimus.data.documents import DocumentBatch, parse_lines
 from optimus.data.fields import ChatField, TextField
 from optimus.data.selection import Dedup, DocumentPiece, signer
@@ -25,11 +27,17 @@ class Encoded:
 
 
 def encoder(
-    info: TokenizerInfo, text_field: TextField, parse_special: bool, dedup: Dedup
+    info: TokenizerInfo, text_field: TextField, parse_special: bool, dedup: Dedup, exclude: Path | None = None
 ) -> Callable[[DocumentBatch], Encoded]:
-    """Returns a function that tokenises batches, and ends each nonempty document with the end-of-text token."""
+    """Returns a function that tokenises batches, and ends each nonempty document with the end-of-text token.
+
+    `exclude` is the file of an `NgramIndex` to search in the texts.
+    """
     tokenizer, sign = tokenizers.load(info.path, parse_special=parse_special), signer(dedup)
-    tokens_of = _conversation_encoder(info) if isinstance(text_field, ChatField) else _text_encoder(info, tokenizer)
+    is_chat = isinstance(text_field, ChatField)
+    tokens_of = _conversation_encoder(info) if is_chat else _text_encoder(info, tokenizer)
+    special = special_texts(tokenizer) if is_chat or parse_special else []
+    scan_all = _no_scans if exclude is None else _scanner(NgramIndex.load(exclude), special)
 
     def encode(batch: DocumentBatch) -> Encoded:
         pieces, ends_document = [Conversation(text) for text in batch.texts], batch.ends_document
@@ -42,15 +50,29 @@ def encoder(
             bool(batch.lines),
             *ends_document,
         ]  # True if the batch shows that the piece begins a document
-        for (text, *_), ids, begins, end in zip(
-            pieces, tokens_of(pieces, ends_document), begins_document, ends_document
+        complete = [begins and end for begins, end in zip(begins_document, ends_document)]
+        scans = scan_all([piece.text for piece in pieces], complete)
+        for (text, *_), ids, end, alone, scan in zip(
+            pieces, tokens_of(pieces, ends_document), ends_document, complete, scans
         ):
             tokens += ids
-            alone = begins and end
-            found.append(DocumentPiece(len(ids), len(text), len(text.encode()), end, sign(text, alone), alone))
+            found.append(DocumentPiece(len(ids), len(text), len(text.encode()), end, sign(text, alone), alone, scan))
         return Encoded(np.array(tokens, dtype=info.dtype).tobytes(), found)
 
     return encode
+
+
+def _no_scans(texts: Sequence[str], complete: Sequence[bool]) -> Sequence[PieceScan | None]:
+    return [None] * len(texts)
+
+
+def _scanner(index: NgramIndex, special: Sequence[str]) -> Callable[..., Sequence[PieceScan | None]]:
+    """Returns a function that scans the texts of a batch for the n-grams of `index`."""
+    if not special:
+        return index.scan_all
+    # A special token such as `<|im_end|>` may follow a word without a space, but is not part of the word.
+    pattern = re.compile("|".join(map(re.escape, special)))
+    return lambda texts, complete: index.scan_all([pattern.sub(" ", text) for text in texts], complete)
 
 
 _TokensOf = Callable[[Sequence[Conversation], Sequence[bool]], Iterator[list[int]]]

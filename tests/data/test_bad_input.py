@@ -344,7 +344,7 @@ def test_disk_that_is_really_full(
     tmp_path: Path, room: float, shards: bool, small_disk: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.jsonl").write_bytes(GOOD * 1500)
-    monkeypatch.setattr(preparation, "_check_disk", lambda run, needed: None)
+    monkeypatch.setattr(preparation, "_check_disk", lambda run, needed, folders: None)
 
     def run(folder: Path) -> dict[str, Any]:
         return prepare(

@@ -7,6 +7,7 @@ import pickle
 import random
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,8 +16,10 @@ from typing import Any
 import pytest
 
 from helpers.sweep import in_turns
+from optimus.data import cutting, documents
 from optimus.data.contamination import Contamination, DocumentScan, EvaluationMatch, NgramIndex, PieceScan, read_sets
 from optimus.data.ngrams import LONGEST_WORD, hashed_words, is_boundary, normalised
+from optimus.data.preparation import prepare
 from optimus.errors import UserError
 
 PUBLISHED = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -43,8 +46,8 @@ def plain_words(text: str) -> list[str]:
     return [word[:LONGEST_WORD] for word in found.split()]
 
 
-def plain_find(text: str, sets: dict[str, list[str]], n: int) -> EvaluationMatch | None:
-    """The match that ends first and is longest, by a comparison of every position with every n-gram."""
+def plain_grams(sets: dict[str, list[str]], n: int) -> dict[tuple[str, ...], str]:
+    """All n-grams and shorter texts of evaluation sets, each with the first set that has it."""
     grams: dict[tuple[str, ...], str] = {}
     for name, texts in sets.items():
         for words in map(plain_words, texts):
@@ -54,6 +57,11 @@ def plain_find(text: str, sets: dict[str, list[str]], n: int) -> EvaluationMatch
                     grams.setdefault(tuple(words[start : start + n]), name)
             elif len(words) >= 8 and not single:
                 grams.setdefault(tuple(words), name)
+    return grams
+
+
+def plain_find(text: str, grams: dict[tuple[str, ...], str], n: int) -> EvaluationMatch | None:
+    """The match that ends first and is longest, by a comparison of every position with every n-gram."""
     words = plain_words(text)
     for end in range(1, len(words) + 1):
         for length in range(n, 0, -1):
@@ -145,7 +153,8 @@ def test_matches_are_those_of_a_plain_search_whatever_the_cuts(seed: int, tmp_pa
         documents[number] += text(5)
     documents.append(f"{text(20)} {sets['y.jsonl'][-1]}{text(20)}")
     index = read_sets([written(tmp_path / name, [{"q": each} for each in texts]) for name, texts in sets.items()], n)
-    expected = [plain_find(document, sets, n) for document in documents]
+    grams = plain_grams(sets, n)
+    expected = [plain_find(document, grams, n) for document in documents]
     assert expected[-1] is not None
     assert index.find_all(documents) == expected
     assert [index.find(document) for document in documents] == expected
@@ -368,3 +377,171 @@ def test_documents_are_counted_by_set_with_examples() -> None:
     assert both.counts == {"piqa": 4, "arc": 8}
     assert [each["document"] for each in both.examples if each["set"] == "arc"] == [1, 2, 4]
     assert Contamination(**json.loads(json.dumps(asdict(both)))) == both
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, sources: list[str]) -> list[str]:
+    """Different documents of 500 characters and some duplicates. Two sets in `sets` have parts of some of them."""
+    draw = random.Random(5)
+    texts = [text[start : start + 500] for text in sources[:3] for start in range(0, 15_000, 500)]
+    for name, count in (("few.jsonl", 2), ("many.jsonl", 9)):
+        chosen = [text[start : start + 200] for text in draw.sample(texts, count) for start in (50, 150)]
+        written(tmp_path / "sets" / name, [{"question": text, "choices": ["yes", "no"]} for text in chosen])
+    texts += draw.sample(texts, 20)
+    texts += [f"{text} the end" for text in texts[:20]]
+    draw.shuffle(texts)
+    return [*texts[:10], "", *texts[10:]]
+
+
+def evaluation_texts(folder: Path) -> dict[str, list[str]]:
+    def texts(path: Path) -> list[str]:
+        records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return [text for record in records for text in [record["question"], *record["choices"]]]
+
+    return {path.name: texts(path) for path in sorted(folder.iterdir())}
+
+
+def rows(folder: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in sorted(folder.glob("shard-*.npy")))
+
+
+CHATS = {"text_field": "chat:messages", "pack": "best-fit"}
+OPTIONS: list[dict[str, Any]] = [
+    {"pack": "best-fit", "workers": 2, "exclude_words": 9},
+    {"dedup": "exact", "pack": "best-fit"},
+    {"dedup": "minhash", "min_characters": 480, "workers": 2},
+    {**CHATS, "dedup": "exact"},
+    {"dedup": "exact", "tasks": 3},
+    {**CHATS, "dedup": "minhash", "tasks": 3},
+    {"parse_special": True, "max_tokens": 230, "exclude_words": 20},
+]
+
+
+@pytest.mark.parametrize("options", in_turns(OPTIONS, 2, always=2), ids=str)
+def test_prepare_leaves_out_what_a_plain_search_finds(
+    options: dict[str, Any], corpus: list[str], tokenizer_file: Path, tmp_path: Path, no_helpers: None
+) -> None:
+    """The rows are those of a corpus without the documents that the search finds, duplicates among them included."""
+    options = {"tokenizer": tokenizer_file, "context": 32, "workers": 1, "shard_size": 4000, **options}
+    tasks, n = options.pop("tasks", None), options.pop("exclude_words", 13)
+    if "text_field" in options:
+        corpus = [text for text in corpus if text]
+        ask = {"role": "user", "content": "Go on."}
+        records = [{"messages": [ask, {"role": "assistant", "content": text}]} for text in corpus]
+    else:
+        records = [{"text": text} for text in corpus]
+    grams = plain_grams(evaluation_texts(tmp_path / "sets"), n)
+    found = [plain_find(text, grams, n) for text in corpus]
+    written(tmp_path / "part.jsonl", [record for record, match in zip(records, found) if match is None])
+    expected = prepare([tmp_path / "part.jsonl"], tmp_path / "part", **options)
+    path = written(tmp_path / "all.jsonl", records)
+    options |= {"exclude": [tmp_path / "sets"], "exclude_words": n}
+    for task in range(tasks or 1):
+        numbers = {"tasks": tasks, "task": task} if tasks else {}
+        index = prepare([path], tmp_path / "all", **numbers, **options)
+    assert rows(tmp_path / "all") == rows(tmp_path / "part")
+    same = ("documents", "duplicates", "tokens", "dropped_tokens", "text_bytes", "empty_documents")
+    assert {name: index[name] for name in same} == {name: expected[name] for name in same}
+    # A document that is too short or too long is not counted again.
+    lengths = index["too_short"] + index["too_long"] - expected["too_short"] - expected["too_long"]
+    assert index["contaminated"] == index["sources"][0]["contaminated"] == sum(map(bool, found)) - lengths > 4
+    if not lengths:
+        counts = Counter(match.name for match in found if match)
+        sets = {each["name"]: each for each in index["excluded_sets"]}
+        assert {name: each["contaminated"] for name, each in sets.items()} == counts
+        for name, each in sets.items():
+            examples = [
+                {"ngram": match.ngram, "source": "all.jsonl", "document": number}
+                for number, match in enumerate(found, 1)
+                if match and match.name == name
+            ]
+            assert each["examples"] == examples[:3]
+    assert {path.name for path in (tmp_path / "all").iterdir()} == {path.name for path in (tmp_path / "part").iterdir()}
+
+
+def test_documents_in_pieces_are_searched_across_the_cuts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sources: list[str], tokenizer_file: Path, no_helpers: None
+) -> None:
+    for module, name, value in ((cutting, "PIECE", 300), (documents, "PIECE", 300), (cutting, "WINDOW", 40)):
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(documents, "BLOCK", 600)
+    texts = [text[5000:9000] for text in sources[:4]]
+    draw, sets = random.Random(7), tmp_path / "sets"
+    starts = [draw.randrange(3800) for _ in range(12)]
+    questions = [texts[number % 2][start : start + 120] for number, start in enumerate(starts)]
+    written(sets / "q.jsonl", [{"question": each, "choices": []} for each in questions])
+    (tmp_path / "in").mkdir()
+    # Of each question, a document that has nothing else of the set.
+    for number, text in enumerate([*texts, *(f"{texts[2]} {each} {texts[3]}" for each in questions)]):
+        (tmp_path / "in" / f"{number:02d}.txt").write_text(text, encoding="utf-8")
+    paths = sorted((tmp_path / "in").iterdir())
+    grams = plain_grams(evaluation_texts(sets), 13)
+    found = [plain_find(path.read_text(encoding="utf-8"), grams, 13) for path in paths]
+    given: dict[str, Any] = {"tokenizer": tokenizer_file, "context": 8, "workers": 1}
+    index = prepare([tmp_path / "in"], tmp_path / "out", exclude=sets, **given)
+    assert index["contaminated"] == sum(map(bool, found)) > 8
+    assert [each["ngram"] for each in index["excluded_sets"][0]["examples"]] == [
+        match.ngram for match in found if match
+    ][:3]
+    prepare([path for path, match in zip(paths, found) if not match], tmp_path / "part", **given)
+    assert rows(tmp_path / "out") == rows(tmp_path / "part")
+
+
+def test_special_tokens_are_no_part_of_words(tmp_path: Path, tokenizer_file: Path, no_helpers: None) -> None:
+    """A template may write a special token after the last word of a turn, without a space."""
+    (tmp_path / "in").mkdir()
+    answers = [" ".join(WORDS[:13]), " ".join(WORDS[:12]), f"{QUESTION[:-1]}s"]
+    chats = [[{"role": "user", "content": "Ask."}, {"role": "assistant", "content": answer}] for answer in answers]
+    path = written(tmp_path / "chats.jsonl", [{"messages": each} for each in chats])
+    sets = [written(tmp_path / "set.jsonl", [{"q": " ".join(WORDS[:13])}])]
+    given: dict[str, Any] = {"tokenizer": tokenizer_file, "context": 8, "workers": 1, "exclude": sets}
+    index = prepare([path], tmp_path / "chats", text_field="chat:messages", **given)
+    assert (index["documents"], index["contaminated"]) == (1, 2)
+    texts = [f"{answer}<|endoftext|>{answer}" for answer in answers]
+    path = written(tmp_path / "texts.jsonl", [{"text": each} for each in texts])
+    assert prepare([path], tmp_path / "special", parse_special=True, **given)["contaminated"] == 2
+
+
+def test_other_sets_are_refused_when_a_run_goes_on(tmp_path: Path, tokenizer_file: Path, no_helpers: None) -> None:
+    path = written(tmp_path / "in.jsonl", [{"text": f"text {number}"} for number in range(100)])
+    one, other = (written(tmp_path / name, [{"q": f"{name} {QUESTION}"}]) for name in ("one.jsonl", "other.jsonl"))
+    given: dict[str, Any] = {"tokenizer": tokenizer_file, "context": 8, "workers": 1}
+
+    def stop(stage: str, done: int, total: int | None) -> None:
+        if stage == "tokenise" and done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare([path], tmp_path / "out", exclude=one, progress=stop, **given)
+    prepare([path], tmp_path / "tasks", exclude=[one], tasks=2, task=0, **given)
+    for changed in ({}, {"exclude": other}, {"exclude": [one, other]}):
+        for name, tasks in (("out", {}), ("tasks", {"tasks": 2, "task": 1})):
+            with pytest.raises(UserError, match=r"with other settings \(other evaluation sets \(`exclude`\)\)"):
+                prepare([path], tmp_path / name, **changed, **tasks, **given)
+    with pytest.raises(UserError, match="exclude_words 13 there and 12 here"):
+        prepare([path], tmp_path / "out", exclude=[one], exclude_words=12, **given)
+    one.rename(tmp_path / "moved.jsonl")  # sets count by their names
+    with pytest.raises(UserError, match="input not found"):
+        prepare([path], tmp_path / "out", exclude=[one], **given)
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "moved.jsonl").rename(tmp_path / "moved" / "one.jsonl")
+    index = prepare([path], tmp_path / "out", exclude=[tmp_path / "moved"], **given)
+    assert prepare([path], tmp_path / "out", exclude=tmp_path / "moved", **given) == index
+    with pytest.raises(UserError, match=r"output of another run \(other evaluation sets"):
+        prepare([path], tmp_path / "out", **given)
+    with pytest.raises(UserError, match="`exclude_words` is 9, but there are no evaluation sets"):
+        prepare([path], tmp_path / "new", exclude_words=9, **given)
+
+
+def test_an_index_of_an_earlier_version_is_the_same_run(tmp_path: Path, tokenizer_file: Path, no_helpers: None) -> None:
+    path = written(tmp_path / "in.jsonl", [{"text": f"text {number}"} for number in range(100)])
+    given: dict[str, Any] = {"tokenizer": tokenizer_file, "context": 8, "workers": 1}
+    prepare([path], tmp_path / "out", **given)
+    index = json.loads((tmp_path / "out" / "index.json").read_text(encoding="utf-8"))
+    for name in ("exclude", "exclude_words"):
+        del index["settings"][name]
+    (tmp_path / "out" / "index.json").write_text(json.dumps(index), encoding="utf-8")
+    assert prepare([path], tmp_path / "out", **given) == index
+    sets = written(tmp_path / "set.jsonl", [{"q": QUESTION}])
+    with pytest.raises(UserError, match="other evaluation sets"):
+        prepare([path], tmp_path / "out", exclude=sets, **given)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from helpers.sweep import part_of
-from optimus.data import cutting, documents, duplicates, gather, joining, journal, preparation
+from optimus.data import contamination, cutting, documents, duplicates, gather, joining, journal, preparation
 from optimus.data.preparation import prepare
 
 
@@ -64,6 +64,7 @@ def moments(partial: Path, copies: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     watched(journal, "write_json")
     watched(preparation, "write_json")
     watched(preparation, "sync")
+    watched(contamination.NgramIndex, "save")
     watched(preparation._StreamWriter, "_end_document")
     for module, names in (
         (duplicates, ("sync", "write_json", "_write", "_copy")),
@@ -80,17 +81,24 @@ def moments(partial: Path, copies: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         {"dedup": "exact"},
         {"dedup": "minhash", "pack": "best-fit"},
         {"min_characters": 100, "max_characters": 2500, "max_tokens": 1100, "pack": "best-fit"},
+        {"exclude": ["set.jsonl"], "dedup": "exact"},
     ],
-    ids=["exact", "near", "lengths"],
+    ids=["exact", "near", "lengths", "contaminated"],
 )
 def test_a_kill_at_any_moment_changes_nothing(
     inputs: Path, tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, selection: dict[str, Any]
 ) -> None:
+    if "exclude" in selection:  # texts across the ends of pieces, and one at the end of a document
+        other, more = ((inputs / f"{name}.txt").read_text(encoding="utf-8") for name in "13")
+        texts = [more[1400:1800], other[-400:]]
+        (tmp_path / "set.jsonl").write_text("".join(json.dumps({"q": each}) + "\n" for each in texts), encoding="utf-8")
+        selection = {**selection, "exclude": [tmp_path / "set.jsonl"]}
     given: dict[str, Any] = {"tokenizer": tokenizer_file, "context": 32, "workers": 1, "shard_size": 2000, **selection}
     with monkeypatch.context() as watching:
         moments(tmp_path / "out.partial", tmp_path / "copies", watching)
         index = prepare([inputs], tmp_path / "out", **given)
     assert index["duplicates"] + index["too_long"] >= 3
+    assert index["contaminated"] == (6 if "exclude" in selection else 0)
     expected, copies = contents(tmp_path / "out"), sorted((tmp_path / "copies").iterdir())
     for number, copy in enumerate(part_of(copies, 3)):
         copy.rename(tmp_path / "again.partial")

@@ -409,7 +409,7 @@ def test_tokenizer_training_ends_at_once(tmp_path: Path, monkeypatch: pytest.Mon
 def test_stopped_at_any_rename_or_removal_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepared: Path, sources: list[str], tokenizer_file: Path, nth: int
 ) -> None:
-    """`prepare` resumes after a stop at every rename and removal of the folder, up to the final rename."""
+    """`prepare` resumes after a stop at every rename and removal. The output is complete as soon as it exists."""
     for number, source in enumerate(sources):
         (tmp_path / f"{number}.txt").write_text(source, encoding="utf-8")
 
@@ -439,7 +439,8 @@ def test_stopped_at_any_rename_or_removal_resumes(
         try:
             run()
         except Killed:
-            assert not (tmp_path / "out").exists()
+            if (tmp_path / "out").exists():
+                Shards(tmp_path / "out").verify()
     run()
     whole, index = contents(prepared), json.loads((tmp_path / "out" / "index.json").read_bytes())
     index["sources"][0]["name"] = prepared.parent.name  # only the name of the input folder may differ

@@ -483,7 +483,7 @@ def test_the_command(inputs: Path, tokenizer_file: Path, tmp_path: Path, no_help
 
 def test_units_of_the_same_name_have_their_own_claims(tmp_path: Path) -> None:
     """Units of several tasks' folders whose results have the same name can be done at the same time."""
-    found = [units.Unit(tmp_path / name / "ends.bin", ()) for name in ("task-00000", "task-00001")]
+    found = [units.WorkUnit(tmp_path / name / "ends.bin", ()) for name in ("task-00000", "task-00001")]
     (tmp_path / units.CLAIMS).mkdir()
     claims: Iterator[Any] = (units._claim(units._claim_of(tmp_path, each), anyway=False) for each in found)
     held = [*claims]

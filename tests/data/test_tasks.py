@@ -24,6 +24,7 @@ from optimus.data.ranges import numbers_of_task, ranges
 from optimus.data.tasks import prepare_status, status_text, task_name
 from optimus.errors import UserError
 
+SETS = "sets"  # stands for the folder of the evaluation sets
 CHATS = {"text_field": "chat:messages"}
 SELECTIONS: dict[str, dict[str, Any]] = {
     "concatenate": {},
@@ -32,6 +33,7 @@ SELECTIONS: dict[str, dict[str, Any]] = {
     "minhash": {"dedup": "minhash", "pack": "best-fit"},
     "chats": {**CHATS, "dedup": "exact", "pack": "best-fit"},
     "trained": {"train_tokenizer": 300},
+    "exclude": {"exclude": SETS, "dedup": "exact", "pack": "best-fit"},
 }
 
 
@@ -49,6 +51,12 @@ def folder(tmp_path: Path, sources: list[str]) -> Path:
     with gzip.open(made / "2.jsonl.gz", "wt", encoding="utf-8") as packed:
         packed.writelines(json.dumps(row) + "\n" for row in rows[50:60])
     pq.write_table(pa.Table.from_pylist(rows[60:]), made / "3.parquet", row_group_size=4)
+    (tmp_path / SETS).mkdir()
+    for name, every in (("often", 3), ("seldom", 40)):
+        found = [{"q": text[100:400]} for text in texts[1::every]]
+        write_lines(
+            tmp_path / SETS / f"{name}.jsonl", [*found, {"q": "a text that is long enough but nowhere in the inputs"}]
+        )
     return made
 
 
@@ -70,6 +78,8 @@ def run(folder: Path, tokenizer_file: Path, tmp_path: Path, no_helpers: None) ->
         if "train_tokenizer" not in options:
             options = {"tokenizer": tokenizer_file} | options
         options = {"context": 32, "workers": 1, "shard_size": 4000} | options
+        if options.get("exclude") == SETS:
+            options["exclude"] = tmp_path / SETS
         return prepare(inputs or [folder], tmp_path / output, **options)
 
     return call
@@ -85,6 +95,7 @@ def test_the_output_is_that_of_one_call(
         for name, text in (("4.txt", "a text " * 90), ("5.md", "a text " * 90), ("6.csv", 'text\n"one, two"\nthree\n')):
             (folder / name).write_text(text, encoding="utf-8")
     expected = run("one", **options)
+    assert ("exclude" in options) == (expected["contaminated"] > 20)
     numbers = [*range(tasks)]
     random.Random(tasks).shuffle(numbers)
     for number in numbers[:-1]:

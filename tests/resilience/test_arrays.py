@@ -330,6 +330,7 @@ def test_the_command_line(scheduler: str, tmp_path: Path, monkeypatch: pytest.Mo
     """The words after -- stay as they are, URLs too. --output before and after -- are two things."""
     monkeypatch.chdir(tmp_path)
     words = ["s3://bucket/a b", "texts/", "--output", "data/out", "--train-tokenizer", "4096", "--text-field", "a=b"]
+    words += ["--exclude", "sets/arc", "--exclude", "sets/piqa.jsonl", "--exclude-words", "10"]
     options = ["--scheduler", scheduler, "--tasks", "4", "--output", "my job.sh", "--directive=-A x"]
     code, said = launched(*options, "--", *words)
     assert code == 0
