@@ -22,7 +22,9 @@ from numpy.typing import NDArray
 
 from optimus.data.journal import Counts
 from optimus.data.selection import BYTES, HASHES, SIMILAR, Dedup, Document
-from optimus.disk import parse_json, sync, temporary_name, write_json
+from optimus.data.units import read_array, read_marker
+from optimus.disk import sync, temporary_name, write_json
+from optimus.errors import UserError
 
 RECORDS = "documents.bin"
 RUNS = "runs.json"  # ends step 1
@@ -47,6 +49,21 @@ def record(document: Document, input_: int) -> bytes:
     return _NUMBERS.pack(document.tokens, document.text_bytes, input_) + bytes.fromhex(document.signature)
 
 
+def _run(size: int, number: int, band: int) -> str:
+    return f"run-{size}-{number:05d}-{band:02d}.npy"
+
+
+def _repeated(size: int, number: int) -> str:
+    return f"repeated-{size}-{number:05d}.npy"
+
+
+def check_records(folder: Path, documents: int, dedup: Dedup) -> None:
+    """Raises `UserError` if there are fewer records than the journal's number of documents."""
+    path = folder / RECORDS
+    if not path.exists() or path.stat().st_size < documents * record_type(dedup).itemsize:
+        raise UserError(f"{path} is shorter than its journal says. Delete {folder} and run again.")
+
+
 class Found(NamedTuple):
     """The parts that step 2 has found: files of pairs (stream, document), sorted."""
 
@@ -57,15 +74,24 @@ class Found(NamedTuple):
         """The file that ends the work on a part."""
         return self.folder / f"found-{part:05d}.json"
 
+    def pairs_file(self, part: int, files: int, number: int) -> Path:
+        """The file `number` of the `files` of a part. Processes with other memory write another number of files."""
+        return self.folder / f"found-{part:05d}-{number:05d}-{files}.npy"
+
     def pairs(self) -> Iterator[NDArray[np.uint64]]:
         """Yields arrays [2, N] of streams and documents, on disk."""
         for part in range(self.parts):
-            for number in range(parse_json(self.marker(part).read_bytes())["files"]):
-                yield np.load(self.folder / f"found-{part:05d}-{number:05d}.npy", mmap_mode="r")
+            marker = self.marker(part)
+            (files,) = read_marker(marker, "files")
+            for number in range(files):
+                yield read_array(self.pairs_file(part, files, number), marker)
 
 
 def sort_keys(folder: Path, dedup: Dedup, memory: int) -> None:
-    """Writes the sorted keys of a stream's documents, in runs of about `memory` bytes (step 1)."""
+    """Writes the sorted keys of a stream's documents, in runs of about `memory` bytes (step 1).
+
+    The names of the files have the size of the runs, as another process with other memory may do the same step.
+    """
     kind = record_type(dedup)
     total = (folder / RECORDS).stat().st_size // kind.itemsize
     bands = _bands(dedup)
@@ -81,26 +107,27 @@ def sort_keys(folder: Path, dedup: Dedup, memory: int) -> None:
         order = np.lexsort((document_N, low_N, high_N))
         again = np.zeros(len(order), dtype=bool)
         again[1:] = (np.diff(high_N[order]) == 0) & (np.diff(low_N[order]) == 0)
-        _write(folder / f"repeated-{number:05d}.npy", np.sort(document_N[order[again]]))
+        _write(folder / _repeated(size, number), np.sort(document_N[order[again]]))
         first_N = np.sort(order[~again])
         for band, columns in enumerate(bands):
             high_N, low_N = _key(values_NC[first_N], dedup, columns)
             order = np.lexsort((first_N, low_N, high_N))
             keys = np.stack([high_N[order], low_N[order], document_N[first_N[order]]])
-            _write(folder / f"run-{number:05d}-{band:02d}.npy", keys)
-    write_json(folder / RUNS, {"runs": len(starts)})
+            _write(folder / _run(size, number, band), keys)
+    write_json(folder / RUNS, {"runs": len(starts), "size": size})
 
 
 def find_duplicates(folders: Sequence[Path], found: Found, part: int, dedup: Dedup, memory: int) -> None:
     """Writes the duplicates with keys in one part of `found.parts` equal parts of all keys (step 2)."""
+    sizes = [(folder, read_marker(folder / RUNS, "runs", "size")) for folder in folders]
     runs = [
-        (number, folder / f"run-{run:05d}-{band:02d}.npy", band)
-        for number, folder in enumerate(folders)
-        for run in range(parse_json((folder / RUNS).read_bytes())["runs"])
+        (number, folder / _run(size, run, band), band)
+        for number, (folder, (total, size)) in enumerate(sizes)
+        for run in range(total)
         for band in range(len(_bands(dedup)))
     ]
     low, high = (number * (1 << 64) // found.parts for number in (part, part + 1))
-    keys = sum(_between(np.load(path, mmap_mode="r"), low, high)[1] for _, path, _ in runs)
+    keys = sum(_between(_keys(path), low, high)[1] for _, path, _ in runs)
     pieces = max(1, -(-keys * _BYTES_OF_KEY // memory))
     borders = [low + (high - low) * number // pieces for number in range(pieces + 1)]
     for number, (begin, end) in enumerate(pairwise(borders)):
@@ -109,7 +136,7 @@ def find_duplicates(folders: Sequence[Path], found: Found, part: int, dedup: Ded
             for band in range(len(_bands(dedup)))
         ]
         stream_N, document_N = np.unique(np.concatenate(pairs, axis=1), axis=1)
-        _write(found.folder / f"found-{part:05d}-{number:05d}.npy", np.stack([stream_N, document_N]))
+        _write(found.pairs_file(part, pieces, number), np.stack([stream_N, document_N]))
     write_json(found.marker(part), {"files": pieces})
 
 
@@ -122,7 +149,10 @@ def remove_duplicates(
     """
     kind = record_type(dedup)
     total, position = (folder / RECORDS).stat().st_size // kind.itemsize, 0
-    lists = [np.load(path, mmap_mode="r") for path in sorted(folder.glob("repeated-*.npy"))]
+    runs, length = read_marker(folder / RUNS, "runs", "size")
+    repeated = {folder / _repeated(length, run) for run in range(runs)}
+    # Runs of another size, by a process with other memory, may be those of step 2.
+    lists = [read_array(path, folder / RUNS) for path in sorted(repeated | {*folder.glob("repeated-*.npy")})]
     for pairs in found.pairs():
         start, stop = np.searchsorted(pairs[0], np.array([number, number + 1], dtype=np.uint64))
         lists.append(pairs[1, start:stop])
@@ -166,9 +196,13 @@ def _copy(source: Any, start: int, stop: int, target: Any) -> None:
     while start < stop:
         data = source.read(min(_COPY, stop - start))
         if not data:
-            raise EOFError(f"{source.name} ends at byte {start}")
+            raise UserError(f"{source.name} ends at byte {start}: it is damaged. Delete its folder and run again.")
         target.write(data)
         start += len(data)
+
+
+def _keys(path: Path) -> NDArray[np.uint64]:
+    return read_array(path, path.with_name(RUNS))
 
 
 def _bands(dedup: Dedup) -> list[slice]:
@@ -215,7 +249,7 @@ def _duplicates(
     """Returns the duplicates [2, N] with keys from `low` to `high - 1` in the runs, as pairs (stream, document)."""
     parts = [np.empty((4, 0), dtype=np.uint64)]
     for stream, path in runs:
-        keys = np.load(path, mmap_mode="r")
+        keys = _keys(path)
         start, count = _between(keys, low, high)
         part = np.empty((4, count), dtype=np.uint64)
         part[0], part[1], part[2], part[3] = (

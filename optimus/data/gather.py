@@ -14,7 +14,11 @@ from numpy.typing import NDArray
 
 from optimus.data.packing import Packed
 from optimus.data.permutation import Permutation
+from optimus.data.units import read_array
 from optimus.disk import temporary_name
+from optimus.errors import UserError
+
+PLAN = "plan.json"  # of the rows, which ends the packing
 
 SUMS = ".crc32"  # of the rows of a shard, beside it
 DIGEST = ".sha256"  # of a shard, written last
@@ -172,7 +176,8 @@ class StreamReader:
         while len(data) < stop - start:
             part = os.pread(self._file(stream), stop - start - len(data), start + len(data))
             if not part:
-                raise EOFError(f"{self._streams[stream].path} ends before byte {stop}")
+                path = self._streams[stream].path
+                raise UserError(f"{path} ends before byte {stop}: it is damaged. Delete {path.parent} and run again.")
             if len(part) == stop - start:
                 return memoryview(part)
             data += part
@@ -205,7 +210,7 @@ def write_packed(path: Path, packed: Packed) -> None:
 
 def read_packed(path: Path) -> Packed:
     """Opens rows of pieces, without `cut_documents`."""
-    array = np.load(path, mmap_mode="r")
+    array = read_array(path, path.with_name(PLAN))
     bounds = int(array[0])
     start_D, length_D = array[1 + bounds :].reshape(2, -1)
     return Packed(array[1 : 1 + bounds], start_D, length_D, 0)

@@ -21,22 +21,22 @@ from optimus.data.duplicates import (
     RUNS,
     STREAM,
     Found,
+    check_records,
     find_duplicates,
     remove_duplicates,
     sort_keys,
 )
-from optimus.data.gather import DIGEST, Stream, shard_writer, write_packed
+from optimus.data.gather import DIGEST, PLAN, Stream, shard_writer, write_packed
 from optimus.data.journal import Counts
-from optimus.data.packing import document_ends, pack
+from optimus.data.packing import document_ends, pack, write_ends
 from optimus.data.selection import Dedup
-from optimus.data.token_writers import ENDS_TYPE, Block, TokenFilePlan, block_writer, file_borders, written_type
+from optimus.data.token_writers import Block, TokenFilePlan, block_writer, file_borders, written_type
 from optimus.data.tokenizer import TokenizerInfo
-from optimus.data.units import WorkUnit, do_units
+from optimus.data.units import WorkUnit, do_units, naming_damage, read_array
 from optimus.disk import parse_json, sync, temporary_name, write_json
 from optimus.errors import UserError
 
-ENDS = "ends.bin"  # of the documents of a stream, as `ENDS_TYPE`
-PLAN = "plan.json"
+ENDS = "ends.npy"
 PACKED = "packed.npy"
 
 Done = Callable[[WorkUnit], None]
@@ -64,10 +64,11 @@ class ShardPlan:
 
     @classmethod
     def read(cls, folder: Path) -> "ShardPlan":
-        stored = parse_json((folder / PLAN).read_bytes())
-        stored["counts"] = [Counts(**each) for each in stored["counts"]]
-        stored["streams"] = [Stream(folder / name, tokens) for name, tokens in stored["streams"]]
-        return cls(**stored)
+        with naming_damage(folder / PLAN, folder / PLAN):
+            stored = parse_json((folder / PLAN).read_bytes())
+            stored["counts"] = [Counts(**each) for each in stored["counts"]]
+            stored["streams"] = [Stream(folder / name, tokens) for name, tokens in stored["streams"]]
+            return cls(**stored)
 
 
 @dataclass
@@ -120,7 +121,7 @@ class Joint:
 
 def make_plan(joint: Joint, progress: Callable[[str, int, int | None], None]) -> ShardPlan:
     """Does steps 1 to 3. Raises `TooFewTokensError` if the streams have fewer tokens than one instance."""
-    if not (joint.folder / PLAN).exists():
+    if not _is_planned(joint):
         if joint.dedup != "none":
             _find_duplicates(joint, progress)
         chosen = [_stream(*each, joint.dedup) for each in zip(joint.folders, joint.counts)]
@@ -138,6 +139,16 @@ def make_plan(joint: Joint, progress: Callable[[str, int, int | None], None]) ->
     return ShardPlan.read(joint.folder)
 
 
+def _is_planned(joint: Joint) -> bool:
+    """Returns True if there is a plan. Deletes a plan of streams that the user has deleted since."""
+    if not (joint.folder / PLAN).exists():
+        return False
+    there = all(stream.path.exists() for stream in ShardPlan.read(joint.folder).streams)
+    if not there:
+        (joint.folder / PLAN).unlink()
+    return there
+
+
 def _find_duplicates(joint: Joint, progress: Callable[[str, int, int | None], None]) -> None:
     setup, found = (joint.dedup, joint.memory), Found(joint.folder, len(joint.folders))
     finished, total = 0, 3 * len(joint.folders)
@@ -148,6 +159,9 @@ def _find_duplicates(joint: Joint, progress: Callable[[str, int, int | None], No
         progress("find duplicates", min(finished, total), total)
 
     progress("find duplicates", 0, total)
+    for folder, counts in zip(joint.folders, joint.counts):
+        if not (folder / RUNS).exists():
+            check_records(folder, sum(each.documents for each in counts), joint.dedup)
     joint.do([WorkUnit(each / RUNS, (each,)) for each in joint.folders], _sorter, *setup, done=done)
     parts = [WorkUnit(found.marker(part), (part,)) for part in range(found.parts)]
     joint.do(parts, _finder, [*joint.folders], found, *setup, done=done)
@@ -172,16 +186,19 @@ def _stream(folder: Path, counts: list[Counts], dedup: Dedup) -> tuple[Stream, l
     """Returns the stream of one task without duplicates, and its counts."""
     name = STREAM
     if dedup != "none":
-        stored = parse_json((folder / COUNTED).read_bytes())
-        name, counts = stored["file"], [Counts(**each) for each in stored["counts"]]
+        with naming_damage(folder / COUNTED, folder):
+            stored = parse_json((folder / COUNTED).read_bytes())
+            name, counts = stored["file"], [Counts(**each) for each in stored["counts"]]
     return Stream(folder / name, sum(each.tokens for each in counts)), counts
 
 
 def _counted(joint: Joint, chosen: Sequence[tuple[Stream, list[Counts]]]) -> ShardPlan:
     """Returns the plan for documents that are not packed."""
     for stream, _ in chosen:
-        if stream.path.stat().st_size < stream.tokens * joint.item:
-            raise UserError(f"{stream.path} is shorter than its journal says. Delete {joint.folder}.")
+        if not stream.path.exists() or stream.path.stat().st_size < stream.tokens * joint.item:
+            raise UserError(
+                f"{stream.path} is shorter than its journal says. Delete {stream.path.parent} and run again."
+            )
     streams = [stream for stream, _ in chosen]
     tokens = sum(stream.tokens for stream in streams)
     if tokens < (joint.context if joint.to == "optimus" else 1):
@@ -203,14 +220,13 @@ def add_counts(tables: Sequence[Sequence[Counts]]) -> list[Counts]:
 def _write_ends(info: TokenizerInfo, stream: Stream, path: Path) -> None:
     temporary = temporary_name(path)
     with temporary.open("wb") as file:
-        for ends_N in document_ends(stream.path, info.eos_id, info.dtype, stream.tokens):
-            file.write(ends_N.astype(ENDS_TYPE).tobytes())
+        write_ends(file, document_ends(stream.path, info.eos_id, info.dtype, stream.tokens))
     sync(temporary)
     temporary.replace(path)
 
 
 def _write_packed_plan(folder: Path, plan: ShardPlan, folders: Sequence[Path], context: int) -> None:
-    packed = pack([np.fromfile(each / ENDS, ENDS_TYPE) for each in folders], context)
+    packed = pack([read_array(each / ENDS, each / ENDS) for each in folders], context)
     write_packed(folder / PACKED, packed)
     plan.instances = packed.instances
     padding = packed.instances * context - plan.tokens

@@ -59,7 +59,16 @@ from optimus.data.joining import (
 from optimus.data.journal import EXCLUSIONS, Counts, Journal, Mark
 from optimus.data.ranges import Range, numbers_of_task, ranges
 from optimus.data.selection import Dedup, Document, Selection
-from optimus.data.tasks import SETTINGS, TASKS, begin_tasks, noting_failure, prepare_status, status_text, task_name
+from optimus.data.tasks import (
+    SETTINGS,
+    SKIP_BAD,
+    TASKS,
+    begin_tasks,
+    noting_failure,
+    prepare_status,
+    status_text,
+    task_name,
+)
 from optimus.data.tokenizer import TokenizerInfo
 from optimus.data.units import EndedElsewhereError
 from optimus.data.work import Encoded, encoder, tokenizer_trainer
@@ -81,6 +90,7 @@ TEXTS_AT_ONCE = 64  # maximum number of texts in a message to the process that t
 LOOKED_AT_HERE = 16 << 20  # if the check reads at most this many bytes, the main process checks without helpers
 SIZE_SAMPLE = 1 << 17  # characters of text from which `_estimate` extrapolates
 EXCLUDED = "excluded.npz"  # the n-grams of the evaluation sets
+LEAST_MEMORY = 10**6  # bytes for a worker; with less, the sorted runs are very many files
 SMALLEST_VOCABULARY = 257  # all bytes, and the end-of-text token
 
 
@@ -242,6 +252,8 @@ def prepare(
     numbers = numbers_of_task(tasks, task)
     if stage not in get_args(Stage):
         raise UserError(f"`stage` is {stage!r}: it must be one of {', '.join(get_args(Stage))}")
+    if stage != "all" and numbers is None:
+        raise UserError(f"`stage` {stage!r} is a part of the work of tasks: give the number of `tasks`")
     if is_url(output) and numbers:
         raise UserError(
             f"`tasks` need an `output` in a folder that all of them see, not {output}: copy it there afterwards"
@@ -251,10 +263,15 @@ def prepare(
     loaded = load_plugins(plugins)
     output = Path(os.path.abspath(user_path(output)))
     workers = usable_cores() if workers is None else workers
-    memory = usable_memory() // 4 if memory is None else memory
+    memory = max(usable_memory() // 4, workers * LEAST_MEMORY) if memory is None else memory
     sizes = {"context": context, "workers": workers, "shard_size": shard_size, "memory": memory}
     _check(tokenizer, train_tokenizer, pack, **sizes)
     _check_to(to, text_field, context=context, seed=seed, pack=pack, shard_size=shard_size)
+    if memory < workers * LEAST_MEMORY:
+        raise UserError(
+            f"`memory` is {memory}: it must be at least {size_text(workers * LEAST_MEMORY)}, "
+            f"{size_text(LEAST_MEMORY)} for each of the `workers`"
+        )
     if numbers and skip_bad and train_tokenizer is not None:
         raise UserError(
             "`tasks` with `skip_bad` cannot train a tokenizer, which depends on all good files: train it first, in a call "
@@ -396,7 +413,9 @@ def _disk_errors(run: _Run) -> Iterator[None]:
         raise
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            path = error.filename or run.partial
+            path = Path(error.filename or run.partial)
+            if isinstance(error, FileNotFoundError) and path.is_relative_to(run.partial):
+                raise UserError(f"{path} is missing. Delete {path.parent} and run again.") from error
             raise UserError(
                 f"cannot write {path}: {error.strerror or error}. Choose another `output`, or make it writable."
             ) from error
@@ -418,8 +437,9 @@ def _prepare(run: _Run, settings: dict[str, Any], info: TokenizerInfo | None) ->
 def _write_stream(run: _Run, settings: dict[str, Any], info: TokenizerInfo | None) -> tuple[Journal, TokenizerInfo]:
     """Writes the rest of the stream of this task (step 1)."""
     state = _open_journal(run, settings)
-    for stale in run.folder.glob("*.tmp"):
-        stale.unlink()
+    if not state.complete:  # later, processes of the second stage write into the folder
+        for stale in run.folder.glob("*.tmp"):
+            stale.unlink()
     while True:
         try:
             made = _install_tokenizer(run, info)
@@ -506,7 +526,8 @@ def _take_part(run: _Run, settings: dict[str, Any], info: TokenizerInfo | None, 
 
 
 def _settings_of_tasks(run: _Run, settings: dict[str, Any]) -> dict[str, Any]:
-    return {**settings, TASKS: run.tasks, journal.FILES: run.inputs.identity_digests[-1]}
+    # `skip_bad` determines the borders of the ranges.
+    return {**settings, TASKS: run.tasks, SKIP_BAD: run.skip_bad, journal.FILES: run.inputs.identity_digests[-1]}
 
 
 def _streams(run: _Run, info: TokenizerInfo | None) -> tuple[list[Journal], TokenizerInfo]:
@@ -876,7 +897,9 @@ def _join_sums(joint: Joint, plan: ShardPlan) -> None:
 def _index(run: _Run, states: Sequence[Journal], joint: Joint, plan: ShardPlan) -> dict[str, Any]:
     counts, info, used = plan.counts, joint.info, plan.instances * run.context
     good = run.inputs.without((bad.input, bad.name) for bad in run.bad)
-    settings = {name: value for name, value in states[0].settings.items() if name not in (TASKS, journal.FILES)}
+    settings = {
+        name: value for name, value in states[0].settings.items() if name not in (TASKS, SKIP_BAD, journal.FILES)
+    }
     return {
         "format": shards.FORMAT,
         "version": shards.VERSION,

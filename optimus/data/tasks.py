@@ -12,6 +12,7 @@ from optimus.errors import UserError
 
 SETTINGS = "tasks.json"
 TASKS = "tasks"  # the setting with the number of tasks
+SKIP_BAD = "skip_bad"  # the setting of tasks that leave out bad files
 _FAILED = "failed.json"
 
 
@@ -32,14 +33,20 @@ def begin_tasks(partial: Path, settings: dict[str, Any]) -> None:
         with suppress(FileExistsError):  # another task was first
             os.link(temporary, path)
         temporary.unlink()
-    try:
-        before = dict(parse_json(path.read_bytes()))
-    except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}). Delete {partial} and run again.") from error
-    if different := journal.differences(before, settings):
+    if different := journal.differences(_settings(partial), settings):
         raise UserError(
             f"{partial} was begun with other settings ({different}). Delete it to start over, or choose another `output`."
         )
+
+
+def _settings(partial: Path) -> dict[str, Any]:
+    path = partial / SETTINGS
+    try:
+        settings = dict(parse_json(path.read_bytes()))
+        settings[TASKS] = int(settings[TASKS])
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{path} is damaged ({error}). Delete {partial} and run again.") from error
+    return settings
 
 
 @contextmanager
@@ -79,7 +86,7 @@ def prepare_status(output: str | Path) -> dict[str, Any]:
         }
     if not (partial / SETTINGS).exists():
         raise UserError(f"no tasks prepare {output}: {partial / SETTINGS} does not exist")
-    tasks = int(parse_json((partial / SETTINGS).read_bytes())[TASKS])
+    tasks = _settings(partial)[TASKS]
     states = [{"task": number, **_state(partial / task_name(number))} for number in range(tasks)]
     return {
         "complete": False,

@@ -6,13 +6,17 @@ deterministic and replace their results atomically, so it does no harm if two pr
 
 import fcntl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from optimus.data.helpers import Helpers
+from optimus.disk import parse_json
 from optimus.errors import UserError
 
 CLAIMS = "claims"
@@ -79,6 +83,31 @@ def do_units(
 def _claim_of(folder: Path, unit: WorkUnit) -> Path:
     """Returns the lock of a unit. Results of the same name in the folders of several tasks are separate units."""
     return folder / CLAIMS / "-".join(unit.result.relative_to(folder).parts)
+
+
+@contextmanager
+def naming_damage(path: Path, marker: Path) -> Iterator[None]:
+    """Raises `UserError` if the block finds that the file at `path` is damaged. Without `marker`, the next call does the
+    unit again."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise UserError(f"{path} is missing. Delete {marker} and run again.") from error
+    except (ValueError, TypeError, KeyError, AttributeError, EOFError) as error:
+        raise UserError(f"{path} is damaged ({error}). Delete {marker} and run again.") from error
+
+
+def read_marker(path: Path, *names: str) -> list[int]:
+    """Returns the numbers of these names in the JSON file that ends a unit. Raises `UserError` for a damaged file."""
+    with naming_damage(path, path):
+        stored = parse_json(path.read_bytes())
+        return [int(stored[name]) for name in names]
+
+
+def read_array(path: Path, marker: Path) -> NDArray[Any]:
+    """Opens an array that the unit with this `marker` wrote. Raises `UserError` for a damaged file."""
+    with naming_damage(path, marker):
+        return np.load(path, mmap_mode="r")
 
 
 def _take(future: "Future[Any]", unit: WorkUnit) -> None:

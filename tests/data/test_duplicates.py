@@ -2,7 +2,9 @@
 
 import random
 import zlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,10 +47,23 @@ def first_of(signatures: list[bytes], dedup: Dedup) -> list[bool]:
     return found
 
 
+def stopped_before_its_end(folder: Path, step: Callable[..., None], *args: Any) -> None:
+    """Does a step again but for its last file, which tells that the step is done."""
+    ends = {path: path.read_bytes() for path in folder.glob("*.json")}
+    step(*args)
+    for path, content in ends.items():
+        path.write_bytes(content)
+
+
 @pytest.mark.parametrize("streams", [1, 3, 7])
-@pytest.mark.parametrize("memory", [1, 20_000, 1 << 30])
+@pytest.mark.parametrize(
+    ("memory", "other"), [(1, None), (20_000, None), (1 << 30, None), (60_000, 1 << 30), (1 << 30, 60_000)]
+)
 @pytest.mark.parametrize("dedup", ["exact", "minhash"])
-def test_documents_that_stay_are_the_first(tmp_path: Path, dedup: Dedup, memory: int, streams: int) -> None:
+def test_documents_that_stay_are_the_first(
+    tmp_path: Path, dedup: Dedup, memory: int, other: int | None, streams: int
+) -> None:
+    """The memory of a second process, which was stopped inside of a step and goes on when it is done, may be another."""
     generator = random.Random(streams)
     documents = texts(generator)[: 60 if memory == 1 else 200]  # a run for each document
     sign = signer(dedup)
@@ -73,11 +88,15 @@ def test_documents_that_stay_are_the_first(tmp_path: Path, dedup: Dedup, memory:
         )
         folders.append(folder)
         tokens += rows
+    found = Found(tmp_path, streams)
     for folder in folders:
         sort_keys(folder, dedup, memory)
-    found = Found(tmp_path, streams)
+        if other:
+            stopped_before_its_end(folder, sort_keys, folder, dedup, other)
     for part in range(streams):
         find_duplicates(folders, found, part, dedup, memory)
+        if other:
+            stopped_before_its_end(tmp_path, find_duplicates, folders, found, part, dedup, other)
     stay, stored = first_of(signatures, dedup), list[int]()
     assert 10 < sum(stay) < len(documents) - 10
     for number, folder in enumerate(folders):

@@ -211,6 +211,65 @@ def test_a_unit_of_a_process_that_hangs_is_done_by_another(
     assert contents(tmp_path / "many") == contents(tmp_path / "one")
 
 
+def test_a_task_that_is_done_leaves_the_second_stage_alone(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    """A finished task that starts again does not delete what other processes are writing."""
+    run("many", tasks=2, task=0)
+    unfinished = tmp_path / "many.partial" / task_name(0) / "unique.bin.host.1.tmp"
+    unfinished.touch()
+    run("many", tasks=2, task=0)
+    assert unfinished.exists()
+
+
+DAMAGES = {  # the file, the step that reads it, what the user is told to delete, options
+    "plan.json": ("write_shards", "plan.json", {}),
+    "packed.npy": ("write_shards", "plan.json", {"pack": "best-fit"}),
+    "task-00000/ends.npy": ("write_packed", "task-00000/ends.npy", {"pack": "best-fit"}),
+    "task-00000/tokens.bin": ("write_shards", "task-00000", {}),
+    "task-00000/unique.bin": ("write_shards", "task-00000", {"dedup": "exact"}),
+    "task-00000/documents.bin": ("_find_duplicates", "task-00000", {"dedup": "exact"}),
+    "task-00000/runs.json": ("find_duplicates", "task-00000/runs.json", {"dedup": "exact"}),
+    "task-00000/run-*-00.npy": ("find_duplicates", "task-00000/runs.json", {"dedup": "minhash"}),
+    "task-00000/repeated-*.npy": ("remove_duplicates", "task-00000/runs.json", {"dedup": "exact"}),
+    "found-00000.json": ("remove_duplicates", "found-00000.json", {"dedup": "exact"}),
+    "found-00000-*.npy": ("remove_duplicates", "found-00000.json", {"dedup": "minhash"}),
+}
+
+
+@pytest.mark.parametrize(("name", "damage"), in_turns([*itertools.product(DAMAGES, ["shortened", "deleted"])], 6))
+def test_damaged_files_of_the_second_stage(
+    run: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, damage: str
+) -> None:
+    """One message says what to delete; after that, the output is that of one call."""
+    step, delete, options = DAMAGES[name]
+    run("one", **options)
+    for number in range(2):
+        run("many", tasks=3, task=number, **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(preparation if hasattr(preparation, step) else joining, step, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run("many", tasks=3, task=2, **options)
+    partial = tmp_path / "many.partial"
+    (path,) = sorted(partial.glob(name))[:1]
+    if damage == "shortened":
+        os.truncate(path, path.stat().st_size // 3)
+    else:
+        path.unlink()
+    told = "is damaged|is shorter than its journal says|is missing"
+    if damage == "shortened" or name != delete:  # otherwise it is written again
+        with pytest.raises(UserError, match=told) as caught:
+            run("many", tasks=3, task=2, **options)
+        assert str(caught.value).endswith(f"Delete {partial / delete} and run again.")
+        target = partial / delete
+        shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
+    for number in range(3):
+        run("many", tasks=3, task=number, **options)
+    assert contents(tmp_path / "many") == contents(tmp_path / "one")
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_bad_files_are_left_out_by_tasks_as_by_one_call(
     run: Callable[..., dict[str, Any]], folder: Path, tmp_path: Path
 ) -> None:
@@ -310,6 +369,12 @@ def test_what_is_refused(run: Callable[..., dict[str, Any]], tmp_path: Path, mon
         run("out", tasks=2, task=0)
     with pytest.raises(UserError, match=r"begun with other settings \(seed 0 there and 1 here\)"):
         run("out", tasks=3, task=1, seed=1)
+    with pytest.raises(UserError, match=r"begun with other settings \(skip_bad False there and True here\)"):
+        run("out", tasks=3, task=1, skip_bad=True)  # other ranges
+    with pytest.raises(UserError, match=r"`stage` 'shards' is a part of the work of tasks"):
+        run("other", stage="shards")
+    with pytest.raises(UserError, match=r"`memory` is 1: it must be at least 2 ?MB, 1 ?MB for each of the `workers`"):
+        run("other", dedup="exact", memory=1, workers=2)
     with pytest.raises(UserError, match=r"was begun with tasks: give `tasks`"):
         run("out")
     with pytest.raises(UserError, match=r"(?s)not all tasks of .*task 1: not begun; start it\ntask 2: not begun"):
