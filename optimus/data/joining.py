@@ -30,7 +30,7 @@ from optimus.data.gather import DIGEST, PLAN, Stream, shard_writer, write_packed
 from optimus.data.journal import Counts
 from optimus.data.packing import document_ends, pack, write_ends
 from optimus.data.selection import Dedup
-from optimus.data.token_writers import Block, TokenFilePlan, block_writer, file_borders, written_type
+from optimus.data.token_writers import FileBlock, TokenFilePlan, block_writer, file_borders, written_type
 from optimus.data.tokenizer import TokenizerInfo
 from optimus.data.units import WorkUnit, do_units, naming_damage, read_array
 from optimus.disk import parse_json, sync, temporary_name, write_json
@@ -269,7 +269,7 @@ def write_shards(joint: Joint, plan: ShardPlan, progress: Callable[[str, int, in
     joint.do(units, shard_writer, joint.folder, plan.streams, packed, *setup, done=done)
 
 
-def token_blocks(joint: Joint, plan: ShardPlan) -> list[Block]:
+def token_blocks(joint: Joint, plan: ShardPlan) -> list[FileBlock]:
     """Lists the blocks of the token files, in order."""
     return _token_files(joint, plan).blocks()
 

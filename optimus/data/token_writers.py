@@ -31,7 +31,7 @@ _LARGEST_UINT16 = 65500  # vocabulary from which Megatron-LM writes 32 bits
 _LONGEST = (1 << 31) - 1  # tokens of a sequence in an index of Megatron-LM
 
 
-class Block(NamedTuple):
+class FileBlock(NamedTuple):
     """The bytes `start` to `stop - 1` of a file."""
 
     file: str
@@ -57,10 +57,10 @@ class TokenFilePlan(NamedTuple):
     stream_type: str  # of the tokens in the streams
     dtype: str  # of the tokens in the files
 
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[FileBlock]:
         """Returns the blocks of all files, in order."""
         return [
-            Block(name, start, min(start + BLOCK, size))
+            FileBlock(name, start, min(start + BLOCK, size))
             for name, size in self.sizes().items()
             for start in range(0, size, BLOCK)
         ]
@@ -120,14 +120,14 @@ def _arrays(ends: Sequence[Path]) -> list[NDArray[np.int64]]:
     return [read_array(path, path) for path in ends]
 
 
-def block_writer(folder: Path, plan: TokenFilePlan) -> Callable[[Block], None]:
-    """Returns a function that writes a block into its file in `folder`, and then its SHA-256 into `Block.digest`.
+def block_writer(folder: Path, plan: TokenFilePlan) -> Callable[[FileBlock], None]:
+    """Returns a function that writes a block into its file in `folder`, and then its SHA-256 into `FileBlock.digest`.
 
     The function raises `UserError` for a document that the format cannot hold.
     """
     starts = dict(zip(plan.sizes(), plan.borders))
 
-    def write(block: Block) -> None:
+    def write(block: FileBlock) -> None:
         digest = hashlib.sha256()
         with ExitStack() as stack:
             tokens = stack.enter_context(StreamReader(plan.streams, np.dtype(plan.stream_type).itemsize))
