@@ -28,15 +28,15 @@ from optimus.data.duplicates import (
 )
 from optimus.data.gather import DIGEST, PLAN, Stream, shard_writer, write_packed
 from optimus.data.journal import Counts
-from optimus.data.packing import document_ends, pack
+from optimus.data.packing import document_ends, pack, write_ends
 from optimus.data.selection import Dedup
-from optimus.data.token_writers import ENDS_TYPE, Block, TokenFilePlan, block_writer, file_borders, written_type
+from optimus.data.token_writers import FileBlock, TokenFilePlan, block_writer, file_borders, written_type
 from optimus.data.tokenizer import TokenizerInfo
-from optimus.data.units import WorkUnit, do_units, naming_damage
+from optimus.data.units import WorkUnit, do_units, naming_damage, read_array
 from optimus.disk import parse_json, sync, temporary_name, write_json
 from optimus.errors import UserError
 
-ENDS = "ends.bin"  # of the documents of a stream, as `ENDS_TYPE`
+ENDS = "ends.npy"
 PACKED = "packed.npy"
 
 Done = Callable[[WorkUnit], None]
@@ -130,11 +130,11 @@ def make_plan(joint: Joint, progress: Callable[[str, int, int | None], None]) ->
             progress("pack" if joint.best_fit else "find documents", 0, None)
             ends = [WorkUnit(each / ENDS, (stream, each / ENDS)) for each, stream in zip(joint.folders, plan.streams)]
             joint.do(ends, partial, _write_ends, joint.info)
-            setup: tuple[Any, ...] = (_write_packed_plan, joint.context)
-            if joint.to != "optimus":
-                setup = (_write_borders, joint.to, joint.shard_size // np.dtype(joint.file_type).itemsize)
-            joint.do([WorkUnit(joint.folder / PLAN, (joint.folder, plan, [*joint.folders]))], partial, *setup)
+        if joint.best_fit:
+            unit = WorkUnit(joint.folder / PLAN, (plan, [*joint.folders], joint.context))
+            joint.do([unit], partial, _write_packed_plan, joint.folder)
         else:
+            plan.borders = _borders(joint, plan)
             plan.write(joint.folder)
     return ShardPlan.read(joint.folder)
 
@@ -220,18 +220,13 @@ def add_counts(tables: Sequence[Sequence[Counts]]) -> list[Counts]:
 def _write_ends(info: TokenizerInfo, stream: Stream, path: Path) -> None:
     temporary = temporary_name(path)
     with temporary.open("wb") as file:
-        for ends_N in document_ends(stream.path, info.eos_id, info.dtype, stream.tokens):
-            file.write(ends_N.astype(ENDS_TYPE).tobytes())
+        write_ends(file, document_ends(stream.path, info.eos_id, info.dtype, stream.tokens))
     sync(temporary)
     temporary.replace(path)
 
 
-def _write_packed_plan(context: int, folder: Path, plan: ShardPlan, folders: Sequence[Path]) -> None:
-    ends = [np.fromfile(each / ENDS, ENDS_TYPE) for each in folders]
-    for each, stream, ends_N in zip(folders, plan.streams, ends):
-        if not len(ends_N) or ends_N[-1] != stream.tokens:
-            raise UserError(f"{each / ENDS} is damaged. Delete {each / ENDS} and run again.")
-    packed = pack(ends, context)
+def _write_packed_plan(folder: Path, plan: ShardPlan, folders: Sequence[Path], context: int) -> None:
+    packed = pack([read_array(each / ENDS, each / ENDS) for each in folders], context)
     write_packed(folder / PACKED, packed)
     plan.instances = packed.instances
     padding = packed.instances * context - plan.tokens
@@ -239,11 +234,14 @@ def _write_packed_plan(context: int, folder: Path, plan: ShardPlan, folders: Seq
     plan.write(folder)
 
 
-def _write_borders(to: str, most: int, folder: Path, plan: ShardPlan, folders: Sequence[Path]) -> None:
-    plan.borders = [0, plan.tokens]
-    if to != "megatron":
-        plan.borders = file_borders(plan.streams, [each / ENDS for each in folders], max(1, most))
-    plan.write(folder)
+def _borders(joint: Joint, plan: ShardPlan) -> list[int]:
+    """Returns the first tokens of the token files, and the end of the last one."""
+    if joint.to == "optimus":
+        return []
+    if joint.to == "megatron":
+        return [0, plan.tokens]
+    most = max(1, joint.shard_size // np.dtype(joint.file_type).itemsize)
+    return file_borders(plan.streams, [each / ENDS for each in joint.folders], most)
 
 
 def shards_of(joint: Joint, instances: int) -> list[tuple[str, int, int]]:
@@ -271,7 +269,7 @@ def write_shards(joint: Joint, plan: ShardPlan, progress: Callable[[str, int, in
     joint.do(units, shard_writer, joint.folder, plan.streams, packed, *setup, done=done)
 
 
-def token_blocks(joint: Joint, plan: ShardPlan) -> list[Block]:
+def token_blocks(joint: Joint, plan: ShardPlan) -> list[FileBlock]:
     """Lists the blocks of the token files, in order."""
     return _token_files(joint, plan).blocks()
 

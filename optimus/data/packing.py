@@ -5,10 +5,10 @@ End-of-text tokens pad a row.
 Legend: N documents, D pieces of documents, B rows, S tokens of a row.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,6 +91,17 @@ def document_ends(stream: Path, eos_id: int, dtype: str, tokens: int) -> Iterato
             yield ends_N
     if last < tokens:
         yield np.array([tokens])
+
+
+def write_ends(file: BinaryIO, ends: Iterable[NDArray[np.int64]]) -> None:
+    """Writes the positions of `document_ends` as one NumPy array, without holding all of them in memory."""
+    count = 0
+    for final in (False, True):  # the header with the number of positions has the length of a header without it
+        file.seek(0)
+        np.lib.format.write_array_header_1_0(file, {"descr": "<i8", "fortran_order": False, "shape": (count,)})
+        for ends_N in () if final else ends:
+            count += len(ends_N)
+            file.write(ends_N.astype("<i8").tobytes())
 
 
 def _pieces(end_N: NDArray[np.int64], context: int) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:

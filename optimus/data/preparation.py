@@ -266,12 +266,12 @@ def prepare(
     memory = max(usable_memory() // 4, workers * LEAST_MEMORY) if memory is None else memory
     sizes = {"context": context, "workers": workers, "shard_size": shard_size, "memory": memory}
     _check(tokenizer, train_tokenizer, pack, **sizes)
+    _check_to(to, text_field, context=context, seed=seed, pack=pack, shard_size=shard_size)
     if memory < workers * LEAST_MEMORY:
         raise UserError(
             f"`memory` is {memory}: it must be at least {size_text(workers * LEAST_MEMORY)}, "
             f"{size_text(LEAST_MEMORY)} for each of the `workers`"
         )
-    _check_to(to, text_field, context=context, seed=seed, pack=pack, shard_size=shard_size)
     if numbers and skip_bad and train_tokenizer is not None:
         raise UserError(
             "`tasks` with `skip_bad` cannot train a tokenizer, which depends on all good files: train it first, in a call "
@@ -944,6 +944,28 @@ def _index(run: _Run, states: Sequence[Journal], joint: Joint, plan: ShardPlan) 
     }
 
 
+def _token_file_index(run: _Run, index: dict[str, Any], joint: Joint, plan: ShardPlan) -> dict[str, Any]:
+    """Returns the index of token files, where `index` is that of prepared data without shards."""
+    absent = ("context", "seed", "instances", "dropped_tokens", "shards", "sums")
+    blocks = [
+        {
+            "file": block.file,
+            "start": block.start,
+            "bytes": block.stop - block.start,
+            "sha256": block.digest(run.partial).read_text(encoding="ascii"),
+        }
+        for block in token_blocks(joint, plan)
+    ]
+    return {
+        **{name: value for name, value in index.items() if name not in absent},
+        "format": shards.TOKEN_FILES,
+        "to": run.to,
+        "dtype": joint.file_type,
+        "tokens": plan.tokens,
+        "blocks": blocks,
+    }
+
+
 def _excluded_entries(run: _Run, excluded: NgramIndex, states: Sequence[Journal]) -> list[dict[str, Any]]:
     """Returns for each evaluation set its size, the number of documents that were left out for it, and examples.
 
@@ -968,28 +990,6 @@ def _excluded_entries(run: _Run, excluded: NgramIndex, states: Sequence[Journal]
         }
         for each in excluded.sets
     ]
-
-
-def _token_file_index(run: _Run, index: dict[str, Any], joint: Joint, plan: ShardPlan) -> dict[str, Any]:
-    """Returns the index of token files, where `index` is that of prepared data without shards."""
-    absent = ("context", "seed", "instances", "dropped_tokens", "shards", "sums")
-    blocks = [
-        {
-            "file": block.file,
-            "start": block.start,
-            "bytes": block.stop - block.start,
-            "sha256": block.digest(run.partial).read_text(encoding="ascii"),
-        }
-        for block in token_blocks(joint, plan)
-    ]
-    return {
-        **{name: value for name, value in index.items() if name not in absent},
-        "format": shards.TOKEN_FILES,
-        "to": run.to,
-        "dtype": joint.file_type,
-        "tokens": plan.tokens,
-        "blocks": blocks,
-    }
 
 
 def _finish(run: _Run, index: dict[str, Any]) -> dict[str, Any]:

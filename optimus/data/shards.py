@@ -41,9 +41,9 @@ EARLIER = {
     "pack": "concatenate",
     "encoding": "utf-8",
     "plugins": {},
+    "to": "optimus",
     "exclude": None,
     "exclude_words": WORDS,
-    "to": "optimus",
     **asdict(Selection()),
 }
 

@@ -21,17 +21,17 @@ from numpy.typing import NDArray
 from optimus.data.gather import DIGEST, Stream, StreamReader
 from optimus.data.token_formats import WRITTEN
 from optimus.data.token_streams import MEGATRON_MAGIC, MEGATRON_TYPES, flat_type
+from optimus.data.units import read_array
 from optimus.disk import replace_text
 from optimus.errors import UserError
 
-ENDS_TYPE = "<i8"  # of the files with the ends of the documents of a stream
 BLOCK = 512 << 20  # bytes of a block, a multiple of the pages of all processors
 _AT_ONCE = 1 << 20  # integers made at once
 _LARGEST_UINT16 = 65500  # vocabulary from which Megatron-LM writes 32 bits
 _LONGEST = (1 << 31) - 1  # tokens of a sequence in an index of Megatron-LM
 
 
-class Block(NamedTuple):
+class FileBlock(NamedTuple):
     """The bytes `start` to `stop - 1` of a file."""
 
     file: str
@@ -46,8 +46,8 @@ class Block(NamedTuple):
 class TokenFilePlan(NamedTuple):
     """The files of the format `to` that are to be written from `streams`.
 
-    Each file in `ends` has the ends of the documents of a stream, from its beginning. `borders` are the first tokens of
-    the files, and the end of the last one.
+    Each file in `ends` is an array with the ends of the documents of a stream, from its beginning. `borders` are the
+    first tokens of the files, and the end of the last one.
     """
 
     to: str
@@ -57,15 +57,10 @@ class TokenFilePlan(NamedTuple):
     stream_type: str  # of the tokens in the streams
     dtype: str  # of the tokens in the files
 
-    @property
-    def documents(self) -> list[Stream]:
-        """The files with ends, with the number of the documents of each stream."""
-        return [Stream(path, path.stat().st_size // np.dtype(ENDS_TYPE).itemsize) for path in self.ends]
-
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[FileBlock]:
         """Returns the blocks of all files, in order."""
         return [
-            Block(name, start, min(start + BLOCK, size))
+            FileBlock(name, start, min(start + BLOCK, size))
             for name, size in self.sizes().items()
             for start in range(0, size, BLOCK)
         ]
@@ -74,7 +69,7 @@ class TokenFilePlan(NamedTuple):
         """Returns the size of each file in bytes."""
         item, name = np.dtype(self.dtype).itemsize, WRITTEN[self.to]
         if self.to == "megatron":
-            documents = sum(each.tokens for each in self.documents)
+            documents = sum(map(len, _arrays(self.ends)))
             return {f"{name}.bin": self.borders[-1] * item, f"{name}.idx": 34 + 12 * documents + 8 * (documents + 1)}
         digits = max(5, len(str(len(self.borders) - 2)))  # the order of the names is that of the documents
         pairs = enumerate(pairwise(self.borders))
@@ -102,7 +97,7 @@ def file_borders(streams: Sequence[Stream], ends: Sequence[Path], most: int) -> 
     A file has as many documents as fit into `most` tokens, but at least one.
     """
     starts = [0, *accumulate(stream.tokens for stream in streams)]
-    files = [np.memmap(path, ENDS_TYPE, "r") if path.stat().st_size else np.empty(0, ENDS_TYPE) for path in ends]
+    arrays = _arrays(ends)
 
     def number_of(token: int) -> int:
         return min(bisect_right(starts, token), len(streams)) - 1
@@ -111,30 +106,33 @@ def file_borders(streams: Sequence[Stream], ends: Sequence[Path], most: int) -> 
     while borders[-1] < starts[-1]:
         limit = min(borders[-1] + most, starts[-1])
         number = number_of(limit)
-        count = int(np.searchsorted(files[number], limit - starts[number], "right"))
-        border = starts[number] + (int(files[number][count - 1]) if count else 0)
+        count = int(np.searchsorted(arrays[number], limit - starts[number], "right"))
+        border = starts[number] + (int(arrays[number][count - 1]) if count else 0)
         if border <= borders[-1]:  # a document that is longer than a file
             number = number_of(borders[-1])
-            after = int(np.searchsorted(files[number], borders[-1] - starts[number], "right"))
-            border = starts[number] + int(files[number][after])
+            after = int(np.searchsorted(arrays[number], borders[-1] - starts[number], "right"))
+            border = starts[number] + int(arrays[number][after])
         borders.append(border)
     return borders
 
 
-def block_writer(folder: Path, plan: TokenFilePlan) -> Callable[[Block], None]:
-    """Returns a function that writes a block into its file in `folder`, and then its SHA-256 into `Block.digest`.
+def _arrays(ends: Sequence[Path]) -> list[NDArray[np.int64]]:
+    return [read_array(path, path) for path in ends]
+
+
+def block_writer(folder: Path, plan: TokenFilePlan) -> Callable[[FileBlock], None]:
+    """Returns a function that writes a block into its file in `folder`, and then its SHA-256 into `FileBlock.digest`.
 
     The function raises `UserError` for a document that the format cannot hold.
     """
     starts = dict(zip(plan.sizes(), plan.borders))
 
-    def write(block: Block) -> None:
+    def write(block: FileBlock) -> None:
         digest = hashlib.sha256()
         with ExitStack() as stack:
             tokens = stack.enter_context(StreamReader(plan.streams, np.dtype(plan.stream_type).itemsize))
             if block.file.endswith(".idx"):
-                ends = stack.enter_context(StreamReader(plan.documents, np.dtype(ENDS_TYPE).itemsize))
-                tables = _megatron_index(plan, ends)
+                tables = _megatron_index(plan)
             else:
                 first = starts[block.file]
                 tables = [
@@ -158,19 +156,20 @@ def block_writer(folder: Path, plan: TokenFilePlan) -> Callable[[Block], None]:
     return write
 
 
-def _megatron_index(plan: TokenFilePlan, ends: StreamReader) -> list[_IntegerTable]:
+def _megatron_index(plan: TokenFilePlan) -> list[_IntegerTable]:
     """Returns the tables of an .idx file: the head, and of each document its length, its first byte and its number."""
-    streams, item = plan.documents, np.dtype(plan.dtype).itemsize
-    documents = sum(each.tokens for each in streams)
-    first_S = np.array([0, *accumulate(each.tokens for each in streams)])  # number of the first document
-    before_S = np.array([0, *accumulate(each.tokens for each in plan.streams)])
+    arrays, item = _arrays(plan.ends), np.dtype(plan.dtype).itemsize
+    first_S = [0, *accumulate(map(len, arrays))]  # number of the first document of each stream
+    before_S = [0, *accumulate(each.tokens for each in plan.streams)]
+    documents = first_S[-1]
 
     def borders(first: int, last: int) -> NDArray[np.int64]:
         """Returns the positions in front of documents `first` to `last - 1`, and behind the last of them."""
-        number_N = np.arange(max(0, first - 1), last)
-        stream_N = np.searchsorted(first_S, number_N, side="right") - 1
-        ends_N = ends.values(int(number_N[0]), last, ENDS_TYPE) + before_S[stream_N]
-        return np.append(0, ends_N) if first == 0 else ends_N
+        parts = [
+            ends_N[max(0, first - 1 - start) : max(0, last - start)] + before
+            for ends_N, start, before in zip(arrays, first_S, before_S)
+        ]
+        return np.concatenate([[0], *parts] if first == 0 else parts)
 
     def lengths(first: int, last: int) -> NDArray[np.int64]:
         length_N = np.diff(borders(first, last))

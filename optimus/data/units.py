@@ -80,6 +80,11 @@ def do_units(
                 done(unit)
 
 
+def _claim_of(folder: Path, unit: WorkUnit) -> Path:
+    """Returns the lock of a unit. Results of the same name in the folders of several tasks are separate units."""
+    return folder / CLAIMS / "-".join(unit.result.relative_to(folder).parts)
+
+
 @contextmanager
 def naming_damage(path: Path, marker: Path) -> Iterator[None]:
     """Raises `UserError` if the block finds that the file at `path` is damaged. Without `marker`, the next call does the
@@ -103,11 +108,6 @@ def read_array(path: Path, marker: Path) -> NDArray[Any]:
     """Opens an array that the unit with this `marker` wrote. Raises `UserError` for a damaged file."""
     with naming_damage(path, marker):
         return np.load(path, mmap_mode="r")
-
-
-def _claim_of(folder: Path, unit: WorkUnit) -> Path:
-    """Returns the lock of a unit. Results of the same name in the folders of several tasks are separate units."""
-    return folder / CLAIMS / "-".join(unit.result.relative_to(folder).parts)
 
 
 def _take(future: "Future[Any]", unit: WorkUnit) -> None:

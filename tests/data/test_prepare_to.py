@@ -21,6 +21,7 @@ from helpers.sweep import part_of
 from optimus.cli import app
 from optimus.data import joining, journal, preparation, shards, token_writers, tokenizer, units
 from optimus.data.gather import Stream, StreamReader
+from optimus.data.packing import write_ends
 from optimus.data.preparation import prepare
 from optimus.data.shards import Shards
 from optimus.data.tasks import prepare_status
@@ -307,9 +308,9 @@ def test_types_of_tokens(tmp_path: Path, small_blocks: None, to: str, vocabulary
         made = [[*generator.integers(0, eos, length - 1).tolist(), eos] for length in lengths]
         path = tmp_path / f"{number}.bin"
         path.write_bytes(np.array([token for each in made for token in each], stream_type).tobytes() + b"rest")
-        (tmp_path / f"{number}.ends").write_bytes(np.cumsum(lengths).astype("<i8").tobytes())
+        np.save(tmp_path / f"{number}.npy", np.cumsum(lengths))
         streams.append(Stream(path, int(lengths.sum())))
-        ends.append(tmp_path / f"{number}.ends")
+        ends.append(tmp_path / f"{number}.npy")
         expected += made
     assert written_type(to, vocabulary) == kind
     borders = [0, sum(map(len, expected))] if to == "megatron" else file_borders(streams, ends, 100)
@@ -329,8 +330,8 @@ def test_memory_does_not_grow_with_the_documents(tmp_path: Path, monkeypatch: py
 
     peaks = []
     for documents in (300_000, 1_200_000):
-        ends, tokens = tmp_path / f"{documents}.ends", tmp_path / f"{documents}.bin"
-        np.arange(1, documents + 1, dtype="<i8").tofile(ends)
+        ends, tokens = tmp_path / f"{documents}.npy", tmp_path / f"{documents}.bin"
+        np.save(ends, np.arange(1, documents + 1))
         np.zeros(documents, "<u2").tofile(tokens)
         plan = TokenFilePlan("megatron", [Stream(tokens, documents)], [ends], [0, documents], "<u2", "<u2")
         monkeypatch.setattr(token_writers, "_AT_ONCE", 50_000)
@@ -349,10 +350,18 @@ def test_memory_does_not_grow_with_the_documents(tmp_path: Path, monkeypatch: py
 def test_a_document_too_long_for_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_writers, "_LONGEST", 5)
     (tmp_path / "a").write_bytes(np.zeros(10, "<u2").tobytes())
-    (tmp_path / "ends").write_bytes(np.array([4, 10], "<i8").tobytes())
-    plan = TokenFilePlan("megatron", [Stream(tmp_path / "a", 10)], [tmp_path / "ends"], [0, 10], "<u2", "<u2")
+    np.save(tmp_path / "ends.npy", np.array([4, 10]))
+    plan = TokenFilePlan("megatron", [Stream(tmp_path / "a", 10)], [tmp_path / "ends.npy"], [0, 10], "<u2", "<u2")
     with pytest.raises(UserError, match=r"document 1 has 6 tokens, but .* up to 5: leave it out with `max_tokens`"):
         [block_writer(tmp_path, plan)(block) for block in plan.blocks()]
+
+
+@pytest.mark.parametrize("blocks", [[], [[]], [[3, 5], [], [9]], [[*range(1, 200_000)], [200_000]]])
+def test_ends_are_an_array_of_numpy(tmp_path: Path, blocks: list[list[int]]) -> None:
+    with (tmp_path / "ends.npy").open("wb") as file:
+        write_ends(file, iter([np.array(block, np.int64) for block in blocks]))
+    for mode in (None, "r"):
+        assert np.load(tmp_path / "ends.npy", mmap_mode=mode).tolist() == [end for block in blocks for end in block]
 
 
 def test_values_cross_streams(tmp_path: Path) -> None:
@@ -483,7 +492,7 @@ def test_the_command(inputs: Path, tokenizer_file: Path, tmp_path: Path, no_help
 
 def test_units_of_the_same_name_have_their_own_claims(tmp_path: Path) -> None:
     """Units of several tasks' folders whose results have the same name can be done at the same time."""
-    found = [units.Unit(tmp_path / name / "ends.bin", ()) for name in ("task-00000", "task-00001")]
+    found = [units.WorkUnit(tmp_path / name / "ends.bin", ()) for name in ("task-00000", "task-00001")]
     (tmp_path / units.CLAIMS).mkdir()
     claims: Iterator[Any] = (units._claim(units._claim_of(tmp_path, each), anyway=False) for each in found)
     held = [*claims]
