@@ -17,6 +17,7 @@ BENCHMARKS = {
     "train": "Training speed against the Hugging Face Trainer on the same model and data.",
     "any-model": "Models of `transformers` by our engine against a plain PyTorch loop and the Trainer; their experts.",
     "tokenise": "Tokenisation speed against `tokenizers.encode_batch` on the same cores.",
+    "prepare": "`prepare` on one and two cores, as tasks, against Megatron-LM's preprocessing and others; its memory.",
     "data": "Padding of best-fit rows, attention within documents, and times of a mixture's batches and places.",
     "data-parallel": "Data-parallel training against torch DDP and FSDP2, and DeepSpeed where installed, on 2 and 4 ranks.",
     "tensor-parallel": "Tensor-parallel training on 2 ranks against torch's parallelize_module (DTensor).",

@@ -63,7 +63,7 @@ def run(
     workers = workers or usable_cores()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        given: Sequence[str | Path] = inputs or [_standard_library(folder / "library.jsonl")]
+        given: Sequence[str | Path] = inputs or [standard_library(folder / "library.jsonl")]
         documents = _collect(given, folder / "documents.jsonl")
         tokenizer = tokenizer and user_path(tokenizer)
         if tokenizer is None:
@@ -136,7 +136,7 @@ def _prepare(inputs: Sequence[str | Path], output: Path, tokenizer: Path, worker
     return _Turn(time.perf_counter() - began, tokens, first["shard"] - first["tokenise"])
 
 
-def _standard_library(path: Path) -> Path:
+def standard_library(path: Path) -> Path:
     """Writes sources that every Python has as JSON lines, without those that are not UTF-8 (test data)."""
     left = DEFAULT_TEXT
     library = Path(sysconfig.get_paths()["stdlib"])
