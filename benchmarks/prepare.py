@@ -177,7 +177,14 @@ def _two_tasks(dedup: Dedup) -> Contestant:
 
 
 def _speed(folder: Path, shared: Request, rounds: int, runs: Mapping[Key, Contestant], against: Path | None) -> Result:
-    seen = take_turns({key: partial(_turn, folder, shared, each) for key, each in runs.items()}, rounds)
+    def turn(key: Key) -> Turn:
+        found = _turn(folder, shared, runs[key])
+        # A long run that is stopped has shown its turns.
+        took = f"{found.seconds:.1f} s, of the processor {found.cpu_seconds:.1f} s"
+        print(f"{key.name}, {key.workers}: {took}", file=sys.stderr, flush=True)
+        return found
+
+    seen = take_turns({key: partial(turn, key) for key in runs}, rounds)
     same_bytes = True
     for dedup in dict.fromkeys(key.dedup for key in runs):
         turns = {key: each[0] for key, each in seen.items() if key.dedup == dedup}

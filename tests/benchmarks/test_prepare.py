@@ -67,8 +67,8 @@ def test_rows_of_memory(text: Path, prepared: Path) -> None:
         Shards(prepared).tokenizer_path,
         megabytes=0.1,
         part="memory",
-        exact_gb=[0.001],
-        minhash_gb=[0.0005],
+        exact_gb=[0.0005],
+        minhash_gb=[0.0002],
     )
     assert found.rows == []
     exact, minhash = found.more["memory"]
