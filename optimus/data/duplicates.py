@@ -13,6 +13,7 @@ import os
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -205,7 +206,8 @@ def _keys(path: Path) -> NDArray[np.uint64]:
     return read_array(path, path.with_name(RUNS))
 
 
-def _bands(dedup: Dedup) -> list[slice]:
+@cache  # `MinHashLSH` searches for its numbers for a tenth of a second
+def _bands(dedup: Dedup) -> Sequence[slice]:
     """Returns the MinHashes of each band; one band without MinHashes for exact duplicates."""
     if dedup == "exact":
         return [slice(0, 0)]

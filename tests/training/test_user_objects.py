@@ -288,7 +288,9 @@ def test_the_program_of_the_page(prepared: Path, tmp_path: Path, monkeypatch: py
     del config["data"]
     Path("run.yaml").write_text(yaml.safe_dump(config))
     page = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
-    exec(page.partition("```python\n")[2].partition("```")[0], {})
+    programs = [text.partition("```")[0] for text in page.split("```python\n")[1:]]
+    (program,) = (text for text in programs if "optimus.train(" in text)
+    exec(program, {})
     assert len(losses(tmp_path / "run")) == 6
 
 
