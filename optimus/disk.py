@@ -5,10 +5,11 @@ import os
 import re
 import shutil
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from optimus.copies import is_url
 from optimus.errors import UserError, how_to_install
@@ -98,12 +99,13 @@ def temporary_name(path: Path) -> Path:
     return path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Replaces the content of the file at `path` atomically with `text`, synced to disk."""
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Opens a new file, which replaces the file at `path` atomically, synced to disk, after the block."""
     temporary = temporary_name(path)
     try:
-        with temporary.open("w", encoding="utf-8", newline="") as file:
-            file.write(text)
+        with temporary.open("wb+") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         if path.exists():
@@ -112,6 +114,12 @@ def replace_text(path: Path, text: str) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replaces the content of the file at `path` atomically with `text`, synced to disk."""
+    with replacing(path) as file:
+        file.write(text.encode())
     sync(path.parent)
 
 

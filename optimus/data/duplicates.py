@@ -12,6 +12,7 @@ of MinHashes in a band are those of `datasketch.MinHashLSH`.
 import os
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import cache
 from itertools import pairwise
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from optimus.data.journal import Counts
 from optimus.data.selection import BYTES, HASHES, SIMILAR, Dedup, Document
 from optimus.data.units import read_array, read_marker
-from optimus.disk import sync, temporary_name, write_json
+from optimus.disk import replacing, sync, write_json
 from optimus.errors import UserError
 
 RECORDS = "documents.bin"
@@ -88,7 +89,7 @@ class Found(NamedTuple):
                 yield read_array(self.pairs_file(part, files, number), marker)
 
 
-def sort_keys(folder: Path, dedup: Dedup, memory: int) -> None:
+def sort_keys(dedup: Dedup, memory: int, folder: Path) -> None:
     """Writes the sorted keys of a stream's documents, in runs of about `memory` bytes (step 1).
 
     The names of the files have the size of the runs, as another process with other memory may do the same step.
@@ -118,7 +119,7 @@ def sort_keys(folder: Path, dedup: Dedup, memory: int) -> None:
     write_json(folder / RUNS, {"runs": len(starts), "size": size})
 
 
-def find_duplicates(folders: Sequence[Path], found: Found, part: int, dedup: Dedup, memory: int) -> None:
+def find_duplicates(dedup: Dedup, memory: int, folders: Sequence[Path], found: Found, part: int) -> None:
     """Writes the duplicates with keys in one part of `found.parts` equal parts of all keys (step 2)."""
     sizes = [(folder, read_marker(folder / RUNS, "runs", "size")) for folder in folders]
     runs = [
@@ -142,7 +143,7 @@ def find_duplicates(folders: Sequence[Path], found: Found, part: int, dedup: Ded
 
 
 def remove_duplicates(
-    folder: Path, number: int, found: Found, counts: list[Counts], item: int, dedup: Dedup, memory: int
+    dedup: Dedup, memory: int, found: Found, item: int, folder: Path, number: int, counts: list[Counts]
 ) -> None:
     """Writes the stream `number` without its duplicates, and its numbers of tokens and documents (step 3).
 
@@ -159,9 +160,8 @@ def remove_duplicates(
         lists.append(pairs[1, start:stop])
     counts, removed = [replace(each) for each in counts], any(map(len, lists))
     size = max(1, memory // (4 * kind.itemsize))
-    temporary = temporary_name(folder / UNIQUE)
-    with (folder / STREAM).open("rb") as stream, temporary.open("wb") as unique:
-        for start in range(0, total if removed else 0, size):
+    with (folder / STREAM).open("rb") as stream, replacing(folder / UNIQUE) if removed else nullcontext() as unique:
+        for start in range(0, total if unique else 0, size):
             records = np.fromfile(folder / RECORDS, kind, min(size, total - start), offset=start * kind.itemsize)
             drop_N = np.zeros(len(records), dtype=bool)
             for documents in lists:
@@ -180,12 +180,6 @@ def remove_duplicates(
             for first, last in borders.reshape(-1, 2).tolist():
                 _copy(stream, int(ends_N[first - 1]) if first else position, int(ends_N[last - 1]), unique)
             position = int(ends_N[-1])
-        unique.flush()
-        os.fsync(unique.fileno())
-    if removed:
-        temporary.replace(folder / UNIQUE)
-    else:
-        temporary.unlink()
     sync(folder)
     write_json(folder / COUNTED, {"file": UNIQUE if removed else STREAM, "counts": [asdict(each) for each in counts]})
     for path in [folder / RECORDS, *([folder / STREAM] if removed else [])]:
@@ -300,9 +294,5 @@ def _signatures(folders: Sequence[Path], pairs: NDArray[np.uint64]) -> NDArray[n
 
 
 def _write(path: Path, array: NDArray[np.uint64]) -> None:
-    temporary = temporary_name(path)
-    with temporary.open("wb") as file:
+    with replacing(path) as file:
         np.save(file, array)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)

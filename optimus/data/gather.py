@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from optimus.data.packing import Packed
 from optimus.data.permutation import Permutation
 from optimus.data.units import read_array
-from optimus.disk import temporary_name
+from optimus.disk import replace_text, replacing
 from optimus.errors import UserError
 
 PLAN = "plan.json"  # of the rows, which ends the packing
@@ -80,9 +80,8 @@ def shard_writer(
         )
 
     def write(name: str, start: int, stop: int) -> None:
-        temporary = temporary_name(folder / name)  # others may write the same shard
         digest, sums_N = hashlib.sha256(), np.empty(stop - start, dtype="<u4")
-        with StreamReader(streams, np.dtype(dtype).itemsize) as reader, temporary.open("wb+") as shard:
+        with StreamReader(streams, np.dtype(dtype).itemsize) as reader, replacing(folder / name) as shard:
             header = {"descr": dtype, "fortran_order": False, "shape": (stop - start, context)}
             np.lib.format.write_array_header_1_0(shard, header)
             shard.seek(0)
@@ -97,10 +96,9 @@ def shard_writer(
                 sums_N[first - start :][: len(row_N)] = [zlib.crc32(data[end - row_bytes : end]) for end in ends]
                 digest.update(data)
                 shard.write(data)
-            _end(shard)
-        temporary.replace(folder / name)
-        _replace(folder / f"{name}{SUMS}", sums_N.tobytes())
-        _replace(folder / f"{name}{DIGEST}", digest.hexdigest().encode())
+        with replacing(folder / f"{name}{SUMS}") as file:
+            file.write(sums_N.tobytes())
+        replace_text(folder / f"{name}{DIGEST}", digest.hexdigest())
 
     return write
 
@@ -201,11 +199,8 @@ def _spans(
 def write_packed(path: Path, packed: Packed) -> None:
     """Writes rows of pieces as one array [B + 1 + 2 D + 1]."""
     array = np.concatenate([[len(packed.bounds_B)], packed.bounds_B, packed.start_D, packed.length_D])
-    temporary = temporary_name(path)
-    with temporary.open("wb") as file:
+    with replacing(path) as file:
         np.save(file, array.astype("<i8"))
-        _end(file)
-    temporary.replace(path)
 
 
 def read_packed(path: Path) -> Packed:
@@ -214,16 +209,3 @@ def read_packed(path: Path) -> Packed:
     bounds = int(array[0])
     start_D, length_D = array[1 + bounds :].reshape(2, -1)
     return Packed(array[1 : 1 + bounds], start_D, length_D, 0)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    temporary = temporary_name(path)
-    with temporary.open("wb") as file:
-        file.write(content)
-        _end(file)
-    temporary.replace(path)
-
-
-def _end(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())

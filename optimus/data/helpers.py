@@ -12,19 +12,41 @@ import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import count as counter
 from typing import Any
 
 from optimus.errors import UserError
 from optimus.parent import end_after
 
 
-class Helpers:
-    """A pool of at most `count` helper processes. In each process, `make` returns the function that serves the calls.
+@dataclass(frozen=True)
+class Served:
+    """A function that the processes of a pool serve, one such function at a time."""
 
-    `make` must be importable by name. An exception that leaves the `with` block kills the processes.
+    helpers: "Helpers"
+    number: int
+    make: Callable[..., Callable[..., Any]]
+    args: tuple[Any, ...]
+
+    @property
+    def count(self) -> int:
+        """Maximum number of processes."""
+        return self.helpers.count
+
+    def submit(self, *args: Any) -> "Future[Any]":
+        """Calls the function in a helper, and returns a future of the result. The future raises the function's
+        `UserError` or `OSError`, a `UserError` if the helper ends, and a `RuntimeError` for other exceptions."""
+        return self.helpers.call(self.number, self.make, self.args, args)
+
+
+class Helpers:
+    """A pool of at most `count` helper processes, which start when there is work for them.
+
+    An exception that leaves the `with` block kills the processes.
     """
 
-    def __init__(self, count: int, make: Callable[..., Callable[..., Any]], *args: Any, threads: int = 1) -> None:
+    def __init__(self, count: int, threads: int = 1) -> None:
         self.count = count
         self._environment = {
             "TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false",
@@ -32,15 +54,18 @@ class Helpers:
             "OMP_NUM_THREADS": str(threads),
         }
         self._killed = False
-        self._setup = make, args
+        self._numbers = counter(1)
         self._thread_local = threading.local()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._threads = ThreadPoolExecutor(count, "helper", self._start)
 
-    def submit(self, *args: Any) -> "Future[Any]":
-        """Calls the served function in a helper, and returns a future of the result. The future raises the function's
-        `UserError` or `OSError`, a `UserError` if the helper ends, and a `RuntimeError` for other exceptions."""
-        return self._threads.submit(self._ask, args)
+    def serving(self, make: Callable[..., Callable[..., Any]], *args: Any) -> Served:
+        """Returns the function `make(*args)`, which each process makes for itself. `make` must be importable by name."""
+        return Served(self, next(self._numbers), make, args)
+
+    def call(self, *call: Any) -> "Future[Any]":
+        """Calls the function of a `Served` in a helper."""
+        return self._threads.submit(self._ask, call)
 
     def __enter__(self) -> "Helpers":
         return self
@@ -69,12 +94,12 @@ class Helpers:
             process.kill()
         self._thread_local.process = process
 
-    def _ask(self, args: tuple[Any, ...]) -> Any:
+    def _ask(self, call: tuple[Any, ...]) -> Any:
         process: subprocess.Popen[bytes] = self._thread_local.process
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            pickle.dump((*self._setup, args), process.stdin, protocol=5)
+            pickle.dump(call, process.stdin, protocol=5)
             process.stdin.flush()
             succeeded, value = pickle.load(process.stdout)
         except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:  # a truncated answer does not unpickle
@@ -95,14 +120,18 @@ def serve(parent: int) -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # the output of libraries must not mix with the answers
     function: Callable[..., Any] | None = None
+    current = 0
     while True:
         try:
-            make, setup, call = pickle.load(calls)
+            number, make, setup, call = pickle.load(calls)
         except EOFError:
             return
         answer: tuple[bool, Any]
         try:
-            function = function or make(*setup)
+            if number != current:
+                function, current = None, 0  # its memory is free before the next function is made
+                function, current = make(*setup), number
+            assert function is not None
             answer = (True, function(*call))
         except (UserError, OSError) as error:
             answer = (False, error)

@@ -12,7 +12,8 @@ from optimus.errors import UserError
 
 SETTINGS = "tasks.json"
 TASKS = "tasks"  # the setting with the number of tasks
-SKIP_BAD = "skip_bad"  # the setting of tasks that leave out bad files
+SKIP_BAD = "skip_bad"  # the setting of tasks that leave out bad files, which determines the borders of their ranges
+OF_TASKS = (TASKS, SKIP_BAD, journal.FILES)  # settings that the output does not depend on
 _FAILED = "failed.json"
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,13 +44,13 @@ class FileBlock(NamedTuple):
 
 
 class TokenFilePlan(NamedTuple):
-    """The files of the format `to` that are to be written from `streams`.
+    """The files of a form that are to be written from `streams`.
 
     Each file in `ends` is an array with the ends of the documents of a stream, from its beginning. `borders` are the
     first tokens of the files, and the end of the last one.
     """
 
-    to: str
+    form: "TokenFileForm"
     streams: Sequence[Stream]
     ends: Sequence[Path]
     borders: Sequence[int]
@@ -61,19 +61,14 @@ class TokenFilePlan(NamedTuple):
         """Returns the blocks of all files, in order."""
         return [
             FileBlock(name, start, min(start + BLOCK, size))
-            for name, size in self.sizes().items()
+            for name, size in self.form.sizes(self).items()
             for start in range(0, size, BLOCK)
         ]
 
-    def sizes(self) -> dict[str, int]:
-        """Returns the size of each file in bytes."""
-        item, name = np.dtype(self.dtype).itemsize, WRITTEN[self.to]
-        if self.to == "megatron":
-            documents = sum(map(len, _arrays(self.ends)))
-            return {f"{name}.bin": self.borders[-1] * item, f"{name}.idx": 34 + 12 * documents + 8 * (documents + 1)}
-        digits = max(5, len(str(len(self.borders) - 2)))  # the order of the names is that of the documents
-        pairs = enumerate(pairwise(self.borders))
-        return {name.replace("*", f"{number:0{digits}}"): (stop - start) * item for number, (start, stop) in pairs}
+    @property
+    def item(self) -> int:
+        """Bytes of a token in the files."""
+        return np.dtype(self.dtype).itemsize
 
 
 class _IntegerTable(NamedTuple):
@@ -84,14 +79,71 @@ class _IntegerTable(NamedTuple):
     values: Callable[[int, int], NDArray[Any]]
 
 
-def written_type(to: str, vocab_size: int) -> str:
-    """Returns the type of the tokens, as the writer of the format `to` chooses it from the size of the vocabulary."""
-    if to == "megatron":
+class TokenFileForm(Protocol):
+    """The files of another trainer: `token_type` is the type that its writer chooses for a vocabulary, `borders` are
+    those of a `TokenFilePlan`, `sizes` are the files with their bytes, and `tables` the content of a file."""
+
+    def token_type(self, vocab_size: int) -> str: ...
+
+    def borders(self, streams: Sequence[Stream], ends: Sequence[Path], most: int) -> list[int]: ...
+
+    def sizes(self, plan: TokenFilePlan) -> dict[str, int]: ...
+
+    def tables(self, plan: TokenFilePlan, file: str, reader: StreamReader) -> list[_IntegerTable]: ...
+
+
+class _Megatron:
+    """A file of tokens, and an index of the documents."""
+
+    def token_type(self, vocab_size: int) -> str:
         return "<u2" if vocab_size < _LARGEST_UINT16 else "<i4"
-    return flat_type(vocab_size)
+
+    def borders(self, streams: Sequence[Stream], ends: Sequence[Path], most: int) -> list[int]:
+        return [0, sum(stream.tokens for stream in streams)]
+
+    def sizes(self, plan: TokenFilePlan) -> dict[str, int]:
+        documents, name = sum(map(len, _arrays(plan.ends))), WRITTEN["megatron"]
+        index = 34 + 12 * documents + 8 * (documents + 1)
+        return {f"{name}.bin": plan.borders[-1] * plan.item, f"{name}.idx": index}
+
+    def tables(self, plan: TokenFilePlan, file: str, reader: StreamReader) -> list[_IntegerTable]:
+        return _megatron_index(plan) if file.endswith(".idx") else [_tokens(plan, 0, reader)]
 
 
-def file_borders(streams: Sequence[Stream], ends: Sequence[Path], most: int) -> list[int]:
+class _Flat:
+    """Files of tokens that end where documents end."""
+
+    def token_type(self, vocab_size: int) -> str:
+        return flat_type(vocab_size)
+
+    def borders(self, streams: Sequence[Stream], ends: Sequence[Path], most: int) -> list[int]:
+        return _document_borders(streams, ends, most)
+
+    def sizes(self, plan: TokenFilePlan) -> dict[str, int]:
+        digits = max(5, len(str(len(plan.borders) - 2)))  # the order of the names is that of the documents
+        pairs = enumerate(pairwise(plan.borders))
+        return {
+            WRITTEN["npy"].replace("*", f"{number:0{digits}}"): (stop - start) * plan.item
+            for number, (start, stop) in pairs
+        }
+
+    def tables(self, plan: TokenFilePlan, file: str, reader: StreamReader) -> list[_IntegerTable]:
+        return [_tokens(plan, plan.borders[[*self.sizes(plan)].index(file)], reader)]
+
+
+MEGATRON, FLAT = _Megatron(), _Flat()
+
+
+def _tokens(plan: TokenFilePlan, first: int, reader: StreamReader) -> _IntegerTable:
+    """Returns the tokens from number `first` of all streams to the end."""
+    return _IntegerTable(
+        plan.dtype,
+        plan.borders[-1] - first,
+        lambda start, stop: reader.values(first + start, first + stop, plan.stream_type),
+    )
+
+
+def _document_borders(streams: Sequence[Stream], ends: Sequence[Path], most: int) -> list[int]:
     """Returns the first token of each file, and the end of the last one.
 
     A file has as many documents as fit into `most` tokens, but at least one.
@@ -125,23 +177,12 @@ def block_writer(folder: Path, plan: TokenFilePlan) -> Callable[[FileBlock], Non
 
     The function raises `UserError` for a document that the format cannot hold.
     """
-    starts = dict(zip(plan.sizes(), plan.borders))
 
     def write(block: FileBlock) -> None:
         digest = hashlib.sha256()
         with ExitStack() as stack:
-            tokens = stack.enter_context(StreamReader(plan.streams, np.dtype(plan.stream_type).itemsize))
-            if block.file.endswith(".idx"):
-                tables = _megatron_index(plan)
-            else:
-                first = starts[block.file]
-                tables = [
-                    _IntegerTable(
-                        plan.dtype,
-                        plan.borders[-1] - first,
-                        lambda start, stop: tokens.values(first + start, first + stop, plan.stream_type),
-                    )
-                ]
+            reader = stack.enter_context(StreamReader(plan.streams, np.dtype(plan.stream_type).itemsize))
+            tables = plan.form.tables(plan, block.file, reader)
             # Others may write blocks of the same file, or this block.
             descriptor = os.open(folder / block.file, os.O_WRONLY | os.O_CREAT, 0o666)
             file = stack.enter_context(os.fdopen(descriptor, "wb"))
@@ -158,7 +199,7 @@ def block_writer(folder: Path, plan: TokenFilePlan) -> Callable[[FileBlock], Non
 
 def _megatron_index(plan: TokenFilePlan) -> list[_IntegerTable]:
     """Returns the tables of an .idx file: the head, and of each document its length, its first byte and its number."""
-    arrays, item = _arrays(plan.ends), np.dtype(plan.dtype).itemsize
+    arrays, item = _arrays(plan.ends), plan.item
     first_S = [0, *accumulate(map(len, arrays))]  # number of the first document of each stream
     before_S = [0, *accumulate(each.tokens for each in plan.streams)]
     documents = first_S[-1]

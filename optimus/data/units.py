@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from optimus.data.helpers import Helpers
+from optimus.data.helpers import Served
 from optimus.disk import parse_json
 from optimus.errors import UserError
 
@@ -36,29 +36,27 @@ class EndedElsewhereError(Exception):
 def do_units(
     folder: Path,
     units: Sequence[WorkUnit],
-    workers: int,
-    make: Callable[..., Callable[..., Any]],
-    *setup: Any,
+    function: Served,
     first: int = 0,
     is_finished: Callable[[], bool] = lambda: False,
     done: Callable[[WorkUnit], None] = lambda unit: None,
 ) -> None:
-    """Does the missing units in up to `workers` helper processes, and waits for the units of other processes.
+    """Does the missing units in helper processes that serve `function`, and waits for the units of other processes.
 
-    Begins with unit number `first`, and calls `done` after each unit. The arguments `make` and `setup` are those of
-    `Helpers`. Raises `EndedElsewhereError` if `is_finished` becomes true.
+    Begins with unit number `first`, and calls `done` after each unit. Raises `EndedElsewhereError` if `is_finished`
+    becomes true.
     """
     missing = [unit for unit in [*units[first:], *units[:first]] if not unit.result.exists()]
     if not missing:
         return
     (folder / CLAIMS).mkdir(exist_ok=True)
-    with Helpers(min(workers, len(missing)), make, *setup) as helpers, ExitStack() as claims:
+    with ExitStack() as claims:
         running, patience = dict[Future[Any], tuple[WorkUnit, ExitStack]](), time.monotonic() + PATIENCE
         while missing or running:
             if is_finished():
                 raise EndedElsewhereError
             claimed = None
-            for unit in [*missing] if len(running) < helpers.count else ():
+            for unit in [*missing] if len(running) < function.count else ():
                 if unit.result.exists():  # by another process
                     missing.remove(unit)
                     done(unit)
@@ -67,7 +65,7 @@ def do_units(
                     break
             if claimed is not None:
                 missing.remove(claimed[0])
-                running[helpers.submit(*claimed[0].arguments)] = claimed
+                running[function.submit(*claimed[0].arguments)] = claimed
                 patience = time.monotonic() + PATIENCE
             elif running:
                 wait(running, _PAUSE, FIRST_COMPLETED)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from optimus.data import preparation, tokenizer, units
+from optimus.data import preparation, streams, tokenizer
 from optimus.data.inspection import Look
 from optimus.data.preparation import prepare
 from optimus.errors import UserError
@@ -19,8 +19,24 @@ from optimus.errors import UserError
 class Here:
     """Stands in for helper processes, which take a second to start."""
 
-    def __init__(self, count: int, make: Callable[..., Callable[..., Any]], *args: Any, threads: int = 1) -> None:
-        self.count, self._serve = count, make(*args)
+    def __init__(self, count: int, threads: int = 1) -> None:
+        self.count = count
+
+    def serving(self, make: Callable[..., Callable[..., Any]], *args: Any) -> "ServedHere":
+        return ServedHere(self.count, make(*args))
+
+    def __enter__(self) -> "Here":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class ServedHere:
+    """Stands in for a function that helper processes serve."""
+
+    def __init__(self, count: int, serve: Callable[..., Any]) -> None:
+        self.count, self._serve = count, serve
 
     def submit(self, *args: Any) -> "Future[Any]":
         future = Future[Any]()
@@ -30,18 +46,12 @@ class Here:
             future.set_exception(error)
         return future
 
-    def __enter__(self) -> "Here":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
 
 @pytest.fixture
 def no_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets `prepare` work in this process alone."""
     monkeypatch.setattr(preparation, "Helpers", Here)
-    monkeypatch.setattr(units, "Helpers", Here)
+    monkeypatch.setattr(streams, "Helpers", Here)
 
 
 @pytest.fixture(scope="session")

@@ -17,8 +17,9 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from optimus.data import preparation
-from optimus.data.helpers import Helpers
+from optimus.data import preparation, stream_writer, streams
+from optimus.data.gather import shard_writer
+from optimus.data.helpers import Served
 from optimus.data.preparation import prepare
 from optimus.data.tokenizer import inspect
 from optimus.errors import UserError
@@ -268,7 +269,7 @@ def test_unfinished_run_with_other_settings_or_input(
     tmp_path: Path, run: Callable[..., Any], no_look: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("optimus.data.documents.BLOCK", 600)
-    monkeypatch.setattr(preparation, "SIZE_SAMPLE", 100)
+    monkeypatch.setattr(streams, "SIZE_SAMPLE", 100)
     with pytest.raises(UserError):
         run("a.jsonl", GOOD * 9 + b"bad\n", seed=1)
     journal = (tmp_path / "out.partial" / "journal.json").read_bytes()
@@ -316,10 +317,10 @@ def test_disk_that_fills_up_meanwhile(
 
     with monkeypatch.context() as patch:
         if place == "stream":
-            patch.setattr(preparation._StreamWriter, "write", fail)
+            patch.setattr(stream_writer.StreamWriter, "write", fail)
         else:
-            submit = Helpers.submit  # called with a batch, with a plan, or with the name and rows of a shard
-            patch.setattr(Helpers, "submit", lambda self, *a: fail() if len(a) == 3 else submit(self, *a))
+            submit = Served.submit
+            patch.setattr(Served, "submit", lambda self, *a: fail() if self.make is shard_writer else submit(self, *a))
         with pytest.raises(UserError, match=r"disk full while writing .*out\.partial.*run the same command again"):
             run("a.jsonl", GOOD * 100)
     assert run("a.jsonl", GOOD * 100)["documents"] == 100
@@ -344,7 +345,8 @@ def test_disk_that_is_really_full(
     tmp_path: Path, room: float, shards: bool, small_disk: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.jsonl").write_bytes(GOOD * 1500)
-    monkeypatch.setattr(preparation, "_check_disk", lambda run, needed, folders: None)
+    monkeypatch.setattr(streams, "check_disk", lambda run, needed, folders: None)
+    monkeypatch.setattr(preparation, "check_free", lambda run, missing: None)
 
     def run(folder: Path) -> dict[str, Any]:
         return prepare(

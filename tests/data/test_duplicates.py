@@ -90,17 +90,17 @@ def test_documents_that_stay_are_the_first(
         tokens += rows
     found = Found(tmp_path, streams)
     for folder in folders:
-        sort_keys(folder, dedup, memory)
+        sort_keys(dedup, memory, folder)
         if other:
-            stopped_before_its_end(folder, sort_keys, folder, dedup, other)
+            stopped_before_its_end(folder, sort_keys, dedup, other, folder)
     for part in range(streams):
-        find_duplicates(folders, found, part, dedup, memory)
+        find_duplicates(dedup, memory, folders, found, part)
         if other:
-            stopped_before_its_end(tmp_path, find_duplicates, folders, found, part, dedup, other)
+            stopped_before_its_end(tmp_path, find_duplicates, dedup, other, folders, found, part)
     stay, stored = first_of(signatures, dedup), list[int]()
     assert 10 < sum(stay) < len(documents) - 5
     for number, folder in enumerate(folders):
-        remove_duplicates(folder, number, found, counts[number], 2, dedup, memory)
+        remove_duplicates(dedup, memory, found, 2, folder, number, counts[number])
         result = parse_json((folder / COUNTED).read_bytes())
         part_tokens = np.fromfile(folder / result["file"], "<u2").tolist()
         assert sum(each["tokens"] for each in result["counts"]) == len(part_tokens)

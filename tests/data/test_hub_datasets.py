@@ -153,7 +153,7 @@ def test_prepare(tmp_path, tokenizer_file, monkeypatch):
             raise StopError
 
     monkeypatch.setattr(documents, "BLOCK", 2000)
-    monkeypatch.setattr("optimus.data.preparation.COMMIT_SECONDS", 0)
+    monkeypatch.setattr("optimus.data.stream_writer.COMMIT_SECONDS", 0)
     with pytest.raises(StopError):
         optimus.prepare(named, tmp_path / "three", split="train", workers=1, progress=stop, **common)
     skipped = []

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from helpers.sweep import part_of
-from optimus.data import contamination, cutting, documents, duplicates, gather, joining, journal, preparation
+from optimus.data import contamination, cutting, documents, duplicates, stream_writer
 from optimus.data.preparation import prepare
 
 
@@ -60,19 +60,13 @@ def moments(partial: Path, copies: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
     last = dict[str, bytes]()
     copies.mkdir()
-    monkeypatch.setattr(preparation, "COMMIT_SECONDS", 0.0)
-    watched(journal, "write_json")
-    watched(preparation, "write_json")
-    watched(preparation, "sync")
+    monkeypatch.setattr(stream_writer, "COMMIT_SECONDS", 0.0)
     watched(contamination.NgramIndex, "save")
-    watched(preparation._StreamWriter, "_end_document")
-    for module, names in (
-        (duplicates, ("sync", "write_json", "_write", "_copy")),
-        (joining, ("sync", "write_json", "write_packed", "sort_keys", "find_duplicates", "remove_duplicates")),
-        (gather, ("_replace", "_end")),
-    ):
-        for name in names:
-            watched(module, name)
+    watched(stream_writer.StreamWriter, "_end_document")
+    watched(duplicates, "_copy")
+    watched(os, "fsync")
+    for name in ("replace", "rename", "unlink"):
+        watched(Path, name)
 
 
 @pytest.mark.parametrize(
@@ -118,8 +112,8 @@ class Killed(BaseException):
 
 def end_at(number: int, how: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
     """Raises `how` in the numbered commit: before the write for even numbers, after it for odd ones."""
-    calls, write = [], preparation._StreamWriter.commit
-    monkeypatch.setattr(preparation, "COMMIT_SECONDS", 0.0)
+    calls, write = [], stream_writer.StreamWriter.commit
+    monkeypatch.setattr(stream_writer, "COMMIT_SECONDS", 0.0)
 
     def stop(self: Any) -> None:
         calls.append(None)
@@ -128,7 +122,7 @@ def end_at(number: int, how: type[BaseException], monkeypatch: pytest.MonkeyPatc
         if len(calls) == number:
             raise how
 
-    monkeypatch.setattr(preparation._StreamWriter, "commit", stop)
+    monkeypatch.setattr(stream_writer.StreamWriter, "commit", stop)
 
 
 def test_signatures_of_long_documents_are_of_their_normalised_text(

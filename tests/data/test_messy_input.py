@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from optimus.data import cutting, documents, files, inspection, preparation
+from optimus.data import cutting, documents, files, inspection, preparation, stream_writer, streams
 from optimus.data.preparation import prepare
 from optimus.errors import UserError
 
@@ -221,8 +221,8 @@ def test_what_is_bad_far_into_a_file(
         monkeypatch.setattr(module, name, value)
     for module, name, value in ((documents, "PIECE", 300), (cutting, "PIECE", 300), (cutting, "WINDOW", 40)):
         monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(preparation, "COMMIT_SECONDS", 0.0)
-    monkeypatch.setattr(preparation, "SIZE_SAMPLE", 100)
+    monkeypatch.setattr(stream_writer, "COMMIT_SECONDS", 0.0)
+    monkeypatch.setattr(streams, "SIZE_SAMPLE", 100)
     name, content = deep(kind)
     write(
         tmp_path / "in",
@@ -270,7 +270,7 @@ def test_a_tokenizer_is_trained_on_good_files_alone(
     """A tokenizer is trained on good files only, even if a file proves bad during or after that training."""
     if later:
         sample = lambda run: (source.path.read_bytes().decode(errors="replace") for source in run.sources.files)  # noqa: E731
-        monkeypatch.setattr(preparation, "_training_sample", sample)
+        monkeypatch.setattr(streams, "_training_sample", sample)
     write(tmp_path / "in", {**GOOD, "b.jsonl": lines("other words " * 99) + b"bad\n"})
     write(tmp_path / "good", GOOD)
     index = run(train_tokenizer=300, skip_bad=True)
@@ -285,7 +285,7 @@ def test_a_bad_file_that_is_mended_is_read(
     """A resumed run reads a repaired file that the first attempt skipped."""
     write(tmp_path / "in", {**GOOD, "zz.jsonl": b"bad\n"})
     with monkeypatch.context() as patch:
-        patch.setattr(preparation._StreamWriter, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(stream_writer.StreamWriter, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             run(skip_bad=True)
     write(tmp_path / "in", {"zz.jsonl": lines("mended")})
@@ -409,7 +409,7 @@ def test_large_files_are_looked_at_whole_where_something_is_bad(
         UserError, match=r"(?s)^3 of .*b\.jsonl\.gz:2401: .*m\.jsonl:2401: .*o\.txt: .*`skip_bad=True`\.$"
     ):
         run()
-    monkeypatch.setattr(preparation, "FULL_CHECK_BYTES", 0)
+    monkeypatch.setattr(streams, "FULL_CHECK_BYTES", 0)
     with pytest.raises(
         UserError, match=r"in/o\.txt: not UTF-8 .* So far, only the first 0 MB of large files have been checked\.$"
     ):
@@ -420,7 +420,7 @@ def test_helpers_look_at_much(run: Callable[..., Any], messy: Path, monkeypatch:
     (messy / REFUSED).unlink()
     with pytest.raises(UserError) as here:
         run()
-    monkeypatch.setattr(preparation, "LOOKED_AT_HERE", 0)
+    monkeypatch.setattr(streams, "LOOKED_AT_HERE", 0)
     with pytest.raises(UserError) as there:
         run(workers=2)
     assert str(there.value) == str(here.value)

@@ -25,7 +25,7 @@ import zstandard
 from helpers.sweep import in_turns
 from optimus.config.sizes import parse_size
 from optimus.data import journal as journals
-from optimus.data import preparation
+from optimus.data import stream_writer
 from optimus.data.permutation import Permutation
 from optimus.data.preparation import prepare
 from optimus.data.shards import Shards
@@ -142,15 +142,15 @@ def test_tables_resume_within_a_file(
     path.write_text(good)
     run("whole")
     with monkeypatch.context() as patch:
-        monkeypatch.setattr(preparation, "COMMIT_SECONDS", 0.0)
-        written = preparation._StreamWriter.write
+        monkeypatch.setattr(stream_writer, "COMMIT_SECONDS", 0.0)
+        written = stream_writer.StreamWriter.write
 
         def stop_later(self: Any, batch: Any, encoded: Any) -> None:
             if batch.after.offset > 5:
                 raise KeyboardInterrupt
             written(self, batch, encoded)
 
-        patch.setattr(preparation._StreamWriter, "write", stop_later)
+        patch.setattr(stream_writer.StreamWriter, "write", stop_later)
         with pytest.raises(KeyboardInterrupt):
             run("out")
     assert 0 < json.loads((tmp_path / "out.partial" / "journal.json").read_bytes())["mark"]["position"][1] <= 5
@@ -297,8 +297,8 @@ def test_long_documents_are_cut_without_a_trace(
 
 KILLABLE = """
 import sys
-from optimus.data import preparation, documents, cutting
-preparation.COMMIT_SECONDS = 0.0
+from optimus.data import preparation, stream_writer, documents, cutting
+stream_writer.COMMIT_SECONDS = 0.0
 documents.BLOCK = documents.PIECE = cutting.PIECE = 20_000
 inputs, output, tokenizer = sys.argv[1:]
 print("begun", flush=True)
@@ -533,9 +533,10 @@ def test_helpers_end_with_a_killed_parent(busy: bool) -> None:
     code = (
         "import functools, os, time\n"
         "from optimus.data.helpers import Helpers\n"
-        "with Helpers(1, functools.partial, eval) as helpers:\n"
-        "    print(helpers.submit('__import__(\"os\").getpid()').result(), flush=True)\n"
-        f"    helpers.submit('all(zero == 0 for zero in iter(int, 1))' if {busy} else '0')\n"
+        "with Helpers(1) as helpers:\n"
+        "    function = helpers.serving(functools.partial, eval)\n"
+        "    print(function.submit('__import__(\"os\").getpid()').result(), flush=True)\n"
+        f"    function.submit('all(zero == 0 for zero in iter(int, 1))' if {busy} else '0')\n"
         "    time.sleep(60)"
     )
     run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from helpers.sweep import part_of
 from optimus.cli import app
-from optimus.data import joining, journal, preparation, shards, token_writers, tokenizer, units
+from optimus.data import preparation, shards, token_writers, tokenizer, units
 from optimus.data.gather import Stream, StreamReader
 from optimus.data.packing import write_ends
 from optimus.data.preparation import prepare
@@ -192,10 +192,8 @@ def moments(partial: Path, copies: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
         monkeypatch.setattr(module, name, watching)
 
-    for module, name in ((journal, "write_json"), (joining, "sync"), (joining, "write_json"), (os, "fsync")):
+    for module, name in ((os, "fsync"), (Path, "replace"), (Path, "rename"), (Path, "unlink")):
         watched(module, name)
-    watched(token_writers, "replace_text")
-    watched(preparation, "write_json")
 
 
 @pytest.mark.parametrize("to", FORMS)

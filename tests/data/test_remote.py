@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from optimus.data import documents, preparation, remote
+from optimus.data import documents, remote, stream_writer
 from optimus.data.files import resolve
 from optimus.data.preparation import prepare
 from optimus.errors import UserError
@@ -111,7 +111,7 @@ def test_resumes_within_a_remote_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: str, tokenizer_file: Path
 ) -> None:
     monkeypatch.setattr(documents, "BLOCK", 5000)
-    monkeypatch.setattr(preparation, "COMMIT_SECONDS", 0.0)
+    monkeypatch.setattr(stream_writer, "COMMIT_SECONDS", 0.0)
     given: dict[str, Any] = {"tokenizer": tokenizer_file, "context": 32, "workers": 1}
     prepare([f"{memory}/b.jsonl.gz"], tmp_path / "whole", **given)
     seen = []

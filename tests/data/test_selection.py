@@ -124,8 +124,8 @@ def test_the_same_bytes_for_any_workers_and_after_kills(
         index = prepare(inputs, tmp_path / f"out-{workers}", workers=workers, **given)
     assert index["duplicates"] > index["documents"]
     program = (
-        "import os, sys\nfrom optimus.data import documents, preparation\n"
-        "documents.BLOCK, preparation.COMMIT_SECONDS, calls = 20_000, 0.0, []\n"
+        "import os, sys\nfrom optimus.data import documents, preparation, stream_writer\n"
+        "documents.BLOCK, stream_writer.COMMIT_SECONDS, calls = 20_000, 0.0, []\n"
         "def progress(stage, done, total):\n"
         "    calls.append(stage)\n"
         "    if len(calls) == int(sys.argv[1]): os.kill(os.getpid(), 9)\n"

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from helpers.sweep import in_turns
-from optimus.data import duplicates, files, gather, joining, journal, preparation, units
+from optimus.data import files, joining, journal, preparation, stream_writer, units
 from optimus.data.preparation import prepare
 from optimus.data.ranges import numbers_of_task, ranges
 from optimus.data.tasks import prepare_status, status_text, task_name
@@ -131,14 +131,12 @@ def killed_at(call: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(module, name, counting)
 
     with monkeypatch.context() as patch:
-        patch.setattr(preparation, "COMMIT_SECONDS", 0.0)
+        patch.setattr(stream_writer, "COMMIT_SECONDS", 0.0)
         for module, names in (
-            (journal, ("write_json",)),
-            (preparation, ("write_json", "sync", "_empty")),
-            (preparation._StreamWriter, ("_end_document",)),
-            (duplicates, ("sync", "write_json", "_write")),
-            (joining, ("write_json", "write_packed")),
-            (gather, ("_end",)),
+            (stream_writer.StreamWriter, ("_end_document",)),
+            (os, ("fsync",)),
+            (Path, ("replace", "rename", "unlink")),
+            (shutil, ("rmtree",)),
         ):
             for name in names:
                 watched(module, name)
@@ -405,7 +403,7 @@ def test_a_full_disk_in_one_task_loses_nothing(
     run("one")
     run("many", tasks=2, task=0)
     with monkeypatch.context() as patch:
-        patch.setattr(preparation._StreamWriter, "write", full)
+        patch.setattr(stream_writer.StreamWriter, "write", full)
         with pytest.raises(UserError, match=r"disk full while writing .*run the same command again"):
             run("many", tasks=2, task=1)
     assert prepare_status(tmp_path / "many")["states"][1]["state"] == "failed"
