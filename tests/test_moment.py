@@ -31,7 +31,7 @@ PLACES = {
     "comm/device_waits.py": FAULTS,
     "comm/recorder.py": SAID,  # also names slow ranks, by training/hooks/slow_ranks.py
     "data/chat.py": "the day, for a template that asks for it, when a user asks a model; data has one day",
-    "data/preparation.py": "when to look again whether another task has ended; the result is the same",
+    "data/prepare_run.py": REFUSES,
     "data/stream_writer.py": SAVES,
     "data/units.py": "which process does a unit; its result is the same",
     "hub/exporting.py": REFUSES,

@@ -14,7 +14,6 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optimus.data.journal import Counts
-from optimus.data.selection import BYTES, HASHES, SIMILAR, Dedup, Document
+from optimus.data.selection import SIGNATURES, Dedup, Document
 from optimus.data.units import read_array, read_marker
 from optimus.disk import replacing, sync, write_json
 from optimus.errors import UserError
@@ -43,7 +42,9 @@ _Keys = NDArray[np.uint64]
 
 def record_type(dedup: Dedup) -> np.dtype[Any]:
     """Returns the type of the records: the document's numbers of tokens and bytes, its input, and its signature."""
-    return np.dtype([("tokens", "<u8"), ("text_bytes", "<u8"), ("input", "<u4"), ("signature", f"V{BYTES[dedup]}")])
+    return np.dtype(
+        [("tokens", "<u8"), ("text_bytes", "<u8"), ("input", "<u4"), ("signature", f"V{SIGNATURES[dedup].size}")]
+    )
 
 
 def record(document: Document, input_: int) -> bytes:
@@ -96,7 +97,7 @@ def sort_keys(dedup: Dedup, memory: int, folder: Path) -> None:
     """
     kind = record_type(dedup)
     total = (folder / RECORDS).stat().st_size // kind.itemsize
-    bands = _bands(dedup)
+    bands = SIGNATURES[dedup].bands()
     size = max(1, memory // (3 * kind.itemsize + _BYTES_OF_KEY))
     starts = range(0, total, size)
     for number, start in enumerate(starts):
@@ -112,7 +113,7 @@ def sort_keys(dedup: Dedup, memory: int, folder: Path) -> None:
         _write(folder / _repeated(size, number), np.sort(document_N[order[again]]))
         first_N = np.sort(order[~again])
         for band, columns in enumerate(bands):
-            high_N, low_N = _key(values_NC[first_N], dedup, columns)
+            high_N, low_N = _fingerprint(values_NC[first_N, columns])
             order = np.lexsort((first_N, low_N, high_N))
             keys = np.stack([high_N[order], low_N[order], document_N[first_N[order]]])
             _write(folder / _run(size, number, band), keys)
@@ -121,22 +122,20 @@ def sort_keys(dedup: Dedup, memory: int, folder: Path) -> None:
 
 def find_duplicates(dedup: Dedup, memory: int, folders: Sequence[Path], found: Found, part: int) -> None:
     """Writes the duplicates with keys in one part of `found.parts` equal parts of all keys (step 2)."""
+    bands = range(len(SIGNATURES[dedup].bands()))
     sizes = [(folder, read_marker(folder / RUNS, "runs", "size")) for folder in folders]
     runs = [
         (number, folder / _run(size, run, band), band)
         for number, (folder, (total, size)) in enumerate(sizes)
         for run in range(total)
-        for band in range(len(_bands(dedup)))
+        for band in bands
     ]
     low, high = (number * (1 << 64) // found.parts for number in (part, part + 1))
     keys = sum(_between(_keys(path), low, high)[1] for _, path, _ in runs)
     pieces = max(1, -(-keys * _BYTES_OF_KEY // memory))
     borders = [low + (high - low) * number // pieces for number in range(pieces + 1)]
     for number, (begin, end) in enumerate(pairwise(borders)):
-        pairs = [
-            _duplicates(folders, [run[:2] for run in runs if run[2] == band], begin, end, dedup)
-            for band in range(len(_bands(dedup)))
-        ]
+        pairs = [_duplicates(folders, [run[:2] for run in runs if run[2] == band], begin, end, dedup) for band in bands]
         stream_N, document_N = np.unique(np.concatenate(pairs, axis=1), axis=1)
         _write(found.pairs_file(part, pieces, number), np.stack([stream_N, document_N]))
     write_json(found.marker(part), {"files": pieces})
@@ -200,21 +199,6 @@ def _keys(path: Path) -> NDArray[np.uint64]:
     return read_array(path, path.with_name(RUNS))
 
 
-@cache  # `MinHashLSH` searches for its numbers for a tenth of a second
-def _bands(dedup: Dedup) -> Sequence[slice]:
-    """Returns the MinHashes of each band; one band without MinHashes for exact duplicates."""
-    if dedup == "exact":
-        return [slice(0, 0)]
-    from datasketch import MinHashLSH
-
-    index: Any = MinHashLSH(SIMILAR, HASHES)
-    return [slice(start, start + index.r) for start in range(0, index.b * index.r, index.r)]
-
-
-def _key(values_NC: NDArray[np.uint32], dedup: Dedup, columns: slice) -> tuple[_Keys, _Keys]:
-    return _fingerprint(values_NC if dedup == "exact" else values_NC[:, columns])
-
-
 def _fingerprint(values_NC: NDArray[np.uint32]) -> tuple[_Keys, _Keys]:
     """Hashes the rows of an array of 32-bit numbers to 128 bits. Four numbers are their own hash: a signature of exact
     duplicates is random already."""
@@ -259,12 +243,14 @@ def _duplicates(
     again_N = np.zeros(len(order), dtype=bool)
     again_N[1:] = (np.diff(high_N[order]) == 0) & (np.diff(low_N[order]) == 0)
     pairs = np.stack([stream_N[order], document_N[order]])
-    if dedup == "minhash":
-        again_N = _similar(folders, pairs, again_N)
+    if (similar := SIGNATURES[dedup].similar) < 1:
+        again_N = _similar(folders, pairs, again_N, record_type(dedup), similar)
     return np.asarray(pairs[:, again_N])
 
 
-def _similar(folders: Sequence[Path], pairs: NDArray[np.uint64], again_N: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def _similar(
+    folders: Sequence[Path], pairs: NDArray[np.uint64], again_N: NDArray[np.bool_], kind: np.dtype[Any], similar: float
+) -> NDArray[np.bool_]:
     """Marks the documents that resemble an earlier document of their group. A group begins where `again_N` is False."""
     start_N = np.maximum.accumulate(np.where(again_N, 0, np.arange(len(again_N))))
     rank_N = np.arange(len(again_N)) - start_N
@@ -273,22 +259,21 @@ def _similar(folders: Sequence[Path], pairs: NDArray[np.uint64], again_N: NDArra
     while len(candidates):
         for at in range(0, len(candidates), _PAIRS):
             chunk = candidates[at : at + _PAIRS]
-            one, other = (_signatures(folders, pairs[:, which]) for which in (chunk, start_N[chunk] + rank))
-            similar_N[chunk] = (one == other).mean(axis=1) >= SIMILAR
+            one, other = (_signatures(folders, pairs[:, which], kind) for which in (chunk, start_N[chunk] + rank))
+            similar_N[chunk] = (one == other).mean(axis=1) >= similar
         rank += 1
         candidates = candidates[~similar_N[candidates] & (rank_N[candidates] > rank)]
     return similar_N
 
 
-def _signatures(folders: Sequence[Path], pairs: NDArray[np.uint64]) -> NDArray[np.uint32]:
-    """Reads the MinHashes [N, HASHES] of documents."""
-    kind = record_type("minhash")
-    at = kind.fields["signature"][1]  # type: ignore[index]
-    signature_NC = np.empty((pairs.shape[1], HASHES), dtype="<u4")
+def _signatures(folders: Sequence[Path], pairs: NDArray[np.uint64], kind: np.dtype[Any]) -> NDArray[np.uint32]:
+    """Reads the signatures [N, C] of documents from records of the type `kind`."""
+    field, at = kind.fields["signature"][:2]  # type: ignore[index]
+    signature_NC = np.empty((pairs.shape[1], field.itemsize // 4), dtype="<u4")
     for stream in np.unique(pairs[0]).tolist():
         with (folders[stream] / RECORDS).open("rb", buffering=0) as records:
             for row in np.flatnonzero(pairs[0] == stream).tolist():
-                data = os.pread(records.fileno(), 4 * HASHES, int(pairs[1, row]) * kind.itemsize + at)
+                data = os.pread(records.fileno(), field.itemsize, int(pairs[1, row]) * kind.itemsize + at)
                 signature_NC[row] = np.frombuffer(data, "<u4")
     return signature_NC
 

@@ -13,9 +13,10 @@ import hashlib
 import importlib.util
 import re
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, get_args
+from functools import cache
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -27,7 +28,7 @@ SIMILAR = 0.8  # least similarity of near-duplicates
 HASHES = 128
 _RUN = 5  # words of a shingle
 _BLOCK = 4096  # characters of normalised text in one hash
-BYTES = {"none": 0, "exact": 16, "minhash": 4 * HASHES}  # bytes of a signature
+_DIGEST = 16  # bytes of a signature of exact duplicates
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,10 @@ class Selection:
                 )
         if self.dedup not in get_args(Dedup):
             raise UserError(f"`dedup` is {self.dedup!r}: it must be one of {', '.join(get_args(Dedup))}")
-        if self.dedup == "minhash" and importlib.util.find_spec("datasketch") is None:
+        needs = SIGNATURES[self.dedup].needs
+        if needs and importlib.util.find_spec(needs) is None:
             raise UserError(
-                f"`dedup` minhash needs datasketch, which is not installed: run {how_to_install('dedup')}, or use exact"
+                f"`dedup` {self.dedup} needs {needs}, which is not installed: run {how_to_install('dedup')}, or use exact"
             )
 
     def misfit(self, document: "Document") -> Literal["too_short", "too_long", None]:
@@ -99,16 +101,7 @@ class Document:
 
         `index` has the n-grams of the evaluation sets that `piece.scan` comes from.
         """
-        signature, before = piece.signature, bytes.fromhex(self.signature)
-        if dedup == "exact" and not piece.alone:
-            text = piece.signature.decode()
-            # A run of white space becomes one space, even where two pieces meet.
-            text = self.unsigned + (text.lstrip() if self.unsigned[-1:] in ("", " ") else text)
-            signature, self.unsigned = _fold(before, text)
-            if piece.ends_document:
-                signature, self.unsigned = _digest(signature + self.unsigned.rstrip().encode()), ""
-        elif dedup == "minhash" and before:
-            signature = np.minimum(np.frombuffer(before, "<u4"), np.frombuffer(signature, "<u4")).tobytes()
+        signature = SIGNATURES[dedup].join(self, piece)
         self.tokens += piece.tokens
         self.characters += piece.characters
         self.text_bytes += piece.text_bytes
@@ -117,12 +110,43 @@ class Document:
             self.scan.add(piece.scan, index)
 
 
-def signer(dedup: Dedup) -> Callable[[str, bool], bytes]:
-    """Returns a function that computes `DocumentPiece.signature` from the piece's text and `alone`."""
-    if dedup == "none":
-        return lambda text, alone: b""
-    if dedup == "exact":
-        return _exact
+class SignatureRow(NamedTuple):
+    """A kind of signature. `size` is in bytes, and `needs` is a package.
+
+    `signer()` returns a function that computes `DocumentPiece.signature` from the piece's text and `alone`.
+    `join(document, piece)` returns the signature of the document with its next piece. Documents can be duplicates if their
+    signatures are equal in the 32-bit numbers of one of `bands()`; They are
+    duplicates if their signatures have at least the share `similar` of equal numbers.
+    """
+
+    size: int
+    signer: Callable[[], Callable[[str, bool], bytes]]
+    join: Callable[[Document, DocumentPiece], bytes] = lambda document, piece: piece.signature
+    bands: Callable[[], Sequence[slice]] = lambda: (slice(None),)
+    similar: float = 1.0
+    needs: str = ""
+
+
+def _join_exact(document: Document, piece: DocumentPiece) -> bytes:
+    if piece.alone:
+        return piece.signature
+    text = piece.signature.decode()
+    # A run of white space becomes one space, even where two pieces meet.
+    text = document.unsigned + (text.lstrip() if document.unsigned[-1:] in ("", " ") else text)
+    signature, document.unsigned = _fold(bytes.fromhex(document.signature), text)
+    if piece.ends_document:
+        signature, document.unsigned = _digest(signature + document.unsigned.rstrip().encode()), ""
+    return signature
+
+
+def _join_hashes(document: Document, piece: DocumentPiece) -> bytes:
+    before = bytes.fromhex(document.signature)
+    if not before:
+        return piece.signature
+    return np.minimum(np.frombuffer(before, "<u4"), np.frombuffer(piece.signature, "<u4")).tobytes()
+
+
+def _minhash() -> Callable[[str, bool], bytes]:
     from datasketch import MinHash
 
     permutations = MinHash(HASHES, scheme="affine32").permutations
@@ -134,6 +158,14 @@ def signer(dedup: Dedup) -> Callable[[str, bool], bytes]:
         return bytes(hashes.hashvalues.astype("<u4").tobytes())
 
     return sign
+
+
+@cache  # `MinHashLSH` searches for its numbers for a tenth of a second
+def _minhash_bands() -> Sequence[slice]:
+    from datasketch import MinHashLSH
+
+    index: Any = MinHashLSH(SIMILAR, HASHES)
+    return [slice(start, start + index.r) for start in range(0, index.b * index.r, index.r)]
 
 
 def _exact(text: str, alone: bool) -> bytes:
@@ -157,4 +189,11 @@ def _folded(text: str) -> str:
 
 
 def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=BYTES["exact"]).digest()
+    return hashlib.blake2b(data, digest_size=_DIGEST).digest()
+
+
+SIGNATURES = {
+    "none": SignatureRow(0, lambda: lambda text, alone: b""),
+    "exact": SignatureRow(_DIGEST, lambda: _exact, _join_exact),
+    "minhash": SignatureRow(4 * HASHES, _minhash, _join_hashes, _minhash_bands, SIMILAR, "datasketch"),
+}

@@ -13,7 +13,7 @@ from optimus.data.chat import Conversation, special_texts
 from optimus.data.contamination import NgramIndex, PieceScan
 from optimus.data.documents import DocumentBatch, parse_lines
 from optimus.data.fields import ChatField, TextField
-from optimus.data.selection import Dedup, DocumentPiece, signer
+from optimus.data.selection import SIGNATURES, Dedup, DocumentPiece
 from optimus.data.shards import INSIDE, NOT_PREDICTED
 from optimus.data.tokenizer import TokenizerInfo
 
@@ -33,7 +33,7 @@ def encoder(
 
     `exclude` is the file of an `NgramIndex` to search in the texts.
     """
-    tokenizer, sign = tokenizers.load(info.path, parse_special=parse_special), signer(dedup)
+    tokenizer, sign = tokenizers.load(info.path, parse_special=parse_special), SIGNATURES[dedup].signer()
     is_chat = isinstance(text_field, ChatField)
     tokens_of = _conversation_encoder(info) if is_chat else _text_encoder(info, tokenizer)
     special = special_texts(tokenizer) if is_chat or parse_special else []

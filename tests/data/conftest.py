@@ -125,4 +125,4 @@ def stages() -> Any:
 @pytest.fixture
 def no_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the quick inspection of inputs find nothing, as if errors came late in a file."""
-    monkeypatch.setattr(preparation, "look", lambda text_field, whole, source: Look(None, True))
+    monkeypatch.setattr(streams, "look", lambda text_field, whole, source: Look(None, True))

@@ -14,7 +14,7 @@ from optimus.data.gather import Stream, shard_writer, write_packed
 from optimus.data.journal import Counts
 from optimus.data.packing import pack
 from optimus.data.permutation import Permutation
-from optimus.data.selection import Dedup, Document, signer
+from optimus.data.selection import SIGNATURES, Dedup, Document
 from optimus.disk import parse_json
 
 WORDS = [f"word{number}" for number in range(400)]
@@ -66,7 +66,7 @@ def test_documents_that_stay_are_the_first(
     """The memory of a second process, which was stopped inside of a step and goes on when it is done, may be another."""
     generator = random.Random(streams)
     documents = texts(generator)[: 80 if memory == 4_000 else 200]  # signatures of two in a run
-    sign = signer(dedup)
+    sign = SIGNATURES[dedup].signer()
     signatures = [sign(text, True) for text in documents]
     borders = sorted(generator.choices(range(len(documents) + 1), k=streams - 1))
     folders, counts, tokens = [], [], list[list[int]]()

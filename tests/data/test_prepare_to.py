@@ -26,7 +26,7 @@ from optimus.data.preparation import prepare
 from optimus.data.shards import Shards
 from optimus.data.tasks import prepare_status
 from optimus.data.token_files import open_token_files
-from optimus.data.token_writers import TokenFilePlan, block_writer, file_borders, written_type
+from optimus.data.token_writers import FLAT, MEGATRON, TokenFilePlan, block_writer
 from optimus.disk import parse_json
 from optimus.errors import UserError
 
@@ -310,9 +310,10 @@ def test_types_of_tokens(tmp_path: Path, small_blocks: None, to: str, vocabulary
         streams.append(Stream(path, int(lengths.sum())))
         ends.append(tmp_path / f"{number}.npy")
         expected += made
-    assert written_type(to, vocabulary) == kind
-    borders = [0, sum(map(len, expected))] if to == "megatron" else file_borders(streams, ends, 100)
-    plan = TokenFilePlan(to, streams, ends, borders, stream_type, kind)
+    form = {"megatron": MEGATRON, "npy": FLAT}[to]
+    assert form.token_type(vocabulary) == kind
+    borders = form.borders(streams, ends, 100)
+    plan = TokenFilePlan(form, streams, ends, borders, stream_type, kind)
     out = tmp_path / "out"
     out.mkdir()
     for block in plan.blocks():
@@ -331,7 +332,7 @@ def test_memory_does_not_grow_with_the_documents(tmp_path: Path, monkeypatch: py
         ends, tokens = tmp_path / f"{documents}.npy", tmp_path / f"{documents}.bin"
         np.save(ends, np.arange(1, documents + 1))
         np.zeros(documents, "<u2").tofile(tokens)
-        plan = TokenFilePlan("megatron", [Stream(tokens, documents)], [ends], [0, documents], "<u2", "<u2")
+        plan = TokenFilePlan(MEGATRON, [Stream(tokens, documents)], [ends], [0, documents], "<u2", "<u2")
         monkeypatch.setattr(token_writers, "_AT_ONCE", 50_000)
         write = block_writer(tmp_path, plan)
         tracemalloc.start()
@@ -349,7 +350,7 @@ def test_a_document_too_long_for_megatron(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(token_writers, "_LONGEST", 5)
     (tmp_path / "a").write_bytes(np.zeros(10, "<u2").tobytes())
     np.save(tmp_path / "ends.npy", np.array([4, 10]))
-    plan = TokenFilePlan("megatron", [Stream(tmp_path / "a", 10)], [tmp_path / "ends.npy"], [0, 10], "<u2", "<u2")
+    plan = TokenFilePlan(MEGATRON, [Stream(tmp_path / "a", 10)], [tmp_path / "ends.npy"], [0, 10], "<u2", "<u2")
     with pytest.raises(UserError, match=r"document 1 has 6 tokens, but .* up to 5: leave it out with `max_tokens`"):
         [block_writer(tmp_path, plan)(block) for block in plan.blocks()]
 

@@ -16,7 +16,7 @@ from helpers.sweep import in_turns
 from optimus.data import cutting, documents
 from optimus.data.permutation import Permutation
 from optimus.data.preparation import prepare
-from optimus.data.selection import Document, DocumentPiece, Selection, signer
+from optimus.data.selection import SIGNATURES, Document, DocumentPiece, Selection
 from optimus.data.shards import Shards
 from optimus.errors import UserError
 
@@ -140,7 +140,7 @@ def test_the_same_bytes_for_any_workers_and_after_kills(
 
 def test_minhashes_of_pieces_join() -> None:
     """The joined minhash of two pieces is that of the whole document, except for word runs that the cut divides."""
-    sign = signer("minhash")
+    sign = SIGNATURES["minhash"].signer()
     words = [f"word{number}" for number in range(2000)]
     whole = np.frombuffer(sign(" ".join(words), True), "<u4")
     document = Document()
