@@ -25,12 +25,14 @@ from random import Random
 from time import perf_counter
 from typing import IO, Annotated, Any, Literal, NamedTuple
 
+import numpy as np
 from typer import Argument, Option
 
 from benchmarks.harness import Result, Rounds, Row, check_agreement, take_turns
 from benchmarks.tokenise import DEFAULT_VOCABULARY, standard_library
 from optimus.data import tokenizer as tokenizers
 from optimus.data.documents import read_texts
+from optimus.data.duplicates import record_type
 from optimus.data.files import resolve
 from optimus.disk import user_path
 from optimus.errors import UserError
@@ -40,6 +42,9 @@ CORES = (1, 2)
 SAMPLED_SECONDS = 0.02  # between two looks at the memory of a process
 MEMORY = 64 << 20  # bytes of `memory` while memory is measured: less than what the text would need
 SENTENCES = 20_000  # that generated documents consist of
+DOCUMENT_BYTES = 2000  # of the text for which a record stands
+TOKENS = 16  # of such a document: the second stage copies tokens, but holds none
+RECORDS_AT_ONCE = 50_000
 REPEATED = 10  # of so many generated documents, one repeats an earlier one
 
 PROGRAMS = Path(__file__).with_name("prepare_programs.py")
@@ -108,6 +113,13 @@ def run(
     part: Annotated[Part, Option(help="What to measure.")] = "all",
     exact_gb: Annotated[list[float] | None, Option(help="Generated text for the memory of a task, in GB.")] = None,
     minhash_gb: Annotated[list[float] | None, Option(help="The same with `--dedup minhash`.")] = None,
+    exact_stage_gb: Annotated[
+        list[float] | None,
+        Option(
+            help=f"Text in GB, {DOCUMENT_BYTES:,} bytes a document, whose generated records are the second stage's."
+        ),
+    ] = None,
+    minhash_stage_gb: Annotated[list[float] | None, Option(help="The same with `--dedup minhash`.")] = None,
 ) -> Result:
     """Returns rows (least seconds of the clock and of the processor, tokens, tokens per second), ratios of speeds, and
     in `more` the rows of memory.
@@ -136,6 +148,8 @@ def run(
         if part != "speed":
             sizes: dict[Dedup, Sequence[float]] = {"exact": exact_gb or (0.01, 0.04), "minhash": minhash_gb or (0.01,)}
             memory = [_memory(folder, shared, kind, size) for kind, found in sizes.items() for size in found]
+            stages: dict[Dedup, Sequence[float]] = {"exact": exact_stage_gb or (), "minhash": minhash_stage_gb or ()}
+            memory += [_stage_memory(folder, shared, kind, size) for kind, found in stages.items() for size in found]
     tables = {"optimus bench prepare": result.rows, "private memory of a task": memory}
     return Result(
         result.rows,
@@ -258,6 +272,63 @@ def _memory(folder: Path, shared: Request, dedup: Dedup, gigabytes: float) -> Ro
         "peak_mb": round(turn.peak_bytes / 1e6, 1),
         "seconds": round(turn.seconds, 1),
     }
+
+
+def _stage_memory(folder: Path, shared: Request, dedup: Dedup, gigabytes: float) -> Row:
+    """Returns the row of the second stage with generated records."""
+    documents = round(gigabytes * 1e9 / DOCUMENT_BYTES)
+    with tempfile.TemporaryDirectory(dir=folder) as partial:
+        streams = [Path(partial) / f"task-{number}" for number in range(2)]
+        for number, stream in enumerate(streams):
+            write_records(
+                stream, dedup, range(number * documents // 2, (number + 1) * documents // 2), shared["end_of_text"]
+            )
+        request = {"program": "second-stage", "cores": 1, "streams": [str(each) for each in streams], "dedup": dedup}
+        turn = timed([{**shared, **request, "output": partial, "memory": MEMORY}], ROOT, sample=True)
+    return {
+        "dedup": f"{dedup}, second stage",
+        "gigabytes": gigabytes,
+        "documents": documents,
+        "remaining": turn.documents,
+        "peak_mb": round(turn.peak_bytes / 1e6, 1),
+        "seconds": round(turn.seconds, 1),
+    }
+
+
+def write_records(folder: Path, dedup: Dedup, documents: range, end_of_text: int) -> None:
+    """Writes a stream of documents with `TOKENS` tokens, their records and their counts.
+
+    One of `REPEATED` documents repeats the signature of an earlier one; with MinHashes, of each repeated signature 12 of
+    128 numbers differ.
+    """
+    folder.mkdir()
+    kind = record_type(dedup)
+    with (folder / "tokens.bin").open("wb") as stream, (folder / "documents.bin").open("wb") as file:
+        for start in range(documents.start, documents.stop, RECORDS_AT_ONCE):
+            number_N = np.arange(start, min(start + RECORDS_AT_ONCE, documents.stop), dtype=np.uint64)
+            random = np.random.Generator(np.random.PCG64(start))
+            repeated_N = (random.random(len(number_N)) < 1 / REPEATED) & (number_N > 0)
+            of_N = number_N.copy()
+            of_N[repeated_N] = random.integers(0, np.maximum(1, number_N[repeated_N]))
+            column_C = np.arange(1, kind["signature"].itemsize // 4 + 1, dtype=np.uint64)
+            mixed_NC = (of_N[:, None] + np.uint64(1)) * (column_C * np.uint64(0x9E3779B97F4A7C15) | np.uint64(1))
+            mixed_NC = (mixed_NC ^ (mixed_NC >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+            signature_NC = (mixed_NC >> np.uint64(32)).astype("<u4")
+            if dedup == "minhash":
+                signature_NC[repeated_N, :12] = random.integers(0, 1 << 32, (int(repeated_N.sum()), 12))
+            records = np.zeros(len(number_N), kind)
+            records["tokens"], records["text_bytes"] = TOKENS, DOCUMENT_BYTES
+            records["signature"] = signature_NC.view(kind["signature"]).ravel()
+            file.write(records.tobytes())
+            tokens_NT = random.integers(0, end_of_text or 2, (len(number_N), TOKENS)).astype("<u2")
+            tokens_NT[:, -1] = end_of_text
+            stream.write(tokens_NT.tobytes())
+    counts = {
+        "documents": len(documents),
+        "text_bytes": len(documents) * DOCUMENT_BYTES,
+        "tokens": len(documents) * TOKENS,
+    }
+    (folder / "counts.json").write_text(json.dumps(counts), encoding="ascii")
 
 
 def timed(requests: Sequence[Request], library: Path, *, sample: bool = False) -> Turn:

@@ -49,6 +49,48 @@ def optimus(text: str, output: str, tokenizer: str, end_of_text: int, **argument
     return work
 
 
+def second_stage(
+    streams: list[str], output: str, tokenizer: str, end_of_text: int, dedup: Any, memory: int
+) -> Callable[[], Answer]:
+    """Returns the second stage of `prepare` alone, of folders with a stream, records and a journal's `counts.json`."""
+    from optimus.data.helpers import Helpers
+    from optimus.data.joining import make_plan, write_output
+    from optimus.data.joint import Joint
+    from optimus.data.journal import Counts
+    from optimus.data.outputs import OUTPUTS
+    from optimus.data.tokenizer import inspect
+
+    folders = [Path(each) for each in streams]
+    counts = [[Counts(**json.loads((each / "counts.json").read_text(encoding="ascii")))] for each in folders]
+
+    def nothing(stage: str, done: int, total: int | None) -> None:
+        pass
+
+    def work() -> Answer:
+        with Helpers(1) as helpers:
+            joint = Joint(
+                folders[0].parent,
+                folders,
+                counts,
+                inspect(Path(tokenizer)),
+                context=1024,
+                seed=0,
+                shard_size=256 << 20,
+                best_fit=False,
+                dedup=dedup,
+                memory=memory,
+                first=0,
+                is_finished=lambda: False,
+                output=OUTPUTS["optimus"],
+                helpers=helpers,
+            )
+            plan = make_plan(joint, nothing)
+            write_output(joint, plan, joint.output.work(joint, plan), nothing)
+        return {"tokens": plan.tokens, "documents": sum(each.documents for each in plan.counts)}
+
+    return work
+
+
 class _Encoder:
     """The worker of Megatron-LM's pool, with its tokenizer in the class."""
 
@@ -162,6 +204,7 @@ def datatrove(text: str, output: str, tokenizer: str, end_of_text: int, workers:
 
 PROGRAMS: dict[str, Callable[..., Callable[[], Answer]]] = {
     "optimus": optimus,
+    "second-stage": second_stage,
     "megatron": megatron,
     "datasets": datasets_map,
     "datatrove": datatrove,
