@@ -31,7 +31,7 @@ class Served:
 
     @property
     def count(self) -> int:
-        """Maximum number of processes."""
+        """The maximum number of processes."""
         return self.helpers.count
 
     def submit(self, *args: Any) -> "Future[Any]":

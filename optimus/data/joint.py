@@ -1,4 +1,4 @@
-"""What the second stage of `prepare` works on: the streams of all tasks, and the plan of what to write of them."""
+"""The facts of the second stage of `prepare`: the streams of all tasks, and the plan of what to write of them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field

@@ -49,7 +49,7 @@ class ShardOutput:
         )
 
     def finish(self, joint: Joint, plan: ShardPlan) -> None:
-        """Joins the checksums of all instances in one array."""
+        """Writes the checksums of all instances as one array."""
         with replacing(joint.folder / shards.SUMS) as file:
             header = {"descr": "<u4", "fortran_order": False, "shape": (plan.instances,)}
             np.lib.format.write_array_header_1_0(file, header)

@@ -1,11 +1,11 @@
 """`prepare` turns raw text into a folder of shuffled token shards.
 
-1. Tokenise: write the documents as one stream of tokens, `<output>.partial/tokens.bin`.
+1. Tokenise: write the documents as one stream of tokens, `<output>.partial/tokens.bin`; see `streams.py`.
 2. Remove duplicates from the stream, and with `pack` "best-fit" pack the documents into rows; see `joining.py`.
 3. Shuffle and shard: instance j of the output is instance `permutation(j)` of the stream, or with "best-fit" row
    `permutation(j)`.
 
-With `to`, step 3 writes the documents in their order instead, as token files of another trainer.
+With `to`, step 3 writes the documents in their order instead, as token files of another trainer; see `outputs.py`.
 
 Several tasks divide the inputs into contiguous ranges. Task k writes the stream of its range into the folder
 `<output>.partial/task-k`. All streams together, in order, are the stream of a call without tasks, so the output is the

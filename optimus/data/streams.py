@@ -1,4 +1,4 @@
-"""Step 1 of `prepare`: tokenises the inputs of a task into one stream."""
+"""Tokenises the inputs of a task into one stream, and is step 1 of `prepare`."""
 
 import os
 import re

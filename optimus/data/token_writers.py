@@ -93,7 +93,7 @@ class TokenFileForm(Protocol):
 
 
 class _Megatron:
-    """A file of tokens, and an index of the documents."""
+    """Writes a file of tokens, and an index of the documents."""
 
     def token_type(self, vocab_size: int) -> str:
         return "<u2" if vocab_size < _LARGEST_UINT16 else "<i4"
@@ -111,7 +111,7 @@ class _Megatron:
 
 
 class _Flat:
-    """Files of tokens that end where documents end."""
+    """Writes files of tokens that end where documents end."""
 
     def token_type(self, vocab_size: int) -> str:
         return flat_type(vocab_size)

@@ -1,8 +1,10 @@
 """The output of `prepare`, which is independent of the number of workers and of interruptions."""
 
 import contextlib
+import functools
 import gzip
 import json
+import operator
 import os
 import random
 import shutil
@@ -26,9 +28,11 @@ from helpers.sweep import in_turns
 from optimus.config.sizes import parse_size
 from optimus.data import journal as journals
 from optimus.data import stream_writer
+from optimus.data.helpers import Helpers
 from optimus.data.permutation import Permutation
 from optimus.data.preparation import prepare
 from optimus.data.shards import Shards
+from optimus.disk import user_path
 from optimus.errors import UserError
 
 Encode = Callable[[str], list[int]]
@@ -525,6 +529,19 @@ def test_importing_the_room_loads_nothing_heavy() -> None:
         "import sys, optimus.data; print([m for m in ('torch', 'pyarrow', 'tokenizers', 'numpy') if m in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_helpers_serve_functions_in_turns() -> None:
+    with Helpers(2) as helpers:
+        plus, times = (helpers.serving(functools.partial, function, 3) for function in (operator.add, operator.mul))
+        for number in range(6):
+            assert [each.submit(number).result() for each in (plus, times, plus)] == [
+                number + 3,
+                number * 3,
+                number + 3,
+            ]
+            with pytest.raises(UserError, match="is a URL"):
+                helpers.serving(user_path, "s3://bucket").submit().result()
 
 
 @pytest.mark.parametrize("busy", [False, True])
