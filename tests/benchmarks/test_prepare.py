@@ -69,13 +69,18 @@ def test_rows_of_memory(text: Path, prepared: Path) -> None:
         part="memory",
         exact_gb=[0.0005],
         minhash_gb=[0.0002],
+        exact_stage_gb=[0.002],
+        minhash_stage_gb=[0.002],
     )
     assert found.rows == []
-    exact, minhash = found.more["memory"]
+    exact, minhash, *stages = found.more["memory"]
     assert (exact["dedup"], minhash["dedup"]) == ("exact", "minhash")
     for row in exact, minhash:
         assert row["remaining"] == row["documents"] - row["documents"] // 10
         assert 20 < row["peak_mb"] < 2000
+    for row in stages:  # a tenth of 1,000 documents, by chance, repeats an earlier one
+        assert row["documents"] == 1000
+        assert 850 < row["remaining"] < 950
 
 
 def test_megatron_files_hold_the_documents(text: Path, tmp_path: Path, prepared: Path) -> None:
