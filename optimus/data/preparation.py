@@ -65,6 +65,7 @@ from optimus.data.tasks import (
     TASKS,
     begin_tasks,
     noting_failure,
+    output_folder,
     prepare_status,
     status_text,
     task_name,
@@ -261,7 +262,7 @@ def prepare(
     if is_url(output):
         return copied(output, shards.INDEX, lambda folder: prepare(**(arguments | {"output": folder})), again=True)
     loaded = load_plugins(plugins)
-    output = Path(os.path.abspath(user_path(output)))
+    output = output_folder(output)
     workers = usable_cores() if workers is None else workers
     memory = max(usable_memory() // 4, workers * LEAST_MEMORY) if memory is None else memory
     sizes = {"context": context, "workers": workers, "shard_size": shard_size, "memory": memory}

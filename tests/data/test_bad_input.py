@@ -174,7 +174,9 @@ def test_no_input(tmp_path: Path, tokenizer_file: Path, run: Callable[..., Any])
     with pytest.raises(UserError, match=r"only \d+ tokens, too few for one instance of 64.*smaller `context`"):
         run("a.txt", b"a few words", context=64)
     assert run("a.txt", b"a few words", context=2)["instances"] > 0  # the failures left nothing behind
-    with pytest.raises(UserError, match=r"a\.txt lies in the output folder, which is not read: choose another `output`"):
+    with pytest.raises(
+        UserError, match=r"a\.txt lies in the output folder, which is not read: choose another `output`"
+    ):
         prepare(tmp_path / "a.txt", tmp_path, tokenizer=tokenizer_file)
 
 
