@@ -204,7 +204,8 @@ class ChatTemplate(NamedTuple):
         calls = any(message.get("tool_calls") for message in messages)
         if not parts and not calls:
             return
-        rendered, without = self.render(messages, where, tools=tools), None
+        rendered = self.render(messages, where, tools=tools)
+        without: str | None = None
         if any(text in rendered for text in parts):
             raise UserError(f"{where}: the chat template needs `content` as text, not as a list of parts")
         with suppress(UserError):  # some templates raise for a message without content
