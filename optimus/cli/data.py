@@ -161,11 +161,11 @@ def prepare(
 def _token_files(output: str, index: dict[str, Any]) -> str:
     """Returns lines about the token files of another trainer in `output`."""
     from optimus.config.sizes import counted
-    from optimus.data.token_formats import WRITTEN
+    from optimus.data.shards import token_files_name
 
     files = {each["file"] for each in index["blocks"]}
     counts = f"{index['tokens']:,} tokens of {counted(index['documents'], 'document')} in {counted(len(files), 'file')}"
-    path = f"{index['to']}:{output}/{WRITTEN[index['to']]}"
+    path = token_files_name(output, index)
     return f"{output}: {counts}; train on them with data.path={path} data.tokenizer={output}"
 
 

@@ -133,7 +133,7 @@ class ChatTemplate(NamedTuple):
         try:
             text: str = _compiled(self.source).render(
                 **dict(self.tokens),
-                messages=[_plain(message) for message in messages],
+                messages=[_plain(message, joined=self.source == OURS) for message in messages],
                 tools=tools,
                 documents=None,
                 add_generation_prompt=answer,
@@ -143,6 +143,8 @@ class ChatTemplate(NamedTuple):
             return text
         except Exception as error:  # a template may raise anything
             why = str(error) or type(error).__name__
+            if any(isinstance(message.get("content"), list) for message in messages):
+                why += ": it may need `content` as text, not as a list of parts"
             raise UserError(f"{where}: the chat template cannot render this conversation: {why}") from error
 
     def conversation(
@@ -169,6 +171,7 @@ class ChatTemplate(NamedTuple):
             if parse_special
             else (_quoted([*messages], special, quote), _quoted(tools, special, quote))
         )
+        self._check_rendered(given, where, tools)
         if _GENERATION.search(self.source):
             found = self.render(given, where, tools=tools, marks=(begin, end))
             rendered, predicted, stays = _unmarked(found, marks, special, where)
@@ -193,6 +196,26 @@ class ChatTemplate(NamedTuple):
                 first, last, is_open = self._answer(given, number, found, where, tools, special, begin)
                 spans.append(tuple(len(_unmarked(found[:to], marks, special, where)[0]) for to in (first, last)))  # type: ignore[arg-type]
         return Conversation(rendered, tuple(spans), stays, is_open)
+
+    def _check_rendered(self, messages: Sequence[Mapping[str, Any]], where: str, tools: Any) -> None:
+        """Raises `UserError` if the template drops all tool calls, or writes a list of parts as Python does: the model
+        would learn to say nothing in place of a call, or to write Python."""
+        parts = [str(message["content"]) for message in messages if isinstance(message.get("content"), list)]
+        calls = any(message.get("tool_calls") for message in messages)
+        if not parts and not calls:
+            return
+        rendered = self.render(messages, where, tools=tools)
+        without: str | None = None
+        if any(text in rendered for text in parts):
+            raise UserError(f"{where}: the chat template needs `content` as text, not as a list of parts")
+        with suppress(UserError):  # some templates raise for a message without content
+            silent = [{name: each[name] for name in each if name != "tool_calls"} for each in messages]
+            without = self.render(silent, where, tools=tools)
+        if calls and without == rendered:
+            raise UserError(
+                f"{where}: the chat template drops the tool calls: use a template that writes `tool_calls` ({FILE} beside "
+                "tokenizer.json), or write the calls in `content`"
+            )
 
     def _answer(
         self,
@@ -342,10 +365,13 @@ def _compiled(source: str) -> Any:
     return environment.from_string(source)
 
 
-def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(message: Mapping[str, Any], *, joined: bool = False) -> dict[str, Any]:
     """Removes the null fields of a message, and adds the assistant's reasoning as `reasoning_content` and, if absent,
-    as `thinking`."""
+    as `thinking`. With `joined`, a list of parts that are all text becomes one text."""
     given = {name: value for name, value in message.items() if value is not None}
+    parts = given.get("content")
+    if joined and isinstance(parts, list) and all(isinstance(part.get("text"), str) for part in parts):
+        given["content"] = "".join(part["text"] for part in parts)
     thought = next((given[name] for name in _THOUGHTS if name in given), None)
     return given if thought is None else {"thinking": thought, **given, "reasoning_content": thought}
 

@@ -24,10 +24,19 @@ from optimus.data import tokenizer as tokenizers
 from optimus.data.journal import EXCLUSIONS
 from optimus.data.permutation import Permutation
 from optimus.data.remote import is_remote
-from optimus.data.shards import BEGINS, CACHE, INDEX, NOT_PREDICTED, Shards
+from optimus.data.shards import (
+    BEGINS,
+    CACHE,
+    INDEX,
+    NOT_PREDICTED,
+    TOKEN_FILES,
+    Shards,
+    read_index,
+    token_files_name,
+)
 from optimus.data.token_files import TokenFileRows, open_token_files
 from optimus.data.token_formats import TOKEN_FORMATS
-from optimus.disk import printable
+from optimus.disk import printable, user_path
 from optimus.errors import UserError
 from optimus.plugins import load_plugins
 
@@ -221,6 +230,10 @@ def _opened(
     load_plugins(plugins)
     # `Path` drops ./ from the name of a folder with a colon, so a `Path` is never the name of a format.
     form = None if isinstance(path, Path) else split_format(path)[0]
+    if form is None and not is_remote(path):
+        folder = user_path(path)
+        if (index := read_index(folder, token_files=True))["format"] == TOKEN_FILES:
+            path, form, tokenizer = token_files_name(folder, index), index["to"], tokenizer or folder
     name = printable(url_text(path))
     if form is None:
         given = {"tokenizer": tokenizer, "context": context, "seed": seed}

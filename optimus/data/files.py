@@ -148,13 +148,16 @@ def resolve(
     found: dict[AnyPath, Source] = {}
     skipped: set[AnyPath] = set()
     for number, given in enumerate(inputs):
-        matches = 0
+        if not str(given).strip():  # an unset variable of a shell, and not the working folder
+            raise UserError("an input has an empty name: name files, folders or globs ('.' is the working folder)")
+        matches, is_inside = 0, False
         is_path = not remote.is_remote(given) and not hub_datasets.is_hub_dataset(given)
         named = user_path(given) if is_path else None
         with naming_read_errors(Path(given)):
             for path, name in _expand(given, split):
                 real = _real(path)
                 if any(real.is_relative_to(folder) for folder in hidden):
+                    is_inside = True
                     continue
                 is_named = path == named or isinstance(path, HubShard)
                 if not is_named and not (ends_in(path, suffixes()) and _is_input(path, given)):
@@ -168,6 +171,8 @@ def resolve(
                 else:
                     source = Source(path, number, name, 0, path.lstat().st_mtime_ns, encoding)
                 found.setdefault(real, source)
+        if is_inside and not matches:
+            raise UserError(f"the input {given} lies in the output folder, which is not read: choose another `output`")
         if not matches:
             raise UserError(f"no input files in {given}: no file there ends in {_supported()}")
     if not found:

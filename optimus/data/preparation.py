@@ -15,7 +15,6 @@ The Optimus paper (section 4) cuts instances from the tokens of each file separa
 Here one stream runs through all files.
 """
 
-import os
 import shutil
 import time
 from collections.abc import Sequence
@@ -40,7 +39,15 @@ from optimus.data.prepare_run import PrepareRun, Progress, check_free, disk_erro
 from optimus.data.ranges import Range, numbers_of_task, ranges
 from optimus.data.selection import Dedup, Selection
 from optimus.data.streams import write_stream
-from optimus.data.tasks import OF_TASKS, SETTINGS, begin_tasks, noting_failure, prepare_status, status_text
+from optimus.data.tasks import (
+    OF_TASKS,
+    SETTINGS,
+    begin_tasks,
+    noting_failure,
+    output_folder,
+    prepare_status,
+    status_text,
+)
 from optimus.data.tokenizer import TokenizerInfo
 from optimus.data.units import EndedElsewhereError
 from optimus.disk import sync, user_path, write_json
@@ -150,7 +157,7 @@ def prepare(
     if is_url(output):
         return copied(output, shards.INDEX, lambda folder: prepare(**(arguments | {"output": folder})), again=True)
     loaded = load_plugins(plugins)
-    output = Path(os.path.abspath(user_path(output)))
+    output = output_folder(output)
     workers = usable_cores() if workers is None else workers
     memory = max(usable_memory() // 4, workers * LEAST_MEMORY) if memory is None else memory
     sizes = {"context": context, "workers": workers, "shard_size": shard_size, "memory": memory}

@@ -4,6 +4,7 @@ A shard is a `.npy` file with an array [instances, context] of token ids; with `
 flags.
 """
 
+import glob
 import threading
 import zlib
 from bisect import bisect_right
@@ -80,6 +81,13 @@ def parts_of(index: dict[str, Any]) -> list[dict[str, Any]]:
     return list(index["blocks" if index["format"] == TOKEN_FILES else "shards"])
 
 
+def token_files_name(folder: str | Path, index: dict[str, Any]) -> str:
+    """Returns the name of the token files that `prepare` with `to` wrote into the folder, such as
+    megatron:FOLDER/text_document."""
+    name = WRITTEN[index["to"]]
+    return f"{index['to']}:{glob.escape(str(folder)) if glob.has_magic(name) else folder}/{name}"
+
+
 def read_index(folder: Path, *, token_files: bool = False) -> dict[str, Any]:
     """Reads the content of `index.json`. Raises `UserError` if the file is absent, damaged, or of another format or
     version; also for the index of token files, unless `token_files`."""
@@ -109,12 +117,11 @@ def read_index(folder: Path, *, token_files: bool = False) -> dict[str, Any]:
 def _check_token_files(path: Path, index: dict[str, Any], wanted: bool) -> None:
     """Raises `UserError` unless token files are `wanted`, and `KeyError`, `TypeError` or `ValueError` for a missing or
     wrong entry."""
-    name = WRITTEN[index["to"]]
+    name = token_files_name(path.parent, index)
     if not wanted:
-        folder = path.parent
         raise UserError(
-            f"{folder} has token files of another trainer ({index['to']}), not shards: name them as "
-            f"{index['to']}:{folder}/{name}, with data.tokenizer {folder}"
+            f"{path.parent} has token files of another trainer ({index['to']}), not shards: name them as {name}, with "
+            f"data.tokenizer {path.parent}"
         )
     for block in index["blocks"]:
         plain_name(block["file"])

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,18 @@ TASKS = "tasks"  # the setting with the number of tasks
 SKIP_BAD = "skip_bad"  # the setting of tasks that leave out bad files, which determines the borders of their ranges
 OF_TASKS = (TASKS, SKIP_BAD, journal.FILES)  # settings that the output does not depend on
 _FAILED = "failed.json"
+_LISTED = 3  # maximum number of tasks in a row that are not begun and have a line each
 
 
 def task_name(number: int) -> str:
     """Returns the name of the folder of a task."""
     return f"task-{number:05d}"
+
+
+def output_folder(output: str | Path) -> Path:
+    """Returns the absolute path of an output, behind a symbolic link: a folder cannot be renamed to a link."""
+    path = Path(os.path.abspath(user_path(output)))
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
 def begin_tasks(partial: Path, settings: dict[str, Any]) -> None:
@@ -75,7 +83,7 @@ def prepare_status(output: str | Path) -> dict[str, Any]:
     Example:
         optimus.prepare_status("data")["missing"]
     """
-    output = Path(os.path.abspath(user_path(output)))
+    output = output_folder(output)
     partial = output if output.name.endswith(".partial") else output.with_name(f"{output.name}.partial")
     if (output / shards.INDEX).exists():
         return {
@@ -116,7 +124,7 @@ def _state(folder: Path) -> dict[str, Any]:
 
 
 def status_text(status: dict[str, Any]) -> str:
-    """Returns a line for each task that is not done, with what to do."""
+    """Returns a line for each task that is not done, with what to do; one for tasks in a row that are not begun."""
     cures = {
         "not begun": "start it",
         "at work": "wait for its end",
@@ -124,8 +132,14 @@ def status_text(status: dict[str, Any]) -> str:
         "failed": "start it again after the cure: it goes on from there",
     }
     lines = []
-    for each in status["states"]:
-        if each["state"] != "done":
+    for idle, group in groupby(status["states"], lambda each: each["state"] == "not begun"):
+        waiting = [*group]
+        if idle and len(waiting) > _LISTED:
+            lines.append(f"tasks {waiting[0]['task']} to {waiting[-1]['task']}: not begun; start them")
+            continue
+        for each in waiting:
+            if each["state"] == "done":
+                continue
             read = f" at {100 * each['read']:.0f} %" if each["state"] in ("at work", "stopped") else ""
             why = f" ({each['error']})" if each["error"] else ""
             lines.append(f"task {each['task']}: {each['state']}{read}{why}; {cures[each['state']]}")

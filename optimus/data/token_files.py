@@ -35,7 +35,8 @@ class TokenFileRows(UnshardedRows):
     ) -> None:
         if stream.tokens < context:
             raise UserError(
-                f"{where} has {stream.tokens:,} tokens, fewer than one sequence of {context} (train.sequence_length)"
+                f"{where} has {stream.tokens:,} tokens, fewer than one sequence of {context}: choose a smaller "
+                "train.sequence_length (with `optimus data`, --context)"
             )
         super().__init__(where, info, context, stream.tokens // context)
         self.masked = stream.indexed

@@ -35,7 +35,8 @@ def describe_data(
     `optimus.show_row`.
 
     Token files need a `tokenizer`; `context` (default: 2048) and `seed` (default: 0) are `train.sequence_length` and
-    `train.seed` of the run whose rows are described. A prepared folder has its own. `plugins` names plugins with formats
+    `train.seed` of the run whose rows are described. A prepared folder has its own; token files that `prepare` wrote,
+    named by their folder, have a tokenizer. `plugins` names plugins with formats
     of token files. Raises `UserError` for damaged data, and if `html` cannot be written.
 
     Example:

@@ -162,6 +162,7 @@ def test_no_input(tmp_path: Path, tokenizer_file: Path, run: Callable[..., Any])
     (tmp_path / "picture.png").write_bytes(b"")
     for inputs, message in (
         ([], "no input given"),
+        ([""], "an input has an empty name"),
         ([tmp_path / "nowhere"], "input not found: .*nowhere"),
         ([str(tmp_path / "*.txt")], r"input not found: .*\*\.txt .*no file matches"),
         ([tmp_path / "empty"], "no input files in .*empty: no file there ends in .txt"),
@@ -174,6 +175,10 @@ def test_no_input(tmp_path: Path, tokenizer_file: Path, run: Callable[..., Any])
     with pytest.raises(UserError, match=r"only \d+ tokens, too few for one instance of 64.*smaller `context`"):
         run("a.txt", b"a few words", context=64)
     assert run("a.txt", b"a few words", context=2)["instances"] > 0  # the failures left nothing behind
+    with pytest.raises(
+        UserError, match=r"a\.txt lies in the output folder, which is not read: choose another `output`"
+    ):
+        prepare(tmp_path / "a.txt", tmp_path, tokenizer=tokenizer_file)
 
 
 def test_bad_tokenizers(tmp_path: Path, tokenizer_file: Path, run: Callable[..., Any]) -> None:

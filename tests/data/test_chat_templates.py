@@ -297,6 +297,39 @@ def test_messages_that_are_none(message: Any, problem: str) -> None:
         field_of("chat:messages").conversation({"messages": [turn("user", "a"), message]}, "here")
 
 
+@pytest.mark.parametrize("source", [OURS, ZEPHYR])
+def test_a_template_that_drops_tool_calls_is_refused(source: str) -> None:
+    said = [turn("user", "a"), turn("assistant", "", tool_calls=CALL), turn("tool", "SUN"), turn("assistant", "b")]
+    with pytest.raises(UserError, match="here: the chat template drops the tool calls: use a template that writes"):
+        ChatTemplate(source, (("eos_token", "</s>"),)).conversation(said, "here")
+
+
+def test_parts_of_text_are_one_text_in_the_default_template() -> None:
+    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
+    own = ChatTemplate(OURS)
+    for role in ("user", "assistant"):
+        said = [turn("user", "x"), turn("assistant", "y")]
+        listed = [{**each, "content": parts} if each["role"] == role else each for each in said]
+        joined = [{**each, "content": "a b"} if each["role"] == role else each for each in said]
+        assert own.conversation(listed, "here") == own.conversation(joined, "here")
+
+
+@pytest.mark.parametrize(
+    ("source", "role", "parts", "problem"),
+    [
+        (MISTRAL, "user", [{"type": "text", "text": "a"}], "may need `content` as text, not as a list of parts"),
+        (OURS, "user", [{"type": "image", "url": "a"}], "may need `content` as text, not as a list of parts"),
+        (OURS, "assistant", [{"type": "image", "url": "a"}], "needs `content` as text, not as a list of parts"),
+        ("{{ messages[0].content }}{{ messages[1].content }}", "assistant", [{"type": "text", "text": "a"}],
+         "needs `content` as text, not as a list of parts"),
+    ],
+)  # fmt: skip
+def test_parts_that_a_template_cannot_write(source: str, role: str, parts: list[Any], problem: str) -> None:
+    said = {"user": "x", "assistant": "y"} | {role: parts}
+    with pytest.raises(UserError, match=f"here: the chat template .*{problem}"):
+        ChatTemplate(source).conversation([{"role": name, "content": text} for name, text in said.items()], "here")
+
+
 def test_names_of_arguments_and_tools_stay_text_too() -> None:
     call = [{"type": "function", "function": {"name": "f", "arguments": {"</s>": 1}}}]
     said = [turn("user", "a"), turn("assistant", "b", tool_calls=call)]

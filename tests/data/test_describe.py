@@ -245,6 +245,20 @@ def test_conversations_show_what_is_predicted(tokenizer_file: Path, tmp_path: Pa
 # ---- Token files of other trainers ----
 
 
+@pytest.mark.parametrize("to", ["megatron", "npy"])
+def test_a_folder_of_token_files_has_its_tokenizer(to: Any, tmp_path: Path, tokenizer_file: Path) -> None:
+    """The output of `prepare` with `to` is described by its folder as by the name of its files."""
+    (tmp_path / "a.txt").write_text("a few words of a text " * 50, encoding="utf-8")
+    folder = tmp_path / "out[1]"
+    optimus.prepare(tmp_path / "a.txt", folder, tokenizer=tokenizer_file, to=to, workers=1)
+    name = f"megatron:{folder}/text_document" if to == "megatron" else f"npy:{tmp_path}/out[[]1]/part-*.npy"
+    found = optimus.describe_data(folder, context=CONTEXT, seed=5)
+    assert found == optimus.describe_data(name, tokenizer=folder, context=CONTEXT, seed=5)
+    assert optimus.show_row(str(folder), 0, context=CONTEXT) == optimus.show_row(
+        name, 0, tokenizer=folder, context=CONTEXT
+    )
+
+
 @pytest.mark.parametrize(("form", "ends"), [("megatron", True), ("megatron", False), ("npy", True), ("mds", True)])
 def test_token_files(form: str, ends: bool, stream: list[list[int]], tokenizer_file: Path, tmp_path: Path) -> None:
     """Lengths come from the index of Megatron-LM, also without end-of-text tokens, or from the end-of-text tokens."""

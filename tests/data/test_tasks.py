@@ -423,3 +423,29 @@ def test_a_table_with_quoted_line_ends_is_not_divided(run: Callable[..., dict[st
     for number in range(5):
         found = run("many", tmp_path / "a.csv", context=4, tasks=5, task=number)
     assert found == expected
+
+
+@pytest.mark.parametrize("kind", ["folder", "nothing"])
+def test_the_output_may_be_a_link(kind: str, run: Callable[..., dict[str, Any]], folder: Path, tmp_path: Path) -> None:
+    """The folder is where the link says, as if it had been named; the link stays."""
+    run("plain", folder)
+    target, link = tmp_path / "disk" / "data", tmp_path / "link"
+    (target if kind == "folder" else target.parent).mkdir(parents=True)
+    link.symlink_to(target)
+    run("link", folder, tasks=2, task=1)
+    assert prepare_status(link) == prepare_status(target)
+    assert prepare_status(link)["missing"] == [0]
+    run("link", folder, tasks=2, task=0)
+    assert link.is_symlink()
+    assert contents(target) == contents(tmp_path / "plain")
+    assert [path.name for path in target.parent.iterdir()] == ["data"]
+
+
+def test_many_tasks_that_are_not_begun_have_one_line(
+    run: Callable[..., dict[str, Any]], folder: Path, tmp_path: Path
+) -> None:
+    run("out", folder, tasks=9, task=4, stage="streams")
+    assert status_text(prepare_status(tmp_path / "out")).splitlines() == [
+        "tasks 0 to 3: not begun; start them",
+        "tasks 5 to 8: not begun; start them",
+    ]
