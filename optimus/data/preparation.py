@@ -36,7 +36,7 @@ from optimus.data.journal import Journal
 from optimus.data.output_index import make_index
 from optimus.data.outputs import OUTPUTS
 from optimus.data.prepare_run import PrepareRun, Progress, check_free, disk_errors, empty, refuse
-from optimus.data.ranges import Range, numbers_of_task, ranges
+from optimus.data.ranges import Range, numbers_of_task, task_range
 from optimus.data.selection import Dedup, Selection
 from optimus.data.streams import write_stream
 from optimus.data.tasks import (
@@ -221,7 +221,7 @@ def prepare(
             memory=memory // workers,
             helpers=helpers,
             # With `skip_bad`, the task that reads a file must find all its faults.
-            range=ranges(sources, numbers[0], divide=not skip_bad)[numbers[1]] if numbers else _everything(sources),
+            range=task_range(sources, *numbers, divide=not skip_bad) if numbers else _everything(sources),
             task=numbers,
         )
         return _prepared(run, settings, info, stage)

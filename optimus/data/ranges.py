@@ -40,23 +40,25 @@ class _Border(NamedTuple):
     size: int = 0  # approximate bytes of the file before the offset
 
 
-def ranges(sources: Sources, tasks: int, divide: bool = True) -> list[Range]:
-    """Divides the files into `tasks` ranges of about equal sizes, some possibly empty.
+def task_range(sources: Sources, tasks: int, task: int, divide: bool = True) -> Range:
+    """Returns the range of number `task` of `tasks` ranges of about equal sizes, some possibly empty.
 
     With `divide`, a border may lie inside a file whose reader can begin there.
     """
     ends = [0.0, *accumulate(source.text_bytes_estimate for source in sources.files)]
-    borders = [_border(sources, ends, ends[-1] * number / tasks, divide) for number in range(1, tasks)]
-    found = []
-    for start, stop in zip([_Border(), *borders], [*borders, _Border(len(sources.files))]):
-        size = sum(source.size for source in sources.files[start.file : stop.file]) + stop.size - start.size
-        last = stop.file + 1 if stop.offset else stop.file
-        found.append(Range(start.file, start.offset, last, stop.offset or None, start.size, size))
-    return found
+    start, stop = (
+        _border(sources, ends, ends[-1] * number / tasks, divide) if number < tasks else _Border(len(sources.files))
+        for number in (task, task + 1)
+    )
+    size = sum(source.size for source in sources.files[start.file : stop.file]) + stop.size - start.size
+    last = stop.file + 1 if stop.offset else stop.file
+    return Range(start.file, start.offset, last, stop.offset or None, start.size, size)
 
 
 def _border(sources: Sources, ends: list[float], wanted: float, divide: bool) -> _Border:
     """Returns a border near the estimated size `wanted` of the text before."""
+    if not wanted:
+        return _Border()
     number = min(bisect_right(ends, wanted) - 1, len(sources.files) - 1)
     if number < 0:
         return _Border()

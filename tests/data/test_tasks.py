@@ -20,7 +20,7 @@ import pytest
 from helpers.sweep import in_turns
 from optimus.data import files, joining, journal, preparation, stream_writer, units
 from optimus.data.preparation import prepare
-from optimus.data.ranges import numbers_of_task, ranges
+from optimus.data.ranges import numbers_of_task, task_range
 from optimus.data.tasks import prepare_status, status_text, task_name
 from optimus.errors import UserError
 
@@ -219,11 +219,11 @@ def test_a_task_that_is_done_leaves_the_second_stage_alone(run: Callable[..., di
 
 
 DAMAGES = {  # the file, the step that reads it, what the user is told to delete, options
-    "plan.json": ("write_shards", "plan.json", {}),
-    "packed.npy": ("write_shards", "plan.json", {"pack": "best-fit"}),
+    "plan.json": ("write_output", "plan.json", {}),
+    "packed.npy": ("write_output", "plan.json", {"pack": "best-fit"}),
     "task-00000/ends.npy": ("write_packed", "task-00000/ends.npy", {"pack": "best-fit"}),
-    "task-00000/tokens.bin": ("write_shards", "task-00000", {}),
-    "task-00000/unique.bin": ("write_shards", "task-00000", {"dedup": "exact"}),
+    "task-00000/tokens.bin": ("write_output", "task-00000", {}),
+    "task-00000/unique.bin": ("write_output", "task-00000", {"dedup": "exact"}),
     "task-00000/documents.bin": ("_find_duplicates", "task-00000", {"dedup": "exact"}),
     "task-00000/runs.json": ("find_duplicates", "task-00000/runs.json", {"dedup": "exact"}),
     "task-00000/run-*-00.npy": ("find_duplicates", "task-00000/runs.json", {"dedup": "minhash"}),
@@ -304,14 +304,17 @@ def test_ranges_are_contiguous_and_about_equal(folder: Path, tmp_path: Path) -> 
         write_lines(tmp_path / f"big{number}.jsonl", [{"text": "word " * (each % 90)} for each in range(3000)])
     sources = files.resolve([*sorted(tmp_path.glob("big*.jsonl")), folder])
     for tasks in (1, 2, 7, 40):
-        found = ranges(sources, tasks)
+        found = [task_range(sources, tasks, number) for number in range(tasks)]
         assert (found[0][:2], found[-1][2:4]) == ((0, 0), (len(sources.files), None))
         for left, right in itertools.pairwise(found):
             assert (left.last - (left.stop is not None), left.stop or 0) == right[:2]
         assert sum(each.size for each in found) == sum(source.size for source in sources.files)
-    assert all(each.stop is None and not each.start for each in ranges(sources, 7, divide=False))
+    assert all(
+        each.stop is None and not each.start
+        for each in (task_range(sources, 7, number, divide=False) for number in range(7))
+    )
     sources = files.resolve(sorted(tmp_path.glob("big*.jsonl")))
-    sizes = [each.size for each in ranges(sources, 7)]
+    sizes = [task_range(sources, 7, number).size for number in range(7)]
     line = len('{"text": ""}') + 90 * len("word ")  # a border moves to the next line
     assert max(sizes) - min(sizes) <= 2 * line
 
