@@ -36,9 +36,9 @@ class StepResult(NamedTuple):
     divergence: float = 0.0  # divergence from the teacher: nats per predicted token, times the squared temperature
     clipped_norm: float = 0.0
     predicted: int = 0
-    source_losses: Sequence[float | None] = ()  # `loss` by source; None for a source without predicted tokens
     # True if the scaled gradients overflowed: the loss is finite, the gradients are not, and the scale can still fall.
     overflow: bool = False
+    source_losses: Sequence[float | None] = ()  # `loss` by source; None for a source without predicted tokens
 
     @property
     def unfit(self) -> bool:
@@ -78,7 +78,7 @@ def training_step(
     watch = state.groups.watch
     watch.begin()
     with watch.on(), region(lambda: "forward and backward passes"):
-        losses, predicted = accumulate_gradients(model, state, batch, config, sources, loss_scale=loss_scale)
+        losses, predicted = accumulate_gradients(model, state, batch, config, sources, loss_scale)
         # The sum over all ranks must be bitwise equal on all ranks, so that all ranks decide alike.
         summing = state.groups.world.all_reduce_async(losses)
         # The norm is equal on all ranks, so that all ranks find the same overflows.
@@ -88,9 +88,13 @@ def training_step(
     loss, balance, z, divergence, *of_sources = (losses / with_losses).tolist()
     lr, scale = step_learning_rate(config, step), clip_scale(config, step, norm)
     by_source = [nats / count if count else None for nats, count in zip(of_sources[::2], of_sources[1::2])]
-    result = StepResult(loss, balance, z, norm, lr, False, divergence, norm * scale, predicted, by_source)
-    if loss_scale is not None and math.isfinite(loss) and not math.isfinite(norm):
-        result = result._replace(overflow=factor > config.train.loss_scale.minimum)
+    overflow = (
+        loss_scale is not None
+        and math.isfinite(loss)
+        and not math.isfinite(norm)
+        and loss_scale.value > config.train.loss_scale.minimum
+    )
+    result = StepResult(loss, balance, z, norm, lr, False, divergence, norm * scale, predicted, overflow, by_source)
     skipped = result.unfit or result.overflow or loss > loss_limit
     with region(lambda: "optimizer step"):
         if skipped:
@@ -108,9 +112,9 @@ def accumulate_gradients(
     inputs: Tensor | Batch,
     config: RunConfig,
     sources: int = 0,
+    loss_scale: LossScale | None = None,
     *,
     micro_batch: int | None = None,
-    loss_scale: LossScale | None = None,
 ) -> tuple[Tensor, int]:
     """Runs forward and backward passes over this rank's microbatches of `micro_batch` sequences, by default
     `train.micro_batch`.
