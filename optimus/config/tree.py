@@ -313,7 +313,9 @@ class LossScaleConfig(Section):
     growth_factor: float = Field(2.0, gt=1, allow_inf_nan=False)
     """Factor of the scale after growth_interval consecutive steps without an overflow."""
     backoff_factor: float = Field(0.5, gt=0, lt=1, description="Factor of the scale after an overflow.")
-    growth_interval: int = Field(2000, gt=0, description="Consecutive steps without an overflow before the scale grows.")
+    growth_interval: int = Field(
+        2000, gt=0, description="Consecutive steps without an overflow before the scale grows."
+    )
     minimum: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Smallest scale. A step that overflows at this scale counts as a step with gradients that are not finite
     (resilience.max_skipped)."""
@@ -377,7 +379,9 @@ class TrainConfig(Section):
                 f"global_batch {self.global_batch} is not a multiple of micro_batch {self.micro_batch}: change one of them"
             )
         if self.precision != "float16" and self.loss_scale.non_default(*LossScaleConfig.model_fields):
-            raise ValueError(f"loss_scale applies to precision: float16 only, but precision is {self.precision}: remove it")
+            raise ValueError(
+                f"loss_scale applies to precision: float16 only, but precision is {self.precision}: remove it"
+            )
         if len(given := self.non_default("steps", "tokens", "epochs")) > 1:
             raise ValueError(_length(f"{' and '.join(given)} are given: keep one of them"))
         if given and self.epochs is None and self.stop_at is not None and self.stop_at > self.total_steps:

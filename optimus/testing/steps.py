@@ -51,9 +51,7 @@ class Steps:
         tokens_BS = tokens_BS.to(self.device, non_blocking=True)
         target_mask_BS = None if target_mask_BS is None else target_mask_BS.to(self.device)
         batch = Batch(tokens_BS, target_mask_BS, document_BS).split(len(tokens_BS) // data.size)[data.rank]
-        result = training_step(
-            self.model, self.state, batch, self.config, self.done, loss_scale=self.loss_scale
-        )
+        result = training_step(self.model, self.state, batch, self.config, self.done, loss_scale=self.loss_scale)
         if self.loss_scale is not None:
             options = self.config.train.loss_scale
             self.loss_scale = self.loss_scale.after(not math.isfinite(result.grad_norm), options)

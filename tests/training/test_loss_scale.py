@@ -12,24 +12,37 @@ from torch import Tensor
 
 import optimus
 from helpers.drawing import config_of
-from helpers.equality import Layout, compare, prune_as_configured, Trained, train_steps
+from helpers.equality import (
+    AS_FLOAT32,
+    Layout,
+    Trained,
+    compare,
+    prune_as_configured,
+    train_steps,
+    without_loss_scaling,
+)
 from helpers.sweep import in_turns
 from helpers.trained import trainer_of
 from helpers.whole import whole_state
+from optimus.checkpoint.folder import list_checkpoints, read_description
+from optimus.checkpoint.inspect import show
+from optimus.checkpoint.rollback import rollback
+from optimus.checkpoint.store import load_model
+from optimus.config import load_config
 from optimus.config.tree import LossScaleConfig
 from optimus.kernels.matmul import _adds_wide
 from optimus.model import Batch, Transformer
 from optimus.model.init import initialize
-from optimus.testing import run_ranks
+from optimus.observe.metrics import read_metrics
 from optimus.resolve.microbatches import with_microbatches
-from optimus.config import load_config
 from optimus.state.reduction import ChunkGradient
+from optimus.testing import run_ranks
 from optimus.testing.steps import Steps, random_batch
-from optimus.training.step import StepResult
+from optimus.training import step
 from optimus.training.loss_scale import LossScale
+from optimus.training.step import StepResult
 
 LARGEST = 65520.0  # numbers from here on round to infinity in float16
-AS_FLOAT32 = {"float16": torch.float32}  # loss scaling with computations in float32, in which powers of two are exact
 
 # ---- The scale ----
 
@@ -218,7 +231,9 @@ def train_planted(
         steps = Steps(config, per_node)
     prune_as_configured(steps)
     names = {
-        parameter: slot.name for chunk in steps.state.trained for slot, parameter in zip(chunk.plan.slots, chunk.parameters)
+        parameter: slot.name
+        for chunk in steps.state.trained
+        for slot, parameter in zip(chunk.plan.slots, chunk.parameters)
     }
     experts = [parameter for parameter, name in names.items() if ".experts." in name]
     close, results = ChunkGradient.close, []
@@ -246,16 +261,179 @@ def test_an_overflow_in_one_expert_of_one_rank(name: str, tmp_path: Path) -> Non
     layout, planted = LAYOUTS[name], {1, 3, 4}
     config = config_of("moe")
     config["train"] |= {"precision": "float16", "loss_scale": {"growth_interval": 2}}
-    overrides = [*layout.overrides, f"state.disk={tmp_path}"] if "state.offload=disk" in layout.overrides else layout.overrides
+    overrides = (
+        [*layout.overrides, f"state.disk={tmp_path}"] if "state.offload=disk" in layout.overrides else layout.overrides
+    )
     tree = with_microbatches(load_config(config, overrides), layout.ranks)
     given = tree.model_dump(exclude_unset=True)
     found = run_ranks(train_planted, layout.ranks, given, layout.ranks - 1, planted, 7, layout.per_node)
-    for results, trained in found:
+    for results, _ in found:
         assert [each.overflow for each in results] == [number in planted for number in range(1, 8)]
         assert all(each.skipped == each.overflow and not each.unfit for each in results)
-    alone = given | {"train": given["train"] | {"precision": "float32"}}
-    alone = {key: value for key, value in alone.items() if key not in ("parallel", "state", "recompute")}
-    del alone["train"]["loss_scale"]
-    right = train_steps(alone, 4)
+    alone = {key: value for key, value in given.items() if key not in ("parallel", "state", "recompute")}
+    right = train_steps(without_loss_scaling(alone), 4)
     for rank, (_, trained) in enumerate(found):
         compare(trained, right, f"{name}, rank {rank}", 2e-5)
+
+
+NARROW = ["train.precision=float16", "state.gradient_dtype=float16"]
+IN_FLOAT16: list[tuple[str, Layout]] = [
+    ("moe", Layout(1, ["train.precision=float16"])),
+    ("moe", Layout(2, [*NARROW, "state.shard=gradients", "state.offload=all", *EP])),
+    ("moe", Layout(4, ["train.precision=float16", "parallel.tensor=2", "state.shard=parameters", *EP])),
+    ("tied dense", Layout(2, [*NARROW, "parallel.pipeline=2", "parallel.vocabulary=true", "optimizer.name=muon"])),
+    ("moe", Layout(2, [*NARROW, "pruning.targets=[matrix,expert]", "pruning.sparsity=0.6", "pruning.at=0", *EP])),
+]
+
+
+def train_in_float16(config: dict[str, Any], per_node: int | None) -> list[StepResult]:
+    torch.compiler.set_stance("force_eager")
+    steps = Steps(config, per_node)
+    prune_as_configured(steps)
+    return [steps.train() for _ in range(10)]
+
+
+@pytest.mark.parametrize(("model", "layout"), in_turns(IN_FLOAT16, 3, always=2), ids=str)
+def test_layouts_in_float16(model: str, layout: Layout) -> None:
+    """Losses and norms of ten steps in float16, on ranks and with gradients in float16, are those of float32 in one
+    process.
+
+    Logits have relative errors of some 2^-11 for each of about 16 roundings in a row from the embedding to the loss:
+    in float16, losses of 4, whose logits are below 1, are within 4 * 2^-11. Norms have the errors of many gradients,
+    which average out, and changes of weights by Adam, whose signs of tiny gradients are noise.
+    """
+    config = load_config(config_of(model), layout.overrides)
+    tree = with_microbatches(config, layout.ranks)
+    given = tree.model_dump(exclude_unset=True)
+    found = run_ranks(train_in_float16, layout.ranks, given, layout.per_node)
+    alone = {key: value for key, value in given.items() if key not in ("parallel", "state", "recompute")}
+    right = train_steps(without_loss_scaling(alone), 10).steps
+    for results in found:
+        assert not any(each.skipped for each in results)
+        assert [each.loss for each in results] == pytest.approx([each.loss for each in right], rel=2**-11)
+        assert [each.grad_norm for each in results] == pytest.approx([each.grad_norm for each in right], rel=2**-6)
+
+
+# ---- Runs ----
+
+
+def in_float16(config: dict[str, Any], **scale: Any) -> dict[str, Any]:
+    return config | {"train": config["train"] | {"precision": "float16", "loss_scale": scale}}
+
+
+def test_a_resumed_run_has_the_scale_and_the_counts(small_run: dict[str, Any], tmp_path: Path) -> None:
+    """A run that stops between two growths of its scale resumes bit for bit, also after a rollback to weights."""
+    config = in_float16(small_run, initial=2.0**26, growth_interval=3)
+    config["train"]["steps"], config["checkpoint"] = 20, {"weights_every": 7}
+    optimus.train(config)
+    parted = config | {"train": config["train"] | {"output": str(tmp_path / "parted")}}
+    optimus.train(parted, ["train.stop_at=11"])
+    optimus.train(parted, resume=True)
+    keys = ("loss", "lr", "loss_scale", "overflow_steps", "skipped_steps")
+    whole, resumed = (
+        [tuple(record[key] for key in keys) for record in read_metrics(Path(each["train"]["output"]))]
+        for each in (config, parted)
+    )
+    assert resumed == whole
+    overflows = [record[3] for record in whole]
+    assert overflows[0] == 1
+    assert 0 < overflows[10] < overflows[-1], "no overflow after the restart"
+    assert {record[4] for record in whole} == {0}
+    progress = read_description(list_checkpoints(Path(config["train"]["output"]))[-1]).progress
+    assert progress["updates"] == 20 - overflows[-1]
+    assert {"loss_scale": whole[-1][2], "overflows": overflows[-1]}.items() <= progress.items()
+
+    output = tmp_path / "parted"
+    rollback(output, 14)
+    trainer = trainer_of(parted, resume=True)
+    scale = trainer.progress.loss_scale
+    assert scale is not None
+    assert (trainer.progress.step, scale.value, trainer.progress.overflows) == (14, whole[13][2], overflows[13])
+
+
+def test_overflows_trip_no_policy(small_run: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
+    """Overflows of the first steps are no bad steps and no spikes, and the learning rate begins after them."""
+    config = in_float16(small_run, initial=2.0**34)
+    config["train"]["steps"] = 16
+    config |= {"resilience": {"max_skipped": 0, "on_spike": "rollback"}}
+    optimus.train(config)
+    records = read_metrics(Path(config["train"]["output"]))
+    overflows = int(records[-1]["overflow_steps"])
+    assert 5 < overflows < 16
+    assert [record["overflow_steps"] for record in records] == [min(step, overflows) for step in range(1, 17)]
+    assert [record["lr"] for record in records] == pytest.approx(
+        [1.5e-3] * (overflows + 1) + [3e-3] + [record["lr"] for record in records[overflows + 2 :]]
+    )  # the warm-up of two steps, whose first is repeated until it is applied
+    assert {record["skipped_steps"] for record in records} == {0}
+    assert records[-1]["loss_scale"] == 2.0 ** (34 - overflows)
+    said = capfd.readouterr().err
+    assert f"step {overflows}: the scaled gradients overflowed, so no update was applied; the loss scale is now" in said
+    assert "was skipped" not in said
+
+
+def test_gradients_that_overflow_at_the_smallest_scale_end_the_run(
+    small_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From scale 8, three overflows lead to the smallest scale, 1; two bad steps end the run."""
+    right = step.objective
+    monkeypatch.setattr("optimus.launch.rank.dry_run", lambda run: "no dry run")
+    monkeypatch.setattr(step, "objective", lambda *given: right(*given) * math.inf)
+    config = in_float16(small_run, initial=8.0) | {"resilience": {"max_skipped": 1}}
+    with pytest.raises(
+        optimus.UserError, match=r"step 5: loss 5\.\S* or gradient norm \w+ is not finite, for 2 steps in"
+    ):
+        optimus.train(config)
+    records = read_metrics(Path(config["train"]["output"]))
+    assert [(each["loss_scale"], each["overflow_steps"], each["skipped_steps"]) for each in records] == [
+        (4.0, 1, 0),
+        (2.0, 2, 0),
+        (1.0, 3, 0),
+        (1.0, 3, 1),
+        (1.0, 3, 2),
+    ]
+
+
+def test_a_loss_that_is_not_finite_is_no_overflow(small_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scale cannot mend a forward pass: the first such step counts as bad, and halves the scale as in GradScaler."""
+    terms = step.terms
+    monkeypatch.setattr("optimus.launch.rank.dry_run", lambda run: "no dry run")
+    monkeypatch.setattr(step, "terms", lambda *given: terms(*given) * math.nan)
+    config = in_float16(small_run) | {"resilience": {"max_skipped": 0}}
+    with pytest.raises(optimus.UserError, match=r"step 1: loss nan or gradient norm nan is not finite"):
+        optimus.train(config)
+    (record,) = read_metrics(Path(config["train"]["output"]))
+    assert (record["loss_scale"], record["overflow_steps"], record["skipped_steps"]) == (2.0**15, 0, 1)
+
+
+def test_a_schedule_of_a_phase_begins_anew(small_run: dict[str, Any]) -> None:
+    """Overflows delay the schedule in which they are, and not that of a later phase."""
+    config = in_float16(small_run, initial=2.0**24)
+    del config["train"]["steps"]
+    own = {"lr": 1e-3, "warmup_steps": 2}
+    config["phases"] = [{"steps": 8}, {"steps": 2}, {"steps": 4, "lr_schedule": own}]
+    optimus.train(config)
+    records = read_metrics(Path(config["train"]["output"]))
+    before = [0, *(int(record["overflow_steps"]) for record in records)]  # overflows before each step
+    assert 0 < before[8] <= before[10]
+
+    def rate(number: int) -> float:
+        own = number > 10
+        of_schedule = number - 10 - (before[number - 1] - before[10]) if own else number - before[number - 1]
+        peak, steps = (1e-3, 4) if own else (3e-3, 14)
+        if of_schedule <= 2:
+            return peak * of_schedule / 2
+        return 3e-4 + (peak - 3e-4) * 0.5 * (1 + math.cos(math.pi * (of_schedule - 2) / (steps - 2)))
+
+    assert [record["lr"] for record in records] == pytest.approx([rate(number) for number in range(1, 15)])
+
+
+def test_a_run_in_float16_is_evaluated_and_exported(small_run: dict[str, Any], tmp_path: Path) -> None:
+    config = in_float16(small_run) | {"checkpoint": {"weights_every": 6}}
+    optimus.train(config)
+    run = Path(config["train"]["output"])
+    weights = dict(load_model(run / "checkpoints" / "weights-00000006", torch.float32).named_parameters())
+    for name, parameter in load_model(run, torch.float32).named_parameters():
+        torch.testing.assert_close(weights[name], parameter.half().float(), rtol=0, atol=0)
+    result = optimus.export(run, tmp_path / "hf", dtype="float16")
+    assert result["dtype"] == "float16"
+    assert show(run / "checkpoints" / "weights-00000006")["precision"] == "float16"
