@@ -305,7 +305,7 @@ class LossConfig(Section):
 
 
 class LossScaleConfig(Section):
-    """Dynamic loss scaling for train.precision: float16, by the rules of torch.amp.GradScaler. The loss is multiplied by
+    """Loss scaling for train.precision: float16, by the rules of torch.amp.GradScaler. The loss is multiplied by
     the scale before the backward pass, and the gradients are divided by it before the update. A step whose gradients
     overflow applies no update and lowers the scale."""
 

@@ -51,7 +51,7 @@ def gradients(loss: Callable[..., Tensor], dtype: torch.dtype, outer: float, *se
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_of_a_large_batch(name: str) -> None:
-    """With 4 million predicted tokens, gradients of logits are below 2.5e-7, four times the smallest number of float16.
+    """Gradients of logits for 4 million predicted tokens are below 2.5e-7, four times the smallest number of float16.
 
     With a seed of 2^20, they have the relative error of their roundings: of logits of up to 16, of 2^-11 * 16 = 2^-7,
     and of the gradients and products. The gradient that arrives may differ from the seed. Without a seed, they
@@ -74,7 +74,7 @@ def test_a_seed_that_is_too_large_overflows() -> None:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_without_rounding_the_seed_changes_nothing(name: str) -> None:
-    """In float64, powers of two do not round."""
+    """Powers of two do not round in float64."""
     ours, _ = LOSSES[name]
     with_seed, without = (gradients(ours, torch.float64, 1.0, seed) for seed in (2.0**20, 1.0))
     assert all(torch.equal(a, b) for a, b in zip(with_seed, without, strict=True))

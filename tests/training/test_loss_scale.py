@@ -374,7 +374,7 @@ def test_overflows_trip_no_policy(small_run: dict[str, Any], capfd: pytest.Captu
 def test_gradients_that_overflow_at_the_smallest_scale_end_the_run(
     small_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From scale 8, three overflows lead to the smallest scale, 1; two bad steps end the run."""
+    """Three overflows lead from scale 8 to the smallest scale, 1; two bad steps end the run."""
     right = step.objective
     monkeypatch.setattr("optimus.launch.rank.dry_run", lambda run: "no dry run")
     monkeypatch.setattr(step, "objective", lambda *given: right(*given) * math.inf)
