@@ -35,6 +35,7 @@ RUNS = {
     "float32, seed 2": ["train.precision=float32", "train.seed=2"],
     "float32, seed 3": ["train.precision=float32", "train.seed=3"],
 }
+SEQUENCE = 128  # tokens of a sequence
 LAST = 20  # the last loss of a run is a mean over this share of its steps, as a divisor
 
 
@@ -49,7 +50,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
         if not (folder / "data").exists():
-            optimus.prepare([arguments.text], folder / "data", train_tokenizer=MODEL["vocab"], context=128)
+            optimus.prepare([arguments.text], folder / "data", train_tokenizer=MODEL["vocab"], context=SEQUENCE)
         found = {name: trained(folder, name, arguments.tokens) for name in arguments.runs}
     rows = compare(found)
     print_table(rows, f"{arguments.tokens:,} tokens of one model, by precision")
@@ -68,7 +69,7 @@ def trained(folder: Path, name: str, tokens: int) -> list[dict[str, Any]]:
             "tokens": tokens,
             "global_batch": 32,
             "micro_batch": 16,
-            "sequence_length": 128,
+            "sequence_length": SEQUENCE,
         },
         "lr_schedule": {"lr": 3e-3, "min_lr": 3e-4, "warmup_steps": 50},
         "checkpoint": {"every": 1_000_000},
