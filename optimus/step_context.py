@@ -51,7 +51,7 @@ class CollectiveCache:
 
 
 class StepContext:
-    """The state of a model's current step. The fields are None outside the `with` blocks that set them."""
+    """The state of a model's current step. All fields but `seed` are None outside the `with` blocks that set them."""
 
     def __init__(self) -> None:
         self.deferred: list[Callable[[], None]] | None = None  # functions that add to gradient buffers
@@ -59,6 +59,7 @@ class StepContext:
         self.collectives: CollectiveCache | None = None
         self.forms: Forms | None = None
         self.choices: dict[Any, Tensor] | None = None  # by router, how often the router chooses each expert, [experts]
+        self.seed = 1.0  # see `differentiating`
 
     def deferring(self) -> AbstractContextManager[list[Callable[[], None]]]:
         """Defers additions to gradient buffers inside the block.
@@ -85,6 +86,14 @@ class StepContext:
     def multiplying(self, forms: Forms) -> AbstractContextManager[Forms]:
         """Lets `forms` choose the forms of matmuls inside the block."""
         return self._having("forms", forms)
+
+    def differentiating(self, seed: float) -> AbstractContextManager[float]:
+        """Announces that backward passes inside the block begin with the gradient `seed` of the token loss.
+
+        Operations that compute gradients in the forward pass multiply them by the seed, so that they neither underflow
+        nor overflow where those of the backward pass would not.
+        """
+        return self._having("seed", seed)
 
     def counting(self) -> AbstractContextManager[dict[Any, Tensor]]:
         """Counts how often each router chooses each expert in the block, in passes with gradients.

@@ -28,7 +28,7 @@ from optimus.model.build import causal_model
 from optimus.model.parameters import named_tensors
 
 To = Literal["weights", "torch", "safetensors"]
-_DTYPES = ("float32", "bfloat16")
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def list_run(run: str | Path) -> list[dict[str, Any]]:
@@ -102,8 +102,8 @@ def convert(path: str | Path, output: str | Path, to: To = "weights", dtype: str
 
     With `to` "weights", writes a weights-only checkpoint, with low-rank factors merged into the weights. With "torch",
     writes one file of all tensors by key, for `torch.load(weights_only=True)`. With "safetensors", writes the same
-    tensors to a safetensors file. `dtype` (float32, bfloat16) is the dtype of the model's floating-point tensors. The
-    default is the checkpoint's `precision` for "weights", and the stored dtype otherwise. Raises `UserError` if
+    tensors to a safetensors file. `dtype` (float32, bfloat16, float16) is the dtype of the model's floating-point
+    tensors. The default is the checkpoint's `precision` for "weights", and the stored dtype otherwise. Raises `UserError` if
     `output` exists, or for an invalid argument.
     """
     if to not in get_args(To):

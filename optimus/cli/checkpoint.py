@@ -80,7 +80,7 @@ def checkpoint_convert(
         Option(help="weights: a weights-only checkpoint; torch or safetensors: one file of all tensors."),
     ] = "weights",
     dtype: Annotated[
-        Literal["float32", "bfloat16"] | None,
+        Literal["float32", "bfloat16", "float16"] | None,
         Option(
             help="Type of the weights. Default: the run's precision for weights, the stored types for torch and safetensors."
         ),
@@ -139,7 +139,7 @@ def merge(
 def export(
     checkpoint: Annotated[Path, Argument(metavar="CHECKPOINT", help="Checkpoint or run folder.")],
     output: Annotated[Path, Option(help="Folder to create.")],
-    dtype: Annotated[str, Option(help="Type of the weights: float32 or bfloat16.")] = "float32",
+    dtype: Annotated[str, Option(help="Type of the weights: float32, bfloat16 or float16.")] = "float32",
     adapter: Annotated[
         bool, Option("--adapter", help="Write the low-rank factors alone (train.lora_rank), as an adapter for PEFT.")
     ] = False,

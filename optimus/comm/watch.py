@@ -14,6 +14,10 @@ CollectiveId = tuple[str, int]
 """The name under which ranks count a collective (see `Observer.begin`), and the collective's number."""
 
 
+# Types whose sums of many small elements may overflow, and the type for these sums.
+_SUM_TYPES = {torch.float16: torch.float32}
+
+
 class _Note(NamedTuple):
     """A tensor that this rank has sent, or a collective whose result this rank has received."""
 
@@ -46,8 +50,8 @@ class Watch:
     def record_sent(self, tensor: Tensor, what: str, collective: CollectiveId | None = None) -> None:
         """Records the sum of `tensor`, which this rank is about to send. Skips tensors that are not floating-point."""
         if self._on and tensor.is_floating_point():
-            # The sum has the tensor's dtype, since a sum in another dtype may copy the tensor.
-            self._notes.append(_Note(collective, tensor.detach().sum(), what))
+            # In general the sum has the tensor's dtype, since a sum in another dtype may copy the tensor.
+            self._notes.append(_Note(collective, tensor.detach().sum(dtype=_SUM_TYPES.get(tensor.dtype)), what))
 
     def record_received(self, collective: CollectiveId) -> None:
         """Records that this rank has received the result of `collective`."""

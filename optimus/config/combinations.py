@@ -31,6 +31,7 @@ def _check_sections(config: RunConfig) -> None:
         raise ValueError("moe.bias_rate: the routers of the model have no bias: remove it")
     for check in (
         _check_limits,
+        _check_gradients,
         _check_teacher,
         _check_loss,
         _check_schedule,
@@ -76,6 +77,14 @@ def _check_limits(config: RunConfig) -> None:
         key, is_used = used.get(option, (f"model.{getattr(config.model, 'source', 'family')}", True))
         if is_used:
             raise ValueError(f"{key}: {reason}")
+
+
+def _check_gradients(config: RunConfig) -> None:
+    if config.state.gradient_dtype == "float16" != config.train.precision:
+        raise ValueError(
+            f"state.gradient_dtype: float16 needs the loss scaling of train.precision: float16, but train.precision is "
+            f"{config.train.precision}: set state.gradient_dtype to float32 or bfloat16"
+        )
 
 
 def _check_teacher(config: RunConfig) -> None:

@@ -60,8 +60,9 @@ class StateConfig(Section):
     chunk: int | None = Field(None, gt=0)
     """Largest size of a chunk (bucket) of several parameters, in elements. A larger parameter has its own chunk.
     Default: the size that leaves the fewest elements empty (Elixir's search)."""
-    gradient_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of gradient accumulation over microbatches and of gradient reduction over ranks."""
+    gradient_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of gradient accumulation over microbatches and of gradient reduction over ranks. float16 needs
+    train.precision: float16, whose loss scaling also skips steps in which these sums overflow."""
     tile: int = Field(1 << 20, gt=0)
     """Elements that the optimizer updates at a time. On accelerators, a chunk with state on the device is updated at
     once."""
@@ -303,6 +304,29 @@ class LossConfig(Section):
         return self
 
 
+class LossScaleConfig(Section):
+    """Loss scaling for train.precision: float16, by the rules of torch.amp.GradScaler. The loss is multiplied by
+    the scale before the backward pass, and the gradients are divided by it before the update. A step whose gradients
+    overflow applies no update and lowers the scale."""
+
+    initial: float = Field(65536.0, gt=0, allow_inf_nan=False, description="Scale of the first step.")
+    growth_factor: float = Field(2.0, gt=1, allow_inf_nan=False)
+    """Factor of the scale after growth_interval consecutive steps without an overflow."""
+    backoff_factor: float = Field(0.5, gt=0, lt=1, description="Factor of the scale after an overflow.")
+    growth_interval: int = Field(
+        2000, gt=0, description="Consecutive steps without an overflow before the scale grows."
+    )
+    minimum: float = Field(1.0, gt=0, allow_inf_nan=False)
+    """Smallest scale. A step that overflows at this scale counts as a step with gradients that are not finite
+    (resilience.max_skipped)."""
+
+    @model_validator(mode="after")
+    def _order(self) -> "LossScaleConfig":
+        if self.minimum > self.initial:
+            raise ValueError(f"minimum {self.minimum:g} is above initial {self.initial:g}: lower it")
+        return self
+
+
 class TrainConfig(Section):
     """The run: its length, batches and precision."""
 
@@ -319,9 +343,13 @@ class TrainConfig(Section):
     seed: int = Field(0, ge=0)
     """Seed of the initial weights, of random pruning, and of the data order after the first pass. Also the seed of the
     order of token files, map-style datasets and replayed data."""
-    precision: Literal["auto", "bfloat16", "float32"] = "auto"
+    precision: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Type of the computation. auto: bfloat16 on devices that compute in bfloat16, including CPUs with AVX512-BF16,
-    AMX-BF16 or SVE BF16; a resumed run keeps its precision."""
+    AMX-BF16 or SVE BF16, otherwise float32; a resumed run keeps its precision. float16: with dynamic loss scaling, for
+    devices without bfloat16 (V100)."""
+    loss_scale: LossScaleConfig = Field(
+        default_factory=LossScaleConfig, description="With precision: float16: the scale of the loss."
+    )
     freeze: list[str] = Field([])
     """Parameters that are not trained: roles (embedding) or shell patterns of names (blocks.0.*), as in
     optimizer.groups. Frozen parameters keep their initial values, rounded to the type of the computation."""
@@ -349,6 +377,10 @@ class TrainConfig(Section):
         if self.global_batch % self.micro_batch:
             raise ValueError(
                 f"global_batch {self.global_batch} is not a multiple of micro_batch {self.micro_batch}: change one of them"
+            )
+        if self.precision != "float16" and self.loss_scale.non_default(*LossScaleConfig.model_fields):
+            raise ValueError(
+                f"loss_scale applies to precision: float16 only, but precision is {self.precision}: remove it"
             )
         if len(given := self.non_default("steps", "tokens", "epochs")) > 1:
             raise ValueError(_length(f"{' and '.join(given)} are given: keep one of them"))

@@ -35,7 +35,7 @@ from optimus.model.parameters import named_tensors
 from optimus.plugins import load_plugins, note_changed_plugins
 
 _MAX_FILE = 5_000_000_000  # maximum bytes of tensors in a file; a larger tensor gets a separate file
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _PADDING = ("<|padding|>", "<|pad|>", "<pad>", "[PAD]")
 
 
@@ -44,7 +44,7 @@ def export_checkpoint(
 ) -> dict[str, Any]:
     """Writes a checkpoint (or the newest of a run) in Hugging Face format; returns the result of `export_model`.
 
-    `dtype` is float32 or bfloat16. `plugins` names the plugins that the checkpoint's model needs.
+    `dtype` is float32, bfloat16 or float16. `plugins` names the plugins that the checkpoint's model needs.
 
     Example:
         optimus.export("runs/first", "huggingface")

@@ -50,21 +50,24 @@ def linear_cross_entropy(
     forms: Forms | None = None,
     cap: float | None = None,
     rows_T: Tensor | None = None,
+    seed: float = 1.0,
 ) -> Tensor:
     """Returns the summed cross-entropy of `x_TH @ w_VH.T` against `target_T`, divided by `count`, as a scalar.
 
     By default `count` is T. The function ignores rows with a negative target. The loss is in fp32 (float64 for
     float64). With a `part`, the loss is over the whole vocabulary, and the gradient of x is this shard's contribution.
     With a `cap`, the logits are `soft_capped`. `rows_T`, if given, receives the cross-entropy of each row, 0 for
-    ignored rows.
+    ignored rows. `seed` is the expected gradient of the result, by which the gradients that the forward pass computes are
+    multiplied: in float16, smaller ones would underflow.
     """
     count = float(len(x_TH)) if count is None else count
-    find = partial(_in_blocks, target_T=target_T, count=count, part=part, forms=forms, cap=cap, rows_T=rows_T)
+    given: dict[str, Any] = {"target_T": target_T, "count": count, "cap": cap, "rows_T": rows_T, "seed": seed}
+    find = partial(_in_blocks, part=part, forms=forms, **given)
     if part is None and backend.use_triton(x_TH):
         from optimus.kernels.triton import linear_cross_entropy as kernels
 
-        find = partial(kernels.in_blocks, target_T=target_T, count=count, cap=cap, rows_T=rows_T)
-    return LinearLoss.apply(x_TH, w_VH, find, torch.is_grad_enabled())
+        find = partial(kernels.in_blocks, **given)
+    return LinearLoss.apply(x_TH, w_VH, find, torch.is_grad_enabled(), seed)
 
 
 def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
@@ -92,12 +95,16 @@ def block_rows(vocab: int) -> int:
 class LinearLoss(torch.autograd.Function):
     """Differentiable loss of x and w, which `find(x, w, gradients)` returns.
 
-    Unless `gradients` is None, `find` also writes the gradient of x to `gradients[0]`, and adds the gradient of w to
-    `gradients[1]`, which is zeros in fp32 (float64 if x is float64). `find` skips a gradient that is None.
+    Unless `gradients` is None, `find` also writes `seed` times the gradient of x to `gradients[0]`, and adds `seed` times
+    the gradient of w to `gradients[1]`, which is zeros in fp32 (float64 if x is float64). `find` skips a gradient that is
+    None.
     """
 
     @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, w_VH: Tensor, find: Callable[..., Tensor], with_gradients: bool) -> Tensor:
+    def forward(
+        ctx: Any, x_TH: Tensor, w_VH: Tensor, find: Callable[..., Tensor], with_gradients: bool, seed: float
+    ) -> Tensor:
+        ctx.seed = seed
         if not with_gradients:
             return find(x_TH, w_VH, None)
         wanted_x, wanted_w = ctx.needs_input_grad[:2]
@@ -110,16 +117,16 @@ class LinearLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x_grad, w_grad = ctx.saved_tensors
-        scale = grads[0]
+        scale = grads[0] / ctx.seed
         x_grad = None if x_grad is None else backend.scaled(x_grad, scale)
-        return x_grad, None if w_grad is None else w_grad * scale, None, None
+        return x_grad, None if w_grad is None else w_grad * scale, None, None, None
 
 
 def _in_blocks(
     x_TH: Tensor, w_VH: Tensor, gradients: Gradients | None, target_T: Tensor, count: float,
-    part: VocabularyPart | None, forms: Forms | None, cap: float | None, rows_T: Tensor | None,
+    part: VocabularyPart | None, forms: Forms | None, cap: float | None, rows_T: Tensor | None, seed: float,
 ) -> Tensor:  # fmt: skip
     wide = compute_dtype(x_TH.dtype)
     # Shards communicate in every block: all shards need the same blocks.
@@ -138,9 +145,9 @@ def _in_blocks(
             rows_T[start : start + block] = losses
         if gradients is not None:
             if logits.dtype == wide:
-                torch.div(p, count, out=logits)
+                torch.div(p, count / seed, out=logits)
             else:
-                logits.copy_(p.div_(count))
+                logits.copy_(p.div_(count / seed))
             if gradients[0] is not None:
                 matmul(logits, w_VH, out=gradients[0][start : start + block], forms=forms)
             if gradients[1] is not None:

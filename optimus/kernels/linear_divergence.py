@@ -24,15 +24,21 @@ class SoftTargets(NamedTuple):
 
 
 def linear_divergence(
-    x_TH: Tensor, w_VH: Tensor, soft: SoftTargets, target_T: Tensor, count: float, cap: float | None = None
+    x_TH: Tensor,
+    w_VH: Tensor,
+    soft: SoftTargets,
+    target_T: Tensor,
+    count: float,
+    cap: float | None = None,
+    seed: float = 1.0,
 ) -> Tensor:
     """Returns the sum over rows of KL(teacher || student), times the temperature squared, divided by `count`.
 
     The result is a scalar in fp32 (float64 for float64). With a `cap`, the student's logits are `soft_capped`. The
-    function ignores rows with a negative target.
+    function ignores rows with a negative target. For `seed`, see `linear_cross_entropy`.
     """
-    find = partial(_in_blocks, soft=soft, target_T=target_T, count=count, cap=cap)
-    return LinearLoss.apply(x_TH, w_VH, find, torch.is_grad_enabled())
+    find = partial(_in_blocks, soft=soft, target_T=target_T, count=count, cap=cap, seed=seed)
+    return LinearLoss.apply(x_TH, w_VH, find, torch.is_grad_enabled(), seed)
 
 
 def linear_divergence_reference(
@@ -47,7 +53,7 @@ def linear_divergence_reference(
 
 def _in_blocks(
     x_TH: Tensor, w_VH: Tensor, gradients: Gradients | None, soft: SoftTargets, target_T: Tensor, count: float,
-    cap: float | None,
+    cap: float | None, seed: float,
 ) -> Tensor:  # fmt: skip
     wide, block, heat = compute_dtype(x_TH.dtype), block_rows(len(w_VH)), soft.temperature
     total = torch.zeros((), dtype=wide, device=x_TH.device)
@@ -60,7 +66,7 @@ def _in_blocks(
         q = log_q.exp()
         total += ((q * (log_q - log_p)).sum(-1, keepdim=True) * counted).sum() * heat**2
         if gradients is not None:
-            p = log_p.exp_().sub_(q).mul_(counted * (heat / count))
+            p = log_p.exp_().sub_(q).mul_(counted * (heat / count * seed))
             if cap is not None:
                 p *= 1 - (logits / cap).square_()
             narrow = p.to(x.dtype)

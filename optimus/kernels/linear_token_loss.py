@@ -21,7 +21,7 @@ TokenLossFunction = Callable[[Tensor, Tensor], Tensor]  # maps logits [T, V] and
 def linear_token_loss(
     x_TH: Tensor, w_VH: Tensor, target_T: Tensor, count: float, loss: TokenLossFunction,
     part: VocabularyPart | None = None, forms: Forms | None = None, cap: float | None = None,
-    rows_T: Tensor | None = None,
+    rows_T: Tensor | None = None, seed: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """Returns the sum of `loss` over rows, divided by `count`, as a scalar; see `linear_cross_entropy` for the
     arguments.
@@ -31,14 +31,14 @@ def linear_token_loss(
     number for each row. With gradients enabled, also raises `UserError` if the losses do not depend on the logits.
     """
     find = partial(
-        _in_blocks, target_T=target_T, count=count, loss=loss, part=part, forms=forms, cap=cap, rows_T=rows_T
+        _in_blocks, target_T=target_T, count=count, loss=loss, part=part, forms=forms, cap=cap, rows_T=rows_T, seed=seed
     )
-    return LinearLoss.apply(x_TH, w_VH, find, torch.is_grad_enabled())
+    return LinearLoss.apply(x_TH, w_VH, find, torch.is_grad_enabled(), seed)
 
 
 def _in_blocks(
     x_TH: Tensor, w_VH: Tensor, gradients: Gradients | None, target_T: Tensor, count: float, loss: TokenLossFunction,
-    part: VocabularyPart | None, forms: Forms | None, cap: float | None, rows_T: Tensor | None,
+    part: VocabularyPart | None, forms: Forms | None, cap: float | None, rows_T: Tensor | None, seed: float,
 ) -> Tensor:  # fmt: skip
     wide, first = compute_dtype(x_TH.dtype), 0 if part is None else part.first
     block = block_rows(len(w_VH) if part is None else part.largest)  # all shards need the same blocks
@@ -56,7 +56,7 @@ def _in_blocks(
             rows_T[rows] = losses
         if gradients is None or gradient is None:
             continue
-        p = gradient[:, first : first + len(w_VH)] / count
+        p = gradient[:, first : first + len(w_VH)] / (count / seed)
         if cap is not None:
             p *= 1 - (own / cap).square_()
         narrow = p.to(x.dtype)

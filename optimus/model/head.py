@@ -49,6 +49,8 @@ class OutputHead:
             loss = self.vocabulary.loss(x, weight, target_T, count, self.cap, rows_T)
             if soft is None:
                 return loss
-            return torch.stack([loss, linear_divergence(x, weight, soft, target_T, count, self.cap)])
+            return torch.stack(
+                [loss, linear_divergence(x, weight, soft, target_T, count, self.cap, self.vocabulary.seed)]
+            )
         logits = self.vocabulary.part_logits if part else self.vocabulary.logits
         return soft_capped(logits(x, weight), self.cap)

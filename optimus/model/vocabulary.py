@@ -22,6 +22,11 @@ class Vocabulary:
         self._step, self._token_loss = step or StepContext(), token_loss
         self._product = MatrixProduct(self._step)
 
+    @property
+    def seed(self) -> float:
+        """The gradient of the loss with which backward passes begin (`StepContext.differentiating`)."""
+        return self._step.seed
+
     def embed(self, tokens_T: Tensor, weight: nn.Parameter) -> Tensor:
         """Returns the embeddings [T, H] of the tokens, sharded like the residual stream."""
         return embedding(tokens_T, weight)
@@ -56,7 +61,7 @@ class Vocabulary:
         self, x_TH: Tensor, weight: nn.Parameter, target_T: Tensor, count: float, part: VocabularyPart | None,
         cap: float | None, rows_T: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        forms = self._step.forms
+        forms, seed = self._step.forms, self.seed
         if self._token_loss is None:
-            return linear_cross_entropy(x_TH, weight, target_T, count, part, forms, cap, rows_T)
-        return linear_token_loss(x_TH, weight, target_T, count, self._token_loss, part, forms, cap, rows_T)
+            return linear_cross_entropy(x_TH, weight, target_T, count, part, forms, cap, rows_T, seed)
+        return linear_token_loss(x_TH, weight, target_T, count, self._token_loss, part, forms, cap, rows_T, seed)

@@ -13,6 +13,7 @@ from optimus.observe.sinks import FULL, SinkRow
 
 _GROUPS = {  # metrics by group
     "train": ("loss", "lr", "grad_norm", "skipped_steps", "tokens", "teacher_divergence", "phase"),
+    "loss_scaling": ("loss_scale", "overflow_steps"),
     "speed": ("tokens_per_second", "model_flops_utilization", "step_seconds", "data_seconds", "checkpoint_seconds"),
     "router": ("balance_loss", "z_loss"),
     "validation": ("bits_per_byte",),

@@ -30,17 +30,21 @@ class Muon(UpdateRule):
     momentum: float
 
     def apply(self, now: OptimizerStep, tile: Tile) -> None:
-        """See `UpdateRule.apply`. The matmuls use the dtype of `copy`, or fp32 without `copy`."""
+        """See `UpdateRule.apply`. The matmuls use the dtype of `copy`, or fp32 without `copy`.
+
+        In a dtype with a smaller range than fp32, momentum could underflow: matrices are normalised before the rounding.
+        """
         weight, gradient, (momentum,), copy, matrix_function = tile
-        scale = 0.0
+        scale, dtype = 0.0, (weight if copy is None else copy).dtype
+        wide = torch.float32 if torch.finfo(dtype).tiny > torch.finfo(torch.float32).tiny else dtype
 
         def direction(x_NRC: Tensor) -> Tensor:
             nonlocal scale  # `x_NRC` has whole matrices; `update` may have blocks of matrices
             scale = _ROOT_MEAN_SQUARE * math.sqrt(max(x_NRC.shape[-2:]))
-            return orthogonalise(x_NRC)
+            return orthogonalise(x_NRC, dtype)
 
         momentum.lerp_(gradient, 1 - self.momentum)
-        nesterov = gradient.lerp(momentum, self.momentum).to((weight if copy is None else copy).dtype)
+        nesterov = gradient.lerp(momentum, self.momentum).to(wide)
         update = matrix_function(direction, nesterov)
         weight.mul_(1 - self.rate(now) * self.weight_decay).sub_(update, alpha=self.rate(now) * scale)
 
@@ -48,11 +52,12 @@ class Muon(UpdateRule):
 ROW = RuleRow("muon", Muon, {"momentum": "momentum"}, ("matrix", "expert"), ("vector", "embedding", "head", "factor"))
 
 
-def orthogonalise(x_NRC: Tensor) -> Tensor:
-    """Approximates U V^T for each of N matrices X = U S V^T, by Newton-Schulz steps in the dtype of X."""
+def orthogonalise(x_NRC: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Approximates U V^T for each of N matrices X = U S V^T, by Newton-Schulz steps in `dtype`, by default that of X."""
     tall = x_NRC.shape[-2] > x_NRC.shape[-1]
     x_Nrc = x_NRC.mT if tall else x_NRC
     x_Nrc = x_Nrc / torch.linalg.vector_norm(x_Nrc, dim=(-2, -1), keepdim=True).clamp_min(_LEAST_NORM)
+    x_Nrc = x_Nrc.to(dtype or x_NRC.dtype)
     for _ in range(STEPS):
         gram_Nrr = torch.bmm(x_Nrc, x_Nrc.mT)
         polynomial_Nrr = torch.baddbmm(gram_Nrr, gram_Nrr, gram_Nrr, beta=_B, alpha=_C)

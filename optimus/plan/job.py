@@ -24,7 +24,7 @@ from optimus.plan.machine import Machine
 from optimus.plan.profile import Profile
 from optimus.resolve.facts import Facts
 from optimus.resolve.parameters import full_model, state_spec_of
-from optimus.resolve.precision import precision
+from optimus.resolve.precision import DTYPES, precision
 from optimus.resolve.run import RunInputs
 from optimus.resolve.teachers import teacher_models
 
@@ -32,10 +32,10 @@ from optimus.resolve.teachers import teacher_models
 # unpruned share of elements).
 Rules = tuple[tuple[tuple[Rule, float, float], ...], ...]
 
-_PRECISION = {"bfloat16": "bf16", "float32": "fp32"}
+_PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _FACTOR = ".lora_a"
 _WORTH = 0.8  # maximum ratio of matmul times, bf16 to fp32, at which a run uses bf16
-_GRADIENT = {"float32": 4.0, "bfloat16": 2.0}  # bytes of a gradient per parameter
+_GRADIENT = {name: float(dtype.itemsize) for name, dtype in DTYPES.items()}  # bytes of a gradient per parameter
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,8 @@ _CHARTS = [
     ("Training", "Learning rate", "", ["lr"]),
     ("Training", "Gradient norm", "", ["grad_norm"]),
     ("Training", "Skipped steps", "so far", ["skipped_steps"]),
+    ("Training", "Loss scale", "of the next step", ["loss_scale"]),
+    ("Training", "Overflows of scaled gradients", "steps so far", ["overflow_steps"]),
     ("Speed", "Tokens per second", "tokens/s", ["tokens_per_second"]),
     ("Speed", "Utilisation", "of the peak", ["model_flops_utilization"]),
     ("Speed", "Time of a step", "s", ["step_seconds"]),
@@ -47,7 +49,7 @@ _STACKS = {  # stacked charts, by the prefix of the metrics' names
 }
 _SIZES = {"layers": "{} layers", "hidden": "hidden {}", "experts": "{} experts"}  # texts in a model's description
 _NO_CHART = {"step", "tokens", "time", "data_seconds", "checkpoint_seconds"}
-_EXACT = {"lr", "skipped_steps", "phase"}  # metrics that the page never smooths
+_EXACT = {"lr", "skipped_steps", "loss_scale", "overflow_steps", "phase"}  # metrics that the page never smooths
 _ALONE, _COMPARED = "report.html", "comparison.html"  # default names of the files for one run and for several
 
 

@@ -1,5 +1,6 @@
 """Training steps on random tokens, for one rank of any mesh."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from optimus.pipeline.staged import PipelineStages
 from optimus.resolve.ranks import mesh_of
 from optimus.state.model_state import ModelState
 from optimus.training.build import build_model
+from optimus.training.loss_scale import first_loss_scale
 from optimus.training.resolving import resolve_run
 from optimus.training.step import StepResult, training_step
 
@@ -38,7 +40,7 @@ class Steps:
             self.resolved.on_rank(self.groups.rank, tags=self.groups.tags), self.groups, self.device
         )
         self.state.initialize(self.config.train.seed, self.config.model.init_std)
-        self.done = 0
+        self.done, self.loss_scale = 0, first_loss_scale(self.config)
 
     def train(self, target_mask_BS: Tensor | None = None, document_BS: Tensor | None = None) -> StepResult:
         """Runs the next training step on this rank's share of a random batch. `target_mask_BS` and `document_BS` must
@@ -49,7 +51,11 @@ class Steps:
         tokens_BS = tokens_BS.to(self.device, non_blocking=True)
         target_mask_BS = None if target_mask_BS is None else target_mask_BS.to(self.device)
         batch = Batch(tokens_BS, target_mask_BS, document_BS).split(len(tokens_BS) // data.size)[data.rank]
-        return training_step(self.model, self.state, batch, self.config, self.done)
+        result = training_step(self.model, self.state, batch, self.config, self.done, loss_scale=self.loss_scale)
+        if self.loss_scale is not None:
+            options = self.config.train.loss_scale
+            self.loss_scale = self.loss_scale.after(not math.isfinite(result.grad_norm), options)
+        return result
 
     @property
     def blocks(self) -> list[nn.Module]:

@@ -116,6 +116,7 @@ def describe(
             "updates": state.steps,
             **state.counters,
             "skipped": progress.skipped,
+            **_loss_scaling(progress),
             "sequences": sequences_after(progress.phases, progress.step),
             **({"phase": phase.name} if phase.name else {}),
             **({"began_with": origin.began_with} if origin.began_with else {}),
@@ -137,6 +138,14 @@ def describe(
         frozen=frozen,
         plugins=[asdict(plugin) for plugin in load_plugins(config.plugins)],
     )
+
+
+def _loss_scaling(progress: Progress) -> dict[str, float]:
+    scale = progress.loss_scale
+    if scale is None:
+        return {}
+    counts = {"overflows": progress.overflows, "schedule_lag": progress.schedule_lag}
+    return {"loss_scale": scale.value, "finite_steps": scale.finite_steps, **counts}
 
 
 def _random_states(device: torch.device) -> dict[str, str]:

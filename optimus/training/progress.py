@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from optimus.config.phases import Phase, phase_at, tokens_after
+from optimus.training.loss_scale import LossScale
 
 
 @dataclass
@@ -14,7 +15,13 @@ class Progress:
     step: int = 0
     """The number of completed steps."""
     skipped: int = 0
-    """The number of completed steps without an update."""
+    """The number of completed steps without an update, except overflows."""
+    loss_scale: LossScale | None = None
+    """The scale of the next step's loss; None without loss scaling."""
+    overflows: int = 0
+    """The number of completed steps without an update because the scaled gradients overflowed."""
+    schedule_lag: int = 0
+    """The number of overflows since the current learning-rate schedule began: overflows do not advance it."""
 
     @property
     def tokens(self) -> int:

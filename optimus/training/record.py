@@ -41,7 +41,7 @@ class StepRecord:
     """The `prompt` and the continuation `text` of each of `evaluate.prompts`; empty in steps without continuations."""
 
 
-_STEP = {"step", "tokens", "time", "lr", "grad_norm", "skipped_steps", "phase"}
+_STEP = {"step", "tokens", "time", "lr", "grad_norm", "skipped_steps", "phase", "loss_scale", "overflow_steps"}
 _LOSSES = {"loss", "balance_loss", "z_loss", "teacher_divergence", "bits_per_byte"}
 _SPEED = {"tokens_per_second", "step_seconds", "data_seconds", "checkpoint_seconds", "model_flops_utilization"}
 OWN_NAMES = _STEP | _LOSSES | _SPEED

@@ -15,6 +15,7 @@ from optimus.hub import omitted_layers
 from optimus.plugins import changed_plugins
 from optimus.training.beginning import begin, is_model_folder
 from optimus.training.checkpointing import Origin, Start, restore_random
+from optimus.training.loss_scale import first_loss_scale
 from optimus.training.progress import Progress
 from optimus.training.pruning import after_pruning
 from optimus.training.run import Run
@@ -96,7 +97,14 @@ def _go_on(run: Run, path: Path, step: int, *, full: bool) -> tuple[Start, int]:
     there, here = _numbers(with_new_names(description.config)), _numbers(run.resolved.record.model_dump(mode="json"))
     changed = differences(there, {key: value for key, value in here.items() if key in there})
     start = Start(
-        Progress(run.resolved.phases, description.step, progress["skipped"]),
+        Progress(
+            run.resolved.phases,
+            description.step,
+            progress["skipped"],
+            first_loss_scale(config, progress),
+            progress.get("overflows", 0),
+            progress.get("schedule_lag", 0),
+        ),
         origin,
         progress.get("hooks", {}) if full else {},
         description.frozen if same else None,
@@ -147,7 +155,7 @@ def _begin(run: Run, resume: bool) -> Start:
             notes.append(f"starting from the weights of {initial}{_readers(run, readers)}")
             if is_model_folder(initial):
                 notes += filter(None, [world.on_first(lambda: omitted_layers(Path(initial), config.model))])
-        start = Start(Progress(run.resolved.phases), origin, notes=notes)
+        start = Start(Progress(run.resolved.phases, loss_scale=first_loss_scale(config)), origin, notes=notes)
     if start.progress.step == 0 and config.pruning is not None and config.pruning.comes_first:
         start.notes.extend(after_pruning(run, 0, start.origin.began_with))
     return start

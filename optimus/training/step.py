@@ -16,6 +16,7 @@ from optimus.optim.schedule import SCHEDULES, LrSchedule, learning_rate
 from optimus.pipeline.staged import PipelineStages
 from optimus.state.model_state import ModelState
 from optimus.step_context import region
+from optimus.training.loss_scale import LossScale
 
 DATA = ("dp", "cp")  # mesh axes that divide the tokens of a global batch
 # The maximum clipped gradient norm of an update; the square of this norm is finite in fp32.
@@ -35,12 +36,15 @@ class StepResult(NamedTuple):
     divergence: float = 0.0  # divergence from the teacher: nats per predicted token, times the squared temperature
     clipped_norm: float = 0.0
     predicted: int = 0
+    # True if the scaled gradients overflowed: the loss is finite, the gradients are not, and the scale can still fall.
+    overflow: bool = False
     source_losses: Sequence[float | None] = ()  # `loss` by source; None for a source without predicted tokens
 
     @property
     def unfit(self) -> bool:
-        """True if the loss is not finite, or if the clipped gradient norm is NaN or above `LARGEST_NORM`."""
-        return not (math.isfinite(self.loss) and self.clipped_norm <= LARGEST_NORM)
+        """True if the loss is not finite, or if the clipped gradient norm is NaN or above `LARGEST_NORM`; False for an
+        `overflow`."""
+        return not self.overflow and not (math.isfinite(self.loss) and self.clipped_norm <= LARGEST_NORM)
 
     @property
     def huge(self) -> bool:
@@ -56,37 +60,47 @@ def training_step(
     step: int,
     loss_limit: float = math.inf,
     sources: int = 0,
+    loss_scale: LossScale | None = None,
 ) -> StepResult:
     """Trains on this rank's part of a global batch. `step`, which counts from 1, is the step of the learning-rate
     schedule.
 
-    Skips the update if the loss exceeds `loss_limit` or if `StepResult.unfit` is True. If the number of `sources` is
-    not 0, the batch must name the source of each sequence.
+    Skips the update if the loss exceeds `loss_limit`, or if `StepResult.unfit` or `StepResult.overflow` is True. If the
+    number of `sources` is not 0, the batch must name the source of each sequence. The backward pass begins with the loss
+    times `loss_scale`; the norm and the update divide the gradients by it.
 
     Every rank must have the same number of sequences.
     """
+    factor = 1.0 if loss_scale is None else loss_scale.value
     state.begin_step()
     routers = [module for module in model.modules() if isinstance(module, Router)] if config.model.router_bias else []
     move_biases(routers, 0, state.team.all_reduce)  # clears the counts of passes outside of steps
     watch = state.groups.watch
     watch.begin()
     with watch.on(), region(lambda: "forward and backward passes"):
-        losses, predicted = accumulate_gradients(model, state, batch, config, sources)
+        losses, predicted = accumulate_gradients(model, state, batch, config, sources, loss_scale)
         # The sum over all ranks must be bitwise equal on all ranks, so that all ranks decide alike.
         summing = state.groups.world.all_reduce_async(losses)
-        norm = state.reduce_gradients()
+        # The norm is equal on all ranks, so that all ranks find the same overflows.
+        norm = state.reduce_gradients() / factor
     summing.wait()
     with_losses = state.groups.world.size // state.groups.mesh.pp  # only the ranks of the last stage have losses
     loss, balance, z, divergence, *of_sources = (losses / with_losses).tolist()
     lr, scale = step_learning_rate(config, step), clip_scale(config, step, norm)
     by_source = [nats / count if count else None for nats, count in zip(of_sources[::2], of_sources[1::2])]
-    result = StepResult(loss, balance, z, norm, lr, False, divergence, norm * scale, predicted, by_source)
-    skipped = result.unfit or loss > loss_limit
+    overflow = (
+        loss_scale is not None
+        and math.isfinite(loss)
+        and not math.isfinite(norm)
+        and loss_scale.value > config.train.loss_scale.minimum
+    )
+    result = StepResult(loss, balance, z, norm, lr, False, divergence, norm * scale, predicted, overflow, by_source)
+    skipped = result.unfit or result.overflow or loss > loss_limit
     with region(lambda: "optimizer step"):
         if skipped:
             state.skip()
         else:
-            state.step(lr, scale)
+            state.step(lr, scale / factor)
     if config.model.router_bias:
         move_biases(routers, 0 if skipped else config.moe.bias_rate, state.team.all_reduce)
     return result._replace(skipped=skipped)
@@ -98,6 +112,7 @@ def accumulate_gradients(
     inputs: Tensor | Batch,
     config: RunConfig,
     sources: int = 0,
+    loss_scale: LossScale | None = None,
     *,
     micro_batch: int | None = None,
 ) -> tuple[Tensor, int]:
@@ -108,15 +123,18 @@ def accumulate_gradients(
     losses (see `terms`) as means over this rank's microbatches, and for each source the sum of the token losses and the
     number of predicted tokens. The tensor is zero except on the ranks of the last stage.
 
-    The sum of the gradients over the mesh axes `DATA` is the gradient of the global batch's loss.
+    The sum of the gradients over the mesh axes `DATA` is the gradient of the global batch's loss, times `loss_scale`.
     """
     batch = Batch.wrap(inputs)
     microbatches = batch.split(micro_batch or config.train.micro_batch)
     predicted = predicted_tokens(batch, state.groups.along("dp"))
-    objective = _Objective(config, state, len(microbatches), predicted, batch.tokens_BS.new_zeros(sources, 2).float())
+    rows_K2 = batch.tokens_BS.new_zeros(sources, 2).float()
+    objective = _Objective(config, state, len(microbatches), predicted, rows_K2, loss_scale)
     if objective.counts_beforehand:
         objective.count_choices(model.router_statistics(microbatches))
-    reported = model.train_microbatches(microbatches, objective, state)
+    seed = 1.0 if loss_scale is None else objective.scale
+    with state.groups.step.differentiating(seed):
+        reported = model.train_microbatches(microbatches, objective, state)
     total = torch.stack(reported).sum(0) if reported else torch.zeros(4, device=batch.tokens_BS.device)
     return torch.cat([(total / len(microbatches)).float(), objective.sources_K2.flatten()]), predicted
 
@@ -137,18 +155,25 @@ def predicted_tokens(batch: Batch, data: Group) -> int:
 
 class _Objective:
     """Computes the contribution of a microbatch to the losses of the global batch. `microbatches` is the number of this
-    rank's microbatches, and `predicted` the number of predicted tokens of the global batch.
+    rank's microbatches, and `predicted` the number of predicted tokens of the global batch. `loss_scale` multiplies the
+    objective.
 
     A call takes the losses of a microbatch; the token loss must be the sum over the tokens divided by `count`. The call
     returns (`scale` times the objective, unscaled losses [4]).
     """
 
     def __init__(
-        self, config: RunConfig, state: ModelState, microbatches: int, predicted: int, sources_K2: Tensor
+        self,
+        config: RunConfig,
+        state: ModelState,
+        microbatches: int,
+        predicted: int,
+        sources_K2: Tensor,
+        loss_scale: LossScale | None,
     ) -> None:
         self.sources_K2, self.add_rows = sources_K2, self._add_rows if len(sources_K2) else None
         parts = microbatches * state.groups.along(*DATA).size
-        self.count, self.scale = max(1, predicted) / parts, 1 / parts
+        self.count, self.scale = max(1, predicted) / parts, (1.0 if loss_scale is None else loss_scale.value) / parts
         self._config, self._data = config, state.groups.along("dp")
         self._global = config.moe.balance_scope == "global" and config.model.experts is not None
         self._choices_E: Tensor | None = None

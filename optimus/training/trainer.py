@@ -236,10 +236,18 @@ class Trainer:
         step = self.progress.step + 1
         phase = phase_at(self.progress.phases, step)
         sources = len(self.run.data.phases[phase.number].names) if batch.source_B is not None else 0
-        schedule_step = phase.step_of_schedule(step)
-        result = training_step(self.model, self.state, batch, phase.config, schedule_step, limit, sources)
-        self.progress.step = step
-        self.progress.skipped += result.skipped
+        progress, schedule_step = self.progress, phase.step_of_schedule(step)
+        if schedule_step == 1:  # a phase with its own schedule begins
+            progress.schedule_lag = 0
+        schedule_step -= progress.schedule_lag
+        scale = progress.loss_scale
+        result = training_step(self.model, self.state, batch, phase.config, schedule_step, limit, sources, scale)
+        progress.step = step
+        progress.skipped += result.skipped and not result.overflow
+        if scale is not None:
+            progress.overflows += result.overflow
+            progress.schedule_lag += result.overflow
+            progress.loss_scale = scale.after(not math.isfinite(result.grad_norm), self.config.train.loss_scale)
         return StepRecord(step, result, clock.times())
 
     def _next_batch(self, loader: TokenLoader[Batch]) -> Batch | None:

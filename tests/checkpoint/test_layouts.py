@@ -53,7 +53,8 @@ BESIDE_THE_POINT = (
     "optimizer.",
     "lr_schedule.",
     "train.freeze",
-    "train.loss",
+    "train.loss",  # and train.loss_scale
+    "train.precision",
 )
 MIXED = (3, 7, 11)  # chains in which some layouts compute in bf16
 RTOL = {False: 2e-5, True: 5e-2}  # relative tolerance of losses and norms, by whether the chain is mixed

@@ -82,6 +82,15 @@ def test_a_finite_sum_beyond_fp32_is_finite() -> None:
     assert watch.spread() == [("group", 1)]
 
 
+@pytest.mark.parametrize("bad", [[], [math.inf], [math.nan]], ids=str)
+def test_a_finite_sum_beyond_float16_is_finite(bad: list[float]) -> None:
+    """100 finite numbers of 60,000 have a sum beyond the largest number of float16, 65,504."""
+    watch = watched()
+    with watch.on():
+        watch.record_sent(torch.tensor([60_000.0] * 100 + bad, dtype=torch.float16), "sum", ("group", 0))
+    assert watch.spread() == ([("group", 0)] if bad else [])
+
+
 # ---- In training ----
 
 WHERE = ("forward", "backward", "input gradient")

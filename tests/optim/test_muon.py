@@ -73,6 +73,22 @@ def test_equals_its_definition(shape: tuple[int, ...], dtype: torch.dtype | None
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+def test_small_gradients_do_not_underflow_in_float16(shape: tuple[int, ...]) -> None:
+    """Momentum of 1e-6, which float16 rounds to multiples of 6e-8, has the update of its definition.
+
+    The gradients come with the scale of a loss. The bound is that of `test_equals_its_definition`, with roundings of
+    2^-12 and, in matrices of norm 1, absolute ones of half the smallest number, 2^-25.
+    """
+    weight_NRC, copy_NRC = torch.zeros(shape), torch.empty(shape, dtype=torch.float16)
+    gradient_NRC, zeros = random(*shape) * 1e-5, torch.zeros(shape[1:], dtype=torch.float64)
+    tile = Tile(weight_NRC, gradient_NRC * 65536, [torch.zeros(shape)], copy_NRC)
+    RULE.update(OptimizerStep(1, 0.01, 1 / 65536), tile)
+    expected_NRC = torch.stack([definition(zeros, zeros, each.double(), 0.01)[0] for each in gradient_NRC])
+    assert (weight_NRC - expected_NRC).norm() < 12 * (2**-12 + 2**-25 * shape[1] ** 0.5) * expected_NRC.norm()
+    assert copy_NRC.equal(weight_NRC.half())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_the_iteration_in_float64(shape: tuple[int, ...]) -> None:
     """The iteration in float64 is the polynomial of the singular values to 1e-10."""
     x_NRC = random(*shape).double()

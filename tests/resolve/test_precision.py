@@ -142,7 +142,7 @@ def test_what_a_run_has_kept_is_looked_at(small_run: dict[str, Any]) -> None:
     path = Path(run["train"]["output"]) / "config.yaml"
     whole = path.read_text()
     for key, value, message in [
-        ("train.precision", "float8", "it must be 'auto', 'bfloat16' or 'float32'"),
+        ("train.precision", "float8", "it must be 'auto', 'bfloat16', 'float16' or 'float32'"),
         ("lr_schedule.warmup_steps", "many", "it must be a whole number"),
         ("lr_schedule.warmup_steps", 3.7, "it must be a whole number"),
         ("lr_schedule.warmup_steps", -1, "it must be greater than or equal to 0"),

@@ -287,6 +287,8 @@ def with_free_memory(monkeypatch: pytest.MonkeyPatch, free: Callable[[], int]) -
     [
         ("bfloat16", "float32", 18),
         ("bfloat16", "bfloat16", 16),
+        ("float16", "float32", 18),
+        ("float16", "float16", 16),
         ("float32", "float32", 16),
         ("float32", "bfloat16", 14),
     ],

@@ -147,6 +147,8 @@ OPTIONS = {
     "pruning.at": ("0", "1", "[1,2]"),
     "pruning.rewind": ("0",),
     "pruning.indices": ("int32", "bits"),
+    "train.precision": ("float32", "float16"),
+    "train.loss_scale.growth_interval": ("1", "2000"),
 }
 VALUES = {f"{option}={value}" for option, values in OPTIONS.items() for value in values}
 # Options that the pairs take as drawn; `factors` adds the others. Few draws give moe.drop_duplicates, so `PAIRS` has
@@ -171,6 +173,7 @@ PAIRED = (
     "optimizer.name",
     "train.loss",
     "train.freeze",
+    "train.precision",
 )
 
 

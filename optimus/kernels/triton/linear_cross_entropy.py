@@ -25,18 +25,19 @@ def in_blocks(
     count: float,
     cap: float | None,
     rows_T: Tensor | None,
+    seed: float = 1.0,
 ) -> Tensor:
     """Returns the loss of `kernels.linear_cross_entropy`.
 
-    Fills `gradients[0]` with the gradient of x, and adds the gradient of w to `gradients[1]`. Skips a gradient that is
-    None.
+    Fills `gradients[0]` with `seed` times the gradient of x, and adds `seed` times the gradient of w to `gradients[1]`.
+    Skips a gradient that is None.
     """
     V = len(w_VH)
     block = max(1, _BLOCK_ELEMENTS // V)
     target_T = target_T.contiguous()
     fits = rows_T is not None and rows_T.dtype == torch.float32 and rows_T.is_contiguous()
     loss_T = rows_T if rows_T is not None and fits else x_TH.new_empty(len(x_TH), dtype=torch.float32)
-    scale = 1 / count if count else math.inf
+    scale = seed / count if count else math.inf
     for start in range(0, len(x_TH), block):
         rows = slice(start, start + block)
         logits = F.linear(x_TH[rows], w_VH)

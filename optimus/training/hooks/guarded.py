@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from optimus.comm import CollectiveError
@@ -138,7 +138,8 @@ def _protecting_state(trainer: Trainer) -> Iterator[None]:
     finally:
         changed = trainer.progress is not progress or progress != before
         trainer.progress = progress
-        progress.phases, progress.step, progress.skipped = before.phases, before.step, before.skipped
+        for each in fields(progress):
+            setattr(progress, each.name, getattr(before, each.name))
         moved = _working_folder() != folder
         if moved and folder is not None:
             os.chdir(folder)

@@ -57,6 +57,7 @@ class Metrics(Hook):
                 "checkpoint_seconds": saving,
                 "model_flops_utilization": self._peak and rate * flops / (self._peak * trainer.groups.world.size),
                 "skipped_steps": trainer.progress.skipped,
+                **_loss_scaling(trainer),
                 **_by_source(trainer, record),
                 **{name: value if math.isfinite(value) else None for name, value in record.values.items()},
                 **(imbalance(record.expert_load) if record.expert_load else {}),
@@ -65,7 +66,12 @@ class Metrics(Hook):
             record.expert_load or None,
             record.samples,
         )
-        if record.result.skipped:
+        if record.result.overflow and (scale := trainer.progress.loss_scale) is not None:
+            trainer.say(
+                f"step {record.step}: the scaled gradients overflowed, so no update was applied; the loss scale is now "
+                f"{scale.value:g}"
+            )
+        elif record.result.skipped:
             trainer.say(f"step {record.step} was skipped: no update was applied")
         if loss is None:
             trainer.say(
@@ -83,6 +89,12 @@ class Metrics(Hook):
         for scores in self._scores.read():
             self._writer.sinks.write(scores)
         self._scores.note()
+
+
+def _loss_scaling(trainer: Trainer) -> dict[str, float]:
+    """Returns the scale of the next step's loss and the number of overflows so far, with loss scaling."""
+    scale = trainer.progress.loss_scale
+    return {} if scale is None else {"loss_scale": scale.value, "overflow_steps": trainer.progress.overflows}
 
 
 def _by_source(trainer: Trainer, record: StepRecord) -> dict[str, float]:

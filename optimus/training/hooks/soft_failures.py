@@ -28,7 +28,8 @@ class SoftFailures(Hook):
         self._node = node
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
-        if math.isfinite(record.result.loss) and math.isfinite(record.result.grad_norm):
+        finite = math.isfinite(record.result.loss) and math.isfinite(record.result.grad_norm)
+        if finite or record.result.overflow:  # loss scaling handles overflows
             return
         events = EventLog(trainer.folder)
         told = trainer.groups.world.all_gather_object((*_origin(trainer), self._node))

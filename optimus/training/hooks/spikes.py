@@ -51,7 +51,8 @@ class Spikes(Hook):
         return self._limit
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
-        if not record.result.predicted or not math.isfinite(record.result.loss):
+        # An overflow is no spike, and its loss says nothing about an update.
+        if not record.result.predicted or not math.isfinite(record.result.loss) or record.result.overflow:
             return
         if not record.result.loss > self._limit:
             self._in_a_row = 0

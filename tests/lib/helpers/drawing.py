@@ -101,6 +101,7 @@ def drawn(number: int) -> tuple[str, Layout]:
     draw_residency(draw)
     _draw_pruning(draw, shape)
     _draw_loss(draw)
+    _draw_precision(draw)
     return model, Layout(ranks, draw.overrides, per_node)
 
 
@@ -237,6 +238,12 @@ def _draw_loss(draw: Draw) -> None:
     """Draws the loss, which needs whole logits on the last stage."""
     if "parallel.vocabulary=true" not in draw.overrides:
         draw.set("train.loss", "cross-entropy", "cross-entropy", "z-loss", "label-smoothing")
+
+
+def _draw_precision(draw: Draw) -> None:
+    """Draws the precision, float16 with a scale of the loss that grows in every step or in none."""
+    if draw.set("train.precision", "float32", "float16") == "float16":
+        draw.set("train.loss_scale.growth_interval", 1, 2000)
 
 
 def _draw_pruning(draw: Draw, shape: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ _LAYOUT: dict[str, Any] = {
     "moe": {"dispatch", "drop_duplicates"},
     **dict.fromkeys(("recompute", "recompute_every", "recompute_collectives", "recompute_budget"), True),
 }
+
+
+AS_FLOAT32 = {"float16": torch.float32}  # types that compute in another type
 
 
 class Layout(NamedTuple):
@@ -65,7 +69,7 @@ def assert_same_as_one_process(
     references: dict[str, Trained] = {}
     for layout in layouts:
         tree = with_microbatches(load_config(config, layout.overrides), layout.ranks)
-        alone = tree.model_dump(exclude=_LAYOUT, exclude_unset=True)
+        alone = without_loss_scaling(tree.model_dump(exclude=_LAYOUT, exclude_unset=True))
         key = json.dumps(alone, sort_keys=True)
         if key not in references:
             references[key] = train_steps(alone, steps)
@@ -79,12 +83,22 @@ def assert_same_as_one_process(
             compare(trained, references[key], where, rtol)
 
 
+def without_loss_scaling(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the configuration with float32 in place of float16, which `train_steps` also computes in float32."""
+    train = {key: value for key, value in config["train"].items() if key != "loss_scale"}
+    return config | {"train": train | ({"precision": "float32"} if train["precision"] == "float16" else {})}
+
+
 def train_steps(config: Mapping[str, Any], steps: int, per_node: int | None = None, device: str = "cpu") -> Trained:
-    """Trains on this rank's part of random batches; the result has the whole state on rank 0 only."""
+    """Trains on this rank's part of random batches; the result has the whole state on rank 0 only.
+
+    With train.precision: float16, computes in float32, in which loss scaling by powers of two rounds nothing.
+    """
     torch.compiler.set_stance(
         "default" if device == "cpu" else "force_eager"
     )  # compiling the host's update takes seconds
-    trained = Steps(config, per_node, device)
+    with mock.patch.dict("optimus.resolve.precision.DTYPES", AS_FLOAT32):
+        trained = Steps(config, per_node, device)
     prune_as_configured(trained)
     results = []
     for _ in range(steps):
