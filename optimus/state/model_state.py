@@ -24,7 +24,7 @@ from optimus.state.disk import StateFile
 from optimus.state.gathering import ParameterPrefetcher
 from optimus.state.masks import packed_bits
 from optimus.state.matrices import OverBlocks
-from optimus.state.placement import ChunkContext
+from optimus.state.placement import ChunkContext, Placement
 from optimus.state.plan import ChunkPlan, StateSpec, place_chunks, shard_partitions, sharding_of, unpruned_shares
 from optimus.state.reduction import GradientReduction
 from optimus.state.transfers import Transfers, transfers
@@ -208,23 +208,23 @@ class ModelState:
             chunk.begin()
             chunk.refresh_compute_copy()
 
-    def begin_step(self) -> None:
-        """Clears the gradients; must precede the first microbatch of a step. Raises `UserError` if the caller has
-        changed `requires_grad` of a parameter."""
+    def begin_step(self, bounded: bool = False) -> None:
+        """Clears the gradients; must precede the first microbatch of a step. `bounded` announces `square_bound`. Raises
+        `UserError` if the caller has changed `requires_grad` of a parameter."""
         _check_trainable(
             (slot.name, each.requires_grad is chunk.plan.rule.trains)
             for chunk in self.chunks
             for slot, each in zip(chunk.plan.slots, chunk.parameters)
         )
         self._gathering.begin_step()
-        self.clear_gradients()
+        self.clear_gradients(bounded)
 
-    def clear_gradients(self) -> None:
+    def clear_gradients(self, bounded: bool = False) -> None:
         """Waits for running reductions, and clears the gradients."""
         self._reducing.clear()
         self._offloading.clear()
         for chunk in self.trained:
-            chunk.gradients.clear()
+            chunk.gradients.clear(bounded)
             chunk.skip()  # the last step may be unfinished
 
     @contextmanager
@@ -252,28 +252,80 @@ class ModelState:
         The norm is not finite when any gradient is not finite.
         """
         self._gathering.end_passes()
+        squares = {chunk: self._reduce(chunk) for chunk in self.trained}
+        while self._offloading:
+            self._offloading.popleft().finish_offload()
+        return self._norm(squares)
+
+    def _reduce(self, chunk: TrainedChunk) -> Tensor:
+        """Completes a chunk's reduction; returns the sum of squares of this rank's reduced gradients."""
+        gradients = chunk.gradients
+        gradients.reduce()
+        if _in_embedding_group(chunk):
+            self.groups.along("embedding").unwatched.all_reduce(gradients.reduced)
+        if gradients.may_offload:
+            self._begin_offload(gradients)
+        return gradients.square_sum(self.tile)
+
+    def _norm(self, squares: Mapping[TrainedChunk, Tensor]) -> float:
         device = self.chunks[0].parameter.device
         square = torch.zeros((), device=device, dtype=square_dtype(device))
         for chunk in self.trained:
-            gradients = chunk.gradients
-            gradients.reduce()
-            if "embedding" in chunk.plan.slots[0].layout.replicated_axes:
-                self.groups.along("embedding").unwatched.all_reduce(gradients.reduced)
-            if gradients.may_offload:
-                self._begin_offload(gradients)
-            square += gradients.square_sum(self.tile) / (chunk.plan.replica_count if self._parted else 1)
-        while self._offloading:
-            self._offloading.popleft().finish_offload()
+            square += squares[chunk] / (chunk.plan.replica_count if self._parted else 1)
         if self._parted:
             self.groups.world.unwatched.all_reduce(square)
         return float(square.sqrt().float())
 
-    def step(self, lr: float, gradient_scale: float) -> None:
-        """Begins one optimizer step on every trained chunk; updates of offloaded chunks may end later."""
+    @property
+    def updates_on_arrival(self) -> bool:
+        """True if `reduce_and_step` can overlap updates with reductions: other ranks have gradients of the same
+        parameters, and the state is on the device. Updates of offloaded state overlap the next forward pass instead."""
+        options = self.options
+        return options.overlap and options.offload == "none" and self.groups.along("dp", "cp").size > 1
+
+    def square_bound(self) -> Tensor:
+        """Starts the reduction of all gradients of a `bounded` step. Returns an fp32 tensor [1], whose sum over all
+        ranks is at least the square of `reduce_gradients`, up to rounding; not finite if a gradient is not finite.
+
+        The bound is known before the reductions end: each rank measures its gradients before it sends them.
+        """
+        device = self.chunks[0].parameter.device
+        bounds = [torch.zeros((), device=device), *(chunk.gradients.square_bound() for chunk in self.trained)]
+        return (sum(bounds) * self.groups.world.size).float().view(1)
+
+    def reduce_and_step(self, lr: float, gradient_scale: float) -> float:
+        """Completes the gradient reductions, and updates each chunk as soon as its gradients are reduced (AxoNN, section
+        3.3.3). Needs `updates_on_arrival`.
+
+        Returns the norm that `reduce_gradients` would return; the state is the same as after `reduce_gradients` and
+        `step`. `square_bound` must show that the gradients are fit for an update.
+        """
+        self._gathering.end_passes()
+        now = self._begin_update(lr, gradient_scale)
+        # The backward pass starts the reductions in this order. Collective updates are in one order on all ranks.
+        chunks = self.trained[::-1]
+        for chunk in chunks:
+            chunk.unsharded.wait()
+        squares = dict[TrainedChunk, Tensor]()
+        for chunk in chunks:
+            chunk.gradients.begin_last()
+            on_arrival = chunk.gradients.arriving and not _in_embedding_group(chunk)
+            if not on_arrival:
+                squares[chunk] = self._reduce(chunk)
+            chunk.update.step(now, self.tile, on_arrival=on_arrival)
+            if on_arrival:
+                squares[chunk] = chunk.gradients.square_sum(self.tile)
+        return self._norm(squares)
+
+    def _begin_update(self, lr: float, gradient_scale: float) -> OptimizerStep:
         self.steps += 1
         counted = [rule.count(self.counters, self.steps, lr) for rule in self._unlike]
         self.counters = {name: value for each in counted for name, value in each.items()}
-        now = OptimizerStep(self.steps, lr, gradient_scale, self.counters)
+        return OptimizerStep(self.steps, lr, gradient_scale, self.counters)
+
+    def step(self, lr: float, gradient_scale: float) -> None:
+        """Begins one optimizer step on every trained chunk; updates of offloaded chunks may end later."""
+        now = self._begin_update(lr, gradient_scale)
         chunks = self._gathering.used_order(self.trained)
         # Collective updates run in this thread, before the update thread gets any update.
         chunks.sort(key=lambda chunk: chunk.update.is_collective, reverse=True)
@@ -325,7 +377,7 @@ class ModelState:
             begun = next(iter(self._reducing))
             del self._reducing[begun]
             begun.free_gradient()
-        if begun.may_offload and "embedding" not in begun.chunk.plan.slots[0].layout.replicated_axes:
+        if begun.may_offload and not _in_embedding_group(begun.chunk):
             self._begin_offload(begun)
 
     def _begin_offload(self, gradients: GradientReduction) -> None:
@@ -339,6 +391,11 @@ class ModelState:
 
 def _trained(chunks: Iterable[Chunk]) -> list[TrainedChunk]:
     return [chunk for chunk in chunks if isinstance(chunk, TrainedChunk)]
+
+
+def _in_embedding_group(chunk: Placement) -> bool:
+    """Returns True if the chunk's gradients are also summed over the embedding group, at the end of a step."""
+    return "embedding" in chunk.plan.slots[0].layout.replicated_axes
 
 
 def _check_trainable(parameters: Iterable[tuple[str, bool]]) -> None:
