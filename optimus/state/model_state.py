@@ -217,14 +217,16 @@ class ModelState:
             for slot, each in zip(chunk.plan.slots, chunk.parameters)
         )
         self._gathering.begin_step()
-        self.clear_gradients(bounded)
+        self.clear_gradients()
+        for chunk in self.trained:
+            chunk.gradients.bounded = bounded
 
-    def clear_gradients(self, bounded: bool = False) -> None:
+    def clear_gradients(self) -> None:
         """Waits for running reductions, and clears the gradients."""
         self._reducing.clear()
         self._offloading.clear()
         for chunk in self.trained:
-            chunk.gradients.clear(bounded)
+            chunk.gradients.clear()
             chunk.skip()  # the last step may be unfinished
 
     @contextmanager

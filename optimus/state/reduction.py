@@ -81,8 +81,8 @@ class GradientReduction:
         self._pieces: deque[_Piece] = deque()  # running all-reduces, in the order of their starts
         self._square: Tensor  # sum of squares of the offloaded gradients
         self._squares: list[Tensor] = []  # sums of squares of the parts that have arrived during an update
-        self._bounded = False
-        self._added_squares: list[Tensor] = []  # before each reduction of a `bounded` step: sum of squares
+        self.bounded = False  # True in steps that need `square_bound`
+        self._added_squares: list[Tensor] = []  # sum of squares before each reduction, if `bounded`
         self.gradient = chunk.buffer("gradients", chunk.parameter)
         self._gradients = ManagedBuffer("gradients", self.gradient, chunk.transfers.resize, stays=True)
         self.switch_buffers()
@@ -113,11 +113,10 @@ class GradientReduction:
         parameter.register_hook(partial(_before_accumulation, own))
         parameter.register_post_accumulate_grad_hook(partial(_after_accumulation, own, weakref.ref(buffer)))
 
-    def clear(self, bounded: bool = False) -> None:
+    def clear(self) -> None:
         """Sets the gradients to zero; must precede the first microbatch of a step.
 
-        If an update still reads the gradients, the wait for the update clears the gradients. `bounded` announces
-        `square_bound`.
+        If an update still reads the gradients, the wait for the update clears the gradients.
         """
         self.finish()  # the previous step may be unfinished
         self.finish_offload()
@@ -126,7 +125,6 @@ class GradientReduction:
         self._added.clear()
         self._squares.clear()
         self._added_squares.clear()
-        self._bounded = bounded
         self._host.transition("clear")
         for buffer in self.buffers.values():
             buffer.used = False
@@ -219,7 +217,6 @@ class GradientReduction:
         """Completes the reduction of the gradients into `reduced`, except the last operation, which may still run."""
         self._start_all()
         if self.sum.status == "last":
-            self.finish()
             self._reduce_accumulated()
         self._turn.begin_last()
 
@@ -258,7 +255,7 @@ class GradientReduction:
             self._watch.record_sent(
                 gradient, f"reduction of the gradients of {plan.slots[0].name} and the rest of its chunk"
             )
-        if self._bounded:
+        if self.bounded:
             self._added_squares.append(self._square_sum(gradient, self._context.options.tile))
         self._gradients.transition("reduce")
         for depth in range(plan.depths.gradients):
