@@ -75,6 +75,8 @@ class ModelState:
         self.groups, self.options, self.rules = groups, options, spec.rules
         self._module, self.tile, self._layouts = module, options.tile, layouts
         self.spec, self._frozen_masks = self._pruned_by(masks or {}, spec)
+        # The group of all ranks for decisions before the reductions end.
+        self.deciding = groups.beside("pp", "dp", "cp", "tp")
         self.steps = 0
         self.drawn: Mapping[str, Tensor] | None = None  # candidate masks for the next pruning
         self.pruned = PruningProgress()
@@ -280,10 +282,14 @@ class ModelState:
 
     @property
     def updates_on_arrival(self) -> bool:
-        """True if `reduce_and_step` can overlap updates with reductions: other ranks have gradients of the same
-        parameters, and the state is on the device. Updates of offloaded state overlap the next forward pass instead."""
-        options = self.options
-        return options.overlap and options.offload == "none" and self.groups.along("dp", "cp").size > 1
+        """True if `reduce_and_step` can overlap updates with reductions.
+
+        Other ranks must have gradients of the same parameters, and the group `deciding` must not wait for reductions. The
+        state must be on the device: updates of offloaded state overlap the next forward pass instead.
+        """
+        options, replicas = self.options, self.groups.along("dp", "cp")
+        decides = self.groups.tags or self.deciding is not replicas
+        return options.overlap and options.offload == "none" and replicas.size > 1 and decides
 
     def square_bound(self) -> Tensor:
         """Starts the reduction of all gradients of a `bounded` step. Returns an fp32 tensor [1], whose sum over all

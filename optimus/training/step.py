@@ -79,7 +79,7 @@ def training_step(
         losses, predicted = accumulate_gradients(model, state, batch, config, sources)
         # The sum over all ranks must be bitwise equal on all ranks, so that all ranks decide alike.
         sums = torch.cat([losses, state.square_bound()]) if on_arrival else losses
-        summing = state.groups.world.all_reduce_async(sums)
+        summing = state.deciding.all_reduce_async(sums)
         norm = None if on_arrival else state.reduce_gradients()
     summing.wait()
     with_losses = state.groups.world.size // state.groups.mesh.pp  # only the ranks of the last stage have losses

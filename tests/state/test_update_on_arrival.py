@@ -53,15 +53,11 @@ LAYOUTS: dict[str, tuple[str, int, Sequence[str]]] = {
         ("state.shard=parameters", "state.shard_ranks=2", "state.all_reduce_tiles=1", "state.tile=100"),
     ),
     "tied stages, experts": ("tied", 4, ("parallel.pipeline=2", "parallel.expert=2")),
-    "stages on two ranks": (
-        "dense",
-        4,
-        ("parallel.pipeline=2", "parallel.schedule=interleaved-1f1b", "parallel.stages_per_rank=1"),
-    ),
+    "stages": ("dense", 4, ("parallel.pipeline=2", "train.micro_batch=1", "state.shard=optimizer")),
     "muon, split matrices": ("dense", 4, ("optimizer.name=muon", "parallel.tensor=2")),
     "muon, sharded": ("moe", 2, ("optimizer.name=muon", "state.shard=optimizer")),
     "schedule-free": ("dense", 2, ("optimizer.name=schedule-free",)),
-    "frozen, pruned": ("dense", 2, ("train.freeze=[embedding]", "pruning.targets=[matrix]", "pruning.sparsity=0.5")),
+    "frozen": ("dense", 2, ("train.freeze=[embedding,blocks.0.*]",)),
     "context": ("dense", 2, ("parallel.context=2",)),
 }
 
@@ -115,8 +111,7 @@ def spoilt(config: dict[str, Any], name: str, factor: float, limit: float) -> tu
     Returns both results, whether the first has left all state unchanged, and its number of updates on arrival.
     """
     steps = Counted(config, *ON_ARRIVAL)
-    (module,) = steps.model.stages.values()
-    parameter = dict(module.named_parameters())[name]
+    slots = {slot.name: each for chunk in steps.state.trained for slot, each in zip(chunk.plan.slots, chunk.parameters)}
     last = steps.groups.rank == steps.groups.world.size - 1
     before, counted = whole_state(steps.state), steps.state.steps
     batch_BS = random_batch(steps.config, 1).chunk(steps.groups.along("dp").size)[steps.groups.along("dp").rank]
@@ -124,7 +119,7 @@ def spoilt(config: dict[str, Any], name: str, factor: float, limit: float) -> tu
     def take(limit: float) -> StepResult:
         return training_step(steps.model, steps.state, batch_BS, steps.config, 1, limit)
 
-    hook = parameter.register_hook(lambda gradient: gradient * factor if last else gradient)
+    hook = slots[name].register_hook(lambda gradient: gradient * factor if last else gradient)
     result, on_arrival = take(limit), steps.on_arrival
     hook.remove()
     after = whole_state(steps.state)
