@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from optimus.comm import DONE, Handle, InTurn
 from optimus.kernels.gradient_buffer import GradientBuffer
-from optimus.kernels.square_sum import square_sum
+from optimus.kernels.square_sum import rough_square_sum, square_sum
 from optimus.state.buffers import aligned
 from optimus.state.placement import Placement
 from optimus.state.statuses import ManagedBuffer, Status
@@ -256,7 +256,7 @@ class GradientReduction:
                 gradient, f"reduction of the gradients of {plan.slots[0].name} and the rest of its chunk"
             )
         if self.bounded:
-            self._added_squares.append(self._square_sum(gradient, self._context.options.tile))
+            self._added_squares.append(rough_square_sum(gradient))
         self._gradients.transition("reduce")
         for depth in range(plan.depths.gradients):
             self._turn.add(partial(self._reduce_scatter_async, self.gradient, 0, depth))
@@ -381,7 +381,8 @@ class GradientReduction:
         """Starts the reduction of all gradients; returns the sum of squares of the gradients that this rank has added,
         times the number of additions.
 
-        This sum over R ranks, times R, is at least the sum of squares of the reduced gradients (Cauchy and Schwarz).
+        This sum over R ranks, times R, is at least the sum of squares of the reduced gradients, up to rounding (Cauchy
+        and Schwarz).
         """
         self._start_all()
         return sum(self._added_squares, 0.0) * len(self._added_squares)
