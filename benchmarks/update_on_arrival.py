@@ -14,6 +14,7 @@ Guards keep a step with NaN or Inf from changing the state. `bound` measures thi
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, NamedTuple, cast
 
 import torch
@@ -117,7 +118,7 @@ def _measure(configs: list[RunConfig], rounds: int) -> tuple[list[Measured], lis
     states = [build(config, groups)[1] for config in configs]
     for state in states:
         state.initialize(1, 0.02)
-    (update,) = take_turns({0: lambda: _updating(states[0], groups)}, rounds, warm_up=_WARM_UP).values()
+    (update,) = take_turns({0: partial(_updating, states[0])}, rounds, warm_up=_WARM_UP).values()
     elements = sum(chunk.plan.updated for chunk in states[0].trained)
     link = _Link(4 * elements / (_RATIO * min(update)))
     found = list[Measured]()
@@ -125,9 +126,7 @@ def _measure(configs: list[RunConfig], rounds: int) -> tuple[list[Measured], lis
         for chunk in state.trained:
             held_back = _HeldBack(chunk.gradients.replica_group, link)
             chunk.gradients.replica_group = cast(Group, held_back)
-        orders: dict[bool, Callable[[], float]] = {
-            order: lambda state=state, order=order: _step(state, groups, order) for order in (False, True)
-        }
+        orders = {order: partial(_step, state, groups, order) for order in (False, True)}
         times = take_turns(orders, rounds, warm_up=_WARM_UP)
         pieces = sum(-(-chunk.plan.updated // chunk.gradients.piece) for chunk in state.trained)
         carried = pieces * _LATENCY + 4 * elements / link.bandwidth
@@ -142,7 +141,7 @@ def _filled(state: ModelState, bounded: bool) -> float:
     return together()
 
 
-def _updating(state: ModelState, groups: Groups) -> float:
+def _updating(state: ModelState) -> float:
     """Returns the seconds of the updates alone."""
     _filled(state, False)
     state.reduce_gradients()

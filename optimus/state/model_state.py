@@ -297,9 +297,10 @@ class ModelState:
 
         The bound is known before the reductions end: each rank measures its gradients before it sends them.
         """
-        device = self.chunks[0].parameter.device
-        bounds = [torch.zeros((), device=device), *(chunk.gradients.square_bound() for chunk in self.trained)]
-        return (sum(bounds) * self.groups.world.size).float().view(1)
+        bound_1 = torch.zeros(1, device=self.chunks[0].parameter.device)
+        for chunk in self.trained:
+            bound_1 += chunk.gradients.square_bound()
+        return bound_1 * self.groups.world.size
 
     def reduce_and_step(self, lr: float, gradient_scale: float) -> float:
         """Completes the gradient reductions, and updates each chunk as soon as its gradients are reduced (AxoNN, section

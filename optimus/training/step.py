@@ -99,7 +99,7 @@ def training_step(
     scale = clip_scale(config, step, norm)
     by_source = [nats / count if count else None for nats, count in zip(of_sources[::2], of_sources[1::2])]
     result = StepResult(loss, balance, z, norm, lr, False, divergence, norm * scale, predicted, by_source)
-    skipped = not updated and (result.unfit or loss > loss_limit)
+    skipped = result.unfit or loss > loss_limit  # neither, if `updated`
     with region(lambda: "optimizer step"):
         if skipped:
             state.skip()
