@@ -25,6 +25,7 @@ BENCHMARKS = {
     "moe": "The sparse block, forward and backward, against that of transformers and every installed kernel package.",
     "generation": "Generating 64 texts together: against one at a time, and `transformers` generating the same batch.",
     "optimizer": "Optimizer step with expert parallelism: the standard sharded optimizer against EPSO.",
+    "update-on-arrival": "Updates of chunks as they are reduced, with links held back, against the plain order; the guards.",
     "low-rank": "A step with low-rank factors of frozen weights: two thin products against the merged weight.",
     "samo": "Pruned chunks against dense ones: bytes at rest and sent, and the time of an update with compression.",
     "offload": "Models of 0.5 to 8 times a simulated device: our choice and Elixir's rule; bytes moved against FSDP2's.",

@@ -5,7 +5,8 @@ destination again, and raises `Race` if either has changed. Freed and new memory
 early or too late shows in the numbers. Time is computed, never measured, so figures are the same on any machine.
 
 `ModelState` runs on the device by its transfers (`moves`); computations move the clock (`compute`). `Simulation` trains
-a row of matrices in this way. Collectives are those of the process group, and take no time.
+a row of matrices in this way. Collectives are those of the process group, and take no time, except all-reduces over a
+`ReductionLink`.
 """
 
 import math
@@ -13,17 +14,18 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from optimus.autograd import once_differentiable
-from optimus.comm import Groups, Handle, InTurn
+from optimus.comm import Group, Groups, Handle, InTurn
 from optimus.config.tree import StateConfig
 from optimus.mesh import Layout, Mesh
 from optimus.model.parameters import Size, declare
 from optimus.optim.adamw import AdamW
+from optimus.optim.rule import OptimizerStep, Tile
 from optimus.resolve.groups import state_groups
 from optimus.state.gathering import ParameterPrefetcher
 from optimus.state.model_state import ModelState
@@ -234,6 +236,44 @@ class SimulatedDevice(Transfers):
         super().put_back(part, staged)
 
 
+class ReductionLink:
+    """The group of this rank and another with equal gradients, whose all-reduces take turns on `link`.
+
+    A tensor is NaN until the wait for its sum.
+    """
+
+    def __init__(self, device: SimulatedDevice, link: CopyLink) -> None:
+        self._device, self._link = device, link
+
+    def all_reduce_async(self, tensor: Tensor) -> Handle:
+        end = self._link.take(self._device.now, tensor.numel() * tensor.element_size())
+        sum_, arrived = 2 * tensor, False
+        _poison(tensor)
+
+        def wait() -> None:
+            nonlocal arrived
+            self._device._reach(end)
+            if not arrived:
+                arrived = True
+                if not tensor.isnan().all():
+                    raise Race("a sum was written before it arrived")
+                tensor.copy_(sum_)
+
+        return Handle(wait)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedAdamW(AdamW):
+    """AdamW that takes `seconds` per element on `device`."""
+
+    device: SimulatedDevice
+    seconds: float
+
+    def update(self, now: OptimizerStep, tile: Tile) -> None:
+        self.device.compute(tile.weight.numel() * self.seconds)
+        super().update(now, tile)
+
+
 def _poison(tensor: Tensor) -> None:
     tensor.data.fill_(math.nan)  # through `data`, so that autograd does not see a change of saved tensors
 
@@ -291,7 +331,8 @@ class StepFigures(NamedTuple):
 class Simulation:
     """A row of `layers` matrices, each a chunk, trained by AdamW on a simulated device; `ranks` share the state.
 
-    A pass of a layer takes `forward` or `backward` seconds; `options` are those of the section `state`.
+    A pass of a layer takes `forward` or `backward` seconds; `options` are those of the section `state`. An update on the
+    device takes `update` seconds per element. `link` carries all-reduces with another rank (`ReductionLink`).
     """
 
     def __init__(
@@ -305,6 +346,8 @@ class Simulation:
         ranks: int = 1,
         rank: int = 0,
         compute: torch.dtype = torch.bfloat16,
+        update: float = 0.0,
+        link: CopyLink | None = None,
         **options: object,
     ) -> None:
         self.device, self._width, self._rank = device, width, rank
@@ -315,7 +358,7 @@ class Simulation:
         layouts = {name: Layout(tuple(each.shape)) for name, each in self.layers.named_parameters()}
         groups = Groups(Mesh.from_sizes(ranks))
         groups.make(state_groups(groups.mesh, layouts, state))
-        rule = AdamW(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+        rule = TimedAdamW(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, device=device, seconds=update)
         state_spec = StateSpec(compute, dict.fromkeys(layouts, rule))
         self.state = ModelState(
             self.layers,
@@ -330,33 +373,43 @@ class Simulation:
         )
         self.state.initialize(1, 0.3)
         self._steps = 0
+        if link is not None:
+            for chunk in self.state.trained:
+                chunk.gradients.replica_group = cast(Group, ReductionLink(device, link))
 
-    def run(self, steps: int, microbatches: int = 1, *, applied: bool = True) -> list[StepFigures]:
-        """Runs steps; each ends when its updates have been submitted, or is skipped."""
-        return [self._step(microbatches, applied) for _ in range(steps)]
+    def run(
+        self, steps: int, microbatches: int = 1, *, applied: bool = True, on_arrival: bool = False
+    ) -> list[StepFigures]:
+        """Runs steps; each ends when its updates have been submitted, or is skipped. With `on_arrival`, chunks are
+        updated as they are reduced."""
+        return [self._step(microbatches, applied, on_arrival) for _ in range(steps)]
 
     def evaluate(self) -> float:
         """Returns the loss of a forward pass alone."""
         with torch.no_grad(), self.state.evaluating():
             return self._loss(torch.ones(4, self._width)).item()
 
-    def _step(self, microbatches: int, applied: bool) -> StepFigures:
+    def _step(self, microbatches: int, applied: bool, on_arrival: bool) -> StepFigures:
         device, state, loss = self.device, self.state, 0.0
         up, down = device.up_link, device.down_link
         before = device.now, up.copies, up.bytes, down.bytes
         generator = torch.Generator().manual_seed(1000 * self._steps + self._rank)
         self._steps += 1
-        state.begin_step()
+        state.begin_step(bounded=on_arrival)
         for number in range(microbatches):
             if number + 1 == microbatches:
                 state.reduce_on_arrival(0)
             found = self._loss(torch.randn(4, self._width, generator=generator)) / microbatches
             found.backward()
             loss += found.item()
-        norm = state.reduce_gradients()
-        if applied:
-            state.step(1e-2, 1.0)
+        if on_arrival:
+            assert state.square_bound().isfinite()
+            norm = state.reduce_and_step(1e-2, 1.0)
         else:
+            norm = state.reduce_gradients()
+        if applied and not on_arrival:
+            state.step(1e-2, 1.0)
+        elif not applied:
             state.skip()
         now = device.now, up.copies, up.bytes, down.bytes
         seconds, loads, carried_up, carried_down = (after - before for after, before in zip(now, before))

@@ -301,6 +301,7 @@ WITHOUT_NUMBERS = {
     "tests/parallel/dispatch/test_traffic.py": "bytes as computed",
     "tests/state/test_chunk.py": "one tile",
     "tests/state/test_communication.py": "formulas",
+    "tests/state/test_update_on_arrival.py": "formulas",
     "tests/state/test_host_memory.py": "the way in which the benchmark's times are found",
     "tests/hub/": "equality",
     "tests/model/foreign/test_layouts.py": "bounds of its own, wider than what was measured",

@@ -206,6 +206,12 @@ class Groups:
             return [group.tagged(tag) for tag in range(1, number + 1)]
         return self.apart(number, *axes)
 
+    def beside(self, *axes: str) -> Group:
+        """Returns a group along `axes` whose collectives do not wait for those of other groups, if the run has planned an
+        unshared group; otherwise `along`. Callers share the group."""
+        made = self._apart.get(self.mesh.groups(axes))
+        return made[0] if made else self.along(*axes)
+
     def apart(self, number: int, *axes: str) -> list[Group]:
         """Returns `number` unshared groups along `axes`. Raises `RuntimeError` if too few unshared groups are left."""
         partition = self.mesh.groups(axes)

@@ -30,6 +30,11 @@ class InTurn(Handle):
             self._under_way.wait()
             self._under_way = self._starts.popleft()() if self._starts else None
 
+    def begin_last(self) -> None:
+        """Waits for all operations of the queue except the last, which is then under way."""
+        while self._starts:
+            self.advance()
+
     def wait(self) -> None:
         """Waits for all operations of the queue."""
         while self:

@@ -67,9 +67,10 @@ class StateConfig(Section):
     """Elements that the optimizer updates at a time. On accelerators, a chunk with state on the device is updated at
     once."""
     overlap: bool = True
-    """Overlap gradient reduction with the backward pass (AxoNN's ORS)."""
+    """Overlap gradient reduction with the backward pass (AxoNN's ORS) and, where nothing is clipped, with the update."""
     all_reduce_tiles: int | None = Field(None, gt=0)
-    """Number of tiles in each all-reduce of a chunk's gradients (AxoNN). Default: all tiles of the chunk."""
+    """Number of tiles in each all-reduce of a chunk's gradients (AxoNN). Default: all tiles of the chunk. Where nothing
+    is clipped (`optimizer.clip_norm`), these tiles are updated as soon as they are reduced."""
     offload: Literal["none", "optimizer", "all", "disk"] = "none"
     """Storage of the state. optimizer: master weights and moments on the host (ZeRO-Offload); all: parameters and
     gradients too, with parameters fetched on use (Elixir); disk: master weights and moments on a disk, parameters and

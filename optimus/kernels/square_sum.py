@@ -22,6 +22,19 @@ def square_sum(x: Tensor) -> Tensor:
     return torch.stack([block.dot(block) for block in blocks]).sum()
 
 
+def rough_square_sum(x: Tensor) -> Tensor:
+    """Returns the sum of all squared elements, a scalar with a relative error of at most 1 % on a CPU, where
+    `square_sum` is several times slower.
+
+    The sum is not finite if an element is not finite, or if the sum does not fit fp32.
+    """
+    if x.device.type != "cpu":
+        return square_sum(x)
+    # An fp32 sum of n squares has a relative error of at most about n 2^-24: 2^-7 for a block.
+    blocks = (block.float() for block in x.flatten().split(BLOCK))
+    return torch.stack([block.dot(block) for block in blocks]).double().sum()
+
+
 def square_sum_reference(x: Tensor) -> Tensor:
     """Reference implementation, also for accelerators without Triton."""
     return torch.linalg.vector_norm(x, dtype=square_dtype(x.device)).square()

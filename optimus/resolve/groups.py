@@ -79,6 +79,11 @@ def run_groups(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout], *, 
         found.append(
             PlannedGroups(f"normalisers of {_named(mesh, ('pp', 'tp_out'))}", mesh.groups(("pp", "tp_out")), 1)
         )
+    state, replicas = config.state, mesh.groups(("dp", "cp"))
+    arrives = config.optimizer.clip_norm is None and state.overlap and state.offload == "none"
+    # In one communicator, the bound of the gradient norm would wait for all reductions (`ModelState.deciding`).
+    if arrives and not tags and len(replicas) == 1 < replicas.largest:
+        found.append(PlannedGroups("bound of the gradient norm", mesh.groups(_ALWAYS[0]), 1))
     return found
 
 

@@ -24,7 +24,7 @@ from optimus.state.disk import StateFile
 from optimus.state.gathering import ParameterPrefetcher
 from optimus.state.masks import packed_bits
 from optimus.state.matrices import OverBlocks
-from optimus.state.placement import ChunkContext
+from optimus.state.placement import ChunkContext, Placement
 from optimus.state.plan import ChunkPlan, StateSpec, place_chunks, shard_partitions, sharding_of, unpruned_shares
 from optimus.state.reduction import GradientReduction
 from optimus.state.transfers import Transfers, transfers
@@ -75,6 +75,8 @@ class ModelState:
         self.groups, self.options, self.rules = groups, options, spec.rules
         self._module, self.tile, self._layouts = module, options.tile, layouts
         self.spec, self._frozen_masks = self._pruned_by(masks or {}, spec)
+        # The group of all ranks for decisions before the reductions end.
+        self.deciding = groups.beside("pp", "dp", "cp", "tp")
         self.steps = 0
         self.drawn: Mapping[str, Tensor] | None = None  # candidate masks for the next pruning
         self.pruned = PruningProgress()
@@ -208,9 +210,9 @@ class ModelState:
             chunk.begin()
             chunk.refresh_compute_copy()
 
-    def begin_step(self) -> None:
-        """Clears the gradients; must precede the first microbatch of a step. Raises `UserError` if the caller has
-        changed `requires_grad` of a parameter."""
+    def begin_step(self, bounded: bool = False) -> None:
+        """Clears the gradients; must precede the first microbatch of a step. `bounded` announces `square_bound`. Raises
+        `UserError` if the caller has changed `requires_grad` of a parameter."""
         _check_trainable(
             (slot.name, each.requires_grad is chunk.plan.rule.trains)
             for chunk in self.chunks
@@ -218,6 +220,8 @@ class ModelState:
         )
         self._gathering.begin_step()
         self.clear_gradients()
+        for chunk in self.trained:
+            chunk.gradients.bounded = bounded
 
     def clear_gradients(self) -> None:
         """Waits for running reductions, and clears the gradients."""
@@ -252,28 +256,85 @@ class ModelState:
         The norm is not finite when any gradient is not finite.
         """
         self._gathering.end_passes()
+        squares = {chunk: self._reduce(chunk) for chunk in self.trained}
+        while self._offloading:
+            self._offloading.popleft().finish_offload()
+        return self._norm(squares)
+
+    def _reduce(self, chunk: TrainedChunk) -> Tensor:
+        """Completes a chunk's reduction; returns the sum of squares of this rank's reduced gradients."""
+        gradients = chunk.gradients
+        gradients.reduce()
+        if _in_embedding_group(chunk):
+            self.groups.along("embedding").unwatched.all_reduce(gradients.reduced)
+        if gradients.may_offload:
+            self._begin_offload(gradients)
+        return gradients.square_sum(self.tile)
+
+    def _norm(self, squares: Mapping[TrainedChunk, Tensor]) -> float:
         device = self.chunks[0].parameter.device
         square = torch.zeros((), device=device, dtype=square_dtype(device))
         for chunk in self.trained:
-            gradients = chunk.gradients
-            gradients.reduce()
-            if "embedding" in chunk.plan.slots[0].layout.replicated_axes:
-                self.groups.along("embedding").unwatched.all_reduce(gradients.reduced)
-            if gradients.may_offload:
-                self._begin_offload(gradients)
-            square += gradients.square_sum(self.tile) / (chunk.plan.replica_count if self._parted else 1)
-        while self._offloading:
-            self._offloading.popleft().finish_offload()
+            square += squares[chunk] / (chunk.plan.replica_count if self._parted else 1)
         if self._parted:
             self.groups.world.unwatched.all_reduce(square)
         return float(square.sqrt().float())
 
-    def step(self, lr: float, gradient_scale: float) -> None:
-        """Begins one optimizer step on every trained chunk; updates of offloaded chunks may end later."""
+    @property
+    def updates_on_arrival(self) -> bool:
+        """True if `reduce_and_step` can overlap updates with reductions.
+
+        Other ranks must have gradients of the same parameters, and the group `deciding` must not wait for reductions. The
+        state must be on the device: updates of offloaded state overlap the next forward pass instead.
+        """
+        options, replicas = self.options, self.groups.along("dp", "cp")
+        decides = self.groups.tags or self.deciding is not replicas
+        return options.overlap and options.offload == "none" and replicas.size > 1 and decides
+
+    def square_bound(self) -> Tensor:
+        """Starts the reduction of all gradients of a `bounded` step. Returns an fp32 tensor [1], whose sum over all
+        ranks is at least the square of `reduce_gradients`, up to rounding; not finite if a gradient is not finite.
+
+        The bound is known before the reductions end: each rank measures its gradients before it sends them.
+        """
+        bound_1 = torch.zeros(1, device=self.chunks[0].parameter.device)
+        for chunk in self.trained:
+            bound_1 += chunk.gradients.square_bound()
+        return bound_1 * self.groups.world.size
+
+    def reduce_and_step(self, lr: float, gradient_scale: float) -> float:
+        """Completes the gradient reductions, and updates each chunk as soon as its gradients are reduced (AxoNN, section
+        3.3.3). Needs `updates_on_arrival`.
+
+        Returns the norm that `reduce_gradients` would return; the state is the same as after `reduce_gradients` and
+        `step`. `square_bound` must show that the gradients are fit for an update.
+        """
+        self._gathering.end_passes()
+        now = self._begin_update(lr, gradient_scale)
+        # The backward pass starts the reductions in this order. Collective updates are in one order on all ranks.
+        chunks = self.trained[::-1]
+        for chunk in chunks:
+            chunk.unsharded.wait()
+        squares = dict[TrainedChunk, Tensor]()
+        for chunk in chunks:
+            chunk.gradients.begin_last()
+            on_arrival = chunk.gradients.arriving and not _in_embedding_group(chunk)
+            if not on_arrival:
+                squares[chunk] = self._reduce(chunk)
+            chunk.update.step(now, self.tile, on_arrival=on_arrival)
+            if on_arrival:
+                squares[chunk] = chunk.gradients.square_sum(self.tile)
+        return self._norm(squares)
+
+    def _begin_update(self, lr: float, gradient_scale: float) -> OptimizerStep:
         self.steps += 1
         counted = [rule.count(self.counters, self.steps, lr) for rule in self._unlike]
         self.counters = {name: value for each in counted for name, value in each.items()}
-        now = OptimizerStep(self.steps, lr, gradient_scale, self.counters)
+        return OptimizerStep(self.steps, lr, gradient_scale, self.counters)
+
+    def step(self, lr: float, gradient_scale: float) -> None:
+        """Begins one optimizer step on every trained chunk; updates of offloaded chunks may end later."""
+        now = self._begin_update(lr, gradient_scale)
         chunks = self._gathering.used_order(self.trained)
         # Collective updates run in this thread, before the update thread gets any update.
         chunks.sort(key=lambda chunk: chunk.update.is_collective, reverse=True)
@@ -325,7 +386,7 @@ class ModelState:
             begun = next(iter(self._reducing))
             del self._reducing[begun]
             begun.free_gradient()
-        if begun.may_offload and "embedding" not in begun.chunk.plan.slots[0].layout.replicated_axes:
+        if begun.may_offload and not _in_embedding_group(begun.chunk):
             self._begin_offload(begun)
 
     def _begin_offload(self, gradients: GradientReduction) -> None:
@@ -339,6 +400,11 @@ class ModelState:
 
 def _trained(chunks: Iterable[Chunk]) -> list[TrainedChunk]:
     return [chunk for chunk in chunks if isinstance(chunk, TrainedChunk)]
+
+
+def _in_embedding_group(chunk: Placement) -> bool:
+    """Returns True if the chunk's gradients are also summed over the embedding group, at the end of a step."""
+    return "embedding" in chunk.plan.slots[0].layout.replicated_axes
 
 
 def _check_trainable(parameters: Iterable[tuple[str, bool]]) -> None:

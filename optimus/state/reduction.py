@@ -4,16 +4,20 @@ One reduce-scatter per level of sharding sums and shards the gradients; an all-r
 last. `found` marks a parameter that the backward pass no longer needs; the pass may defer the parameter's gradient.
 """
 
+import math
 import weakref
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Iterator
 from functools import partial
+from itertools import count
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from optimus.comm import DONE, Handle, InTurn
 from optimus.kernels.gradient_buffer import GradientBuffer
-from optimus.kernels.square_sum import square_sum
+from optimus.kernels.square_sum import rough_square_sum, square_sum
 from optimus.state.buffers import aligned
 from optimus.state.placement import Placement
 from optimus.state.statuses import ManagedBuffer, Status
@@ -47,6 +51,14 @@ class ChunkGradient(GradientBuffer):
         self._reduction.found()
 
 
+class _Piece(NamedTuple):
+    """A running all-reduce of some elements of the reduced gradients."""
+
+    start: int  # position of the first element
+    elements: Tensor
+    handle: Handle
+
+
 class GradientReduction:
     """Accumulates, reduces and offloads the gradients of `chunk`.
 
@@ -66,7 +78,11 @@ class GradientReduction:
         self._found, self._added = Counter[tuple[int, int] | None](), Counter[tuple[int, int] | None]()
         self.sum, self._host = Status("sum"), Status("host gradients")
         self._turn = InTurn()
+        self._pieces: deque[_Piece] = deque()  # running all-reduces, in the order of their starts
         self._square: Tensor  # sum of squares of the offloaded gradients
+        self._squares: list[Tensor] = []  # sums of squares of the parts that have arrived during an update
+        self.bounded = False  # True in steps that need `square_bound`
+        self._added_squares: list[Tensor] = []  # sum of squares before each reduction, if `bounded`
         self.gradient = chunk.buffer("gradients", chunk.parameter)
         self._gradients = ManagedBuffer("gradients", self.gradient, chunk.transfers.resize, stays=True)
         self.switch_buffers()
@@ -107,6 +123,8 @@ class GradientReduction:
         self._host.finish()
         self._found.clear()
         self._added.clear()
+        self._squares.clear()
+        self._added_squares.clear()
         self._host.transition("clear")
         for buffer in self.buffers.values():
             buffer.used = False
@@ -192,13 +210,21 @@ class GradientReduction:
 
     def reduce(self) -> None:
         """Completes the reduce-scatters and the all-reduce of the gradients into `reduced`."""
+        self.begin_last()
+        self.finish()
+
+    def begin_last(self) -> None:
+        """Completes the reduction of the gradients into `reduced`, except the last operation, which may still run."""
+        self._start_all()
+        if self.sum.status == "last":
+            self._reduce_accumulated()
+        self._turn.begin_last()
+
+    def _start_all(self) -> None:
+        """Starts the reduction of all gradients that are in the buffer."""
         self.start()
         if not self._begun and self._gradients.status == "here":
             self._start()
-        self.finish()
-        if self.sum.status == "last":
-            self._reduce_accumulated()
-            self.finish()
 
     @property
     def _begun(self) -> bool:
@@ -206,7 +232,7 @@ class GradientReduction:
 
     def finish(self) -> None:
         """Finishes all running operations of the reduction."""
-        if self.sum.status == "summing":
+        if self.sum.status in ("summing", "using"):
             self.sum.transition("arrive")
         self._turn.wait()
 
@@ -229,6 +255,8 @@ class GradientReduction:
             self._watch.record_sent(
                 gradient, f"reduction of the gradients of {plan.slots[0].name} and the rest of its chunk"
             )
+        if self.bounded:
+            self._added_squares.append(rough_square_sum(gradient))
         self._gradients.transition("reduce")
         for depth in range(plan.depths.gradients):
             self._turn.add(partial(self._reduce_scatter_async, self.gradient, 0, depth))
@@ -275,17 +303,24 @@ class GradientReduction:
         return DONE
 
     def _all_reduce_async(self) -> Handle:
-        """Begins to all-reduce `reduced` over the replicas, in concurrent pieces of `all_reduce_tiles` tiles, or in one
-        piece without this option (AxoNN, section 3.3.3)."""
-        options, length = self._context.options, len(self.reduced)
-        pieces = self.reduced.split((options.all_reduce_tiles or length) * options.tile) if length else ()
+        """Begins to all-reduce `reduced` over the replicas, in concurrent pieces (AxoNN, section 3.3.3)."""
+        pieces = self.reduced.split(self.piece) if len(self.reduced) else ()
         handles = [self.replica_group.all_reduce_async(piece) for piece in pieces]
+        self._pieces.extend(map(_Piece, count(0, self.piece), pieces, handles))
+        return Handle(lambda: deque(self._arriving(), maxlen=0).clear())
 
-        def wait() -> None:
-            for handle in handles:
-                handle.wait()
+    @property
+    def piece(self) -> int:
+        """The elements of a piece of `reduced`: `all_reduce_tiles` tiles, or all elements without this option."""
+        tiles, tile = self._context.options.all_reduce_tiles, self._context.options.tile
+        return max(1, len(self.reduced)) if tiles is None else tiles * aligned(tile, self.chunk.plan.align)
 
-        return Handle(wait)
+    def _arriving(self, elements: float = math.inf) -> Iterator[Tensor]:
+        """Waits for, and yields, each piece that has some of the first `elements` elements of `reduced`."""
+        while self._pieces and self._pieces[0].start < elements:
+            piece = self._pieces.popleft()
+            piece.handle.wait()
+            yield piece.elements
 
     # ---- Transfer to the host, norm and update ----
 
@@ -324,6 +359,8 @@ class GradientReduction:
     def square_sum(self, tile: int) -> Tensor:
         """Returns the sum of squares of this rank's reduced gradients, a scalar."""
         self.sum.transition("measure")
+        if self._squares:
+            return torch.stack(self._squares).sum()
         if not self.offloaded:
             return self._square_sum(self.reduced, tile)
         if self.chunk.plan.sends_gradients:
@@ -334,16 +371,39 @@ class GradientReduction:
         return self._square
 
     def _square_sum(self, gradients: Tensor, tile: int) -> Tensor:
-        if gradients.device.type != "cpu":
-            return square_sum(gradients)
-        return torch.stack([square_sum(part) for part in gradients.split(aligned(tile, self.chunk.plan.align))]).sum()
+        return torch.stack(self._squares_of(gradients, tile)).sum()
 
-    def use(self) -> None:
-        """Marks the beginning of an update, which reads `waiting`."""
-        self.sum.transition("update")
+    def _squares_of(self, gradients: Tensor, tile: int) -> list[Tensor]:
+        size = self.piece if gradients.device.type != "cpu" else aligned(tile, self.chunk.plan.align)
+        return [square_sum(part) for part in gradients.split(size)]
+
+    def square_bound(self) -> Tensor | float:
+        """Starts the reduction of all gradients; returns the sum of squares of the gradients that this rank has added,
+        times the number of additions.
+
+        This sum over R ranks, times R, is at least the sum of squares of the reduced gradients, up to rounding (Cauchy
+        and Schwarz).
+        """
+        self._start_all()
+        return sum(self._added_squares, 0.0) * len(self._added_squares)
+
+    @property
+    def arriving(self) -> bool:
+        """True if all that remains of the reduction is the all-reduce in pieces."""
+        return self.sum.status == "summing" and bool(self._pieces)
+
+    def use(self, on_arrival: bool = False) -> None:
+        """Marks the beginning of an update, which reads `waiting`. With `on_arrival`, the update must call `wait_for`
+        before it reads."""
+        self.sum.transition("update on arrival" if on_arrival else "update")
         if self.offloaded:
             self._host.finish()
             self._host.transition("read")
+
+    def wait_for(self, elements: float, tile: int) -> None:
+        """Waits for the first `elements` elements of `reduced`, and measures what arrives for `square_sum`."""
+        for piece in self._arriving(elements):
+            self._squares += self._squares_of(piece, tile)
 
 
 def _before_accumulation(reference: "weakref.ref[GradientReduction]", gradient: Tensor | None) -> None:

@@ -33,11 +33,12 @@ TRANSITIONS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
         "more": {"add": "more", "last": "last", "send": "summing", "clear": "more"},
         "last": {"add": "last", "last": "last", "send": "summing", "reduce": "summing", "clear": "more"},
         # Reduce-scatters and all-reduces are in progress; no gradient may be added.
-        "summing": {"last": "summing", "arrive": "summed"},
+        "summing": {"last": "summing", "arrive": "summed", "update on arrival": "using"},
+        "using": {"arrive": "used"},  # an update waits for each piece of the gradients, and reads the piece
         "summed": {"last": "summed", "measure": "summed", "leave": "leaving", "update": "used", "clear": "more"},
         "leaving": {"last": "leaving", "measure": "leaving", "arrive": "left"},  # in transfer to the host
         "left": {"last": "left", "again": "more", "measure": "left", "update": "used", "clear": "more"},
-        "used": {"clear": "more", "clear behind": "clearing"},
+        "used": {"measure": "used", "clear": "more", "clear behind": "clearing"},
         # In the next two statuses, the update still reads the gradients.
         "clearing": {"last": "last behind", "clear behind": "clearing", "clear": "more"},
         "last behind": {"last": "last behind", "clear behind": "clearing", "clear": "last"},

@@ -32,6 +32,7 @@ class Tiling:
     """Divides at aligned elements: shards have equal length."""
 
     equal: ClassVar[bool] = True
+    in_order: ClassVar[bool] = True  # True if the tiles follow one another from the first element to the last
 
     def split_axes(self, layout: Layout, mesh: Mesh) -> tuple[str, ...]:
         """Returns the mesh axes over which the rows or columns of matrices are split; none for a flat tiling."""
@@ -69,6 +70,7 @@ class OfMatrices(Tiling):
     """Divides between matrices, or between the blocks of split matrices."""
 
     equal: ClassVar[bool] = False
+    in_order: ClassVar[bool] = False
 
     def split_axes(self, layout: Layout, mesh: Mesh) -> tuple[str, ...]:
         """See `Tiling.split_axes`."""

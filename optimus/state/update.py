@@ -5,6 +5,7 @@ The optimizer processes the chunk tile by tile, and scales the gradients of one 
 section 3.3.2).
 """
 
+import math
 from collections.abc import Mapping
 from functools import partial
 
@@ -31,15 +32,21 @@ class Update:
         self.is_collective = bool(chunk.context.blocks)
         self._on: Residency = "host" if chunk.context.options.update_on == "host" else "device"
 
-    def step(self, now: OptimizerStep, tile: int, following: DiskStates | None = None) -> None:
+    def step(
+        self, now: OptimizerStep, tile: int, following: DiskStates | None = None, *, on_arrival: bool = False
+    ) -> None:
         """Runs one optimizer update, which also recomputes the compute weights. For an offloaded chunk, submits the
         update to the worker thread unless the update contains collectives.
 
-        `following` is the next chunk's state on the disk, if any; the update begins to read this state.
+        `following` is the next chunk's state on the disk, if any; the update begins to read this state. With
+        `on_arrival`, for chunks on the device, the update waits for each piece of the gradients just before use, and
+        completes the reduction (AxoNN, section 3.3.3).
         """
         chunk, part = self._chunk, self._chunk.part
         self._unsharded.wait()
-        self._gradients.use()
+        self._gradients.use(on_arrival)
+        if not chunk.plan.tiling.in_order:
+            self._gradients.wait_for(math.inf, tile)
         update = partial(self._run, now, tile, following, part.copy)
         part.copy = Status("copy")  # a new status, for copies of the updated shard
         if chunk.plan.offloaded and not self.is_collective:
@@ -49,6 +56,8 @@ class Update:
             with self._transfers.in_order():
                 update()
             part.transition("arrive")
+        if on_arrival:
+            self._gradients.finish()
         self._unsharded.invalidate()
 
     def _run(self, now: OptimizerStep, tile: int, following: DiskStates | None, copy: Status) -> None:
@@ -68,7 +77,7 @@ class Update:
         on = self._on if plan.offloaded else "device"
         if chunk.parameter.device.type != "cpu" and not plan.offloaded:
             # On an accelerator, larger tiles need fewer kernel launches.
-            tile = max(tile, plan.updated)
+            tile = max(tile, self._gradients.piece)
         copied, master, moments = plan.has_master, states["model"], [(kind, states[kind]) for kind in plan.rule.kinds]
         home, gradients = plan.residency("parameters.shard"), self._gradients
         rows = [
@@ -79,10 +88,13 @@ class Update:
         rows += [(moment, plan.residency(kind)) for kind, moment in moments]
         apart = [(residency == "device") != (on == "device") for _, residency in rows]
         buffers = [buffer for buffer, _ in rows]
+        end = 0
         for number, (matrix_function, parts) in enumerate(plan.tiling.tiles(plan, blocks, buffers, tile)):
             if blocks:
                 transfers.synchronize()  # the tiling may have copied split matrices on this thread's stream
             with transfers.tile(number):
+                end += parts[1].numel()
+                gradients.wait_for(end, self._chunk.context.options.tile)
                 here = [
                     transfers.staged(i, part, on, filled=i != 2 or not copied) if apart[i] else part
                     for i, part in enumerate(parts)

@@ -1,6 +1,7 @@
 """One training step: forward and backward passes, gradient reduction, checks, clipping, optimizer update."""
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -69,10 +70,14 @@ def training_step(
     number of `sources` is not 0, the batch must name the source of each sequence. The backward pass begins with the loss
     times `loss_scale`; the norm and the update divide the gradients by it.
 
+    Without a limit on the gradient norm, the step updates each chunk as soon as the chunk's gradients are reduced, if the
+    state allows it (`ModelState.updates_on_arrival`) and `square_bound` shows that the norm is not huge.
+
     Every rank must have the same number of sequences.
     """
     factor = 1.0 if loss_scale is None else loss_scale.value
-    state.begin_step()
+    on_arrival = norm_limit(config, step) is None and state.updates_on_arrival
+    state.begin_step(bounded=on_arrival)
     routers = [module for module in model.modules() if isinstance(module, Router)] if config.model.router_bias else []
     move_biases(routers, 0, state.team.all_reduce)  # clears the counts of passes outside of steps
     watch = state.groups.watch
@@ -80,13 +85,28 @@ def training_step(
     with watch.on(), region(lambda: "forward and backward passes"):
         losses, predicted = accumulate_gradients(model, state, batch, config, sources, loss_scale)
         # The sum over all ranks must be bitwise equal on all ranks, so that all ranks decide alike.
-        summing = state.groups.world.all_reduce_async(losses)
+        sums = torch.cat([losses, state.square_bound()]) if on_arrival else losses
+        summing = state.deciding.all_reduce_async(sums)
         # The norm is equal on all ranks, so that all ranks find the same overflows.
-        norm = state.reduce_gradients() / factor
+        norm = None if on_arrival else state.reduce_gradients() / factor
     summing.wait()
     with_losses = state.groups.world.size // state.groups.mesh.pp  # only the ranks of the last stage have losses
-    loss, balance, z, divergence, *of_sources = (losses / with_losses).tolist()
-    lr, scale = step_learning_rate(config, step), clip_scale(config, step, norm)
+    loss, balance, z, divergence, *of_sources = (sums[: len(losses)] / with_losses).tolist()
+    lr = step_learning_rate(config, step)
+    # Up to the root of the bound, no sum over the ranks overflows.
+    bound = min(_HUGE_NORM * factor, torch.finfo(getattr(torch, config.state.gradient_dtype)).max)
+    updated = on_arrival and loss <= min(loss_limit, sys.float_info.max) and float(sums[-1]) <= bound**2
+    with region(lambda: "optimizer step"):
+        if updated:
+            norm = state.reduce_and_step(lr, clip_scale(config, step, 0.0) / factor) / factor
+            if not math.isfinite(norm):
+                raise RuntimeError(
+                    f"step {step}: the gradients of all ranks were finite, but their sum over the ranks is not: a link or a "
+                    "memory is faulty. The weights are spoilt: resume from the last checkpoint"
+                )
+        elif norm is None:
+            norm = state.reduce_gradients() / factor
+    scale = clip_scale(config, step, norm)
     by_source = [nats / count if count else None for nats, count in zip(of_sources[::2], of_sources[1::2])]
     overflow = (
         loss_scale is not None
@@ -95,11 +115,11 @@ def training_step(
         and loss_scale.value > config.train.loss_scale.minimum
     )
     result = StepResult(loss, balance, z, norm, lr, False, divergence, norm * scale, predicted, overflow, by_source)
-    skipped = result.unfit or result.overflow or loss > loss_limit
+    skipped = result.unfit or result.overflow or loss > loss_limit  # none of them, if `updated`
     with region(lambda: "optimizer step"):
         if skipped:
             state.skip()
-        else:
+        elif not updated:
             state.step(lr, scale / factor)
     if config.model.router_bias:
         move_biases(routers, 0 if skipped else config.moe.bias_rate, state.team.all_reduce)
@@ -224,10 +244,15 @@ def objective(terms_4: Tensor, config: RunConfig) -> Tensor:
 
 def clip_scale(config: RunConfig, step: int, norm: float) -> float:
     """Returns the factor, at most 1, that scales the gradient norm down to at most the limit; 1 if no limit applies."""
-    limit = config.optimizer.clip_norm
-    if limit is None or (step <= config.warmup_steps and not config.optimizer.clip_during_warmup):
-        return 1.0
-    return min(1.0, limit / (norm + 1e-6))
+    limit = norm_limit(config, step)
+    return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
+
+
+def norm_limit(config: RunConfig, step: int) -> float | None:
+    """Returns the limit of the gradient norm in `step`, or None: a step of the warm-up has no limit, unless
+    `optimizer.clip_during_warmup` is set."""
+    warming_up = step <= config.warmup_steps and not config.optimizer.clip_during_warmup
+    return None if warming_up else config.optimizer.clip_norm
 
 
 def step_learning_rate(config: RunConfig, step: int) -> float:

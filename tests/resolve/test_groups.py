@@ -45,6 +45,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # ranks, mod
     ),
     "vocabulary": (4, MODELS["tied"], {"parallel": {"pipeline": 2, "vocabulary": True}}),
     "context": (4, MODELS["dense"], {"parallel": {"context": 2}, "state": {"shard": "parameters"}}),
+    "unclipped": (2, MODELS["dense"], {"optimizer": {"clip_norm": None}}),
+    "unclipped stages": (4, MODELS["dense"], {"parallel": {"pipeline": 2}, "optimizer": {"clip_norm": None}}),
 }
 
 

@@ -181,10 +181,12 @@ STEPS = {"shard": "parameters", "shard_ranks": {"parameters": 2, "gradients": 2,
 CASES = [
     Case(),
     Case(compute=torch.float32),
+    Case({"all_reduce_tiles": 1}),
     Case(prunes=True),
     Case(prunes=True, compute=torch.float32),
     Case({"shard": "optimizer"}, 2),
     Case({"shard": "gradients"}, 2),
+    Case({"shard": "gradients", "all_reduce_tiles": 2}, 2),
     Case(SHARDED, 2),
     Case(SHARDED, 2, torch.float32),
     Case({**SHARDED, "reshard_after_forward": False}, 2),
@@ -284,6 +286,7 @@ class Order:
                 self._use()
                 self._anything()
             return
+        chunk.gradients.bounded = bounded = self._maybe()
         chunk.gradients.clear()
         chunk.skip()
         if self._maybe(0.2):  # a second time changes nothing
@@ -308,6 +311,16 @@ class Order:
         if self._maybe():
             chunk.gradients.start()
         self._anything(used=True)
+        own = self.sum[chunk.dense_extent]
+        expected = float(own.double().square().sum())
+        if bounded:  # every gradient is a small whole number, so every sum is exact
+            assert float(chunk.gradients.square_bound()) >= float(self.sum.double().square().sum()), "the bound"
+        if not chunk.plan.offloaded and self._maybe(0.3):
+            chunk.gradients.begin_last()
+            if chunk.gradients.arriving:
+                self._update(own, on_arrival=True)
+                assert float(chunk.gradients.square_sum(32)) == expected, "the norm of what has been updated"
+                return
         chunk.gradients.reduce()
         if chunk.gradients.may_offload:
             chunk.gradients.offload_gradient(32)
@@ -315,8 +328,6 @@ class Order:
                 raise Abandoned
         square = chunk.gradients.square_sum(32)
         chunk.gradients.finish_offload()
-        own = self.sum[chunk.dense_extent]
-        expected = float(own.double().square().sum())
         assert abs(float(square) - expected) <= 8 * torch.finfo(torch.float64).eps * expected, (
             "the norm"
         )  # over three tiles
@@ -325,9 +336,12 @@ class Order:
         if self._maybe(0.2):
             chunk.skip()
             return
+        self._update(own)
+
+    def _update(self, own: Tensor, on_arrival: bool = False) -> None:
         self.updates += 1
-        chunk.update.step(OptimizerStep(self.updates, RATE), 32)
-        part = chunk.dense_extent
+        self.chunk.update.step(OptimizerStep(self.updates, RATE), 32, on_arrival=on_arrival)
+        part = self.chunk.dense_extent
         self.total[part] += own
         self.weight[part] -= RATE * self.total[part]
 
