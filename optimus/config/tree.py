@@ -1,6 +1,7 @@
 """The typed configuration tree of a run. The defaults of training follow the recipe of the Optimus paper (section
 2.1)."""
 
+import signal
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -511,6 +512,16 @@ class ValidationConfig(Section):
         return self
 
 
+def _exit_codes(table: Any) -> Any:
+    if not isinstance(table, Mapping):
+        return table
+    for key in map(str, table):
+        if not (1 <= int(key) <= 255 if key.isdecimal() else key in signal.Signals.__members__):
+            named = nearest(key, signal.Signals.__members__) if key.startswith("SIG") else "give 1 to 255, or SIGKILL"
+            raise ValueError(f"{key} is no exit code and no name of a signal: {named}")
+    return {str(key): value for key, value in table.items()}
+
+
 class ResilienceConfig(Section):
     """Handling of non-finite numbers, loss spikes, and hanging or slow ranks."""
 
@@ -534,6 +545,10 @@ class ResilienceConfig(Section):
     exclude_slow: bool = Field(False, description="Under `optimus launch`: replace the node of a slow rank.")
     timeout: float = Field(600.0, gt=0)
     """Seconds after which a rank that waits in a collective gives up."""
+    exit_codes: Annotated[dict[str, Literal["hardware", "software"]], BeforeValidator(_exit_codes)] = Field({})
+    """Under `optimus launch`: further exit codes of ranks, or names of signals, and what has crashed, such as
+    {SIGKILL: hardware, 42: hardware}. A spare replaces a node at the first crash of its hardware and at the second of its
+    software. Hardware by default: SIGSEGV, SIGBUS, SIGILL, 71, 74, 78."""
 
 
 class CollectivesConfig(Section):
