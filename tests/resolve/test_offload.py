@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -169,6 +170,53 @@ def test_what_is_given_stays() -> None:
     found, _ = decided(config_of(offload="disk"), 0)
     assert found.state.disk == "run"
     assert "state.resident_fraction" not in decided(config_of(), 0)[1]
+
+
+@pytest.mark.parametrize("sharding", [{"offload": "all"}, {"shard": "parameters"}])
+def test_a_cache_of_so_many_bytes(sharding: dict[str, str]) -> None:
+    """The number of blocks is the bytes divided by the bytes of the largest chunk, whatever memory is free."""
+    run = resolved(load_config(config_of(cache=8, **sharding)), device_bytes=0)
+    block = max(2 * plan.size for rank in run.stage_ranks for plan in run.chunk_plans(rank, 0.0))
+    for size, blocks in ((f"{block}B", 1), (f"{3 * block - 1}B", 2), (f"{3 * block}B", 3), ("1GB", 10**9 // block)):
+        found, why = decided(config_of(cache=size, **sharding), 0)
+        assert found.state.cache == blocks
+        assert f"{size} have room for so many blocks of " in why
+        assert (
+            memory(run := resolved(load_config(config_of(cache=size, **sharding))), 0).parameters_in_use
+            == memory(resolved(load_config(config_of(cache=blocks, **sharding))), 0).parameters_in_use
+        ), run
+    with pytest.raises(
+        UserError, match=rf"^state\.cache {block - 1}B: the largest chunk of parameters has .*: give at l"
+    ):
+        decided(config_of(cache=f"{block - 1}B", **sharding), 0)
+
+
+@pytest.mark.parametrize("cache", ["atuo", "12", "12x", "0GB"])
+def test_a_cache_that_has_no_size(cache: str) -> None:
+    with pytest.raises(
+        UserError, match=rf"^config: state\.cache: '{cache}' is no size: write auto, a number of chunks"
+    ):
+        load_config(config_of(cache=cache, offload="all"))
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (
+            {"chunk_sizes": [4, 8], "chunk": 3},
+            "chunk_sizes is the range of the search for a chunk size, but chunk is given",
+        ),
+        ({"chunk_sizes": [8, 4], "chunk": None}, "the smallest size 8 is larger than the largest 4: swap them"),
+        (
+            {"unsharded_below": 3},
+            "unsharded_below applies to sharded or offloaded state, but shard and offload are none",
+        ),
+        ({"pin_memory": False}, "pin_memory does not apply to offload: none: change offload, or remove pin_memory"),
+    ],
+)
+def test_options_without_a_use(state: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        load_config(config_of(**state))
 
 
 def test_a_fraction_that_no_chunk_fits_is_none() -> None:

@@ -101,6 +101,7 @@ def drawn(number: int) -> tuple[str, Layout]:
     draw_residency(draw)
     _draw_pruning(draw, shape)
     _draw_loss(draw)
+    _draw_chunks(draw)
     return model, Layout(ranks, draw.overrides, per_node)
 
 
@@ -237,6 +238,20 @@ def _draw_loss(draw: Draw) -> None:
     """Draws the loss, which needs whole logits on the last stage."""
     if "parallel.vocabulary=true" not in draw.overrides:
         draw.set("train.loss", "cross-entropy", "cross-entropy", "z-loss", "label-smoothing")
+
+
+def _draw_chunks(draw: Draw) -> None:
+    """Draws Elixir's other choices: a range of chunk sizes, small groups, the size of the cache, pinned memory."""
+    sharded, offloaded = "state.shard=none" not in draw.overrides, "state.offload=none" not in draw.overrides
+    if draw.of(True, False, False):
+        at = next(at for at, override in enumerate(draw.overrides) if override.startswith("state.chunk="))
+        draw.overrides[at] = "state.chunk_sizes=[300,700]"
+    if sharded or offloaded:
+        draw.set("state.unsharded_below", 0, 400, 4000)
+    if "state.cache=40" in draw.overrides and draw.of(True, False):
+        draw.overrides[draw.overrides.index("state.cache=40")] = "state.cache=2MB"
+    if offloaded:
+        draw.set("state.pin_memory", True, False)
 
 
 def _draw_pruning(draw: Draw, shape: dict[str, Any]) -> None:
