@@ -24,7 +24,7 @@ from optimus.resolve.facts import AMOUNTS, Facts, measure_facts
 from optimus.resolve.memory import memory
 from optimus.resolve.ranks import mesh_of
 from optimus.resolve.resolve import resolve
-from optimus.resolve.run import RunInputs
+from optimus.resolve.run import ResolvedRun, RunInputs
 from optimus.state.transfers import transfers
 from optimus.testing import run_ranks
 
@@ -175,20 +175,22 @@ def test_what_is_given_stays() -> None:
 @pytest.mark.parametrize("sharding", [{"offload": "all"}, {"shard": "parameters"}])
 def test_a_cache_of_so_many_bytes(sharding: dict[str, str]) -> None:
     """The number of blocks is the bytes divided by the bytes of the largest chunk, whatever memory is free."""
-    run = resolved(load_config(config_of(cache=8, **sharding)), device_bytes=0)
-    block = max(2 * plan.size for rank in run.stage_ranks for plan in run.chunk_plans(rank, 0.0))
+
+    def found(cache: int | str) -> ResolvedRun:
+        return resolved(load_config(config_of(cache=cache, **sharding)), 2, device_bytes=0)
+
+    run = found(8)
+    block = max(2 * plan.size for rank in run.stage_ranks for plan in run.chunk_plans(rank, 0.0))  # bfloat16
     for size, blocks in ((f"{block}B", 1), (f"{3 * block - 1}B", 2), (f"{3 * block}B", 3), ("1GB", 10**9 // block)):
-        found, why = decided(config_of(cache=size, **sharding), 0)
-        assert found.state.cache == blocks
-        assert f"{size} have room for so many blocks of " in why
-        assert (
-            memory(run := resolved(load_config(config_of(cache=size, **sharding))), 0).parameters_in_use
-            == memory(resolved(load_config(config_of(cache=blocks, **sharding))), 0).parameters_in_use
-        ), run
+        run = found(size)
+        assert run.config.state.cache == blocks
+        (why,) = (each.why for each in run.decisions if each.key == "state.cache")
+        assert why.startswith(f"{size} have room for so many blocks of ")
+        assert memory(run, 0).parameters_in_use == memory(found(blocks), 0).parameters_in_use
     with pytest.raises(
         UserError, match=rf"^state\.cache {block - 1}B: the largest chunk of parameters has .*: give at l"
     ):
-        decided(config_of(cache=f"{block - 1}B", **sharding), 0)
+        found(f"{block - 1}B")
 
 
 @pytest.mark.parametrize("cache", ["atuo", "12", "12x", "0GB"])
@@ -274,7 +276,7 @@ def measured(raw: dict[str, Any], free: int, rates: list[float]) -> Facts:
     config = load_config(copy.deepcopy(raw))
     groups = Groups(mesh_of(config, dist.get_world_size() if dist.is_initialized() else 1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(facts, "transfers", lambda device: None)
+        patch.setattr(facts, "transfers", lambda device, *, pinned: None)
         patch.setattr(facts, "free_memory", lambda device: free)
         patch.setattr(facts, "bfloat16_of", lambda device: Bfloat16(True, "made up"))
         patch.setattr(facts, "measurements_of", lambda device, cache: Measurements(cache and Path(cache) / "chip"))
