@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.rules import plan_chunks, state_spec
@@ -86,6 +86,7 @@ def test_what_is_wasted_is_what_chunks_leave_empty(sizes: list[int], limits: lis
     assert wasted(sizes, np.array(limits)).tolist() == left
 
 
+@settings(deadline=None)
 @given(
     groups=st.lists(st.lists(st.integers(1, 600), min_size=1, max_size=8), min_size=1, max_size=3),
     smallest=st.integers(32, 800),
