@@ -74,14 +74,14 @@ def _shared_writing(
     The copied bytes count only the device buffers of trained chunks.
     """
     stage, found = mesh.coordinate(rank, "pp"), [0] * len(plans)
-    known: dict[tuple[tuple[str, ...], tuple[str, ...], bool], list[list[int]]] = {}
+    known: dict[tuple[tuple[str, ...], tuple[str, ...], bool, bool], list[list[int]]] = {}
     # Bytes to write by node and by rank, and bytes to copy before the write, by rank.
     of_node, of_rank, copied = Counter[int](), Counter[int](), Counter[int]()
     for number, plan in sorted(enumerate(plans), key=lambda each: -saved_bytes(each[1])):
         layout = plan.slots[0].layout
-        axes = layout.partial_axes, layout.replicated_axes, plan.rule.trains
+        axes = layout.partial_axes, layout.replicated_axes, plan.rule.trains, plan.small
         if axes not in known:
-            alike = holders(mesh, layout, sharding_of(plan.rule, options))
+            alike = holders(mesh, layout, sharding_of(plan.rule, options, small=plan.small))
             known[axes] = [ranks for ranks in alike if _on_stage(mesh, ranks, stage)]
         for index, ranks in enumerate(known[axes]):
             if not scattered:

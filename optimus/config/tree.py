@@ -1,17 +1,18 @@
 """The typed configuration tree of a run. The defaults of training follow the recipe of the Optimus paper (section
 2.1)."""
 
+import signal
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
 from optimus.config.data import Count, DataConfig
 from optimus.config.parallel import ParallelConfig
 from optimus.config.pruning import PruningConfig
 from optimus.config.sizes import parse_size
-from optimus.errors import nearest
+from optimus.errors import UserError, nearest
 from optimus.model.architecture import Architecture
 from optimus.optim.losses import LOSSES
 from optimus.optim.rules import RULES
@@ -21,6 +22,19 @@ from optimus.section import PathOrUrl, PathText, Section, reported_as_value
 
 _WARMUP_SHARE, _LONGEST_WARMUP = 20, 2500  # divisor of the run's steps, and maximum number of steps (the paper)
 _COOLDOWN_SHARE = 5  # divisor of the run's steps (Hägele et al. 2024, section 3)
+
+
+def _size_text(text: str) -> str:
+    try:
+        size = parse_size(text)
+    except UserError:
+        size = 0
+    if not size or not text.strip()[-1].isalpha():
+        raise ValueError(f"{text!r} is no size: write auto, a number of chunks, or a size and its unit, such as 2GiB")
+    return text
+
+
+SizeText = Annotated[str, AfterValidator(_size_text)]
 
 
 class ShardRanks(Section):
@@ -63,6 +77,12 @@ class StateConfig(Section):
     gradient_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of gradient accumulation over microbatches and of gradient reduction over ranks. float16 needs
     train.precision: float16, whose loss scaling also skips steps in which these sums overflow."""
+    chunk_sizes: Annotated[list[Count], Field(min_length=2, max_length=2)] | None = None
+    """Smallest and largest chunk size of Elixir's search, in elements, also as 4e6 or 4M. The search finds the best of
+    all sizes. Default: 240 sizes from 4,194,304 to an eighth of the rank's parameters, at most 67,108,864."""
+    unsharded_below: int = Field(0, ge=0)
+    """With sharded or offloaded state. Parameters of the same ranks that have fewer elements in all are one chunk, which
+    is neither sharded nor offloaded (Elixir). 0: none."""
     tile: int = Field(1 << 20, gt=0)
     """Elements that the optimizer updates at a time. On accelerators, a chunk with state on the device is updated at
     once."""
@@ -75,10 +95,10 @@ class StateConfig(Section):
     """Storage of the state. optimizer: master weights and moments on the host (ZeRO-Offload); all: parameters and
     gradients too, with parameters fetched on use (Elixir); disk: master weights and moments on a disk, parameters and
     gradients on the host (ZeRO-Infinity). none: everything on the device."""
-    cache: Annotated[int, Field(gt=0)] | Literal["auto"] | None = None
+    cache: Annotated[int, Field(gt=0)] | Literal["auto"] | SizeText | None = None
     """Number of unsharded chunks of parameters on the device at a time, for parameters that are gathered or fetched on
-    use (Belady's rule). auto: by the free device memory. Default: auto with `offload: all` or `offload: disk`,
-    otherwise no cache."""
+    use (Belady's rule), or their memory, such as 2GiB. auto: by the free device memory. Default: auto with
+    `offload: all` or `offload: disk`, otherwise no cache."""
     resident_fraction: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = 0.0
     """With `offload`: fraction of the elements whose state stays on the device. auto: by the free device memory."""
     update_on: Literal["auto", "device", "host"] = "auto"
@@ -87,6 +107,9 @@ class StateConfig(Section):
     accumulate_on: Literal["auto", "device", "host"] = "auto"
     """With `offload: all` or `offload: disk`: location of gradient accumulation over microbatches. host: each
     microbatch reduces its gradients and sends the gradients to the host; auto: device, if the gradients fit."""
+    pin_memory: bool = True
+    """With `offload`, on accelerators. Pin the host memory of the state: copies to and from the device are faster and
+    overlap, but the memory is not for other programs."""
     disk: PathText | None = None
     """With `offload: disk`: folder for the file of the state. Default: train.output."""
 
@@ -102,8 +125,25 @@ class StateConfig(Section):
             raise ValueError(
                 f"reshard_after_forward applies to shard: parameters only, but shard is {self.shard}: remove it"
             )
+        self._check_chunks()
         self._check_residency()
         return self
+
+    def _check_chunks(self) -> None:
+        if self.chunk_sizes is not None:
+            smallest, largest = self.chunk_sizes
+            if self.chunk is not None:
+                raise ValueError(
+                    "chunk_sizes is the range of the search for a chunk size, but chunk is given: remove one of them"
+                )
+            if smallest > largest:
+                raise ValueError(
+                    f"chunk_sizes: the smallest size {smallest:,} is larger than the largest {largest:,}: swap them"
+                )
+        if self.unsharded_below and self.shard == "none" and self.offload == "none":
+            raise ValueError(
+                "unsharded_below applies to sharded or offloaded state, but shard and offload are none: remove it"
+            )
 
     def _check_residency(self) -> None:
         on_use = self.shard == "parameters" or self.offload in ("all", "disk")
@@ -116,7 +156,7 @@ class StateConfig(Section):
                 "reshard_after_forward: false excludes a cache of parameters (cache, or offload: all or disk): remove it"
             )
         # Resolved runs have the value "device" for state that is on the device.
-        wrong = self.non_default("resident_fraction", "update_on") if self.offload == "none" else []
+        wrong = self.non_default("resident_fraction", "update_on", "pin_memory") if self.offload == "none" else []
         wrong += self.non_default("accumulate_on") if self.offload in ("none", "optimizer") else []
         wrong = [key for key in wrong if getattr(self, key) != "device"]
         wrong += ["disk"] if self.disk is not None and self.offload != "disk" else []
@@ -544,6 +584,16 @@ class ValidationConfig(Section):
         return self
 
 
+def _exit_codes(table: Any) -> Any:
+    if not isinstance(table, Mapping):
+        return table
+    for key in map(str, table):
+        if not (1 <= int(key) <= 255 if key.isdecimal() else key in signal.Signals.__members__):
+            named = nearest(key, signal.Signals.__members__) if key.startswith("SIG") else "give 1 to 255, or SIGKILL"
+            raise ValueError(f"{key} is no exit code and no name of a signal: {named}")
+    return {str(key): value for key, value in table.items()}
+
+
 class ResilienceConfig(Section):
     """Handling of non-finite numbers, loss spikes, and hanging or slow ranks."""
 
@@ -567,6 +617,10 @@ class ResilienceConfig(Section):
     exclude_slow: bool = Field(False, description="Under `optimus launch`: replace the node of a slow rank.")
     timeout: float = Field(600.0, gt=0)
     """Seconds after which a rank that waits in a collective gives up."""
+    exit_codes: Annotated[dict[str, Literal["hardware", "software"]], BeforeValidator(_exit_codes)] = Field({})
+    """Under `optimus launch`: further exit codes of ranks, or names of signals, and what has crashed, such as
+    {SIGKILL: hardware, 42: hardware}. A spare replaces a node at the first crash of its hardware and at the second of its
+    software. Hardware by default: SIGSEGV, SIGBUS, SIGILL, 71, 74, 78."""
 
 
 class CollectivesConfig(Section):

@@ -21,6 +21,7 @@ from optimus.launch.rank import run_rank
 from optimus.mesh import Mesh
 from optimus.mesh.placement import describe
 from optimus.observe.machine import find_device, use_device
+from optimus.resilience.exits import crash_kinds
 from optimus.resolve.ranks import least_ranks, mesh_of, ranks_per_node
 from optimus.resolve.run import ResolvedRun
 from optimus.training import checks
@@ -133,6 +134,7 @@ def check_run(config: RunConfig, data: TrainingData, mesh: Mesh, resume: bool) -
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = (use_device if rank_here else find_device)(config.train.device, "train.device", local_rank)
     run = resolve_run(config, device, mesh, sequences=data.sequences, resume=resume, touches=rank_here)
+    crash_kinds(run.config.resilience.exit_codes)  # raises for a code with another meaning
     checks.check_references(run.config, resume)
     if int(os.environ.get("RANK", "0")) == 0:
         checks.check_validation(run.config, data)

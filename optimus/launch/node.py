@@ -7,9 +7,9 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,9 @@ from optimus.launch.torch_elastic import Agent, ProcessFailure, Rendezvous
 from optimus.launch.waiting import Waiting
 from optimus.resilience.events import EventLog
 from optimus.resilience.exclusion import exclude, excluded
-from optimus.resilience.exits import STOPPED, Exit, error_in
+from optimus.resilience.exits import STOPPED, CrashKind, Exit, crash_kinds, error_in
 from optimus.resilience.hangs import clear
-from optimus.resilience.policy import Do, decide
+from optimus.resilience.policy import LIMITS, Do, decide
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ class Launch(NodeJob):
     endpoint: str
     name: str = "optimus"  # distinguishes launches in one store
     aborts: bool = False  # True if the backend aborts ranks that have lost another rank
+    kinds: Mapping[int, CrashKind] = field(default_factory=crash_kinds)  # kinds of crashes, by exit code
 
 
 def run_node(
@@ -221,18 +222,18 @@ class _Member:
                 self._events.write("failure", node=name, seconds=silent + time.time() - noticed, detail=detail)
 
     def _failed(self, failures: dict[int, ProcessFailure]) -> Do | Exit:
-        crashes = int(self._store.add(self._key(f"crashes/{self._launch.node}"), 0))
+        crashes = {kind: self._crashes(kind) for kind in LIMITS}
         codes = {rank: failure.exitcode for rank, failure in failures.items()}
-        decision = decide(codes, crashes, self._rendezvous.spares(), self._launch.aborts)
+        decision = decide(codes, crashes, self._rendezvous.spares(), self._launch.aborts, self._launch.kinds)
         if decision.do is Do.LEAVE and not self._claim_spare():
-            decision = decide(codes, crashes, 0, self._launch.aborts)
+            decision = decide(codes, crashes, 0, self._launch.aborts, self._launch.kinds)
         of_cause = [failures[decision.rank]] if decision.rank is not None else failures.values()
         said = [text for failure in of_cause if (text := error_in(failure.message))]
         detail = f"{decision.detail}: {said[0]}" if said else decision.detail
-        if decision.culprit:
-            self._store.add(self._key(f"crashes/{self._launch.node}"), 1)
+        if decision.crash is not None:
+            self._crashes(decision.crash, 1)
         has_told = Exit.BAD_NODE in codes.values()  # a rank has logged the failure already
-        if (decision.culprit or decision.do is Do.STOP) and not has_told:
+        if (decision.crash is not None or decision.do is Do.STOP) and not has_told:
             self._events.write("failure", node=self._launch.node, rank=decision.rank, detail=detail)
         if decision.do is Do.STOP:
             self._stop(detail)
@@ -241,6 +242,10 @@ class _Member:
             self._events.write("exclusion", node=self._launch.node, rank=decision.rank, detail=decision.detail)
         self._say(f"{detail}: {_DOING[decision.do]}")
         return decision.do
+
+    def _crashes(self, kind: CrashKind, more: int = 0) -> int:
+        """Adds `more` to the number of this node's crashes of a kind, and returns the sum."""
+        return int(self._store.add(self._key(f"crashes/{kind}/{self._launch.node}"), more))
 
     def _claim_spare(self) -> bool:
         """Claims a spare to replace this node. Returns False if no unclaimed spare is left.

@@ -19,7 +19,7 @@ from optimus.launch.rank import backend_of
 from optimus.launch.store import own_address
 from optimus.observe.machine import find_device
 from optimus.observe.signals import ended_by_signals
-from optimus.resilience.exits import Exit
+from optimus.resilience.exits import Exit, crash_kinds
 from optimus.resilience.manifests import PLATFORMS, Manifest, Platform, manifest, manifest_name, parse_directives
 from optimus.resilience.policy import Do
 from optimus.resilience.scheduler import BatchJob, Scheduler, write_new, write_script
@@ -50,7 +50,15 @@ def launch(
     tree, _, _ = _check(job, node, fetch=True)
     name_interface(own_address(rendezvous))
     aborts = backend_of(find_device(tree.train.device, "train.device"), tree.train.device, job.ranks_per_node) != "gloo"
-    launch = Launch(**vars(job), run=Path(tree.train.output), node=node, endpoint=rendezvous, name=name, aborts=aborts)
+    launch = Launch(
+        **vars(job),
+        run=Path(tree.train.output),
+        node=node,
+        endpoint=rendezvous,
+        name=name,
+        aborts=aborts,
+        kinds=crash_kinds(tree.resilience.exit_codes),
+    )
     with (
         ended_by_signals("leaving"),
         tempfile.TemporaryDirectory(prefix="optimus-launch-") as folder,

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
@@ -29,7 +30,7 @@ from optimus.optim.rule import RuleError
 from optimus.optim.schedule import RateError
 from optimus.parent import end_with
 from optimus.resilience.events import EventLog
-from optimus.resilience.exits import EndedError, Exit
+from optimus.resilience.exits import EndedError, Exit, names_hardware
 from optimus.resolve.ranks import ranks_per_node
 from optimus.training.build import build_trainer
 from optimus.training.checks import dry_run
@@ -235,6 +236,11 @@ def run_as_rank(words: Sequence[str], more: Sequence[Hook] = ()) -> None:
         stopped_by = record(run_rank)(text, "--resume" in options, node, holder, more, users)
     except UserError as error:
         sys.exit(code_of(error))
+    except Exception as error:
+        if not names_hardware(error):
+            raise
+        traceback.print_exc()
+        _leave(Exit.HARDWARE)  # what uses a failed device may wait for ever when Python ends
     # An ordinary exit could abort, since torch's threads may outlive the objects that stop them.
     _leave(Exit(128 + stopped_by) if stopped_by else Exit.DONE)
 

@@ -26,6 +26,7 @@ from optimus.state.masks import MaskForm
 from optimus.state.plan import (
     ChunkPlan,
     ChunkRow,
+    ChunkSizes,
     ShardStep,
     StateSpec,
     chunk_buffers,
@@ -188,7 +189,7 @@ def _lay_out(
     counts: PartCounts,
     mesh: Mesh,
     alike: tuple[int, ...],
-    chunk: int | None,
+    chunk_sizes: ChunkSizes,
     compute: torch.dtype,
     mask_form: MaskForm,
 ) -> _PartChunks:
@@ -200,7 +201,8 @@ def _lay_out(
     unpruned = {name: None for name, kind in named.items() if kind.unpruned < 1}
     spec = StateSpec(compute, {name: kind.rule for name, kind in named.items()}, unpruned, mask_form)
     layouts = {name: kind.layout for name, kind in named.items()}
-    return _PartChunks(list(named), spec, end_to_end(layouts, mesh, 0, dict(zip(kinds.axes, alike)), chunk, spec), mesh)
+    rows = end_to_end(layouts, mesh, 0, dict(zip(kinds.axes, alike)), chunk_sizes, spec)
+    return _PartChunks(list(named), spec, rows, mesh)
 
 
 @lru_cache(maxsize=1024)
@@ -213,7 +215,7 @@ def _chunks_of_part(job: Job, counts: PartCounts) -> _PartChunks:
     kinds, least = kinds_of(job), _least(job.mesh, job.mesh.pp if job.parallel.vocabulary else 2)
     compute, pruning = DTYPES[job.train.precision], job.config.pruning
     form = pruning.indices if pruning is not None else "int32"
-    return _lay_out(kinds, counts, least, _alike(kinds, job.mesh), job.state.chunk, compute, form)
+    return _lay_out(kinds, counts, least, _alike(kinds, job.mesh), ChunkSizes.of_state(job.state), compute, form)
 
 
 @lru_cache(maxsize=1024)
@@ -324,7 +326,7 @@ def _shared(
     """Yields (chunks, replicas, groups that shard the chunks in each step, ranks that update the same elements) for
     each row."""
     for number, row in enumerate(part.rows):
-        sharding = sharding_of(row.rule, options)
+        sharding = sharding_of(row.rule, options, small=row.small)
         widths = shard_widths(sharding.shard, sharding.shard_ranks)
         replicas, steps, same, depths = _sharding(row.axes, job.mesh, options.shard_over == "data", widths)
         shards = math.prod(step.size for step in steps)

@@ -19,6 +19,7 @@ from optimus.resolve.dispatcher import dispatch
 from optimus.resolve.facts import opens_cache
 from optimus.resolve.groups import Communicators, communicators
 from optimus.resolve.memory import fullest_shards, gradients_in_use, parameters_in_use
+from optimus.resolve.offload import largest_block
 from optimus.resolve.parameters import layouts_of
 from optimus.resolve.precision import DTYPES
 from optimus.resolve.shapes import activation_shapes
@@ -124,8 +125,8 @@ def activations_of(ranks: Sequence[Rank], sizes: ActivationSizes) -> list[dict[s
 def _state(job: Job, stages: Sequence[PartCounts], plans: Sequence[ChunkPlan]) -> tuple[dict[str, float], Elsewhere]:
     config, profile, saving = job.config, job.profile, job.config.checkpoint
     locations: Sequence[Residency] = ("device",) if job.state.offload == "none" else ("device", "host", "disk")
-    if opens_cache(job.state):
-        config = job.changed(state={"cache": cache_blocks(job, len(plans))}).config
+    if opens_cache(job.state) or isinstance(job.state.cache, str):
+        config = job.changed(state={"cache": cache_blocks(job, len(plans), largest_block(plans))}).config
     copied = teacher = 0.0
     if job.machine.host.shared and saving.asynchronous:  # checkpoint copies are in the ranks' memory
         held = chunk_groups(job, stages)

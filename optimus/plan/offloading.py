@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from optimus.plan.chunks import ChunkGroup
 from optimus.plan.job import Job
-from optimus.resolve.offload import BLOCKS, step_shape
+from optimus.resolve.offload import BLOCKS, blocks_in, step_shape
 from optimus.resolve.offload_times import (
     OffloadChoice,
     Rates,
@@ -54,9 +54,11 @@ def device_share(job: Job) -> float:
     return 0.0 if share == "auto" else share  # the run decides later
 
 
-def cache_blocks(job: Job, chunks: int) -> int:
-    """Returns the number of parameter blocks on the device, at most the number of `chunks`."""
+def cache_blocks(job: Job, chunks: int, block: int) -> int:
+    """Returns the number of parameter blocks of `block` bytes on the device, at most the number of `chunks`."""
     cache = job.state.cache
+    if isinstance(cache, str) and cache != "auto":
+        return min(chunks, blocks_in(cache, block))
     return min(chunks, cache if isinstance(cache, int) else BLOCKS + job.state.prefetch)
 
 
@@ -72,7 +74,8 @@ def choice_of(job: Job, shape: StepShape, rates: Rates) -> OffloadChoice:
     host."""
     asked = job.state.update_on
     options: Sequence[UpdatePlace] = ("device", "host") if asked == "auto" else (asked,)
-    cache, device = cache_blocks(job, shape.chunks), round(device_share(job) * shape.chunks)
+    block = shape.elements * shape.itemsize
+    cache, device = cache_blocks(job, shape.chunks, block), round(device_share(job) * shape.chunks)
     return min((OffloadChoice(cache, device, on) for on in options), key=lambda each: step_seconds(shape, rates, each))
 
 

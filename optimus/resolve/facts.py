@@ -79,7 +79,7 @@ def measure_facts(
     counted, notes = _memory_to_count_on(device, mesh, world, known, touches)
     if opens_offload(config.state) and device.type != "cpu" and world is not None:
         dtype = precision(config, facts.bfloat16, previous).values.get("train.precision", config.train.precision)
-        timings = _timings(mesh, world, device, dtype, known)
+        timings = _timings(mesh, world, device, dtype, known, pinned=config.state.pin_memory)
     return replace(facts, device_bytes=counted, timings=timings, notes=(*notes, *known.notes))
 
 
@@ -112,13 +112,18 @@ def _memory_to_count_on(
     return counted // ranks_sharing_memory(mesh, device), [said]
 
 
-def _timings(mesh: Mesh, world: Group, device: torch.device, dtype: str, known: Measurements) -> Timings:
+def _timings(
+    mesh: Mesh, world: Group, device: torch.device, dtype: str, known: Measurements, *, pinned: bool
+) -> Timings:
     """Returns the cached timings for this machine and dtype, or measures and caches them."""
     ranks, host = min(mesh.size, mesh.ranks_per_node or mesh.size), device_name(torch.device("cpu"))
-    name = f"offload, {ranks} ranks of {torch.get_num_threads()} threads, {host}, {dtype}"
+    name = (
+        f"offload, {ranks} ranks of {torch.get_num_threads()} threads, {host}, {dtype}{'' if pinned else ', unpinned'}"
+    )
     found: Timings | None = world.on_first(lambda: known.timings().get(name))
     if found is None or found.keys() != AMOUNTS.keys():
-        measured: Sequence[Timings] = world.all_gather_object(_measured(transfers(device), getattr(torch, dtype)))
+        moves = transfers(device, pinned=pinned)
+        measured: Sequence[Timings] = world.all_gather_object(_measured(moves, getattr(torch, dtype)))
         slowest = {what: Timing(*map(max, zip(*(each[what] for each in measured)))) for what in AMOUNTS}
         found = world.on_first(lambda: known.add({name: slowest})[name])
     return found

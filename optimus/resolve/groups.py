@@ -63,6 +63,8 @@ def state_groups(mesh: Mesh, layouts: Mapping[str, Layout], options: StateConfig
         name = _named(mesh, axes)
         found += [PlannedGroups(f"shards {number} of {name}", step) for number, step in enumerate(steps, start=1)]
         found.append(PlannedGroups(f"replicas of shards of {name}", copies))
+        if options.unsharded_below:
+            found.append(PlannedGroups(f"replicas of {name}", mesh.groups(axes)))
     return found
 
 

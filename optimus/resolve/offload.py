@@ -4,7 +4,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from optimus.config.sizes import parse_size, size_text
 from optimus.config.tree import StateConfig
+from optimus.errors import UserError
 from optimus.model.count import flops_per_token
 from optimus.parallel.recompute import Recomputation
 from optimus.resolve.decision import Decided
@@ -65,6 +67,36 @@ def placement(run: ResolvedRun) -> Decided:
     if state.offload == "disk" and state.disk is None:
         return Decided({"state.disk": run.config.train.output}, "the folder of the run")
     return Decided()
+
+
+def cache_size(run: ResolvedRun) -> Decided:
+    """Decides the number of parameter blocks of a cache whose size is given in bytes."""
+    size = run.config.state.cache
+    if not isinstance(size, str) or size == "auto":
+        return Decided()
+    block = max(largest_block(run.chunk_plans(rank, 0.0)) for rank in run.stage_ranks)
+    if parse_size(size) < block:
+        raise UserError(
+            f"state.cache {size}: the largest chunk of parameters has {size_text(block)}: give at least so much, or choose "
+            "a smaller state.chunk or smaller state.chunk_sizes"
+        )
+    return Decided(
+        {"state.cache": blocks_in(size, block)}, f"{size} have room for so many blocks of {size_text(block)}"
+    )
+
+
+def largest_block(plans: Sequence[ChunkPlan]) -> int:
+    """Returns the bytes of a parameter block: of the largest chunk that shares the cache; 0 without such a chunk."""
+    return max((plan.block for plan in _cached(plans)), default=0)
+
+
+def blocks_in(size: str, block: int) -> int:
+    """Returns the number of parameter blocks of `block` bytes in a cache of a size such as "2GiB", at least 1."""
+    return max(1, parse_size(size) // block) if block else 1
+
+
+def _cached(plans: Sequence[ChunkPlan]) -> list[ChunkPlan]:
+    return [plan for plan in plans if plan.lifetime == "cache"]
 
 
 def accumulation(run: ResolvedRun) -> Decided:
@@ -177,8 +209,8 @@ def _device_memory(
     `elsewhere` plans the chunks with all state offloaded, and `resident` plans the same chunks with all state resident.
     """
     state = run.config.state
-    cached = [plan for plan in elsewhere if plan.lifetime == "cache"]
-    block = max((plan.block for plan in cached), default=0)
+    cached = _cached(elsewhere)
+    block = largest_block(elsewhere)
     found = account(run, rank, elsewhere)
     free = int(run.facts.device_bytes * _SHARE) - (found.taken(run.facts) - found.parameters_in_use)
     locations: Sequence[Residency] = ("device", "host") if run.facts.device == "cpu" else ("device",)

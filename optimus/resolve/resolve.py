@@ -45,7 +45,7 @@ def resolve(config: RunConfig, facts: Facts, inputs: RunInputs) -> ResolvedRun:
     check_shard_ranks(layouts, mesh, config.state)
     check_blocks_of(config, model, layouts, mesh)
     run = ResolvedRun(config, mesh, facts, inputs, model, layouts, state_spec, record)
-    for decide in (offload.placement, offload.accumulation, offload.residency, recomputation):
+    for decide in (offload.placement, offload.cache_size, offload.accumulation, offload.residency, recomputation):
         config = take(decide(run))
         run = replace(run, config=config)
     take(run.chunks)

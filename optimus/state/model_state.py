@@ -85,7 +85,7 @@ class ModelState:
         self._reducing = dict[GradientReduction, None]()  # reductions, in the order of their last starts
         self._offloading: deque[GradientReduction] = deque()
         self._divided = divided
-        self._chunks_by_stage = self._make_chunks(masks or {}, moves or transfers(device))
+        self._chunks_by_stage = self._make_chunks(masks or {}, moves or transfers(device, pinned=options.pin_memory))
         self.chunks = [chunk for chunks in self._chunks_by_stage.values() for chunk in chunks]
         self.trained = _trained(self.chunks)
         self.buffers = _place_buffers(module, device)
@@ -111,13 +111,14 @@ class ModelState:
             started=self._limit_reductions,
         )
         # A cache, because partitioning thousands of ranks is slow.
-        known: dict[tuple[tuple[str, ...], bool], list[Group]] = {}
+        known: dict[tuple[tuple[str, ...], bool, bool], list[Group]] = {}
         parameters = dict[str, nn.Parameter]()
 
         def make(plan: ChunkPlan) -> Chunk:
-            key = plan.partial_axes, plan.rule.trains
+            key = plan.partial_axes, plan.rule.trains, plan.small
             if key not in known:
-                found = shard_partitions(groups.mesh, plan.partial_axes, sharding_of(plan.rule, options))
+                sharding = sharding_of(plan.rule, options, small=plan.small)
+                found = shard_partitions(groups.mesh, plan.partial_axes, sharding)
                 known[key] = [groups.group_of(each) for each in (found if plan.rule.trains else found[:-1])]
             if not plan.rule.trains:
                 return Chunk(plan, replace(common, groups=known[key]))
@@ -141,9 +142,10 @@ class ModelState:
         return {stage: place_chunks(plans, self.options, self.spec) for stage, plans in self._divided.items()}
 
     def _hold(self) -> None:
-        assert self.options.cache != "auto", "`state.cache` must be decided before"
+        cache = self.options.cache
+        assert cache is None or isinstance(cache, int), "`state.cache` must be decided before"
         self._forget_zeros()
-        self._gathering.hold(self.chunks, self.options.prefetch, self.options.cache)
+        self._gathering.hold(self.chunks, self.options.prefetch, cache)
 
     def _forget_zeros(self) -> None:
         """Makes linear layers with low-rank factors check again whether their frozen weights have zeros."""

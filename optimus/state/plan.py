@@ -92,6 +92,7 @@ class ChunkPlan:
     depths: ShardDepths
     buffers: tuple[Buffer, ...]
     mask: MaskPlan | None = None
+    small: bool = False  # True for a chunk that is neither sharded nor offloaded (`state.unsharded_below`)
 
     @property
     def size(self) -> int:
@@ -226,6 +227,23 @@ class ChunkPlan:
         return found
 
 
+class ChunkSizes(NamedTuple):
+    """The options for the sizes of chunks, in elements."""
+
+    chunk: int | None = None
+    """The maximum size of a chunk of several parameters; None: the result of a search."""
+    between: tuple[int, int] | None = None
+    """The smallest and the largest size of the search; None: by the number of parameters."""
+    unsharded_below: int = 0
+    """The parameters of a group with fewer elements are one chunk, which is neither sharded nor offloaded."""
+
+    @classmethod
+    def of_state(cls, options: StateConfig) -> "ChunkSizes":
+        """Returns the options in the configuration section `state`."""
+        between = None if options.chunk_sizes is None else (options.chunk_sizes[0], options.chunk_sizes[1])
+        return cls(options.chunk, between, options.unsharded_below)
+
+
 class StateSpec(NamedTuple):
     """The inputs that decide the buffers of chunks, in addition to the configuration section `state`."""
 
@@ -258,8 +276,8 @@ def divide_chunks(
     """Returns the plans of the chunks of `rank` without pruning and offloading."""
     replicas = {axes: tuple(mesh.group(rank, axes)) for axes in {layout.partial_axes for layout in layouts.values()}}
     plans = list[ChunkPlan]()
-    for row in end_to_end(layouts, mesh, rank, replicas, options.chunk, spec):
-        ranks, sharding = replicas[row.axes], sharding_of(row.rule, options)
+    for row in end_to_end(layouts, mesh, rank, replicas, ChunkSizes.of_state(options), spec):
+        ranks, sharding = replicas[row.axes], sharding_of(row.rule, options, small=row.small)
         own = next(part for part in shard_groups(mesh, ranks, sharding) if rank in part)
         steps, depths = sharing_steps(shard_widths(sharding.shard, sharding.shard_ranks), len(own))
         shard_steps, group_rank = [], own.index(rank)
@@ -286,6 +304,7 @@ class ChunkRow(NamedTuple):
     rule: Rule
     chunks: Sequence[tuple[ParameterSlot, ...]]
     align: int
+    small: bool  # see `ChunkPlan.small`
 
     def borders(self, parts: int) -> list[Sequence[int]]:
         """Returns the borders of each chunk for `parts` shards; see `ChunkPlan.borders`."""
@@ -310,7 +329,7 @@ class ChunkRow(NamedTuple):
     ) -> list[ChunkPlan]:
         """Returns the chunks of this row, sharded in `steps`. `copies` ranks store the same shard."""
         return [
-            ChunkPlan(slots, self.axes, self.rule, ends, steps, copies, depths, planned)
+            ChunkPlan(slots, self.axes, self.rule, ends, steps, copies, depths, planned, small=self.small)
             for slots, ends in zip(self.chunks, borders)
         ]
 
@@ -320,13 +339,14 @@ def end_to_end(
     mesh: Mesh,
     rank: int,
     replicas: Mapping[tuple[str, ...], Hashable],
-    chunk: int | None,
+    chunk_sizes: ChunkSizes,
     spec: StateSpec,
 ) -> list[ChunkRow]:
     """Groups the parameters of `rank` by replicas, replicated axes, rule and prunability, and lays out each group in
     chunks.
 
-    A chunk of several parameters has at most `chunk` elements; with None, a search finds the limit.
+    `chunk_sizes` limits the sizes of chunks. A group with fewer than `unsharded_below` elements is one chunk, and does
+    not count in the search for the limit.
     """
     unlike = set(layouts.values())
     regions = {layout: layout.region(mesh, rank) for layout in unlike}
@@ -337,16 +357,21 @@ def end_to_end(
         rule = spec.rules[name]
         prunable = rule.trains and name in spec.unpruned
         groups.setdefault((replicas[layout.partial_axes], same, rule, prunable), []).append(name)
-    limit = chunk_limit([[sizes[layouts[name]] for name in names] for names in groups.values()], chunk)
+    lengths = {key: sum(aligned(sizes[layouts[name]]) for name in names) for key, names in groups.items()}
+    small = {key for key, length in lengths.items() if length < chunk_sizes.unsharded_below}
+    counted = ([sizes[layouts[name]] for name in names] for key, names in groups.items() if key not in small)
+    found = chunk_limit([*counted], chunk_sizes)
     rows = list[ChunkRow]()
-    for (_, same, rule, _), names in groups.items():
+    for key, names in groups.items():
+        _, same, rule, _ = key
         align = max(each.align for each in buffers(ShardDepths(0, 0, 0), spec.compute, spec.compute, rule))
         own = [layouts[name] for name in names]
+        limit = sum(aligned(sizes[layout], align) for layout in own) if key in small else found
         chunks = [
             tuple(ParameterSlot(names[i], own[i], regions[own[i]], start, end) for i, start, end in placed)
             for placed in lay_out([sizes[layout] for layout in own], limit, align)
         ]
-        rows.append(ChunkRow(layouts[names[0]].partial_axes, same, rule, chunks, align))
+        rows.append(ChunkRow(layouts[names[0]].partial_axes, same, rule, chunks, align, key in small))
     return rows
 
 
@@ -363,14 +388,14 @@ def resident_chunks(plans: Sequence[ChunkPlan], options: StateConfig) -> int:
 def place_chunks(plans: Sequence[ChunkPlan], options: StateConfig, spec: StateSpec) -> list[ChunkPlan]:
     """Returns the chunks of `divide_chunks` with the buffers that offloading and pruning need.
 
-    The first chunks, up to the fraction `resident_fraction` of all elements, stay on the device.
+    The first chunks, up to the fraction `resident_fraction` of all elements, stay on the device, and so do small chunks.
     """
     if options.offload == "none" and not spec.unpruned:
         return [*plans]
     resident, found = resident_chunks(plans, options), list[ChunkPlan]()
     for number, plan in enumerate(plans):
         first = plan.slots[0]
-        elsewhere = number >= resident
+        elsewhere = number >= resident and not plan.small
         where = options.offload if elsewhere else "none"
         # The embedding group sums the gradients of a tied embedding at the end of a step, on the device.
         sends = elsewhere and options.accumulate_on == "host" and "embedding" not in first.layout.replicated_axes
@@ -467,13 +492,15 @@ def _end_to_end(numbers: Sequence[int], sizes: Sequence[int], align: int) -> lis
     return placed
 
 
-def chunk_limit(groups: Sequence[Sequence[int]], chosen: int | None) -> int:
-    """Returns the maximum number of elements in a chunk: `chosen`, or the result of a search if `chosen` is None."""
-    return chosen or _found_limit(tuple(map(tuple, groups)))
+def chunk_limit(groups: Sequence[Sequence[int]], options: ChunkSizes) -> int:
+    """Returns the maximum number of elements in a chunk: `options.chunk`, or the result of a search."""
+    return options.chunk or _found_limit(tuple(map(tuple, groups)), options.between)
 
 
 @lru_cache(maxsize=1024)
-def _found_limit(groups: tuple[tuple[int, ...], ...]) -> int:
+def _found_limit(groups: tuple[tuple[int, ...], ...], between: tuple[int, int] | None) -> int:
+    if between is not None:
+        return search_limit(groups, *between, every_size(groups, *between))
     return search_limit(groups, _SMALLEST, largest_chunk(sum(map(sum, groups))))
 
 
@@ -482,13 +509,32 @@ def largest_chunk(elements: int) -> int:
     return max(_SMALLEST, min(_LARGEST, elements // _CHUNKS))
 
 
-def search_limit(groups: Sequence[Sequence[int]], smallest: int, largest: int) -> int:
-    """Returns the chunk size that leaves the fewest elements empty, among at most about `_SIZES` sizes between
-    `smallest` and `largest` (Elixir, section 4)."""
-    counted = [sizes for sizes in groups if lay_out(sizes, sum(map(aligned, sizes)))[0][-1][2] > smallest]
+def search_limit(groups: Sequence[Sequence[int]], smallest: int, largest: int, limits_L: Sizes | None = None) -> int:
+    """Returns the chunk size that leaves the fewest elements empty (Elixir, section 4): the first of the best of
+    `limits_L`, by default at most about `_SIZES` sizes from `largest` down to `smallest`.
 
-    limits_L = np.arange(largest, smallest - 1, -max(ALIGN, (largest - smallest) // _SIZES))
+    Groups that fit into the smallest chunk do not count.
+    """
+    counted = [sizes for sizes in groups if lay_out(sizes, sum(map(aligned, sizes)))[0][-1][2] > smallest]
+    if limits_L is None:
+        limits_L = np.arange(largest, smallest - 1, -max(ALIGN, (largest - smallest) // _SIZES))
     return int(limits_L[sum((wasted(sizes, limits_L) for sizes in counted), np.zeros_like(limits_L)).argmin()])
+
+
+def every_size(groups: Sequence[Sequence[int]], smallest: int, largest: int) -> Sizes:
+    """Returns the sizes from `largest` down to `smallest` among which the best of all these sizes is.
+
+    A size between two of them cuts the groups into the same chunks as the next smaller one, and leaves more empty: the
+    chunks change only at a size that fills a chunk of neighbouring parameters.
+    """
+    found = {smallest, largest}
+    for sizes in groups:
+        ends_P = np.cumsum([0, *map(aligned, sizes)])
+        padding_P = np.array([aligned(size) - size for size in sizes])
+        for first in range(len(sizes)):
+            lengths = ends_P[first + 1 :] - ends_P[first] - padding_P[first:]
+            found |= {*lengths[(smallest < lengths) & (lengths < largest)].tolist()}
+    return np.array(sorted(found, reverse=True))
 
 
 def wasted(sizes: Sequence[int], limits_L: Sizes) -> Sizes:
@@ -504,8 +550,11 @@ def wasted(sizes: Sequence[int], limits_L: Sizes) -> Sizes:
     return waste_L + np.maximum(0, limits_L - (length_L - padding_L))
 
 
-def sharding_of(rule: Rule, options: StateConfig) -> StateConfig:
-    """Returns the sharding options for chunks of `rule`; frozen chunks have only the sharding of parameters."""
+def sharding_of(rule: Rule, options: StateConfig, *, small: bool = False) -> StateConfig:
+    """Returns the sharding options for chunks of `rule`; frozen chunks have only the sharding of parameters, and `small`
+    chunks have none."""
+    if small:
+        return options.model_copy(update={"shard": "none", "shard_ranks": None})
     if rule.trains:
         return options
     width, *_ = shard_widths(options.shard, options.shard_ranks)

@@ -38,7 +38,7 @@ class Transfers:
         return torch.zeros(elements, dtype=dtype, device=self.device)
 
     def on_host(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """Allocates zeroed host memory, which is pinned if the device is an accelerator."""
+        """Allocates zeroed host memory, by default pinned if the device is an accelerator."""
         return torch.zeros(elements, dtype=dtype)
 
     def resize(self, tensor: Tensor, size: int) -> None:
@@ -127,16 +127,20 @@ class Transfers:
 
 class StreamTransfers(Transfers):
     """Transfers for an accelerator: one stream for each direction of copies, and two more streams for the tiles of
-    updates."""
+    updates.
 
-    def __init__(self, device: torch.device) -> None:
+    Only copies to and from `pinned` host memory overlap with other work of the host (Elixir, section 6).
+    """
+
+    def __init__(self, device: torch.device, *, pinned: bool = True) -> None:
         super().__init__(device)
+        self._pinned = pinned
         self._up, self._down, *self._sides = (torch.Stream(device) for _ in range(4))
         # Per thread, because the training thread and the worker may update at the same time.
         self._tile = threading.local()
 
     def on_host(self, elements: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(elements, dtype=dtype, pin_memory=True)
+        return torch.zeros(elements, dtype=dtype, pin_memory=self._pinned)
 
     def up(self, target: Tensor, source: Tensor) -> Handle:
         return self._copy(self._up, target, source)
@@ -150,11 +154,11 @@ class StreamTransfers(Transfers):
     def _begin_copy(self, stream: torch.Stream, target: Tensor, source: Tensor) -> torch.Event:
         stream.wait_stream(torch.accelerator.current_stream(self.device))
         with stream:
-            target.copy_(source, non_blocking=True)
+            target.copy_(source, non_blocking=self._pinned)
             return stream.record_event()
 
     def add_down(self, target: Tensor, source: Tensor) -> tuple[Handle, Handle]:
-        copied = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        copied = torch.empty(source.shape, dtype=source.dtype, pin_memory=self._pinned)
         done = self._begin_copy(self._down, copied, source)
 
         def add() -> None:
@@ -220,15 +224,16 @@ class StreamTransfers(Transfers):
     def staged(self, name: object, part: Tensor, on: str, *, filled: bool) -> Tensor:
         scratch = self._held((name, self._tile.number), part, on)
         if filled:
-            scratch.copy_(part, non_blocking=True)
+            scratch.copy_(part, non_blocking=self._pinned)
         if on == "host":
             self._tile.side.synchronize()
         return scratch
 
     def put_back(self, part: Tensor, staged: Tensor) -> None:
-        part.copy_(staged, non_blocking=True)
+        part.copy_(staged, non_blocking=self._pinned)
 
 
-def transfers(device: torch.device) -> Transfers:
-    """Creates transfers for `device`, with their own worker thread and, on an accelerator, their own streams."""
-    return Transfers(device) if device.type == "cpu" else StreamTransfers(device)
+def transfers(device: torch.device, *, pinned: bool = True) -> Transfers:
+    """Creates transfers for `device`, with their own worker thread and, on an accelerator, their own streams and
+    `pinned` host memory."""
+    return Transfers(device) if device.type == "cpu" else StreamTransfers(device, pinned=pinned)

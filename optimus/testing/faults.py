@@ -28,7 +28,7 @@ from optimus.section import Section
 from optimus.training.record import StepRecord
 from optimus.training.trainer import Hook, Order, Trainer
 
-FaultKind = Literal["kill", "kill_agent", "nan", "hang", "slow", "tear_checkpoint", "fill_disk", "cut"]
+FaultKind = Literal["kill", "segfault", "kill_agent", "nan", "hang", "slow", "tear_checkpoint", "fill_disk", "cut"]
 
 
 class Fault(Section):
@@ -56,6 +56,10 @@ class FaultPlan:
     def kill(self, rank: int, step: int) -> "FaultPlan":
         """Kills the rank at the start of `step`."""
         return self._with("kill", rank, step)
+
+    def segfault(self, rank: int, step: int) -> "FaultPlan":
+        """Ends the rank by SIGSEGV, which names hardware, at the start of `step`."""
+        return self._with("segfault", rank, step)
 
     def kill_agent(self, rank: int, step: int) -> "FaultPlan":
         """Kills the node's agent and ranks at the start of `step`."""
@@ -174,6 +178,9 @@ class Inject(Hook):
 
     def _kill(self, trainer: Trainer) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def _segfault(self, trainer: Trainer) -> None:
+        os.kill(os.getpid(), signal.SIGSEGV)
 
     def _kill_agent(self, trainer: Trainer) -> None:
         agent = psutil.Process(os.getppid())

@@ -1,6 +1,7 @@
 """A rank is killed or hangs during a run: the other ranks end with a message, and no saved data are lost."""
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -24,6 +25,7 @@ import optimus
 from optimus.checkpoint.folder import list_checkpoints, read_description
 from optimus.comm.device_waits import DeviceWaits
 from optimus.comm.recorder import Recorder
+from optimus.errors import UserError
 from optimus.launch import rank as program
 from optimus.launch.messages import explain
 from optimus.observe.metrics import read_metrics
@@ -267,6 +269,38 @@ def test_a_rank_whose_device_waits_too_long_is_lost(
     assert "version" in json.loads((tmp_path / "flight-record-0.json").read_text())
     expected = "step 7: all_reduce over ranks 0, 1 failed on rank 0: the device has waited for 0.05 s"
     assert f"error: {expected} (resilience.timeout)" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (OSError(errno.EIO, "Input/output error"), Exit.HARDWARE),
+        (UserError("no width"), Exit.USER),
+        (KeyError("x"), None),
+    ],
+)
+def test_a_rank_whose_hardware_fails_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, code: Exit | None
+) -> None:
+    """The exit code names hardware only for an error of hardware; any other exception ends the process as usual."""
+
+    def fails(*_: Any) -> int:
+        raise error
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(program, "run_rank", fails)
+    monkeypatch.setattr(program, "_leave", leave)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    (tmp_path / "run.yaml").touch()
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(type(error) if code is None else SystemExit) as ended:
+            program.run_as_rank([str(tmp_path / "run.yaml")])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert code is None or ended.value.code == code  # type: ignore[union-attr]
 
 
 def test_lack_of_memory_is_nobodys_loss() -> None:

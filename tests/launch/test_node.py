@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from base64 import b64decode, b64encode
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -42,13 +42,13 @@ from optimus.mesh import Mesh
 from optimus.mesh.placement import describe
 from optimus.resilience.events import EventLog
 from optimus.resilience.exclusion import exclude, excluded
-from optimus.resilience.exits import Exit
+from optimus.resilience.exits import CrashKind, Exit, crash_kinds
 from optimus.resilience.policy import Do
 
-# Follows the words of its node's file, one per start and the last one ever after: exits with a code, or waits until
-# killed. After `hold`, waits for a file before the next word.
+# Follows the words of its node's file, one per start and the last one ever after: exits with a code, is killed by a
+# signal, or waits until killed. After `hold`, waits for a file before the next word.
 RANK = """
-import pathlib, sys, time
+import os, pathlib, signal, sys, time
 orders = pathlib.Path(sys.argv[1])
 first, *rest = orders.read_text().split()
 if first == "hold":
@@ -59,6 +59,8 @@ orders.write_text(" ".join(rest or [first]))
 if first == "wait":
     time.sleep(60)
 time.sleep(0.3)
+if first.startswith("SIG"):
+    os.kill(os.getpid(), signal.Signals[first])
 sys.exit(int(first))
 """
 
@@ -99,6 +101,10 @@ class Cluster:
         self._pool, self._store, self._one, self._folder = pool, store, one, folder
         self._futures: dict[str, Future[Do | Exit | None]] = {}
         self.announced: list[tuple[str, str]] = []
+
+    def use(self, kinds: Mapping[int, CrashKind]) -> None:
+        """Replaces the table of crashes of all nodes."""
+        self._one = replace(self._one, kinds=kinds)
 
     def announce(self, event: str, detail: str) -> None:
         self.announced.append((event, detail))
@@ -223,7 +229,7 @@ def test_what_ranks_that_hung_have_said_is_removed(cluster: Cluster, one: Launch
 def test_the_second_crash_is_the_nodes_fault(
     cluster: Cluster, store: TCPStore, one: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    store.add("optimus/crashes/n0", 1)
+    store.add("optimus/crashes/software/n0", 1)
     cluster.start(nodes=2, spares=1, n0="hold 3", n1="wait 0")
     cluster.wait_for_world()
     cluster.start(nodes=2, spares=1, n2="0")
@@ -243,10 +249,31 @@ def test_the_second_crash_is_the_nodes_fault(
     assert "node n1: stops its ranks: another node is lost or has stopped its ranks" in said
 
 
+@pytest.mark.parametrize("word", in_turns(["SIGSEGV", "71", "SIGKILL", "42"], 2, always=1))
+def test_the_first_crash_of_hardware_is_the_nodes_fault(
+    cluster: Cluster, store: TCPStore, one: Launch, tmp_path: Path, word: str
+) -> None:
+    """A spare replaces a node at the first crash that names its hardware, by the built-in table or the user's."""
+    cluster.use(crash_kinds({"SIGKILL": "hardware", "42": "hardware"}))
+    cluster.start(nodes=2, spares=1, n0=f"hold {word}", n1="wait 0")
+    cluster.wait_for_world()
+    cluster.start(nodes=2, spares=1, n2="0")
+    cluster.wait_for_spare()
+    (tmp_path / "go").touch()
+    assert cluster.end() == {"n0": Do.LEAVE, "n1": None, "n2": None}
+    failure, exclusion, restart = cluster.events()
+    ended = f"killed by {word}" if word.startswith("SIG") else f"exit code {word}"
+    assert re.fullmatch(rf"rank [01] crashed \({ended}, which names hardware\)", failure[2])
+    assert [failure[:2], exclusion[:2], restart[0]] == [("failure", "n0"), ("exclusion", "n0"), "restart"]
+    assert excluded(one.run) == ["n0"]
+    assert store.add("optimus/crashes/hardware/n0", 0) == 1
+    assert store.add("optimus/crashes/software/n0", 0) == 0
+
+
 @pytest.mark.in_turn(2, 3)
 def test_nobody_is_excluded_where_no_spare_is_left(cluster: Cluster, store: TCPStore, one: Launch) -> None:
     """A node that waits for the next world is no spare, so the faulty node is not excluded."""
-    store.add("optimus/crashes/n0", 5)
+    store.add("optimus/crashes/software/n0", 5)
     cluster.start(nodes=2, n0="3 0", n1="75 0")
     assert cluster.end() == {"n0": None, "n1": None}
     assert {event[0] for event in cluster.events()} == {"failure", "restart"}
@@ -534,6 +561,8 @@ def test_a_check_validates_everything_and_starts_nothing(
         check_launch(NodeJob(config, nodes=2), "nowhere")
     with pytest.raises(UserError, match="--check: leave it out with --scheduler"):
         CliRunner().invoke(cli.app, [*words[:3], "--scheduler=slurm"], catch_exceptions=False)
+    with pytest.raises(UserError, match=r"^resilience\.exit_codes\.77: exit code 77 is no crash"):
+        check_launch(NodeJob(config, ["resilience.exit_codes.77=software"], nodes=2), "127.0.0.1:1")
     data = tmp_path / "data"
     shutil.copytree(small_run["data"]["path"], data)
     shard = max(data.rglob("*"), key=lambda path: path.stat().st_size if path.suffix != ".json" else 0)

@@ -46,6 +46,8 @@ STATES = {
     "over-data": ["state.shard=optimizer", "state.shard_over=data"],
     "near": ["state.shard=parameters", "state.shard_ranks={parameters: 2, gradients: 2}"],
     "parameters": ["state.shard=parameters", "state.chunk=100000"],
+    "small": ["state.shard=parameters", "state.unsharded_below=70000", "state.chunk_sizes=[1M,3M]"],
+    "small on the device": ["state.shard=optimizer", "state.offload=all", "state.unsharded_below=70000"],
     "muon": ["state.shard=gradients", "optimizer.name=muon"],
     "frozen": ["state.shard=parameters", "train.freeze=[embedding]"],
     "host": ["state.shard=optimizer", "state.offload=all", "state.resident_fraction=0.5", "train.precision=bfloat16"],

@@ -22,9 +22,9 @@ from helpers.silent_backend import SilentGroup, silent_group
 from optimus.comm import CollectiveError, Group
 from optimus.comm.device_waits import Deadline, DeviceWaits
 from optimus.comm.group import Shared, Transport
-from optimus.resilience.exits import Exit
+from optimus.resilience.exits import CrashKind, Exit
 from optimus.resilience.hangs import find_culprits
-from optimus.resilience.policy import CRASHES, Do, decide
+from optimus.resilience.policy import Do, decide
 from optimus.testing import run_ranks
 
 ABORT, KILL = -signal.SIGABRT, -signal.SIGKILL
@@ -67,6 +67,11 @@ def imported() -> None:
     run_ranks(dist.get_rank, 1)
 
 
+def earlier(crashes: int) -> dict[CrashKind, int]:
+    """Returns the counts of a node with this number of earlier crashes of its software."""
+    return {"hardware": 0, "software": crashes}
+
+
 def ends(folder: Path, fault: str, deadline: bool) -> list[int | None]:
     """Returns the exit codes. A rank that hangs is killed after the others have ended, as launchers do."""
     context = multiprocessing.get_context("forkserver")
@@ -89,10 +94,10 @@ def test_codes_and_exclusions(tmp_path: Path, fault: str, deadline: bool) -> Non
     survivor = Exit.LOST if deadline else ABORT
     codes = ends(tmp_path, fault, deadline)
     assert codes == [survivor, KILL, survivor]
-    for crashes in range(CRASHES):
+    for crashes in range(2):
         for code in (codes[0], codes[2]):
-            assert decide({0: code}, crashes, 1, aborts=True)[:3] == (Do.RESTART, False, None)
-    assert decide({1: KILL}, CRASHES - 1, 1, aborts=True)[:3] == (Do.LEAVE, True, 1)
+            assert decide({0: code}, earlier(crashes), 1, aborts=True)[:3] == (Do.RESTART, None, None)
+    assert decide({1: KILL}, earlier(1), 1, aborts=True)[:3] == (Do.LEAVE, "software", 1)
     if fault == "hang":
         states = {number: json.loads((tmp_path / f"state{number}").read_text()) for number in range(3)}
         verdict = find_culprits(states)
@@ -100,8 +105,8 @@ def test_codes_and_exclusions(tmp_path: Path, fault: str, deadline: bool) -> Non
 
 
 def test_where_nobody_aborts_it_is_a_crash_of_its_own() -> None:
-    assert decide({0: ABORT}, CRASHES - 1, 1)[:3] == (Do.LEAVE, True, 0)
-    assert decide({0: ABORT, 1: KILL}, 0, 1, aborts=True)[:3] == (Do.RESTART, True, 1)
+    assert decide({0: ABORT}, earlier(1), 1)[:3] == (Do.LEAVE, "software", 0)
+    assert decide({0: ABORT, 1: KILL}, earlier(0), 1, aborts=True)[:3] == (Do.RESTART, "software", 1)
 
 
 def waited() -> tuple[float, dict[str, float]]:

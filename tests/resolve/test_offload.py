@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from optimus.resolve.facts import AMOUNTS, Facts, measure_facts
 from optimus.resolve.memory import memory
 from optimus.resolve.ranks import mesh_of
 from optimus.resolve.resolve import resolve
-from optimus.resolve.run import RunInputs
+from optimus.resolve.run import ResolvedRun, RunInputs
 from optimus.state.transfers import transfers
 from optimus.testing import run_ranks
 
@@ -171,6 +172,55 @@ def test_what_is_given_stays() -> None:
     assert "state.resident_fraction" not in decided(config_of(), 0)[1]
 
 
+@pytest.mark.parametrize("sharding", [{"offload": "all"}, {"shard": "parameters"}])
+def test_a_cache_of_so_many_bytes(sharding: dict[str, str]) -> None:
+    """The number of blocks is the bytes divided by the bytes of the largest chunk, whatever memory is free."""
+
+    def found(cache: int | str) -> ResolvedRun:
+        return resolved(load_config(config_of(cache=cache, **sharding)), 2, device_bytes=0)
+
+    run = found(8)
+    block = max(2 * plan.size for rank in run.stage_ranks for plan in run.chunk_plans(rank, 0.0))  # bfloat16
+    for size, blocks in ((f"{block}B", 1), (f"{3 * block - 1}B", 2), (f"{3 * block}B", 3), ("1GB", 10**9 // block)):
+        run = found(size)
+        assert run.config.state.cache == blocks
+        (why,) = (each.why for each in run.decisions if each.key == "state.cache")
+        assert why.startswith(f"{size} have room for so many blocks of ")
+        assert memory(run, 0).parameters_in_use == memory(found(blocks), 0).parameters_in_use
+    with pytest.raises(
+        UserError, match=rf"^state\.cache {block - 1}B: the largest chunk of parameters has .*: give at l"
+    ):
+        found(f"{block - 1}B")
+
+
+@pytest.mark.parametrize("cache", ["atuo", "12", "12x", "0GB"])
+def test_a_cache_that_has_no_size(cache: str) -> None:
+    with pytest.raises(
+        UserError, match=rf"^config: state\.cache: '{cache}' is no size: write auto, a number of chunks"
+    ):
+        load_config(config_of(cache=cache, offload="all"))
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (
+            {"chunk_sizes": [4, 8], "chunk": 3},
+            "chunk_sizes is the range of the search for a chunk size, but chunk is given",
+        ),
+        ({"chunk_sizes": [8, 4], "chunk": None}, "the smallest size 8 is larger than the largest 4: swap them"),
+        (
+            {"unsharded_below": 3},
+            "unsharded_below applies to sharded or offloaded state, but shard and offload are none",
+        ),
+        ({"pin_memory": False}, "pin_memory does not apply to offload: none: change offload, or remove pin_memory"),
+    ],
+)
+def test_options_without_a_use(state: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        load_config(config_of(**state))
+
+
 def test_a_fraction_that_no_chunk_fits_is_none() -> None:
     """A tenth of the elements is less than one of eight chunks."""
     for free in range(12):
@@ -226,7 +276,7 @@ def measured(raw: dict[str, Any], free: int, rates: list[float]) -> Facts:
     config = load_config(copy.deepcopy(raw))
     groups = Groups(mesh_of(config, dist.get_world_size() if dist.is_initialized() else 1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(facts, "transfers", lambda device: None)
+        patch.setattr(facts, "transfers", lambda device, *, pinned: None)
         patch.setattr(facts, "free_memory", lambda device: free)
         patch.setattr(facts, "bfloat16_of", lambda device: Bfloat16(True, "made up"))
         patch.setattr(facts, "measurements_of", lambda device, cache: Measurements(cache and Path(cache) / "chip"))

@@ -24,7 +24,7 @@ from optimus.checkpoint.saving import Saver, Target
 from optimus.config import load_config
 from optimus.resolve.parameters import full_model, layouts_of
 from optimus.state.pruning import LocalWeights, magnitudes, prune, weights_of
-from optimus.state.transfers import StreamTransfers
+from optimus.state.transfers import StreamTransfers, transfers
 from optimus.testing.steps import Steps, random_batch
 from optimus.training.step import training_step
 
@@ -53,6 +53,27 @@ def tiles_of_two_threads() -> None:
         go.set()
         assert other.result()
     assert len(moves._scratch) == 2
+
+
+def pinned_by_choice() -> None:
+    device = torch.device("phantom")
+    for pinned in (True, False):
+        moves = transfers(device, pinned=pinned)
+        assert moves.on_host(8, torch.float32).is_pinned() == pinned
+        target, source = moves.on_device(1 << 16, torch.float32), torch.full((1 << 16,), 3.0)
+        moves.up(target, source).wait()
+        back, total = moves.on_host(1 << 16, torch.float32), moves.on_host(1 << 16, torch.float32)
+        moves.down(back, target).wait()
+        added = moves.add_down(total, target)
+        for handle in added:
+            handle.wait()
+        moves.synchronize()
+        assert bool((back == 3).all())
+        assert bool((total == 3).all())
+
+
+def test_host_memory_is_pinned_unless_the_user_says_no() -> None:
+    on_phantom(pinned_by_choice, 1)
 
 
 def test_an_update_beside_the_workers() -> None:
@@ -116,7 +137,9 @@ def everything(config: dict[str, Any], folder: Path, device: str) -> dict[str, T
 
 @pytest.mark.parametrize(
     ("residency", "update_on", "rule"),
-    in_turns([*product(["all", "disk", "some here", "optimizer"], ["host", "device"], RULES)], 8, always=1),
+    in_turns(
+        [*product(["all", "not pinned", "disk", "some here", "optimizer"], ["host", "device"], RULES)], 8, always=1
+    ),
 )
 def test_all_that_reads_state(residency: str, update_on: str, rule: str, tmp_path: Path) -> None:
     """Every reader gets the numbers of the CPU, in an order that the streams guarantee."""
@@ -125,6 +148,7 @@ def test_all_that_reads_state(residency: str, update_on: str, rule: str, tmp_pat
         "optimizer": ["state.offload=optimizer"],
         "all": ["state.offload=all", "state.cache=8"],
         "disk": ["state.offload=disk", "state.cache=8", f"state.disk={tmp_path / 'disk'}"],
+        "not pinned": ["state.offload=all", "state.cache=8", "state.pin_memory=false"],
         "some here": ["state.offload=all", "state.cache=8", "state.resident_fraction=0.4"],
     }[residency]
     config, elsewhere = (

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.rules import plan_chunks, state_spec
@@ -15,9 +15,11 @@ from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
 from optimus.state.plan import (
     ChunkPlan,
+    ChunkSizes,
     ParameterSlot,
     ShardStep,
     check_shard_ranks,
+    chunk_limit,
     lay_out,
     search_limit,
     shard_groups,
@@ -82,6 +84,49 @@ def test_the_search_stays_in_its_range(groups: list[list[int]], smallest: int) -
 def test_what_is_wasted_is_what_chunks_leave_empty(sizes: list[int], limits: list[int]) -> None:
     left = [sum(max(0, limit - chunk[-1][2]) for chunk in lay_out(sizes, limit)) for limit in limits]
     assert wasted(sizes, np.array(limits)).tolist() == left
+
+
+@settings(deadline=None)
+@given(
+    groups=st.lists(st.lists(st.integers(1, 600), min_size=1, max_size=8), min_size=1, max_size=3),
+    smallest=st.integers(32, 800),
+    more=st.integers(0, 600),
+)
+def test_a_range_of_the_user_is_searched_as_in_the_paper(groups: list[list[int]], smallest: int, more: int) -> None:
+    """Elixir, section 4: all sizes of the range are tested, and the one that wastes least is taken."""
+    largest = smallest + more
+
+    def waste(limit: int) -> int:
+        chunks = [chunk for group in groups if length(group) > smallest for chunk in lay_out(group, limit)]
+        return sum(max(0, limit - chunk[-1][2]) for chunk in chunks)
+
+    def length(group: list[int]) -> int:
+        return sum(-(-size // 32) * 32 for size in group[:-1]) + group[-1]
+
+    found = chunk_limit(groups, ChunkSizes(None, (smallest, largest)))
+    assert smallest <= found <= largest
+    assert waste(found) == min(waste(limit) for limit in range(smallest, largest + 1))
+
+
+@pytest.mark.parametrize("offload", ["none", "all", "disk"])
+def test_a_small_group_is_neither_sharded_nor_moved(offload: str) -> None:
+    """The groups with fewer elements than the limit are one chunk each, whole on the device on every rank."""
+    sizes = {"norm": 64, "router": 128, "wide": 4096, "expert": 96, "large expert": 4096}
+    layouts = {
+        name: Layout((size,), ((0, "ep"),), ("edp",)) if "expert" in name else Layout((size,))
+        for name, size in sizes.items()
+    }
+    config = StateConfig(shard="parameters", chunk=4096, offload=offload, unsharded_below=2150)  # type: ignore[arg-type]
+    plans = {plan.slots[0].name: plan for plan in plan_chunks(layouts, MESH, 3, config, state_spec())}
+    assert [slot.name for slot in plans["expert"].slots] == ["expert", "large expert"]  # 48 and 2,048 elements: 2,112
+    for name, plan in plans.items():
+        small = name == "expert"
+        assert plan.small == small
+        assert bool(plan.shard_steps) != small
+        assert plan.replica_count == (4 if small else 1)
+        assert plan.updated == (plan.size if small else plan.size // 8)
+        assert plan.keeps_unsharded == small
+        assert (plan.offloaded, plan.lifetime == "always") == (not small and offload != "none", small)
 
 
 def test_groups_that_fit_into_the_smallest_chunk_are_one_chunk_each() -> None:

@@ -26,6 +26,7 @@ EVERY = (
     .slow(5, 1.5, step=9)
     .tear_checkpoint(6, 7)
     .fill_disk(7, 8)
+    .segfault(7, 9)
 )
 
 

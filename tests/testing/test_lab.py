@@ -280,6 +280,27 @@ def test_divergence_is_nobodys_fault_and_a_spare_is_there_for_who_is_lost_later(
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(1, 10)
+def test_crashes_are_counted_by_node_and_kind(prepared: Path, tmp_path: Path) -> None:
+    """Two nodes crash once by software, and stay; the node whose hardware crashes leaves at once."""
+    config = configuration(prepared, tmp_path)
+    result = perform(config, FaultPlan().kill(0, 2).kill(1, 5).segfault(1, 8), nodes=2, spares=1, plain=True)
+    assert result["finished"]
+    crash = ["failure", "restart", "recovered"]
+    assert result["kinds"] == [*crash, *crash, "failure", "exclusion", "restart", "recovered", "finished"]
+    failures = [event for event in result["events"] if event["kind"] == "failure"]
+    assert [event["detail"] for event in failures] == [
+        "rank 0 crashed (killed by SIGKILL)",
+        "rank 1 crashed (killed by SIGKILL)",
+        "rank 1 crashed (killed by SIGSEGV, which names hardware)",
+    ]
+    assert excluded(tmp_path / "run") == [failures[-1]["node"]]
+    assert result["exit_codes"].pop(failures[-1]["node"]) == 1
+    assert set(result["exit_codes"].values()) == {0}
+    end_of(config)  # every step has been trained
+
+
+@pytest.mark.slow
 @on_backends(4)
 @pytest.mark.usefixtures("backend")
 def test_a_full_disk_and_then_more_nodes_lost_than_there_are_spares(prepared: Path, tmp_path: Path) -> None:

@@ -116,7 +116,10 @@ OPTIONS = {
     "state.all_reduce_tiles": ("1", "3"),
     "state.tile": ("64",),
     "state.offload": ("none", "optimizer", "all", "disk"),
-    "state.cache": ("40", "auto"),
+    "state.cache": ("40", "auto", "2MB"),
+    "state.chunk_sizes": ("[300,700]",),
+    "state.unsharded_below": ("0", "400", "4000"),
+    "state.pin_memory": ("true", "false"),
     "state.resident_fraction": ("0.0", "0.4", "auto"),
     "state.update_on": ("auto", "device", "host"),
     "state.accumulate_on": ("auto", "device", "host"),
@@ -320,6 +323,29 @@ def test_stages_side_by_side(model: str, overrides: list[str]) -> None:
 )
 def test_nested_shards(model: str, overrides: list[str]) -> None:
     layout = Layout(8, ["state.shard=parameters", "state.chunk=500", *overrides])
+    assert_same_as_one_process(config_of(model), [layout], STEPS, rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides"),
+    in_turns(
+        [
+            ("moe", ["parallel.expert=2", "state.shard=parameters", "state.unsharded_below=4000"]),
+            ("dense", ["state.shard=gradients", "state.unsharded_below=400", "optimizer.name=muon"]),
+            ("tied dense", ["parallel.pipeline=2", "state.shard=optimizer", "state.unsharded_below=4000"]),
+            (
+                "moe",
+                ["parallel.tensor=2", "state.shard=parameters", "state.shard_ranks=1", "state.unsharded_below=400"],
+            ),
+            ("dense", ["state.shard=optimizer", "state.unsharded_below=1000000"]),
+        ],
+        3,
+        always=1,
+    ),
+)
+@pytest.mark.parametrize("residency", ["none", "all"])
+def test_small_groups_that_are_not_sharded(model: str, overrides: list[str], residency: str) -> None:
+    layout = Layout(4, ["state.chunk=500", f"state.offload={residency}", *overrides])
     assert_same_as_one_process(config_of(model), [layout], STEPS, rtol=2e-5)
 
 

@@ -102,6 +102,7 @@ def drawn(number: int) -> tuple[str, Layout]:
     _draw_pruning(draw, shape)
     _draw_loss(draw)
     _draw_precision(draw)
+    _draw_chunks(draw)
     return model, Layout(ranks, draw.overrides, per_node)
 
 
@@ -244,6 +245,20 @@ def _draw_precision(draw: Draw) -> None:
     """Draws the precision, float16 with a scale of the loss that grows in every step or in none."""
     if draw.set("train.precision", "float32", "float16") == "float16":
         draw.set("train.loss_scale.growth_interval", 1, 2000)
+
+
+def _draw_chunks(draw: Draw) -> None:
+    """Draws Elixir's other choices: a range of chunk sizes, small groups, the size of the cache, pinned memory."""
+    sharded, offloaded = "state.shard=none" not in draw.overrides, "state.offload=none" not in draw.overrides
+    if draw.of(True, False, False):
+        at = next(at for at, override in enumerate(draw.overrides) if override.startswith("state.chunk="))
+        draw.overrides[at] = "state.chunk_sizes=[300,700]"
+    if sharded or offloaded:
+        draw.set("state.unsharded_below", 0, 400, 4000)
+    if "state.cache=40" in draw.overrides and draw.of(True, False):
+        draw.overrides[draw.overrides.index("state.cache=40")] = "state.cache=2MB"
+    if offloaded:
+        draw.set("state.pin_memory", True, False)
 
 
 def _draw_pruning(draw: Draw, shape: dict[str, Any]) -> None:
