@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 from optimus.pipeline.costs import Costs
 from optimus.pipeline.replay import replay
-from optimus.pipeline.schedule import Action, Kind
+from optimus.pipeline.schedule import Action, Kind, barriers
 from optimus.pipeline.schedules import Sizes, make_schedule, naming_schedule, schedules
-from optimus.pipeline.schedules.vocabulary import AHEAD
 from optimus.pipeline.simulation import makespan
 
 _PARTS = [Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHTS, Kind.BACKWARD]
@@ -147,19 +146,19 @@ def live_microbatches(
     ranks: int,
     microbatches: int,
     stages_per_rank: int,
-    vocabulary: bool = False,
+    vocabulary: int = 0,
     warmup_factor: float = 1.0,
 ) -> tuple[tuple[Live, ...], ...]:
     """Returns each rank's peaks of live microbatches at the start of backward passes.
 
     A rank may have several peaks, because its stages may peak at different times (see `largest`).
-    With `vocabulary`, every rank has a shard of the vocabulary.
+    `vocabulary` is 0, or with a shard of the vocabulary on every rank a key of `VOCABULARY_ALGORITHMS`.
     """
     if ranks == stages_per_rank == 1:
         return ((Live((1,), (0,)),),)
     live = schedules()[name].live
     if live is not None:  # a closed form of the computation below
-        sizes = Sizes(ranks, microbatches, warmup_factor=warmup_factor, ahead=AHEAD if vocabulary else 0)
+        sizes = Sizes(ranks, microbatches, warmup_factor=warmup_factor, ahead=barriers(vocabulary))
         with naming_schedule(name, "live"):
             return tuple((Live((min(microbatches, live(sizes, rank)),), (0,)),) for rank in range(ranks))
     few = _few(name, ranks, microbatches, warmup_factor)

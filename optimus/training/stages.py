@@ -44,7 +44,7 @@ def stages_of(
     def planned(microbatches: int, backward: bool) -> Schedule:
         if backward:
             return scheduled(microbatches)
-        return forward_only(placement, microbatches, vocabulary=parallel.vocabulary)
+        return forward_only(placement, microbatches, vocabulary=parallel.split_vocabulary)
 
     def execute(work: ForwardWork, microbatches: int, backward: bool) -> list[Executed]:
         plan = planned(microbatches, backward)

@@ -228,7 +228,7 @@ def test_simulated_and_measured_step_times_agree() -> None:
 def lateness(job: Job, timeline: Timeline) -> float:
     """Returns the relative lateness of the waits of the latest rank."""
     schedule = job.who.schedule
-    duration = job.costs.durations(schedule.stages, schedule.microbatches)
+    duration = job.costs.durations(schedule)
     should = [
         sum(job.unit * duration(Action(event.kind, event.stage, event.microbatch)) for event in events)
         for events in timeline.computations

@@ -13,7 +13,7 @@ class Sizes(NamedTuple):
     """The numbers from which `ScheduleRow.make` generates a schedule.
 
     `warmup_factor` multiplies the number of live activations that a stage may have. `ahead` is the number of additional
-    forward passes in the warm-up of 1F1B and interleaved 1F1B.
+    microbatches with saved activations in 1F1B, interleaved 1F1B, V-Half and V-Min.
     """
 
     ranks: int
