@@ -34,6 +34,8 @@ PLACES = {  # the rank of each stage, on three ranks
     "zb-h1": [0, 1, 2],
     "interleaved-1f1b": [0, 1, 2, 0, 1, 2],
     "zbv": [0, 1, 2, 2, 1, 0],
+    "v-half": [0, 1, 2, 2, 1, 0],
+    "v-min": [0, 1, 2, 2, 1, 0],
     "message-driven": [0, 1, 2],
     "message-driven, two stages": [0, 1, 2, 0, 1, 2],
 }

@@ -12,24 +12,35 @@ from optimus.comm import Groups
 from optimus.config import load_config
 from optimus.errors import UserError
 from optimus.pipeline import Costs, check, make_schedule, simulate
-from optimus.pipeline.schedule import VOCABULARY, Action, Kind, Schedule
+from optimus.pipeline.schedule import VOCABULARY, VOCABULARY_ALGORITHMS, Action, Kind, Schedule
 from optimus.resolve.ranks import mesh_of
 from optimus.testing import run_ranks
 from optimus.testing.memory import allocated
 from optimus.testing.steps import build
 
-SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("interleaved-1f1b", 3), ("zb-h1", 1), ("zbv", 2)]
+SCHEDULES = [
+    ("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("interleaved-1f1b", 3), ("zb-h1", 1), ("zbv", 2), ("v-half", 2),
+    ("v-min", 2),
+]  # fmt: skip
+ALGORITHMS = [*VOCABULARY_ALGORITHMS]
 MODEL: dict[str, Any] = {"family": "olmo", "hidden": 16, "layers": 4, "heads": 2, "vocab": 59, "intermediate": 24}
 EXPERTS: dict[str, Any] = {**MODEL, "family": "olmoe", "experts": 4, "experts_per_token": 2}
 
 
 @settings(max_examples=40, deadline=None)
-@given(kind=st.sampled_from(SCHEDULES), ranks=st.integers(2, 5), microbatches=st.integers(1, 12))
-def test_every_schedule_takes_the_passes(kind: tuple[str, int], ranks: int, microbatches: int) -> None:
+@given(
+    kind=st.sampled_from(SCHEDULES),
+    ranks=st.integers(2, 5),
+    microbatches=st.integers(1, 12),
+    algorithm=st.sampled_from(ALGORITHMS),
+)
+def test_every_schedule_takes_the_passes(
+    kind: tuple[str, int], ranks: int, microbatches: int, algorithm: int
+) -> None:
     """`check` accepts every schedule with its vocabulary passes, and each kind of pass runs in order of microbatches."""
     name, stages_per_rank = kind
     microbatches = max(microbatches, ranks) if name == "interleaved-1f1b" else microbatches
-    schedule = make_schedule(name, ranks, microbatches, stages_per_rank, vocabulary=True)
+    schedule = make_schedule(name, ranks, microbatches, stages_per_rank, vocabulary=algorithm)
     check(schedule)
     for rank, actions in enumerate(schedule.actions):
         passes = [action for action in actions if action.kind.is_vocabulary]
@@ -50,7 +61,7 @@ def looked_at(monkeypatch: pytest.MonkeyPatch, ranks: int) -> float:
 
     with monkeypatch.context() as patched:
         patched.setattr(Schedule, "input_of", counted)
-        made = make_schedule("1f1b", ranks, 2 * ranks, vocabulary=True, transfers=False)
+        made = make_schedule("1f1b", ranks, 2 * ranks, vocabulary=1, transfers=False)
     return calls / sum(map(len, made.actions))
 
 
@@ -62,7 +73,7 @@ def test_each_pass_is_placed_in_the_same_time_on_few_ranks_and_on_many(monkeypat
 def test_broken_schedules_are_found(fault: str) -> None:
     from dataclasses import replace
 
-    schedule = make_schedule("1f1b", 2, 4, vocabulary=True)
+    schedule = make_schedule("1f1b", 2, 4, vocabulary=1)
     first, second = schedule.actions
     loss = Action(Kind.LOSS, 0, 1)
     without = tuple(action for action in first if action != loss)
@@ -72,15 +83,16 @@ def test_broken_schedules_are_found(fault: str) -> None:
         check(replace(schedule, actions=(broken, second)))
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize(("name", "stages_per_rank"), SCHEDULES)
-def test_the_output_layer_is_no_bottleneck(name: str, stages_per_rank: int) -> None:
+def test_the_output_layer_is_no_bottleneck(name: str, stages_per_rank: int, algorithm: int) -> None:
     """An output layer of half a stage's time adds an equal share to every rank, not all its time to the last one."""
     ranks, microbatches, head = 4, 32, 0.5
     unit = 1 / stages_per_rank
     shared = Costs(unit, unit, unit, logits=head / ranks)
     times = [unit] * (ranks * stages_per_rank - 1) + [unit + head]
     alone = Costs(times, times, times)
-    spread = simulate(make_schedule(name, ranks, microbatches, stages_per_rank, vocabulary=True), shared).makespan
+    spread = simulate(make_schedule(name, ranks, microbatches, stages_per_rank, vocabulary=algorithm), shared).makespan
     usual = simulate(make_schedule(name, ranks, microbatches, stages_per_rank), alone).makespan
     assert spread < 0.85 * usual
     assert spread > microbatches * (3 + 3 * head / ranks)  # the computations of each rank
@@ -95,6 +107,12 @@ def test_the_output_layer_is_no_bottleneck(name: str, stages_per_rank: int) -> N
         (MODEL | {"tie_embeddings": True}, 4, ["schedule=zb-h1", "tensor=[1,2]", "context=1"]),
         (EXPERTS, 4, ["pipeline=4", "warmup_factor=2"]),
         (EXPERTS, 4, ["expert=2", "context=2"]),
+        (GEMMA, 2, ["schedule=v-half", "stages_per_rank=2", "vocabulary_algorithm=2"]),
+        (EXPERTS | {"tie_embeddings": True}, 4, ["schedule=v-min", "stages_per_rank=2", "tensor=2", "vocabulary_algorithm=2"]),
+        (MODEL, 4, ["tensor=[1,2]", "vocabulary_algorithm=2"]),
+        (EXPERTS, 4, ["tensor=2", "sequence=false", "schedule=zb-h1", "vocabulary_algorithm=2"]),
+        (EXPERTS, 4, ["pipeline=4", "warmup_factor=2", "vocabulary_algorithm=2"]),
+        (EXPERTS, 4, ["expert=2", "context=2", "schedule=v-half", "stages_per_rank=2", "vocabulary_algorithm=2"]),
     ],
     ids=str,
 )
@@ -137,6 +155,14 @@ def test_stages_hold_as_much() -> None:
         (
             ["parallel.pipeline=2", "parallel.vocabulary=true", "parallel.tensor=2", "model.vocab=3"],
             r"model.vocab 3 is less than parallel.tensor x pipeline 4: every rank needs a token",
+        ),
+        (
+            ["parallel.pipeline=2", "parallel.vocabulary_algorithm=2"],
+            "parallel.vocabulary_algorithm needs parallel.vocabulary: true: set vocabulary, or remove",
+        ),
+        (
+            ["parallel.vocabulary_algorithm=2"],
+            "parallel.vocabulary_algorithm applies to a pipeline only, but parallel.pipeline is 1",
         ),
     ],
 )

@@ -20,9 +20,9 @@ _HELD = 2  # maximum number of ready embedding gradients that a rank defers
 def with_vocabulary(schedule: Schedule, algorithm: int = 1, *, backward: bool = True) -> Schedule:
     """Inserts the vocabulary passes into `schedule`, which must contain only computations.
 
-    `algorithm` is a key of `VOCABULARY_ALGORITHMS`. Without `backward`, the schedule must contain only forward passes, and the function inserts only the embedding
-    passes. The new order is the result of a simulation with the times `USUAL`: the computation that can begin earliest
-    runs next. Raises `ScheduleError` when a computation can never run.
+    `algorithm` is a key of `VOCABULARY_ALGORITHMS`. Without `backward`, the schedule must contain only forward passes,
+    and the function inserts only the embedding passes. The new order is the result of a simulation with the times
+    `USUAL`: the computation that can begin earliest runs next. Raises `ScheduleError` when a computation can never run.
     """
     playing = _Playing(replace(schedule, vocabulary=VOCABULARY_ALGORITHMS[algorithm]), backward)
     while playing.remaining:
