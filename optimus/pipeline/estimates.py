@@ -55,12 +55,17 @@ def pipeline_seconds(
     slowest = max(
         sum(times[stage].seconds for stage in own) for own in stages_of_ranks(name, ranks, len(times) // ranks)
     )
-    if blocking:
+
+    def whole(number: int) -> float:
+        if not blocking:
+            return _beginning(name, ranks, number, tuple(times), link, warmup_factor)
         forward, backward, weights = map(list, zip(*times))
         costs = Costs(forward, backward, weights, link=link, blocking=True)
-        begin = makespan(_schedule(name, ranks, few, len(times) // ranks, warmup_factor), costs)
-    else:
-        begin = _beginning(name, ranks, few, tuple(times), link, warmup_factor)
+        return makespan(_schedule(name, ranks, number, len(times) // ranks, warmup_factor), costs)
+
+    begin = whole(few)
+    if microbatches > few and schedules()[name].recurs:
+        slowest = max(slowest, (begin - whole(few - ranks)) / ranks)
     return begin + (microbatches - few) * slowest
 
 

@@ -34,9 +34,7 @@ EXPERTS: dict[str, Any] = {**MODEL, "family": "olmoe", "experts": 4, "experts_pe
     microbatches=st.integers(1, 12),
     algorithm=st.sampled_from(ALGORITHMS),
 )
-def test_every_schedule_takes_the_passes(
-    kind: tuple[str, int], ranks: int, microbatches: int, algorithm: int
-) -> None:
+def test_every_schedule_takes_the_passes(kind: tuple[str, int], ranks: int, microbatches: int, algorithm: int) -> None:
     """`check` accepts every schedule with its vocabulary passes, and each kind of pass runs in order of microbatches."""
     name, stages_per_rank = kind
     microbatches = max(microbatches, ranks) if name == "interleaved-1f1b" else microbatches
@@ -108,7 +106,11 @@ def test_the_output_layer_is_no_bottleneck(name: str, stages_per_rank: int, algo
         (EXPERTS, 4, ["pipeline=4", "warmup_factor=2"]),
         (EXPERTS, 4, ["expert=2", "context=2"]),
         (GEMMA, 2, ["schedule=v-half", "stages_per_rank=2", "vocabulary_algorithm=2"]),
-        (EXPERTS | {"tie_embeddings": True}, 4, ["schedule=v-min", "stages_per_rank=2", "tensor=2", "vocabulary_algorithm=2"]),
+        (
+            EXPERTS | {"tie_embeddings": True},
+            4,
+            ["schedule=v-min", "stages_per_rank=2", "tensor=2", "vocabulary_algorithm=2"],
+        ),
         (MODEL, 4, ["tensor=[1,2]", "vocabulary_algorithm=2"]),
         (EXPERTS, 4, ["tensor=2", "sequence=false", "schedule=zb-h1", "vocabulary_algorithm=2"]),
         (EXPERTS, 4, ["pipeline=4", "warmup_factor=2", "vocabulary_algorithm=2"]),

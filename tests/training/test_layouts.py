@@ -85,7 +85,13 @@ PAIRS: list[tuple[str, ...]] = [
     ),
     *itertools.product(
         ("parallel.vocabulary_algorithm=2",),
-        ("parallel.schedule=v-half", "parallel.schedule=v-min", "parallel.tensor=", "parallel.pipeline=4", "pruning.at="),
+        (
+            "parallel.schedule=v-half",
+            "parallel.schedule=v-min",
+            "parallel.tensor=",
+            "parallel.pipeline=4",
+            "pruning.at=",
+        ),
     ),
     ("parallel.schedule=interleaved-1f1b", "parallel.pipeline=4"),
     ("parallel.executor=message-driven", "parallel.stages_per_rank=2 parallel.max_in_flight=["),

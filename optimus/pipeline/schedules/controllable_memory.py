@@ -137,6 +137,7 @@ ROWS = tuple(
         placement="v",
         stages=2,
         splits_backward=True,
+        recurs=True,
         idle=lambda forward, all_passes: 0.0,
     )
     for name, block in (("v-half", V_HALF), ("v-min", V_MIN))
