@@ -15,7 +15,7 @@ from optimus.model.vocabulary import Vocabulary
 
 
 class LogitGradients(NamedTuple):
-    """Gradients of the logits of this rank's vocabulary entries: `grad_TV`, and separately `grad_T` of one entry
+    """The gradients of the logits of this rank's vocabulary entries: `grad_TV`, and separately `grad_T` of one entry
     `row_T` in each row."""
 
     grad_TV: Tensor

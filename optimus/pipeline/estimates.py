@@ -56,16 +56,16 @@ def pipeline_seconds(
         sum(times[stage].seconds for stage in own) for own in stages_of_ranks(name, ranks, len(times) // ranks)
     )
 
-    def whole(number: int) -> float:
+    def seconds_of(number: int) -> float:
         if not blocking:
             return _beginning(name, ranks, number, tuple(times), link, warmup_factor)
         forward, backward, weights = map(list, zip(*times))
         costs = Costs(forward, backward, weights, link=link, blocking=True)
         return makespan(_schedule(name, ranks, number, len(times) // ranks, warmup_factor), costs)
 
-    begin = whole(few)
+    begin = seconds_of(few)
     if microbatches > few and schedules()[name].recurs:
-        slowest = max(slowest, (begin - whole(few - ranks)) / ranks)
+        slowest = max(slowest, (begin - seconds_of(few - ranks)) / ranks)
     return begin + (microbatches - few) * slowest
 
 

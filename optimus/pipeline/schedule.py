@@ -65,7 +65,7 @@ VOCABULARY = (Kind.EMBED, Kind.LOGITS, Kind.LOSS, Kind.EMBED_BACKWARD)
 
 
 class VocabularyAlgorithm(NamedTuple):
-    """How the passes LOGITS and LOSS divide the work of an output layer with a shard of the vocabulary on every rank.
+    """Divides the work of an output layer, with a shard of the vocabulary on every rank, between LOGITS and LOSS.
 
     Between the last stage's forward and backward pass of a microbatch, all ranks meet in `barriers` communications,
     without the sending of the last stage's output. So many more microbatches have saved activations in 1F1B (Balancing

@@ -220,7 +220,7 @@ class _Logits(NamedTuple):
 
 
 class TwoBarriers(VocabularyPasses):
-    """Algorithm 1: all gradients wait for the softmax over the whole vocabulary.
+    """The passes of algorithm 1: all gradients wait for the softmax over the whole vocabulary.
 
     The pass LOGITS ends with an all-gather of the normalisers (first barrier). The pass LOSS finds the gradients of the
     input and of the weights, and ends with a reduction of the former (second barrier).
@@ -261,7 +261,7 @@ class _LocalLogits(NamedTuple):
 
 
 class OneBarrier(VocabularyPasses):
-    """Algorithm 2: the gradient of the input is found with the softmax of each shard, and rescaled later.
+    """The passes of algorithm 2: the gradient of the input is found with the softmax of each shard, and rescaled later.
 
     With logits y, the loss of a row with target t is lse(y) - y_t. Shard k has the entries V_k, the rows W_k of the
     weight and a log-sum-exp l_k of its own; l = log(sum over k of exp(l_k)) is that of the whole vocabulary. The

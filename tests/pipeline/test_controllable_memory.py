@@ -6,7 +6,7 @@ import pytest
 
 from optimus.pipeline import Costs, check, make_schedule, simulate
 from optimus.pipeline.schedules import Sizes
-from optimus.pipeline.schedules.controllable_memory import INTERVAL, V_HALF, V_MIN, Block, controllable
+from optimus.pipeline.schedules.controllable_memory import INTERVAL, V_HALF, V_MIN, BuildingBlock, controllable
 
 # For each schedule the paper's live activations, in microbatches on both stages of a rank, and its idle time of a rank,
 # in passes of a stage: bubbles of p / 2m and 2p / 3m of the 6m passes of a rank. 1F1B has p microbatches and p / m.
@@ -46,7 +46,7 @@ def test_any_size_stays_within_the_limit(name: str, ranks: int) -> None:
 
 @pytest.mark.parametrize("block", [V_HALF, V_MIN], ids=["v-half", "v-min"])
 @pytest.mark.parametrize("ranks", [*range(1, 20), 64])
-def test_building_blocks_repeat_within_the_limit(block: Block, ranks: int) -> None:
+def test_building_blocks_repeat_within_the_limit(block: BuildingBlock, ranks: int) -> None:
     """No two passes of a rank coincide, every pass follows its input, and the passes without their weight gradients
     need no more live activations than the limit."""
     starts = [block.starts(rank, ranks) for rank in range(ranks)]
@@ -63,7 +63,7 @@ def test_building_blocks_repeat_within_the_limit(block: Block, ranks: int) -> No
 
 @pytest.mark.parametrize("ahead", [1, 2])
 @pytest.mark.parametrize(("name", "block"), [("v-half", V_HALF), ("v-min", V_MIN)])
-def test_barriers_of_the_vocabulary_add_microbatches(name: str, block: Block, ahead: int) -> None:
+def test_barriers_of_the_vocabulary_add_microbatches(name: str, block: BuildingBlock, ahead: int) -> None:
     """Each barrier adds the activations of one microbatch (Yeung et al. 2024, section 5.2)."""
     for ranks in (2, 4, 7):
         made = controllable(name, block, Sizes(ranks, 4 * ranks, 2, ahead=ahead))

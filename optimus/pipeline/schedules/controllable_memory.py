@@ -1,9 +1,9 @@
-"""V-shaped schedules with a limit of live activations below 1F1B's: V-Half and V-Min.
+"""Makes V-Half and V-Min, schedules with a limit of live activations below that of 1F1B.
 
 Source: Pipeline Parallelism with Controllable Memory, Qi et al. 2024. A schedule repeats a *building block*, the passes
-of one microbatch on all ranks, every `INTERVAL` units of time (section 2). Rank r has stages r and 2 * ranks - 1 - r,
-so the lifespans of a rank's two stages, between a forward pass and its backward pass, add up to about the same number
-on all ranks, and their sum limits the live activations (sections 3 and 4). "I" below is the paper's "B".
+of one microbatch on all ranks, every `INTERVAL` units of time (section 2). The lifespan of a stage, from its forward
+pass to its backward pass, decides how many activations are live. Rank r has stages r and 2 * ranks - 1 - r, so the
+lifespans of a rank add up to about the same number on all ranks (sections 3 and 4). "I" below is the paper's "B".
 """
 
 from collections import deque
@@ -29,7 +29,7 @@ class Starts(NamedTuple):
     backward: int
 
 
-class Block(NamedTuple):
+class BuildingBlock(NamedTuple):
     """A building block."""
 
     starts: Callable[[int, int], Starts]  # of (rank, ranks)
@@ -52,7 +52,7 @@ def v_min(rank: int, ranks: int) -> Starts:
     return Starts(rank, 2 * ranks - rank - 1, turn + rank, turn + 2 * ranks - rank - 1)
 
 
-def controllable(name: str, block: Block, sizes: Sizes) -> Schedule:
+def controllable(name: str, block: BuildingBlock, sizes: Sizes) -> Schedule:
     """Makes the schedule that repeats `block`: rank r has stages r and 2 * ranks - 1 - r.
 
     A rank has at most 2 * `block.live(ranks)` live activations, each of one stage and one microbatch; `ahead` adds two
@@ -128,8 +128,8 @@ class _Waiting:
         return None
 
 
-V_HALF = Block(v_half, lambda ranks: (ranks + 2) // 2)
-V_MIN = Block(v_min, lambda ranks: (ranks + 4) // 3)
+V_HALF = BuildingBlock(v_half, lambda ranks: (ranks + 2) // 2)
+V_MIN = BuildingBlock(v_min, lambda ranks: (ranks + 4) // 3)
 ROWS = tuple(
     ScheduleRow(
         name,
