@@ -44,7 +44,7 @@ class WaitingWork:
 
     def __init__(self, job: Job) -> None:
         schedule = job.who.schedule
-        self._duration = job.costs.durations(schedule.stages, schedule.microbatches)
+        self._duration = job.costs.durations(schedule)
         self._unit, self._last = job.unit, schedule.stages - 1
 
     def forward(self, stage: int, microbatch: int, received: Message | None) -> Message | None:

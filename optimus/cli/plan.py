@@ -201,6 +201,9 @@ def schedule(
     vocabulary: Annotated[
         bool, Option("--vocabulary", help="Vocabulary parallelism over all stages (passes S and T).")
     ] = False,
+    vocabulary_algorithm: Annotated[
+        int, Option(min=1, max=2, help="With --vocabulary: the algorithm, as in parallel.vocabulary_algorithm.")
+    ] = 1,
     output_layer: Annotated[
         float,
         Option(help="Time of the output layer's forward pass, on the last stage or, with --vocabulary, over all."),
@@ -217,7 +220,9 @@ def schedule(
     as_json: Json = False,
 ) -> None:
     """Check, simulate and draw a pipeline schedule."""
-    given = but(locals(), "stages", "jitter", "link", "blocking", "seed", "as_json")
+    given = but(
+        locals(), "stages", "vocabulary", "vocabulary_algorithm", "jitter", "link", "blocking", "seed", "as_json"
+    )
     from optimus.disk import check_plot
     from optimus.pipeline import Costs
     from optimus.pipeline.report import run
@@ -225,5 +230,5 @@ def schedule(
     if plot is not None:
         check_plot(plot)
     costs = Costs(jitter=jitter, link=link, blocking=blocking, seed=seed)
-    summary, text = run(**given, ranks=stages, costs=costs)
+    summary, text = run(**given, ranks=stages, costs=costs, vocabulary=vocabulary_algorithm if vocabulary else 0)
     show(summary, as_json, text)

@@ -190,6 +190,7 @@ _ABOUT_PIPELINES = (
     "executor",
     "max_in_flight",
     "vocabulary",
+    "vocabulary_algorithm",
     "pipeline_stride",
 )
 
@@ -223,6 +224,9 @@ def _check_pipeline(config: RunConfig) -> None:
             )
     elif parallel.max_in_flight is not None:
         raise ValueError("parallel.max_in_flight needs executor: message-driven: set executor, or remove max_in_flight")
+    if not parallel.vocabulary:
+        for name in parallel.non_default("vocabulary_algorithm"):
+            raise ValueError(f"parallel.{name} needs parallel.vocabulary: true: set vocabulary, or remove {name}")
     if stages > layers:
         raise ValueError(
             f"parallel.pipeline {parallel.pipeline} x stages_per_rank {parallel.stages_per_rank} makes {stages} stages, "

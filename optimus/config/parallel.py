@@ -62,6 +62,10 @@ class ParallelConfig(Section):
     `expert_tensor`. Default: the number of ranks of a stage."""
     vocabulary: bool = False
     """With pipeline: vocabulary parallelism over all stages, which balances memory and computation over the stages."""
+    vocabulary_algorithm: Literal[1, 2] = 1
+    """With `vocabulary`: the algorithm of Yeung et al. (2024). 1: the gradients of the output layer wait for the softmax
+    over all stages; 2: only the weight gradients wait, with one communication barrier less in each microbatch, and the
+    saved activations of one microbatch less."""
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -72,6 +76,11 @@ class ParallelConfig(Section):
     def splits_sequence(self) -> bool:
         """True with sequence parallelism. With `sequence` None, True with tensor parallelism, for any model."""
         return self.grid != (1, 1) if self.sequence is None else self.sequence
+
+    @property
+    def split_vocabulary(self) -> int:
+        """The algorithm of vocabulary parallelism over the stages; 0 for a vocabulary that the stages do not split."""
+        return self.vocabulary_algorithm if self.vocabulary else 0
 
     @property
     def stages(self) -> int:

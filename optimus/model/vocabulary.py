@@ -47,6 +47,14 @@ class Vocabulary:
         """Returns the logits of this rank's vocabulary entries for all rows of the residual stream."""
         return self.logits(x_TH, weight)
 
+    def input_gradient(self, grad_TV: Tensor, weight: nn.Parameter) -> Tensor:
+        """Returns the gradient of x [T, H] in `part_logits` from the gradient of the logits, without autograd."""
+        return self._product.input_gradient(grad_TV, weight)
+
+    def rows_gradient(self, row_T: Tensor, grad_T: Tensor, weight: nn.Parameter) -> Tensor:
+        """Returns `input_gradient` for a gradient `grad_T` of one logit in each row, of this rank's entry `row_T`."""
+        return weight[row_T] * grad_T[:, None].to(weight.dtype)
+
     def loss(
         self, x_TH: Tensor, weight: nn.Parameter, target_T: Tensor, count: float, cap: float | None = None,
         rows_T: Tensor | None = None,

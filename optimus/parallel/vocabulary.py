@@ -19,6 +19,7 @@ from optimus.comm.functional import (
     all_reduce,
     copy_to_group,
     reduce_from_group,
+    reduce_scatter,
     reduce_scatter_rows,
 )
 from optimus.kernels.embedding import embedding
@@ -76,6 +77,18 @@ class SplitVocabulary(Vocabulary):
     def part_logits(self, x_TH: Tensor, weight: nn.Parameter) -> Tensor:
         rows_TH = all_gather_rows(x_TH, self.parts) if self.sequence else copy_to_group(x_TH, self.parts)
         return reduce_from_group(linear(rows_TH, weight, product=self._product), self.columns)
+
+    def input_gradient(self, grad_TV: Tensor, weight: nn.Parameter) -> Tensor:
+        return self._to_stream(super().input_gradient(grad_TV, weight))
+
+    def rows_gradient(self, row_T: Tensor, grad_T: Tensor, weight: nn.Parameter) -> Tensor:
+        return self._to_stream(super().rows_gradient(row_T, grad_T, weight))
+
+    def _to_stream(self, grad_TH: Tensor) -> Tensor:
+        """Sums the shards' gradients of the rows of `part_logits` into the gradient of the residual stream."""
+        if self.parts.size == 1:
+            return grad_TH
+        return reduce_scatter(grad_TH, self.parts) if self.sequence else all_reduce(grad_TH, self.parts)
 
     def loss(
         self, x_TH: Tensor, weight: nn.Parameter, target_T: Tensor, count: float, cap: float | None = None,

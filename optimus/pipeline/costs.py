@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from optimus.errors import UserError
-from optimus.pipeline.schedule import Action, Kind
+from optimus.pipeline.schedule import VOCABULARY_ALGORITHMS, Action, Kind, Schedule
 
 PerStage = float | Sequence[float]
 T = TypeVar("T", int, float)
@@ -24,7 +24,7 @@ class Costs:
     backward_input: PerStage = 1.0
     backward_weights: PerStage = 1.0  # an unsplit backward pass takes `backward_input` + `backward_weights`
     logits: float = 0.0
-    """Time of the logits of one vocabulary shard; the loss pass takes twice that time."""
+    """Time of the logits of one vocabulary shard. `VocabularyAlgorithm` has the times of the passes in this unit."""
     link: float = 0.0
     """Time of a message between two ranks."""
     blocking: bool = False
@@ -46,16 +46,18 @@ class Costs:
                     f"pipeline costs: {name} is {getattr(self, name)}; give zero or more, and a finite number"
                 )
 
-    def durations(self, stages: int, microbatches: int) -> Callable[[Action], float]:
-        """Returns a function from a computation to its time."""
+    def durations(self, schedule: Schedule) -> Callable[[Action], float]:
+        """Returns a function from a computation of `schedule` to its time."""
+        stages, microbatches = schedule.stages, schedule.microbatches
+        algorithm = schedule.vocabulary or VOCABULARY_ALGORITHMS[1]
         input_, weights = (per_stage(getattr(self, f"backward_{part}"), stages) for part in ("input", "weights"))
         times = {
             Kind.FORWARD: per_stage(self.forward, stages),
             Kind.BACKWARD_INPUT: input_,
             Kind.BACKWARD_WEIGHTS: weights,
             Kind.BACKWARD: [a + b for a, b in zip(input_, weights)],
-            Kind.LOGITS: [self.logits] * stages,
-            Kind.LOSS: [2 * self.logits] * stages,
+            Kind.LOGITS: [algorithm.logits * self.logits] * stages,
+            Kind.LOSS: [algorithm.loss * self.logits] * stages,
             Kind.EMBED: [0.0] * stages,
             Kind.EMBED_BACKWARD: [0.0] * stages,
         }

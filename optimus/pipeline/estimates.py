@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 from optimus.pipeline.costs import Costs
 from optimus.pipeline.replay import replay
-from optimus.pipeline.schedule import Action, Kind
+from optimus.pipeline.schedule import Action, Kind, barriers
 from optimus.pipeline.schedules import Sizes, make_schedule, naming_schedule, schedules
-from optimus.pipeline.schedules.vocabulary import AHEAD
 from optimus.pipeline.simulation import makespan
 
 _PARTS = [Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHTS, Kind.BACKWARD]
@@ -56,12 +55,17 @@ def pipeline_seconds(
     slowest = max(
         sum(times[stage].seconds for stage in own) for own in stages_of_ranks(name, ranks, len(times) // ranks)
     )
-    if blocking:
+
+    def seconds_of(number: int) -> float:
+        if not blocking:
+            return _beginning(name, ranks, number, tuple(times), link, warmup_factor)
         forward, backward, weights = map(list, zip(*times))
         costs = Costs(forward, backward, weights, link=link, blocking=True)
-        begin = makespan(_schedule(name, ranks, few, len(times) // ranks, warmup_factor), costs)
-    else:
-        begin = _beginning(name, ranks, few, tuple(times), link, warmup_factor)
+        return makespan(_schedule(name, ranks, number, len(times) // ranks, warmup_factor), costs)
+
+    begin = seconds_of(few)
+    if microbatches > few and schedules()[name].recurs:
+        slowest = max(slowest, (begin - seconds_of(few - ranks)) / ranks)
     return begin + (microbatches - few) * slowest
 
 
@@ -147,19 +151,19 @@ def live_microbatches(
     ranks: int,
     microbatches: int,
     stages_per_rank: int,
-    vocabulary: bool = False,
+    vocabulary: int = 0,
     warmup_factor: float = 1.0,
 ) -> tuple[tuple[Live, ...], ...]:
     """Returns each rank's peaks of live microbatches at the start of backward passes.
 
     A rank may have several peaks, because its stages may peak at different times (see `largest`).
-    With `vocabulary`, every rank has a shard of the vocabulary.
+    `vocabulary` is 0, or with a shard of the vocabulary on every rank a key of `VOCABULARY_ALGORITHMS`.
     """
     if ranks == stages_per_rank == 1:
         return ((Live((1,), (0,)),),)
     live = schedules()[name].live
     if live is not None:  # a closed form of the computation below
-        sizes = Sizes(ranks, microbatches, warmup_factor=warmup_factor, ahead=AHEAD if vocabulary else 0)
+        sizes = Sizes(ranks, microbatches, warmup_factor=warmup_factor, ahead=barriers(vocabulary))
         with naming_schedule(name, "live"):
             return tuple((Live((min(microbatches, live(sizes, rank)),), (0,)),) for rank in range(ranks))
     few = _few(name, ranks, microbatches, warmup_factor)

@@ -6,13 +6,13 @@ receives the messages from other ranks.
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from queue import SimpleQueue
 
 import torch
 
 from optimus.comm import Group
+from optimus.pipeline.background import own_stream
 from optimus.pipeline.executor import Executed, Message, StageLinks, StageRunner, StageWork
 from optimus.pipeline.ready import ReadyQueue
 from optimus.pipeline.schedule import Action, Kind, Schedule
@@ -96,7 +96,7 @@ class MessageDrivenExecutor:
         self._ready.arrive(action, time.perf_counter())
 
     def _receive_all(self, first: Action) -> None:
-        stream, settle = _own_stream(self._device)
+        stream, settle = own_stream(self._device)
         with stream:
             for microbatch in range(self._schedule.microbatches):
                 action = first._replace(microbatch=microbatch)
@@ -109,12 +109,3 @@ class MessageDrivenExecutor:
                     self._queue.put((action, error))
                     return
                 self._queue.put((action, message))
-
-
-def _own_stream(device: torch.device) -> tuple[nullcontext[None] | torch.Stream, Callable[[], None]]:
-    """Returns a stream for this thread, and a function that waits for the stream; on the CPU, both do nothing."""
-    if device.type == "cpu":
-        return nullcontext(), lambda: None
-    torch.accelerator.set_device_index(device.index or 0)  # each thread has its own current device
-    stream = torch.Stream(device)
-    return stream, stream.synchronize

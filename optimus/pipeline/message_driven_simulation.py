@@ -24,7 +24,7 @@ def simulate_message_driven(
     time. The function ignores `costs.blocking`. Stage s is on rank s mod `ranks`.
     """
     schedule, costs = message_driven(ranks, microbatches, stages_per_rank), costs or Costs()
-    duration = costs.durations(schedule.stages, microbatches)
+    duration = costs.durations(schedule)
     ready = [ReadyQueue(schedule, rank, caps, prefer) for rank in range(ranks)]
     free = [True] * ranks
     events: list[Event] = []

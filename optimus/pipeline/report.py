@@ -25,7 +25,7 @@ def run(
     *,
     stages_per_rank: int | None = None,
     warmup_factor: float = 1.0,
-    vocabulary: bool = False,
+    vocabulary: int = 0,
     output_layer: float = 0.0,
     costs: Costs | None = None,
     measured: Path | None = None,
@@ -35,7 +35,7 @@ def run(
     """Makes, checks and simulates a schedule, writes the requested files, and returns (`summary`, readable text).
 
     Args:
-        vocabulary: True if every rank has a shard of the vocabulary.
+        vocabulary: 0, or with a shard of the vocabulary on every rank a key of `VOCABULARY_ALGORITHMS`.
         output_layer: the time of the output layer's forward pass; leave this time out of the stages' `costs`. With
             `vocabulary`, the ranks share this time, and each rank's part adds to `costs.logits`.
         measured: a file with a second timeline (`write_timeline`).

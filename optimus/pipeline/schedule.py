@@ -24,8 +24,8 @@ class Kind(str, Enum):
     SEND_BACKWARD = "send_backward"  # the gradient of the stage's input, to the previous stage
     RECEIVE_BACKWARD = "receive_backward"  # the gradient of the stage's output, from the next stage
     EMBED = "embed"  # embedding lookup in this rank's shard of the vocabulary
-    LOGITS = "logits"  # logits of this rank's shard
-    LOSS = "loss"  # loss and gradients, from the softmax normalisers of all ranks
+    LOGITS = "logits"  # logits of this rank's shard, and further work (see `VocabularyAlgorithm`)
+    LOSS = "loss"  # gradients from the softmax normalisers of all ranks
     EMBED_BACKWARD = "embed_backward"  # gradient of this rank's shard of the embedding
 
     __str__ = str.__str__
@@ -62,6 +62,34 @@ _LETTERS = {
     Kind.EMBED_BACKWARD: "G",
 }
 VOCABULARY = (Kind.EMBED, Kind.LOGITS, Kind.LOSS, Kind.EMBED_BACKWARD)
+
+
+class VocabularyAlgorithm(NamedTuple):
+    """Divides the work of an output layer, with a shard of the vocabulary on every rank, between LOGITS and LOSS.
+
+    Between the last stage's forward and backward pass of a microbatch, all ranks meet in `barriers` communications,
+    without the sending of the last stage's output. So many more microbatches have saved activations in 1F1B (Balancing
+    Pipeline Parallelism with Vocabulary Parallelism, Yeung et al. 2024, section 5.2).
+    """
+
+    barriers: int
+    awaited: Kind  # the last stage's backward pass waits for this pass of all ranks
+    logits: float  # time of the pass LOGITS, relative to the logits alone
+    loss: float  # time of the pass LOSS, relative to the logits alone
+
+
+VOCABULARY_ALGORITHMS = {
+    1: VocabularyAlgorithm(2, Kind.LOSS, 1.0, 2.0),  # LOGITS: logits. LOSS: gradients of the input and of the weights
+    2: VocabularyAlgorithm(1, Kind.LOGITS, 2.0, 1.0),  # LOGITS: logits, gradient of the input. LOSS: of the weights
+}
+"""The algorithms of vocabulary parallelism (the same paper, section 4) by number."""
+
+
+def barriers(vocabulary: int) -> int:
+    """Returns the number of barriers of a vocabulary algorithm; 0 for algorithm 0, a vocabulary that is not split."""
+    return VOCABULARY_ALGORITHMS[vocabulary].barriers if vocabulary else 0
+
+
 EMBEDDED_AHEAD = 2  # maximum lead of the embedding passes over the first stage, in microbatches
 # For each side of a transfer: the kind of the other side, and the distance to the other side's stage.
 _PARTNERS = {
@@ -100,7 +128,12 @@ class Schedule:
     """loop: stage s is on rank s mod ranks. v, with two stages per rank: rank r has stages r and
     2 * ranks - 1 - r."""
     splits_backward: bool = False  # separate actions for the gradients of inputs and of weights
-    splits_vocabulary: bool = False  # a shard of the vocabulary on every rank
+    vocabulary: VocabularyAlgorithm | None = None  # with a shard of the vocabulary on every rank
+
+    @property
+    def splits_vocabulary(self) -> bool:
+        """True if every rank has a shard of the vocabulary."""
+        return self.vocabulary is not None
 
     @property
     def stages(self) -> int:
@@ -155,7 +188,7 @@ class Schedule:
         kind, stage, microbatch = action
         source = self.input_of(action)
         found = [] if source is None else [source]
-        if not self.splits_vocabulary:
+        if self.vocabulary is None:
             return found, None
         last = self.stages - 1
         if kind is Kind.EMBED:
@@ -170,7 +203,7 @@ class Schedule:
         if kind is Kind.FORWARD and stage == 0:
             return found, Kind.EMBED
         if kind is self.first_backward and stage == last:
-            return found, Kind.LOSS
+            return found, self.vocabulary.awaited
         return found, None
 
     def receive_for(self, action: Action) -> Action | None:

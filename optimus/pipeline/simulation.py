@@ -33,14 +33,14 @@ def _overlapping(schedule: Schedule, costs: Costs) -> dict[Action, Interval]:
 
 def _computations(schedule: Schedule, costs: Costs) -> dict[Action, Interval]:
     orders = [[action for action in actions if action.kind.computes] for actions in schedule.actions]
-    return replay(schedule, orders, costs.durations(schedule.stages, schedule.microbatches), costs.link)
+    return replay(schedule, orders, costs.durations(schedule), costs.link)
 
 
 def _blocking(schedule: Schedule, costs: Costs) -> dict[Action, Interval]:
     """Simulates ranks that post adjacent transfers together and wait until the last of these transfers ends. A transfer
     begins when both of its ranks have posted the transfer."""
     steps = [_steps(schedule, actions) for actions in schedule.actions]
-    duration = costs.durations(schedule.stages, schedule.microbatches)
+    duration = costs.durations(schedule)
     awaited: list[list[Action]] = [[] for _ in steps]  # actions that each rank waits for
     waiting: dict[Action, set[int]] = {}  # computation -> ranks that wait for it
     posted: dict[Action, float] = {}

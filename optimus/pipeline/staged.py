@@ -23,7 +23,7 @@ from optimus.model.moe.statistics import RouterStats
 from optimus.model.parts import PartNames
 from optimus.pipeline.executor import Executed, ForwardWork, Message
 from optimus.pipeline.schedule import Kind
-from optimus.pipeline.vocabulary import VocabularyLinks, VocabularyPasses
+from optimus.pipeline.vocabulary import ALGORITHMS, VocabularyLinks, VocabularyPasses
 
 
 class Objective(Protocol):
@@ -232,7 +232,7 @@ class _Forward:
         self._vocabulary: VocabularyPasses | None = None
         if staged.links is not None:
             given = staged.links, staged.model, microbatches, self._positions
-            self._vocabulary = VocabularyPasses(
+            self._vocabulary = ALGORITHMS[staged.links.algorithm](
                 *given, lambda number: self.receive_buffer(number)[0], count, scale, trains
             )
 
@@ -304,6 +304,7 @@ class _Training(_Forward):
         self._remaining = dict.fromkeys(staged.partition.local_stages, len(microbatches))
         # With a split vocabulary: the router statistics, by microbatch.
         self._router: dict[int, RouterStats | None] = {}
+        self._vocabulary_passes = 2 * len(microbatches)  # remaining passes that find gradients of a split vocabulary
         self.reported: list[Tensor] = []
 
     def _run(self, stage: int, microbatch: int, received: Message | None) -> Message | None:
@@ -363,8 +364,10 @@ class _Training(_Forward):
     def vocabulary(self, kind: Kind, microbatch: int) -> None:
         with self._gradients.backward(-1, microbatch):
             super().vocabulary(kind, microbatch)
-        if kind is Kind.EMBED_BACKWARD and microbatch == len(self._microbatches) - 1:
-            self._gradients.start_reduction(-1)
+        if kind in (Kind.LOSS, Kind.EMBED_BACKWARD):
+            self._vocabulary_passes -= 1
+            if not self._vocabulary_passes:
+                self._gradients.start_reduction(-1)
 
     def backward_weights(self, stage: int, microbatch: int) -> None:
         with self._gradients.backward(stage, microbatch):

@@ -13,7 +13,7 @@ def with_transfers(schedule: Schedule) -> Schedule:
     `schedule` must contain only computations.
     The lists of all ranks follow one global order of events, so no deadlock is possible.
     """
-    times = replay(schedule, schedule.actions, USUAL.durations(schedule.stages, schedule.microbatches))
+    times = replay(schedule, schedule.actions, USUAL.durations(schedule))
     events: list[tuple[float, bool, Action]] = []  # (time, computes, action); a send also stands for its receive
     for action, (start, end) in times.items():
         events.append((start, True, action))

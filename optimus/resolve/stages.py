@@ -74,7 +74,7 @@ def schedule_of(config: RunConfig, microbatches: int, *, transfers: bool = True)
     if parallel.executor == "message-driven":
         return message_driven(parallel.pipeline, microbatches, parallel.stages_per_rank)
     sizes = parallel.pipeline, microbatches, parallel.stages_per_rank, parallel.warmup_factor
-    return make_schedule(parallel.schedule, *sizes, vocabulary=parallel.vocabulary, transfers=transfers)
+    return make_schedule(parallel.schedule, *sizes, vocabulary=parallel.split_vocabulary, transfers=transfers)
 
 
 def live_of(config: RunConfig, microbatches: int) -> Sequence[Sequence[Live]]:
@@ -84,7 +84,7 @@ def live_of(config: RunConfig, microbatches: int) -> Sequence[Sequence[Live]]:
         caps, placement = find_caps(parallel.max_in_flight, parallel.stages), placement_of(config)
         saved = [tuple(min(microbatches, caps[stage]) for stage in placement.stages_of(rank)) for rank in range(pp)]
         return [[Live(each, (0,) * len(each))] for each in saved]
-    sizes = pp, microbatches, parallel.stages_per_rank, parallel.vocabulary, parallel.warmup_factor
+    sizes = pp, microbatches, parallel.stages_per_rank, parallel.split_vocabulary, parallel.warmup_factor
     return live_microbatches(parallel.schedule, *sizes)
 
 

@@ -33,7 +33,7 @@ def stages_of(
     team = groups.along("dp", "cp", "tp")
     placement, scheduled = placement_of(config), partial(schedule_of, config)
     last = placement.rank_of(placement.stages - 1)
-    exchange = VocabularyLinks.along(groups, placement) if parallel.vocabulary else None
+    exchange = VocabularyLinks.along(groups, placement, parallel.vocabulary_algorithm) if parallel.vocabulary else None
     if not groups.tags:
         for stream, ranks in links_of(placement):
             streams[stream].connect([ranks], device)
@@ -44,7 +44,7 @@ def stages_of(
     def planned(microbatches: int, backward: bool) -> Schedule:
         if backward:
             return scheduled(microbatches)
-        return forward_only(placement, microbatches, vocabulary=parallel.vocabulary)
+        return forward_only(placement, microbatches, vocabulary=parallel.split_vocabulary)
 
     def execute(work: ForwardWork, microbatches: int, backward: bool) -> list[Executed]:
         plan = planned(microbatches, backward)

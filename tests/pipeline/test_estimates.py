@@ -11,7 +11,10 @@ from optimus.pipeline.schedule import Kind
 from optimus.pipeline.schedules import make_schedule
 from optimus.pipeline.simulation import makespan
 
-ORDERS = [("1f1b", 1), ("zb-h1", 1), ("zbv", 2), ("interleaved-1f1b", 2), ("interleaved-1f1b", 3), ("gpipe", 1)]
+ORDERS = [
+    ("1f1b", 1), ("zb-h1", 1), ("zbv", 2), ("v-half", 2), ("v-min", 2), ("interleaved-1f1b", 2), ("interleaved-1f1b", 3),
+    ("gpipe", 1),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "per_rank"), ORDERS)

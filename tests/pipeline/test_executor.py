@@ -34,6 +34,8 @@ PLACES = {  # the rank of each stage, on three ranks
     "zb-h1": [0, 1, 2],
     "interleaved-1f1b": [0, 1, 2, 0, 1, 2],
     "zbv": [0, 1, 2, 2, 1, 0],
+    "v-half": [0, 1, 2, 2, 1, 0],
+    "v-min": [0, 1, 2, 2, 1, 0],
     "message-driven": [0, 1, 2],
     "message-driven, two stages": [0, 1, 2, 0, 1, 2],
 }
@@ -228,7 +230,7 @@ def test_simulated_and_measured_step_times_agree() -> None:
 def lateness(job: Job, timeline: Timeline) -> float:
     """Returns the relative lateness of the waits of the latest rank."""
     schedule = job.who.schedule
-    duration = job.costs.durations(schedule.stages, schedule.microbatches)
+    duration = job.costs.durations(schedule)
     should = [
         sum(job.unit * duration(Action(event.kind, event.stage, event.microbatch)) for event in events)
         for events in timeline.computations

@@ -15,10 +15,9 @@ from optimus.errors import UserError
 from optimus.pipeline import Costs, check, make_schedule, simulate
 from optimus.pipeline.estimates import Live, live_microbatches
 from optimus.pipeline.replay import ScheduleError
-from optimus.pipeline.schedule import Action, Kind, Schedule, live_changes, partner
+from optimus.pipeline.schedule import Action, Kind, Schedule, barriers, live_changes, partner
 from optimus.pipeline.schedules import Sizes, schedules
 from optimus.pipeline.schedules.interleaved import interleaved
-from optimus.pipeline.schedules.vocabulary import AHEAD
 from optimus.pipeline.transfers import with_transfers
 from optimus.plugins import load_plugins
 
@@ -185,7 +184,7 @@ def test_an_order_that_cannot_proceed() -> None:
     ("words", "message"),
     [
         ({"name": "1f1"}, "schedule '1f1' does not exist; did you mean '1f1b'?"),
-        ({"name": "best"}, "valid: 1f1b, gpipe, interleaved-1f1b, zb-h1, zbv"),
+        ({"name": "best"}, "valid: 1f1b, gpipe, interleaved-1f1b, v-half, v-min, zb-h1, zbv"),
         ({"ranks": 0}, "0 ranks; give at least one"),
         ({"microbatches": 0}, "0 microbatches; give at least one"),
         ({"stages_per_rank": 0}, "0 stages per rank; give at least one"),
@@ -209,13 +208,13 @@ def test_what_cannot_be(words: dict[str, object], message: str) -> None:
 # ---- The table ----
 
 
-@pytest.mark.parametrize("vocabulary", [False, True])
+@pytest.mark.parametrize("vocabulary", [0, 1, 2])
 @pytest.mark.parametrize("name", [name for name, row in schedules().items() if row.live])
-def test_a_row_says_what_its_order_keeps(name: str, vocabulary: bool) -> None:
+def test_a_row_says_what_its_order_keeps(name: str, vocabulary: int) -> None:
     live = schedules()[name].live
     assert live is not None
     for ranks, microbatches in SIZES[2:]:
-        sizes = Sizes(ranks, microbatches, ahead=AHEAD if vocabulary else 0)
+        sizes = Sizes(ranks, microbatches, ahead=barriers(vocabulary))
         peaks = peak_activations(make_schedule(name, ranks, microbatches, vocabulary=vocabulary))
         assert peaks == tuple(min(microbatches, live(sizes, rank)) for rank in range(ranks))
 

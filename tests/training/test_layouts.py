@@ -62,7 +62,7 @@ PAIRS: list[tuple[str, ...]] = [
         ),
     ),
     *itertools.product(
-        ("parallel.schedule=zb-h1", "parallel.schedule=zbv"),
+        ("parallel.schedule=zb-h1", "parallel.schedule=zbv", "parallel.schedule=v-half", "parallel.schedule=v-min"),
         ("parallel.tensor=", "parallel.expert=2", "state.shard=parameters", "recompute=[", "parallel.pipeline=4"),
     ),
     *itertools.product(
@@ -82,6 +82,16 @@ PAIRS: list[tuple[str, ...]] = [
     ),
     *itertools.product(
         ("parallel.schedule=zb",), ("parallel.vocabulary=true", "train.freeze=[b"), ("state.shard=parameters",)
+    ),
+    *itertools.product(
+        ("parallel.vocabulary_algorithm=2",),
+        (
+            "parallel.schedule=v-half",
+            "parallel.schedule=v-min",
+            "parallel.tensor=",
+            "parallel.pipeline=4",
+            "pruning.at=",
+        ),
     ),
     ("parallel.schedule=interleaved-1f1b", "parallel.pipeline=4"),
     ("parallel.executor=message-driven", "parallel.stages_per_rank=2 parallel.max_in_flight=["),
@@ -135,13 +145,14 @@ OPTIONS = {
     "recompute_every": ("1", "2"),
     "recompute_collectives": ("keep", "repeat"),
     "parallel.pipeline": ("2", "4"),
-    "parallel.schedule": ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv"),
+    "parallel.schedule": ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv", "v-half", "v-min"),
     "parallel.warmup_factor": ("1", "2"),
     "parallel.stages_per_rank": ("1", "2"),
     "parallel.executor": ("scheduled", "message-driven"),
     "parallel.max_in_flight": ("1", "2", "5"),
     "parallel.layers_per_stage": ("[1,1]", "[1,2]", "[2,1]", "[1,1,1,1]"),
     "parallel.vocabulary": ("true", "false"),
+    "parallel.vocabulary_algorithm": ("1", "2"),
     "parallel.microbatches": ("1", "2", "4", "8", "auto"),
     "parallel.pipeline_stride": ("1", "2", "4"),
     "optimizer.name": ("adamw", "muon", "lion", "schedule-free"),
@@ -164,6 +175,7 @@ PAIRED = (
     "parallel.schedule",
     "parallel.stages_per_rank",
     "parallel.vocabulary",
+    "parallel.vocabulary_algorithm",
     "moe.dispatch",
     "moe.balance_scope",
     "state.shard",

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from importlib import import_module
 
 from optimus.errors import UserError
-from optimus.pipeline.schedule import Schedule
+from optimus.pipeline.schedule import Schedule, barriers
 from optimus.pipeline.schedules.gpipe import forward_only
 from optimus.pipeline.schedules.row import ScheduleRow, Sizes, naming_schedule
-from optimus.pipeline.schedules.vocabulary import AHEAD, with_vocabulary
+from optimus.pipeline.schedules.vocabulary import with_vocabulary
 from optimus.pipeline.transfers import with_transfers
 from optimus.plugins import Table
 
@@ -47,7 +47,7 @@ def make_schedule(
     stages_per_rank: int | None = None,
     warmup_factor: float = 1.0,
     *,
-    vocabulary: bool = False,
+    vocabulary: int = 0,
     transfers: bool = True,
 ) -> Schedule:
     """Makes the schedule `name` for one step.
@@ -57,7 +57,7 @@ def make_schedule(
         ranks: the number of ranks of the pipeline.
         stages_per_rank: the number of stages of each rank; the default is the smallest supported number.
         warmup_factor: multiplies the number of live activations that a stage may have.
-        vocabulary: True if every rank has a shard of the vocabulary.
+        vocabulary: 0, or with a shard of the vocabulary on every rank a key of `VOCABULARY_ALGORITHMS`.
         transfers: True if the schedule includes sends and receives.
 
     Raises `UserError` for an unknown name, for numbers that the schedule does not support, and if the function `make`
@@ -65,14 +65,14 @@ def make_schedule(
     """
     row = _SCHEDULES.named(name)
     per_rank = row.stages if stages_per_rank is None else stages_per_rank
-    sizes = Sizes(ranks, microbatches, per_rank, warmup_factor, AHEAD if vocabulary else 0)
+    sizes = Sizes(ranks, microbatches, per_rank, warmup_factor, barriers(vocabulary))
     if problem := _problem(row, sizes):
         raise UserError(f"schedule {name}: {problem}")
     with naming_schedule(name, "make"):
         made = row.make(sizes)
     if not isinstance(made, Schedule):
         raise UserError(f"schedule {name}: its function make returns a {type(made).__name__}: return a Schedule")
-    made = with_vocabulary(made) if vocabulary else made
+    made = with_vocabulary(made, vocabulary) if vocabulary else made
     return with_transfers(made) if transfers else made
 
 

@@ -24,14 +24,14 @@ def gpipe(sizes: Sizes) -> Schedule:
     return Schedule("gpipe", ranks, microbatches, ()).in_order(orders)
 
 
-def forward_only(placement: Schedule, microbatches: int, *, vocabulary: bool = False) -> Schedule:
-    """Makes a schedule of forward passes; with `vocabulary`, the schedule also has embedding passes."""
+def forward_only(placement: Schedule, microbatches: int, *, vocabulary: int = 0) -> Schedule:
+    """Makes a schedule of forward passes; with a `vocabulary` algorithm, the schedule also has embedding passes."""
     orders = [
         [Action(Kind.FORWARD, stage, number) for stage in placement.stages_of(rank) for number in range(microbatches)]
         for rank in range(placement.ranks)
     ]
     made = replace(placement, microbatches=microbatches).in_order(orders)
-    return with_transfers(with_vocabulary(made, backward=False) if vocabulary else made)
+    return with_transfers(with_vocabulary(made, vocabulary, backward=False) if vocabulary else made)
 
 
 # 1F1B dominates GPipe.

@@ -13,7 +13,7 @@ class Sizes(NamedTuple):
     """The numbers from which `ScheduleRow.make` generates a schedule.
 
     `warmup_factor` multiplies the number of live activations that a stage may have. `ahead` is the number of additional
-    forward passes in the warm-up of 1F1B and interleaved 1F1B.
+    microbatches with saved activations in 1F1B, interleaved 1F1B, V-Half and V-Min.
     """
 
     ranks: int
@@ -36,6 +36,9 @@ class ScheduleRow:
     """True if the schedule runs in rounds of `ranks` microbatches. A step then needs at least `ranks` microbatches."""
     deepens: bool = False  # True if the schedule supports a `warmup_factor` other than 1
     dominated: bool = False  # True if another schedule is about as fast with no more live activations
+    recurs: bool = False
+    """True if bubbles recur in the steady state when a stage's passes take unequal times, because the limit of live
+    activations leaves a rank nothing else to run."""
     idle: Callable[[float, float], float] = lambda forward, all_passes: all_passes
     """Returns a lower bound on the idle time that a stage causes on later ranks in a step. The arguments are seconds of
     one microbatch: of the stage's forward pass, and of all its passes."""

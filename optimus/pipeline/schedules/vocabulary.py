@@ -1,6 +1,6 @@
 """Adds the passes of the embedding and of the output layer to a schedule; every rank has a shard of the vocabulary.
 
-Source: Balancing Pipeline Parallelism with Vocabulary Parallelism, Yeung et al. 2024, algorithm 1.
+Source: Balancing Pipeline Parallelism with Vocabulary Parallelism, Yeung et al. 2024, section 5.
 """
 
 from collections.abc import Iterable, Iterator
@@ -9,25 +9,22 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from optimus.pipeline.replay import ScheduleError
-from optimus.pipeline.schedule import Action, Kind, Schedule
+from optimus.pipeline.schedule import VOCABULARY_ALGORITHMS, Action, Kind, Schedule
 from optimus.pipeline.transfers import USUAL
 
-_BEFORE = (Kind.LOSS, Kind.LOGITS, Kind.EMBED)  # passes for which other computations wait
+_BEFORE = (Kind.LOSS, Kind.LOGITS, Kind.EMBED)  # passes that come before those of the stages
 
 _HELD = 2  # maximum number of ready embedding gradients that a rank defers
 
-AHEAD = 2
-"""The number of additional forward passes in the warm-up of 1F1B with a split vocabulary (section 5.2)."""
 
-
-def with_vocabulary(schedule: Schedule, *, backward: bool = True) -> Schedule:
+def with_vocabulary(schedule: Schedule, algorithm: int = 1, *, backward: bool = True) -> Schedule:
     """Inserts the vocabulary passes into `schedule`, which must contain only computations.
 
-    Without `backward`, the schedule must contain only forward passes, and the function inserts only the embedding
-    passes. The new order is the result of a simulation with the times `USUAL`: the computation that can begin earliest
-    runs next. Raises `ScheduleError` when a computation can never run.
+    `algorithm` is a key of `VOCABULARY_ALGORITHMS`. Without `backward`, the schedule must contain only forward passes,
+    and the function inserts only the embedding passes. The new order is the result of a simulation with the times
+    `USUAL`: the computation that can begin earliest runs next. Raises `ScheduleError` when a computation can never run.
     """
-    playing = _Playing(replace(schedule, splits_vocabulary=True), backward)
+    playing = _Playing(replace(schedule, vocabulary=VOCABULARY_ALGORITHMS[algorithm]), backward)
     while playing.remaining:
         if not playing.step():
             raise ScheduleError(
@@ -50,7 +47,7 @@ class _Playing:
 
     def __init__(self, schedule: Schedule, backward: bool) -> None:
         self.schedule = schedule
-        self._duration = USUAL.durations(schedule.stages, schedule.microbatches)
+        self._duration = USUAL.durations(schedule)
         self.orders: list[list[Action]] = [[] for _ in range(schedule.ranks)]
         self._before = _BEFORE if backward else (Kind.EMBED,)
         self._after = (Kind.EMBED_BACKWARD,) if backward else ()

@@ -8,7 +8,7 @@ from typing import Any
 from helpers.equality import Layout
 from optimus.config.tree import StateConfig
 from optimus.mesh import Mesh
-from optimus.pipeline.schedules import schedules
+from optimus.pipeline.schedules import ScheduleRow, schedules
 from optimus.state.plan import shard_groups
 
 SIZES = {"hidden": 16, "layers": 2, "heads": 4, "vocab": 59}  # number of tokens that no number of ranks divides evenly
@@ -103,6 +103,7 @@ def drawn(number: int) -> tuple[str, Layout]:
     _draw_loss(draw)
     _draw_precision(draw)
     _draw_chunks(draw)
+    draw_alike(draw)
     return model, Layout(ranks, draw.overrides, per_node)
 
 
@@ -151,12 +152,31 @@ def draw_order(draw: Draw, ranks: int, most: int) -> int:
         elif cap == "list":
             draw.set("parallel.max_in_flight", [draw.of(1, 2, 3) for _ in range(ranks * per_rank)])
         return per_rank
-    free, rounds = ([row for row in schedules().values() if row.in_rounds == yes] for yes in (False, True))
+    free, rounds = ([row for row, *_ in alike() if row.in_rounds == yes] for yes in (False, True))
     twice = [row.name for row in free for _ in range(1 + row.deepens)]
     row = schedules()[draw.set("parallel.schedule", *twice, *(each.name for each in rounds if most >= ranks))]
     if row.deepens:
         draw.set("parallel.warmup_factor", 1, 2)
     return draw.set("parallel.stages_per_rank", row.stages) if row.stages > 1 else 1
+
+
+def alike() -> list[list[ScheduleRow]]:
+    """Returns the schedules, those with the same placement and kinds of passes in one list, the last one first."""
+    found: dict[tuple[object, ...], list[ScheduleRow]] = {}
+    for row in schedules().values():
+        shape = row.placement, row.stages, row.any_stages, row.splits_backward, row.in_rounds, row.deepens
+        found[shape] = [row, *found.pop(shape, [])]
+    return list(found.values())
+
+
+def draw_alike(draw: Draw) -> None:
+    """Draws one of the schedules `alike` to the drawn one, and the algorithm of vocabulary parallelism."""
+    for at, override in enumerate(draw.overrides):
+        if override.startswith("parallel.schedule="):
+            rows = next(rows for rows in alike() if override.endswith(f"={rows[0].name}"))
+            draw.overrides[at] = f"parallel.schedule={draw.of(*rows).name}"
+    if "parallel.vocabulary=true" in draw.overrides:
+        draw.set("parallel.vocabulary_algorithm", 1, 2)
 
 
 def _draw_parallel(draw: Draw, shape: dict[str, Any], grid: tuple[int, int], context: int) -> None:
