@@ -87,7 +87,9 @@ def bench_planner(
 def bench_papers(
     figure: Annotated[
         list[str] | None,
-        typer.Option(help="Only figures and tables whose names contain this text, such as 5.2; repeatable. Default: all."),
+        typer.Option(
+            help="Only figures and tables whose names contain this text, such as 5.2; repeatable. Default: all."
+        ),
     ] = None,
 ) -> Report:
     """The planner's predictions against the numbers that the Optimus and AxoNN papers state, figure by figure."""

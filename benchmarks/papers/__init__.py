@@ -12,9 +12,7 @@ from optimus.errors import UserError, nearest
 from optimus.observe.report import print_table, publish
 
 FIGURES: dict[str, Figure] = {
-    figure.name: figure
-    for module in (dense, collectives, experts, optimus_aurora)
-    for figure in module.FIGURES
+    figure.name: figure for module in (dense, collectives, experts, optimus_aurora) for figure in module.FIGURES
 }
 NOT_STATED = {
     "AxoNN 4.5": "convolutional networks, which the planner does not plan; the text says 7 to 12 % and 18 to 44 % saved",

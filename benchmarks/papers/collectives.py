@@ -97,7 +97,7 @@ FIGURES: Sequence[Figure] = (
         "AxoNN 6.9, 6.11",
         "speed-up of PCCL",
         speedups,
-        "rates of the libraries fitted to logs of PCCL's authors; the steps and bandwidths of `crowded` and `doubling` to some "
+        "rates of the libraries fitted to logs of PCCL's authors; steps and bandwidths of `crowded` and `doubling` to some "
         "of these speed-ups (`frontier.yaml`, `perlmutter.yaml`)",
     ),
     Figure(

@@ -152,7 +152,9 @@ def weak_throughput() -> list[Point]:
 
 def weak_saved() -> list[Point]:
     """Returns the per cent of the time that DTD and CAC save in figure 7.11."""
-    return [Point(f"{base}, {gpus} GPUs", published, saved(base, gpus, 16)) for base, (gpus, _, published) in WEAK.items()]
+    return [
+        Point(f"{base}, {gpus} GPUs", published, saved(base, gpus, 16)) for base, (gpus, _, published) in WEAK.items()
+    ]
 
 
 def state_bytes() -> list[Point]:
@@ -168,7 +170,9 @@ def state_bytes() -> list[Point]:
             model, data = sparse(base, experts), gpus // tensor
             state = state_size(layout(base, gpus, experts, 1))
             outside = count_parameters(model).total - _in_blocks(layers, hidden, experts)
-            beside = outside / tensor * (4 + 12 / data)  # embeddings: parameters and gradients; the optimizer over all ranks
+            beside = (
+                outside / tensor * (4 + 12 / data)
+            )  # embeddings: parameters and gradients; the optimizer over all ranks
             least = 4 * (1 / tensor + (experts + 2) / gpus)
             found.append(
                 Point(f"{base}, {experts} experts, {gpus} GPUs", least, (state - beside) / (12 * layers * hidden**2))
@@ -186,12 +190,12 @@ _TED = (
 )
 
 _DROPPED = (
-    "The planner's all-to-alls take the time of their bytes, so a quarter of the bytes saves 74 % where 48 % are measured. A "
-    "rank's messages to 31 others are 130 KB then, whose cost each the machine file does not have."
+    "The planner's all-to-alls take the time of their bytes, so a quarter of the bytes saves 74 % where 48 % are measured. "
+    "A rank's messages to 31 others are 130 KB then; a machine file has no cost of each."
 )
 _SPEED = (
-    "The speed is that of BLOOM's first trials, 0.68 of the planner's products. 13B has tensor groups of 8 on nodes of 6, two "
-    "of which share a node's adapters; latencies of InfiniBand are an estimate."
+    "The speed is that of BLOOM's first trials, 0.68 of the planner's products. 13B has tensor groups of 8 on nodes of 6, "
+    "two of which share a node's adapters; Summit's bandwidths are the vendor's."
 )
 
 FIGURES: Sequence[Figure] = (

@@ -34,5 +34,7 @@ def efficiency() -> list[Point]:
 
 
 FIGURES: Sequence[Figure] = (
-    Figure("Optimus 4b", "% of the speed at 384 tiles", efficiency, "nothing fitted; data-parallel ranks furthest apart"),
+    Figure(
+        "Optimus 4b", "% of the speed at 384 tiles", efficiency, "nothing fitted; data-parallel ranks furthest apart"
+    ),
 )

@@ -143,7 +143,18 @@ def plan(
     if dry_run is not None:
         _dry_run(api.plan(model, overrides, as_is=as_is, best=1, **question).plans[0].job, dry_run, as_json)
         return
-    found = api.plan(model, overrides, best=best, as_is=as_is, largest=largest, scale=numbers, scaling=scaling, until=until, loss_curve=loss_curve, **question)
+    found = api.plan(
+        model,
+        overrides,
+        best=best,
+        as_is=as_is,
+        largest=largest,
+        scale=numbers,
+        scaling=scaling,
+        until=until,
+        loss_curve=loss_curve,
+        **question,
+    )
     if output is not None:
         found.write_config(output)
     if plot is not None:

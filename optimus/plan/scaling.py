@@ -23,7 +23,9 @@ class ScalingPoint(NamedTuple):
 Scaling = Literal["weak", "strong"]
 
 
-def scale(job: Job, ranks: Sequence[int], layout_plan: Plan | None = None, kind: Scaling = "weak") -> list[ScalingPoint]:
+def scale(
+    job: Job, ranks: Sequence[int], layout_plan: Plan | None = None, kind: Scaling = "weak"
+) -> list[ScalingPoint]:
     """Studies scaling over numbers of ranks. Returns a point for each number of ranks, in ascending order.
 
     Weak: the global batch and the data axis grow with the number of ranks. The layout is `layout_plan`'s, or the best
@@ -89,9 +91,8 @@ def draw(points: Sequence[ScalingPoint], path: Path, kind: Scaling = "weak") -> 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot(xscale="log", yscale="log", xlabel="ranks", ylabel="tokens per second")
     job = points[0].plan.job
-    axes.set_title(
-        f"{kind.capitalize()} scaling of {job.model.family} on {job.machine.name}, {job.train.sequence_length:,} tokens a sequence"
-    )
+    length = f"{job.train.sequence_length:,} tokens a sequence"
+    axes.set_title(f"{kind.capitalize()} scaling of {job.model.family} on {job.machine.name}, {length}")
     ranks = [point.ranks for point in points]
     rates = [point.plan.tokens_per_second for point in points]
     axes.plot(ranks, [rates[0] / ranks[0] * number for number in ranks], "--", color="black", zorder=3, label="ideal")
