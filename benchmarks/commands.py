@@ -82,3 +82,18 @@ def bench_planner(
     if plot is not None:
         planner_output.draw(found, plot)
     return planner_output.show(found, constants=planner.constants(timed) if fit else ())
+
+
+@bench("papers")
+def bench_papers(
+    figure: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Only figures and tables whose names contain this text, such as 5.2; repeatable. Default: all."
+        ),
+    ] = None,
+) -> Report:
+    """The planner's predictions against the numbers that the Optimus and AxoNN papers state, figure by figure."""
+    from benchmarks import papers
+
+    return papers.show(figure or ())

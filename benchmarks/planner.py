@@ -16,6 +16,7 @@ from benchmarks.published import Case, excluded, read_cases
 from benchmarks.published.jobs import changed
 from benchmarks.published.profiles import FrameworkProfile, load_profile
 from benchmarks.published.program import framework_memory, job_of, offload_of, on_machine, profile_of
+from benchmarks.statistics import rank_correlation
 from optimus.errors import UserError
 from optimus.model.count import flops_per_token
 from optimus.plan.machine import load_machine
@@ -202,7 +203,7 @@ def _throughput_errors(rows: Sequence[Predicted]) -> dict[str, float | int | Non
         "median_absolute_error": _middle(errors),
         "p90_absolute_error": _percentile([abs(error) for error in errors], 0.9),
         "one_mfu_error": _middle([median(measured) / each - 1 for each in measured]),
-        "spearman_mfu": _rank_correlation(predicted, measured),
+        "spearman_mfu": rank_correlation(predicted, measured),
     }
 
 
@@ -221,19 +222,3 @@ def _percentile(values: Sequence[float], share: float) -> float:
     ordered, place = sorted(values), share * (len(values) - 1)
     low = int(place)
     return ordered[low] + (place - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])
-
-
-def _rank_correlation(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """Returns Spearman's correlation, or None if all values of either are equal."""
-    (a, b), middle = map(_ranks, (first, second)), (len(first) - 1) / 2
-    spread = sum((x - middle) ** 2 for x in a) * sum((y - middle) ** 2 for y in b)
-    return sum((x - middle) * (y - middle) for x, y in zip(a, b)) / spread**0.5 if spread else None
-
-
-def _ranks(values: Sequence[float]) -> list[float]:
-    """Returns the ranks of the values, from 0; equal values share the mean of their ranks."""
-    ordered = sorted(values)
-    places: dict[float, list[int]] = {}
-    for place, value in enumerate(ordered):
-        places.setdefault(value, []).append(place)
-    return [sum(places[value]) / len(places[value]) for value in values]

@@ -16,6 +16,7 @@ from optimus.disk import check_plot
 from optimus.errors import UserError
 
 _WIDTH = 100  # characters
+_DOUBLINGS = 3  # of the ranks of a scaling study without numbers
 
 
 def _print_template(asked: bool) -> None:
@@ -61,7 +62,24 @@ def plan(
     ] = None,
     explain: Annotated[int | None, Option(min=1, help="Explain the plan in this row of the table.")] = None,
     output: Annotated[Path | None, Option(help="Write the first plan's configuration to this YAML file.")] = None,
-    scale: Annotated[str | None, Option(help="Study weak scaling over these numbers of ranks: 384,768,...")] = None,
+    scale: Annotated[
+        str | None,
+        Option(
+            help="Study scaling over numbers of ranks: weak:384,768,... (the batch grows with the ranks; also without the "
+            "word), or strong:384,768,... (the batch stays). The word alone: --ranks, doubled three times."
+        ),
+    ] = None,
+    until: Annotated[
+        str | None,
+        Option(help="Predict the time until the run has trained tokens=N, such as tokens=2e12, or reaches loss=X."),
+    ] = None,
+    loss_curve: Annotated[
+        str | None,
+        Option(
+            help="With --until loss=X: loss by tokens. A metrics.jsonl, a CSV file with the columns tokens and loss, or the "
+            "law E + B / tokens^beta as E=1.7,B=500,beta=0.3."
+        ),
+    ] = None,
     plot: Annotated[Path | None, Option(help="With --scale: plot the study to this PNG file.")] = None,
     page: Annotated[
         Path | None,
@@ -87,7 +105,7 @@ def plan(
 ) -> None:
     """Choose the layout of a model on a machine, and predict its speed and memory."""
     overrides = [*(overrides or []), *(settings or [])]
-    numbers = [] if scale is None else _numbers(scale)
+    scaling, numbers = ("weak", []) if scale is None else _study(scale, ranks)
     rows = len(numbers) or (1 if as_is else best)
     if explain is not None and not largest and explain > rows:
         raise UserError(f"--explain {explain}: there are at most {rows} rows")
@@ -99,6 +117,7 @@ def plan(
             "explain": explain,
             "plot": plot,
             "report": page,
+            "until": until,
         }
         if given := [f"--{name}" for name, value in others.items() if value]:
             raise UserError(f"--dry-run counts the bytes of one rank only: leave out {' and '.join(given)}")
@@ -108,7 +127,7 @@ def plan(
         api.config(model, overrides)
     if plot is not None:
         if not numbers:
-            raise UserError("--plot plots a study of weak scaling: add --scale 384,768,...")
+            raise UserError("--plot plots a study of scaling: add --scale 384,768,...")
         plot = check_plot(plot)
     import torch
 
@@ -124,13 +143,24 @@ def plan(
     if dry_run is not None:
         _dry_run(api.plan(model, overrides, as_is=as_is, best=1, **question).plans[0].job, dry_run, as_json)
         return
-    found = api.plan(model, overrides, best=best, as_is=as_is, largest=largest, scale=numbers, **question)
+    found = api.plan(
+        model,
+        overrides,
+        best=best,
+        as_is=as_is,
+        largest=largest,
+        scale=numbers,
+        scaling=scaling,
+        until=until,
+        loss_curve=loss_curve,
+        **question,
+    )
     if output is not None:
         found.write_config(output)
     if plot is not None:
         from optimus.plan.scaling import draw
 
-        draw(found.points, plot)
+        draw(found.points, plot, found.scaling)
     if page is not None:
         from optimus.plan.page import write_page
 
@@ -156,14 +186,18 @@ def _print(found: Any, page: Path | None, explain: int | None, *, wide: bool) ->
         print(found.explained(explain))
 
 
-def _numbers(text: str) -> list[int]:
+def _study(text: str, ranks: int | None) -> tuple[str, list[int]]:
+    kind, colon, listed = text.partition(":")
+    if kind not in ("weak", "strong"):
+        kind, colon, listed = "weak", ":", text
+    if not colon:
+        return kind, [(ranks or 0) << doublings for doublings in range(_DOUBLINGS + 1)]
     try:
-        numbers = [int(part) for part in text.split(",")]
+        return kind, [int(part) for part in listed.split(",")]
     except ValueError:
-        numbers = []
-    if not numbers:
-        raise UserError(f"--scale {text}: give numbers of ranks separated by commas, such as 384,768,1536")
-    return numbers
+        raise UserError(
+            f"--scale {text}: give numbers of ranks separated by commas, such as 384,768,1536 or strong:384,768,1536"
+        ) from None
 
 
 def _dry_run(job: Any, rank: int, as_json: bool) -> None:

@@ -42,13 +42,15 @@ class StridedGroup(NamedTuple):
         return -(-self.size // self.on_a_node(ranks_per_node))
 
     def groups_on_a_node(self, ranks_per_node: int) -> int:
-        """Returns the number of groups with ranks on a node, if all groups have this size and these strides.
+        """Returns the largest number of groups with ranks on a node, if all groups have this size and these strides.
 
-        The group must span several nodes.
+        The group must span several nodes. Groups that do not fill whole nodes meet on one: `stride` groups end there, and as
+        many begin.
         """
         if self.near and self.near * self.stride <= ranks_per_node:
             return max(1, ranks_per_node // self.on_a_node(ranks_per_node))
-        return min(ranks_per_node, self.stride)
+        meet = 1 if self.near or self.span % ranks_per_node == 0 else 2
+        return min(ranks_per_node, meet * self.stride)
 
     def inner(self, count: int) -> "StridedGroup":
         """Returns the subgroup of the first `count` ranks."""

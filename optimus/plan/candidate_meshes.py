@@ -1,7 +1,7 @@
 """Lists the candidate layouts, each with a lower bound of its step time.
 
-The list leaves out dominated schedules (`ScheduleRow.dominated`), context-parallel parts of fewer than 512 tokens, and
-tensor- and expert-parallel groups that do not fit nodes evenly.
+The list leaves out dominated schedules (`ScheduleRow.dominated`), context-parallel parts of fewer than 512 tokens,
+tensor- and expert-parallel groups that do not fit nodes evenly, and tensor-parallel groups of more than 8 nodes.
 """
 
 import math
@@ -22,6 +22,7 @@ from optimus.plan.step import stage_sizes
 _SMALLEST_PART = 512  # tokens
 _MICROBATCHES = (1, 2, 4, 8, 16)
 _MOST_STAGES_PER_RANK = 4
+_MOST_TENSOR_NODES = 8
 
 
 class BlockTiming(NamedTuple):
@@ -90,17 +91,32 @@ def candidates(job: Job) -> Iterator[Candidate]:
 def _timings(job: Job) -> Iterator[BlockTiming]:
     """Yields a timing for each micro-batch size and sharding that the model, the batch and the node allow."""
     model, ranks = job.model, job.mesh.size
-    node, known = min(ranks, job.machine.ranks_per_node), dict[Any, Any]()
-    undivided = bool(job.teachers)  # distillation compares whole logits, which tensor parallelism would divide
-    within = [1] if undivided else [size for size in divisors(node) if ranks % size == 0]
-    for out, inner in ((out, inner) for out in within for inner in within if _divides(model, out, inner)):
-        if node % (out * inner) == 0:
-            for cp in [1] if "context" in model.limits else divisors(ranks):
-                if not _parts(job, out, cp):
-                    continue
-                for micro_batch in (size for size in _MICROBATCHES if job.common_batch % size == 0):
-                    if micro_batch * job.common_length // cp % (out * inner) == 0:
-                        yield from _timed(job, out, inner, cp, micro_batch, known)
+    known = dict[Any, Any]()
+    for out, inner in (pair for pair in _tensor_grids(job) if _divides(model, *pair)):
+        for cp in [1] if "context" in model.limits else divisors(ranks // (out * inner)):
+            if not _parts(job, out, cp):
+                continue
+            for micro_batch in (size for size in _MICROBATCHES if job.common_batch % size == 0):
+                if micro_batch * job.common_length // cp % (out * inner) == 0:
+                    yield from _timed(job, out, inner, cp, micro_batch, known)
+
+
+def _tensor_grids(job: Job) -> list[tuple[int, int]]:
+    """Returns pairs (`tp_out`, `tp_in`) whose product divides a node or fills at most `_MOST_TENSOR_NODES` whole nodes.
+
+    These are AxoNN's X- and Y-tensor-parallel groups (dissertation, section 5.1.2, cases 1 and 2).
+    """
+    ranks, node = job.mesh.size, min(job.mesh.size, job.machine.ranks_per_node)
+    sizes = [*divisors(node), *(node * nodes for nodes in range(2, _MOST_TENSOR_NODES + 1))]
+    if job.teachers:  # distillation compares whole logits, which tensor parallelism would divide
+        sizes = [1]
+    fitting = (size for size in sizes if ranks % size == 0)
+    return sorted((out, size // out) for size in fitting for out in divisors(size) if _even(out, node))
+
+
+def _even(size: int, node: int) -> bool:
+    """True if groups of `size` consecutive ranks divide a node or fill whole nodes."""
+    return node % size == 0 or size % node == 0
 
 
 def _parts(job: Job, out: int, cp: int) -> bool:
@@ -133,7 +149,8 @@ def _expert_groups(job: Job, tp: int) -> list[tuple[int, int]]:
         for ep in divisors(math.gcd(*model.expert_counts))
         for etp in divisors(tp)
         if ranks % (ep * etp) == 0
-        and (node % (ep * etp) == 0 or ep * etp % node == 0)
+        and _even(etp, node)
+        and _even(ep * etp, node)
         and model.expert_intermediate % etp == 0
     ]
 

@@ -22,8 +22,10 @@ from optimus.plan.machine import Network, load_machine, machine_names
 from optimus.plan.prediction import predict
 from optimus.plan.proposal import config_of, decided, layout_of, run_of
 from optimus.plan.report import Answer
+from optimus.plan.scaling import Scaling
 from optimus.plan.scaling import scale as study
 from optimus.plan.search import search
+from optimus.plan.solution import solution_of
 from optimus.plan.what_if import changed
 from optimus.plugins import load_plugins
 from optimus.resolve.microbatches import with_microbatches
@@ -44,6 +46,9 @@ def plan(
     as_is: bool = False,
     largest: bool = False,
     scale: Sequence[int] = (),
+    scaling: Scaling = "weak",
+    until: str | None = None,
+    loss_curve: str | None = None,
     imbalance: float = 1.0,
     what_if: Sequence[str] = (),
     links: Path | None = None,
@@ -53,9 +58,11 @@ def plan(
 
     `model` is a YAML file of a run, a preset or a Hugging Face folder. With `as_is`, the plan has the configured
     layout. With `largest`, the plans are for models with about as many layers as fit. With `scale`, the answer has a
-    plan for each number of ranks in `scale`. The experts of the most loaded rank get `imbalance` times the mean number
-    of tokens. `what_if` changes the machine or the framework profile. `links` is a file with the bandwidth between
-    nodes. Raises `UserError` for an invalid request.
+    plan for each number of ranks in `scale`; `scaling` says whether the batch grows with the ranks (weak) or stays
+    (strong). With `until`, `tokens=N` or `loss=X`, the answer has the time of each plan until then; `loss_curve` is a
+    file, or a law such as `E=1.7,B=500,beta=0.3`, and is needed for a loss. The experts of the most loaded rank get
+    `imbalance` times the mean number of tokens. `what_if` changes the machine or the framework profile. `links` is a
+    file with the bandwidth between nodes. Raises `UserError` for an invalid request.
 
     Example:
         plans = api.plan("mula-7b-a1b", machine="dgx-h100", ranks=8, best=3).plans
@@ -67,15 +74,16 @@ def plan(
         raise UserError(f"`best` is {best}: ask for at least one plan")
     if largest and (as_is or scale):
         raise UserError("`largest` changes the model, which `as_is` and `scale` keep: leave out `as_is` and `scale`")
+    solution = None if until is None and loss_curve is None else solution_of(until, loss_curve)
     job = asked(configured(model, overrides, number), machine, number, what_if, imbalance, links)
     given = predict(as_configured(job)) if as_is else None
     if scale:
-        points = study(job, scale, given)
-        return Answer(job, [point.plan for point in points], points)
+        points = study(job, scale, given, scaling)
+        return Answer(job, [point.plan for point in points], points, scaling=scaling, solution=solution)
     if largest:
         found = deepest(job)
-        return Answer(job, [each.plan for each in found], deepest=found)
-    return Answer(job, [given] if given else search(job, best))
+        return Answer(job, [each.plan for each in found], deepest=found, solution=solution)
+    return Answer(job, [given] if given else search(job, best), solution=solution)
 
 
 def _counted(ranks: int | None) -> int:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from optimus.comm.algorithms import OWN
 from optimus.config.load import dump_config
-from optimus.config.sizes import count_text, counted, rounded, size_text
+from optimus.config.sizes import count_text, counted, rounded, seconds_text, size_text
 from optimus.disk import user_path
 from optimus.errors import UserError, naming_disk_errors
 from optimus.mesh.placement import describe
@@ -22,7 +22,8 @@ from optimus.plan.memory import buffers_of, communicators_of, device_capacity
 from optimus.plan.offloading import device_share, ranks_of_node, sends_gradients
 from optimus.plan.prediction import Plan
 from optimus.plan.proposal import config_of, layout_of
-from optimus.plan.scaling import ScalingPoint
+from optimus.plan.scaling import Scaling, ScalingPoint
+from optimus.plan.solution import Solution, said
 from optimus.plan.step import step_time
 from optimus.resolve.length import length
 
@@ -66,20 +67,32 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Answer:
-    """A job and the plans for the job, with the points of a scaling study or the largest models, if any."""
+    """A job and the plans for the job, with the points of a scaling study, the largest models and the end of the run, if
+    any."""
 
     job: Job
     plans: Sequence[Plan]
     points: Sequence[ScalingPoint] = ()
     deepest: Sequence[Deepest] = ()
+    scaling: Scaling = "weak"
+    solution: Solution | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Returns the plans, the machine and, for a scaling study, its points as data for JSON."""
         scaled = [{"ranks": point.ranks, "efficiency": point.efficiency} for point in self.points]
         machine = self.job.machine
         source = " ".join(machine.source.split())
-        said = {"machine": {"name": machine.name, "memory_bytes": machine.memory, "source": source}}
-        return {"plans": [as_json(each) for each in self.plans], **said, **({"scaling": scaled} if scaled else {})}
+        found: dict[str, Any] = {
+            "plans": [as_json(each) for each in self.plans],
+            "machine": {"name": machine.name, "memory_bytes": machine.memory, "source": source},
+            **({"scaling": scaled, "scaling_kind": self.scaling} if scaled else {}),
+        }
+        if (end := self.solution) is not None:
+            found["until"] = {"target": end.target, "tokens": end.tokens, "why": end.why}
+            for plan, row in zip(self.plans, found["plans"]):
+                times = {"steps": end.steps(plan), "seconds": end.seconds(plan), "device_hours": end.device_hours(plan)}
+                row["until"] = times
+        return found
 
     def rows(self, *, wide: bool = False) -> list[dict[str, Any]]:
         """Returns the rows of a table: one per plan, or per number of ranks of a scaling study.
@@ -88,18 +101,28 @@ class Answer:
         """
         rows = rows_of(self.plans, wide=wide)
         if self.deepest:
-            return [_largest_row(deepest) | row for deepest, row in zip(self.deepest, rows)]
-        return [_scaled_row(point, row, wide) for point, row in zip(self.points, rows)] if self.points else rows
+            rows = [_largest_row(deepest) | row for deepest, row in zip(self.deepest, rows)]
+        elif self.points:
+            rows = [_scaled_row(point, row, wide) for point, row in zip(self.points, rows)]
+        return [self._until(plan, row, wide) for plan, row in zip(self.plans, rows)] if self.solution else rows
+
+    def _until(self, plan: Plan, row: dict[str, Any], wide: bool) -> dict[str, Any]:
+        assert self.solution is not None
+        kept = row if wide else {name: value for name, value in row.items() if name not in ("MFU", "recompute")}
+        hours = rounded(self.solution.device_hours(plan))
+        return kept | {"time": seconds_text(self.solution.seconds(plan)), "device hours": hours}
 
     def title(self) -> str:
         """Returns the title of the table: ranks, machine, batch and precision."""
         job = self.job
         batch = f"{job.train.global_batch:,} sequences of {job.train.sequence_length:,} tokens"
-        return f"{counted(job.mesh.size, 'rank')} of {job.machine.name}, {batch}, {job.precision}"
+        study = f"{self.scaling} scaling: " if self.points else ""
+        return f"{study}{counted(job.mesh.size, 'rank')} of {job.machine.name}, {batch}, {job.precision}"
 
     def notes(self) -> list[str]:
-        """Returns the notes on the first plan; no notes for a scaling study."""
-        return [] if self.points else _below_table(self.plans[0])
+        """Returns the notes on the end of the run, if any, and on the first plan; no notes on plans of a scaling study."""
+        end = [] if self.solution is None else [said(self.solution)]
+        return end if self.points else end + _below_table(self.plans[0], run=self.solution is None)
 
     def explained(self, row: int) -> str:
         """Explains the plan in a row of the table. Raises `UserError` when the table lacks the row."""
@@ -187,18 +210,22 @@ def _run_length(plan: Plan) -> _RunLength | None:
     return _RunLength(steps, steps * job.tokens, seconds, seconds / 3600 * job.mesh.size)
 
 
-def _below_table(plan: Plan) -> list[str]:
+def _below_table(plan: Plan, *, run: bool = True) -> list[str]:
     job, machine = plan.job, plan.job.machine
     number, size = job.microbatches, job.train.micro_batch
     lines = [
         f"batch {number}x{size}: a step of each data-parallel rank has {counted(number, 'microbatch')} of "
         f"{counted(size, 'sequence')}."
     ]
-    if (run := _run_length(plan)) is not None:
-        days = f"{rounded(run.seconds / 86400)} days" if run.seconds > 86400 else f"{rounded(run.seconds / 3600)} hours"
+    if run and (whole := _run_length(plan)) is not None:
+        days = (
+            f"{rounded(whole.seconds / 86400)} days"
+            if whole.seconds > 86400
+            else f"{rounded(whole.seconds / 3600)} hours"
+        )
         lines.append(
-            f"The run, {run.steps:,} steps or {count_text(float(run.tokens))} tokens, takes {days} with plan 1: "
-            f"{rounded(run.device_hours)} device hours."
+            f"The run, {whole.steps:,} steps or {count_text(float(whole.tokens))} tokens, takes {days} with plan 1: "
+            f"{rounded(whole.device_hours)} device hours."
         )
     _, buffers = communicators_of(job)
     free, beside = machine.memory - plan.memory.total - buffers, f" and {size_text(buffers)} of communicators' buffers"

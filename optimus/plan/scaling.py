@@ -1,9 +1,10 @@
-"""Studies weak scaling: the same layout of the model on more and more data-parallel ranks."""
+"""Studies scaling: weak, with the same layout on more and more data-parallel ranks and a batch that grows with them, or
+strong, with the same batch on more and more ranks."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from optimus.errors import UserError, naming_disk_errors
 from optimus.plan.job import Job
@@ -19,22 +20,47 @@ class ScalingPoint(NamedTuple):
     plan: Plan
 
 
-def scale(job: Job, ranks: Sequence[int], layout_plan: Plan | None = None) -> list[ScalingPoint]:
-    """Studies weak scaling: the global batch and the data axis grow with the number of ranks. The layout is
-    `layout_plan`'s, or the best layout on the fewest ranks.
+Scaling = Literal["weak", "strong"]
 
-    Returns a point for each number of ranks, in ascending order. Raises `UserError` when a number of ranks is not
-    positive or is no multiple of the layout's ranks.
+
+def scale(
+    job: Job, ranks: Sequence[int], layout_plan: Plan | None = None, kind: Scaling = "weak"
+) -> list[ScalingPoint]:
+    """Studies scaling over numbers of ranks. Returns a point for each number of ranks, in ascending order.
+
+    Weak: the global batch and the data axis grow with the number of ranks. The layout is `layout_plan`'s, or the best
+    layout on the fewest ranks. Strong: the global batch stays. The layout is `layout_plan`'s with a longer data axis, or
+    the best layout on each number of ranks.
+
+    Raises `UserError` when a number of ranks is not positive, is no multiple of the layout's ranks, or has no layout.
     """
     fewest = min(ranks)
     if fewest < 1:
         raise UserError(f"--scale: {fewest} ranks: give positive numbers of ranks, such as 384,768,1536")
-    batch = max(1, job.train.global_batch * fewest // job.mesh.size)
     job = job.changed(phases=[])  # the study predicts one step
-    least = job.undivided.changed(replace(job.undivided.mesh, dp=fewest), train={"global_batch": batch})
-    first = (layout_plan or search(least, best=1)[0]).job
+    if kind == "strong" and layout_plan is None:
+        plans = [search(_on(job, number), best=1)[0] for number in sorted(ranks)]
+    else:
+        plans = _same_layout(job, ranks, layout_plan, kind)
+    base = plans[0].tokens_per_second / plans[0].job.mesh.size
+    return [
+        ScalingPoint(plan.job.mesh.size, plan.tokens_per_second / plan.job.mesh.size / base, plan) for plan in plans
+    ]
+
+
+def _on(job: Job, ranks: int, batch: int | None = None) -> Job:
+    undivided = job.undivided
+    train = {} if batch is None else {"global_batch": batch}
+    node = min(ranks, job.machine.ranks_per_node)
+    return undivided.changed(replace(undivided.mesh, dp=ranks, ranks_per_node=node), train=train)
+
+
+def _same_layout(job: Job, ranks: Sequence[int], layout_plan: Plan | None, kind: Scaling) -> list[Plan]:
+    fewest = min(ranks)
+    batch = max(1, job.train.global_batch * fewest // job.mesh.size)
+    first = (layout_plan or search(_on(job, fewest, batch), best=1)[0]).job
     mesh, sequences = first.mesh, first.train.micro_batch * first.microbatches * first.mesh.dp
-    points: list[ScalingPoint] = []
+    plans = list[Plan]()
     for number in sorted(ranks):
         times, remainder = divmod(number, mesh.size)
         if remainder or not times:
@@ -42,15 +68,20 @@ def scale(job: Job, ranks: Sequence[int], layout_plan: Plan | None = None) -> li
                 f"--scale: {number} ranks are not a multiple of the layout's {mesh.size} ranks: use "
                 f"{max(1, times) * mesh.size}"
             )
-        larger = first.changed(replace(mesh, dp=mesh.dp * times), train={"global_batch": sequences * times}, phases=[])
-        plan = predict(larger.checked().with_neighbours())
-        each = plan.tokens_per_second / number
-        base = points[0].plan.tokens_per_second / points[0].ranks if points else each
-        points.append(ScalingPoint(number, each / base, plan))
-    return points
+        data = mesh.dp * times
+        if kind == "strong" and sequences % (data * first.train.micro_batch):
+            raise UserError(
+                f"--scale: {number} ranks: a global batch of {sequences} sequences does not divide over "
+                f"{data} data-parallel ranks with train.micro_batch {first.train.micro_batch}: use fewer ranks, or leave "
+                "--as-is out for the best layout on each number of ranks"
+            )
+        train = {"global_batch": sequences * (times if kind == "weak" else 1)}
+        larger = first.changed(replace(mesh, dp=data), train=train, phases=[])
+        plans.append(predict(larger.checked().with_neighbours()))
+    return plans
 
 
-def draw(points: Sequence[ScalingPoint], path: Path) -> None:
+def draw(points: Sequence[ScalingPoint], path: Path, kind: Scaling = "weak") -> None:
     """Writes a figure of tokens per second and efficiency by number of ranks.
 
     Raises `UserError` when the file cannot be written.
@@ -60,9 +91,8 @@ def draw(points: Sequence[ScalingPoint], path: Path) -> None:
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot(xscale="log", yscale="log", xlabel="ranks", ylabel="tokens per second")
     job = points[0].plan.job
-    axes.set_title(
-        f"Weak scaling of {job.model.family} on {job.machine.name}, {job.train.sequence_length:,} tokens a sequence"
-    )
+    length = f"{job.train.sequence_length:,} tokens a sequence"
+    axes.set_title(f"{kind.capitalize()} scaling of {job.model.family} on {job.machine.name}, {length}")
     ranks = [point.ranks for point in points]
     rates = [point.plan.tokens_per_second for point in points]
     axes.plot(ranks, [rates[0] / ranks[0] * number for number in ranks], "--", color="black", zorder=3, label="ideal")

@@ -12,6 +12,7 @@ from benchmarks.planner import Comparison, Response, constants, timed
 from benchmarks.published import Case, read_cases
 from benchmarks.published.profiles import load_profile
 from benchmarks.published.program import job_of, model_of, offload_of, profile_of
+from benchmarks.statistics import rank_correlation
 from optimus.errors import UserError
 
 SOURCE = {"rows", "median_absolute_error", "p90_absolute_error", "one_mfu_error", "spearman_mfu"}
@@ -116,9 +117,9 @@ def _measured(case: Case, speed: float) -> Case:
 
 
 def test_statistics() -> None:
-    assert planner._rank_correlation([1.0, 2.0, 3.0], [10.0, 30.0, 20.0]) == pytest.approx(0.5)
-    assert planner._rank_correlation([1.0, 1.0, 2.0], [1.0, 2.0, 3.0]) == pytest.approx(0.75**0.5)
-    assert planner._rank_correlation([1.0], [2.0]) is None
+    assert rank_correlation([1.0, 2.0, 3.0], [10.0, 30.0, 20.0]) == pytest.approx(0.5)
+    assert rank_correlation([1.0, 1.0, 2.0], [1.0, 2.0, 3.0]) == pytest.approx(0.75**0.5)
+    assert rank_correlation([1.0], [2.0]) is None
     assert planner._percentile([3.0, 1.0, 2.0], 0.9) == pytest.approx(2.8)
     assert planner._percentile([7.0], 0.9) == 7.0
 

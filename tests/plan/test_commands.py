@@ -355,6 +355,32 @@ def test_as_it_is_and_scaled(plan: Callable[..., Any]) -> None:
     assert {each["parallel"]["expert"] for each in result["plans"]} == {4}
 
 
+def test_strong_scaling_keeps_the_batch_and_searches_each_layout(plan: Callable[..., Any]) -> None:
+    """Each number of ranks has its own best layout; the efficiency is the speed of a rank relative to the fewest."""
+    result = plan("--scale", "strong:4,8")
+    assert result["scaling_kind"] == "strong"
+    assert [point["ranks"] for point in result["scaling"]] == [4, 8]
+    speeds = [each["tokens_per_second"] / point["ranks"] for each, point in zip(result["plans"], result["scaling"])]
+    assert [point["efficiency"] for point in result["scaling"]] == pytest.approx([each / speeds[0] for each in speeds])
+    tokens = [each["tokens_per_second"] * each["step_seconds"] for each in result["plans"]]
+    assert tokens[0] == pytest.approx(tokens[1])
+    alone = plan("--best", "1", ranks=8)["plans"][0]
+    assert result["plans"][1]["step_seconds"] == pytest.approx(alone["step_seconds"])
+
+
+def test_strong_scaling_of_a_layout_divides_its_batch(plan: Callable[..., Any]) -> None:
+    result = plan("parallel.tensor=2", "--as-is", "--scale", "strong", "--until", "tokens=1e9")
+    assert [point["ranks"] for point in result["scaling"]] == [4, 8, 16, 32]
+    assert [each["parallel"]["data"] for each in result["plans"]] == [2, 4, 8, 16]
+    batches = [each["micro_batch"] * each["microbatches"] * each["parallel"]["data"] for each in result["plans"]]
+    assert len(set(batches)) == 1
+    assert result["until"]["tokens"] == 1e9
+    for each in result["plans"]:
+        assert each["until"]["seconds"] == pytest.approx(each["until"]["steps"] * each["step_seconds"])
+    with pytest.raises(optimus.UserError, match=r"--scale: \d+ ranks: a global batch of \d+ sequences does not divide"):
+        plan("--as-is", "--scale", f"strong:4,{4 * 3**9}")
+
+
 def test_another_machine(plan: Callable[..., Any]) -> None:
     now, faster = (
         plan("parallel.tensor=4", "--as-is", *more)["plans"][0] for more in ([], ["--what-if", "node.bandwidth=x2"])
@@ -500,6 +526,11 @@ def test_bad_input(tmp_path: Path) -> None:
     assert "did you mean 'mula-tiny'?" in refused("mula-tny", "--ranks", "4", "--machine", "laptop")
     assert refused(*preset, "--machine", "laptop", "--scale", "a,b").startswith("--scale a,b: give numbers of ranks")
     assert "--scale: 0 ranks: give positive numbers" in refused(*preset, "--machine", "laptop", "--scale", "0,8")
+    wrong = refused(*preset, "--machine", "laptop", "--scale", "strong:a")
+    assert wrong.startswith("--scale strong:a: give numbers of ranks")
+    assert refused(*preset, "--machine", "laptop", "--until", "tokens=few").startswith(
+        "--until tokens=few: give tokens=N"
+    )
     assert "add --scale" in refused(*preset, "--machine", "laptop", "--plot", str(tmp_path / "x.png"))
     assert refused(*preset, "--machine", "laptop", "--dry-run", "4") == "--dry-run 4: the ranks are 0 to 3"
     assert "not a multiple of the layout's 4 ranks: use 4" in refused(*preset, "--machine", "laptop", "--scale", "4,6")

@@ -3,6 +3,7 @@
 import random
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,7 @@ GROWING = ModelConfig(
 )
 
 
-def machine(**changes: float) -> Machine:
+def machine(**changes: Any) -> Machine:
     """Returns a machine whose communicators have buffers as small, relative to NCCL's, as its memory is."""
     buffers = Communicator(buffer=2.0**14)
     return load_machine("dgx-a100").model_copy(update={"communicator": buffers, **changes})
@@ -171,6 +172,45 @@ def test_state_that_the_host_has_no_memory_for() -> None:
     ) as error:
         search(asked)
     assert re.search(r"state\.offload=all every layout of 8 ranks takes at least [\d.]+ MB there: ", str(error.value))
+
+
+# ---- Tensor-parallel groups across nodes ----
+
+
+def test_tensor_parallel_groups_divide_a_node_or_fill_whole_nodes() -> None:
+    """The search lists the grids that fit evenly, up to 8 nodes, and no others."""
+    model = DENSE.model_copy(update={"hidden": 1536, "heads": 96, "kv_heads": 96, "intermediate": 6144, "vocab": 1536})
+    asked = job(model, machine(ranks_per_node=6), Mesh(dp=96, ranks_per_node=6), 1152, 1, 1)
+    asked = asked.changed(train={"global_batch": 96})
+    found = {(each.timing.mesh.tp_out, each.timing.mesh.tp_in) for each in candidates(asked.undivided)}
+    expected = {
+        (out, inner)
+        for out in range(1, 97)
+        for inner in range(1, 97)
+        if 96 % (out * inner) == 0  # of the ranks and of the heads
+        and (6 % (out * inner) == 0 or ((out * inner) % 6 == 0 and out * inner <= 48))
+        and (6 % out == 0 or out % 6 == 0)
+        and 1536 % inner == 0
+    }
+    assert found == expected
+    assert {(6, 2), (3, 8), (24, 1), (48, 1)} < found
+    assert not {(4, 3), (8, 3), (16, 6), (96, 1)} & found
+
+
+def test_a_group_across_nodes_is_found_where_it_is_fastest() -> None:
+    """One rank a node and a fast network: the best plan has a group over several nodes (dissertation, section 5.1.2).
+
+    One sequence is the whole batch, so neither data nor pipeline parallelism has work for more ranks.
+    """
+    network = load_machine("dgx-a100").network.model_copy(update={"bandwidth": 6e11, "latency": 1e-6, "taper": 1.0})
+    single = machine(ranks_per_node=1, network=network, memory=4e10)
+    wide = DENSE.model_copy(update={"hidden": 4096, "heads": 32, "kv_heads": 32, "intermediate": 16384, "layers": 2})
+    asked = job(wide, single, Mesh(dp=4, ranks_per_node=1), 512, 1, 1)
+    asked = asked.changed(Mesh(dp=4, ranks_per_node=1), train={"global_batch": 1})
+    best, every = search(asked, 3)[0], everything(asked)
+    assert best.job.mesh.tp > 1
+    assert best.step.seconds == pytest.approx(every[0].seconds)
+    assert all(best.step.seconds < each.seconds for each in every if each.job.mesh.tp == 1)
 
 
 # ---- Places of stages, and nodes with unlike links ----
