@@ -105,7 +105,7 @@ def plan(
 ) -> None:
     """Choose the layout of a model on a machine, and predict its speed and memory."""
     overrides = [*(overrides or []), *(settings or [])]
-    kind, numbers = ("weak", []) if scale is None else _study(scale, ranks)
+    kind, numbers = _study(scale, ranks)
     rows = len(numbers) or (1 if as_is else best)
     if explain is not None and not largest and explain > rows:
         raise UserError(f"--explain {explain}: there are at most {rows} rows")
@@ -186,7 +186,9 @@ def _print(found: Any, page: Path | None, explain: int | None, *, wide: bool) ->
         print(found.explained(explain))
 
 
-def _study(text: str, ranks: int | None) -> tuple[Literal["weak", "strong"], list[int]]:
+def _study(text: str | None, ranks: int | None) -> tuple[Literal["weak", "strong"], list[int]]:
+    if text is None:
+        return "weak", []
     word, colon, listed = text.partition(":")
     if word not in ("weak", "strong"):
         word, colon, listed = "weak", ":", text

@@ -217,15 +217,15 @@ def _below_table(plan: Plan, *, run: bool = True) -> list[str]:
         f"batch {number}x{size}: a step of each data-parallel rank has {counted(number, 'microbatch')} of "
         f"{counted(size, 'sequence')}."
     ]
-    if run and (length_of_run := _run_length(plan)) is not None:
+    if run and (found := _run_length(plan)) is not None:
         days = (
-            f"{rounded(length_of_run.seconds / 86400)} days"
-            if length_of_run.seconds > 86400
-            else f"{rounded(length_of_run.seconds / 3600)} hours"
+            f"{rounded(found.seconds / 86400)} days"
+            if found.seconds > 86400
+            else f"{rounded(found.seconds / 3600)} hours"
         )
         lines.append(
-            f"The run, {length_of_run.steps:,} steps or {count_text(float(length_of_run.tokens))} tokens, takes {days} with plan 1: "
-            f"{rounded(length_of_run.device_hours)} device hours."
+            f"The run, {found.steps:,} steps or {count_text(float(found.tokens))} tokens, takes {days} with plan 1: "
+            f"{rounded(found.device_hours)} device hours."
         )
     _, buffers = communicators_of(job)
     free, beside = machine.memory - plan.memory.total - buffers, f" and {size_text(buffers)} of communicators' buffers"
