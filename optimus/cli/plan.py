@@ -5,7 +5,7 @@ import shutil
 import sys
 import textwrap
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
@@ -105,7 +105,7 @@ def plan(
 ) -> None:
     """Choose the layout of a model on a machine, and predict its speed and memory."""
     overrides = [*(overrides or []), *(settings or [])]
-    scaling, numbers = ("weak", []) if scale is None else _study(scale, ranks)
+    kind, numbers = _study(scale, ranks)
     rows = len(numbers) or (1 if as_is else best)
     if explain is not None and not largest and explain > rows:
         raise UserError(f"--explain {explain}: there are at most {rows} rows")
@@ -150,7 +150,7 @@ def plan(
         as_is=as_is,
         largest=largest,
         scale=numbers,
-        scaling=scaling,
+        scaling=kind,
         until=until,
         loss_curve=loss_curve,
         **question,
@@ -186,10 +186,13 @@ def _print(found: Any, page: Path | None, explain: int | None, *, wide: bool) ->
         print(found.explained(explain))
 
 
-def _study(text: str, ranks: int | None) -> tuple[str, list[int]]:
-    kind, colon, listed = text.partition(":")
-    if kind not in ("weak", "strong"):
-        kind, colon, listed = "weak", ":", text
+def _study(text: str | None, ranks: int | None) -> tuple[Literal["weak", "strong"], list[int]]:
+    if text is None:
+        return "weak", []
+    word, colon, listed = text.partition(":")
+    if word not in ("weak", "strong"):
+        word, colon, listed = "weak", ":", text
+    kind: Literal["weak", "strong"] = "strong" if word == "strong" else "weak"
     if not colon:
         return kind, [(ranks or 0) << doublings for doublings in range(_DOUBLINGS + 1)]
     try:

@@ -108,9 +108,9 @@ class Answer:
 
     def _until(self, plan: Plan, row: dict[str, Any], wide: bool) -> dict[str, Any]:
         assert self.solution is not None
-        kept = row if wide else {name: value for name, value in row.items() if name not in ("MFU", "recompute")}
+        shown = row if wide else {name: value for name, value in row.items() if name not in ("MFU", "recompute")}
         hours = rounded(self.solution.device_hours(plan))
-        return kept | {"time": seconds_text(self.solution.seconds(plan)), "device hours": hours}
+        return shown | {"time": seconds_text(self.solution.seconds(plan)), "device hours": hours}
 
     def title(self) -> str:
         """Returns the title of the table: ranks, machine, batch and precision."""
@@ -217,15 +217,15 @@ def _below_table(plan: Plan, *, run: bool = True) -> list[str]:
         f"batch {number}x{size}: a step of each data-parallel rank has {counted(number, 'microbatch')} of "
         f"{counted(size, 'sequence')}."
     ]
-    if run and (whole := _run_length(plan)) is not None:
+    if run and (found := _run_length(plan)) is not None:
         days = (
-            f"{rounded(whole.seconds / 86400)} days"
-            if whole.seconds > 86400
-            else f"{rounded(whole.seconds / 3600)} hours"
+            f"{rounded(found.seconds / 86400)} days"
+            if found.seconds > 86400
+            else f"{rounded(found.seconds / 3600)} hours"
         )
         lines.append(
-            f"The run, {whole.steps:,} steps or {count_text(float(whole.tokens))} tokens, takes {days} with plan 1: "
-            f"{rounded(whole.device_hours)} device hours."
+            f"The run, {found.steps:,} steps or {count_text(float(found.tokens))} tokens, takes {days} with plan 1: "
+            f"{rounded(found.device_hours)} device hours."
         )
     _, buffers = communicators_of(job)
     free, beside = machine.memory - plan.memory.total - buffers, f" and {size_text(buffers)} of communicators' buffers"

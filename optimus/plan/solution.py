@@ -8,10 +8,10 @@ are read from the curve, beyond its end from the law fitted to it.
 import csv
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -49,7 +49,7 @@ class LossLaw(NamedTuple):
 
 @dataclass(frozen=True)
 class Solution:
-    """Where a run ends: `target` as requested, the tokens that it takes, and how they were found."""
+    """The end of a run: `target` as requested, the tokens that it takes, and how they were found."""
 
     target: str
     tokens: float
@@ -142,7 +142,9 @@ def read_curve(path: Path) -> list[tuple[float, float]]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--loss-curve {path} cannot be read: {error}") from None
-    rows = _lines(text, path) if path.suffix == ".jsonl" else csv.DictReader(text.splitlines())
+    rows: Iterable[Mapping[str, Any]] = (
+        _lines(text, path) if path.suffix == ".jsonl" else csv.DictReader(text.splitlines())
+    )
     points = []
     for number, row in enumerate(rows, start=1):
         try:
@@ -173,9 +175,10 @@ def binned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     tokens, losses = (np.asarray(values, dtype=np.float64) for values in zip(*points))
     logs = np.log(tokens)
     edges = np.linspace(logs[0], logs[-1], _BINS + 1)
-    place = np.clip(np.searchsorted(edges, logs, side="right") - 1, 0, _BINS - 1)
+    interval = np.clip(np.searchsorted(edges, logs, side="right") - 1, 0, _BINS - 1)
     return [
-        (float(np.exp(logs[place == each].mean())), float(losses[place == each].mean())) for each in np.unique(place)
+        (float(np.exp(logs[interval == each].mean())), float(losses[interval == each].mean()))
+        for each in np.unique(interval)
     ]
 
 
