@@ -346,8 +346,8 @@ class LossConfig(Section):
 
 
 class LossScaleConfig(Section):
-    """Loss scaling for train.precision: float16, by the rules of torch.amp.GradScaler. The loss is multiplied by
-    the scale before the backward pass, and the gradients are divided by it before the update. A step whose gradients
+    """The scale of the loss for train.precision: float16, by the rules of torch.amp.GradScaler. The loss is multiplied
+    by the scale before the backward pass, and the gradients are divided by it before the update. A step whose gradients
     overflow applies no update and lowers the scale."""
 
     initial: float = Field(65536.0, gt=0, allow_inf_nan=False, description="Scale of the first step.")

@@ -1,4 +1,4 @@
-"""Loss scaling for training in float16 (Micikevicius et al. 2018, section 3.2; `torch.amp.GradScaler`)."""
+"""Scales the loss for training in float16 (Micikevicius et al. 2018, section 3.2; `torch.amp.GradScaler`)."""
 
 import math
 from collections.abc import Mapping
