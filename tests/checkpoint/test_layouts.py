@@ -310,7 +310,7 @@ def test_the_pairs_meet_everything() -> None:
         "parallel.expert": ("2", "4", "8"),
         "parallel.expert_tensor": ("2",),
         "parallel.pipeline": ("2", "4"),
-        "parallel.schedule": ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv"),
+        "parallel.schedule": ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv", "v-half", "v-min"),
         "parallel.stages_per_rank": ("2",),
         "parallel.executor": ("message-driven",),
         "parallel.vocabulary": ("true",),
