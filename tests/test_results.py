@@ -176,7 +176,7 @@ FIXED = [
         r"within a relative (\S+) on (\d) and (\d) ranks for all (\d) schedules",
         lambda: [
             *text(TORCH, r"losses, expected_losses, rtol=(\S+),", r'"ranks", in_turns\(\[(\d), (\d)\]'),
-            len(module(TORCH).schedules()),
+            len(module(TORCH).TORCH),
         ],
     ),
     Fixed(LONG, r"A sequence of ([\d,]+) tokens, `mula-tiny`", lambda: [module(LONG).CONTEXT]),

@@ -7,7 +7,7 @@ last. `found` marks a parameter that the backward pass no longer needs; the pass
 import math
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import count
 from typing import NamedTuple
@@ -360,7 +360,7 @@ class GradientReduction:
         """Returns the sum of squares of this rank's reduced gradients, a scalar."""
         self.sum.transition("measure")
         if self._squares:
-            return torch.stack(self._squares).sum()
+            return _sum(self._squares)
         if not self.offloaded:
             return self._square_sum(self.reduced, tile)
         if self.chunk.plan.sends_gradients:
@@ -371,7 +371,7 @@ class GradientReduction:
         return self._square
 
     def _square_sum(self, gradients: Tensor, tile: int) -> Tensor:
-        return torch.stack(self._squares_of(gradients, tile)).sum()
+        return _sum(self._squares_of(gradients, tile))
 
     def _squares_of(self, gradients: Tensor, tile: int) -> list[Tensor]:
         size = self.piece if gradients.device.type != "cpu" else aligned(tile, self.chunk.plan.align)
@@ -404,6 +404,10 @@ class GradientReduction:
         """Waits for the first `elements` elements of `reduced`, and measures what arrives for `square_sum`."""
         for piece in self._arriving(elements):
             self._squares += self._squares_of(piece, tile)
+
+
+def _sum(squares: Sequence[Tensor]) -> Tensor:
+    return squares[0] if len(squares) == 1 else torch.stack([*squares]).sum()
 
 
 def _before_accumulation(reference: "weakref.ref[GradientReduction]", gradient: Tensor | None) -> None:

@@ -91,11 +91,12 @@ def training_step(
         norm = None if on_arrival else state.reduce_gradients() / factor
     summing.wait()
     with_losses = state.groups.world.size // state.groups.mesh.pp  # only the ranks of the last stage have losses
-    loss, balance, z, divergence, *of_sources = (sums[: len(losses)] / with_losses).tolist()
+    loss, balance, z, divergence, *of_sources = (sums / with_losses).tolist()
+    square = of_sources.pop() * with_losses if on_arrival else math.inf
     lr = step_learning_rate(config, step)
     # Up to the root of the bound, no sum over the ranks overflows.
     bound = min(_HUGE_NORM * factor, torch.finfo(getattr(torch, config.state.gradient_dtype)).max)
-    updated = on_arrival and loss <= min(loss_limit, sys.float_info.max) and float(sums[-1]) <= bound**2
+    updated = loss <= min(loss_limit, sys.float_info.max) and square <= bound**2
     with region(lambda: "optimizer step"):
         if updated:
             norm = state.reduce_and_step(lr, clip_scale(config, step, 0.0) / factor) / factor

@@ -52,11 +52,11 @@ def train(config: RunConfig) -> list[tuple[Tensor, dict[str, Tensor]]]:
 
 
 def test_torch_has_each_of_our_schedules() -> None:
-    assert set(TORCH) == set(schedules())
+    assert set(schedules()) - set(TORCH) == {"v-half", "v-min"}
 
 
 @pytest.mark.parametrize("ranks", in_turns([2, 4], 2))
-@pytest.mark.parametrize("schedule", schedules())
+@pytest.mark.parametrize("schedule", TORCH)
 def test_losses_and_gradients_are_those_of_torch(schedule: str, ranks: int) -> None:
     by_rank = run_ranks(train, ranks, config_of(schedule, ranks))
     for (_, gradients), (_, expected) in by_rank:

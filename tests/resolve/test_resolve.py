@@ -44,6 +44,7 @@ NULL_IS_AN_ANSWER = {
     "state.shard_ranks": "all replicas",
     "state.all_reduce_tiles": "all tiles",
     "state.chunk": "by stage: a decision of its own",
+    "state.chunk_sizes": "by the number of parameters",
     "pruning": "none",
     "recompute_budget": "recompute says it",
     "checkpoint.keep": "all",

@@ -95,6 +95,6 @@ def test_formats_may_need_multiples(align: int) -> None:
     assert (first, second) == ([0, 100], [128, 258])
     places = (("a", 100, 0, 100), ("b", 130, 128, 258))
     slots = tuple(ParameterSlot(name, Layout((size,)), (slice(0, size),), *place) for name, size, *place in places)
-    (borders,) = ChunkRow((), (), ADAMW, [slots], align).borders(3)
+    (borders,) = ChunkRow((), (), ADAMW, [slots], align, small=False).borders(3)
     assert borders == (range(0, 3 * 128 + 1, 128) if align == 128 else range(0, 3 * 96 + 1, 96))
     assert aligned(129, align) == (160 if align == 32 else 256)

@@ -375,7 +375,7 @@ def train_delayed(config: dict[str, Any], steps: int) -> tuple[Trained, float]:
     links = [CopyLink(1e6, 0.0, lambda: draw.expovariate(10)) for _ in range(2)]
     device = SimulatedDevice(*links, update_rate=1e4)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_state, "transfers", lambda _: device)
+        patch.setattr(model_state, "transfers", lambda _, pinned: device)
         return train_steps(config, steps), device.now
 
 

@@ -127,6 +127,7 @@ def _mask_dense(state: ModelState, masks: dict[str, Tensor]) -> None:
             for part in parts.values():
                 part.mul_(mask)
         chunk.refresh_compute_copy()
+        state.options = state.options.model_copy(update={"overlap": False})  # updates after `reduce`, not on arrival
         chunk.gradients.reduce = partial(_reduce_and_mask, chunk.gradients, mask)  # type: ignore[method-assign]
 
 

@@ -87,7 +87,7 @@ def test_losses_norms_and_states_are_those_of_the_plain_order(case: str) -> None
 
 
 def test_only_steps_without_a_limit_update_on_arrival() -> None:
-    """By default the two steps of the warm-up do, and later steps clip."""
+    """The two steps of the warm-up do by default, and later steps clip."""
     config = config_of("dense")
     for found in run_ranks(trained, 2, config, ()):
         assert found[2] == config["lr_schedule"]["warmup_steps"] == 2
@@ -303,8 +303,8 @@ def test_the_time_of_a_chunk_in_pieces(k: int, updating: float) -> None:
 
 
 def test_the_best_k_lies_between() -> None:
-    """As in AxoNN's figure 3.6: k = 1 is slower than no overlap, and large k is sequential. With r > u, the time
-    n a / k + n b + k c + ... is least at k = (n a / c) ** 0.5.
+    """A piece of one tile is too small, as in AxoNN's figure 3.6: k = 1 is slower than no overlap, and large k is
+    sequential. With r > u, the time n a / k + n b + k c + ... is least at k = (n a / c) ** 0.5.
     """
     times = {k: seconds(simulated(1, TILES, k, 0.4e-3), True) for k in (1, 2, 4, 8, 16, 32)}
     plain = seconds(simulated(1, TILES, None, 0.4e-3), False)

@@ -48,8 +48,8 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[LateTransfers]:
     """Returns the transfers of the states that a test makes."""
     made: list[LateTransfers] = []
 
-    def transfers(device: torch.device) -> LateTransfers:
-        made.append(LateTransfers(device))
+    def transfers(device: torch.device, pinned: bool = True) -> LateTransfers:
+        made.append(LateTransfers(device, pinned))
         return made[-1]
 
     monkeypatch.setattr(model_state, "transfers", transfers)

@@ -272,7 +272,7 @@ def _draw_chunks(draw: Draw) -> None:
     sharded, offloaded = "state.shard=none" not in draw.overrides, "state.offload=none" not in draw.overrides
     if draw.of(True, False, False):
         at = next(at for at, override in enumerate(draw.overrides) if override.startswith("state.chunk="))
-        draw.overrides[at] = "state.chunk_sizes=[300,700]"
+        draw.overrides[at : at + 1] = ["state.chunk=null", "state.chunk_sizes=[300,700]"]
     if sharded or offloaded:
         draw.set("state.unsharded_below", 0, 400, 4000)
     if "state.cache=40" in draw.overrides and draw.of(True, False):

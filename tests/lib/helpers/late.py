@@ -13,7 +13,7 @@ from optimus.state.transfers import Job, Transfers
 class LateTransfers(Transfers):
     """Transfers of a CPU that start an update when that update, or a later one, is waited for by any thread."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, pinned: bool = True) -> None:
         super().__init__(device)
         self._queued: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
