@@ -264,8 +264,12 @@ def _memory(folder: Path, shared: Request, dedup: Dedup, gigabytes: float) -> Ro
     documents = write_generated(text, round(gigabytes * 1e9))
     turn = _turn(folder, {**shared, "text": str(text)}, _two_tasks(dedup), memory=MEMORY)
     text.unlink()
+    return _memory_row(dedup, gigabytes, documents, turn)
+
+
+def _memory_row(what: str, gigabytes: float, documents: int, turn: Turn) -> Row:
     return {
-        "dedup": dedup,
+        "dedup": what,
         "gigabytes": gigabytes,
         "documents": documents,
         "remaining": turn.documents,
@@ -285,14 +289,7 @@ def _stage_memory(folder: Path, shared: Request, dedup: Dedup, gigabytes: float)
             )
         request = {"program": "second-stage", "cores": 1, "streams": [str(each) for each in streams], "dedup": dedup}
         turn = timed([{**shared, **request, "output": partial, "memory": MEMORY}], ROOT, sample=True)
-    return {
-        "dedup": f"{dedup}, second stage",
-        "gigabytes": gigabytes,
-        "documents": documents,
-        "remaining": turn.documents,
-        "peak_mb": round(turn.peak_bytes / 1e6, 1),
-        "seconds": round(turn.seconds, 1),
-    }
+    return _memory_row(f"{dedup}, second stage", gigabytes, documents, turn)
 
 
 def write_records(folder: Path, dedup: Dedup, documents: range, end_of_text: int) -> None:

@@ -36,7 +36,7 @@ from optimus.data.journal import Journal
 from optimus.data.output_index import make_index
 from optimus.data.outputs import OUTPUTS
 from optimus.data.prepare_run import PrepareRun, Progress, check_free, disk_errors, empty, refuse
-from optimus.data.ranges import Range, numbers_of_task, task_range
+from optimus.data.ranges import numbers_of_task, task_range
 from optimus.data.selection import Dedup, Selection
 from optimus.data.streams import write_stream
 from optimus.data.tasks import (
@@ -221,13 +221,15 @@ def prepare(
             memory=memory // workers,
             helpers=helpers,
             # With `skip_bad`, the task that reads a file must find all its faults.
-            range=task_range(sources, *numbers, divide=not skip_bad) if numbers else _everything(sources),
+            range=task_range(sources, *(numbers or (1, 0)), divide=not skip_bad),
             task=numbers,
         )
-        return _prepared(run, settings, info, stage)
+        return _begin_or_resume(run, settings, info, stage)
 
 
-def _prepared(run: PrepareRun, settings: dict[str, Any], info: TokenizerInfo | None, stage: Stage) -> dict[str, Any]:
+def _begin_or_resume(
+    run: PrepareRun, settings: dict[str, Any], info: TokenizerInfo | None, stage: Stage
+) -> dict[str, Any]:
     output, partial = run.output, run.partial
     with disk_errors(run):
         if output.exists() and not (output.is_dir() and not any(output.iterdir())):
@@ -238,10 +240,6 @@ def _prepared(run: PrepareRun, settings: dict[str, Any], info: TokenizerInfo | N
             raise UserError(f"{partial} was begun with tasks: give `tasks`, or delete it to start over.")
         with journal.locked(run.partial):
             return _prepare(run, settings, info)
-
-
-def _everything(sources: files.Sources) -> Range:
-    return Range(0, 0, len(sources.files), None, 0, sum(source.size for source in sources.files))
 
 
 def _excluded_sets(paths: Sequence[str | Path], words: int, progress: Progress) -> NgramIndex | None:
