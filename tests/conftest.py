@@ -43,6 +43,21 @@ def pytest_configure(config: pytest.Config) -> None:
     patch.setenv("HOME", own.name)
     config.add_cleanup(own.cleanup)
     config.add_cleanup(patch.undo)
+    config.pluginmanager.register(_AtOnce(config))
+
+
+class _AtOnce:
+    """Prints each failure when it happens, so that a run which is stopped, as by CI's limit of time, has named it."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal: Any = self.config.pluginmanager.getplugin("terminalreporter")
+        if report.failed and terminal:
+            reason = report.longreprtext.strip().splitlines() or [""]
+            terminal.ensure_newline()
+            terminal.write_line(f"{report.when} of {report.nodeid} failed: {reason[-1]}")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -84,8 +84,8 @@ class StateConfig(Section):
     """With sharded or offloaded state. Parameters of the same ranks that have fewer elements in all are one chunk, which
     is neither sharded nor offloaded (Elixir). 0: none."""
     tile: int = Field(1 << 20, gt=0)
-    """Elements that the optimizer updates at a time. On accelerators, a chunk with state on the device is updated at
-    once."""
+    """Elements that the optimizer updates at a time, which limit its temporary memory (TED). AdamW in Triton takes no
+    such memory, and updates a chunk at once."""
     overlap: bool = True
     """Overlap gradient reduction with the backward pass (AxoNN's ORS) and, where nothing is clipped, with the update."""
     all_reduce_tiles: int | None = Field(None, gt=0)

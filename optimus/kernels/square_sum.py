@@ -8,6 +8,7 @@ from torch import Tensor
 from optimus.kernels import backend
 
 BLOCK = 1 << 17  # elements; their float64 copy stays in a processor's cache
+DEVICE_BLOCK = 1 << 20  # elements that accelerators without Triton copy to float64 at a time
 
 
 def square_sum(x: Tensor) -> Tensor:
@@ -16,8 +17,10 @@ def square_sum(x: Tensor) -> Tensor:
         from optimus.kernels.triton.square_sum import square_sum
 
         return square_sum(x, square_dtype(x.device))
-    if x.device.type != "cpu" or not x.numel():
+    if not x.numel():
         return square_sum_reference(x)
+    if x.device.type != "cpu":
+        return torch.stack([*map(square_sum_reference, x.flatten().split(DEVICE_BLOCK))]).sum()
     blocks = (block.double() for block in x.flatten().split(BLOCK))
     return torch.stack([block.dot(block) for block in blocks]).sum()
 

@@ -38,6 +38,10 @@ class AdamW(UpdateRule):
         else:
             super().update(now, tile)
 
+    def in_place(self, weight: Tensor) -> bool:
+        """See `UpdateRule.in_place`."""
+        return backend.use_triton(weight)
+
     def apply(self, now: OptimizerStep, tile: Tile) -> None:
         """See `UpdateRule.apply`."""
         weight, gradient, (m, v), *_ = tile

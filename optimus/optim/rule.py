@@ -95,6 +95,10 @@ class UpdateRule(Rule, ABC):
             if tile.copy is not None:
                 self.computed(tile.weight, tile.moments, tile.copy)
 
+    def in_place(self, weight: Tensor) -> bool:
+        """Returns True if an update on the device of `weight` takes no temporary memory, so that tiles save none."""
+        return False
+
     def rate(self, now: OptimizerStep) -> float:
         """Returns the rule's learning rate in this step."""
         return now.lr * self.lr_scale

@@ -75,9 +75,8 @@ class Update:
         """Updates the chunk tile by tile: on the device, or an offloaded chunk according to `state.update_on`."""
         chunk, plan, transfers, blocks = self._chunk, self._chunk.plan, self._transfers, self._chunk.context.blocks
         on = self._on if plan.offloaded else "device"
-        if chunk.parameter.device.type != "cpu" and not plan.offloaded:
-            # On an accelerator, larger tiles need fewer kernel launches.
-            tile = max(tile, self._gradients.piece)
+        if not plan.offloaded and self._rule.in_place(chunk.parameter):
+            tile = max(tile, self._gradients.piece)  # fewer kernel launches
         copied, master, moments = plan.has_master, states["model"], [(kind, states[kind]) for kind in plan.rule.kinds]
         home, gradients = plan.residency("parameters.shard"), self._gradients
         rows = [

@@ -3,13 +3,14 @@
 All tests run in one separate process, which keeps the fake accelerator to its end.
 """
 
+import itertools
 import os
 import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -21,25 +22,33 @@ from torch import Tensor
 
 from helpers.covering import covering
 from helpers.drawing import config_of, drawn, passes
+from helpers.rules import ADAMW, LION, SCHEDULE_FREE, plan_chunks
 from helpers.sweep import in_turns
 from optimus.comm import Group, Groups, Handle, recorder
 from optimus.comm.observer import Observer
 from optimus.config import dump_config, load_config
+from optimus.config.tree import StateConfig
 from optimus.kernels import backend
 from optimus.kernels.devices import CHIPS, chip_of
+from optimus.kernels.square_sum import DEVICE_BLOCK
 from optimus.launch import here
 from optimus.launch import rank as program
-from optimus.mesh import Mesh
+from optimus.mesh import Layout, Mesh
 from optimus.model.families import families
+from optimus.optim.reptile import Reptile
+from optimus.optim.rule import OptimizerStep
 from optimus.parallel.activations import activation_bytes
 from optimus.parallel.recompute import Recomputation
 from optimus.resolve.groups import communicators
 from optimus.resolve.parameters import full_model, layouts_of
 from optimus.resolve.ranks import mesh_of
 from optimus.resolve.shapes import activation_shapes
+from optimus.state.chunk import TrainedChunk
 from optimus.state.masks import packed_bits
 from optimus.state.model_state import ModelState
-from optimus.state.plan import bytes_by_kind
+from optimus.state.placement import ChunkContext
+from optimus.state.plan import StateSpec, bytes_by_kind
+from optimus.state.transfers import transfers
 from optimus.state.unsharded import UnshardedParameters
 from optimus.testing import RankError, run_ranks
 from optimus.training import step
@@ -657,6 +666,55 @@ def test_peak_while_the_state_is_made(shard: str) -> None:
     """Creation takes the bytes at rest and those of one chunk, because each chunk is sharded before the next is made."""
     peak, at_rest, chunk = on_fake(built, shard)
     assert at_rest <= peak <= at_rest + 1.01 * chunk
+
+
+TILE, TILES = 1 << 16, 12
+# Rules, and the fp32 numbers an element that an update takes: the scaled gradient (TED, section 7.2) and the rule's own.
+TAKEN = {
+    "adamw": (ADAMW, 1),
+    "lion": (LION, 2),
+    "schedule-free": (SCHEDULE_FREE, 2),
+    "reptile": (Reptile(inner=ADAMW, every=2, share=0.1, weight_decay=0.0), 1),
+}
+
+
+def norm_and_update(rule: str, gradient: str, triton: bool) -> list[tuple[int, Counter[str]]]:
+    """Returns, for the norm and for the update of a chunk, the bytes above those at rest, and the launches."""
+    from helpers.fake_accelerator import fake_accelerator
+    from helpers.fake_device import NAME
+
+    with fake_accelerator() as machine, mock.patch.object(backend, "_has_kernels", return_value=triton):
+        options = StateConfig.model_validate({"gradient_dtype": gradient})
+        spec = StateSpec(torch.bfloat16, {"p": TAKEN[rule][0]})
+        (plan,) = plan_chunks({"p": Layout((TILE * TILES,))}, Mesh(), 0, options, spec)
+        device = torch.device(NAME, 0)
+        chunk = TrainedChunk(plan, ChunkContext([], Group([0], 0), transfers(device), options=options))
+        chunk.gradients.reduce()
+        now, found = OptimizerStep(2, 1e-2, 0.5, {"weight_sum": 1.0}), []
+        for part in (chunk.gradients.square_sum, partial(chunk.update.step, now)):
+            machine.forget()
+            machine.memory.reset_peak()
+            at_rest = machine.memory.current
+            part(TILE)
+            launches = Counter({kernel: count for (_, kernel), count in machine.launches.items()})
+            found.append((machine.memory.peak - at_rest, launches))
+        return found
+
+
+@pytest.mark.parametrize("triton", [True, False], ids=["triton", "torch"])
+@pytest.mark.parametrize(("rule", "gradient"), [*zip(TAKEN, itertools.cycle(["bfloat16", "float32"]))])
+def test_an_update_takes_the_memory_of_a_tile(rule: str, gradient: str, triton: bool) -> None:
+    """The memory is that of a tile, 4 bytes for each number (TED, section 7.2), or none where one kernel updates the
+    chunk; the chunk is twelve times as long."""
+    small = 2048  # bytes: sums of tiles, the step count
+    (norm, _), (update, launches) = on_fake(norm_and_update, rule, gradient, triton)
+    assert norm <= (0 if triton else 8 * min(DEVICE_BLOCK, TILE * TILES)) + small
+    if rule == "adamw" and triton:
+        assert update == 0
+        assert launches == {"_adamw": 1}
+    else:
+        assert 4 * TILE <= update <= 4 * TILE * TAKEN[rule][1] + small
+        assert max(launches.values()) >= TILES
 
 
 def groups_of_rank(ranks: int) -> tuple[list[int], list[int]]:
