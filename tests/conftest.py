@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from helpers.sources import uncollected
+from helpers.sweep import chosen, in_random_order, limit_time, skip_late
 
 ROOT = Path(__file__).resolve().parents[1]
 _RANKS = re.compile("run_ranks|on_phantom|run_fresh|assert_same_as_one_process")
@@ -35,6 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if hasattr(config, "workerinput"):
         return
+    limit_time()
     home, patch, own = Path.home(), pytest.MonkeyPatch(), tempfile.TemporaryDirectory(prefix="optimus-home-")
     kept = {"XDG_CACHE_HOME": home / ".cache", "XDG_CONFIG_HOME": home / ".config"}
     kept |= {"GIT_CONFIG_GLOBAL": home / ".gitconfig", "TRITON_HOME": home}
@@ -71,17 +73,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Selects the tests for SWEEP, unless tests were named, and moves tests with ranks to the front.
 
     Several test processes each start at another place of the list, so mostly one of them has ranks at a time, and none
-    waits for another's.
+    waits for another's. A sweep of this commit's turns has a random order.
     """
     shared = any(item.get_closest_marker(name) for item in items for name in ("swept", "in_turn"))
     if shared and not any("::" in word for word in config.args):
-        from helpers.sweep import chosen
-
         here = chosen(items, os.environ.get("SWEEP") or None)
         config.hook.pytest_deselected(items=[*{*items} - {*here}])
         items[:] = here
     with_ranks = cache(lambda path: bool(_RANKS.search(path.read_text(encoding="utf-8"))))
     items.sort(key=lambda item: not with_ranks(item.path))
+    if os.environ.get("SWEEP") == "turn":
+        items[:] = in_random_order(items, "turn")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips tests of a sweep without time left."""
+    skip_late()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

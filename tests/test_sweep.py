@@ -3,15 +3,29 @@
 import itertools
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import ways
-from helpers.sweep import PARTS, TURNS, Part, chosen, commit_number, covered, in_turns, part_of_sweep
+from helpers.sweep import (
+    PARTS,
+    TURNS,
+    Part,
+    chosen,
+    commit_number,
+    covered,
+    in_random_order,
+    in_turns,
+    limit_time,
+    part_of_sweep,
+    skip_late,
+)
 
 CASES = [
     {"ranks": ranks, "shard": shard, "overlap": overlap}
@@ -142,3 +156,32 @@ def test_a_part_is_run_in_each_way_in_turn_and_the_way_is_said(
     monkeypatch.setenv("WAY", "upside-down")
     assert ways.main([]) == 2
     assert "WAY=upside-down: say one of as-it-is, avx2" in capfd.readouterr().err
+
+
+def test_a_sweep_has_an_order_of_files_of_its_own() -> None:
+    items = [Item("plain", number, path=f"test_{number % 12}.py") for number in range(24)]
+    orders = {tuple((item.path, item.number) for item in in_random_order(items, f"{part}/1200")) for part in range(5)}
+    assert len(orders) == 5
+    for order in orders:
+        assert {*order} == {(item.path, item.number) for item in items}
+        assert len([*itertools.groupby(path for path, _ in order)]) == 12
+        assert all(first < second for (_, first), (_, second) in zip(order[::2], order[1::2]))
+
+
+@pytest.mark.parametrize(
+    ("environment", "ends"),
+    [
+        ({"SWEEP": "turn", "SWEEP_MINUTES": "-1"}, True),
+        ({"SWEEP": "turn", "SWEEP_MINUTES": "5"}, False),
+        ({"SWEEP": "turn"}, False),
+        ({"SWEEP": "3/10", "SWEEP_MINUTES": "-1"}, False),
+    ],
+)
+def test_a_sweep_ends(environment: dict[str, str], ends: bool) -> None:
+    """Only a sweep of turns has an end, after which its tests are skipped."""
+    with mock.patch.dict(os.environ, environment):
+        for name in {"OPTIMUS_TESTS_SWEEP_ENDS", "SWEEP_MINUTES"} - {*environment}:
+            os.environ.pop(name, None)
+        limit_time()
+        with pytest.raises(pytest.skip.Exception, match="SWEEP_MINUTES") if ends else nullcontext():
+            skip_late()

@@ -6,12 +6,17 @@ marked `in_turn` have turns: each commit tests a fraction of them.
 SWEEP in the environment selects: unset (`make test`), everything without a turn; `turn` (`make sweep-part`), this
 commit's turns and a part of the rest, in one of the ways of tests/lib/ways.py; `3/10`, the fourth of ten parts of all
 turns and a tenth of the rest; `all` (`make test-full`), everything.
+
+A sweep of this commit's turns is a sample, and a slow machine takes a smaller one: its files come in random order, and
+tests that would begin after SWEEP_MINUTES are skipped, which the end of the run reports.
 """
 
 import itertools
 import math
 import os
+import random
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -25,6 +30,7 @@ T = TypeVar("T")
 PARTS = 10  # parts of the cases outside a covering array
 # Commits after which all turns have come: a multiple of every number of commits per turn.
 TURNS = 1200
+_ENDS = "OPTIMUS_TESTS_SWEEP_ENDS"  # in the environment of all test processes: seconds since the epoch
 
 
 class Part(NamedTuple):
@@ -47,6 +53,25 @@ def part_of_sweep(sweep: str | None) -> Part:
     if not (number.isdecimal() and of.isdecimal() and int(number) < int(of)):
         raise pytest.UsageError(f"SWEEP={sweep}: parts are numbered from 0/{of} to one less than {of}/{of}")
     return Part(int(number), int(of))
+
+
+def limit_time() -> None:
+    """Sets the end of a sweep of this commit's turns: SWEEP_MINUTES from now, or 20."""
+    if os.environ.get("SWEEP") == "turn":
+        os.environ[_ENDS] = str(time.time() + 60 * float(os.environ.get("SWEEP_MINUTES", "20")))
+
+
+def skip_late() -> None:
+    """Skips the test if the time of the sweep is over."""
+    if time.time() > float(os.environ.get(_ENDS, "inf")):
+        pytest.skip("begins after SWEEP_MINUTES, the time of a sweep")
+
+
+def in_random_order(items: list[Any], sweep: str | None) -> list[Any]:
+    """Returns the tests with their files in this commit's order."""
+    files = list(dict.fromkeys(item.path for item in items))
+    random.Random(part_of_sweep(sweep).number).shuffle(files)
+    return sorted(items, key=lambda item: files.index(item.path))
 
 
 def in_turns(cases: Sequence[Any], commits: int = PARTS, always: int = 0) -> list[Any]:
