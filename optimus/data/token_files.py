@@ -5,6 +5,8 @@ permutation of `prepare` with the same seed; tokens that fill no row are dropped
 """
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from numpy.typing import NDArray
 from optimus.config.data import split_format
 from optimus.data import tokenizer as tokenizers
 from optimus.data.permutation import Permutation
+from optimus.data.row_checksums import RowChecksums, checksums_in
 from optimus.data.rows import UnshardedRows
 from optimus.data.shards import BEGINS, INSIDE, Rows
 from optimus.data.token_formats import TOKEN_FORMATS
@@ -42,11 +45,23 @@ class TokenFileRows(UnshardedRows):
         self.masked = stream.indexed
         self._stream, self._order = stream, Permutation(self.instances, "shuffle", seed)
         self.index["files"] = [_digest(path) for path in stream.files]
+        self._checksums: RowChecksums | None = None
         self._check_ends()
 
+    @contextmanager
+    def keeping_checksums(self, folder: Path) -> Iterator[None]:
+        """Stores a checksum in `folder` of each row read in the context; a row read again must have the same tokens."""
+        with checksums_in(folder, self.index, self.instances) as self._checksums:
+            try:
+                yield
+            finally:
+                self._checksums = None
+
     def stored_rows(self, start: int, stop: int) -> NDArray[np.uint32]:
-        """Returns rows `start` to `stop - 1` [stop - start, context] with their flags. Raises `UserError` for a token
-        beyond the vocabulary."""
+        """Returns rows `start` to `stop - 1` [stop - start, context] with their flags.
+
+        Raises `UserError` for a token beyond the vocabulary, and for a row that has changed since its first read.
+        """
         return np.stack([self._row(part) for part in self._order(np.arange(start, stop)).tolist()])
 
     @property
@@ -88,6 +103,11 @@ class TokenFileRows(UnshardedRows):
             ends_S = ids_S == self.eos_id
             row_S[1:][begins_S[1:-1] & ~ends_S[:-1]] |= BEGINS
             row_S[ends_S & ~begins_S[1:]] |= INSIDE
+        if self._checksums is not None and not self._checksums.is_same(part, row_S):
+            raise UserError(
+                f"{self._stream.where(first)}: {self.context} tokens or their documents are others than when the run read "
+                "them first: restore the file, or begin a new run"
+            )
         return row_S
 
     def _read(self, start: int, stop: int) -> NDArray[np.integer[Any]]:

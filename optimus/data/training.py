@@ -7,8 +7,10 @@ phases have read.
 import hashlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +23,7 @@ from optimus.data.dataset import StreamRows, rows_of
 from optimus.data.mixture import Mixture, integer_weights
 from optimus.data.permutation import Permutation
 from optimus.data.shards import ENDLESS, Rows, Shards
-from optimus.data.token_files import check_tokenizer, open_token_files
+from optimus.data.token_files import TokenFileRows, check_tokenizer, open_token_files
 from optimus.errors import UserError
 
 _DESCRIBED = 4096  # the fingerprint hashes the sources of this many positions at the start of a phase
@@ -251,6 +253,15 @@ class TrainingData:
                     rows.restore()
                 except UserError as error:
                     print(f"{error}; another run with this object would begin at a later item", file=sys.stderr)
+
+    @contextmanager
+    def keeping_checksums(self, folder: Path) -> Iterator[None]:
+        """Stores checksums in `folder` of the rows of token files that are read in the context."""
+        with ExitStack() as stack:
+            for rows in self.folders.values():
+                if isinstance(rows, TokenFileRows):
+                    stack.enter_context(rows.keeping_checksums(folder))
+            yield
 
     def verify(self) -> None:
         """Raises `UserError` at the first prepared shard that differs from its checksum."""

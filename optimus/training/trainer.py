@@ -190,6 +190,7 @@ class Trainer:
     def _train(self) -> None:
         with ExitStack() as stack:
             stack.callback(self.run.data.restore_streams)
+            stack.enter_context(self.run.data.keeping_checksums(self.run.folder / "row-checksums"))
             loader = stack.enter_context(self.run.batches(self.progress.step))
             stack.callback(self.checkpointer.saver.abandon)
             stack.enter_context(self._displaying())

@@ -4,7 +4,9 @@ import gzip
 import json
 import struct
 import tracemalloc
+import zlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -287,6 +289,49 @@ def test_a_run_goes_on_only_with_the_same_files(
         optimus.train(run, resume=True)
     write_megatron(tmp_path / "x", documents)
     assert optimus.train(run, resume=True)["loss"] == whole
+
+
+@pytest.mark.parametrize("form", ["megatron", "npy"])
+def test_a_row_that_changes_after_its_first_read_is_named(
+    ours: Shards, documents: list[list[int]], tmp_path: Path, form: str
+) -> None:
+    """The checksums are beside the run, so another object on the same files, as after a restart, finds the change."""
+    path = FORMS[form](tmp_path, documents)
+    rows, folder = rows_of(path, ours, tmp_path), tmp_path / "sums"
+    with rows.keeping_checksums(folder):
+        first = rows.stored_rows(0, 3)
+        assert np.array_equal(rows.stored_rows(0, 3), first)
+    (file,) = folder.iterdir()
+    assert file.stat().st_size == 4 * rows.instances
+    assert np.count_nonzero(np.fromfile(file, "<u4")) == 3
+    again = rows_of(path, ours, tmp_path)
+    (data, at), (_, unread) = again.locate(1), again.locate(4)
+    byte = data.read_bytes()[at]
+    for there, changed in ((unread, False), (at, True)):
+        over(data, there, bytes([byte ^ 1]))
+        with again.keeping_checksums(folder), pytest.raises(UserError) if changed else nullcontext() as caught:
+            again.stored_rows(0, 3)
+        if caught is not None:
+            assert f"{data}, byte {at:,}: 32 tokens or their documents are others than when the run read" in str(
+                caught.value
+            )
+    over(data, at, bytes([byte]))
+    with again.keeping_checksums(folder):
+        assert np.array_equal(again.stored_rows(0, 3), first)
+    with pytest.raises(UserError, match=r"cannot write .*Free space"), again.keeping_checksums(data):
+        pass
+
+
+def test_a_run_keeps_checksums_of_the_rows_that_it_reads(
+    small_run: dict[str, Any], ours: Shards, documents: list[list[int]], tmp_path: Path
+) -> None:
+    path = FORMS["npy"](tmp_path, documents)
+    optimus.train(small_run | {"data": {"path": path, "tokenizer": str(ours.folder)}}, ["train.steps=2"])
+    (file,) = (tmp_path / "run" / "row-checksums").iterdir()
+    rows = rows_of(path, ours, tmp_path, context=32)
+    parts = rows._order(np.arange(2 * small_run["train"]["global_batch"])).tolist()
+    sums = np.fromfile(file, "<u4")
+    assert [sums[part] for part in parts] == [zlib.crc32(rows.stored_rows(n, n + 1)) for n in range(len(parts))]
 
 
 def test_all_phases_need_the_same_tokenizer(
