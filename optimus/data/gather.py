@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from optimus.data.packing import Packed
 from optimus.data.permutation import Permutation
-from optimus.data.units import read_array
+from optimus.data.units import naming_damage, read_array
 from optimus.disk import replace_text, replacing
 from optimus.errors import UserError
 
@@ -63,7 +63,7 @@ def shard_writer(
     """
     permutation = Permutation(instances, "shuffle", seed)
     row_bytes = context * np.dtype(dtype).itemsize
-    rows = None if packed is None else read_packed(packed)
+    rows = None if packed is None else read_packed(packed, packed.with_name(PLAN))
 
     def extents(row_N: NDArray[np.int64]) -> _Extents:
         target_N = np.arange(len(row_N)) * context
@@ -196,16 +196,28 @@ def _spans(
             first = stop
 
 
-def write_packed(path: Path, packed: Packed) -> None:
-    """Writes rows of pieces as one array [B + 1 + 2 D + 1]."""
-    array = np.concatenate([[len(packed.bounds_B)], packed.bounds_B, packed.start_D, packed.length_D])
+def write_packed(path: Path, windows: Sequence[Packed]) -> None:
+    """Writes the rows of all windows as one array [2 + B + 1 + 2 D]: the numbers of rows and of cut documents, then the
+    arrays of `Packed`."""
+    rows, pieces = sum(each.instances for each in windows), sum(len(each.start_D) for each in windows)
+    header = {"descr": "<i8", "fortran_order": False, "shape": (2 + rows + 1 + 2 * pieces,)}
+    before = accumulate((len(each.start_D) for each in windows), initial=0)
     with replacing(path) as file:
-        np.save(file, array.astype("<i8"))
+        np.lib.format.write_array_header_1_0(file, header)
+        for numbers in (
+            [[rows, sum(each.cut_documents for each in windows), 0]],
+            (each.bounds_B[1:] + first for each, first in zip(windows, before)),
+            (each.start_D for each in windows),
+            (each.length_D for each in windows),
+        ):
+            for each in numbers:
+                file.write(np.asarray(each, "<i8").tobytes())
 
 
-def read_packed(path: Path) -> Packed:
-    """Opens rows of pieces, without `cut_documents`."""
-    array = read_array(path, path.with_name(PLAN))
-    bounds = int(array[0])
-    start_D, length_D = array[1 + bounds :].reshape(2, -1)
-    return Packed(array[1 : 1 + bounds], start_D, length_D, 0)
+def read_packed(path: Path, marker: Path) -> Packed:
+    """Opens rows that the unit with this `marker` wrote. Raises `UserError` for a damaged file."""
+    array = read_array(path, marker)
+    with naming_damage(path, marker):
+        rows, cut = (int(number) for number in array[:2])
+        start_D, length_D = array[2 + rows + 1 :].reshape(2, -1)
+        return Packed(array[2 : 2 + rows + 1], start_D, length_D, cut)

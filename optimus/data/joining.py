@@ -23,10 +23,10 @@ from optimus.data.duplicates import (
     remove_duplicates,
     sort_keys,
 )
-from optimus.data.gather import PLAN, Stream, write_packed
+from optimus.data.gather import PLAN, Stream, read_packed, write_packed
 from optimus.data.joint import ENDS, PACKED, Joint, OutputWork, ShardPlan
 from optimus.data.journal import Counts
-from optimus.data.packing import document_ends, pack, write_ends
+from optimus.data.packing import document_ends, documents_of, pack, windows_of, write_ends
 from optimus.data.prepare_run import Progress
 from optimus.data.selection import Dedup
 from optimus.data.tokenizer import TokenizerInfo
@@ -51,7 +51,11 @@ def make_plan(joint: Joint, progress: Progress) -> ShardPlan:
             ends = [WorkUnit(each / ENDS, (stream, each / ENDS)) for each, stream in zip(joint.folders, plan.streams)]
             joint.do(ends, partial, _write_ends, joint.info)
         if joint.best_fit:
-            unit = WorkUnit(joint.folder / PLAN, (plan, [*joint.folders], joint.context))
+            count = windows_of([read_array(each / ENDS, each / ENDS) for each in joint.folders])
+            windows = [joint.folder / f"{number:05d}-{PACKED}" for number in range(count)]
+            units = [WorkUnit(path, (path, number)) for number, path in enumerate(windows)]
+            joint.do(units, partial, _pack_window, [*joint.folders], joint.context)
+            unit = WorkUnit(joint.folder / PLAN, (plan, windows, joint.context))
             joint.do([unit], partial, _write_packed_plan, joint.folder)
         else:
             joint.output.plan(joint, plan)
@@ -129,12 +133,19 @@ def _write_ends(info: TokenizerInfo, stream: Stream, path: Path) -> None:
         write_ends(file, document_ends(stream.path, info.eos_id, info.dtype, stream.tokens))
 
 
-def _write_packed_plan(folder: Path, plan: ShardPlan, folders: Sequence[Path], context: int) -> None:
-    packed = pack([read_array(each / ENDS, each / ENDS) for each in folders], context)
+def _pack_window(folders: Sequence[Path], context: int, path: Path, number: int) -> None:
+    ends = [read_array(each / ENDS, each / ENDS) for each in folders]
+    write_packed(path, [pack(*documents_of(ends, number), context)])
+
+
+def _write_packed_plan(folder: Path, plan: ShardPlan, windows: Sequence[Path], context: int) -> None:
+    packed = [read_packed(each, each) for each in windows]
     write_packed(folder / PACKED, packed)
-    plan.instances = packed.instances
-    padding = packed.instances * context - plan.tokens
-    plan.packed = {"padding_tokens": padding, "cut_documents": packed.cut_documents}
+    plan.instances = sum(each.instances for each in packed)
+    plan.packed = {
+        "padding_tokens": plan.instances * context - plan.tokens,
+        "cut_documents": sum(each.cut_documents for each in packed),
+    }
     plan.write(folder)
 
 

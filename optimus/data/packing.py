@@ -1,12 +1,12 @@
 """Best-fit packing of documents into rows (Ding et al. 2024, "Fewer Truncations Improve Language Modeling", section 2).
 
-End-of-text tokens pad a row.
+Documents are packed together in windows of `WINDOW`, whose lengths are in memory at a time; a row has documents of one
+window. End-of-text tokens pad a row.
 
 Legend: N documents, D pieces of documents, B rows, S tokens of a row.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from optimus.data.shards import BEGINS, NOT_PREDICTED
 
+WINDOW = 1 << 20  # documents
 _READ = 16 << 20  # tokens per read
 
 
@@ -35,11 +36,29 @@ class Packed(NamedTuple):
         return len(self.bounds_B) - 1
 
 
-def pack(ends: Sequence[NDArray[np.int64]], context: int) -> Packed:
-    """Packs the documents of token streams into rows of `context` tokens. `ends` has the ends of the documents of each
-    stream, from its beginning."""
-    before = accumulate((int(end_N[-1]) if len(end_N) else 0 for end_N in ends), initial=0)
-    start_D, length_D, cut = _pieces(np.concatenate([end_N + start for end_N, start in zip(ends, before)]), context)
+def windows_of(ends: Sequence[NDArray[np.int64]]) -> int:
+    """Returns the number of windows. `ends` has the ends of the documents of each stream, from its beginning."""
+    return -(-sum(map(len, ends)) // WINDOW)
+
+
+def documents_of(ends: Sequence[NDArray[np.int64]], window: int) -> tuple[int, NDArray[np.int64]]:
+    """Returns, for the documents of window number `window`, the first token of all streams and the ends [N]."""
+    first, last = window * WINDOW, (window + 1) * WINDOW
+    start, parts, documents, tokens = 0, [], 0, 0
+    for end_N in ends:
+        low, high = (min(max(0, at - documents), len(end_N)) for at in (first, last))
+        if low < high:
+            start = start if parts else tokens + (int(end_N[low - 1]) if low else 0)
+            parts.append(np.asarray(end_N[low:high]) + tokens)
+        documents += len(end_N)
+        tokens += int(end_N[-1]) if len(end_N) else 0
+    return start, np.concatenate(parts)
+
+
+def pack(start: int, end_N: NDArray[np.int64], context: int) -> Packed:
+    """Packs documents into rows of `context` tokens. The documents follow one another from token `start` on, and end
+    at `end_N`."""
+    start_D, length_D, cut = _pieces(start, end_N, context)
     rows = best_fit(length_D, context)
     order_D = np.fromiter((piece for row in rows for piece in row), np.int64, len(length_D))
     return Packed(np.cumsum([0, *map(len, rows)]), start_D[order_D], length_D[order_D], cut)
@@ -104,10 +123,10 @@ def write_ends(file: BinaryIO, ends: Iterable[NDArray[np.int64]]) -> None:
             file.write(ends_N.astype("<i8").tobytes())
 
 
-def _pieces(end_N: NDArray[np.int64], context: int) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+def _pieces(start: int, end_N: NDArray[np.int64], context: int) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
     """Cuts documents at every `context` tokens. Returns the starts of the pieces [D], their lengths [D], and the number
     of documents longer than `context`."""
-    start_N = np.append(0, end_N[:-1])
+    start_N = np.append(start, end_N[:-1])
     pieces_N = -(-(end_N - start_N) // context)
     # The index of each piece in its document.
     number_D = np.arange(pieces_N.sum()) - np.repeat(np.cumsum(pieces_N) - pieces_N, pieces_N)

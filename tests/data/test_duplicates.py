@@ -12,7 +12,7 @@ import pytest
 from optimus.data.duplicates import COUNTED, Found, find_duplicates, record, remove_duplicates, sort_keys
 from optimus.data.gather import Stream, shard_writer, write_packed
 from optimus.data.journal import Counts
-from optimus.data.packing import pack
+from optimus.data.packing import documents_of, pack
 from optimus.data.permutation import Permutation
 from optimus.data.selection import SIGNATURES, Dedup, Document
 from optimus.disk import parse_json
@@ -127,9 +127,9 @@ def test_shards_have_the_permuted_rows(tmp_path: Path, best_fit: bool) -> None:
     every, context, packed = np.concatenate(parts), 24, None
     rows = every[: len(every) // context * context].reshape(-1, context)
     if best_fit:
-        made = pack([np.flatnonzero(part == 0) + 1 for part in parts], context)
+        made = pack(*documents_of([np.flatnonzero(part == 0) + 1 for part in parts], 0), context)
         packed = tmp_path / "packed.npy"
-        write_packed(packed, made)
+        write_packed(packed, [made])
         rows = np.zeros((made.instances, context), "<u2")
         for row, (first, last) in enumerate(zip(made.bounds_B, made.bounds_B[1:])):
             pieces = [

@@ -1,5 +1,6 @@
 """Best-fit packing cuts no document that fits into a row, and gives the same rows for any workers and after any kill."""
 
+import itertools
 import json
 import signal
 import subprocess
@@ -10,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from optimus.data import packing
+from optimus.data.gather import read_packed, write_packed
 from optimus.data.packing import best_fit, documents_BS, padding_BS
 from optimus.data.preparation import prepare
 from optimus.data.shards import Shards
@@ -42,6 +45,35 @@ def test_it_is_best_fit_decreasing() -> None:
 def test_a_piece_longer_than_a_row() -> None:
     with pytest.raises(ValueError, match="a piece of 9 tokens is longer than a row of 8: cut it before packing"):
         best_fit(np.array([3, 9]), 8)
+
+
+@pytest.mark.parametrize("lengths", [[[3, 9], [], [4, 4, 2, 20, 1], [6]], [[1] * 12], [[7, 2], [5, 5, 5]]])
+def test_documents_are_packed_in_windows(
+    lengths: list[list[int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each five documents of all streams, one after the other, are packed by themselves; rows of pieces name tokens of
+    all streams."""
+    monkeypatch.setattr(packing, "WINDOW", 5)
+    ends = [np.cumsum(each, dtype=np.int64) for each in lengths]
+    every = [length for stream in lengths for length in stream]
+    windows = [packing.pack(*packing.documents_of(ends, n), 8) for n in range(packing.windows_of(ends))]
+    assert len(windows) == -(-len(every) // 5)
+    write_packed(tmp_path / "packed.npy", windows)
+    found = read_packed(tmp_path / "packed.npy", tmp_path / "marker")
+    assert found.cut_documents == sum(length > 8 for length in every)
+    wanted, start = list[tuple[int, int]](), 0  # of all pieces
+    free = list[int]()
+    for first in range(0, len(every), 5):
+        pieces = []
+        for length in every[first : first + 5]:
+            pieces += [(start + at, min(8, length - at)) for at in range(0, length, 8)]
+            start += length
+        wanted += pieces
+        free += defined([length for _, length in pieces], 8)
+    assert sorted(zip(found.start_D.tolist(), found.length_D.tolist())) == wanted
+    rows = [found.length_D[slice(*bounds)].sum() for bounds in itertools.pairwise(found.bounds_B.tolist())]
+    assert sorted(8 - row for row in rows) == sorted(free)
+    assert found.instances == len(free)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from helpers.sweep import in_turns
-from optimus.data import files, joining, journal, preparation, stream_writer, units
+from optimus.data import files, joining, journal, packing, preparation, stream_writer, units
 from optimus.data.preparation import prepare
 from optimus.data.ranges import numbers_of_task, task_range
 from optimus.data.tasks import prepare_status, status_text, task_name
@@ -73,7 +73,11 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def run(folder: Path, tokenizer_file: Path, tmp_path: Path, no_helpers: None) -> Callable[..., dict[str, Any]]:
+def run(
+    folder: Path, tokenizer_file: Path, tmp_path: Path, no_helpers: None, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., dict[str, Any]]:
+    monkeypatch.setattr(packing, "WINDOW", 40)
+
     def call(output: str, *inputs: Path, **options: Any) -> dict[str, Any]:
         if "train_tokenizer" not in options:
             options = {"tokenizer": tokenizer_file} | options
@@ -221,6 +225,7 @@ def test_a_task_that_is_done_leaves_the_second_stage_alone(run: Callable[..., di
 DAMAGES = {  # the file, the step that reads it, what the user is told to delete, options
     "plan.json": ("write_output", "plan.json", {}),
     "packed.npy": ("write_output", "plan.json", {"pack": "best-fit"}),
+    "00000-packed.npy": ("_write_packed_plan", "00000-packed.npy", {"pack": "best-fit"}),
     "task-00000/ends.npy": ("write_packed", "task-00000/ends.npy", {"pack": "best-fit"}),
     "task-00000/tokens.bin": ("write_output", "task-00000", {}),
     "task-00000/unique.bin": ("write_output", "task-00000", {"dedup": "exact"}),
