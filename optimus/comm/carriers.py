@@ -78,10 +78,10 @@ class ByStreams(NamedTuple):
     scratch: Scratch
 
     def begin(self, number: int, make: Make, device: torch.device, beside: bool) -> Handle:
-        self.streams.connect(device, self.process_group)
         stream = self.streams.after_current(device)
         inside: AbstractContextManager[Any] = stream or nullcontext()
         with inside:
+            self.streams.connect(device, self.process_group)
             carry_out(make(GroupedChannel(self.ranks, self.process_group, self.scratch)))
         if stream is None:
             return DONE
