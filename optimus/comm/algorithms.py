@@ -284,7 +284,9 @@ def choose(
     If the usual algorithm is measured, the fastest algorithm must take less than `GAIN` times the usual one's seconds.
     """
     known = names(kind, shape, by_messages=by_messages)
-    curves = {name: curve for name, curve in (measured.curves(kind, shape) if measured else {}).items() if name in known}
+    curves = {
+        name: curve for name, curve in (measured.curves(kind, shape) if measured else {}).items() if name in known
+    }
     usual = default(kind, shape, size, links) if by_messages else OWN
     if not curves or shape.ranks == 1:
         return usual

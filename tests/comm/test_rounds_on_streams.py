@@ -262,7 +262,9 @@ def test_operations_and_bytes_are_those_of_the_formulas(kind: str, shape: Shape)
             assert found["bytes"] == times * (p - 1) * SHARD * 4
             added = sum(step.writes[0].numel() for step in steps if step.what.startswith("aten.add."))
             assert added == (0 if kind == "all_gather" else (p - 1) * SHARD), algorithm
-            leaving = [m for s in steps if s.what == "start" for m in s.messages if m.sends and m.peer // per != rank // per]
+            leaving = [
+                m for s in steps if s.what == "start" for m in s.messages if m.sends and m.peer // per != rank // per
+            ]
             if within:  # m ranks of a node send (N - 1) s each: (p - m) s
                 first = [message for message in leaving if message.tensor.numel() > 1]  # not the connection
                 assert sum(message.tensor.nbytes for message in first) == times * (nodes - 1) * SHARD * 4

@@ -176,7 +176,9 @@ class _Call(NamedTuple):
 
 
 @contextmanager
-def recording(recorder: Recorder, ranks_of: Callable[[str], Sequence[int]], *, by_stream: bool = True) -> Iterator[None]:
+def recording(
+    recorder: Recorder, ranks_of: Callable[[str], Sequence[int]], *, by_stream: bool = True
+) -> Iterator[None]:
     """Records the work of a rank inside the context. `ranks_of` returns the ranks of a communicator. With `by_stream`
     False, scratch buffers are lent to any stream, which is a race."""
 
@@ -285,7 +287,9 @@ class Programs:
             step = self.steps[number]
             here = column[step.rank, step.queue]
             ticks[here] += 1
-            clock = [max(values) for values in zip([0] * len(places), *(clocks[each] for each in self._ordering(number)))]
+            clock = [
+                max(values) for values in zip([0] * len(places), *(clocks[each] for each in self._ordering(number)))
+            ]
             clock[here] = ticks[here]
             clocks[number] = clock
             for start, end, writes in _accesses(step):
@@ -332,7 +336,9 @@ def _accesses(step: Step) -> Iterator[tuple[int, int, bool]]:
 
 
 def _range(tensor: Tensor) -> tuple[int, int]:
-    length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) if tensor.numel() else 0
+    length = (
+        1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) if tensor.numel() else 0
+    )
     return tensor.data_ptr(), tensor.data_ptr() + length * tensor.element_size()
 
 
