@@ -14,7 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.stream_programs import DeadlockError, Programs, RaceError, RecordedStreams, Recorder, Step, recording
+from helpers.stream_programs import (
+    DeadlockError,
+    Programs,
+    RaceError,
+    RecordedStreams,
+    Recorder,
+    Step,
+    Stream,
+    recording,
+)
 from optimus.comm import Group
 from optimus.comm.algorithms import KINDS, Measured, names
 from optimus.comm.exchange import GroupedChannel, Parcel
@@ -108,29 +117,31 @@ def record_rank(
             found.append(Result(f"{what} {name}", whole, torch.cat(all_), 1))
         return groups[name].all_gather_async(whole, own)
 
+    def calls(turn: int) -> dict[str, list[Callable[[], Handle]]]:
+        return {
+            "world": [
+                lambda: reduce_scatter("world", "a" * (1 + turn), 4 * 24),
+                lambda: all_gather("world", "b" * (4 + turn), 31),
+                lambda: all_reduce("world", "c" * (7 + turn), (1 << 18) // dtype.itemsize * 2),  # two pieces
+                lambda: reduce_scatter("world", "d" * (10 + turn), 15, [7, 0, 3, 5]),
+            ],
+            "near": [
+                lambda: all_reduce("near", "e" * (13 + turn), 48),
+                lambda: all_gather("near", "f" * (16 + turn), 9),
+            ],
+            "far": [
+                lambda: reduce_scatter("far", "g" * (19 + turn), 48),
+                lambda: all_reduce("far", "h" * (22 + turn), 17),
+            ],
+        }
+
     with recording(recorder, RANKS_OF.__getitem__, **options):
         for turn in range(turns):  # the second turn takes the scratch buffers of the first
-            begun = {
-                "world": [
-                    lambda: reduce_scatter("world", "a" * (1 + turn), 4 * 24),
-                    lambda: all_gather("world", "b" * (4 + turn), 31),
-                    lambda: all_reduce("world", "c" * (7 + turn), (1 << 18) // dtype.itemsize * 2),  # two pieces
-                    lambda: reduce_scatter("world", "d" * (10 + turn), 15, [7, 0, 3, 5]),
-                ],
-                "near": [
-                    lambda: all_reduce("near", "e" * (13 + turn), 48),
-                    lambda: all_gather("near", "f" * (16 + turn), 9),
-                ],
-                "far": [
-                    lambda: reduce_scatter("far", "g" * (19 + turn), 48),
-                    lambda: all_reduce("far", "h" * (22 + turn), 17),
-                ],
-            }
-            handles = []
+            begun, handles = calls(turn), list[Handle]()
             while begun:
                 name = draw.choice(sorted(begun))
                 handles.append(begun[name].pop(0)())
-                begun = {each: calls for each, calls in begun.items() if calls}
+                begun = {each: left for each, left in begun.items() if left}
             draw.shuffle(handles)
             for handle in handles:
                 waits(handle)
@@ -194,10 +205,8 @@ def test_a_result_that_nobody_waits_for_is_a_race() -> None:
 
 
 def test_a_stream_that_does_not_wait_for_the_current_one_is_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
-    from helpers.stream_programs import Stream
-
     monkeypatch.setattr(Stream, "wait_stream", lambda self, stream: None)
-    with pytest.raises(RaceError, match="aten.copy_"):
+    with pytest.raises(RaceError, match=r"aten\.copy_"):
         recorded("direct")[0].check_races()
 
 

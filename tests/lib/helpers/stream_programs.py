@@ -193,6 +193,9 @@ def recording(
         )[0].wait()
         recorder.counted.clear()
 
+    def current(*_: object) -> Stream:
+        return recorder.current
+
     def owner(_: torch.device) -> str | None:
         return recorder.current.name if by_stream else None
 
@@ -200,7 +203,8 @@ def recording(
         mock.patch.object(dist, "P2POp", lambda op, tensor, peer, group: _Call(op is dist.isend, tensor, peer, group)),
         mock.patch.object(dist, "batch_isend_irecv", recorder.group_call),
         mock.patch.object(dist, "all_reduce", connect),
-        mock.patch.object(torch.accelerator, "current_stream", lambda *_: recorder.current),
+        mock.patch.object(torch.accelerator, "current_stream", current),
+        mock.patch.object(torch.accelerator, "is_available", return_value=False),  # tensors are the host's
         mock.patch.object(scratch, "_current_stream", owner),
         recorder,
     ):
