@@ -1,4 +1,4 @@
-"""Ways to carry out collectives as rounds of messages: over Gloo, and over the backends of accelerators."""
+"""Execution of a group's collectives as rounds of messages: over Gloo, and over the backends of accelerators."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -65,7 +65,7 @@ class SideStreams:
 
 
 class ByStreams(NamedTuple):
-    """Group calls of messages over a backend whose waits are waits of streams, such as NCCL.
+    """Messages in group calls over a backend whose waits are waits of streams, such as NCCL.
 
     `begin` enqueues all rounds at once on a stream of the group, so the rounds need neither the host nor a thread. The
     host waits only if the backend makes the host wait, as Gloo does. All ranks of a group begin its collectives in the

@@ -211,7 +211,7 @@ def test_a_stream_that_does_not_wait_for_the_current_one_is_a_race(monkeypatch: 
 
 
 def test_single_calls_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If each message is a call of its own, all ranks wait in the receive that they begin first."""
+    """All ranks wait in the receive that they begin first if each message is a call of its own."""
     grouped = GroupedChannel.post
 
     def post(self: GroupedChannel, receives: Sequence[Parcel], sends: Sequence[Parcel]) -> Any:
