@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.pipeline_waits import wait_until
 from optimus.comm.algorithms import CollectiveKind, rounds
 from optimus.comm.costs import Step
-from optimus.comm.exchange import Channel, carry_out, gather, in_pieces, reduce
+from optimus.comm.exchange import Begun, Channel, carry_out, gather, in_pieces, reduce
 from optimus.comm.links import Links
 from optimus.comm.schedules import Shape
 from optimus.comm.scratch import Scratch
@@ -66,8 +66,10 @@ class Recorded(Channel):
     def receive(self, tensor: Tensor, peer: int) -> Any:
         return _UnderWay([super().receive(tensor, peer)], comes=True)
 
-    def wait(self, works: Sequence[tuple[int, Any]]) -> None:
-        self.program.append(Step(tuple(self._sends), tuple(peer for peer, work in works if work.comes)))
+    def wait(self, works: Sequence[Begun]) -> None:
+        self.program.append(
+            Step(tuple(self._sends), tuple(peer for peer, work in works if peer is not None and work.comes))
+        )
         self._sends.clear()
         super().wait(works)
 
@@ -99,9 +101,9 @@ class HeldBack(Channel):
         stamp_2 = torch.empty(2, dtype=torch.float64)
         return _UnderWay([super().receive(stamp_2, peer), super().receive(tensor, peer)], True, stamp_2)
 
-    def wait(self, works: Sequence[tuple[int, Any]]) -> None:
+    def wait(self, works: Sequence[Begun]) -> None:
         super().wait(works)
-        stamps = [(*work.stamp_2.tolist(), peer) for peer, work in works if work.comes]
+        stamps = [(*work.stamp_2.tolist(), peer) for peer, work in works if peer is not None and work.comes]
         for begins, takes, peer in sorted(stamps):
             far = self._far(peer)
             self._in[far] = max(begins, self._in[far]) + takes

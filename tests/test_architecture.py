@@ -21,8 +21,8 @@ PACKAGE = ROOT / "optimus"
 # stands above `checkpoint`.
 ROOMS = [
     "__main__", "cli", "api", "extend", "plan", "launch", "training", "resolve", "evaluation", "resilience", "hub",
-    "checkpoint", "report", "observe", "state", "parallel", "data", "config", "pipeline", "optim", "model", "kernels",
-    "comm", "mesh",
+    "checkpoint", "report", "observe", "state", "parallel", "data", "config", "pipeline", "optim", "model", "comm",
+    "kernels", "mesh",
 ]  # fmt: skip
 BELOW_ALL = [
     "plugins",

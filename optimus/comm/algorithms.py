@@ -41,6 +41,9 @@ Rounds = Callable[[int, Shape], Sequence[Round]]
 OWN = "own"
 """Name of the backend's built-in collective."""
 
+OWN_LEVELS = "own+own"
+"""Name of two levels of the backend's built-in collectives, in a group across nodes and in a group within each node."""
+
 EVERYONE = "everyone"
 """Name of an all-reduce between two ranks: each rank sends its tensor to its peer, and adds the two tensors."""
 
@@ -104,7 +107,7 @@ def _check_exchange(row: AllToAllRow) -> None:
 
 
 def _tried(row: AllGatherRow | AllToAllRow) -> Iterator[tuple[Shape, list[Sequence[Round]]]]:
-    if row.name in (OWN, EVERYONE):
+    if row.name in (OWN, OWN_LEVELS, EVERYONE):
         raise ValueError(f"the name '{row.name}' means an algorithm without rounds: choose another name")
     for shape in _TRIED:
         if min(shape) > 1 or not on_two_levels(row.name):
@@ -133,13 +136,14 @@ def on_two_levels(algorithm: str) -> bool:
     return "+" in algorithm
 
 
-def names(kind: CollectiveKind, shape: Shape) -> list[str]:
-    """Returns `OWN` and the names of the algorithms for `kind`.
+def names(kind: CollectiveKind, shape: Shape, *, by_messages: bool = True) -> list[str]:
+    """Returns `OWN` and the names of the algorithms for `kind`; also `OWN_LEVELS` unless `by_messages` (see `used`).
 
     Algorithms on two levels are included only for several nodes with several ranks each.
     """
     table: Iterable[str] = EXCHANGES if kind == "all_to_all" else ALGORITHMS
-    return [OWN, *(name for name in table if min(shape) > 1 or not on_two_levels(name))]
+    found = [OWN, *table, *([] if by_messages else [OWN_LEVELS])]
+    return [name for name in found if min(shape) > 1 or not on_two_levels(name)]
 
 
 def alike_on_nodes(algorithm: str, kind: CollectiveKind) -> bool:
@@ -251,7 +255,7 @@ class Measured(Section):
     def _known(self) -> "Measured":
         for kind in KINDS:
             for text, curves in self._curves_by_shape(kind).items():
-                known = names(kind, _shape(text))
+                known = names(kind, _shape(text), by_messages=False)
                 for name in curves:
                     if name not in known:
                         raise ValueError(f"{kind} on {text} has no algorithm '{name}'; {nearest(name, known)}")
@@ -266,14 +270,24 @@ def _shape(text: str) -> Shape:
 
 
 def choose(
-    kind: CollectiveKind, shape: Shape, size: float, measured: Measured | None = None, links: Links | None = None
+    kind: CollectiveKind,
+    shape: Shape,
+    size: float,
+    measured: Measured | None = None,
+    links: Links | None = None,
+    *,
+    by_messages: bool = True,
 ) -> str:
-    """Returns the fastest measured algorithm, or the algorithm of `default`.
+    """Returns the fastest measured algorithm, or else the usual one: that of `default` for Gloo (`by_messages`, see
+    `used`), and `OWN` for other backends.
 
-    If the default algorithm is measured, the fastest algorithm must take less than `GAIN` times the default's seconds.
+    If the usual algorithm is measured, the fastest algorithm must take less than `GAIN` times the usual one's seconds.
     """
-    curves = measured.curves(kind, shape) if measured else {}
-    usual = default(kind, shape, size, links)
+    known = names(kind, shape, by_messages=by_messages)
+    curves = {
+        name: curve for name, curve in (measured.curves(kind, shape) if measured else {}).items() if name in known
+    }
+    usual = default(kind, shape, size, links) if by_messages else OWN
     if not curves or shape.ranks == 1:
         return usual
     best = min(curves, key=lambda name: curves[name].at(size))
@@ -294,11 +308,8 @@ def used(
     `by_messages` is true for Gloo. `narrow` is true for floats of fewer than 32 bits: Gloo's built-in all-reduce would
     not add narrow floats in fp32.
     """
-    name = choose(kind, shape, size, measured)
-    if not by_messages:
-        known = measured is not None and bool(measured.curves(kind, shape))
-        return name if known and on_two_levels(name) else OWN
-    if name != OWN or kind == "all_to_all":
+    name = choose(kind, shape, size, measured, by_messages=by_messages)
+    if name != OWN or kind == "all_to_all" or not by_messages:
         return name
     if kind == "all_reduce":
         return OWN if not narrow else EVERYONE if shape.ranks == 2 else "direct"

@@ -1,4 +1,4 @@
-"""Execution of collective schedules by messages between ranks over Gloo.
+"""Execution of collective schedules by messages between ranks.
 
 An exchange is a generator. For each round, the generator begins the messages, yields, and waits for the messages.
 """
@@ -16,15 +16,18 @@ from torch import Tensor
 
 from optimus.comm.schedules import Message, Round
 from optimus.comm.scratch import Scratch
-
-TILE = 1 << 16  # number of elements that `add_up` adds at a time
+from optimus.kernels.row_sum import add_rows, sum_dtype
 
 Exchange = Iterator[None]
+Parcel = tuple[int, Tensor]
+"""The rank of a message's peer in the group, and the message."""
+Begun = tuple[int | None, Any]
+"""The rank of the peer, or None for a group call of several messages; and the torch `Work`."""
 _END = object()
 
 
 class Channel:
-    """Messages of one collective between the `ranks` of a group."""
+    """Messages of one collective between the `ranks` of a group over Gloo, which pairs messages by `tag`."""
 
     def __init__(self, ranks: Sequence[int], handle: Any, tag: int, scratch: Scratch) -> None:
         self.ranks, self.scratch = ranks, scratch
@@ -40,18 +43,41 @@ class Channel:
         with self._naming(peer):
             return dist.isend(tensor, self.ranks[peer], self._handle, self._tag)
 
-    def wait(self, works: Sequence[tuple[int, Any]]) -> None:
-        """Waits for messages; each entry of `works` is the rank of the peer and the torch `Work`."""
+    def post(self, receives: Sequence[Parcel], sends: Sequence[Parcel]) -> list[Begun]:
+        """Begins the messages of a round. Returns the works to `wait` for."""
+        begun: list[Begun] = [(peer, self.receive(tensor, peer)) for peer, tensor in receives]
+        return begun + [(peer, self.send(tensor, peer)) for peer, tensor in sends]
+
+    def wait(self, works: Sequence[Begun]) -> None:
+        """Waits for messages that `post` has begun."""
         for peer, work in works:
             with self._naming(peer):
                 work.wait()
 
     @contextmanager
-    def _naming(self, peer: int) -> Iterator[None]:
+    def _naming(self, peer: int | None) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
+            if peer is None:
+                raise
             raise RuntimeError(f"rank {self.ranks[peer]}: {error}") from error
+
+
+class GroupedChannel(Channel):
+    """Messages of one collective over a backend without tags, such as NCCL.
+
+    The backend pairs messages by their order between two ranks. A round is one group call, so no order of its messages
+    can deadlock.
+    """
+
+    def __init__(self, ranks: Sequence[int], handle: Any, scratch: Scratch) -> None:
+        super().__init__(ranks, handle, 0, scratch)
+
+    def post(self, receives: Sequence[Parcel], sends: Sequence[Parcel]) -> list[Begun]:
+        calls = [dist.P2POp(dist.irecv, tensor, self.ranks[peer], self._handle) for peer, tensor in receives]
+        calls += [dist.P2POp(dist.isend, tensor, self.ranks[peer], self._handle) for peer, tensor in sends]
+        return [(None, work) for work in dist.batch_isend_irecv(calls)] if calls else []
 
 
 class Codec:
@@ -136,21 +162,22 @@ def gather(rounds: Sequence[Round], blocks: Blocks, link: Channel) -> Exchange:
     The blocks that this rank sends must already be filled, or be received in an earlier round.
     """
     for each in rounds:
-        works, landings, lent = [], [], []
+        receives, sends, landings, lent = [], [], [], []
         for message in _filled(each.receives, blocks):
             targets = [blocks[block] for block in message.blocks]
             if (landing := _joined(targets)) is None:
                 landing = _lend(link, targets)
                 landings.append((landing, targets))
                 lent.append(landing)
-            works.append((message.peer, link.receive(landing, message.peer)))
+            receives.append((message.peer, landing))
         for message in _filled(each.sends, blocks):
             outgoing = [blocks[block] for block in message.blocks]
             if (message_buffer := _joined(outgoing)) is None:
                 message_buffer = _lend(link, outgoing)
                 AS_THEY_ARE.write(outgoing, message_buffer)
                 lent.append(message_buffer)
-            works.append((message.peer, link.send(message_buffer, message.peer)))
+            sends.append((message.peer, message_buffer))
+        works = link.post(receives, sends)
         yield
         link.wait(works)
         for landing, targets in landings:
@@ -174,21 +201,21 @@ def reduce(
     There must be at least two ranks. `per` is the number of ranks on a node, or None for one node. After the first
     round, the codec `between` encodes messages to other nodes.
     """
-    wide, sums = _wide(out.dtype), dict[int, Tensor]()
+    wide, sums = sum_dtype(out.dtype), dict[int, Tensor]()
     partial_sums: list[Tensor] = []  # buffers that later rounds send
 
     def crosses_nodes(message: Message) -> bool:
         return per is not None and message.peer // per != rank // per
 
     for number, each in enumerate(rounds):
-        works, landings, lent = [], [], []
+        receives, sends, landings, lent = [], [], [], []
         for message in _filled(each.receives, blocks):
             codec = between if number and crosses_nodes(message) else AS_THEY_ARE
             length = sum(len(blocks[block]) for block in message.blocks)
             landing = link.scratch.lend(*codec.form(length, wide if number else out.dtype), out.device)
             landings.append((message, codec, landing))
             lent.append(landing)
-            works.append((message.peer, link.receive(landing, message.peer)))
+            receives.append((message.peer, landing))
         for message in _filled(each.sends, blocks):
             outgoing = [sums.get(block, blocks[block]) for block in message.blocks]
             codec = between if number and crosses_nodes(message) else AS_THEY_ARE
@@ -198,7 +225,8 @@ def reduce(
                 message_buffer = link.scratch.lend(elements, dtype, out.device)
                 codec.write(outgoing, message_buffer)
                 lent.append(message_buffer)
-            works.append((message.peer, link.send(message_buffer, message.peer)))
+            sends.append((message.peer, message_buffer))
+        works = link.post(receives, sends)
         yield
         link.wait(works)
         if landings:
@@ -213,7 +241,7 @@ def reduce(
                 total = link.scratch.lend(len(mine), wide, out.device)
                 partial_sums.append(total)
             came = {message.peer: codec.read(landing) for message, codec, landing in landings}
-            add_up([came.get(peer, mine) for peer in sorted([*came, rank])], total)
+            add_rows([came.get(peer, mine) for peer in sorted([*came, rank])], total)
             sums |= zip(summed, total.split([len(blocks[block]) for block in summed]))
         for buffer in lent:
             link.scratch.give_back(buffer)
@@ -250,25 +278,6 @@ def shift(tensor: Tensor, out: Tensor, ranks: Sequence[int], rank: int, handle: 
     following, previous = ranks[(rank + 1) % len(ranks)], ranks[rank - 1]
     receive = dist.P2POp(dist.irecv, out, previous, handle)
     return dist.batch_isend_irecv([receive, dist.P2POp(dist.isend, tensor, following, handle)])
-
-
-def add_up(rows: Sequence[Tensor], out: Tensor) -> None:
-    """Fills `out` with the sum of `rows`, added in order. `out` may be one of the rows.
-
-    There must be at least two rows. Adds floats in at least fp32.
-    """
-    wide = _wide(out.dtype)
-    for start in range(0, len(out), TILE):
-        first, *others, last = (row[start : start + TILE] for row in rows)
-        total = first.to(wide)
-        for other in others:
-            total = total + other
-        torch.add(total, last, out=out[start : start + TILE])  # writes `out` last, because `out` may be a row
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Returns the type in which `reduce` and `add_up` add values of `dtype`."""
-    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
 def _filled(messages: Sequence[Message], blocks: Blocks) -> list[Message]:

@@ -10,14 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from optimus.comm.algorithms import OWN, CollectiveKind, Measured, used
+from optimus.comm.algorithms import OWN, OWN_LEVELS, CollectiveKind, Measured, used
+from optimus.comm.carriers import TAGS, ByStreams, ByTags, Carrier, SideStreams
 from optimus.comm.exchange import AS_THEY_ARE, Codec, ProgressThread, shift
 from optimus.comm.handle import DONE, Handle
 from optimus.comm.observer import CollectiveError, Observer
 from optimus.comm.recorder import Recorder
 from optimus.comm.schedules import Shape
 from optimus.comm.scratch import Scratch
-from optimus.comm.strategies import TAGS, Backend, Messages, Rounds, Strategy, TwoLevels
+from optimus.comm.strategies import Backend, Messages, Rounds, Strategy, TwoLevels
 from optimus.comm.watch import Watch
 from optimus.errors import UserError
 from optimus.step_context import StepContext
@@ -56,6 +57,7 @@ class Transport:
     driver: ProgressThread = field(
         default_factory=ProgressThread
     )  # the thread that continues collectives over Gloo while the rank computes
+    streams: SideStreams = field(default_factory=SideStreams)  # streams of collectives as rounds over other backends
 
 
 class Group:
@@ -82,10 +84,11 @@ class Group:
         self._gloo = self.size > 1 and dist.is_initialized() and dist.get_backend(transport.process_group) == "gloo"
         self.observer = Observer(self.ranks, rank, transport.tag, shared.recorder, self.watch, self._gloo)
         self._backend = Backend(transport.process_group, self.observer)
-        self._messages = Messages(
-            self.ranks, rank, self.shape, transport.process_group, (transport.tag + 1) * TAGS, transport.driver,
-            shared.scratch, shared.partial_sums, self.observer,
-        )  # fmt: skip
+        carrier: Carrier = ByStreams(self.ranks, transport.process_group, transport.streams, shared.scratch)
+        if self._gloo:
+            first_tag = (transport.tag + 1) * TAGS
+            carrier = ByTags(self.ranks, transport.process_group, first_tag, transport.driver, shared.scratch)
+        self._messages = Messages(self.size, rank, self.shape, carrier, shared.partial_sums, self.observer)
 
     @property
     def unwatched(self) -> "Group":
@@ -106,13 +109,11 @@ class Group:
     def _strategy(self, kind: CollectiveKind, tensor: Tensor, even: bool = True) -> Strategy:
         """Returns the strategy for a collective. `even` is True for parts of equal length, which two levels need."""
         algorithm, levels = self.algorithm(kind, tensor), self.transport.levels
-        if tensor.device.type == "cpu" and torch.accelerator.is_available():
-            levels = None  # the groups of the levels move no host tensors
-        if algorithm == OWN or not (self._gloo or (levels is not None and even)):
-            return self._backend
-        if levels is not None and even:
+        if not self._gloo and tensor.device.type == "cpu" and torch.accelerator.is_available():
+            algorithm = OWN  # the other algorithms are measured on device tensors, and levels move no host tensors
+        if algorithm == OWN_LEVELS and levels is not None and even:
             return TwoLevels(*levels)
-        return Rounds(algorithm, self._messages)
+        return self._backend if algorithm in (OWN, OWN_LEVELS) else Rounds(algorithm, self._messages)
 
     # ---- Collectives without a root rank ----
 

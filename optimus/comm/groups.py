@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from optimus.comm.algorithms import KINDS, Measured, on_two_levels
+from optimus.comm.algorithms import KINDS, OWN_LEVELS, Measured
 from optimus.comm.device_waits import GRACE
 from optimus.comm.exchange import AS_THEY_ARE, Codec
 from optimus.comm.group import Group, Shared, Transport
@@ -249,9 +249,9 @@ class Groups:
         return None if levels is None else (self.group_of(levels[0]), self.group_of(levels[1]))
 
     def _levels(self, partition: RankPartition) -> tuple[Group, Group] | None:
-        """Returns this rank's groups across and within nodes, for two-level algorithms.
+        """Returns this rank's groups across and within nodes, for `OWN_LEVELS`.
 
-        Returns None over Gloo, and if `measured` has no two-level algorithm for `partition`.
+        Returns None over Gloo, and if `measured` has no `OWN_LEVELS` for `partition`.
         """
         measured = self._shared.measured
         if self.tags or measured is None:
@@ -260,7 +260,7 @@ class Groups:
         if levels is None:
             return None
         shape = Shape(*(level.largest for level in levels))
-        if not any(on_two_levels(name) for kind in KINDS for name in measured.curves(kind, shape)):
+        if not any(OWN_LEVELS in measured.curves(kind, shape) for kind in KINDS):
             return None
         across, within = map(self._shared_group, levels)
         return across, within

@@ -8,31 +8,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from optimus.comm.algorithms import EVERYONE, CollectiveKind, pieces, rounds
-from optimus.comm.exchange import (
-    Channel,
-    Codec,
-    Exchange,
-    ProgressThread,
-    begin,
-    carry_out,
-    exchange,
-    gather,
-    in_pieces,
-    reduce,
-)
+from optimus.comm.carriers import Carrier
+from optimus.comm.exchange import Channel, Codec, Exchange, exchange, gather, in_pieces, reduce
 from optimus.comm.handle import Handle
 from optimus.comm.observer import Observer
 from optimus.comm.schedules import Round, Shape, everyone
-from optimus.comm.scratch import Scratch
-
-TAGS = 1 << 16  # number of message tags of a group; collectives that run at the same time have different tags
 
 
 class Strategy(Protocol):
     """Begins collectives without a root rank. The returned handle completes the collective.
 
     `parts` are the slices of `tensor` along dim 0, by rank; `even` is true if the parts have equal length. With
-    `beside`, a background thread continues a collective of `Rounds`; the other strategies ignore `beside`.
+    `beside`, a background thread continues a collective of `Rounds` over Gloo; the other strategies ignore `beside`.
     """
 
     def all_reduce(self, tensor: Tensor, beside: bool) -> Handle:
@@ -179,19 +166,16 @@ class TwoLevels(NamedTuple):
 class Messages(NamedTuple):
     """The attributes of a group that `Rounds` uses."""
 
-    ranks: Sequence[int]
+    size: int
     rank: int
     shape: Shape
-    process_group: Any
-    first_tag: int  # collective n of the group has the tag first_tag + n % TAGS
-    driver: ProgressThread
-    scratch: Scratch
+    carrier: Carrier
     partial_sums: Codec
     observer: Observer
 
 
 class Rounds(NamedTuple):
-    """Collectives over Gloo as rounds of messages, by an algorithm of `comm/algorithms.py`."""
+    """Collectives as rounds of messages, by an algorithm of `comm/algorithms.py`."""
 
     algorithm: str
     over: Messages
@@ -207,7 +191,7 @@ class Rounds(NamedTuple):
             yield from self._sums(steps[:half], blocks, blocks[self.over.rank], link)
             yield from gather(steps[half:], blocks, link)
 
-        blocks = flat.tensor_split(1 if alone else len(self.over.ranks))
+        blocks = flat.tensor_split(1 if alone else self.over.size)
         return self._begin("all_reduce", tensor, blocks, go, tensor, beside and len(steps) > 1)
 
     def reduce_scatter(self, tensor: Tensor, parts: Sequence[Tensor], out: Tensor, even: bool, beside: bool) -> Handle:
@@ -232,7 +216,7 @@ class Rounds(NamedTuple):
         return self._begin("all_gather", tensor, blocks, go, part, beside and len(steps) > 1)
 
     def all_to_all(self, rows: Tensor, out: Tensor, beside: bool) -> Handle:
-        steps, ranks = self._rounds("all_to_all"), len(self.over.ranks)
+        steps, ranks = self._rounds("all_to_all"), self.over.size
 
         def go(piece: Sequence[Tensor], link: Channel) -> Exchange:
             return exchange(steps, piece[:ranks], piece[ranks:], self.over.rank, link)
@@ -242,7 +226,7 @@ class Rounds(NamedTuple):
 
     def _rounds(self, kind: CollectiveKind) -> Sequence[Round]:
         if self.algorithm == EVERYONE:
-            return everyone(self.over.rank, len(self.over.ranks))
+            return everyone(self.over.rank, self.over.size)
         return rounds(self.algorithm, kind, self.over.rank, self.over.shape)
 
     def _sums(self, steps: Sequence[Round], blocks: Sequence[Tensor], out: Tensor, link: Channel) -> Exchange:
@@ -253,17 +237,14 @@ class Rounds(NamedTuple):
         go: Callable[[Sequence[Tensor], Channel], Exchange], sent: Tensor, beside: bool,
     ) -> Handle:  # fmt: skip
         """Begins a collective on `blocks` in pieces. `go` returns the `Exchange` of one piece."""
-        over = self.over
+        split = in_pieces(blocks, pieces(self.algorithm, self.over.shape, tensor.nbytes))
 
         def call(number: int) -> Handle:
-            link = Channel(over.ranks, over.process_group, over.first_tag + number % TAGS, over.scratch)
-            under_way = [
-                go(each, link) for each in in_pieces(blocks, pieces(self.algorithm, over.shape, tensor.nbytes))
-            ]
-            begin(under_way)
-            return Handle(over.driver.begin(under_way).result if beside else partial(carry_out, under_way))
+            return self.over.carrier.begin(
+                number, lambda link: [go(each, link) for each in split], tensor.device, beside
+            )
 
-        return over.observer.begin(what, tensor, call, sent)
+        return self.over.observer.begin(what, tensor, call, sent)
 
 
 def _newest(new: str, old: str) -> Callable[..., Any]:

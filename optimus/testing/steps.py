@@ -36,6 +36,7 @@ class Steps:
         self.groups = Groups(mesh_of(given, ranks, per_node), planned=[])
         self.resolved = resolve_run(given, self.device, self.groups)
         self.config = self.resolved.config
+        self.groups.choose_by(self.resolved.facts.collectives)
         self.model, self.state = build_model(
             self.resolved.on_rank(self.groups.rank, tags=self.groups.tags), self.groups, self.device
         )

@@ -11,8 +11,9 @@ import pytest
 
 from benchmarks.collectives import ADAPTER_EACH, BOTH, ONE_ADAPTER, Case, contestants, selections, timed
 from benchmarks.collectives_ranks import Job, run_jobs
+from helpers.another_backend import another_backend
 from helpers.sweep import in_turns
-from optimus.comm.algorithms import KINDS, MEGABYTE, OWN, Measured, choose, names
+from optimus.comm.algorithms import KINDS, MEGABYTE, OWN, OWN_LEVELS, Measured, choose, names
 from optimus.comm.costs import seconds
 from optimus.comm.links import Link, Links
 from optimus.comm.schedules import Shape
@@ -78,6 +79,21 @@ def test_every_algorithm_is_measured_in_every_kind_of_group() -> None:
         assert set(measured.curves("all_to_all", shape)) == {OWN}
         for kind in KINDS:
             assert all(curve.sizes == [4096.0, 65536.0] for curve in measured.curves(kind, shape).values())
+
+
+def measured_on_another_backend(quick: Extent) -> list[Measurement]:
+    with another_backend():
+        return measure_rank(2, quick)
+
+
+@pytest.mark.in_turn(1, 3)
+def test_the_backends_own_is_measured_beside_ours() -> None:
+    quick = replace(Extent.for_device("cpu"), sizes=(4096,), window=0.0, rounds=1)
+    measured = table(run_ranks(measured_on_another_backend, 4, quick)[0])
+    for shape in (Shape(2, 2), Shape(1, 2), Shape(2, 1)):
+        for kind in KINDS[:3]:
+            assert set(measured.curves(kind, shape)) == {*names(kind, shape, by_messages=False)}
+    assert {OWN, OWN_LEVELS, "doubling", "doubling+ring"} <= set(measured.curves("all_reduce", Shape(2, 2)))
 
 
 def test_a_table_is_written_beside_what_the_file_has(tmp_path: Path) -> None:

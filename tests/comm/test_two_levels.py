@@ -1,18 +1,17 @@
 """Every algorithm on ranks of several nodes gives exact sums, with the same bits on all ranks and in every call."""
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from helpers.another_backend import another_backend
 from optimus.comm import Group, Groups
-from optimus.comm.algorithms import KINDS, OWN, PIECE, CollectiveKind, Measured, names, on_two_levels
+from optimus.comm.algorithms import KINDS, OWN, OWN_LEVELS, PIECE, CollectiveKind, Measured, names, on_two_levels
 from optimus.comm.exchange import Rounded
 from optimus.comm.schedules import Shape
 from optimus.mesh import Mesh
@@ -75,14 +74,20 @@ def results(group: Group, dtype: torch.dtype) -> list[tuple[str, Tensor, Tensor]
     return found
 
 
-def tried(shape: Shape, algorithm: str, dtype: torch.dtype) -> tuple[list[str], list[Tensor]]:
-    """Returns (names of wrong results, results that must be equal on all ranks)."""
+def tried(
+    shape: Shape, algorithm: str, dtype: torch.dtype, grouped: bool = False
+) -> tuple[list[str], list[Tensor], list[Tensor]]:
+    """Returns (names of wrong results, results that must be equal on all ranks, all results).
+
+    With `grouped`, rounds are group calls, as over NCCL."""
     bound = {torch.bfloat16: 2**-8, torch.float32: 2**-20}[dtype]
-    found = results(world_of(shape, algorithm), dtype)
+    with another_backend() if grouped else nullcontext():
+        found = results(world_of(shape, algorithm), dtype)
     wrong = [
         what for what, here, right in found if not torch.allclose(here.double(), right, rtol=bound, atol=4 * bound)
     ]
-    return wrong, [here for what, here, _ in found if not what.startswith("reduce_scatter")]
+    alike = [here for what, here, _ in found if not what.startswith("reduce_scatter")]
+    return wrong, alike, [here for _, here, _ in found]
 
 
 @pytest.mark.swept("algorithm", "dtype", "shape")
@@ -90,9 +95,23 @@ def tried(shape: Shape, algorithm: str, dtype: torch.dtype) -> tuple[list[str], 
 @pytest.mark.parametrize(("shape", "algorithm"), with_algorithms("all_gather"), ids=str)
 def test_every_algorithm_is_right(shape: Shape, algorithm: str, dtype: torch.dtype) -> None:
     ranks = run_ranks(tried, shape.ranks, shape, algorithm, dtype)
-    for wrong, alike in ranks:
+    for wrong, alike, _ in ranks:
         assert wrong == []
         assert all(map(torch.equal, alike, ranks[0][1]))
+
+
+@pytest.mark.swept("algorithm", "dtype", "shape")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("shape", "algorithm"), [each for each in with_algorithms("all_gather") if each[1] != OWN], ids=str
+)
+def test_group_calls_give_the_bits_of_messages_with_tags(shape: Shape, algorithm: str, dtype: torch.dtype) -> None:
+    """The order of additions depends on the algorithm only, not on what carries the messages."""
+    grouped, tagged = (run_ranks(tried, shape.ranks, shape, algorithm, dtype, each) for each in (True, False))
+    for (wrong, alike, here), (_, _, right) in zip(grouped, tagged, strict=True):
+        assert wrong == []
+        assert all(map(torch.equal, alike, grouped[0][1]))
+        assert all(map(torch.equal, here, right))
 
 
 def exchanged(shape: Shape, algorithm: str, dtype: torch.dtype) -> list[int]:
@@ -171,24 +190,10 @@ def test_bytes_by_level(shape: Shape, algorithm: str) -> None:
         assert all(sum(counted[kind]) == times * (p - 1) * s for counted in ranks)
 
 
-@contextmanager
-def another_backend() -> Iterator[None]:
-    """Makes Gloo pass for a backend other than Gloo."""
-    new_group = dist.new_group
-
-    def of_gloo(*args: Any, backend: str, **options: Any) -> Any:
-        assert backend == "another"
-        return new_group(*args, **options)
-
-    another = mock.patch.object(dist, "get_backend", return_value="another")
-    with another, mock.patch.object(dist, "new_group", of_gloo):
-        yield
-
-
 def in_two_groups(shape: Shape) -> list[str]:
     """Returns the collectives with wrong results on a hierarchy of two groups of a backend other than Gloo."""
     with another_backend():
-        group = world_of(shape, "direct+direct")
+        group = world_of(shape, OWN_LEVELS)
         n, wrong = group.size, []
         for size in (n, 1000 * n):
             all_ = [given(rank, size, torch.float32) for rank in range(n)]
@@ -223,7 +228,7 @@ def measured_later(shape: Shape) -> tuple[int, int, bool]:
     with another_backend():
         groups, found = Groups(Mesh(dp=shape.ranks, ranks_per_node=shape.per), planned=[]), []
         assert not groups.world.any(False)
-        groups.choose_by(only("direct+direct", shape, *SUMS))
+        groups.choose_by(only(OWN_LEVELS, shape, *SUMS))
         sums = [torch.ones(shape.ranks), torch.ones(shape.ranks)]
         for host, each in enumerate(sums):
             before = sum(groups.recorder.begun.values())

@@ -25,6 +25,7 @@ from helpers.drawing import config_of, drawn, passes
 from helpers.rules import ADAMW, LION, SCHEDULE_FREE, plan_chunks
 from helpers.sweep import in_turns
 from optimus.comm import Group, Groups, Handle, recorder
+from optimus.comm.algorithms import KINDS, Measured
 from optimus.comm.observer import Observer
 from optimus.config import dump_config, load_config
 from optimus.config.tree import StateConfig
@@ -825,3 +826,30 @@ def train_on(chip: str) -> None:
         assert chip_of(device).architecture in CHIPS
         steps.train()
         assert machine.memory.peak < machine.properties.total_memory
+
+
+def collectives_by_rounds(algorithm: str) -> tuple[list[Any], Counter[str], Counter[str]]:
+    """Returns (waits, launches by kernel, messages) of two collectives of 2 x 2 ranks in flight together."""
+    from helpers.fake_accelerator import fake_accelerator
+
+    curve = {"2x2": {algorithm: {"sizes": [1.0], "seconds": [1.0]}}}
+    measured = Measured.model_validate({kind: curve for kind in KINDS if kind != "all_to_all"})
+    with fake_accelerator(ranks=4, rank=1) as machine:
+        group = Groups(Mesh(dp=4, ranks_per_node=2), measured=measured).world
+        x, part = (torch.ones(size, device="fakegpu", dtype=torch.bfloat16) for size in (4096, 1024))
+        group.all_reduce(x)  # connects the ranks
+        machine.forget()
+        for handle in [group.all_reduce_async(x), group.reduce_scatter_async(x, part)]:
+            handle.wait()
+        return machine.waits, Counter(name for _, name in machine.launches.elements()), machine.collectives
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "sums", "sends"), [("direct", 1, 3), ("doubling", 2, 2), ("doubling+ring", 2, 2)]
+)
+def test_the_host_does_not_wait_between_rounds(algorithm: str, sums: int, sends: int) -> None:
+    """A round's sums are one launch. An all-reduce sends as often again to gather."""
+    waits, launches, messages = on_fake(collectives_by_rounds, algorithm)
+    assert not waits
+    assert launches["_add_rows"] == 2 * sums
+    assert messages["send"] == 3 * sends

@@ -1,7 +1,7 @@
 """Measures collectives with several algorithms on the available ranks, and writes the results into a machine file."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ import torch.distributed as dist
 import yaml
 
 from optimus.comm import Group, Groups, PlannedGroups
-from optimus.comm.algorithms import KINDS, OWN, CollectiveKind, Curve, Curves, Measured, names
+from optimus.comm.algorithms import KINDS, OWN, OWN_LEVELS, CollectiveKind, Curve, Curves, Measured, names
 from optimus.comm.schedules import Shape
 from optimus.disk import replace_text
 from optimus.errors import UserError, naming_disk_errors
@@ -84,25 +84,28 @@ def _contestants(per: int) -> Iterator[tuple[CollectiveKind, Shape, str, Group]]
             range(local_rank, ranks, per) for local_rank in range(per)
         )
     for shape, divided in parts.items():
-        for algorithm in dict.fromkeys(name for kind in KINDS for name in names(kind, shape)):
-            kinds = [kind for kind in KINDS if algorithm in _tried(kind, shape)]
-            if kinds:
-                groups = Groups(mesh, planned=[PlannedGroups("measured", divided)], measured=always(algorithm, shape))
-                yield from ((kind, shape, algorithm, groups.group_of(divided)) for kind in kinds)
+        first = always(OWN_LEVELS if min(shape) > 1 else OWN, shape)  # creates the groups of two levels
+        groups = Groups(mesh, planned=[PlannedGroups("measured", divided)], measured=first)
+        for algorithm in dict.fromkeys(name for kind in KINDS for name in _tried(kind, shape)):
+            groups.choose_by(always(algorithm, shape))
+            group = groups.group_of(divided)
+            yield from ((kind, shape, algorithm, group) for kind in KINDS if algorithm in _tried(kind, shape))
 
 
 def _tried(kind: CollectiveKind, shape: Shape) -> list[str]:
+    """Returns the algorithms to measure for `kind`."""
+    by_messages = dist.get_backend() == "gloo"
     if kind == "all_to_all":
         return [OWN]
-    if dist.get_backend() != "gloo":
-        return [OWN, "direct+direct"] if min(shape) > 1 else [OWN]
-    return [name for name in names(kind, shape) if name != OWN or kind == "all_reduce"]
+    found = names(kind, shape, by_messages=by_messages)
+    return [name for name in found if name != OWN or kind == "all_reduce" or not by_messages]
 
 
 def always(algorithm: str, shape: Shape) -> Measured:
     """Returns a table that makes groups of `shape` choose `algorithm` for each collective with this algorithm."""
+    known: Mapping[CollectiveKind, list[str]] = {kind: names(kind, shape, by_messages=False) for kind in KINDS}
     curve = {str(shape): {algorithm: Curve(sizes=[1.0], seconds=[1.0])}}
-    return Measured.model_validate({kind: curve for kind in KINDS if algorithm in names(kind, shape)})
+    return Measured.model_validate({kind: curve for kind in KINDS if algorithm in known[kind]})
 
 
 def _calls(

@@ -18,11 +18,11 @@ PRODUCTS = {"_expert_up", "_expert_down_backward", "_grouped_product", "_weight_
 OTHERS = {
     "_count", "_index", "_row_tiles", "_reduce", "_sum_parts", "_route", "_route_backward", "_rms_norm",
     "_rms_norm_backward", "_rotate", "_sum_rows", "_swiglu", "_swiglu_backward", "_softmax_gradient", "_adamw",
-    "_compress", "_expand", "_square_sum",
+    "_compress", "_expand", "_square_sum", "_add_rows",
 }  # fmt: skip
 # STREAMS has the narrowest access, in bytes, of kernels that only stream contiguous memory. Masks with arbitrary ends
 # would cause access element by element. Kernels of READ_WIDE have at least one wide read.
-STREAMS = {"_adamw": 8, "_swiglu": 8, "_swiglu_backward": 8}
+STREAMS = {"_adamw": 8, "_add_rows": 8, "_swiglu": 8, "_swiglu_backward": 8}
 READ_WIDE = {
     "_compress",
     "_route",

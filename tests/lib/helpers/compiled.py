@@ -182,6 +182,7 @@ def run_others() -> None:
     from optimus.kernels.triton.adamw import adamw
     from optimus.kernels.triton.compression import compress, expand
     from optimus.kernels.triton.router import router
+    from optimus.kernels.triton.row_sum import add_rows
     from optimus.kernels.triton.square_sum import square_sum
     from optimus.kernels.triton.token_index import token_index
     from optimus.state.buffers import ALIGN
@@ -204,6 +205,8 @@ def run_others() -> None:
     gradient, copy = torch.empty(2, size, dtype=torch.bfloat16)
     adamw((0.9, 0.95, 1e-8, 0.1), 3, 1e-3, weight, gradient, m, v, 1.0, copy)
     square_sum(weight, torch.float64)
+    add_rows([gradient, weight, m], weight, torch.float32)
+    add_rows([gradient] * 8, copy, torch.float32)
     words, before = torch.empty(size // 32, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
     expand(compress(weight, words, before, 1000, 4096), words, before, weight, 4096)
 

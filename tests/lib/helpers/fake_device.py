@@ -330,6 +330,8 @@ def _place() -> str:
 class _Stream:
     """A stream without any order."""
 
+    stream_id = 0
+
     def __init__(self, device: Any = None, **_: Any) -> None:
         self.device = torch.device(NAME, machine().now) if device is None else torch.device(device)
 
