@@ -43,13 +43,13 @@ def _gelu_backward(h_grad, gate, up):
 @triton.jit
 def _gelu_tanh(gate, up):
     # (1 + tanh(z)) / 2 is sigmoid(2 z).
-    return gate * tl.sigmoid(_TANH * gate * (1 + _CUBIC * gate * gate)) * up
+    return gate * tl.sigmoid(gate * _TANH * (1 + gate * gate * _CUBIC)) * up
 
 
 @triton.jit
 def _gelu_tanh_backward(h_grad, gate, up):
-    s = tl.sigmoid(_TANH * gate * (1 + _CUBIC * gate * gate))
-    slope = s + gate * s * (1 - s) * _TANH * (1 + 3 * _CUBIC * gate * gate)
+    s = tl.sigmoid(gate * _TANH * (1 + gate * gate * _CUBIC))
+    slope = s + gate * s * (1 - s) * _TANH * (1 + gate * gate * (3 * _CUBIC))
     return h_grad * up * slope, h_grad * gate * s
 
 
