@@ -91,13 +91,13 @@ class Gated(NamedTuple):
     backward: Any  # maps (gradient of the activation, gate, up) to (gradient of gate, gradient of up)
     # Maximum numbers of columns that an expert kernel computes at once: the values of more do not fit into registers.
     columns: int = 256  # of the forward pass: all columns of a tile
-    columns_backward: int = 32
+    columns_backward: int = 16
 
 
 GATED: Mapping[Activation, Gated] = {
-    "silu": Gated(silu, silu_backward),
-    "gelu": Gated(_gelu, _gelu_backward, columns_backward=16),
+    "silu": Gated(silu, silu_backward, columns_backward=32),
+    "gelu": Gated(_gelu, _gelu_backward),
     "gelu_tanh": Gated(_gelu_tanh, _gelu_tanh_backward),
-    "relu": Gated(_relu, _relu_backward, columns_backward=16),
-    "clamped_silu": Gated(_clamped_silu, _clamped_silu_backward, columns=64, columns_backward=16),
+    "relu": Gated(_relu, _relu_backward),
+    "clamped_silu": Gated(_clamped_silu, _clamped_silu_backward, columns=64),
 }

@@ -104,7 +104,20 @@ def _expert_down_backward(
         begin = first.to(tl.int64)
         z, z_grad, weighted_h = z_PJ + begin * 2 * I, z_grad_PJ + begin * 2 * I, weighted_h_PI + begin * I
         parts = _through_activation(
-            h_grad, weight, z, z_grad, weighted_h, row, real, column, I, ACTIVATE, DIFFERENTIATE, AT_ONCE, ROW_TILE, COLUMNS
+            h_grad,
+            weight,
+            z,
+            z_grad,
+            weighted_h,
+            row,
+            real,
+            column,
+            I,
+            ACTIVATE,
+            DIFFERENTIATE,
+            AT_ONCE,
+            ROW_TILE,
+            COLUMNS,
         )
         tl.store(weight_grad_PC + (begin + row) * column_tiles + column_tile, parts, mask=real)
 
