@@ -106,6 +106,9 @@ def efficiency() -> list[Point]:
     ]
 
 
+_NO_YES = (False, True)
+
+
 class Parts(NamedTuple):
     """Seconds of a step: forward and backward passes, and the optimizer with its collectives."""
 
@@ -132,7 +135,7 @@ def _loop(name: str) -> dict[str, float]:
 
 def predicted_gains(name: str) -> Gains:
     """Returns the gains of a training step on 3,072 tiles."""
-    found = gains({(fsmoe, epso): sum(predicted(name, fsmoe, epso)) for fsmoe in (0, 1) for epso in (0, 1)})
+    found = gains({(fsmoe, epso): sum(predicted(name, fsmoe, epso)) for fsmoe in _NO_YES for epso in _NO_YES})
     return found if LAYOUTS[name].expert > 1 else found._replace(epso=None)
 
 

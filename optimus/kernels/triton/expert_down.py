@@ -57,8 +57,8 @@ def expert_down_backward(
     _expert_down_backward[(programs(y_grad_TH, len(routes.expert_R) * column_tiles),)](
         y_grad_TH, weights_TK, z_PJ, described(down_EHI, [1, t.inner, t.columns], tma), *out, routes.choice_P, token_P,
         routes.expert_R, routes.first_R, routes.offset_E1, routes.tiles_1, H=H, I=I, ACTIVATE=activation.forward,
-        DIFFERENTIATE=activation.backward, AT_ONCE=activation.columns_backward, TMA=tma, ROW_TILE=t.rows, COLUMNS=t.columns, INNER=t.inner, PRECISION=precision(),
-        num_warps=t.warps, num_stages=t.stages,
+        DIFFERENTIATE=activation.backward, AT_ONCE=activation.columns_backward, TMA=tma, ROW_TILE=t.rows,
+        COLUMNS=t.columns, INNER=t.inner, PRECISION=precision(), num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     return out
 
@@ -76,7 +76,8 @@ def expert_down_weight_gradient(
 def _expert_down_backward(
     y_grad_TH, weights_TK, z_PJ, down, z_grad_PJ, weighted_h_PI, weight_grad_PC, choice_P, token_P, expert_R, first_R,
     offset_E1, tiles_1, H: tl.constexpr, I: tl.constexpr, ACTIVATE: tl.constexpr, DIFFERENTIATE: tl.constexpr,
-    AT_ONCE: tl.constexpr, TMA: tl.constexpr, ROW_TILE: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
+    AT_ONCE: tl.constexpr, TMA: tl.constexpr, ROW_TILE: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     column_tiles: tl.constexpr = (I + COLUMNS - 1) // COLUMNS
     inner = tl.arange(0, INNER)
