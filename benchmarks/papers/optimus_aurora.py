@@ -20,7 +20,7 @@ TILES = 3072  # of the models of section 2.2
 
 
 class Layout(NamedTuple):
-    """How the paper trains a model (section 2.2): sizes of the mesh, and what is recomputed."""
+    """The layout of a model in the paper (section 2.2): sizes of the mesh, and what is recomputed."""
 
     pipeline: int
     expert: int

@@ -1,4 +1,4 @@
-"""Gated activations on tiles of kernels; see `kernels.activation`.
+"""The gated activations on tiles of kernels; see `kernels.activation`.
 
 `GATED` is the table of all kinds. Kernels get a row's functions as arguments of type `tl.constexpr`.
 """
@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from optimus.kernels.activation import Activation
 from optimus.kernels.limits import LIMIT, SLOPE
 
 _SLOPE, _LIMIT = tl.constexpr(SLOPE), tl.constexpr(LIMIT)
@@ -94,7 +93,7 @@ class Gated(NamedTuple):
     columns_backward: int = 16
 
 
-GATED: Mapping[Activation, Gated] = {
+GATED: Mapping[str, Gated] = {
     "silu": Gated(silu, silu_backward, columns_backward=32),
     "gelu": Gated(_gelu, _gelu_backward),
     "gelu_tanh": Gated(_gelu_tanh, _gelu_tanh_backward),
