@@ -23,6 +23,7 @@ BENCHMARKS = {
     "tensor-parallel": "Tensor-parallel training on 2 ranks against torch's parallelize_module (DTensor).",
     "pipeline": "Message-driven pipelines against 1F1B, and schedules against torch.distributed.pipelining.",
     "moe": "The sparse block, forward and backward, against that of transformers and every installed kernel package.",
+    "moe-training": "FSMOE and EPSO alone and together in training: published, planned and, at reduced size, measured.",
     "generation": "Generating 64 texts together: against one at a time, and `transformers` generating the same batch.",
     "optimizer": "Optimizer step with expert parallelism: the standard sharded optimizer against EPSO.",
     "update-on-arrival": "Updates of chunks as they are reduced, with links held back, against the plain order; the guards.",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from optimus.errors import UserError
 from optimus.kernels.expert_mlp import expert_mlp
-from optimus.model.foreign.experts import differences
+from optimus.model.foreign.experts import activation_of, differences
 from optimus.model.foreign.needed import release_of
 
 NAME = "optimus"
@@ -22,7 +22,8 @@ _NEEDED = (5, 17)  # the oldest supported version of transformers
 def register_experts() -> None:
     """Registers `experts_implementation="optimus"` with `transformers`, for models loaded afterwards.
 
-    The forward pass raises `UserError` for experts other than two bias-free projections with SwiGLU in between.
+    The forward pass raises `UserError` for experts other than two bias-free projections with a gated
+    SiLU, GELU or ReLU in between.
 
     Example:
         optimus.register_experts()
@@ -49,7 +50,9 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else down.dtype
     indices_TK = top_k_index.masked_fill(top_k_index >= len(down), -1)
     x_TH, weights_TK, gate_up_EJH, down_EHI = (t.to(dtype) for t in (hidden_states, top_k_weights, gate_up, down))
-    return expert_mlp(x_TH, weights_TK, indices_TK, gate_up_EJH, down_EHI).to(hidden_states.dtype)
+    kind = activation_of(experts) or "silu"  # `_check` has refused others
+    y_TH = expert_mlp(x_TH, weights_TK, indices_TK, gate_up_EJH, down_EHI, kind=kind)
+    return y_TH.to(hidden_states.dtype)
 
 
 class FastSparseMoEBlock(nn.Module):

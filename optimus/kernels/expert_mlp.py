@@ -107,12 +107,11 @@ def expert_mlp(
     gate, then up. `buffers` are the gradient buffers of `gate_up_EJH` and `down_EHI`. `bias_EJ` is the bias of gate and
     up. `choices` is the number of choices other than -1, if known.
     """
-    if backend.use_triton(x_TH) and kind in ("silu", "clamped_silu"):
+    if backend.use_triton(x_TH):
         from optimus.kernels.triton import expert_mlp as kernels
 
-        clamped = kind == "clamped_silu"
         routing = x_TH, weights_TK, indices_TK
-        return kernels.ExpertMLP.apply(*routing, gate_up_EJH, down_EHI, buffers, choices, bias_EJ, clamped)
+        return kernels.ExpertMLP.apply(*routing, gate_up_EJH, down_EHI, buffers, choices, bias_EJ, kind)
     routes = make_routes(indices_TK, len(down_EHI), weights_TK.dtype, choices)
     return _ExpertMLP.apply(x_TH, weights_TK, gate_up_EJH, down_EHI, bias_EJ, routes, buffers, forms, kind)
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from benchmarks.papers import FIGURES, NOT_STATED, chosen, experts, show
+from benchmarks.papers import FIGURES, NOT_STATED, chosen, experts, optimus_aurora, show
 from benchmarks.papers.figure import Figure, Point, summary
 from optimus.errors import UserError
 from optimus.mesh.strided import StridedGroup
@@ -37,6 +37,7 @@ def test_a_summary_ranks_only_figures_of_more_than_five_points() -> None:
         ("AxoNN 6.12", 0.10, 0.85),
         ("AxoNN eq. 7.5", 0.02, 0.99),
         ("Optimus 4b", 0.05, None),
+        ("Optimus table 3", 0.06, 0.95),
     ],
 )
 def test_figures(name: str, median: float, correlation: float | None) -> None:
@@ -62,6 +63,24 @@ def test_dropping_duplicates_and_caching_collectives_save_what_the_equations_say
     assert both.all_to_all / dropping.all_to_all == pytest.approx(2 / 3)
     assert both.all_reduce / before.all_reduce == pytest.approx(2 / 3)
     assert before.all_gather == 0 < both.all_gather
+
+
+def test_gains_of_table_3() -> None:
+    """Gains are over the step with neither; EPSO leaves the passes, and FSMOE the optimizer, as they are."""
+    seconds = {(False, False): 6.0, (True, False): 4.0, (False, True): 5.0, (True, True): 3.0}
+    found = optimus_aurora.gains(seconds)
+    assert found == (1.5, 1.2, 2.0)
+    assert found.product == pytest.approx(1.8)
+    assert found._replace(epso=None).product == 1.5
+    for name, layout in optimus_aurora.LAYOUTS.items():
+        (neither, fsmoe), (epso, both) = (
+            [optimus_aurora.predicted(name, with_fsmoe, with_epso) for with_fsmoe in (False, True)]
+            for with_epso in (False, True)
+        )
+        assert (neither.passes, fsmoe.passes) == pytest.approx((epso.passes, both.passes))
+        assert (neither.optimizer, epso.optimizer) == pytest.approx((fsmoe.optimizer, both.optimizer))
+        assert neither.passes > fsmoe.passes
+        assert (neither.optimizer > epso.optimizer) == (layout.expert > 1)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +116,7 @@ def test_figures_by_name_and_what_is_in_no_text() -> None:
 
 
 def test_the_form_of_the_report(capsys: pytest.CaptureFixture[str]) -> None:
-    found = show(["Optimus"])
+    found = show(["Optimus 4b"])
     assert found["bench"] == "papers"
     (row,) = found["rows"]
     points: Sequence[dict[str, object]] = found["points"]["Optimus 4b"]

@@ -44,6 +44,9 @@ CONFIGS = {
         **SIZES, head_dim=16, moe_intermediate_size=24, num_experts=5, num_experts_per_tok=2, norm_topk_prob=True
     ),
     "mixtral": MixtralConfig(**SIZES, intermediate_size=24, num_local_experts=4, num_experts_per_tok=2),
+    "mixtral-gelu": MixtralConfig(
+        **SIZES, intermediate_size=24, num_local_experts=4, num_experts_per_tok=2, hidden_act="gelu_pytorch_tanh"
+    ),
 }
 
 
@@ -112,7 +115,7 @@ def test_equals_every_implementation_of_transformers(model: nn.Module, rival: st
 def test_the_kernels_are_what_runs(olmoe: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """Our kernel runs, with the model's own weights; otherwise the tests above would compare `transformers` with itself."""
     kernel, calls = drop_in.expert_mlp, []
-    monkeypatch.setattr(drop_in, "expert_mlp", lambda *args: calls.append(args) or kernel(*args))
+    monkeypatch.setattr(drop_in, "expert_mlp", lambda *args, **more: calls.append(args) or kernel(*args, **more))
     outcome(olmoe, "eager")
     assert not calls
     outcome(olmoe, "optimus")
@@ -312,7 +315,7 @@ def replace_blocks(model: nn.Module) -> None:
 def test_block_runs_the_kernels_whatever_the_model_names(monkeypatch: pytest.MonkeyPatch) -> None:
     model, kernel, calls = made(CONFIGS["olmoe"]), drop_in.expert_mlp, []
     replace_blocks(model)
-    monkeypatch.setattr(drop_in, "expert_mlp", lambda *args: calls.append(1) or kernel(*args))
+    monkeypatch.setattr(drop_in, "expert_mlp", lambda *args, **more: calls.append(1) or kernel(*args, **more))
     model.set_experts_implementation("grouped_mm")
     outcome(model, None)
     assert len(calls) == 2
@@ -336,14 +339,15 @@ def refused(experts: nn.Module) -> str:
 
 
 def test_another_activation_is_refused() -> None:
-    config = MixtralConfig(**SIZES, intermediate_size=24, num_local_experts=4, hidden_act="gelu")
+    config = MixtralConfig(**SIZES, intermediate_size=24, num_local_experts=4, hidden_act="quick_gelu")
     text = refused(made(config).model.layers[0].mlp.experts)
     assert text == (
-        "experts_implementation='optimus' cannot run MixtralExperts: its activation is GELUActivation, not SiLU. "
+        "experts_implementation='optimus' cannot run MixtralExperts: its activation is QuickGELUActivation, not "
+        "SiLU, GELU or ReLU. "
         "Load this model with another implementation, such as experts_implementation='grouped_mm' or 'eager'"
     )
-    with pytest.raises(UserError, match="its activation is GELUActivation"):
-        optimus.FastSparseMoEBlock(OlmoeConfig(**SIZES, num_experts=4, hidden_act="gelu"))
+    with pytest.raises(UserError, match="its activation is QuickGELUActivation"):
+        optimus.FastSparseMoEBlock(OlmoeConfig(**SIZES, num_experts=4, hidden_act="quick_gelu"))
 
 
 def test_another_form_of_experts_is_refused() -> None:

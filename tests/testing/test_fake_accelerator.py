@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from helpers.covering import covering
 from helpers.drawing import config_of, drawn, passes
+from helpers.plugin_tables import tables_restored
 from helpers.rules import ADAMW, LION, SCHEDULE_FREE, plan_chunks
 from helpers.sweep import in_turns
 from optimus.comm import Group, Groups, Handle, recorder
@@ -30,12 +32,13 @@ from optimus.comm.observer import Observer
 from optimus.config import dump_config, load_config
 from optimus.config.tree import StateConfig
 from optimus.kernels import backend
+from optimus.kernels.activation import Activation
 from optimus.kernels.devices import CHIPS, chip_of
 from optimus.kernels.square_sum import DEVICE_BLOCK
 from optimus.launch import here
 from optimus.launch import rank as program
 from optimus.mesh import Layout, Mesh
-from optimus.model.families import families
+from optimus.model.families import FAMILIES, families
 from optimus.optim.reptile import Reptile
 from optimus.optim.rule import OptimizerStep
 from optimus.parallel.activations import activation_bytes
@@ -233,6 +236,22 @@ def test_families(number: int) -> None:
         model |= {"experts": 4, "experts_per_token": 2}
     overrides += ["train.global_batch=8", *(["parallel.expert=2"] if "experts" in fields else [])]
     check_waits(on_fake(one_step, config_of("dense") | {"model": model}, overrides, 4, number % 4))
+
+
+def step_with_activation(kind: Activation) -> Seen:
+    """Takes a step of OLMoE with experts of another activation, on one of two ranks that share the experts."""
+    olmoe = families()["olmoe"]
+    with tables_restored():
+        FAMILIES.extend({"other": replace(olmoe, model_type="other", defaults={**olmoe.defaults, "activation": kind})})
+        model = SIZES | {"family": "other", "experts": 4, "experts_per_token": 2}
+        return one_step(config_of("dense") | {"model": model}, ["train.global_batch=8", "parallel.expert=2"], 2)
+
+
+@pytest.mark.parametrize("kind", in_turns(["gelu", "gelu_tanh", "relu", "clamped_silu"], 4, always=1))
+def test_experts_of_any_activation_add_no_wait(kind: Activation) -> None:
+    seen = on_fake(step_with_activation, kind)
+    check_waits(seen)
+    assert seen.kernel("_expert_up") == seen.kernel("_expert_down_backward") > 0
 
 
 GROUPED = {"hidden": 32, "heads": 4, "kv_heads": 2}  # heads of 8 columns, which flash attention needs

@@ -14,12 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from optimus.kernels.activation import Activation
+from optimus.kernels.triton.activation import GATED
 from optimus.kernels.triton.grouped import described, grouped_product, halves, inner_tile, weight_gradient, within
-from optimus.kernels.triton.swiglu import swiglu_tile, swiglu_tile_backward
 from optimus.kernels.triton.token_index import TokenIndex, rows_of_tile
 from optimus.kernels.triton.tuning import by_descriptors, precision, programs, tiles
-
-_AT_ONCE = tl.constexpr(32)  # columns per step of the backward epilogue; `clamped_silu` takes half as many
 
 
 def expert_down(h_PI: Tensor, down_EHI: Tensor, routes: TokenIndex) -> Tensor:
@@ -42,14 +41,12 @@ def expert_down_backward(
     token_P: Tensor,
     routes: TokenIndex,
     *,
-    clamped: bool = False,
+    kind: Activation = "silu",
 ) -> DownGradients:
-    """Computes `DownGradients` from the gradient of the layer's output [T, H].
-
-    The activation is silu, or `clamped_silu` if `clamped`.
-    """
+    """Computes `DownGradients` from the gradient of the layer's output [T, H] with the gated activation `kind`."""
     H, I = down_EHI.shape[1:]
-    t = tiles("down_backward", y_grad_TH, routes.row_tile, max(I, 32), H)  # at least `_AT_ONCE` columns
+    activation = GATED[kind]
+    t = tiles("down_backward", y_grad_TH, routes.row_tile, max(I, activation.columns_backward), H)
     column_tiles = triton.cdiv(I, t.columns)
     out = DownGradients(
         torch.empty_like(z_PJ),
@@ -59,9 +56,9 @@ def expert_down_backward(
     tma = by_descriptors(down_EHI)
     _expert_down_backward[(programs(y_grad_TH, len(routes.expert_R) * column_tiles),)](
         y_grad_TH, weights_TK, z_PJ, described(down_EHI, [1, t.inner, t.columns], tma), *out, routes.choice_P, token_P,
-        routes.expert_R, routes.first_R, routes.offset_E1, routes.tiles_1, H=H, I=I, CLAMPED=clamped, TMA=tma,
-        ROW_TILE=t.rows, COLUMNS=t.columns, INNER=t.inner, PRECISION=precision(),
-        num_warps=t.warps, num_stages=t.stages,
+        routes.expert_R, routes.first_R, routes.offset_E1, routes.tiles_1, H=H, I=I, ACTIVATE=activation.forward,
+        DIFFERENTIATE=activation.backward, AT_ONCE=activation.columns_backward, TMA=tma, ROW_TILE=t.rows,
+        COLUMNS=t.columns, INNER=t.inner, PRECISION=precision(), num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     return out
 
@@ -78,8 +75,9 @@ def expert_down_weight_gradient(
 @triton.jit
 def _expert_down_backward(
     y_grad_TH, weights_TK, z_PJ, down, z_grad_PJ, weighted_h_PI, weight_grad_PC, choice_P, token_P, expert_R, first_R,
-    offset_E1, tiles_1, H: tl.constexpr, I: tl.constexpr, CLAMPED: tl.constexpr, TMA: tl.constexpr,
-    ROW_TILE: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
+    offset_E1, tiles_1, H: tl.constexpr, I: tl.constexpr, ACTIVATE: tl.constexpr, DIFFERENTIATE: tl.constexpr,
+    AT_ONCE: tl.constexpr, TMA: tl.constexpr, ROW_TILE: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     column_tiles: tl.constexpr = (I + COLUMNS - 1) // COLUMNS
     inner = tl.arange(0, INNER)
@@ -106,29 +104,45 @@ def _expert_down_backward(
         weight = tl.load(weights_TK + tl.load(choice_P + first + readable)).to(tl.float32)
         begin = first.to(tl.int64)
         z, z_grad, weighted_h = z_PJ + begin * 2 * I, z_grad_PJ + begin * 2 * I, weighted_h_PI + begin * I
-        parts = _through_swiglu(h_grad, weight, z, z_grad, weighted_h, row, real, column, I, CLAMPED, ROW_TILE, COLUMNS)
+        parts = _through_activation(
+            h_grad,
+            weight,
+            z,
+            z_grad,
+            weighted_h,
+            row,
+            real,
+            column,
+            I,
+            ACTIVATE,
+            DIFFERENTIATE,
+            AT_ONCE,
+            ROW_TILE,
+            COLUMNS,
+        )
         tl.store(weight_grad_PC + (begin + row) * column_tiles + column_tile, parts, mask=real)
 
 
 @triton.jit
-def _through_swiglu(
-    h_grad, weight, z, z_grad, weighted_h, row, real, column, I: tl.constexpr, CLAMPED: tl.constexpr,
-    ROW_TILE: tl.constexpr, COLUMNS: tl.constexpr,
+def _through_activation(
+    h_grad, weight, z, z_grad, weighted_h, row, real, column, I: tl.constexpr, ACTIVATE: tl.constexpr,
+    DIFFERENTIATE: tl.constexpr, AT_ONCE: tl.constexpr, ROW_TILE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Stores the results for `COLUMNS` columns from `column` on; returns the partial sums of <h, down^T g>.
 
     Each step takes a few columns: the values of a whole tile do not fit into registers.
     """
-    at_once: tl.constexpr = _AT_ONCE // 2 if CLAMPED else _AT_ONCE
-    if at_once < COLUMNS:
+    if AT_ONCE < COLUMNS:
         left, right = halves(h_grad, ROW_TILE, COLUMNS // 2)
-        parts = _through_swiglu(
-            left, weight, z, z_grad, weighted_h, row, real, column, I, CLAMPED, ROW_TILE, COLUMNS // 2
-        )
+        parts = _through_activation(
+            left, weight, z, z_grad, weighted_h, row, real, column, I, ACTIVATE, DIFFERENTIATE, AT_ONCE, ROW_TILE,
+            COLUMNS // 2,
+        )  # fmt: skip
         column += COLUMNS // 2
-        return parts + _through_swiglu(
-            right, weight, z, z_grad, weighted_h, row, real, column, I, CLAMPED, ROW_TILE, COLUMNS // 2
-        )
+        return parts + _through_activation(
+            right, weight, z, z_grad, weighted_h, row, real, column, I, ACTIVATE, DIFFERENTIATE, AT_ONCE, ROW_TILE,
+            COLUMNS // 2,
+        )  # fmt: skip
     else:
         i = column + tl.arange(0, COLUMNS)
         inside = real[:, None] & (i < I)[None, :]
@@ -136,9 +150,9 @@ def _through_swiglu(
         z_at = h_at + row[:, None] * I
         gate = tl.load(z + z_at, mask=inside, other=0).to(tl.float32)
         up = tl.load(z + I + z_at, mask=inside, other=0).to(tl.float32)
-        h = swiglu_tile(gate, up, CLAMPED)
+        h = ACTIVATE(gate, up)
         tl.store(weighted_h + h_at, (weight[:, None] * h).to(weighted_h.dtype.element_ty), mask=inside)
-        gate_grad, up_grad = swiglu_tile_backward(weight[:, None] * h_grad, gate, up, CLAMPED)
+        gate_grad, up_grad = DIFFERENTIATE(weight[:, None] * h_grad, gate, up)
         tl.store(z_grad + z_at, gate_grad.to(z_grad.dtype.element_ty), mask=inside)
         tl.store(z_grad + I + z_at, up_grad.to(z_grad.dtype.element_ty), mask=inside)
         return tl.sum(tl.where(inside, h * h_grad, 0), axis=1)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from optimus.autograd import once_differentiable
+from optimus.kernels.activation import Activation
 from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.kernels.triton.expert_down import expert_down, expert_down_backward, expert_down_weight_gradient
 from optimus.kernels.triton.expert_reduce import expert_reduce, expert_reduce_backward
@@ -39,7 +40,7 @@ class ExpertMLP(torch.autograd.Function):
         buffers: tuple[GradientBuffer | None, GradientBuffer | None],
         choices: int | None = None,
         bias_EJ: Tensor | None = None,
-        clamped: bool = False,
+        kind: Activation = "silu",
     ) -> Tensor:
         x_TH, weights_TK = x_TH.contiguous(), weights_TK.contiguous()
         gate_up_EJH, down_EHI = gate_up_EJH.contiguous(), down_EHI.contiguous()
@@ -47,10 +48,10 @@ class ExpertMLP(torch.autograd.Function):
         mean = indices_TK.numel() if choices is None else choices
         routes = token_index(indices_TK, experts, row_tile(x_TH, mean, experts), choices)
         bias_EJ = None if bias_EJ is None else bias_EJ.contiguous()
-        z_PJ, h_PI = expert_up(x_TH, gate_up_EJH, routes.token_P(), routes, bias_EJ, clamped=clamped)
+        z_PJ, h_PI = expert_up(x_TH, gate_up_EJH, routes.token_P(), routes, bias_EJ, kind=kind)
         y_PH = expert_down(h_PI, down_EHI, routes)
         ctx.save_for_backward(x_TH, weights_TK, gate_up_EJH, down_EHI, z_PJ, *routes[:-1])
-        ctx.row_tile, ctx.buffers, ctx.clamped = routes.row_tile, buffers, clamped
+        ctx.row_tile, ctx.buffers, ctx.kind = routes.row_tile, buffers, kind
         return expert_reduce(y_PH, weights_TK, routes.position_TK)
 
     @staticmethod
@@ -62,7 +63,7 @@ class ExpertMLP(torch.autograd.Function):
         y_grad_TH = grads[0].contiguous()
         token_P = routes.token_P()
         z_grad_PJ, weighted_h_PI, weight_grad_PC = expert_down_backward(
-            y_grad_TH, weights_TK, z_PJ, down_EHI, token_P, routes, clamped=ctx.clamped
+            y_grad_TH, weights_TK, z_PJ, down_EHI, token_P, routes, kind=ctx.kind
         )
         # Precedes the weight gradients: after `GradientBuffer.add`, the weight's memory may be free.
         x_grad_TH = expert_up_backward(z_grad_PJ, gate_up_EJH, routes)

@@ -1,5 +1,5 @@
-"""Stage 4a, expert computation: the up-projection of gathered tokens with SwiGLU (Algorithm 1 of the Optimus paper,
-lines 75-78), and the projection's backward pass.
+"""Stage 4a, expert computation: the up-projection of gathered tokens with the gated activation (Algorithm 1 of the
+Optimus paper, lines 75-78), and the projection's backward pass.
 
 Legend: T tokens, K experts per token, P routed rows, E experts (E1: E + 1), R tiles of rows, H hidden, I intermediate,
 J = 2 I.
@@ -9,13 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from optimus.kernels.activation import Activation
+from optimus.kernels.triton.activation import GATED
 from optimus.kernels.triton.expert_reduce import expert_reduce
 from optimus.kernels.triton.grouped import described, grouped_product, halves, inner_tile, weight_gradient, within
-from optimus.kernels.triton.swiglu import swiglu_tile
 from optimus.kernels.triton.token_index import TokenIndex, rows_of_tile
 from optimus.kernels.triton.tuning import by_descriptors, precision, programs, tiles
 
-_AT_ONCE = tl.constexpr(64)  # maximum number of columns that a clamped activation computes at once
 _BIAS_ROWS, _BIAS_COLUMNS = 32, 128  # rows per step, and maximum number of columns, of a program of `_sum_rows`
 
 
@@ -26,22 +26,24 @@ def expert_up(
     routes: TokenIndex,
     bias_EJ: Tensor | None = None,
     *,
-    clamped: bool = False,
+    kind: Activation = "silu",
 ) -> tuple[Tensor, Tensor]:
-    """Returns (z_PJ, h_PI) in x's dtype: gate and up projections of every row's token, and the gated activation.
+    """Returns (z_PJ, h_PI) in x's dtype: gate and up projections of every row's token, and the gated activation
+    `kind`.
 
-    The activation is silu, or `clamped_silu` if `clamped`. The unused rows of `routes` have undefined results.
+    The unused rows of `routes` have undefined results.
     """
     J, H = gate_up_EJH.shape[1:]
     I, P = J // 2, len(token_P)
     z_PJ, h_PI = x_TH.new_empty(P, J), x_TH.new_empty(P, I)
+    activation = GATED[kind]
     t = tiles("up", x_TH, routes.row_tile, I, H)
     tma = by_descriptors(gate_up_EJH)
     gate_up = described(gate_up_EJH.unflatten(1, (2, I)), [1, 2, t.columns, t.inner], tma)
     _expert_up[(programs(x_TH, len(routes.expert_R) * triton.cdiv(I, t.columns)),)](
         x_TH, gate_up, z_PJ if bias_EJ is None else bias_EJ, z_PJ, h_PI, token_P, routes.expert_R, routes.first_R,
-        routes.offset_E1, routes.tiles_1, H=H, I=I, BIASED=bias_EJ is not None, CLAMPED=clamped, TMA=tma,
-        ROW_TILE=t.rows, COLUMNS=t.columns, INNER=t.inner, PRECISION=precision(),
+        routes.offset_E1, routes.tiles_1, H=H, I=I, BIASED=bias_EJ is not None, ACTIVATE=activation.forward,
+        AT_ONCE=activation.columns, TMA=tma, ROW_TILE=t.rows, COLUMNS=t.columns, INNER=t.inner, PRECISION=precision(),
         num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     return z_PJ, h_PI
@@ -85,8 +87,8 @@ def _sum_rows(rows_PJ, offset_E1, out_EJ, J: tl.constexpr, ROWS: tl.constexpr, C
 @triton.jit
 def _expert_up(
     x_TH, gate_up, bias_EJ, z_PJ, h_PI, token_P, expert_R, first_R, offset_E1, tiles_1, H: tl.constexpr,
-    I: tl.constexpr, BIASED: tl.constexpr, CLAMPED: tl.constexpr, TMA: tl.constexpr, ROW_TILE: tl.constexpr,
-    COLUMNS: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
+    I: tl.constexpr, BIASED: tl.constexpr, ACTIVATE: tl.constexpr, AT_ONCE: tl.constexpr, TMA: tl.constexpr,
+    ROW_TILE: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     column_tiles: tl.constexpr = (I + COLUMNS - 1) // COLUMNS
     inner = tl.arange(0, INNER)
@@ -115,25 +117,25 @@ def _expert_up(
         # h comes from the rounded z, as in the backward pass.
         gate, up = halves(sums.to(z_PJ.dtype.element_ty), ROW_TILE, COLUMNS)
         z, h, real = z_PJ + first.to(tl.int64) * 2 * I, h_PI + first.to(tl.int64) * I, row == readable
-        _activated(gate, up, z, h, row, real, column, I, CLAMPED, ROW_TILE, COLUMNS)
+        _activated(gate, up, z, h, row, real, column, I, ACTIVATE, AT_ONCE, ROW_TILE, COLUMNS)
 
 
 @triton.jit
 def _activated(
-    gate, up, z, h, row, real, column, I: tl.constexpr, CLAMPED: tl.constexpr, ROW_TILE: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    gate, up, z, h, row, real, column, I: tl.constexpr, ACTIVATE: tl.constexpr, AT_ONCE: tl.constexpr,
+    ROW_TILE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    if CLAMPED and COLUMNS > _AT_ONCE:
+    if COLUMNS > AT_ONCE:
         gate_left, gate_right = halves(gate, ROW_TILE, COLUMNS // 2)
         up_left, up_right = halves(up, ROW_TILE, COLUMNS // 2)
-        _activated(gate_left, up_left, z, h, row, real, column, I, CLAMPED, ROW_TILE, COLUMNS // 2)
+        _activated(gate_left, up_left, z, h, row, real, column, I, ACTIVATE, AT_ONCE, ROW_TILE, COLUMNS // 2)
         column += COLUMNS // 2
-        _activated(gate_right, up_right, z, h, row, real, column, I, CLAMPED, ROW_TILE, COLUMNS // 2)
+        _activated(gate_right, up_right, z, h, row, real, column, I, ACTIVATE, AT_ONCE, ROW_TILE, COLUMNS // 2)
     else:
         i = column + tl.arange(0, COLUMNS)
         inside = real[:, None] & (i < I)[None, :]
         z_at = row[:, None] * 2 * I + i[None, :]
         tl.store(z + z_at, gate, mask=inside)
         tl.store(z + I + z_at, up, mask=inside)
-        activated = swiglu_tile(gate.to(tl.float32), up.to(tl.float32), CLAMPED)
+        activated = ACTIVATE(gate.to(tl.float32), up.to(tl.float32))
         tl.store(h + (row[:, None] * I + i[None, :]), activated.to(h.dtype.element_ty), mask=inside)

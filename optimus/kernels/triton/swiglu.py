@@ -8,10 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from optimus.kernels.limits import LIMIT, SLOPE
+from optimus.kernels.triton.activation import silu, silu_backward
 
 _BLOCK = 1024  # maximum number of columns per program
-_SLOPE, _LIMIT = tl.constexpr(SLOPE), tl.constexpr(LIMIT)
 
 
 def swiglu(z_TJ: Tensor) -> Tensor:
@@ -40,42 +39,12 @@ def _programs(h_TI: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
 
 
 @triton.jit
-def swiglu_tile(gate, up, CLAMPED: tl.constexpr = False):
-    """Returns silu(gate) * up, or the gated `clamped_silu` if `CLAMPED`. `gate` and `up` must be fp32."""
-    if CLAMPED:
-        gate, up = _clamped(gate, up)
-        return gate * tl.sigmoid(gate * _SLOPE) * up
-    else:
-        return gate * tl.sigmoid(gate) * up
-
-
-@triton.jit
-def swiglu_tile_backward(h_grad, gate, up, CLAMPED: tl.constexpr = False):
-    """Returns (gradient of gate, gradient of up) of `swiglu_tile`."""
-    if CLAMPED:
-        g, u = _clamped(gate, up)
-        s = tl.sigmoid(g * _SLOPE)
-        gate_grad = tl.where(gate > _LIMIT, 0.0, h_grad * u * s * (1 + g * _SLOPE * (1 - s)))
-        return gate_grad, tl.where(tl.abs(up) > _LIMIT, 0.0, h_grad * g * s)
-    else:
-        s = tl.sigmoid(gate)
-        return h_grad * up * s * (1 + gate * (1 - s)), h_grad * gate * s
-
-
-@triton.jit
-def _clamped(gate, up):
-    # Keeps NaN, which `tl.minimum` would drop.
-    up = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up))
-    return tl.where(gate > _LIMIT, _LIMIT, gate), up + 1
-
-
-@triton.jit
 def _swiglu(z_TJ, h_TI, I: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(z_TJ + row * 2 * I + i, mask=i < I, other=0).to(tl.float32)
     up = tl.load(z_TJ + row * 2 * I + I + i, mask=i < I, other=0).to(tl.float32)
-    tl.store(h_TI + row * I + i, swiglu_tile(gate, up).to(h_TI.dtype.element_ty), mask=i < I)
+    tl.store(h_TI + row * I + i, silu(gate, up).to(h_TI.dtype.element_ty), mask=i < I)
 
 
 @triton.jit
@@ -85,7 +54,7 @@ def _swiglu_backward(h_grad_TI, z_TJ, z_grad_TJ, I: tl.constexpr, BLOCK: tl.cons
     gate = tl.load(z_TJ + row * 2 * I + i, mask=i < I, other=0).to(tl.float32)
     up = tl.load(z_TJ + row * 2 * I + I + i, mask=i < I, other=0).to(tl.float32)
     h_grad = tl.load(h_grad_TI + row * I + i, mask=i < I, other=0).to(tl.float32)
-    gate_grad, up_grad = swiglu_tile_backward(h_grad, gate, up)
+    gate_grad, up_grad = silu_backward(h_grad, gate, up)
     out = z_grad_TJ + row * 2 * I + i
     tl.store(out, gate_grad.to(z_grad_TJ.dtype.element_ty), mask=i < I)
     tl.store(out + I, up_grad.to(z_grad_TJ.dtype.element_ty), mask=i < I)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from optimus.kernels.activation import Activation
 from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.step_context import StepContext
 
@@ -19,15 +20,31 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _FALLBACK = "grouped_mm"  # the implementation of `transformers` for experts that the kernels cannot compute
 
 
+def activation_of(experts: Any) -> Activation | None:
+    """Returns the name of the experts' activation, or None if the kernels do not have it."""
+    from transformers import activations as theirs
+
+    function = experts.act_fn
+    if isinstance(function, nn.GELU):
+        return "gelu_tanh" if function.approximate == "tanh" else "gelu"
+    kinds: dict[Activation, tuple[type, ...]] = {
+        "silu": (nn.SiLU, theirs.SiLUActivation),
+        "gelu": (theirs.GELUActivation,),
+        "gelu_tanh": (theirs.GELUTanh, theirs.NewGELUActivation),
+        "relu": (nn.ReLU,),
+    }
+    functions: dict[Any, Activation] = {F.silu: "silu", F.gelu: "gelu", F.relu: "relu"}
+    named = (kind for kind, types in kinds.items() if isinstance(function, types))
+    return next(named, None) or functions.get(function)
+
+
 def differences(experts: Any) -> list[str]:
     """Returns the reasons why the kernels cannot compute these experts."""
-    from transformers.activations import SiLUActivation
     from transformers.integrations.moe import _default_apply_gate
 
     if not experts.has_gate:
         return ["its experts have no gate projection"]
     own_gating = type(experts)._apply_gate is not _default_apply_gate
-    activation = None if own_gating else experts.act_fn
     weights = (experts.gate_up_proj, experts.down_proj)
     kinds = [f"{type(weight).__name__} of {str(weight.dtype).removeprefix('torch.')}" for weight in weights]
     found = {
@@ -37,8 +54,8 @@ def differences(experts: Any) -> list[str]:
         # Older versions of `transformers` do not have this attribute.
         "its experts end in a norm": getattr(experts, "has_post_expert_norm", False),
         "it combines the gate and up projections by its own function": own_gating,
-        f"its activation is {getattr(activation, '__name__', type(activation).__name__)}, not SiLU": not (
-            own_gating or activation is F.silu or isinstance(activation, (nn.SiLU, SiLUActivation))
+        f"its activation is {_name_of_activation(experts)}, not SiLU, GELU or ReLU": (
+            not own_gating and activation_of(experts) is None
         ),
         f"its weights are {' and '.join(kinds)}, not dense tensors of one floating-point type": (
             any(type(w) not in (Tensor, nn.Parameter) or w.dtype not in _DTYPES for w in weights)
@@ -46,6 +63,11 @@ def differences(experts: Any) -> list[str]:
         ),
     }
     return [text for text, differs in found.items() if differs]
+
+
+def _name_of_activation(experts: Any) -> str:
+    function = getattr(experts, "act_fn", None)
+    return getattr(function, "__name__", type(function).__name__)
 
 
 _STACK = "gate_up_proj_stack"
@@ -70,6 +92,7 @@ class FusedExperts:
 
     replaceable: ClassVar[tuple[str, ...]] = ("gradients", "step", "kernel", "expert_dispatch")
     expert_count: int  # of the whole layer
+    kind: Activation
     expert_dispatch: Callable[..., Tensor]  # called like `on_this_rank`
     gradients: Mapping[nn.Parameter, GradientBuffer]
     step: StepContext
@@ -89,7 +112,7 @@ class FusedExperts:
         buffers = self.gradients.get(gate_up), self.gradients.get(down)
         gate_up_EJH = gate_up.flatten(1, 2) if gate_up.ndim == 4 else gate_up
         routing = x_TH, weights_TK, indices_TK
-        return self.kernel(*routing, gate_up_EJH, down, buffers, self.step.forms, choices=choices)
+        return self.kernel(*routing, gate_up_EJH, down, buffers, self.step.forms, self.kind, choices=choices)
 
 
 def is_experts(module: nn.Module) -> bool:

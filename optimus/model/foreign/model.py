@@ -22,7 +22,7 @@ from optimus.model.batch import Batch, moved
 from optimus.model.causal import BlockRow, CausalModel
 from optimus.model.foreign.architecture import TransformersModel
 from optimus.model.foreign.columns import WHOLE, Columns
-from optimus.model.foreign.experts import FusedExperts, choose_experts, on_this_rank
+from optimus.model.foreign.experts import FusedExperts, activation_of, choose_experts, on_this_rank
 from optimus.model.foreign.modules import (
     LOCAL,
     AuthorsLinear,
@@ -350,7 +350,8 @@ def _compose(
         experts: Any = module
         count = len(experts.down_proj)
         parts = {"gradients": {}, "step": model.step, "kernel": expert_mlp}
-        become(module, FusedExperts, **parts, expert_count=count, expert_dispatch=on_this_rank)
+        parts |= {"expert_count": count, "expert_dispatch": on_this_rank, "kind": activation_of(experts)}
+        become(module, FusedExperts, **parts)
     for name, module in list(body.named_modules()):
         inside = name.startswith(f"{facts.blocks}.")
         if inside and (type(module) is nn.Linear or _is_conv1d(module)):

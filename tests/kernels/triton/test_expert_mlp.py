@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 from unittest import mock
 
 import pytest
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimus.kernels import expert_mlp as operation
-from optimus.kernels.activation import activation_reference
+from optimus.kernels.activation import Activation, activation_reference
 from optimus.kernels.expert_mlp import expert_mlp, expert_mlp_reference
 from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.step_context import StepContext
@@ -73,10 +73,12 @@ def inputs_of(case: Case, random: Random, dtype: torch.dtype) -> tuple[Tensor, l
     return indices, [random(*shape, dtype=dtype) for shape in shapes]
 
 
-def results(inputs: list[Tensor], indices: Tensor, choices: int | None = None) -> list[Tensor]:
+def results(
+    inputs: list[Tensor], indices: Tensor, choices: int | None = None, kind: Activation = "silu"
+) -> list[Tensor]:
     """Returns the output and the gradients of x, weights, gate_up and down."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    y = expert_mlp(leaves[0], leaves[1], indices, *leaves[2:], choices=choices)
+    y = expert_mlp(leaves[0], leaves[1], indices, *leaves[2:], choices=choices, kind=kind)
     return [y.detach(), *torch.autograd.grad(y, leaves, torch.ones_like(y))]
 
 
@@ -97,29 +99,32 @@ def test_equals_the_definition(
 
 
 @pytest.mark.swept
+@pytest.mark.parametrize("biased", [True, False], ids=["biased", "without bias"])
+@pytest.mark.parametrize("kind", get_args(Activation))
 @pytest.mark.parametrize("name", ["plain", "sizes that no tile divides, K = 3", "the middle of three ranks"])
-def test_biases_and_clamps(
-    name: str, dtype: torch.dtype, tile_sizes: None, random: Random, same_function: Callable[..., None]
-) -> None:
-    """Biases and clamps as in gpt-oss are right; a third of the values are clamped.
+def test_activations_and_biases(
+    name: str, kind: Activation, biased: bool, dtype: torch.dtype, tile_sizes: None, random: Random,
+    same_function: Callable[..., None],
+) -> None:  # fmt: skip
+    """Every activation is right with and without biases; a third of the values of `clamped_silu` are clamped.
 
-    The reference also clamps the stored, rounded pre-activation: one value in a thousand is rounded across a limit,
+    The reference also takes the stored, rounded pre-activation: one value in a thousand is rounded across a limit,
     where the gradient jumps.
     """
     indices, inputs = inputs_of(CASES[name], random, dtype)
-    bias = random(len(inputs[2]), inputs[2].shape[1], dtype=dtype)
+    biases = [random(len(inputs[2]), inputs[2].shape[1], dtype=dtype)] if biased else []
 
-    def ours(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, bias: Tensor) -> Tensor:
-        return expert_mlp(x, weights, indices, gate_up, down, kind="clamped_silu", bias_EJ=bias)
+    def ours(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, bias: Tensor | None = None) -> Tensor:
+        return expert_mlp(x, weights, indices, gate_up, down, kind=kind, bias_EJ=bias)
 
-    def reference(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, bias: Tensor) -> Tensor:
+    def reference(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, bias: Tensor | None = None) -> Tensor:
         with mock.patch.object(operation, "activation_reference", of_stored):
-            return expert_mlp_reference(x, weights, indices, gate_up, down, bias, "clamped_silu")
+            return expert_mlp_reference(x, weights, indices, gate_up, down, bias, kind)
 
     def of_stored(z: Tensor, *rest: Any, **named: Any) -> Tensor:
         return activation_reference(z + (z.to(dtype) - z).detach(), *rest, **named)
 
-    same_function(ours, reference, [*inputs, bias])
+    same_function(ours, reference, [*inputs, *biases])
 
 
 def test_twice_the_same_bits(random: Random, dtype: torch.dtype, reading: str) -> None:
@@ -231,19 +236,21 @@ def test_gradients_that_are_deferred(random: Random, dtype: torch.dtype) -> None
     assert all(a is not None and a.equal(b) for a, b in zip(*found))
 
 
+@pytest.mark.swept
 @pytest.mark.parametrize("poison", [torch.inf, torch.nan])
+@pytest.mark.parametrize("kind", get_args(Activation))
 def test_nothing_leaks_from_what_is_skipped(
-    poison: float, dtype: torch.dtype, reading: str, random: Random, device: torch.device
+    poison: float, kind: Activation, dtype: torch.dtype, reading: str, random: Random, device: torch.device
 ) -> None:
     """Non-finite values of skipped choices change no bit: tokens 0 and 5 choose no local expert, token 1 one of two."""
     indices = torch.tensor([[-1, -1], [0, -1], [1, 0], [3, 1], [-1, 3], [-1, -1]], device=device)
     shapes = [(6, 16), (6, 2), (4, 32, 16), (4, 16, 16)]
     inputs = [random(*shape, dtype=dtype) for shape in shapes]
     inputs[2][2] = inputs[3][2] = poison  # an expert that no token chose
-    clean = results(inputs, indices)
+    clean = results(inputs, indices, kind=kind)
     inputs[0][[0, 5]] = poison
     inputs[1][indices < 0] = poison
-    assert all(a.equal(b) and a.isfinite().all() for a, b in zip(results(inputs, indices), clean))
+    assert all(a.equal(b) and a.isfinite().all() for a, b in zip(results(inputs, indices, kind=kind), clean))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
@@ -287,9 +294,10 @@ class NoWaiting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_the_host_never_waits_for_the_device(random: Random) -> None:
+@pytest.mark.parametrize("kind", get_args(Activation))
+def test_the_host_never_waits_for_the_device(kind: Activation, random: Random) -> None:
     indices, inputs = inputs_of(CASES["plain"], random, torch.float32)
     with pytest.raises(AssertionError), NoWaiting():
         indices.sum().item()
     with NoWaiting():
-        results(inputs, indices)
+        results(inputs, indices, kind=kind)

@@ -104,7 +104,7 @@ def compile_only(target: str) -> list[dict[str, Any]]:
         row |= {name: len(re.findall(pattern, code)) for name, pattern in _COUNTS.items()}
         row |= {"loads": accesses(code, nvidia, "load"), "stores": accesses(code, nvidia, "store")}
         row["type"] = next((str(a.dtype).removeprefix("torch.") for a in args if isinstance(a, torch.Tensor)), "")
-        row["constants"] = {k: v for k, v in options.items() if k.isupper()}
+        row["constants"] = {k: getattr(v, "__name__", v) for k, v in options.items() if k.isupper()}
         rows[kernel.hash] = row
         found.append(row)
         if folder := os.environ.get("OPTIMUS_DUMP"):  # keeps the code for inspection
@@ -143,8 +143,10 @@ def run_experts() -> None:
     import torch
     from torch import Tensor
 
+    from optimus.kernels.activation import Activation
     from optimus.kernels.expert_mlp import expert_mlp
     from optimus.kernels.gradient_buffer import TensorBuffer
+    from optimus.kernels.triton.activation import GATED
 
     E, K, T = 4, 2, 256
 
@@ -152,20 +154,30 @@ def run_experts() -> None:
         return torch.empty(shape, dtype=dtype, requires_grad=True)
 
     def layer(
-        H: int, I: int, into: torch.dtype | None, dtype: torch.dtype = torch.bfloat16, *, biased: bool = False
+        H: int,
+        I: int,
+        into: torch.dtype | None,
+        dtype: torch.dtype = torch.bfloat16,
+        *,
+        kind: Activation = "silu",
+        biased: bool = False,
     ) -> None:
         x, weights = empty(T, H, dtype=dtype), empty(T, K, dtype=dtype)
         parameters = [empty(E, 2 * I, H, dtype=dtype), empty(E, H, I, dtype=dtype)]
         buffers = tuple(None if into is None else TensorBuffer(p.detach().to(into)) for p in parameters)
-        more: dict[str, Any] = {"kind": "clamped_silu", "bias_EJ": empty(E, 2 * I, dtype=dtype)} if biased else {}
-        y = expert_mlp(x, weights, torch.zeros(T, K, dtype=torch.int64), *parameters, buffers, **more)
+        bias = empty(E, 2 * I, dtype=dtype) if biased else None
+        indices = torch.zeros(T, K, dtype=torch.int64)
+        y = expert_mlp(x, weights, indices, *parameters, buffers, kind=kind, bias_EJ=bias)
         y.sum().backward()
 
     layer(2048, 1024, torch.float32)  # fp32 gradients, as in chunks
     layer(3072, 1536, torch.float32)
     layer(2048, 1024, None)
     layer(2048, 1024, torch.bfloat16)
-    layer(2880, 2880, torch.float32, biased=True)  # gpt-oss
+    layer(2880, 2880, torch.float32, kind="clamped_silu", biased=True)  # gpt-oss
+    for kind in GATED:
+        layer(2048, 1024, torch.float32, kind=kind)
+    layer(2048, 1024, torch.float32, kind="gelu", biased=True)
     layer(1000, 712, torch.float32)
     layer(1024, 512, torch.float32, torch.float32)
 

@@ -1,18 +1,21 @@
 """Experts of foreign models run by our kernels, with the numbers of the eager form in a plain PyTorch loop."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optimus.config import load_config
 from optimus.config.tree import RunConfig
 from optimus.errors import UserError
+from optimus.kernels.activation import activation_reference
 from optimus.model.build import causal_model
 from optimus.model.count import count_parameters
 from optimus.model.foreign.architecture import TransformersModel
-from optimus.model.foreign.experts import FusedExperts, choose_experts, is_experts
+from optimus.model.foreign.experts import FusedExperts, activation_of, choose_experts, is_experts
 from optimus.model.init import initialize
 from optimus.parallel.dispatch.two_level import TwoLevelDispatch
 from optimus.resolve.ranks import least_ranks, mesh_of
@@ -181,6 +184,21 @@ def test_chosen_experts_are_active(family: str, billions: float, active: float) 
     """The sizes are the makers' defaults. Only Qwen3 has router logits in its output."""
     found = count_parameters(TransformersModel(transformers=transformers.AutoConfig.for_model(family).to_dict()))
     assert [round(each / 1e9, 1) for each in found] == [billions, active]
+
+
+def test_names_of_activations() -> None:
+    """Every activation of `transformers` that the kernels take is the function of its name, and nearly all others differ."""
+    from transformers.activations import ACT2CLS, ACT2FN
+
+    x, known = torch.linspace(-5, 5, 101, dtype=torch.float64), set[str]()
+    functions = {name: ACT2FN[name] for name in ACT2CLS} | {str(each): each for each in (F.silu, F.gelu, F.relu)}
+    functions |= {"GELU": nn.GELU(), "GELU, tanh": nn.GELU("tanh")}
+    for name, function in functions.items():
+        if (kind := activation_of(SimpleNamespace(act_fn=function))) is not None:
+            known.add(name)
+            torch.testing.assert_close(function(x), activation_reference(x, kind, gated=False), rtol=1e-12, atol=1e-12)
+    theirs = {"gelu", "gelu_new", "gelu_python", "gelu_pytorch_tanh", "gelu_python_tanh", "relu", "silu", "swish"}
+    assert known == theirs | (functions.keys() - ACT2CLS.keys())
 
 
 def test_ranks_that_experts_need() -> None:
