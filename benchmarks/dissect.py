@@ -2,18 +2,21 @@
 Performance of the Training, Fine-tuning, and Inference of Large Language Models").
 
 The configuration trains for some steps on random tokens, on ranks of this machine's CPU, without and with
-`torch.profiler`. Rows are shares of the profiled step of the rank that waits least, averaged over the fastest third of
-its steps; planned shares are of the planner's slowest rank, on the machine's file that is measured before. Rows of what
-the planner has no term for are "not planned". Loading of data, checkpoints and hooks are in neither.
+`torch.profiler`. Rows are shares of a step of the rank that waits least: of computation, the least time of each piece
+between two operations counts, because other programs slow it, and of waits their share in the fastest third of the
+steps, because a rank that is late itself waits less. Planned shares are of the planner's slowest rank, on the machine's
+file that is measured before, in short rounds for the same reason. Rows of what the planner has no term for are "not
+planned". Loading of data, checkpoints and hooks are in neither.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, NamedTuple
 
 from typer import Argument, Option
 
-from benchmarks.dissect_steps import Call, Key, Measured, Step, measure
+from benchmarks.dissect_steps import Key, Measured, Step, Work, measure
 from benchmarks.harness import Result, Row
 from benchmarks.training import decided
 from optimus.config import RunConfig
@@ -25,9 +28,11 @@ from optimus.plan.job_builder import as_configured, configured
 from optimus.plan.machine import Machine, load_machine
 from optimus.plan.measure.machine import fit_machine, observe
 from optimus.plan.measure.ranks import run_fresh
+from optimus.plan.measure.timing import Extent
 from optimus.plan.prediction import predict
 from optimus.plan.step import part_times
 
+_WINDOW, _ROUNDS = 0.004, 12  # seconds of a round of the machine's measurements, and rounds
 _BESIDE = "checkpoint", "data"  # what the measured steps lack
 _SMALL = 0.0005  # share of rows that tables leave out, where neither side has more
 
@@ -87,7 +92,7 @@ def run(
     job = job_on(given, found, ranks)
     seen: list[Measured] = run_fresh(measure, ranks, given, steps)
     step = typical_step(seen)
-    parts = compare(step.parts, planned_parts(job))
+    parts = compare(by_key(step), planned_parts(job))
     rows = rows_of(parts)
     modules = rows_of(by_part(parts))
     tables: dict[str, Sequence[Row]] = {
@@ -103,8 +108,8 @@ def run(
     ratios = {
         "dissect.step_seconds": plain,
         "dissect.planned_seconds": predicted,
-        "dissect.with_profiler": step.seconds / plain,
-        "dissect.planned_share": sum(part.measured or 0.0 for part in parts if part.planned is not None) / step.seconds,
+        "dissect.with_profiler": min(max(each.steps[n].seconds for each in seen) for n in range(steps)) / plain,
+        "dissect.planned_share": sum(row["share"] for row in rows if row["note"] != "not planned") / 100,
         "dissect.largest_difference": max(abs(row["difference"]) for row in rows),
         "dissect.largest_difference_of_modules": max(abs(row["difference"]) for row in modules),
     }
@@ -120,7 +125,7 @@ def run(
 def _machine(ranks: int, name: str | None) -> Machine:
     if name is not None:
         return load_machine(name)
-    seen = observe(ranks)
+    seen = observe(ranks, replace(Extent.for_device("cpu"), window=_WINDOW, rounds=_ROUNDS))
     if seen is None:
         raise UserError("optimus bench dissect starts its own ranks: run it without torchrun")
     return fit_machine(seen, f"measured{ranks}")
@@ -147,27 +152,49 @@ def planned_parts(job: Job) -> dict[Key, float]:
     return {Key(*each[:3]): each.seconds for each in part_times(job) if each.part not in _BESIDE}
 
 
-def typical_step(seen: Sequence[Measured]) -> Step:
-    """Returns the mean of the fastest third of the steps on the rank that waits least, as the planner's slowest rank
-    does."""
+class Typical(NamedTuple):
+    """A step of a rank without the disturbances of other programs: seconds by work, and the calls of collectives."""
+
+    seconds: Mapping[Work, float]
+    calls: Mapping[Work, int]
+
+    @property
+    def waits(self) -> float:
+        """The share of collectives and messages."""
+        waits = sum(seconds for work, seconds in self.seconds.items() if work.kind)
+        return waits / sum(self.seconds.values())
+
+
+def typical_step(seen: Sequence[Measured]) -> Typical:
+    """Returns the typical step of the rank that waits least, as the planner's slowest rank does."""
     numbers = sorted(range(len(seen[0].steps)), key=lambda n: max(each.steps[n].seconds for each in seen))
     fastest = numbers[: max(1, len(numbers) // 3)]
-    means = [mean_step([each.steps[n] for n in fastest]) for each in seen]
-    return min(means, key=lambda step: step.waits)
+    return min((typical(each.steps, fastest) for each in seen), key=lambda step: step.waits)
 
 
-def mean_step(steps: Sequence[Step]) -> Step:
-    """Returns the mean of steps, row by row."""
-    parts = defaultdict[Key, float](float)
-    calls = dict[tuple[str, str, Key], list[float]]()
-    for step in steps:
-        for key, seconds in step.parts.items():
-            parts[key] += seconds / len(steps)
-        for call in step.calls:
-            sums = calls.setdefault(call[:3], [0, 0.0])
-            sums[0] += call.number / len(steps)
-            sums[1] += call.seconds / len(steps)
-    return Step(dict(parts), [Call(*of, round(number), seconds) for of, (number, seconds) in calls.items()])
+def typical(steps: Sequence[Step], fastest: Sequence[int]) -> Typical:
+    """Returns the least time of each piece of computation, and waits of their mean share in the `fastest` steps."""
+    works = dict.fromkeys(work for step in steps for work in step.pieces)
+    found, shares = dict[Work, float](), dict[Work, float]()
+    for work in works:
+        pieces = [step.pieces.get(work, ()) for step in steps]
+        if work.kind:
+            shares[work] = sum(sum(pieces[n]) / steps[n].seconds for n in fastest) / len(fastest)
+        elif len({len(each) for each in pieces}) == 1:
+            found[work] = sum(map(min, zip(*pieces)))
+        else:  # the steps differ, such as in the experts that have tokens
+            found[work] = min(map(sum, pieces))
+    whole = sum(found.values()) / (1 - sum(shares.values()))
+    found |= {work: share * whole for work, share in shares.items()}
+    return Typical(found, {work: round(sum(step.calls.get(work, 0) for step in steps) / len(steps)) for work in works})
+
+
+def by_key(step: Typical) -> dict[Key, float]:
+    """Returns the seconds of a step by row."""
+    found = defaultdict[Key, float](float)
+    for work, seconds in step.seconds.items():
+        found[work.key] += seconds
+    return dict(found)
 
 
 def compare(measured: Mapping[Key, float], planned: Mapping[Key, float]) -> list[Part]:
@@ -213,21 +240,22 @@ def _matters(row: Row) -> bool:
     return max(row["share"], row["planned_share"]) >= 100 * _SMALL
 
 
-def collectives_of(step: Step) -> list[Row]:
+def collectives_of(step: Typical) -> list[Row]:
     """Returns a row for each kind of collective, group and part of the step."""
-    ordered = sorted(step.calls, key=lambda call: -call.seconds)
+    whole = sum(step.seconds.values())
+    ordered = sorted(filter(lambda work: work.kind, step.seconds), key=lambda work: -step.seconds[work])
     return [
         {
-            "collective": call.kind,
-            "over": call.axes,
-            "part": call.key.part,
-            "pass": call.key.pass_,
-            "work": call.key.work,
-            "begun_and_waited": call.number,
-            "seconds": call.seconds,
-            "share": 100 * call.seconds / step.seconds,
+            "collective": work.kind,
+            "over": work.axes,
+            "part": work.key.part,
+            "pass": work.key.pass_,
+            "work": work.key.work,
+            "calls": step.calls[work],  # of its beginning and of its wait
+            "seconds": step.seconds[work],
+            "share": 100 * step.seconds[work] / whole,
         }
-        for call in ordered
+        for work in ordered
     ]
 
 

@@ -6,7 +6,8 @@ number of that operation. The rank's main thread is always in exactly one row: w
 where the main thread waits for it.
 """
 
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from time import perf_counter
@@ -18,7 +19,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, record_function
 
-from benchmarks.training import own_tokens
 from optimus.comm import Groups
 from optimus.comm.groups import groups_of_mesh
 from optimus.config import RunConfig
@@ -37,7 +37,7 @@ from optimus.step_context import (
     UPDATE,
     UPDATING,
 )
-from optimus.testing.steps import build
+from optimus.testing.steps import build, random_batch
 from optimus.training.loss_scale import first_loss_scale
 from optimus.training.malloc_trim import keep_freed_memory
 from optimus.training.step import training_step
@@ -68,6 +68,7 @@ REGIONS = {
 WAITING = Key("pipeline", "step", "waiting")
 OTHER = Key("other", "step", "compute")
 _ACCUMULATION = Key("gradients", "step", "accumulation")
+_ACTIONS = {str(kind) for kind in Kind}
 _VOCABULARY = {  # passes with a shard of the vocabulary, outside modules
     Kind.EMBED: Key("embedding", "forward", "compute"),
     Kind.LOGITS: Key("head", "forward", "compute"),
@@ -89,31 +90,24 @@ class Slice(NamedTuple):
     is_backward: bool = False
 
 
-class Call(NamedTuple):
-    """The collectives or messages of one kind and group in a step; `seconds` is the time that the rank waits."""
+class Work(NamedTuple):
+    """A row of a step, and the kind and mesh axes of the collective in which the rank waits, if any."""
 
-    kind: str
-    axes: str
     key: Key
-    number: int
-    seconds: float
+    kind: str = ""
+    axes: str = ""
 
 
 class Step(NamedTuple):
-    """A step of a rank: seconds by part, and its collectives."""
+    """A step of a rank: for each work the seconds of its pieces in order, and how often collectives begin or end."""
 
-    parts: Mapping[Key, float]
-    calls: Sequence[Call]
+    pieces: Mapping[Work, Sequence[float]]
+    calls: Mapping[Work, int]
 
     @property
     def seconds(self) -> float:
         """Seconds of the whole step."""
-        return sum(self.parts.values())
-
-    @property
-    def waits(self) -> float:
-        """Seconds of collectives and messages."""
-        return sum(call.seconds for call in self.calls)
+        return sum(map(sum, self.pieces.values()))
 
 
 class Measured(NamedTuple):
@@ -133,7 +127,9 @@ def measure(config: RunConfig, steps: int, warm_up: int = 2, profiled: bool = Tr
     groups = Groups(mesh_of(config, dist.get_world_size()))
     model, state = build(config, groups)
     state.initialize(config.train.seed, config.model.init_std)
-    tokens_BS, scale = own_tokens(config), first_loss_scale(config)
+    data, scale = groups.along("dp"), first_loss_scale(config)
+    batch_BS = random_batch(config, 1)
+    tokens_BS = batch_BS.chunk(data.size)[data.rank]
 
     def step() -> float:
         dist.barrier()
@@ -222,7 +218,7 @@ def slices_of(profile: torch.profiler.profile) -> list[Slice]:
 
 
 def steps_of(slices: Iterable[Slice], axes: Mapping[str, str]) -> list[Step]:
-    """Returns the steps in a profile. Each microsecond of the main thread counts in the innermost slice that has a row.
+    """Returns the steps in a profile. Each moment of the main thread counts in the innermost slice that has a row.
 
     `axes` maps names of groups to mesh axes.
     """
@@ -230,62 +226,56 @@ def steps_of(slices: Iterable[Slice], axes: Mapping[str, str]) -> list[Step]:
     main = next((each.thread for each in every if each.name == _STEP), None)
     made: dict[tuple[int, int], str] = {}  # by thread and number of an autograd node: the part of the model
     found: list[Step] = []
-    parts, calls = defaultdict[Key, float](float), dict[tuple[str, str, Key], list[float]]()
-    stack: list[tuple[Slice, Key, str, str, list[float] | None]] = []
+    pieces, calls = defaultdict[Work, list[float]](list), Counter[Work]()
+    stack: list[tuple[Slice, Work, str, str]] = []  # with the part of the model and the pass
     clock = 0.0
 
     def spend(until: float) -> None:
         nonlocal clock
-        if stack and until > clock:
-            _, key, *_, call = stack[-1]
-            parts[key] += (until - clock) / 1e6
-            if call is not None:
-                call[1] += (until - clock) / 1e6
+        if stack:  # a piece of no length too, so that equal steps have equally many pieces
+            pieces[stack[-1][1]].append(max(0.0, until - clock) / 1e6)
         clock = max(clock, until)
 
     def leave(until: float) -> None:
         while stack and stack[-1][0].end <= until:
             spend(stack[-1][0].end)
             if stack.pop()[0].name == _STEP:
-                found.append(Step(dict(parts), [Call(*of, int(n), s) for of, (n, s) in calls.items()]))
-                parts.clear()
+                found.append(Step(dict(pieces), dict(calls)))
+                pieces.clear()
                 calls.clear()
 
     for each in every:
         if each.thread != main:
             continue
         leave(each.start)
-        spend(each.start)
-        if not stack and each.name != _STEP:
-            continue
         if each.name == _STEP:
             clock = each.start
-        _, key, part, pass_, call = stack[-1] if stack else (each, OTHER, "other", "step", None)
+        elif not stack:
+            continue
+        spend(each.start)
+        work, part, pass_ = stack[-1][1:] if stack else (Work(OTHER), "other", "step")
         if each.name.startswith(_PART):
-            part, pass_ = each.name.removeprefix(_PART), "recompute" if pass_ == "backward" else pass_
-            pass_ = "forward" if pass_ == "step" else pass_
-            key, call = Key(part, pass_, "compute"), None
+            part = each.name.removeprefix(_PART)
+            pass_ = {"step": "forward", "backward": "recompute"}.get(pass_, pass_)
+            work = Work(Key(part, pass_, "compute"))
         elif each.name.startswith(_NODE):
-            part = made.get((each.forward_thread, each.number), "other")
-            key, pass_, call = Key(part, "backward", "compute"), "backward", None
-            if each.name.endswith(_NO_NODE):
-                key = _ACCUMULATION
+            part, pass_ = made.get((each.forward_thread, each.number), "other"), "backward"
+            work = Work(_ACCUMULATION if each.name.endswith(_NO_NODE) else Key(part, pass_, "compute"))
         elif each.is_region and each.name in REGIONS:
-            key, call = REGIONS[each.name], None
+            work = Work(REGIONS[each.name])
         elif each.is_region and ", ranks " in each.name:
             kind, axis = _collective(each.name, axes)
-            key = _key_of(key, part, pass_, kind, axis)
-            call = calls.setdefault((kind, axis, key), [0, 0.0])
-            call[0] += 1
-        elif each.is_region and (action := each.name.partition(" of stage ")[0]) in {str(kind) for kind in Kind}:
+            work = Work(_key_of(work.key, part, pass_, kind, axis), kind, axis)
+            calls[work] += 1
+        elif each.is_region and (action := each.name.partition(" of stage ")[0]) in _ACTIONS:
             kind_ = Kind(action)
             pass_ = "forward" if kind_ is Kind.FORWARD else "backward"
             part = "deferred" if kind_ is Kind.BACKWARD_WEIGHTS else "other"
-            key, call = _VOCABULARY.get(kind_, Key(part, pass_, "compute")), None
+            work = Work(_VOCABULARY.get(kind_, Key(part, pass_, "compute")))
         elif each.number >= 0 and not each.is_backward:
             made[each.thread, each.number] = part
-        stack.append((each, key, part, pass_, call))
-    leave(float("inf"))
+        stack.append((each, work, part, pass_))
+    leave(math.inf)
     return found
 
 
