@@ -116,7 +116,7 @@ class Measured(NamedTuple):
     steps: Sequence[Step]
     plain_seconds: float  # of the fastest step without the profiler
     peak: int  # bytes by which the resident set grew
-    kinds: Sequence[str]  # kinds of collectives that the rank's recorder has counted
+    kinds: Sequence[str]  # kinds of collectives of these steps, as the rank's recorder has them
     parts: Sequence[str]  # kinds of modules on this rank
 
 
@@ -130,6 +130,7 @@ def measure(config: RunConfig, steps: int, warm_up: int = 2, profiled: bool = Tr
     data, scale = groups.along("dp"), first_loss_scale(config)
     batch_BS = random_batch(config, 1)
     tokens_BS = batch_BS.chunk(data.size)[data.rank]
+    of_building = groups.recorder.by_kind
 
     def step() -> float:
         dist.barrier()
@@ -152,7 +153,8 @@ def measure(config: RunConfig, steps: int, warm_up: int = 2, profiled: bool = Tr
         found = steps_of(slices_of(profile), axes_of(groups))
     state.finish()
     peak = _peak() - before
-    return Measured(found, seconds, peak, sorted(groups.recorder.by_kind), parts)
+    kinds = [kind for kind, waited in groups.recorder.by_kind.items() if waited > of_building.get(kind, 0.0)]
+    return Measured(found, seconds, peak, sorted(kinds), parts)
 
 
 def _peak() -> int:
@@ -225,6 +227,7 @@ def steps_of(slices: Iterable[Slice], axes: Mapping[str, str]) -> list[Step]:
     every = sorted(slices, key=lambda each: (each.start, -each.end))
     main = next((each.thread for each in every if each.name == _STEP), None)
     made: dict[tuple[int, int], str] = {}  # by thread and number of an autograd node: the part of the model
+    functions: dict[str, str] = {}  # by name of an `autograd.Function`, some of whose nodes have no number
     found: list[Step] = []
     pieces, calls = defaultdict[Work, list[float]](list), Counter[Work]()
     stack: list[tuple[Slice, Work, str, str]] = []  # with the part of the model and the pass
@@ -259,7 +262,8 @@ def steps_of(slices: Iterable[Slice], axes: Mapping[str, str]) -> list[Step]:
             pass_ = {"step": "forward", "backward": "recompute"}.get(pass_, pass_)
             work = Work(Key(part, pass_, "compute"))
         elif each.name.startswith(_NODE):
-            part, pass_ = made.get((each.forward_thread, each.number), "other"), "backward"
+            name = each.name.removeprefix(_NODE).removesuffix("Backward")
+            part, pass_ = made.get((each.forward_thread, each.number), functions.get(name, "other")), "backward"
             work = Work(_ACCUMULATION if each.name.endswith(_NO_NODE) else Key(part, pass_, "compute"))
         elif each.is_region and each.name in REGIONS:
             work = Work(REGIONS[each.name])
@@ -272,8 +276,10 @@ def steps_of(slices: Iterable[Slice], axes: Mapping[str, str]) -> list[Step]:
             pass_ = "forward" if kind_ is Kind.FORWARD else "backward"
             part = "deferred" if kind_ is Kind.BACKWARD_WEIGHTS else "other"
             work = Work(_VOCABULARY.get(kind_, Key(part, pass_, "compute")))
-        elif each.number >= 0 and not each.is_backward:
-            made[each.thread, each.number] = part
+        elif not each.is_region and not each.is_backward:
+            if each.number >= 0:
+                made[each.thread, each.number] = part
+            functions[each.name] = part
         stack.append((each, work, part, pass_))
     leave(math.inf)
     return found
