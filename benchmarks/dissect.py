@@ -206,9 +206,9 @@ def compare(measured: Mapping[Key, float], planned: Mapping[Key, float]) -> list
 def by_part(parts: Iterable[Part]) -> list[Part]:
     """Sums the rows of each kind of module, its collectives apart, and of everything else."""
     sums = (defaultdict[Key, float](float), defaultdict[Key, float](float))
-    for key, *sides in parts:
+    for key, measured, planned in parts:
         wide = key._replace(pass_="all") if key.pass_ != "step" else key
-        for total, seconds in zip(sums, sides, strict=True):
+        for total, seconds in zip(sums, (measured, planned), strict=True):
             if seconds is not None:
                 total[wide] += seconds
     return compare(*sums)
@@ -216,7 +216,7 @@ def by_part(parts: Iterable[Part]) -> list[Part]:
 
 def rows_of(parts: Sequence[Part]) -> list[Row]:
     """Returns the rows as data: seconds, shares in percent of each side's sum, and their difference in points."""
-    sums = [sum(part[side] or 0.0 for part in parts) for side in (1, 2)]
+    sums = sum(part.measured or 0.0 for part in parts), sum(part.planned or 0.0 for part in parts)
     rows: list[Row] = []
     for key, measured, planned in parts:
         shares = [100 * (seconds or 0.0) / total for seconds, total in zip((measured, planned), sums)]
