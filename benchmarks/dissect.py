@@ -198,8 +198,9 @@ def by_key(step: Typical) -> dict[Key, float]:
 
 
 def compare(measured: Mapping[Key, float], planned: Mapping[Key, float]) -> list[Part]:
-    """Returns the rows of both sides, the longest measured first."""
-    keys = sorted({*measured, *planned}, key=lambda key: (-measured.get(key, 0.0), key))
+    """Returns the rows of both sides, the longest measured first. A row that only the planner knows must take time."""
+    taken = {key for key, seconds in planned.items() if seconds}
+    keys = sorted(taken | measured.keys(), key=lambda key: (-measured.get(key, 0.0), key))
     return [Part(key, measured.get(key), planned.get(key)) for key in keys]
 
 

@@ -227,7 +227,8 @@ def steps_of(slices: Iterable[Slice], axes: Mapping[str, str]) -> list[Step]:
     every = sorted(slices, key=lambda each: (each.start, -each.end))
     main = next((each.thread for each in every if each.name == _STEP), None)
     made: dict[tuple[int, int], str] = {}  # by thread and number of an autograd node: the part of the model
-    functions: dict[str, str] = {}  # by name of an `autograd.Function`, some of whose nodes have no number
+    # By name of an `autograd.Function`, some of whose nodes have no number: parts of the calls without a backward pass.
+    functions = defaultdict[str, list[str]](list)
     found: list[Step] = []
     pieces, calls = defaultdict[Work, list[float]](list), Counter[Work]()
     stack: list[tuple[Slice, Work, str, str]] = []  # with the part of the model and the pass
@@ -263,7 +264,8 @@ def steps_of(slices: Iterable[Slice], axes: Mapping[str, str]) -> list[Step]:
             work = Work(Key(part, pass_, "compute"))
         elif each.name.startswith(_NODE):
             name = each.name.removeprefix(_NODE).removesuffix("Backward")
-            part, pass_ = made.get((each.forward_thread, each.number), functions.get(name, "other")), "backward"
+            last = functions[name].pop() if functions[name] else "other"
+            part, pass_ = made.get((each.forward_thread, each.number), last), "backward"
             work = Work(_ACCUMULATION if each.name.endswith(_NO_NODE) else Key(part, pass_, "compute"))
         elif each.is_region and each.name in REGIONS:
             work = Work(REGIONS[each.name])
@@ -279,7 +281,8 @@ def steps_of(slices: Iterable[Slice], axes: Mapping[str, str]) -> list[Step]:
         elif not each.is_region and not each.is_backward:
             if each.number >= 0:
                 made[each.thread, each.number] = part
-            functions[each.name] = part
+            if pass_ == "forward":
+                functions[each.name].append(part)
         stack.append((each, work, part, pass_))
     leave(math.inf)
     return found

@@ -106,7 +106,7 @@ def step_time(job: Job, work: RankCosts | None = None) -> StepTime:
 def part_times(job: Job) -> list[PartTime]:
     """Returns the predicted seconds of the parts of a job's step; the sum is `step_time(job).seconds`.
 
-    The output layer has no backward pass, because it finds its gradients in the forward pass.
+    The seconds may be 0. The output layer has no backward pass, because it finds its gradients in the forward pass.
     """
     work = costs_of(job)
     passes, m, found = _passes(work), job.microbatches, defaultdict[tuple[str, str, str], float](float)
@@ -141,7 +141,7 @@ def part_times(job: Job) -> list[PartTime]:
     }
     for (part, kind), term in others.items():
         found[part, "step", kind] += step.terms[term]
-    return [PartTime(*key, seconds) for key, seconds in found.items() if seconds > 0]
+    return [PartTime(*key, seconds) for key, seconds in found.items()]
 
 
 def _works(terms: Terms) -> Iterator[tuple[str, float]]:
