@@ -2,10 +2,10 @@
 Performance of the Training, Fine-tuning, and Inference of Large Language Models").
 
 The configuration trains for some steps on random tokens, on ranks of this machine's CPU, without and with
-`torch.profiler`. Rows are shares of a step of the rank that waits least: of computation, the least time of each piece
-between two operations counts, because other programs slow it, and of waits their share in the fastest third of the
-steps, because a rank that is late itself waits less. Planned shares are of the planner's slowest rank, on the machine's
-file that is measured before, in short rounds for the same reason. Rows of what the planner has no term for are "not
+`torch.profiler`. Rows are shares of a step of the rank that waits least. Of computation, the least time of each piece
+between two operations counts, because other programs slow it. Waits have their share in the fastest third of the steps,
+because a rank that is late itself waits less. Planned shares are of the planner's slowest rank, on the machine's file
+that is measured before, in short rounds for the same reason. Rows of what the planner has no term for are "not
 planned". Loading of data, checkpoints and hooks are in neither.
 """
 
