@@ -140,7 +140,8 @@ def part_times(job: Job) -> list[PartTime]:
         ("checkpoint", "writing"): "checkpoint",
     }
     for (part, kind), term in others.items():
-        found[part, "step", kind] += step.terms[term]
+        if term != "pipeline" or job.mesh.pp > 1:  # else the rounding of the sum
+            found[part, "step", kind] += step.terms[term]
     return [PartTime(*key, seconds) for key, seconds in found.items()]
 
 
